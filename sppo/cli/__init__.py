@@ -1,0 +1,1 @@
+"""The sppo command line."""

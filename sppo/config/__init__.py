@@ -1,0 +1,1 @@
+"""Run configuration: sections, model shapes, presets, loading."""

@@ -1,0 +1,1 @@
+"""Runs one rank's program over subsequences: KV store, stage, executor."""

@@ -1,0 +1,1 @@
+"""Kernels: attention, elementwise operations, cross entropy, each behind one interface."""

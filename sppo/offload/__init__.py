@@ -1,0 +1,1 @@
+"""Where saved activations live and how they move."""

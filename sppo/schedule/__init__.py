@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: actions, generators, validation, simulation, pictures."""

@@ -1,0 +1,94 @@
+"""Sizes as people write them: ``32Ki`` tokens, ``2GiB``, ``4Mi``, and printed the same way.
+
+Suffixes follow IEC 80000-13: ``Ki Mi Gi Ti`` are powers of 1024, ``k M G T`` powers of 1000.
+A trailing ``B`` is allowed and changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_MULTIPLIERS = {
+    "": 1,
+    "k": 10**3,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 1 << 10,
+    "Mi": 1 << 20,
+    "Gi": 1 << 30,
+    "Ti": 1 << 40,
+}
+_SIZE = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*(Ki|Mi|Gi|Ti|k|K|M|G|T|)B?\s*$")
+
+
+def parse_size(text: str | int | float) -> int:
+    """Whole number of tokens or bytes from ``32Ki``, ``2GiB``, ``1.5M`` or a plain number.
+
+    Raises:
+        ValueError: not a size, negative, or not a whole number of units.
+    """
+    if isinstance(text, bool):
+        raise ValueError(f"{text!r} is not a size; write a number such as 32Ki, 2GiB or 4096")
+    if isinstance(text, (int, float)):
+        return _whole(float(text) if isinstance(text, float) else text, text)
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write a number such as 32Ki, 2GiB or 4096")
+    number, suffix = match.groups()
+    number = number.replace("_", "")
+    multiplier = _MULTIPLIERS[suffix]
+    value = float(number) * multiplier if "." in number else int(number) * multiplier
+    return _whole(value, text)
+
+
+def _whole(value: int | float, text: object) -> int:
+    if value < 0:
+        raise ValueError(f"{text!r} is negative; a size is at least 0")
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number of units")
+    return int(value)
+
+
+def format_bytes(count: int | float) -> str:
+    """``1536`` as ``1.5 KiB``; always in powers of 1024."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_tokens(count: int) -> str:
+    """``32768`` as ``32Ki``; numbers that are not whole Ki or Mi are printed in full."""
+    for suffix, size in (("Mi", MIB), ("Ki", KIB)):
+        if count >= size and count % size == 0:
+            return f"{count // size}{suffix}"
+    return str(count)
+
+
+def format_count(value: float) -> str:
+    """``41234`` as ``41.2k``: three digits for rates and parameter counts."""
+    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.1f}{suffix}"
+    return f"{value:.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """``12345`` as ``3h25m``, ``75`` as ``1m15s``, ``2.345`` as ``2.35 s``, ``0.0021`` as ``2.1 ms``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m"
