@@ -82,7 +82,7 @@ def format_count(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``12345`` as ``3h25m``, ``75`` as ``1m15s``, ``2.345`` as ``2.35 s``, ``0.0021`` as ``2.1 ms``."""
+    """``12345`` as ``3h26m``, ``75`` as ``1m15s``, ``2.345`` as ``2.35 s``."""
     if seconds < 1:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 60:

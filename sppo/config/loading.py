@@ -1,0 +1,156 @@
+"""From RUN.yaml and ``section.key=value`` overrides to a checked :class:`RunConfig`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from sppo.config.huggingface import read_model_fields
+from sppo.config.presets import PRESETS
+from sppo.config.problems import (
+    ConfigError,
+    Problem,
+    nearest,
+    problems_of,
+    show_value,
+    unknown_key,
+)
+from sppo.config.rules import check_sections
+from sppo.config.run import RunConfig
+from sppo.config.yaml_file import parse_yaml, read_yaml
+
+_REQUIRED = ("model", "data", "sequence")
+
+
+def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, merge and check one run file.
+
+    Args:
+        path: RUN.yaml.
+        overrides: ``section.key=value`` words from the command line, values in YAML.
+
+    Raises:
+        ConfigError: every problem of the file and the overrides, at once.
+    """
+    path = Path(path)
+    raw = read_yaml(path)
+    problems: list[Problem] = []
+    merged = apply_overrides(raw, overrides, problems)
+    return check_run(merged, source=str(path), problems=problems)
+
+
+def apply_overrides(
+    raw: dict[str, Any], overrides: Sequence[str], problems: list[Problem]
+) -> dict[str, Any]:
+    """A copy of ``raw`` with each ``a.b=value`` written in; faults are added to ``problems``."""
+    merged: dict[str, Any] = copy.deepcopy(raw)
+    for word in overrides:
+        path, equals, text = word.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            problems.append(Problem(word, "", "an override is written section.key=value"))
+            continue
+        try:
+            value = parse_yaml(text, source=word)
+        except ConfigError as error:
+            problems.append(Problem(path, repr(text), error.problems[0].rule))
+            continue
+        _write(merged, keys, value)
+    return merged
+
+
+def _write(target: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = target.get(key)
+        if not isinstance(inner, dict):
+            inner = target[key] = {}
+        target = inner
+    target[keys[-1]] = value
+
+
+def check_run(raw: dict[str, Any], *, source: str, problems: Sequence[Problem] = ()) -> RunConfig:
+    """Parse each section on its own, then the rules across sections.
+
+    Raises:
+        ConfigError: with all problems found, those given included.
+    """
+    found = list(problems)
+    sections: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key not in RunConfig.model_fields:
+            found.append(unknown_key(str(key), str(key), value, RunConfig.model_fields))
+    for name in RunConfig.model_fields:
+        if name in raw or name in _REQUIRED:
+            parsed = _parse_section(name, raw.get(name), found)
+        else:
+            parsed = RunConfig.model_fields[name].default
+        if parsed is not None:
+            sections[name] = parsed
+    found.extend(check_sections(sections))
+    if found:
+        raise ConfigError(source, found)
+    return RunConfig(**sections)
+
+
+def _parse_section(name: str, value: Any, found: list[Problem]) -> Any:
+    if name == "hardware" and value == "auto":
+        return value
+    field = RunConfig.model_fields[name]
+    section = _section_class(field.annotation)
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        found.append(Problem(name, show_value(value), "a section is a mapping of keys to values"))
+        return None
+    if name == "model":
+        value = expand_model(value, found)
+        if value is None:
+            return None
+    annotations = {key: info.annotation for key, info in section.model_fields.items()}
+    try:
+        return TypeAdapter(section).validate_python(value)
+    except ValidationError as error:
+        found.extend(problems_of(error, name, annotations))
+        return None
+
+
+def _section_class(annotation: Any) -> Any:
+    """The section type of a field, also out of ``Literal["auto"] | Section``."""
+    choices = getattr(annotation, "__args__", (annotation,))
+    return next(c for c in choices if hasattr(c, "model_fields"))
+
+
+def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] | None:
+    """Fill the fields that ``preset`` or ``from_hf`` stand for; given fields win."""
+    preset, directory = value.get("preset"), value.get("from_hf")
+    if preset is not None and directory is not None:
+        rule = "give either model.preset or model.from_hf, not both"
+        found.append(Problem("model.preset", show_value(preset), rule))
+        return None
+    if preset is not None:
+        if preset not in PRESETS:
+            rule = f"no such preset.{nearest(preset, PRESETS)} Presets: {', '.join(PRESETS)}"
+            found.append(Problem("model.preset", show_value(preset), rule))
+            return None
+        return _overlay(PRESETS[preset], value)
+    if directory is not None:
+        try:
+            return _overlay(read_model_fields(Path(str(directory))), value)
+        except ValueError as error:
+            found.append(Problem("model.from_hf", show_value(directory), str(error)))
+            return None
+    return value
+
+
+def _overlay(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    fields = {**base, **given}
+    resized = {"hidden_size", "num_heads"} & given.keys()
+    if resized and "head_size" not in given and "hidden_size" in base:
+        fields.pop("head_size", None)
+    if "num_heads" in given and "num_kv_heads" not in given:
+        fields.pop("num_kv_heads", None)
+    return fields

@@ -1,0 +1,140 @@
+"""The shape of a model: everything that determines its parameters and its arithmetic."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from sppo.config.base import Degree, Section, Tokens
+
+
+class RopeScaling(Section):
+    """How rotary frequencies are stretched past the length they were trained at."""
+
+    type: Literal["linear", "llama3", "yarn"]
+    factor: float = Field(default=1.0, ge=1.0)
+    """How many times longer the context becomes."""
+    original_max_positions: Tokens | None = None
+    """Context length before stretching (``llama3`` and ``yarn``)."""
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    """``llama3``: wavelengths above original / low_freq_factor are divided by ``factor``."""
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    """``llama3``: wavelengths below original / high_freq_factor are left alone."""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """``yarn``: rotations within the original context above which nothing is stretched."""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """``yarn``: rotations within the original context below which all is stretched."""
+    attention_factor: float | None = None
+    """``yarn``: scale of cos and sin; null computes 0.1 ln(factor) + 1."""
+
+    @model_validator(mode="after")
+    def _needs_original_length(self) -> Self:
+        if self.type != "linear" and self.original_max_positions is None:
+            raise ValueError(
+                f"type {self.type} needs original_max_positions: the length before stretching"
+            )
+        if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError("low_freq_factor must be below high_freq_factor")
+        return self
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer. ``preset`` or ``from_hf`` fill every field left out."""
+
+    preset: str | None = None
+    """Name of a built-in shape; its fields may be overridden beside it."""
+    from_hf: str | None = None
+    """Directory in the Hugging Face layout: architecture and weights."""
+
+    vocab_size: Degree
+    hidden_size: Degree
+    """E: width of the residual stream."""
+    num_layers: Degree
+    num_heads: Degree
+    """N: query heads."""
+    num_kv_heads: Degree | None = None
+    """K: key/value heads; null means num_heads (multi-head attention)."""
+    head_size: Degree | None = None
+    """D: null means hidden_size / num_heads."""
+    mlp_size: Degree
+    """F: width of the MLP."""
+    mlp: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = Field(default=1e-5, gt=0)
+    position: Literal["rotary", "learned"] = "rotary"
+    max_positions: Tokens | None = None
+    """Longest context: rows of the table for learned positions, information for rotary ones."""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    qk_norm: bool = False
+    """RMSNorm over each head of q and k before rotation (Qwen3)."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias of the attention output projection."""
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+    """The vocabulary projection reuses the token embedding."""
+    sliding_window: Tokens | None = None
+    """A query sees its last ``sliding_window`` keys, itself included."""
+    sliding_window_first_layer: int = Field(default=0, ge=0)
+    """Layers below this one attend to everything (Qwen2's max_window_layers)."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the random initial weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_derived(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        heads, hidden = data.get("num_heads"), data.get("hidden_size")
+        if data.get("num_kv_heads") is None and isinstance(heads, int):
+            data["num_kv_heads"] = heads
+        if data.get("head_size") is None and isinstance(heads, int) and isinstance(hidden, int):
+            if heads > 0 and hidden % heads:
+                raise ValueError(
+                    f"hidden_size {hidden} is not a multiple of num_heads {heads}: "
+                    "set head_size explicitly"
+                )
+            data["head_size"] = hidden // max(heads, 1)
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.kv_heads}: "
+                "every key/value head serves a whole group of query heads"
+            )
+        if self.position == "rotary" and self.head_dim % 2:
+            raise ValueError(f"head_size {self.head_dim} is odd: rotary positions need pairs")
+        if self.position == "learned" and self.max_positions is None:
+            raise ValueError("learned positions need max_positions: the rows of their table")
+        if self.position == "learned" and self.rope_scaling is not None:
+            raise ValueError("rope_scaling belongs to rotary positions, this model learns its own")
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """K: key/value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """D: size of one head."""
+        return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.kv_heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate projection beside the up projection."""
+        return self.mlp == "swiglu"
+
+    def window_of(self, layer: int) -> int | None:
+        """Sliding window of ``layer`` in tokens, None when it attends to everything."""
+        return self.sliding_window if layer >= self.sliding_window_first_layer else None

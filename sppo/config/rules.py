@@ -1,0 +1,163 @@
+"""Rules that concern more than one key, and what this version cannot run yet.
+
+Each rule takes the sections that could be parsed and yields problems, so that a fault in one
+section does not hide the faults of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sppo.config.model import ModelConfig
+from sppo.config.problems import Problem, nearest
+from sppo.config.run import (
+    ActivationsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SequenceConfig,
+    TrainConfig,
+)
+
+SCHEDULES = (
+    "auto",
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "seq1f1b",
+    "interleaved_seq1f1b",
+    "zb_h1",
+    "seq_zb_h1",
+    "sppo",
+    "sppo_msp",
+)
+
+
+def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every broken rule among the parsed ``sections``, by section name."""
+    for name, rule in _RULES:
+        section = sections.get(name)
+        if section is not None:
+            yield from rule(section)
+    model, sequence = sections.get("model"), sections.get("sequence")
+    if model is not None and sequence is not None:
+        yield from _positions_reach(model, sequence)
+    train, optimizer = sections.get("train"), sections.get("optimizer")
+    if train is not None and optimizer is not None:
+        yield from _warmup_ends(train, optimizer)
+
+
+def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
+    cuts, length = sequence.boundaries, sequence.length
+    if cuts is None:
+        pieces = sequence.num_subsequences
+        if pieces != "auto" and pieces > length:
+            yield Problem(
+                "sequence.num_subsequences",
+                str(pieces),
+                f"more pieces than the {length} tokens of a sequence; every piece needs one",
+            )
+        return
+    ascending = all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
+    if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != length or not ascending:
+        yield Problem(
+            "sequence.boundaries",
+            str(list(cuts)),
+            f"must rise from 0 to sequence.length = {length}, e.g. [0, {length // 2}, {length}]",
+        )
+    elif sequence.num_subsequences not in ("auto", len(cuts) - 1):
+        yield Problem(
+            "sequence.num_subsequences",
+            str(sequence.num_subsequences),
+            f"boundaries cut {len(cuts) - 1} pieces; leave one of the two keys out",
+        )
+
+
+def _partition_runs(sequence: SequenceConfig) -> Iterator[Problem]:
+    if sequence.partition == "cost_model":
+        yield Problem(
+            "sequence.partition",
+            "'cost_model'",
+            "needs a measured machine description, which this version cannot use; write flops",
+        )
+
+
+def _one_rank(parallel: ParallelConfig) -> Iterator[Problem]:
+    for key in ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree"):
+        degree = getattr(parallel, key)
+        if degree != 1:
+            yield Problem(
+                f"parallel.{key}", str(degree), "this version trains on one rank; write 1"
+            )
+    if parallel.schedule not in SCHEDULES:
+        yield Problem(
+            "parallel.schedule",
+            repr(parallel.schedule),
+            f"not one of {', '.join(SCHEDULES)}.{nearest(parallel.schedule, SCHEDULES)}",
+        )
+
+
+def _in_memory(activations: ActivationsConfig) -> Iterator[Problem]:
+    runs = ("auto", "retain", "keep_attention", "recompute")
+    if activations.policy not in runs:
+        yield Problem(
+            "activations.policy",
+            repr(activations.policy),
+            f"moves activations to another tier, which this version cannot; "
+            f"write one of {', '.join(runs)}",
+        )
+    if activations.tier not in ("auto", "device"):
+        yield Problem(
+            "activations.tier",
+            repr(activations.tier),
+            "this version keeps activations on the device; write auto or device",
+        )
+    if activations.offload_ratio not in ("auto", 0.0):
+        yield Problem(
+            "activations.offload_ratio",
+            str(activations.offload_ratio),
+            "this version moves nothing; write auto or 0",
+        )
+
+
+def _optimizer_resident(optimizer: OptimizerConfig) -> Iterator[Problem]:
+    if optimizer.offload:
+        yield Problem("optimizer.offload", "true", "not in this version; write false")
+
+
+def _window_fits(model: ModelConfig) -> Iterator[Problem]:
+    if model.sliding_window_first_layer > model.num_layers:
+        yield Problem(
+            "model.sliding_window_first_layer",
+            str(model.sliding_window_first_layer),
+            f"beyond the last of {model.num_layers} layers",
+        )
+
+
+def _positions_reach(model: ModelConfig, sequence: SequenceConfig) -> Iterator[Problem]:
+    rows = model.max_positions
+    if model.position == "learned" and rows is not None and sequence.length > rows:
+        yield Problem(
+            "sequence.length",
+            str(sequence.length),
+            f"longer than the {rows} learned positions; raise model.max_positions or shorten it",
+        )
+
+
+def _warmup_ends(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
+    if optimizer.warmup_steps > train.steps:
+        yield Problem(
+            "optimizer.warmup_steps",
+            str(optimizer.warmup_steps),
+            f"longer than the run of train.steps = {train.steps}; write at most that",
+        )
+
+
+_RULES = (
+    ("model", _window_fits),
+    ("sequence", _cuts_tile),
+    ("sequence", _partition_runs),
+    ("parallel", _one_rank),
+    ("activations", _in_memory),
+    ("optimizer", _optimizer_resident),
+)

@@ -1,0 +1,153 @@
+"""Sections of RUN.yaml. Every key is optional except what names the model, the data, the length."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from sppo.config.base import Degree, Fraction, Section, Size, Tokens
+from sppo.config.model import ModelConfig
+from sppo.units import parse_size
+
+
+def _sizes(value: object) -> object:
+    return [parse_size(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+Cuts = Annotated[tuple[int, ...], BeforeValidator(_sizes)]
+Auto = Literal["auto"]
+
+
+class DataConfig(Section):
+    """Where tokens come from and in which order they are read."""
+
+    tokens: str
+    """Directory written by ``sppo data prepare``."""
+    eval_tokens: str | None = None
+    """Held-out tokens for ``sppo eval``; null evaluates on ``tokens`` and says so."""
+    shuffle: bool = True
+    """Permute the training sequences anew each epoch, as a pure function of (seed, epoch)."""
+    isolate_documents: bool = False
+    """Attention stops at document boundaries inside a sequence."""
+
+
+class SequenceConfig(Section):
+    """The length of a training sequence and how it is cut."""
+
+    length: Tokens
+    """S: tokens of one training sequence."""
+    num_subsequences: Auto | Degree = "auto"
+    """N: pieces each sequence is cut into."""
+    partition: Literal["flops", "length", "cost_model"] = "flops"
+    """What the pieces share equally: model FLOPs, tokens, or measured time."""
+    alignment: Degree = 128
+    """Cuts fall on multiples of this where N pieces fit; halved until they do."""
+    boundaries: Cuts | None = None
+    """Explicit cuts, e.g. [0, 5000, 9000, 16384]; replaces num_subsequences and partition."""
+
+
+class ParallelConfig(Section):
+    """Degrees of parallelism and the pipeline schedule."""
+
+    data_parallel_degree: Degree = 1
+    pipeline_parallel_degree: Degree = 1
+    sequence_parallel_degree: Degree = 1
+    sequence_parallel: Literal["ulysses", "megatron"] = "ulysses"
+    schedule: str = "auto"
+    multiplexed: Literal["auto", "on", "off"] = "auto"
+    zero: Literal[0, 1, 3] = 1
+
+
+class ActivationsConfig(Section):
+    """What happens to saved activations between forward and backward."""
+
+    policy: Literal[
+        "auto", "retain", "keep_attention", "recompute", "offload_all", "sppo", "hybrid"
+    ] = "auto"
+    """retain: keep every saved tensor; keep_attention: keep the layer input and attention's (o,
+    lse), rebuild the linear parts; recompute: keep the layer input only; auto: the first of these
+    that fits in memory."""
+    offload_ratio: Auto | Fraction = "auto"
+    tier: Literal["auto", "device", "host", "disk"] = "auto"
+    host_memory: Auto | Size = "auto"
+    disk: str | None = None
+    disk_memory: Auto | Size = "auto"
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = Field(default=3e-4, ge=0)
+    betas: tuple[
+        Annotated[float, Field(ge=0, lt=1)],
+        Annotated[float, Field(ge=0, lt=1)],
+    ] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Applied to matrices and embeddings, never to biases and norms."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 does not clip."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    final_lr_ratio: Fraction = 0.0
+    """Learning rate of the last step as a share of ``lr`` (cosine and linear)."""
+    offload: bool = False
+
+
+class TrainConfig(Section):
+    """How long to train, in which precision, and where results go."""
+
+    steps: Degree = 100
+    sequences_per_step: Degree = 1
+    """B: sequences whose gradients are summed into one optimizer step."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    seed: int = Field(default=0, ge=0)
+    output: str = "runs/default"
+    nonfinite: Literal["skip", "stop"] = "skip"
+    """A step whose loss or gradient is NaN or inf: skip its update, or stop the run."""
+    max_nonfinite_steps: int = Field(default=5, ge=0)
+    """Stop after this many such steps in a row."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files (needs ``pip install 'sppo[track]'``)."""
+
+
+class CheckpointConfig(Section):
+    """When state is saved. The end of a run and SIGTERM always save."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: Degree = 3
+    """Newest checkpoints that stay on disk."""
+    async_save: bool = False
+    """Write in the background while training goes on."""
+
+
+class HardwareConfig(Section):
+    """A machine to plan for; ``hardware: auto`` looks at this one."""
+
+    preset: str | None = None
+    file: str | None = None
+    nodes: Degree = 1
+    devices_per_node: Degree = 8
+
+
+class RunConfig(Section):
+    """One RUN.yaml, complete and checked."""
+
+    model: ModelConfig
+    data: DataConfig
+    sequence: SequenceConfig
+    parallel: ParallelConfig = ParallelConfig()
+    activations: ActivationsConfig = ActivationsConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    hardware: Auto | HardwareConfig = "auto"
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON form: equal exactly when the configuration is."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,74 @@
+"""Every parameter of a model by its global name and shape: the one inventory all parts share.
+
+Names are stable whatever the stage, rank or schedule, so a checkpoint written by one layout is
+read by another. Linear weights are stored ``[outputs, inputs]``.
+
+Legend: V vocabulary, E hidden, N query heads, K key/value heads, D head size, F MLP width.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from sppo.config.model import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Parameters of one layer, named without the ``layers.i.`` prefix."""
+    e, f = model.hidden_size, model.mlp_size
+    nd, kd = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
+    shapes: dict[str, Shape] = {}
+    shapes |= _norm("attention_norm", model)
+    shapes |= _linear("q", nd, e, bias=model.qkv_bias)
+    shapes |= _linear("k", kd, e, bias=model.qkv_bias)
+    shapes |= _linear("v", kd, e, bias=model.qkv_bias)
+    if model.qk_norm:
+        shapes |= {"q_norm.weight": (model.head_dim,), "k_norm.weight": (model.head_dim,)}
+    shapes |= _linear("o", e, nd, bias=model.output_bias)
+    shapes |= _norm("mlp_norm", model)
+    if model.gated:
+        shapes |= _linear("gate", f, e, bias=model.mlp_bias)
+    shapes |= _linear("up", f, e, bias=model.mlp_bias)
+    shapes |= _linear("down", e, f, bias=model.mlp_bias)
+    return shapes
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """All parameters by global name, in a fixed order: embedding, layers, final norm, head."""
+    shapes: dict[str, Shape] = {"embed.weight": (model.vocab_size, model.hidden_size)}
+    if model.position == "learned":
+        assert model.max_positions is not None, "ModelConfig checks this"
+        shapes["positions.weight"] = (model.max_positions, model.hidden_size)
+    layer = layer_shapes(model)
+    for index in range(model.num_layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    shapes |= _norm("final_norm", model)
+    if not model.tie_embeddings:
+        shapes["head.weight"] = (model.vocab_size, model.hidden_size)
+    return shapes
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Trainable scalars of the whole model."""
+    return sum(prod(shape) for shape in parameter_shapes(model).values())
+
+
+def is_decayed(shape: Shape) -> bool:
+    """Whether weight decay applies: matrices and embeddings yes, biases and norms no."""
+    return len(shape) >= 2
+
+
+def _norm(name: str, model: ModelConfig) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {f"{name}.weight": (model.hidden_size,)}
+    if model.norm == "layernorm":
+        shapes[f"{name}.bias"] = (model.hidden_size,)
+    return shapes
+
+
+def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    if bias:
+        shapes[f"{name}.bias"] = (outputs,)
+    return shapes

@@ -1,0 +1,85 @@
+"""Cutting a sequence into subsequences: equal tokens, or equal causal FLOPs.
+
+The cost of the first x tokens of a causal sequence is ``a*x + b*x^2/2``: ``a`` FLOPs per token in
+the projections, ``b`` FLOPs per (query, key) pair in attention. Equal shares then have boundaries in
+closed form, ``x_k = (sqrt(a^2 + 2 b C k / N) - a) / b`` with C the cost of the whole sequence.
+Each boundary is rounded, not each length, so rounding errors never pile up in one piece.
+"""
+
+from __future__ import annotations
+
+from math import ceil, sqrt
+
+
+def boundaries_by_length(length: int, *, pieces: int, alignment: int = 1) -> tuple[int, ...]:
+    """N+1 cuts from 0 to ``length`` with equal tokens between them.
+
+    Raises:
+        ValueError: more pieces than tokens.
+    """
+    return _aligned([length * k / pieces for k in range(1, pieces)], length, alignment)
+
+
+def boundaries_by_flops(
+    length: int, *, pieces: int, linear: float, quadratic: float, alignment: int = 1
+) -> tuple[int, ...]:
+    """N+1 cuts with equal causal FLOPs between them.
+
+    Args:
+        length: S, tokens of the sequence.
+        pieces: N.
+        linear: a, FLOPs per token.
+        quadratic: b, FLOPs per visible (query, key) pair.
+        alignment: cuts are multiples of this where N pieces fit, of a half, a quarter... elsewhere.
+
+    Raises:
+        ValueError: more pieces than tokens, or costs that are not positive.
+    """
+    if linear < 0 or quadratic < 0 or linear + quadratic <= 0:
+        raise ValueError(f"costs must be positive, got linear {linear}, quadratic {quadratic}")
+    if quadratic == 0:
+        return boundaries_by_length(length, pieces=pieces, alignment=alignment)
+    total = linear * length + quadratic * length**2 / 2
+    cuts = [
+        (sqrt(linear**2 + 2 * quadratic * total * k / pieces) - linear) / quadratic
+        for k in range(1, pieces)
+    ]
+    return _aligned(cuts, length, alignment)
+
+
+def lengths_of(boundaries: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens of each piece."""
+    return tuple(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
+
+
+def automatic_pieces(length: int, *, target_tokens: int) -> int:
+    """N for ``num_subsequences: auto``: pieces of about ``target_tokens``, at least one."""
+    return max(1, ceil(length / target_tokens))
+
+
+def _aligned(cuts: list[float], length: int, alignment: int) -> tuple[int, ...]:
+    """Round inner ``cuts`` to the coarsest halving of ``alignment`` that leaves no piece empty."""
+    pieces = len(cuts) + 1
+    if pieces > length:
+        raise ValueError(
+            f"{pieces} subsequences of a {length}-token sequence leave some without a token; "
+            f"use at most {length}"
+        )
+    while True:
+        rounded = [0, *(round(cut / alignment) * alignment for cut in cuts), length]
+        if all(a < b for a, b in zip(rounded, rounded[1:], strict=False)):
+            return tuple(rounded)
+        if alignment == 1:
+            return _spread(rounded, length)
+        alignment //= 2
+
+
+def _spread(cuts: list[int], length: int) -> tuple[int, ...]:
+    """Move cuts that fell on each other apart, one token at a time, within [0, length]."""
+    spread = list(cuts)
+    for k in range(1, len(spread) - 1):
+        spread[k] = max(spread[k], spread[k - 1] + 1)
+    for k in range(len(spread) - 2, 0, -1):
+        spread[k] = min(spread[k], spread[k + 1] - 1)
+    assert spread[0] == 0 and spread[-1] == length, "outer boundaries never move"
+    return tuple(spread)
