@@ -48,7 +48,7 @@ _QWEN3: dict[str, Any] = {
     "max_positions": 40960,
     "qk_norm": True,
 }
-_TINY: dict[str, Any] = {"vocab_size": 259, "max_positions": 131072, "rope_theta": 500_000.0}
+_TINY: dict[str, Any] = {"vocab_size": 257, "max_positions": 131072, "rope_theta": 500_000.0}
 
 
 def _shape(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int) -> dict[str, Any]:

@@ -4,8 +4,8 @@ Model FLOPs are causal and without recomputation. Forward: 2 FLOPs per weight an
 matrix product, the vocabulary projection included (the embedding look-up is none), plus
 ``4 * N * D`` per visible (query, key) pair and layer: 2 for q.k, 2 for p.v; a causal sequence of S
 tokens has S(S+1)/2 pairs. Backward counts twice the forward.
-``mfu`` = model FLOPs / (time * peak). ``hfu`` counts executed FLOPs: recomputation, and 2.5 rather than
-2 times the attention forward, which a flash backward executes.
+``mfu`` = model FLOPs / (time * peak). ``hfu`` counts executed FLOPs: recomputation, and 2.5 rather
+than 2 times the attention forward, which a flash backward executes.
 """
 
 from __future__ import annotations

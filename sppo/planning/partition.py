@@ -1,8 +1,8 @@
 """Cutting a sequence into subsequences: equal tokens, or equal causal FLOPs.
 
 The cost of the first x tokens of a causal sequence is ``a*x + b*x^2/2``: ``a`` FLOPs per token in
-the projections, ``b`` FLOPs per (query, key) pair in attention. Equal shares then have boundaries in
-closed form, ``x_k = (sqrt(a^2 + 2 b C k / N) - a) / b`` with C the cost of the whole sequence.
+the projections, ``b`` FLOPs per (query, key) pair in attention. Equal shares then have boundaries
+in closed form, ``x_k = (sqrt(a^2 + 2 b C k / N) - a) / b`` with C the cost of the whole sequence.
 Each boundary is rounded, not each length, so rounding errors never pile up in one piece.
 """
 
@@ -81,5 +81,5 @@ def _spread(cuts: list[int], length: int) -> tuple[int, ...]:
         spread[k] = max(spread[k], spread[k - 1] + 1)
     for k in range(len(spread) - 2, 0, -1):
         spread[k] = min(spread[k], spread[k + 1] - 1)
-    assert spread[0] == 0 and spread[-1] == length, "outer boundaries never move"
+    assert (spread[0], spread[-1]) == (0, length), "outer boundaries never move"
     return tuple(spread)
