@@ -1,0 +1,120 @@
+"""Keys and values of whole sequences, written where they belong and read as a prefix.
+
+One buffer ``[S, K, D]`` per (layer, sequence) for K and for V, allocated at the first write.
+Writing the same positions twice is idempotent, so recomputation needs no second protocol.
+Gradients are summed in fp32 (float64) buffers of the same shape, allocated at a sequence's first
+backward.
+
+Forward spans of a sequence ascend without gaps, backward spans descend from its end, so when a
+span runs backward every later span has already added its share and the span's own slice is
+complete.
+
+Legend: S tokens of the sequence, C of a span, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sppo.config.model import ModelConfig
+from sppo.kernels.elementwise import wide_dtype
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Buffers of one (layer, sequence) and how far its two passes have come."""
+
+    k: Tensor
+    v: Tensor
+    written: int = 0
+    finished: int | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+class KVStore:
+    """K, V and their gradients for every layer of a stage and every sequence in flight."""
+
+    def __init__(
+        self, model: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self._tail = (model.kv_heads, model.head_dim)
+        self._dtype, self._device = dtype, device
+        self._entries: dict[tuple[int, int], _Entry] = {}
+        self._bytes = 0
+        self.peak_bytes = 0
+        """Most bytes ever held at once."""
+
+    def write(
+        self, layer: int, sequence: int, *, start: int, length: int, k_CKD: Tensor, v_CKD: Tensor
+    ) -> None:
+        """Store k and v at positions ``start..start+C-1`` of a sequence of ``length`` tokens."""
+        entry = self._entries.get((layer, sequence))
+        if entry is None:
+            entry = _Entry(self._new(length, self._dtype), self._new(length, self._dtype))
+            self._entries[layer, sequence] = entry
+        end = start + k_CKD.shape[0]
+        assert start <= entry.written, (
+            f"layer {layer}, sequence {sequence}: forward at {start} leaves a gap after "
+            f"{entry.written}"
+        )
+        entry.k[start:end].copy_(k_CKD)
+        entry.v[start:end].copy_(v_CKD)
+        entry.written = max(entry.written, end)
+
+    def prefix(self, layer: int, sequence: int, *, end: int) -> tuple[Tensor, Tensor]:
+        """(k_TKD, v_TKD) of positions ``0..end-1``; views, not copies."""
+        entry = self._entries[layer, sequence]
+        assert end <= entry.written, f"keys up to {end} are read, {entry.written} are written"
+        return entry.k[:end], entry.v[:end]
+
+    def prefix_gradients(
+        self, layer: int, sequence: int, *, start: int, end: int
+    ) -> tuple[Tensor, Tensor]:
+        """(dk_TKD, dv_TKD) accumulators of positions ``0..end-1`` for span ``[start, end)``.
+
+        Spans of a sequence come in descending order; after the caller has added its share, the
+        slice ``[start, end)`` is final.
+        """
+        entry = self._entries[layer, sequence]
+        if entry.dk is None or entry.dv is None:
+            wide = wide_dtype(self._dtype)
+            entry.dk, entry.dv = (self._new(entry.written, wide).zero_() for _ in range(2))
+        expected = entry.written if entry.finished is None else entry.finished
+        assert end == expected, (
+            f"layer {layer}, sequence {sequence}: backward of [{start}, {end}) but spans down to "
+            f"{expected} have run"
+        )
+        entry.finished = start
+        return entry.dk[:end], entry.dv[:end]
+
+    def release(self, sequence: int) -> None:
+        """Free a sequence whose backward is complete (or that needs none)."""
+        for key in [key for key in self._entries if key[1] == sequence]:
+            entry = self._entries.pop(key)
+            buffers = (entry.k, entry.v, entry.dk, entry.dv)
+            self._bytes -= sum(t.numel() * t.element_size() for t in buffers if t is not None)
+
+    def discard(self) -> None:
+        """Forget everything: the step failed."""
+        self._entries.clear()
+        self._bytes = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that hold K and V now."""
+        return len({sequence for _, sequence in self._entries})
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes held now."""
+        return self._bytes
+
+    def _new(self, length: int, dtype: torch.dtype) -> Tensor:
+        buffer = torch.empty((length, *self._tail), dtype=dtype, device=self._device)
+        self._bytes += buffer.numel() * buffer.element_size()
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        return buffer

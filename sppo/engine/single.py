@@ -1,0 +1,115 @@
+"""The engine of one rank: every layer in one stage, sequences cut and run by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sppo.config.model import ModelConfig
+from sppo.engine.executor import Executor
+from sppo.engine.stage import Stage
+from sppo.engine.unit import SequenceData, Unit, units_of
+from sppo.kernels.attention import Backend
+from sppo.offload.store import ResidentStore
+from sppo.planning.activation_policy import saved_tensors
+from sppo.planning.partition import lengths_of
+from sppo.schedule.generators import generate
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePeaks:
+    """Most bytes held at once, by bucket, since the last :meth:`SingleRankEngine.take_peaks`."""
+
+    activations_bytes: int
+    kv_bytes: int
+    """K, V and their fp32 gradients."""
+
+
+class SingleRankEngine:
+    """Forward and backward of whole sequences, subsequence by subsequence.
+
+    Args:
+        model: the shape.
+        weights: all parameters by global name, in the compute dtype.
+        gradients: fp32 (float64) buffers by global name, added to; None evaluates only.
+        policy: activation policy, see :mod:`sppo.planning.activation_policy`.
+        attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor] | None,
+        policy: str = "retain",
+        attention_backend: Backend = "auto",
+    ) -> None:
+        self._store = ResidentStore()
+        self._stage = Stage(
+            model,
+            weights=weights,
+            gradients=gradients,
+            activations=self._store,
+            keep=saved_tensors(policy, model),
+            attention_backend=attention_backend,
+        )
+
+    @torch.no_grad()
+    def accumulate(
+        self, sequences: Sequence[SequenceData], boundaries: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, int]:
+        """Add the gradient of the mean loss over all valid labels of ``sequences``.
+
+        Args:
+            sequences: the step's sequences, of any lengths.
+            boundaries: cuts of each sequence, from 0 to its length.
+
+        Returns:
+            (sum of token losses as a float64 scalar, number of valid labels).
+
+        Raises:
+            ValueError: no label is valid, or boundaries that do not tile a sequence.
+        """
+        num_valid = sum(data.num_valid for data in sequences)
+        if num_valid == 0:
+            raise ValueError("none of the step's labels is valid: there is nothing to learn from")
+        losses = self._run(sequences, boundaries, loss_scale=1.0 / num_valid)
+        total = torch.stack([x.double().sum() for x in losses.values()]).sum()
+        return total, num_valid
+
+    @torch.no_grad()
+    def evaluate(self, data: SequenceData, boundaries: Sequence[int]) -> Tensor:
+        """Loss of each token of one sequence, ``[S]``; 0 where the label is ignored."""
+        losses = self._run([data], [boundaries], loss_scale=None)
+        return torch.cat([losses[key] for key in sorted(losses)])
+
+    def take_peaks(self) -> EnginePeaks:
+        """Peaks since the last call; starts counting anew."""
+        kv = self._stage.kv
+        peaks = EnginePeaks(self._store.peak_bytes, kv.peak_bytes)
+        self._store.peak_bytes = self._store.device_bytes
+        kv.peak_bytes = kv.device_bytes
+        return peaks
+
+    def _run(
+        self,
+        sequences: Sequence[SequenceData],
+        boundaries: Sequence[Sequence[int]],
+        *,
+        loss_scale: float | None,
+    ) -> dict[tuple[int, int], Tensor]:
+        units: dict[tuple[int, int], Unit] = {}
+        for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
+            units |= units_of(index, data, cuts)
+        schedule = generate(
+            "sppo",
+            num_ranks=1,
+            lengths=tuple(lengths_of(tuple(cuts)) for cuts in boundaries),
+            forward_only=loss_scale is None,
+        )
+        executor = Executor(schedule, rank=0, stages={0: self._stage})
+        return executor.run(units, loss_scale=loss_scale).token_losses

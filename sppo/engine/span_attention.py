@@ -1,0 +1,72 @@
+"""Attention of one (layer, sequence, span) through the KV store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sppo.engine.kv_store import KVStore
+from sppo.engine.unit import Span
+from sppo.kernels.attention import Backend, attention_backward, attention_forward
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAttention:
+    """:class:`sppo.model.layer.SpanAttention` over a :class:`KVStore`."""
+
+    store: KVStore
+    layer: int
+    sequence: int
+    span: Span
+    window: int | None
+    backend: Backend = "auto"
+
+    def forward(self, q_CND: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`sppo.model.layer.SpanAttention`."""
+        self.store.write(
+            self.layer,
+            self.sequence,
+            start=self.span.start,
+            length=self.span.length,
+            k_CKD=k_CKD,
+            v_CKD=v_CKD,
+        )
+        return self.again(q_CND)
+
+    def again(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`sppo.model.layer.SpanAttention`."""
+        k, v = self.store.prefix(self.layer, self.sequence, end=self.span.end)
+        return attention_forward(
+            q_CND,
+            k,
+            v,
+            window=self.window,
+            document_starts=self._documents(),
+            backend=self.backend,
+        )
+
+    def backward(
+        self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`sppo.model.layer.SpanAttention`."""
+        start, end = self.span.start, self.span.end
+        k, v = self.store.prefix(self.layer, self.sequence, end=end)
+        dk, dv = self.store.prefix_gradients(self.layer, self.sequence, start=start, end=end)
+        dq = attention_backward(
+            do_CND,
+            q_CND,
+            k,
+            v,
+            o_CND,
+            lse_NC,
+            dk_TKD=dk,
+            dv_TKD=dv,
+            window=self.window,
+            document_starts=self._documents(),
+            backend=self.backend,
+        )
+        return dq, dk[start:].to(k.dtype), dv[start:].to(v.dtype)
+
+    def _documents(self) -> tuple[int, ...]:
+        return tuple(start for start in self.span.document_starts if start < self.span.end)

@@ -1,0 +1,126 @@
+"""Which rectangles of the attention matrix a span of queries needs, as data.
+
+A span's queries are the last C of T positions (bottom-right aligned): query i sees the keys of its
+document at positions ``<= i``, the last ``window`` of them when there is a sliding window. That
+staircase is tiled by blocks of three kinds, each a case that fast kernels know:
+
+    FULL    every query sees every key        the prefix, most of the work
+    CAUSAL  square, query i sees keys <= i    the diagonal
+    BAND    causal within a sliding window    small, with an explicit mask
+
+Every visible (query, key) pair lies in exactly one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+# A causal square is worth halving (two half squares and a full rectangle) above this many
+# tokens: kernels waste about half a tile along the diagonal, and full rectangles take whole groups.
+MAX_CAUSAL_TOKENS = 1024
+BAND_TILE_TOKENS = 512
+
+
+class BlockKind(StrEnum):
+    """How the pairs inside a block are masked."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    BAND = "band"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Queries ``[q0, q1)`` of the span against keys ``[k0, k1)`` of the prefix.
+
+    Query positions count from the start of the span, key positions from the start of the sequence.
+    """
+
+    kind: BlockKind
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+    @property
+    def num_queries(self) -> int:
+        """Rows of the block."""
+        return self.q1 - self.q0
+
+    @property
+    def num_keys(self) -> int:
+        """Columns of the block."""
+        return self.k1 - self.k0
+
+
+@lru_cache(maxsize=4096)
+def attention_blocks(
+    num_queries: int,
+    num_keys: int,
+    *,
+    window: int | None = None,
+    document_starts: tuple[int, ...] = (0,),
+) -> tuple[Block, ...]:
+    """Blocks of a span of ``num_queries`` that ends at key ``num_keys``.
+
+    Args:
+        num_queries: C, tokens of the span.
+        num_keys: T, keys from the start of the sequence to the end of the span.
+        window: keys a query sees, itself included; None for all.
+        document_starts: ascending positions where documents start; a query sees its own only.
+
+    Raises:
+        ValueError: more queries than keys, an empty span, or a window below one.
+    """
+    if not 1 <= num_queries <= num_keys:
+        raise ValueError(f"a span of {num_queries} queries cannot end at key {num_keys}")
+    if window is not None and window < 1:
+        raise ValueError(f"window {window} hides a query from itself; use at least 1")
+    start = num_keys - num_queries
+    blocks: list[Block] = []
+    for first, last in _documents(start, num_keys, document_starts):
+        begin = max(start, first)
+        if window is None or last - first <= window:
+            blocks += _staircase(begin - start, last - start, key_offset=start, first_key=first)
+        else:
+            blocks += _bands(begin - start, last - start, start, first, window)
+    return tuple(blocks)
+
+
+def _documents(start: int, end: int, document_starts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(first key, end) of each document that has a query in ``[start, end)``."""
+    edges = sorted({0, *document_starts, end})
+    for first, last in zip(edges, edges[1:], strict=False):
+        if last > start and first < end:
+            yield first, min(last, end)
+
+
+def _staircase(q0: int, q1: int, *, key_offset: int, first_key: int) -> list[Block]:
+    """Full prefix, then the diagonal, of one document."""
+    blocks = []
+    if key_offset + q0 > first_key:
+        blocks.append(Block(BlockKind.FULL, q0, q1, first_key, key_offset + q0))
+    blocks += _triangle(q0, q1, key_offset)
+    return blocks
+
+
+def _triangle(q0: int, q1: int, key_offset: int) -> list[Block]:
+    """The causal square of queries ``[q0, q1)``, halved until each half is small."""
+    if q1 - q0 <= MAX_CAUSAL_TOKENS:
+        return [Block(BlockKind.CAUSAL, q0, q1, key_offset + q0, key_offset + q1)]
+    middle = (q0 + q1) // 2
+    rectangle = Block(BlockKind.FULL, middle, q1, key_offset + q0, key_offset + middle)
+    return [*_triangle(q0, middle, key_offset), rectangle, *_triangle(middle, q1, key_offset)]
+
+
+def _bands(q0: int, q1: int, start: int, first_key: int, window: int) -> list[Block]:
+    """Tiles of queries, each with the keys its window reaches."""
+    blocks = []
+    for a in range(q0, q1, BAND_TILE_TOKENS):
+        b = min(a + BAND_TILE_TOKENS, q1)
+        first = max(first_key, start + a - window + 1)
+        blocks.append(Block(BlockKind.BAND, a, b, first, start + b))
+    return blocks

@@ -1,0 +1,64 @@
+"""Attention written as its definition, with autograd for the gradient: the oracle of all back ends.
+
+It builds the whole score matrix, so it serves tests and tiny problems only.
+
+Legend: C queries, T keys, N query heads, K key/value heads, G = N/K, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def visible_pairs(
+    num_queries: int, num_keys: int, *, window: int | None, document_starts: tuple[int, ...]
+) -> Tensor:
+    """Boolean ``[C, T]``: which keys each of the last C positions sees."""
+    key = torch.arange(num_keys)
+    query = key[num_keys - num_queries :].unsqueeze(1)
+    starts = torch.tensor(sorted({0, *document_starts}))
+    document = torch.searchsorted(starts, key, right=True)
+    visible = (key <= query) & (document == document[num_keys - num_queries :].unsqueeze(1))
+    return visible if window is None else visible & (key > query - window)
+
+
+def forward(
+    q_CND: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    *,
+    window: int | None,
+    document_starts: tuple[int, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(o_CND, lse_NC), computed in fp32 or better."""
+    wide = torch.promote_types(q_CND.dtype, torch.float32)
+    group = q_CND.shape[1] // k_TKD.shape[1]
+    k_TND, v_TND = (x.to(wide).repeat_interleave(group, dim=1) for x in (k_TKD, v_TKD))
+    scores_NCT = torch.einsum("cnd,tnd->nct", q_CND.to(wide), k_TND) * scale
+    visible = visible_pairs(
+        q_CND.shape[0], k_TKD.shape[0], window=window, document_starts=document_starts
+    )
+    scores_NCT = scores_NCT.masked_fill(~visible.to(q_CND.device), float("-inf"))
+    lse_NC = scores_NCT.logsumexp(-1)
+    weights_NCT = (scores_NCT - lse_NC.unsqueeze(-1)).exp()
+    return torch.einsum("nct,tnd->cnd", weights_NCT, v_TND).to(q_CND.dtype), lse_NC
+
+
+def backward(
+    do_CND: Tensor,
+    q_CND: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    *,
+    window: int | None,
+    document_starts: tuple[int, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq_CND, dk_TKD, dv_TKD) by autograd through :func:`forward`."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q_CND, k_TKD, v_TKD)]
+        o, _ = forward(*inputs, window=window, document_starts=document_starts, scale=scale)
+        dq, dk, dv = torch.autograd.grad(o, inputs, do_CND)
+    return dq, dk, dv

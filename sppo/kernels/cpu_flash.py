@@ -1,0 +1,83 @@
+"""torch's CPU flash attention as a block kernel: it returns lse and has a backward.
+
+It splits its backward over (batch, head) pairs only, so a rectangle with fewer key/value heads
+than threads would leave cores idle. There the keys are cut into parts that ride along as a batch:
+with the global lse each part's gradients are exact, dk and dv fall apart by part, and dq is their
+sum.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_MIN_PART_TOKENS = 512
+
+
+class CpuFlash:
+    """Block kernel over ``aten::_scaled_dot_product_flash_attention_for_cpu``."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`sppo.kernels.block_attention.BlockKernel`."""
+        o, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`sppo.kernels.block_attention.BlockKernel`."""
+        parts = 1 if causal or mask is not None else _key_parts(q, k)
+        if parts == 1:
+            dq, dk, dv = _BACKWARD(do, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scale)
+            return dq, dk, dv
+        return _backward_in_parts(do, q, k, v, o, lse, scale=scale, parts=parts)
+
+
+def _key_parts(q: Tensor, k: Tensor) -> int:
+    """Parts of the keys that give every thread the same number of (part, head) pairs."""
+    if q.shape[0] != 1:
+        return 1
+    heads, threads = q.shape[1], torch.get_num_threads()
+    wanted = threads // math.gcd(heads, threads)
+    return max(1, min(wanted, k.shape[2] // _MIN_PART_TOKENS))
+
+
+def _backward_in_parts(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, scale: float, parts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    size = k.shape[2] // parts
+    even = size * parts
+    rows = (x.expand(parts, *x.shape[1:]) for x in (do, q, o, lse))
+    do_p, q_p, o_p, lse_p = rows
+    k_p, v_p = (_parted(x[:, :, :even], parts) for x in (k, v))
+    dq_p, dk_p, dv_p = _BACKWARD(do_p, q_p, k_p, v_p, o_p, lse_p, 0.0, False, scale=scale)
+    dq = dq_p.sum(0, keepdim=True, dtype=lse.dtype)
+    dk, dv = (torch.cat(x.unbind(0), dim=1).unsqueeze(0) for x in (dk_p, dv_p))
+    if even < k.shape[2]:
+        dq_r, dk_r, dv_r = _BACKWARD(
+            do, q, k[:, :, even:], v[:, :, even:], o, lse, 0.0, False, scale=scale
+        )
+        dq = dq + dq_r
+        dk, dv = torch.cat((dk, dk_r), 2), torch.cat((dv, dv_r), 2)
+    return dq, dk, dv
+
+
+def _parted(x: Tensor, parts: int) -> Tensor:
+    """``[1, K, t, D]`` as ``[parts, K, t/parts, D]`` without a copy."""
+    return x[0].unflatten(1, (parts, -1)).transpose(0, 1)

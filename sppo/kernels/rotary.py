@@ -1,0 +1,42 @@
+"""Rotary positions applied to queries and keys.
+
+Pairs are (i, i + D/2), as in the Hugging Face layout of Llama, Qwen and Mistral.
+
+Legend: C tokens, H heads (query or key), D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """Cosine and sine of each token's angles: ``[C, 1, D/2]`` in fp32 or better."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotate(x_CHD: Tensor, table: RotaryTable) -> Tensor:
+    """Each pair turned by its token's angle; computed in fp32, returned in x's dtype."""
+    return _turn(x_CHD, table.cos, table.sin, sign=1.0)
+
+
+def rotate_backward(dy_CHD: Tensor, table: RotaryTable) -> Tensor:
+    """Gradient of :func:`rotate`: the turn by the opposite angle."""
+    return _turn(dy_CHD, table.cos, table.sin, sign=-1.0)
+
+
+def _turn(x_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
+    first, second = x_CHD.chunk(2, dim=-1)
+    turned = torch.empty(x_CHD.shape, dtype=cos.dtype, device=x_CHD.device)
+    left, right = turned.chunk(2, dim=-1)
+    torch.mul(first, cos, out=left)
+    left.addcmul_(second.to(cos.dtype), sin, value=-sign)
+    torch.mul(second, cos, out=right)
+    right.addcmul_(first.to(cos.dtype), sin, value=sign)
+    return turned.to(x_CHD.dtype)

@@ -1,0 +1,50 @@
+"""Where a layer's weight gradients go: summed in fp32 in the place they are produced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
+
+
+class GradientSink(Protocol):
+    """Takes the weight gradients of one layer under its local names."""
+
+    def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
+        """The operands of ``name.weight``'s gradient (and of its bias, if it has one)."""
+        ...
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """A finished gradient of the parameter ``name``."""
+        ...
+
+
+class GradientSum:
+    """Adds every gradient at once to the fp32 buffers it was given."""
+
+    def __init__(self, totals: Mapping[str, Tensor]) -> None:
+        self._totals = totals
+
+    def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
+        """See :class:`GradientSink`."""
+        accumulate_weight_gradient(self._totals[f"{name}.weight"], dy_CO, x_CI)
+        bias = self._totals.get(f"{name}.bias")
+        if bias is not None:
+            accumulate_bias_gradient(bias, dy_CO)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """See :class:`GradientSink`."""
+        self._totals[name].add_(gradient)
+
+
+def zero_gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeroed fp32 (float64 for float64 weights) gradient buffers by name."""
+    return {
+        name: torch.zeros_like(weight, dtype=wide_dtype(weight.dtype))
+        for name, weight in weights.items()
+    }

@@ -1,0 +1,295 @@
+"""One transformer layer, written out forward and backward over the tokens of a subsequence.
+
+No autograd: every tensor that backward may need has a name, so it can be kept, moved or rebuilt by
+plan and counted exactly. Attention is handed in, so the layer knows nothing of K/V storage, of
+other subsequences or of other ranks.
+
+    saved   meaning                              rebuilt from
+    x_in    layer input                          nothing: always saved
+    q       rotated queries (with q/k-norm: the projection before its norm)    x_in
+    k       keys before their norm, q/k-norm only                              x_in
+    o, lse  attention output and log-sum-exp     q, by attending again
+    x_mid   residual stream after attention      x_in, o
+    gate    gate projection (gated MLPs only)    x_mid
+    up      up projection                        x_mid
+
+Legend: C tokens, E hidden, N query heads, K key/value heads, D head size, F MLP width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from sppo.config.model import ModelConfig
+from sppo.kernels import elementwise
+from sppo.kernels.linear import linear
+from sppo.kernels.rotary import RotaryTable, rotate, rotate_backward
+from sppo.model.gradients import GradientSink
+
+Weights = Mapping[str, Tensor]
+Saved = dict[str, Tensor]
+
+
+class SpanAttention(Protocol):
+    """Attention of one subsequence in one layer over everything before it."""
+
+    def forward(self, q_CND: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v at the subsequence's positions, attend; (o_CND, lse_NC)."""
+        ...
+
+    def again(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend once more with K/V as stored by :meth:`forward`."""
+        ...
+
+    def backward(
+        self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq_CND, dk_CKD, dv_CKD): k and v gradients complete, later subsequences included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The arithmetic of one layer; weights, positions and attention are arguments."""
+
+    model: ModelConfig
+
+    def forward(
+        self,
+        x_CE: Tensor,
+        weights: Weights,
+        *,
+        rotary: RotaryTable | None,
+        attention: SpanAttention,
+        keep: frozenset[str],
+    ) -> tuple[Tensor, Saved]:
+        """Output ``[C, E]`` and the saved tensors named in ``keep``."""
+        projected = self._project(x_CE, weights)
+        q, k, v = self._positioned(projected, weights, rotary)
+        o_CND, lse = attention.forward(q, k, v)
+        o = o_CND.flatten(1)
+        x_mid = self._after_attention(x_CE, o, weights)
+        gate, up = self._mlp_inputs(x_mid, weights)
+        y = self._after_mlp(x_mid, gate, up, weights)
+        q_saved = projected.q if self.model.qk_norm else q
+        tensors = {"x_in": x_CE, "q": q_saved, "o": o, "lse": lse, "x_mid": x_mid, "up": up}
+        if gate is not None:
+            tensors["gate"] = gate
+        if self.model.qk_norm:
+            tensors["k"] = projected.k
+        return y, {name: tensor for name, tensor in tensors.items() if name in keep}
+
+    def backward(
+        self,
+        dy_CE: Tensor,
+        weights: Weights,
+        *,
+        saved: Saved,
+        gradients: GradientSink,
+        rotary: RotaryTable | None,
+        attention: SpanAttention,
+    ) -> Tensor:
+        """Gradient of the layer input ``[C, E]``; consumes ``saved``, rebuilding what it lacks."""
+        x_in = saved.pop("x_in")
+        n1 = self._norm("attention_norm", x_in, weights)
+        projected = self._reproject(n1, saved, weights)
+        q, _, _ = self._positioned(projected, weights, rotary, queries_only=True)
+        if "o" in saved:
+            o, lse = saved.pop("o"), saved.pop("lse")
+        else:
+            o_CND, lse = attention.again(q)
+            o = o_CND.flatten(1)
+        x_mid = saved.pop("x_mid", None)
+        if x_mid is None:
+            x_mid = self._after_attention(x_in, o, weights)
+        dx_mid = self._mlp_backward(dy_CE, x_mid, saved, weights, gradients)
+        del x_mid
+        gradients.linear("o", dy_CO=dx_mid, x_CI=o)
+        do_CND = (dx_mid @ weights["o.weight"]).unflatten(1, (self.model.num_heads, -1))
+        dq, dk, dv = attention.backward(do_CND, q, o.view_as(do_CND), lse)
+        del o, q, do_CND
+        dn1 = self._projection_backward(dq, dk, dv, n1, projected, weights, gradients, rotary)
+        dx_in = self._norm_backward("attention_norm", dn1, x_in, weights, gradients)
+        return dx_in.add_(dx_mid)
+
+    def _project(self, x_CE: Tensor, weights: Weights) -> _Projected:
+        n1 = self._norm("attention_norm", x_CE, weights)
+        return _Projected(*(self._heads(name, n1, weights) for name in ("q", "k", "v")))
+
+    def _reproject(self, n1_CE: Tensor, saved: Saved, weights: Weights) -> _Projected:
+        """What the projections' backward needs: q, and k before its norm; v is never needed."""
+        q = saved.pop("q", None)
+        rotated = q is not None and not self.model.qk_norm
+        if q is None:
+            q = self._heads("q", n1_CE, weights)
+        k = saved.pop("k", None)
+        if k is None and self.model.qk_norm:
+            k = self._heads("k", n1_CE, weights)
+        return _Projected(q, k, None, rotated=rotated)
+
+    def _heads(self, name: str, n1_CE: Tensor, weights: Weights) -> Tensor:
+        projected = linear(n1_CE, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+        return projected.unflatten(1, (-1, self.model.head_dim))
+
+    def _positioned(
+        self,
+        projected: _Projected,
+        weights: Weights,
+        rotary: RotaryTable | None,
+        *,
+        queries_only: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries and keys normalised and rotated, as attention takes them."""
+        q = projected.q
+        if not projected.rotated:
+            q = self._norm_and_rotate("q", q, weights, rotary)
+        if queries_only:
+            return q, None, None
+        return q, self._norm_and_rotate("k", projected.k, weights, rotary), projected.v
+
+    def _norm_and_rotate(
+        self, name: str, x_CHD: Tensor, weights: Weights, rotary: RotaryTable | None
+    ) -> Tensor:
+        if self.model.qk_norm:
+            weight = weights[f"{name}_norm.weight"]
+            x_CHD = elementwise.rms_norm(x_CHD, weight, eps=self.model.norm_eps)
+        return x_CHD if rotary is None else rotate(x_CHD, rotary)
+
+    def _after_attention(self, x_CE: Tensor, o_CND: Tensor, weights: Weights) -> Tensor:
+        return linear(o_CND, weights["o.weight"], weights.get("o.bias")).add_(x_CE)
+
+    def _mlp_inputs(self, x_mid_CE: Tensor, weights: Weights) -> tuple[Tensor | None, Tensor]:
+        n2 = self._norm("mlp_norm", x_mid_CE, weights)
+        up = linear(n2, weights["up.weight"], weights.get("up.bias"))
+        if not self.model.gated:
+            return None, up
+        return linear(n2, weights["gate.weight"], weights.get("gate.bias")), up
+
+    def _after_mlp(
+        self, x_mid_CE: Tensor, gate_CF: Tensor | None, up_CF: Tensor, weights: Weights
+    ) -> Tensor:
+        hidden = elementwise.activation(gate_CF, up_CF, kind=self.model.mlp)
+        return linear(hidden, weights["down.weight"], weights.get("down.bias")).add_(x_mid_CE)
+
+    def _mlp_backward(
+        self,
+        dy_CE: Tensor,
+        x_mid_CE: Tensor,
+        saved: Saved,
+        weights: Weights,
+        gradients: GradientSink,
+    ) -> Tensor:
+        """Gradient of ``x_mid`` through the MLP and around it."""
+        n2 = self._norm("mlp_norm", x_mid_CE, weights)
+        up, gate = saved.pop("up", None), saved.pop("gate", None)
+        if up is None:
+            up = linear(n2, weights["up.weight"], weights.get("up.bias"))
+        if gate is None and self.model.gated:
+            gate = linear(n2, weights["gate.weight"], weights.get("gate.bias"))
+        dhidden = dy_CE @ weights["down.weight"]
+        inner = elementwise.activation_backward(dhidden, gate, up, kind=self.model.mlp)
+        del dhidden, gate, up
+        gradients.linear("down", dy_CO=dy_CE, x_CI=inner.hidden_CF)
+        gradients.linear("up", dy_CO=inner.dup_CF, x_CI=n2)
+        dn2 = inner.dup_CF @ weights["up.weight"]
+        if inner.dgate_CF is not None:
+            gradients.linear("gate", dy_CO=inner.dgate_CF, x_CI=n2)
+            dn2.addmm_(inner.dgate_CF, weights["gate.weight"])
+        del inner
+        return self._norm_backward("mlp_norm", dn2, x_mid_CE, weights, gradients).add_(dy_CE)
+
+    def _projection_backward(
+        self,
+        dq_CND: Tensor,
+        dk_CKD: Tensor,
+        dv_CKD: Tensor,
+        n1_CE: Tensor,
+        projected: _Projected,
+        weights: Weights,
+        gradients: GradientSink,
+        rotary: RotaryTable | None,
+    ) -> Tensor:
+        """Gradient of the normed layer input through the three projections."""
+        dq = self._unrotate_and_unnorm("q", dq_CND, projected.q, weights, gradients, rotary)
+        dk = self._unrotate_and_unnorm("k", dk_CKD, projected.k, weights, gradients, rotary)
+        dn1 = None
+        for name, d_CHD in (("q", dq), ("k", dk), ("v", dv_CKD)):
+            d_CO = d_CHD.flatten(1)
+            gradients.linear(name, dy_CO=d_CO, x_CI=n1_CE)
+            weight = weights[f"{name}.weight"]
+            dn1 = d_CO @ weight if dn1 is None else dn1.addmm_(d_CO, weight)
+        assert dn1 is not None, "there are three projections"
+        return dn1
+
+    def _unrotate_and_unnorm(
+        self,
+        name: str,
+        d_CHD: Tensor,
+        projected_CHD: Tensor | None,
+        weights: Weights,
+        gradients: GradientSink,
+        rotary: RotaryTable | None,
+    ) -> Tensor:
+        if rotary is not None:
+            d_CHD = rotate_backward(d_CHD, rotary)
+        if not self.model.qk_norm:
+            return d_CHD
+        weight = weights[f"{name}_norm.weight"]
+        assert projected_CHD is not None, "q/k-norm needs its input"
+        d_CHD, dweight = elementwise.rms_norm_backward(
+            d_CHD, projected_CHD, weight, eps=self.model.norm_eps
+        )
+        gradients.add(f"{name}_norm.weight", dweight)
+        return d_CHD
+
+    def _norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
+        return norm(self.model, name, x_CE, weights)
+
+    def _norm_backward(
+        self, name: str, dy_CE: Tensor, x_CE: Tensor, weights: Weights, gradients: GradientSink
+    ) -> Tensor:
+        return norm_backward(self.model, name, dy_CE, x_CE, weights, gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class _Projected:
+    """Outputs of the three projections, ``[C, heads, D]``; ``rotated`` when q already is."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    rotated: bool = False
+
+
+def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
+    """The model's norm with the parameters called ``name``."""
+    weight = weights[f"{name}.weight"]
+    if model.norm == "rmsnorm":
+        return elementwise.rms_norm(x_CE, weight, eps=model.norm_eps)
+    return elementwise.layer_norm(x_CE, weight, weights[f"{name}.bias"], eps=model.norm_eps)
+
+
+def norm_backward(
+    model: ModelConfig,
+    name: str,
+    dy_CE: Tensor,
+    x_CE: Tensor,
+    weights: Weights,
+    gradients: GradientSink,
+) -> Tensor:
+    """Gradient of :func:`norm`'s input; its parameters' gradients go to ``gradients``."""
+    weight = weights[f"{name}.weight"]
+    if model.norm == "rmsnorm":
+        dx, dweight = elementwise.rms_norm_backward(dy_CE, x_CE, weight, eps=model.norm_eps)
+    else:
+        bias = weights[f"{name}.bias"]
+        dx, dweight, dbias = elementwise.layer_norm_backward(
+            dy_CE, x_CE, weight, bias, eps=model.norm_eps
+        )
+        gradients.add(f"{name}.bias", dbias)
+    gradients.add(f"{name}.weight", dweight)
+    return dx

@@ -1,0 +1,83 @@
+"""Rotary frequencies, plain or stretched for longer contexts, and their tables.
+
+Frequencies and angles are computed in fp32 in the order the Hugging Face models use, so that
+weights trained there see the same rotations here; float64 models get float64 angles.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sppo.config.model import ModelConfig, RopeScaling
+from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.rotary import RotaryTable
+
+
+def rotary_table(model: ModelConfig, positions_C: Tensor, *, dtype: torch.dtype) -> RotaryTable:
+    """Cosine and sine for each position, ``[C, 1, D/2]``.
+
+    Args:
+        model: with ``position: rotary``.
+        positions_C: token positions, any integers.
+        dtype: of the activations; the table is in fp32, or float64 for float64.
+    """
+    wide = wide_dtype(dtype)
+    frequencies, scale = rotary_frequencies(model, dtype=wide)
+    angles = positions_C.to(wide)[:, None] * frequencies.to(positions_C.device)
+    return RotaryTable((angles.cos() * scale).unsqueeze(1), (angles.sin() * scale).unsqueeze(1))
+
+
+def rotary_frequencies(model: ModelConfig, *, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """(radians per token for each pair ``[D/2]``, factor of cosine and sine)."""
+    size = model.head_dim
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).to(dtype) / size
+    frequencies = 1.0 / (model.rope_theta**exponents)
+    scaling = model.rope_scaling
+    if scaling is None:
+        return frequencies, 1.0
+    if scaling.type == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling.type == "llama3":
+        return _llama3(frequencies, scaling), 1.0
+    return _yarn(frequencies, scaling, theta=model.rope_theta, size=size)
+
+
+def _original_positions(scaling: RopeScaling) -> int:
+    assert scaling.original_max_positions is not None, "RopeScaling checks this"
+    return scaling.original_max_positions
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: divide long wavelengths by the factor, keep short ones, blend in between."""
+    original = _original_positions(scaling)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / frequencies
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    scaled = torch.where(wavelength > original / low, frequencies / scaling.factor, blended)
+    return torch.where(wavelength < original / high, frequencies, scaled)
+
+
+def _yarn(
+    frequencies: Tensor, scaling: RopeScaling, *, theta: float, size: int
+) -> tuple[Tensor, float]:
+    """YaRN (Peng et al., 2023, eq. 17-22): stretch slow pairs, keep fast ones, ramp between."""
+    original = _original_positions(scaling)
+
+    def pair_of(rotations: float) -> float:
+        """The pair that turns ``rotations`` times within the original context."""
+        return size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_of(scaling.beta_slow)), size - 1)
+    span = max(high - low, 0.001)
+    pairs = torch.arange(frequencies.shape[0], dtype=frequencies.dtype)
+    ramp = ((pairs - low) / span).clamp(0, 1)
+    stretched = frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
+    scale = scaling.attention_factor
+    if scale is None:
+        scale = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return stretched, scale

@@ -1,0 +1,95 @@
+"""Where saved activations wait between forward and backward.
+
+The engine saves named tensors under a key and takes them back once. Which names are saved is the
+policy's business, where they live is the store's: this one leaves them on the device; one that
+moves them to another tier keeps the same four verbs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class ActivationKey(NamedTuple):
+    """One layer's share of one unit of work."""
+
+    sequence: int
+    subsequence: int
+    layer: int
+
+
+class ActivationStore(Protocol):
+    """Keeps the tensors a layer saves; every key is saved once and taken once."""
+
+    def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
+        """Take over ``tensors``; the caller keeps no other reference."""
+        ...
+
+    def prefetch(self, key: ActivationKey) -> None:
+        """Backward will take ``key`` soon: start bringing it back."""
+        ...
+
+    def take(self, key: ActivationKey) -> dict[str, Tensor]:
+        """The saved tensors, on the device, bit for bit; the store forgets them."""
+        ...
+
+    def discard(self) -> None:
+        """Forget everything: the step failed."""
+        ...
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes held on the device now."""
+        ...
+
+    @property
+    def num_entries(self) -> int:
+        """Keys saved and not yet taken."""
+        ...
+
+
+class ResidentStore:
+    """Keeps every saved tensor where it is."""
+
+    def __init__(self) -> None:
+        self._entries: dict[ActivationKey, dict[str, Tensor]] = {}
+        self._bytes = 0
+        self.peak_bytes = 0
+        """Most bytes ever held at once."""
+
+    def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
+        """See :class:`ActivationStore`."""
+        assert key not in self._entries, f"{key} is saved already"
+        self._entries[key] = tensors
+        self._bytes += _total_bytes(tensors)
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+
+    def prefetch(self, key: ActivationKey) -> None:
+        """Nothing to do: it never left."""
+
+    def take(self, key: ActivationKey) -> dict[str, Tensor]:
+        """See :class:`ActivationStore`."""
+        tensors = self._entries.pop(key)
+        self._bytes -= _total_bytes(tensors)
+        return tensors
+
+    def discard(self) -> None:
+        """See :class:`ActivationStore`."""
+        self._entries.clear()
+        self._bytes = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes held now."""
+        return self._bytes
+
+    @property
+    def num_entries(self) -> int:
+        """Keys saved and not yet taken."""
+        return len(self._entries)
+
+
+def _total_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
