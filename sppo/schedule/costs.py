@@ -1,0 +1,228 @@
+"""What a schedule's actions cost: seconds and bytes per stage and unit, and what the links carry.
+
+The tables are plain numpy arrays of shape [num_stages, num_units], units counted through all
+sequences. The planner fills them from its cost model; `abstract_costs` fills them with numbers
+from the command line, where "second" and "byte" may stand for any unit of time and memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+Table = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two ranks.
+
+    A message occupies the link for bytes / bandwidth and arrives `latency_s` after that.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.latency_s >= 0 or not self.bytes_per_s > 0:
+            raise ValueError(
+                f"link of latency {self.latency_s} s and {self.bytes_per_s} bytes/s: "
+                "the latency must be at least 0 and the bandwidth above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Links between ranks: one for all pairs, unless a directed pair has its own.
+
+    Attributes:
+        default: The link of every pair without an entry.
+        between: (sender, receiver) -> its link.
+    """
+
+    default: Link = Link()
+    between: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
+
+    def link(self, sender: int, *, receiver: int) -> Link:
+        """The link from `sender` to `receiver`."""
+        return self.between.get((sender, receiver), self.default)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyEngines:
+    """Bandwidth of a rank's copies to and from its host tier, both directions busy."""
+
+    d2h_bytes_per_s: float = math.inf
+    h2d_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.d2h_bytes_per_s > 0 or not self.h2d_bytes_per_s > 0:
+            raise ValueError(
+                f"copies at {self.d2h_bytes_per_s} bytes/s to the host and "
+                f"{self.h2d_bytes_per_s} bytes/s back: both must be above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """Costs of every action of a schedule.
+
+    Attributes:
+        forward_s: F of (stage, unit).
+        backward_s: B of (stage, unit) when a W takes the weight half; without one, B costs
+            backward_s + weight_s.
+        weight_s: W of (stage, unit).
+        rebuild_s: R of (stage, unit).
+        reduce_s: REDUCE of each stage [num_stages]; it does not occupy the compute queue.
+        message_bytes: One activation or gradient between stages [num_units].
+        activation_bytes: What F of (stage, unit) leaves for its backward, without K/V.
+        offload_bytes: How much of that a D2H moves away and an H2D brings back.
+        kv_bytes: K/V of (stage, unit), kept from F to B and read by all later subsequences.
+        kv_gradient_bytes: dK/dV of (stage, unit), alive for a whole sequence's backward.
+        weight_bytes: Weights of a stage, which MSP sends to helper ranks [num_stages].
+        weight_gradient_bytes: Their gradients, which helpers send back [num_stages].
+        context_slope: How much a token's compute grows per token before it, relative to the
+            first token's; it balances the pieces of an MSP unit. 0 means all tokens are equal.
+        links: What carries messages between ranks.
+        copies: What carries D2H and H2D.
+    """
+
+    forward_s: Table
+    backward_s: Table
+    weight_s: Table
+    rebuild_s: Table
+    reduce_s: Table
+    message_bytes: Table
+    activation_bytes: Table
+    offload_bytes: Table
+    kv_bytes: Table
+    kv_gradient_bytes: Table
+    weight_bytes: Table
+    weight_gradient_bytes: Table
+    context_slope: float = 0.0
+    links: Links = Links()
+    copies: CopyEngines = CopyEngines()
+
+    def __post_init__(self) -> None:
+        stages, units = self.forward_s.shape
+        for name in _STAGE_UNIT_TABLES:
+            _check_table(name, getattr(self, name), shape=(stages, units))
+        for name in ("reduce_s", "weight_bytes", "weight_gradient_bytes"):
+            _check_table(name, getattr(self, name), shape=(stages,))
+        _check_table("message_bytes", self.message_bytes, shape=(units,))
+        if (self.offload_bytes > self.activation_bytes).any():
+            raise ValueError(
+                "offload_bytes exceeds activation_bytes somewhere: a unit cannot move more than "
+                "it holds; an offload ratio is at most 1"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the tables."""
+        return int(self.forward_s.shape[0])
+
+    @property
+    def num_units(self) -> int:
+        """Units of the tables."""
+        return int(self.forward_s.shape[1])
+
+
+_STAGE_UNIT_TABLES = (
+    "forward_s",
+    "backward_s",
+    "weight_s",
+    "rebuild_s",
+    "activation_bytes",
+    "offload_bytes",
+    "kv_bytes",
+    "kv_gradient_bytes",
+)
+
+
+def _check_table(name: str, table: Table, *, shape: tuple[int, ...]) -> None:
+    if table.shape != shape:
+        raise ValueError(f"costs.{name} has shape {table.shape}: must be {shape}")
+    if not np.isfinite(table).all() or (table < 0).any():
+        raise ValueError(f"costs.{name} holds a negative or infinite value: must be at least 0")
+
+
+def abstract_costs(
+    num_stages: int,
+    *,
+    num_units: int,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    weight_s: float = 0.0,
+    unit_factors: Sequence[float] | None = None,
+    activation_bytes: Sequence[float] | float = 1.0,
+    links: Links | None = None,
+) -> Costs:
+    """Costs without a model: the same for every stage.
+
+    Args:
+        num_stages: Stages of the pipeline.
+        num_units: Units of the step, all sequences together.
+        forward_s: F of a unit.
+        backward_s: B of a unit, without its weight half.
+        weight_s: The weight half.
+        unit_factors: Multiplies all three for each unit in turn, repeated over the sequences.
+        activation_bytes: What a unit leaves on the device, for all or for each unit in turn.
+        links: What carries messages; free if not given.
+
+    Raises:
+        ValueError: a negative cost, or per-unit values that do not fit the number of units.
+    """
+    factors = _per_unit("unit costs", unit_factors or (1.0,), num_units=num_units)
+    sizes = (activation_bytes,) if isinstance(activation_bytes, int | float) else activation_bytes
+    retained = _per_unit("unit sizes", sizes, num_units=num_units)
+    shape = (num_stages, num_units)
+    zeros = np.zeros(shape)
+    return Costs(
+        forward_s=np.broadcast_to(factors * forward_s, shape),
+        backward_s=np.broadcast_to(factors * backward_s, shape),
+        weight_s=np.broadcast_to(factors * weight_s, shape),
+        rebuild_s=zeros,
+        reduce_s=np.zeros(num_stages),
+        message_bytes=np.zeros(num_units),
+        activation_bytes=np.broadcast_to(retained, shape),
+        offload_bytes=zeros,
+        kv_bytes=zeros,
+        kv_gradient_bytes=zeros,
+        weight_bytes=np.zeros(num_stages),
+        weight_gradient_bytes=np.zeros(num_stages),
+        links=links or Links(),
+    )
+
+
+def _per_unit(what: str, values: Sequence[float], *, num_units: int) -> Table:
+    """`values` repeated until every unit has one."""
+    repeats, rest = divmod(num_units, len(values))
+    if rest:
+        raise ValueError(
+            f"{len(values)} {what} for {num_units} units: give one per subsequence, or one for all"
+        )
+    return np.tile(np.asarray(values, dtype=np.float64), repeats)
+
+
+def with_offload(costs: Costs, *, ratios: Table, copies: CopyEngines) -> Costs:
+    """`costs` when each (stage, unit) sends away `ratios` of its activations over `copies`.
+
+    Args:
+        costs: What everything else costs.
+        ratios: Offload ratio per stage and unit, 0 to 1.
+        copies: Bandwidth of the copies.
+
+    Raises:
+        ValueError: a ratio outside 0 to 1.
+    """
+    if (ratios < 0).any() or (ratios > 1).any():
+        raise ValueError(
+            f"offload ratios from {ratios.min():g} to {ratios.max():g}: must be within 0 and 1"
+        )
+    moved = costs.activation_bytes * ratios
+    return replace(costs, offload_bytes=moved, copies=copies)

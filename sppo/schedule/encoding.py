@@ -1,0 +1,129 @@
+"""Programs as integers, so that checks and simulations of a million actions stay cheap.
+
+Every action becomes an opcode and a *slot*: stage * num_units + unit (for REDUCE, the stage). All
+tables of validator and simulator are indexed by slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from sppo.schedule.actions import Action, ActionKind, Schedule
+
+# The order matters: compute kinds come first, so that `code < NUM_COMPUTE` tells them.
+F, B, W, R, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, REDUCE = range(11)
+NUM_COMPUTE = 4
+_OPCODES = {
+    (ActionKind.F, None): F,
+    (ActionKind.B, None): B,
+    (ActionKind.W, None): W,
+    (ActionKind.R, None): R,
+    (ActionKind.D2H, None): D2H,
+    (ActionKind.H2D, None): H2D,
+    (ActionKind.SEND, "act"): SEND_ACT,
+    (ActionKind.SEND, "grad"): SEND_GRAD,
+    (ActionKind.RECV, "act"): RECV_ACT,
+    (ActionKind.RECV, "grad"): RECV_GRAD,
+    (ActionKind.REDUCE, None): REDUCE,
+}
+Codes = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedProgram:
+    """One rank's program: opcode and slot of each action, and its pieces where MSP cuts."""
+
+    codes: Codes
+    slots: Codes
+    pieces: Codes
+    num_pieces: Codes
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the rank runs any piece of a unit, or sends one in several messages."""
+        return bool((self.num_pieces > 1).any())
+
+
+class MalformedActionError(ValueError):
+    """An action that names something the schedule does not have."""
+
+    def __init__(self, problem: str, *, rank: int, index: int, action: Action) -> None:
+        super().__init__(f"rank {rank}, action {index + 1}, {action}: {problem}")
+        self.rank = rank
+        self.index = index
+
+
+def encode(schedule: Schedule) -> tuple[EncodedProgram, ...]:
+    """All programs of `schedule`.
+
+    Raises:
+        MalformedActionError: an action names a stage or unit outside the schedule, a message
+            without what it carries, or a piece outside its unit.
+    """
+    offsets = schedule.unit_offsets()
+    if len(schedule.programs) != schedule.num_ranks:
+        raise ValueError(
+            f"{len(schedule.programs)} programs for {schedule.num_ranks} ranks: "
+            "give one program per rank"
+        )
+    return tuple(
+        _encode_program(schedule, rank=rank, offsets=offsets) for rank in range(schedule.num_ranks)
+    )
+
+
+def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) -> EncodedProgram:
+    program = schedule.programs[rank]
+    num_units = schedule.num_units
+    codes, slots = [0] * len(program), [0] * len(program)
+    for index, action in enumerate(program):
+        problem = _problem(action, schedule)
+        if problem:
+            raise MalformedActionError(problem, rank=rank, index=index, action=action)
+        codes[index] = _OPCODES[action.kind, action.wire]
+        if action.sequence is None or action.subsequence is None:
+            slots[index] = action.stage
+        else:
+            slots[index] = action.stage * num_units + offsets[action.sequence] + action.subsequence
+    return EncodedProgram(
+        np.array(codes, dtype=np.int32),
+        np.array(slots, dtype=np.int32),
+        np.array([action.piece for action in program], dtype=np.int32),
+        np.array([action.num_pieces for action in program], dtype=np.int32),
+    )
+
+
+def _problem(action: Action, schedule: Schedule) -> str | None:
+    """What is wrong with `action` on its own, if anything."""
+    if not 0 <= action.stage < schedule.num_stages:
+        return f"stage {action.stage} does not exist: there are {schedule.num_stages}"
+    if (action.kind, action.wire) not in _OPCODES:
+        return "only SEND and RECV carry something, and each either 'act' or 'grad'"
+    if action.kind is ActionKind.REDUCE:
+        whole = action.sequence is None and action.subsequence is None and action.num_pieces == 1
+        return None if whole else "REDUCE names only a stage"
+    if action.sequence is None or not 0 <= action.sequence < schedule.num_sequences:
+        return f"sequence {action.sequence} does not exist: there are {schedule.num_sequences}"
+    parts = len(schedule.lengths[action.sequence])
+    if action.subsequence is None or not 0 <= action.subsequence < parts:
+        return f"sequence {action.sequence} has {parts} subsequences, counted from 0"
+    if not 0 <= action.piece < action.num_pieces:
+        return f"piece {action.piece} of {action.num_pieces} does not exist, counted from 0"
+    return None
+
+
+def last_subsequence(schedule: Schedule) -> npt.NDArray[np.bool_]:
+    """For every unit, whether it is the last subsequence of its sequence."""
+    return np.array(
+        list(chain.from_iterable([False] * (len(s) - 1) + [True] for s in schedule.lengths))
+    )
+
+
+def first_subsequence(schedule: Schedule) -> npt.NDArray[np.bool_]:
+    """For every unit, whether it is the first subsequence of its sequence."""
+    return np.array(
+        list(chain.from_iterable([True] + [False] * (len(s) - 1) for s in schedule.lengths))
+    )

@@ -1,0 +1,412 @@
+"""The clock of the simulator: when each action of each rank starts and ends.
+
+Every resource serves its actions in program order: a rank's compute, its two copy engines, its
+reductions, and each directed link. So the start of an action is the latest of what it waits for,
+and no event queue is needed: a rank is walked until it waits for something that has no time yet,
+and taken up again when that gets one.
+
+What an action waits for, beside its resource:
+
+* F: the F of the subsequence before it (K/V), and the activation from the stage before it;
+* B: its F, the B of the subsequence behind it (dK/dV), the gradient from the stage behind it, and
+  its H2D and R where the program has them; W: its B; R: its F and H2D;
+* D2H: its F; H2D: its D2H, and the compute in front of it in the program, which frees its room;
+* SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
+  costs nothing: the message has arrived or it has not.
+* a piece of a gang: all that its unit waits for, on all ranks of the gang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sppo.schedule import encoding
+from sppo.schedule.actions import Schedule
+from sppo.schedule.costs import Costs
+from sppo.schedule.encoding import (
+    B,
+    D2H,
+    F,
+    H2D,
+    NUM_COMPUTE,
+    R,
+    RECV_ACT,
+    RECV_GRAD,
+    REDUCE,
+    SEND_ACT,
+    SEND_GRAD,
+    W,
+    EncodedProgram,
+)
+from sppo.schedule.gangs import Gang, Route, find_gangs, gang_routes, gang_seconds
+
+_NEVER = -1.0
+BUBBLE, COMMUNICATION, COPY = range(3)
+IdleGap = tuple[float, float, int]
+
+
+class DeadlockError(ValueError):
+    """No rank can go on: the order of the programs contradicts itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Times of all actions, by rank and position in its program, and each rank's idle gaps.
+
+    Gaps are (from, to, BUBBLE or COMMUNICATION or COPY) in seconds; the time behind a rank's
+    last compute action is not among them.
+    """
+
+    starts_s: Sequence[Sequence[float]]
+    finishes_s: Sequence[Sequence[float]]
+    gaps: Sequence[Sequence[IdleGap]]
+
+
+def run_clock(schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: Costs) -> Clock:
+    """Play `schedule` once.
+
+    Raises:
+        DeadlockError: actions wait for each other in a circle; names them.
+    """
+    loop = _EventLoop(schedule, programs=programs, costs=costs)
+    loop.run()
+    return Clock(loop.starts, loop.finishes, loop.gaps)
+
+
+class _EventLoop:
+    """State of one simulation. `at[code * size + slot]` is when that result exists."""
+
+    def __init__(
+        self, schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: Costs
+    ) -> None:
+        self.schedule = schedule
+        self.units = schedule.num_units
+        self.size = schedule.num_stages * self.units
+        self.num_ranks = schedule.num_ranks
+        self.rank_of = [schedule.placement.rank_of(s) for s in range(schedule.num_stages)]
+        self.first = encoding.first_subsequence(schedule).tolist()
+        self.last = encoding.last_subsequence(schedule).tolist()
+        self._load_programs(programs)
+        self._load_costs(costs)
+        self._load_gangs(programs, costs)
+        # Results: F B W R D2H H2D, then activation arrivals (6) and gradient arrivals (7).
+        self.at = [_NEVER] * (8 * self.size)
+        for unit in range(self.units):
+            self.at[SEND_ACT * self.size + unit] = 0.0
+            self.at[SEND_GRAD * self.size + self.size - self.units + unit] = 0.0
+        self.free = [0.0] * self.num_ranks
+        self.engine_free = {D2H: [0.0] * self.num_ranks, H2D: [0.0] * self.num_ranks}
+        self.reduce_free = [0.0] * self.num_ranks
+        self.link_free: dict[int, float] = {}
+        self.position = [0] * self.num_ranks
+        self.waiting: dict[int, int] = {}
+        self.woken: list[int] = []
+        self.gathered: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.gaps: list[list[IdleGap]] = [[] for _ in range(self.num_ranks)]
+
+    def _load_programs(self, programs: Sequence[EncodedProgram]) -> None:
+        self.codes = [program.codes.tolist() for program in programs]
+        self.slots = [program.slots.tolist() for program in programs]
+        self.widths = [program.num_pieces.tolist() for program in programs]
+        self.pieces = [program.pieces.tolist() for program in programs]
+        self.starts = [[0.0] * len(codes) for codes in self.codes]
+        self.finishes = [[0.0] * len(codes) for codes in self.codes]
+        self.present = {code: bytearray(self.size) for code in (W, R, H2D)}
+        sends = False
+        for program in programs:
+            for code, table in self.present.items():
+                for slot in program.slots[program.codes == code].tolist():
+                    table[slot] = 1
+            sends = sends or bool((program.codes == SEND_ACT).any())
+            sends = sends or bool((program.codes == SEND_GRAD).any())
+        self.sends_at_once = not sends
+
+    def _load_costs(self, costs: Costs) -> None:
+        assert (costs.num_stages, costs.num_units) == (self.schedule.num_stages, self.units), (
+            f"costs of {costs.num_stages} stages, {costs.num_units} units for a schedule of "
+            f"{self.schedule.num_stages}, {self.units}"
+        )
+        backward, weight = costs.backward_s.ravel(), costs.weight_s.ravel()
+        split = [bool(x) for x in self.present[W]]
+        fused = (backward + weight).tolist()
+        self.seconds = {
+            F: costs.forward_s.ravel().tolist(),
+            B: [b if s else t for b, s, t in zip(backward.tolist(), split, fused, strict=True)],
+            W: weight.tolist(),
+            R: costs.rebuild_s.ravel().tolist(),
+            D2H: (costs.offload_bytes / costs.copies.d2h_bytes_per_s).ravel().tolist(),
+            H2D: (costs.offload_bytes / costs.copies.h2d_bytes_per_s).ravel().tolist(),
+            REDUCE: costs.reduce_s.tolist(),
+        }
+        self.message_bytes = costs.message_bytes.tolist()
+        self.links = costs.links
+
+    def _load_gangs(self, programs: Sequence[EncodedProgram], costs: Costs) -> None:
+        self.gangs: Mapping[int, Gang] = {}
+        self.routes: Mapping[tuple[int, int], tuple[Route, ...]] = {}
+        self.gang_seconds: Mapping[tuple[int, int], float] = {}
+        if any(program.is_cut for program in programs):
+            self.gangs = find_gangs(self.schedule, programs=programs)
+            self.routes = gang_routes(self.schedule, gangs=self.gangs)
+            self.gang_seconds = gang_seconds(self.schedule, gangs=self.gangs, costs=costs)
+        self.latest: dict[tuple[int, int], float] = {}
+        self.outstanding = {key: len(routes) for key, routes in self.routes.items()}
+
+    def run(self) -> None:
+        """Walk every rank to the end of its program."""
+        handlers: list[Callable[[int, int, int, int], bool]] = [self._compute] * NUM_COMPUTE
+        handlers += [self._copy, self._copy, self._send, self._send]
+        handlers += [self._receive, self._receive, self._reduce]
+        self.woken = list(range(self.num_ranks - 1, -1, -1))
+        while self.woken:
+            rank = self.woken.pop()
+            codes, slots, position = self.codes[rank], self.slots[rank], self.position
+            while position[rank] < len(codes):
+                index = position[rank]
+                code = codes[index]
+                if not handlers[code](rank, index, code, slots[index]):
+                    break
+                position[rank] += 1
+        if any(self.position[r] < len(self.codes[r]) for r in range(self.num_ranks)):
+            raise DeadlockError(self._deadlock())
+
+    def _compute(self, rank: int, index: int, code: int, slot: int) -> bool:
+        gang = self.widths[rank][index] > 1
+        if gang and not self._gang_is_complete(rank, index, code, slot):
+            return False
+        ready = self._ready(rank, code, slot)
+        if ready is None:
+            return False
+        if gang:
+            return self._start_gang(rank, code, slot, ready)
+        finish = self._occupy(rank, index, ready, self.seconds[code][slot])
+        self._finished(rank, code, slot, finish)
+        return True
+
+    def _ready(self, rank: int, code: int, slot: int) -> tuple[float, float, float] | None:
+        """When the inputs were computed, arrived by message, were copied back; None to wait."""
+        at, size = self.at, self.size
+        produced = arrived = copied = 0.0
+        needs: list[int] = []
+        if code == F:
+            arrived_key = SEND_ACT * size + slot
+            if not self.first[slot % self.units]:
+                needs.append(slot - 1)
+            if slot >= self.units:
+                needs.append(slot - self.units)
+        elif code == B:
+            arrived_key = SEND_GRAD * size + slot
+            needs.append(slot)
+            if not self.last[slot % self.units]:
+                needs.append(size + slot + 1)
+            if slot < size - self.units:
+                needs.append(size + slot + self.units)
+            if self.present[R][slot]:
+                needs.append(R * size + slot)
+        else:
+            arrived_key = -1
+            needs.append(slot if code == R else size + slot)
+        for key in needs:
+            time = at[key]
+            if time < 0:
+                return self._wait(rank, key)
+            if time > produced:
+                produced = time
+        if arrived_key >= 0:
+            arrived = at[arrived_key]
+            if arrived < 0:
+                return self._wait(rank, arrived_key)
+        if code != F and code != W and self.present[H2D][slot]:
+            copied = at[H2D * size + slot]
+            if copied < 0:
+                return self._wait(rank, H2D * size + slot)
+        return produced, arrived, copied
+
+    def _wait(self, rank: int, key: int) -> None:
+        self.waiting[key] = rank
+
+    def _occupy(
+        self, rank: int, index: int, ready: tuple[float, float, float], seconds: float
+    ) -> float:
+        """Run an action on a rank's compute queue and book the gap before it; its end."""
+        free = self.free[rank]
+        produced, arrived, copied = ready
+        start = max(free, produced, arrived, copied)
+        if start > free:
+            gaps = self.gaps[rank]
+            computed = max(free, produced)
+            delivered = max(computed, arrived)
+            if computed > free:
+                gaps.append((free, computed, BUBBLE))
+            if delivered > computed:
+                gaps.append((computed, delivered, COMMUNICATION))
+            if start > delivered:
+                gaps.append((delivered, start, COPY))
+        finish = start + seconds
+        self.starts[rank][index] = start
+        self.finishes[rank][index] = self.free[rank] = finish
+        return finish
+
+    def _finished(self, rank: int, code: int, slot: int, finish: float) -> None:
+        """Make a compute result known, and pass it on if no SEND in the program does."""
+        self._publish(code * self.size + slot, finish)
+        if code == F and slot < self.size - self.units:
+            wire, target = SEND_ACT, slot + self.units
+        elif code == B and slot >= self.units:
+            wire, target = SEND_GRAD, slot - self.units
+        else:
+            return
+        if (wire, slot) in self.routes:
+            if self.sends_at_once:
+                for piece, route in enumerate(self.routes[wire, slot]):
+                    self._deliver(route, wire, slot, piece, finish)
+            else:
+                for route in self.routes[wire, slot]:
+                    if route.sender == route.receiver:
+                        self._delivered(wire, slot, finish)
+            return
+        receiver = self.rank_of[target // self.units]
+        if receiver == rank:
+            self._publish(wire * self.size + target, finish)
+        elif self.sends_at_once:
+            size_bytes = self.message_bytes[slot % self.units]
+            _, arrival = self._transfer(rank, receiver, size_bytes, finish)
+            self._publish(wire * self.size + target, arrival)
+
+    def _publish(self, key: int, time: float) -> None:
+        self.at[key] = time
+        if key in self.waiting:
+            self.woken.append(self.waiting.pop(key))
+
+    def _transfer(
+        self, sender: int, receiver: int, size_bytes: float, ready: float
+    ) -> tuple[float, float]:
+        """Put a message on its link; when it starts and when it has arrived."""
+        link = self.links.link(sender, receiver=receiver)
+        edge = sender * self.num_ranks + receiver
+        start = max(ready, self.link_free.get(edge, 0.0))
+        sent = start + size_bytes / link.bytes_per_s
+        self.link_free[edge] = sent
+        return start, sent + link.latency_s
+
+    def _deliver(
+        self, route: Route, wire: int, slot: int, piece: int, ready: float
+    ) -> tuple[float, float]:
+        """Move one message of a gang; the unit has arrived when all of them have."""
+        if route.sender == route.receiver:
+            self._delivered(wire, slot, ready)
+            return ready, ready
+        size_bytes = self.message_bytes[slot % self.units] * route.share
+        start, arrival = self._transfer(route.sender, route.receiver, size_bytes, ready)
+        self._delivered(wire, slot, arrival)
+        return start, arrival
+
+    def _delivered(self, wire: int, slot: int, arrival: float) -> None:
+        """Count one message of a gang as arrived; the last one makes the whole tensor known."""
+        key = (wire, slot)
+        self.outstanding[key] -= 1
+        self.latest[key] = max(arrival, self.latest.get(key, 0.0))
+        if not self.outstanding[key]:
+            step = self.units if wire == SEND_ACT else -self.units
+            self._publish(wire * self.size + slot + step, self.latest[key])
+
+    def _gang_is_complete(self, rank: int, index: int, code: int, slot: int) -> bool:
+        """Note that `rank` came to its piece; whether all of its gang have."""
+        members = self.gathered.setdefault((code, slot), [])
+        if (rank, index) not in members:
+            members.append((rank, index))
+        return len(members) == len(self.gangs[slot].ranks)
+
+    def _start_gang(
+        self, rank: int, code: int, slot: int, ready: tuple[float, float, float]
+    ) -> bool:
+        """Run all pieces at once; `rank` came last, and the others stand and wait."""
+        produced, arrived, copied = ready
+        members = self.gathered[code, slot]
+        produced = max(produced, *(self.free[member] for member, _ in members))
+        seconds = self.gang_seconds[code, slot]
+        finish = 0.0
+        for member, place in members:
+            finish = self._occupy(member, place, (produced, arrived, copied), seconds)
+            if member != rank:
+                self.position[member] += 1
+                self.woken.append(member)
+        self._finished(rank, code, slot, finish)
+        return True
+
+    def _copy(self, rank: int, index: int, code: int, slot: int) -> bool:
+        """D2H or H2D: its own queue, beside the compute."""
+        before = slot if code == D2H else D2H * self.size + slot
+        if self.at[before] < 0:
+            self._wait(rank, before)
+            return False
+        queue = self.engine_free[code]
+        start = max(queue[rank], self.at[before])
+        if code == H2D:
+            start = max(start, self.free[rank])
+        finish = start + self.seconds[code][slot]
+        queue[rank] = finish
+        self.starts[rank][index], self.finishes[rank][index] = start, finish
+        self._publish(code * self.size + slot, finish)
+        return True
+
+    def _send(self, rank: int, index: int, code: int, slot: int) -> bool:
+        compute = F if code == SEND_ACT else B
+        if self.at[compute * self.size + slot] < 0:
+            self._wait(rank, compute * self.size + slot)
+            return False
+        ready = self.free[rank]
+        if (code, slot) in self.routes:
+            piece = self.pieces[rank][index]
+            route = self.routes[code, slot][piece]
+            start, arrival = self._deliver(route, code, slot, piece, ready)
+        else:
+            target = slot + (self.units if code == SEND_ACT else -self.units)
+            receiver = self.rank_of[target // self.units]
+            size_bytes = self.message_bytes[slot % self.units]
+            start, arrival = self._transfer(rank, receiver, size_bytes, ready)
+            self._publish(code * self.size + target, arrival)
+        self.starts[rank][index], self.finishes[rank][index] = start, arrival
+        return True
+
+    def _receive(self, rank: int, index: int, code: int, slot: int) -> bool:
+        self.starts[rank][index] = self.finishes[rank][index] = self.free[rank]
+        return True
+
+    def _reduce(self, rank: int, index: int, code: int, slot: int) -> bool:
+        start = max(self.free[rank], self.reduce_free[rank])
+        finish = start + self.seconds[REDUCE][slot]
+        self.reduce_free[rank] = finish
+        self.starts[rank][index], self.finishes[rank][index] = start, finish
+        return True
+
+    def _deadlock(self) -> str:
+        """The ranks that stand, each with its action and what it waits for."""
+        waits = {rank: key for key, rank in self.waiting.items()}
+        lines = []
+        for rank in range(self.num_ranks):
+            index = self.position[rank]
+            if index == len(self.codes[rank]):
+                continue
+            action = self.schedule.programs[rank][index]
+            lines.append(f"rank {rank} at action {index + 1}, {action}, {self._wants(waits, rank)}")
+        shown = "; ".join(lines[:4])
+        more = f"; and {len(lines) - 4} more ranks" if len(lines) > 4 else ""
+        return f"the order of the programs contradicts itself: {shown}{more}"
+
+    def _wants(self, waits: Mapping[int, int], rank: int) -> str:
+        if rank not in waits:
+            return "waits for the other pieces of its unit"
+        code, slot = divmod(waits[rank], self.size)
+        stage, unit = divmod(slot, self.units)
+        sequence = max(m for m, o in enumerate(self.schedule.unit_offsets()) if o <= unit)
+        name = f"{sequence}.{unit - self.schedule.unit_offsets()[sequence]}"
+        if code == SEND_ACT:
+            return f"waits for the activation of {stage - 1}F{name}"
+        if code == SEND_GRAD:
+            return f"waits for the gradient of {stage + 1}B{name}"
+        return f"waits for {stage}{('F', 'B', 'W', 'R', 'D2H', 'H2D')[code]}{name}"
+
+
+assert (SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD) == (6, 7, 8, 9), "results are indexed by opcode"

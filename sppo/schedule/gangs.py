@@ -1,0 +1,215 @@
+"""Units cut into pieces (MSP): who runs which piece, what moves between them, what that costs.
+
+A unit that multiplexed sequence partitioning cuts on a stage is run by a *gang*: one piece per
+rank, all at the same time, because layer by layer every piece needs the K/V of the pieces before
+it. The rank that owns the stage streams its weights to the helpers while they compute.
+
+Messages between stages: the producer's pieces and the consumer's pieces cut the same tokens at
+different places. Message k is the k-th interval of both cuts laid over each other; it goes from
+the rank of the producer's piece to the rank of the consumer's, and is absent where they are the
+same rank. A unit that is whole on both sides has the one message 0 of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from sppo.schedule import encoding
+from sppo.schedule.actions import Schedule
+from sppo.schedule.costs import Costs
+from sppo.schedule.encoding import EncodedProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One message of a unit between two stages: from rank, to rank, its share of the tokens."""
+
+    sender: int
+    receiver: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """A unit on a stage run in pieces: `ranks[k]` runs piece k of `lengths[k]` tokens."""
+
+    slot: int
+    ranks: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def find_gangs(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> dict[int, Gang]:
+    """The gangs of `schedule` by slot; empty for every schedule without MSP."""
+    ranks_of: dict[int, dict[int, int]] = {}
+    widths: dict[int, int] = {}
+    for rank, program in enumerate(programs):
+        cut = (program.num_pieces > 1) & (program.codes == encoding.F)
+        for index in np.flatnonzero(cut).tolist():
+            slot = int(program.slots[index])
+            ranks_of.setdefault(slot, {})[int(program.pieces[index])] = rank
+            widths[slot] = int(program.num_pieces[index])
+    units = [(m, n) for m, parts in enumerate(schedule.lengths) for n in range(len(parts))]
+    given = {(cut.stage, cut.sequence, cut.subsequence): cut.lengths for cut in schedule.cuts}
+    gangs = {}
+    for slot, by_piece in sorted(ranks_of.items()):
+        stage, unit = divmod(slot, schedule.num_units)
+        lengths = given.get((stage, *units[unit])) or equal_pieces(
+            schedule.lengths[units[unit][0]][units[unit][1]], num_pieces=widths[slot]
+        )
+        ranks = tuple(by_piece.get(piece, -1) for piece in range(widths[slot]))
+        gangs[slot] = Gang(slot, ranks, lengths)
+    return gangs
+
+
+def equal_pieces(tokens: int, *, num_pieces: int) -> tuple[int, ...]:
+    """`tokens` in `num_pieces` parts that differ by at most one, the longer ones first."""
+    part, larger = divmod(tokens, num_pieces)
+    return tuple(part + (piece < larger) for piece in range(num_pieces))
+
+
+def balanced_pieces(
+    tokens: int, *, num_pieces: int, start: int, context_slope: float
+) -> tuple[int, ...]:
+    """`tokens` in parts of equal compute, where later tokens of a causal span cost more.
+
+    A token at position x costs 1 + context_slope * x, so the span [0, x) costs
+    x + context_slope * x^2 / 2 and each boundary is the root of a quadratic; boundaries are
+    rounded, not lengths.
+
+    Args:
+        tokens: Tokens of the unit, at least `num_pieces`.
+        num_pieces: Parts, each of at least one token.
+        start: Position of the unit's first token in its sequence.
+        context_slope: Growth of a token's compute per token before it.
+    """
+    if context_slope == 0:
+        return equal_pieces(tokens, num_pieces=num_pieces)
+    base = 1 + context_slope * start
+    total = base * tokens + context_slope * tokens**2 / 2
+    boundaries = [0]
+    for piece in range(1, num_pieces):
+        target = total * piece / num_pieces
+        root = ((base**2 + 2 * context_slope * target) ** 0.5 - base) / context_slope
+        lowest, highest = boundaries[-1] + 1, tokens - (num_pieces - piece)
+        boundaries.append(min(max(round(root), lowest), highest))
+    boundaries.append(tokens)
+    return tuple(end - begin for begin, end in zip(boundaries, boundaries[1:], strict=False))
+
+
+def routes_between(
+    producer: Sequence[tuple[int, int]], *, consumer: Sequence[tuple[int, int]]
+) -> tuple[Route, ...]:
+    """Messages between two cuts of the same tokens, each given as (rank, tokens) per piece."""
+    ends_out = list(accumulate(tokens for _, tokens in producer))
+    ends_in = list(accumulate(tokens for _, tokens in consumer))
+    assert ends_out[-1] == ends_in[-1], f"cuts of {ends_out[-1]} and {ends_in[-1]} tokens"
+    routes, begin, out, into = [], 0, 0, 0
+    while begin < ends_out[-1]:
+        end = min(ends_out[out], ends_in[into])
+        share = (end - begin) / ends_out[-1]
+        routes.append(Route(producer[out][0], consumer[into][0], share))
+        begin = end
+        out += ends_out[out] == end
+        into += ends_in[into] == end
+    return tuple(routes)
+
+
+def gang_routes(
+    schedule: Schedule, *, gangs: Mapping[int, Gang]
+) -> dict[tuple[int, int], tuple[Route, ...]]:
+    """Routes of every message from or to a gang, by (SEND_ACT or SEND_GRAD, producing slot)."""
+    units = [tokens for parts in schedule.lengths for tokens in parts]
+    num_units = schedule.num_units
+
+    def holders(slot: int) -> list[tuple[int, int]]:
+        gang = gangs.get(slot)
+        if gang:
+            return list(zip(gang.ranks, gang.lengths, strict=True))
+        return [(schedule.placement.rank_of(slot // num_units), units[slot % num_units])]
+
+    routes = {}
+    for slot in gangs:
+        stage = slot // num_units
+        if stage > 0:
+            before = slot - num_units
+            routes[encoding.SEND_ACT, before] = routes_between(
+                holders(before), consumer=holders(slot)
+            )
+            routes[encoding.SEND_GRAD, slot] = routes_between(
+                holders(slot), consumer=holders(before)
+            )
+        if stage < schedule.num_stages - 1:
+            after = slot + num_units
+            routes[encoding.SEND_ACT, slot] = routes_between(holders(slot), consumer=holders(after))
+            routes[encoding.SEND_GRAD, after] = routes_between(
+                holders(after), consumer=holders(slot)
+            )
+    return routes
+
+
+def gang_seconds(
+    schedule: Schedule, *, gangs: Mapping[int, Gang], costs: Costs
+) -> dict[tuple[int, int], float]:
+    """Seconds of every gang by (F or B, slot), with everything that moves inside it.
+
+    While the pieces compute, the owner broadcasts the stage's weights and whatever K/V prefix the
+    helpers have not seen; in backward the helpers return weight gradients and the prefix's dK/dV
+    at the same time in the other direction. The unit's own K/V goes round the gang where every
+    piece waits for it, so that is added. A broadcast is pipelined and costs its bytes once.
+    """
+    seconds = {}
+    starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
+    for slot, gang in gangs.items():
+        stage, unit = divmod(slot, costs.num_units)
+        owner = schedule.placement.rank_of(stage)
+        links = [costs.links.link(owner, receiver=r) for r in gang.ranks if r != owner]
+        latency_s = max((link.latency_s for link in links), default=0.0)
+        bytes_per_s = min((link.bytes_per_s for link in links), default=float("inf"))
+        share = _largest_share(
+            gang, start=int(starts[unit]), context_slope=costs.context_slope, schedule=schedule
+        )
+        prefix = _prefix_slots(schedule, slot=slot)
+        unseen = [s for s in prefix if not _all_saw(gang, gangs.get(s), owner=owner)]
+        others = (len(gang.ranks) - 1) / len(gang.ranks)
+        own_kv = float(costs.kv_bytes[stage, unit]) * others
+        weights = float(costs.weight_bytes[stage])
+        stream = weights + sum(float(costs.kv_bytes.flat[s]) for s in unseen)
+        forward = float(costs.forward_s[stage, unit]) * share
+        seconds[encoding.F, slot] = (
+            max(forward, latency_s + stream / bytes_per_s) + latency_s + own_kv / bytes_per_s
+        )
+        back = float(costs.weight_gradient_bytes[stage]) + sum(
+            float(costs.kv_gradient_bytes.flat[s]) for s in prefix
+        )
+        own_kv += float(costs.kv_gradient_bytes[stage, unit]) * others
+        backward = float(costs.backward_s[stage, unit] + costs.weight_s[stage, unit]) * share
+        moved_s = latency_s + max(weights, back) / bytes_per_s
+        seconds[encoding.B, slot] = max(backward, moved_s) + latency_s + own_kv / bytes_per_s
+    return seconds
+
+
+def _largest_share(gang: Gang, *, start: int, context_slope: float, schedule: Schedule) -> float:
+    """Share of the unit's compute in the gang's slowest piece."""
+    if not schedule.cuts:
+        # Equal pieces by definition; abstract schedules count one token per rank or fewer.
+        return 1 / len(gang.ranks)
+    ends = np.cumsum((0, *gang.lengths))
+    compute = (1 + context_slope * start) * ends + context_slope * ends**2 / 2
+    return float(np.diff(compute).max() / compute[-1])
+
+
+def _prefix_slots(schedule: Schedule, *, slot: int) -> list[int]:
+    """Slots of the subsequences before this one, on the same stage."""
+    unit = slot % schedule.num_units
+    first = max(offset for offset in schedule.unit_offsets() if offset <= unit)
+    return list(range(slot - (unit - first), slot))
+
+
+def _all_saw(gang: Gang, earlier: Gang | None, *, owner: int) -> bool:
+    """Whether every helper of `gang` got the K/V of an earlier unit by running a piece of it."""
+    seen = set(earlier.ranks) if earlier else set()
+    return set(gang.ranks) <= seen | {owner}

@@ -1,0 +1,231 @@
+"""Programs by name: gpipe, 1f1b, seq1f1b, their interleaved and zero-bubble forms, sppo, sppo_msp.
+
+A generator returns compute actions and, for training, one REDUCE per stage. Copies and messages
+are placed by later passes (`copies`, `communication`), which see the whole schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sppo.schedule import orders
+from sppo.schedule.actions import Action, ActionKind, Placement, Schedule
+from sppo.schedule.costs import Costs
+from sppo.schedule.orders import Lengths, Step
+
+_KINDS = {"F": ActionKind.F, "B": ActionKind.B, "W": ActionKind.W}
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a generator is asked for, checked."""
+
+    num_ranks: int
+    num_virtual: int
+    lengths: Lengths
+    hop: int
+    forward_only: bool
+
+    @property
+    def everything(self) -> range:
+        """All sequences, as one group."""
+        return range(len(self.lengths))
+
+
+RankOrder = list[tuple[str, Step]]
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Names that `generate` knows."""
+    return (*_GENERATORS, "sppo_msp")
+
+
+def generate(
+    name: str,
+    *,
+    num_ranks: int,
+    lengths: Sequence[Sequence[int]],
+    num_virtual: int = 1,
+    hop: int = 1,
+    forward_only: bool = False,
+    costs: Costs | None = None,
+) -> Schedule:
+    """The schedule `name`.
+
+    Args:
+        name: One of `schedule_names()`.
+        num_ranks: Pipeline ranks (p).
+        lengths: Tokens of every subsequence of every sequence. Sequences may differ in length and
+            in number of subsequences.
+        num_virtual: Stages per rank (v); more than 1 only for the interleaved schedules.
+        hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides message
+            latency at the price of one more unit in flight per rank. Only without interleaving.
+        forward_only: Leave out backwards and reductions (evaluation).
+        costs: What sppo_msp weighs its choice with; equal units and free messages if not given.
+
+    Raises:
+        ValueError: an unknown name, or a request the schedule cannot serve, with what to change.
+    """
+    request = _checked(
+        name,
+        _Request(num_ranks, num_virtual, tuple(map(tuple, lengths)), hop, forward_only),
+    )
+    if name == "sppo_msp":
+        # Imported here because multiplexing simulates plain schedules, which this module makes.
+        from sppo.schedule.multiplex import multiplex
+
+        return multiplex(
+            num_ranks=num_ranks, lengths=request.lengths, forward_only=forward_only, costs=costs
+        )
+    generator = _GENERATORS[name]
+    placement = Placement(num_ranks=num_ranks, num_virtual=num_virtual)
+    programs = []
+    for rank in range(num_ranks):
+        order: Iterable[tuple[str, Step]] = generator(request, rank)
+        if forward_only:
+            order = (item for item in order if item[0] == "F")
+        programs.append(_program(order, stages=placement.stages_of(rank)))
+    return Schedule(name, placement, request.lengths, tuple(programs))
+
+
+def _program(order: Iterable[tuple[str, Step]], *, stages: Sequence[int]) -> tuple[Action, ...]:
+    """Actions of one rank from its order of steps, with a REDUCE where a stage is done."""
+    actions = [
+        Action(_KINDS[kind], stages[chunk], unit[0], unit[1]) for kind, (chunk, unit) in order
+    ]
+    return tuple(with_reductions(actions))
+
+
+def with_reductions(actions: Sequence[Action]) -> list[Action]:
+    """`actions` of one rank with one REDUCE behind the last B or W of each of its stages."""
+    backward = (ActionKind.B, ActionKind.W)
+    last = {a.stage: index for index, a in enumerate(actions) if a.kind in backward}
+    placed: list[Action] = []
+    for index, action in enumerate(actions):
+        placed.append(action)
+        if last.get(action.stage) == index:
+            placed.append(Action(ActionKind.REDUCE, action.stage))
+    return placed
+
+
+def _gpipe(request: _Request, rank: int) -> RankOrder:
+    groups = [request.everything]
+    forward = orders.forward_steps(request.lengths, groups=groups, num_chunks=1)
+    backward = orders.backward_steps(request.lengths, groups=groups, num_chunks=1)
+    return orders.pair_up(forward, backward=backward, warmup=len(forward))
+
+
+def _seq1f1b(request: _Request, rank: int) -> RankOrder:
+    """Seq1F1B: `hop` more forwards in flight per rank towards the front (papers/seq1f1b)."""
+    groups = [request.everything]
+    forward = orders.forward_steps(request.lengths, groups=groups, num_chunks=1)
+    backward = orders.backward_steps(request.lengths, groups=groups, num_chunks=1)
+    least = orders.least_warmup(forward, backward=backward)
+    warmup = least + request.hop * (request.num_ranks - 1 - rank)
+    return orders.pair_up(forward, backward=backward, warmup=warmup)
+
+
+def _sppo(request: _Request, rank: int) -> RankOrder:
+    """The program of the SPPO paper (its section 6): Seq1F1B over the subsequences.
+
+    A single rank has no bubble to fill, so it runs sequence after sequence, which keeps the K/V
+    of one sequence alive instead of two.
+    """
+    if request.num_ranks > 1:
+        return _seq1f1b(request, rank)
+    order: RankOrder = []
+    for sequence in request.everything:
+        alone = range(sequence, sequence + 1)
+        forward = orders.forward_units(request.lengths, sequences=alone)
+        backward = orders.backward_units(request.lengths, sequences=alone)
+        order.extend(("F", (0, unit)) for unit in forward)
+        order.extend(("B", (0, unit)) for unit in backward)
+    return order
+
+
+def _interleaved(request: _Request, rank: int) -> RankOrder:
+    """Interleaved 1F1B over subsequences, for any number of them: groups of whole sequences."""
+    groups = orders.sequence_groups(request.lengths, num_ranks=request.num_ranks)
+    return interleaved_order(
+        request.lengths,
+        groups=groups,
+        num_chunks=request.num_virtual,
+        hops_behind=2 * (request.num_ranks - 1 - rank),
+    )
+
+
+def interleaved_order(
+    lengths: Lengths, *, groups: Sequence[range], num_chunks: int, hops_behind: int
+) -> RankOrder:
+    """The interleaved order of one rank for given groups of sequences.
+
+    `hops_behind` is the number of warm-up forwards beyond those of the last rank.
+    """
+    forward = orders.forward_steps(lengths, groups=groups, num_chunks=num_chunks)
+    backward = orders.backward_steps(lengths, groups=groups, num_chunks=num_chunks)
+    least = orders.least_warmup(forward, backward=backward)
+    return orders.pair_up(forward, backward=backward, warmup=least + hops_behind)
+
+
+def _zero_bubble(request: _Request, rank: int) -> RankOrder:
+    """ZB-H1 over subsequences: 1F1B with each weight half run `rank` backwards late."""
+    if request.forward_only:
+        return _seq1f1b(request, rank)
+    return orders.delay_weights(_seq1f1b(request, rank), delay=rank)
+
+
+_GENERATORS: dict[str, Callable[[_Request, int], RankOrder]] = {
+    "gpipe": _gpipe,
+    "1f1b": _seq1f1b,
+    "interleaved_1f1b": _interleaved,
+    "seq1f1b": _seq1f1b,
+    "interleaved_seq1f1b": _interleaved,
+    "zb_h1": _zero_bubble,
+    "seq_zb_h1": _zero_bubble,
+    "sppo": _sppo,
+}
+# Schedules for whole sequences, and the one that does the same with subsequences.
+_WHOLE_SEQUENCES = {
+    "1f1b": "seq1f1b",
+    "interleaved_1f1b": "interleaved_seq1f1b",
+    "zb_h1": "seq_zb_h1",
+}
+
+
+def _checked(name: str, request: _Request) -> _Request:
+    """`request` if `name` can serve it."""
+    if name not in schedule_names():
+        raise ValueError(
+            f"schedule {name!r} is not known: choose one of {', '.join(schedule_names())}"
+        )
+    if request.num_ranks < 1:
+        raise ValueError(f"num_ranks is {request.num_ranks}: a pipeline has at least 1 rank")
+    if request.num_virtual < 1:
+        raise ValueError(f"num_virtual is {request.num_virtual}: a rank holds at least 1 stage")
+    if request.hop not in (1, 2):
+        raise ValueError(f"hop is {request.hop}: must be 1, or 2 to hide the latency of messages")
+    if request.num_virtual > 1 and not name.startswith("interleaved"):
+        raise ValueError(
+            f"schedule {name!r} holds one stage per rank, got num_virtual {request.num_virtual}: "
+            "use interleaved_1f1b or interleaved_seq1f1b, or set num_virtual to 1"
+        )
+    _check_lengths(name, request.lengths)
+    return request
+
+
+def _check_lengths(name: str, lengths: Lengths) -> None:
+    """Refuse empty sequences, empty subsequences and cuts that the schedule does not know."""
+    if not lengths:
+        raise ValueError("lengths is empty: a schedule needs at least one sequence")
+    for sequence, parts in enumerate(lengths):
+        if not parts or min(parts) < 1:
+            raise ValueError(
+                f"sequence {sequence} has lengths {list(parts)}: it needs at least one "
+                "subsequence, each of at least one token"
+            )
+        if name in _WHOLE_SEQUENCES and len(parts) > 1:
+            raise ValueError(
+                f"schedule {name!r} runs whole sequences, but sequence {sequence} is cut into "
+                f"{len(parts)} subsequences: use {_WHOLE_SEQUENCES[name]}, or 1 subsequence"
+            )

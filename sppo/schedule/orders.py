@@ -1,0 +1,110 @@
+"""The order of work on one rank: which unit next, forward or backward, and how far ahead.
+
+Every order here obeys the two rules of causal subsequences: inside one sequence forwards run in
+ascending order (a subsequence reads the K/V before it) and backwards in descending order (its
+dK/dV is complete once all later ones ran), while sequences stay first in, first out.
+
+A *step* is (chunk, unit): the chunk is the position of the stage on its rank, 0 unless stages
+are interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Unit = tuple[int, int]
+Step = tuple[int, Unit]
+Lengths = tuple[tuple[int, ...], ...]
+
+
+def forward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[Unit]:
+    """Units of `sequences` in forward order."""
+    return [(m, n) for m in sequences for n in range(len(lengths[m]))]
+
+
+def backward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[Unit]:
+    """Units of `sequences` in backward order: first in, first out; last in, first out inside."""
+    return [(m, n) for m in sequences for n in reversed(range(len(lengths[m])))]
+
+
+def sequence_groups(lengths: Lengths, *, num_ranks: int) -> list[range]:
+    """Whole sequences that pass a chunk together in an interleaved schedule.
+
+    A group must hold at least `num_ranks` units, or its first unit is not back from the last rank
+    when the next chunk wants it; and it must hold whole sequences, or a backward would start
+    before its sequence is through. Sequences are spread evenly over the groups, larger groups
+    first, because a short last group can starve the ranks for good.
+    """
+    smallest = min(len(sequence) for sequence in lengths)
+    per_group = -(-num_ranks // smallest)
+    num_groups = max(1, len(lengths) // per_group)
+    size, larger = divmod(len(lengths), num_groups)
+    groups, begin = [], 0
+    for group in range(num_groups):
+        end = begin + size + (group < larger)
+        groups.append(range(begin, end))
+        begin = end
+    return groups
+
+
+def forward_steps(lengths: Lengths, *, groups: Sequence[range], num_chunks: int) -> list[Step]:
+    """Forward steps of a rank: each group passes chunk after chunk."""
+    return [
+        (chunk, unit)
+        for group in groups
+        for chunk in range(num_chunks)
+        for unit in forward_units(lengths, sequences=group)
+    ]
+
+
+def backward_steps(lengths: Lengths, *, groups: Sequence[range], num_chunks: int) -> list[Step]:
+    """Backward steps of a rank: each group passes the chunks in reverse."""
+    return [
+        (chunk, unit)
+        for group in groups
+        for chunk in reversed(range(num_chunks))
+        for unit in backward_units(lengths, sequences=group)
+    ]
+
+
+def least_warmup(forward: Sequence[Step], *, backward: Sequence[Step]) -> int:
+    """Forwards that must precede the first forward-backward pair on the last rank.
+
+    The k-th backward runs after warm-up + k + 1 forwards and its own forward must be among them.
+    For N subsequences per sequence this is the N - 1 of Seq1F1B, and (v - 1) * G + N - 1 for v
+    chunks and groups of G units; sequences of different N need no further rule.
+    """
+    position = {step: index for index, step in enumerate(forward)}
+    return max(position[step] - index for index, step in enumerate(backward))
+
+
+def pair_up(
+    forward: Sequence[Step], *, backward: Sequence[Step], warmup: int
+) -> list[tuple[str, Step]]:
+    """One forward, one backward after `warmup` forwards; then the remaining backwards."""
+    warmup = min(warmup, len(forward))
+    order = [("F", step) for step in forward[:warmup]]
+    for index, step in enumerate(forward[warmup:]):
+        order.append(("F", step))
+        order.append(("B", backward[index]))
+    order.extend(("B", step) for step in backward[len(forward) - warmup :])
+    return order
+
+
+def delay_weights(order: Sequence[tuple[str, Step]], *, delay: int) -> list[tuple[str, Step]]:
+    """Split every backward and run its weight half `delay` backwards later (ZB-H1).
+
+    The weight gradients held back fill the idle time at the end, where there is nothing else to
+    do. Rank r of a zero-bubble schedule delays by r, so that every rank holds as many units as
+    rank 0 does under 1F1B.
+    """
+    split: list[tuple[str, Step]] = []
+    held: list[Step] = []
+    for kind, step in order:
+        split.append((kind, step))
+        if kind == "B":
+            held.append(step)
+            if len(held) > delay:
+                split.append(("W", held.pop(0)))
+    split.extend(("W", step) for step in held)
+    return split

@@ -1,0 +1,69 @@
+"""Play a schedule against a cost model: when each action runs, who waits for what, memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sppo.schedule import event_loop
+from sppo.schedule.actions import Schedule
+from sppo.schedule.costs import Costs
+from sppo.schedule.encoding import NUM_COMPUTE, encode
+from sppo.schedule.event_loop import Clock, run_clock
+from sppo.schedule.memory_track import memory_tracks
+from sppo.schedule.timeline import Idle, IdleCause, RankTrack, Timeline
+
+_CAUSES: dict[int, IdleCause] = {
+    event_loop.BUBBLE: "bubble",
+    event_loop.COMMUNICATION: "communication",
+    event_loop.COPY: "copy",
+}
+
+
+def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
+    """The timeline of one step of `schedule`.
+
+    Resources per rank are its compute, one copy engine per direction and one link per directed
+    pair of ranks; each serves in program order (`event_loop` states what waits for what).
+    Schedules with and without message and copy actions can be simulated.
+
+    Args:
+        schedule: A valid schedule.
+        costs: Costs for its stages and units.
+
+    Raises:
+        event_loop.DeadlockError: the programs wait for each other in a circle.
+        encoding.MalformedActionError: an action outside the schedule.
+    """
+    programs = encode(schedule)
+    clock = run_clock(schedule, programs=programs, costs=costs)
+    starts = [np.array(times) for times in clock.starts_s]
+    finishes = [np.array(times) for times in clock.finishes_s]
+    makespan = max((float(times.max(initial=0.0)) for times in finishes), default=0.0)
+    tracks = []
+    for rank, program in enumerate(programs):
+        compute = program.codes < NUM_COMPUTE
+        busy_until = float(finishes[rank][compute].max(initial=0.0))
+        tracks.append(
+            RankTrack(
+                schedule.programs[rank],
+                starts[rank],
+                finishes[rank],
+                _idle(clock, rank=rank, busy_until_s=busy_until, makespan_s=makespan),
+                memory_tracks(
+                    schedule,
+                    program=program,
+                    start_s=starts[rank],
+                    finish_s=finishes[rank],
+                    costs=costs,
+                ),
+            )
+        )
+    return Timeline(schedule, "simulated", makespan, tuple(tracks))
+
+
+def _idle(clock: Clock, *, rank: int, busy_until_s: float, makespan_s: float) -> tuple[Idle, ...]:
+    """A rank's gaps with their causes, and the bubble behind its last compute action."""
+    gaps = [Idle(begin, end, _CAUSES[cause]) for begin, end, cause in clock.gaps[rank]]
+    if makespan_s > busy_until_s:
+        gaps.append(Idle(busy_until_s, makespan_s, "bubble"))
+    return tuple(gaps)

@@ -1,0 +1,203 @@
+"""What happened when: the result of a simulation, or of a measured run.
+
+Times are seconds from the start of the step on one clock. Every number is per rank, so that a
+planned and a measured timeline of the same schedule can be laid over each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sppo.schedule.actions import Action, ActionKind, Schedule
+
+Lane = Literal["compute", "d2h", "h2d", "link", "reduce"]
+IdleCause = Literal["bubble", "communication", "copy"]
+Provenance = Literal["simulated", "measured"]
+Floats = npt.NDArray[np.float64]
+
+COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.R)
+_LANES: dict[ActionKind, Lane] = {
+    **dict.fromkeys(COMPUTE_KINDS, "compute"),
+    ActionKind.D2H: "d2h",
+    ActionKind.H2D: "h2d",
+    ActionKind.SEND: "link",
+    ActionKind.REDUCE: "reduce",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action of one rank with its times."""
+
+    rank: int
+    lane: Lane
+    action: Action
+    start_s: float
+    finish_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A stretch in which a rank's compute waited, and for what.
+
+    "bubble": the input was not computed yet, or there was nothing left to do; "communication":
+    it was computed and on its way; "copy": it was here, but the activations were not back from
+    the host (exposed copy time).
+    """
+
+    start_s: float
+    finish_s: float
+    cause: IdleCause
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryTrack:
+    """Bytes of one bucket on one rank: `bytes_[i]` from `times_s[i]` to `times_s[i + 1]`."""
+
+    times_s: Floats
+    values_bytes: Floats
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most it ever is."""
+        return float(self.values_bytes.max(initial=0.0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankTrack:
+    """What one rank did.
+
+    Attributes:
+        actions: Its program.
+        start_s: Start of each action.
+        finish_s: End of each action; for SEND, the arrival at the receiver.
+        idle: Waits of its compute from time 0 to the end of the step, in order.
+        memory: Device memory by bucket; "total" is their sum.
+    """
+
+    actions: tuple[Action, ...]
+    start_s: Floats
+    finish_s: Floats
+    idle: tuple[Idle, ...]
+    memory: Mapping[str, MemoryTrack]
+
+    def idle_s(self, cause: IdleCause | None = None) -> float:
+        """Seconds idle, for one cause or for all."""
+        return sum(i.finish_s - i.start_s for i in self.idle if cause in (None, i.cause))
+
+    def peak_in_flight(self) -> float:
+        """Most units at once between their F and their last B or W; a piece of g counts 1/g."""
+        held = peak = 0.0
+        last_use = {
+            (a.stage, a.sequence, a.subsequence): index
+            for index, a in enumerate(self.actions)
+            if a.kind in (ActionKind.B, ActionKind.W)
+        }
+        trains = bool(last_use)
+        for index, action in enumerate(self.actions):
+            if action.kind is ActionKind.F:
+                held += 1 / action.num_pieces
+                peak = max(peak, held)
+                if not trains:
+                    held -= 1 / action.num_pieces
+            elif action.kind in (ActionKind.B, ActionKind.W):
+                key = (action.stage, action.sequence, action.subsequence)
+                if last_use[key] == index:
+                    held -= 1 / action.num_pieces
+        return round(peak, 9)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """A step of a schedule with its times.
+
+    Attributes:
+        schedule: What was run.
+        provenance: "simulated" or "measured".
+        makespan_s: From 0 to the end of the last action of any rank.
+        ranks: What each rank did.
+    """
+
+    schedule: Schedule
+    provenance: Provenance
+    makespan_s: float
+    ranks: tuple[RankTrack, ...]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of the step: idle time of all ranks over num_ranks * makespan.
+
+        All idle time counts, whatever its cause. It is the "share" column of the schedule
+        research; the papers' *bubble ratio* (p - 1) / N is idle over busy time instead.
+        """
+        total = len(self.ranks) * self.makespan_s
+        return sum(track.idle_s() for track in self.ranks) / total if total else 0.0
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time over busy time of all ranks: (p - 1) / N for N equal units on p stages."""
+        idle = sum(track.idle_s() for track in self.ranks)
+        busy = len(self.ranks) * self.makespan_s - idle
+        return idle / busy if busy else 0.0
+
+    def spans(self, rank: int) -> Iterator[Span]:
+        """The spans of one rank in program order, without RECV, which takes no time."""
+        track = self.ranks[rank]
+        for action, start, finish in zip(
+            track.actions, track.start_s.tolist(), track.finish_s.tolist(), strict=True
+        ):
+            if action.kind is not ActionKind.RECV:
+                yield Span(rank, _LANES[action.kind], action, start, finish)
+
+
+def measured_timeline(
+    schedule: Schedule,
+    *,
+    times_s: Sequence[Sequence[tuple[float, float]]],
+    waits: Sequence[Sequence[Idle]] | None = None,
+) -> Timeline:
+    """A timeline from what a run measured.
+
+    Args:
+        schedule: What was run.
+        times_s: (start, end) of every action of every rank, in program order, on one clock that
+            is 0 when the step began.
+        waits: Waits with a known cause per rank; if not given, every gap is a bubble.
+
+    Raises:
+        ValueError: the times do not fit the programs.
+    """
+    for rank, (program, times) in enumerate(zip(schedule.programs, times_s, strict=True)):
+        if len(program) != len(times):
+            raise ValueError(
+                f"rank {rank} measured {len(times)} actions of a program of {len(program)}: "
+                "record one (start, end) per action"
+            )
+    makespan = max((end for times in times_s for _, end in times), default=0.0)
+    tracks = []
+    for rank, (program, times) in enumerate(zip(schedule.programs, times_s, strict=True)):
+        start = np.array([t[0] for t in times])
+        finish = np.array([t[1] for t in times])
+        idle = tuple(waits[rank]) if waits else _gaps(program, start, finish, makespan_s=makespan)
+        tracks.append(RankTrack(program, start, finish, idle, {}))
+    return Timeline(schedule, "measured", makespan, tuple(tracks))
+
+
+def _gaps(
+    program: Sequence[Action], start_s: Floats, finish_s: Floats, *, makespan_s: float
+) -> tuple[Idle, ...]:
+    """Stretches in which no compute action of a rank runs."""
+    gaps, free = [], 0.0
+    for action, start, finish in zip(program, start_s.tolist(), finish_s.tolist(), strict=True):
+        if action.kind in COMPUTE_KINDS:
+            if start > free:
+                gaps.append(Idle(free, start, "bubble"))
+            free = max(free, finish)
+    if makespan_s > free:
+        gaps.append(Idle(free, makespan_s, "bubble"))
+    return tuple(gaps)
