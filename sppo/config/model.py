@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from sppo.config.base import Degree, Section, Tokens
 
+Family = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
+
 
 class RopeScaling(Section):
     """How rotary frequencies are stretched past the length they were trained at."""
@@ -46,6 +48,8 @@ class ModelConfig(Section):
     """Name of a built-in shape; its fields may be overridden beside it."""
     from_hf: str | None = None
     """Directory in the Hugging Face layout: architecture and weights."""
+    family: Family | None = None
+    """Hugging Face family to export as; null takes the first that holds the model exactly."""
 
     vocab_size: Degree
     hidden_size: Degree

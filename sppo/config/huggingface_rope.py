@@ -1,0 +1,112 @@
+"""Rotary settings of a ``config.json`` to and from ours.
+
+Two spellings exist: ``rope_theta`` beside a ``rope_scaling`` mapping (everything published until
+2025, still read by every program) and one ``rope_parameters`` mapping that holds both. We read
+either and write the first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sppo.config.huggingface_values import Json, flag, integer, number, refusal, require
+from sppo.config.model import ModelConfig, RopeScaling
+
+_SUPPORTED = "default, linear, llama3, yarn"
+_DEFAULT_THETA = 10_000.0
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+}
+"""By rope type: numbers beside ``factor``, under the same name on both sides."""
+
+
+def read_rope(config: Json) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling`` of a model configuration.
+
+    Raises:
+        ValueError: a rope type, or a variant of one, that this trainer does not compute.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise refusal("rope_scaling", rope, "a mapping or null")
+    nested = [key for key, value in rope.items() if isinstance(value, dict)]
+    if nested:
+        raise refusal("rope_parameters for", nested, "one rotary setting for all layers")
+    _check_whole_head(config, rope)
+    theta = next(
+        (where for where in (rope, config) if where.get("rope_theta") is not None),
+        {"rope_theta": _DEFAULT_THETA},
+    )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaling = None if kind == "default" else _read_scaling(kind, rope, config)
+    return {"rope_theta": number(theta, "rope_theta"), "rope_scaling": scaling}
+
+
+def _check_whole_head(config: Json, rope: Json) -> None:
+    for where in (config, rope):
+        share = where.get("partial_rotary_factor")
+        if share is not None and share != 1:
+            raise refusal("partial_rotary_factor", share, "1.0, the whole head is rotated")
+
+
+def _read_scaling(kind: object, rope: Json, config: Json) -> dict[str, Any]:
+    if kind == "dynamic":
+        raise ValueError(
+            "config.json has rope_type 'dynamic', whose frequencies depend on the length of each "
+            f"sequence, so that cached keys go stale; supported: {_SUPPORTED}. "
+            "Train with yarn or linear instead"
+        )
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise refusal("rope_type", kind, _SUPPORTED)
+    require(rope, ["factor"])
+    scaling: dict[str, Any] = {"type": kind, "factor": number(rope, "factor")}
+    if kind != "linear":
+        scaling["original_max_positions"] = _original_length(rope, config)
+    if kind == "llama3":
+        require(rope, _FIELDS[kind])
+    scaling |= {key: number(rope, key) for key in _FIELDS[kind] if rope.get(key) is not None}
+    if kind == "yarn":
+        _read_yarn_variants(scaling, rope)
+    return scaling
+
+
+def _original_length(rope: Json, config: Json) -> int:
+    """The length before stretching; the key beside the mapping wins, as in transformers."""
+    key = "original_max_position_embeddings"
+    for where in (config, rope):
+        if where.get(key) is not None:
+            return integer(where, key)
+    return integer(config, "max_position_embeddings")
+
+
+def _read_yarn_variants(scaling: dict[str, Any], rope: Json) -> None:
+    """Fold ``mscale / mscale_all_dim`` into the one factor they stand for."""
+    if rope.get("truncate") is not None and not flag(rope, "truncate"):
+        raise refusal("truncate", False, "true, correction ranges on whole dimensions")
+    if "attention_factor" in scaling or not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        return
+    log_factor = 0.1 * math.log(max(scaling["factor"], 1.0))
+    over, under = (1 + log_factor * number(rope, key) for key in ("mscale", "mscale_all_dim"))
+    scaling["attention_factor"] = over / under
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling`` for a ``config.json``."""
+    scaling = model.rope_scaling
+    return {
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None if scaling is None else _write_scaling(scaling),
+    }
+
+
+def _write_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    mapping: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
+    if scaling.type != "linear":
+        mapping["original_max_position_embeddings"] = scaling.original_max_positions
+    for key in _FIELDS[scaling.type]:
+        if getattr(scaling, key) is not None:
+            mapping[key] = getattr(scaling, key)
+    return mapping

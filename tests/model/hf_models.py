@@ -1,0 +1,89 @@
+"""Tiny random transformers models of the five families, as oracles for ours.
+
+The weights are random everywhere: transformers starts norms at one and biases at zero, where a
+forgotten norm or bias would not show.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sppo.config.huggingface import model_fields
+from sppo.config.model import Family, ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+
+_ROTARY: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 44,
+    "max_position_embeddings": 256,
+}
+# Where a family lets them differ, hidden_size 24 is not num_attention_heads * head_dim = 60.
+_TINY: dict[Family, dict[str, Any]] = {
+    "llama": {**_ROTARY, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {**_ROTARY, "rope_theta": 1e6},
+    "qwen3": {**_ROTARY, "head_dim": 10, "tie_word_embeddings": True, "rope_theta": 1e6},
+    "mistral": {**_ROTARY, "hidden_size": 26, "head_dim": 10, "sliding_window": 9},
+    "gpt2": {
+        "vocab_size": 61,
+        "n_embd": 24,
+        "n_layer": 3,
+        "n_head": 3,
+        "n_inner": 52,
+        "n_positions": 256,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
+}
+_SIZES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+}
+
+
+def tiny_hf_model(
+    family: Family, *, seed: int = 0, **options: Any
+) -> tuple[PreTrainedModel, ModelConfig]:
+    """A random model in float32 and evaluation mode, and our description of it.
+
+    Args:
+        family: one of ``FAMILIES``.
+        seed: of the weights.
+        options: keys of the family's config.json that replace the tiny defaults, for example
+            ``tie_word_embeddings=True`` or ``num_key_value_heads=1``. Sizes may be given in the
+            spelling of the other families for gpt2 too.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if family == "gpt2":
+        options = {_SIZES.get(key, key): value for key, value in options.items()}
+    values = {**_TINY[family], "bos_token_id": None, "eos_token_id": None, **options}
+    config = AutoConfig.for_model(family, **values)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    randomize(model, seed=seed)
+    return model, ModelConfig.model_validate(model_fields(model.config.to_dict()))
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel, *, seed: int) -> None:
+    """Norm weights near one, everything else near zero and large enough to matter."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * 0.15
+        is_norm = parameter.dim() == 1 and name.endswith("weight")
+        parameter.copy_(noise + 1.0 if is_norm else noise)
