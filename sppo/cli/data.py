@@ -1,0 +1,225 @@
+"""``sppo data``: write the token data that runs read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from sppo.train.prepare import PreparedTokens, PrepareProgress
+    from sppo.train.tokenizers import EndOfDocument
+
+EXIT_BAD_INPUT = 2
+EXIT_DISK_FULL = 4
+
+app = typer.Typer(no_args_is_help=True, help="Write the token data that runs read.")
+
+
+@app.callback()
+def data() -> None:
+    """Write the token data that runs read."""
+
+
+@app.command()
+def prepare(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="Files, one document each (.jsonl: one per line, the string under 'text');"
+            " directories are searched, hidden files left out.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            metavar="bytes|ids|PATH",
+            help="bytes: 256 byte values and an end of document; ids: 1-D integer .npy files taken"
+            " as they are; PATH: a tokenizer.json or its directory.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to write, for data.tokens of a run.")],
+    glob: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Which files below a directory, e.g. '*.py'; may be given several times."
+            " Without it all of them, or *.npy for ids.",
+        ),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="For ids: every id is below this. Without it the largest id + 1."),
+    ] = None,
+    end_of_document: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|ID",
+            help="Id put after every document. auto: 256 for bytes, nothing for ids, the"
+            " end-of-text token of a tokenizer file.",
+        ),
+    ] = "auto",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace token data already in --out.")
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+) -> None:
+    """Turn text, source code or ready-made ids into memory-mapped token data.
+
+    The directory appears only when it is complete; running the command again changes nothing.
+
+    Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
+    """
+    from sppo.train.prepare import prepare_tokens
+    from sppo.train.token_writer import DISK_FULL_ERRNOS
+
+    try:
+        with _progress(quiet=json_output) as on_progress:
+            prepared = prepare_tokens(
+                files,
+                tokenizer=tokenizer,
+                out=out,
+                globs=glob or (),
+                vocab_size=vocab_size,
+                end_of_document=_end_of_document(end_of_document),
+                force=force,
+                on_progress=on_progress,
+            )
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_BAD_INPUT) from None
+    except OSError as error:
+        if error.errno not in DISK_FULL_ERRNOS:
+            raise
+        typer.echo(f"error: {_disk_full(error, out)}", err=True)
+        raise typer.Exit(EXIT_DISK_FULL) from None
+    typer.echo(_json(prepared) if json_output else _report(prepared))
+
+
+def _end_of_document(text: str) -> EndOfDocument:
+    if text == "auto":
+        return "auto"
+    if text == "none":
+        return "none"
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"--end-of-document {text}: write auto, none or the number of a token"
+        ) from None
+
+
+def _disk_full(error: OSError, out: Path) -> str:
+    return (
+        f"--out {out}: {error.strerror}; what was written is removed again. A token takes 2 bytes"
+        " (4 above a vocabulary of 65536): free some space, or write to another disk"
+    )
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Callable[[PrepareProgress], None] | None]:
+    """A bar on a terminal, a line every ten seconds elsewhere, both on stderr."""
+    import sys
+
+    if quiet:
+        yield None
+    elif sys.stderr.isatty():
+        with _bar() as on_progress:
+            yield on_progress
+    else:
+        yield _lines()
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[PrepareProgress], None]]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    from sppo.units import format_count
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("tokenizing", total=None)
+
+        def show(progress: PrepareProgress) -> None:
+            bar.update(
+                task,
+                completed=progress.done_bytes,
+                total=progress.total_bytes,
+                description=f"{format_count(progress.num_tokens)} tokens",
+            )
+
+        yield show
+
+
+def _lines(*, every_s: float = 10.0) -> Callable[[PrepareProgress], None]:
+    import time
+
+    from sppo.units import format_bytes, format_count
+
+    next_s = time.monotonic() + every_s
+
+    def show(progress: PrepareProgress) -> None:
+        nonlocal next_s
+        now_s = time.monotonic()
+        if now_s >= next_s:
+            next_s = now_s + every_s
+            typer.echo(
+                f"{format_bytes(progress.done_bytes)} of {format_bytes(progress.total_bytes)},"
+                f" {format_count(progress.num_tokens)} tokens",
+                err=True,
+            )
+
+    return show
+
+
+def _json(prepared: PreparedTokens) -> str:
+    import json
+    from dataclasses import asdict
+
+    fields = asdict(prepared)
+    return json.dumps({**fields.pop("meta"), **fields}, indent=2)
+
+
+def _report(prepared: PreparedTokens) -> str:
+    from sppo.units import format_bytes, format_tokens
+
+    meta = prepared.meta
+    end = meta.tokenizer.end_of_document
+    empty = prepared.num_empty_documents
+    lengths = prepared.document_tokens_percentiles
+    longer = prepared.documents_longer_than
+    rows = {
+        "documents": f"{meta.num_documents:,} from {prepared.num_files:,} files"
+        + (f" ({empty:,} empty ones left out)" if empty else ""),
+        "tokens": f"{meta.num_tokens:,} from {format_bytes(prepared.source_bytes)},"
+        f" {format_bytes(prepared.tokens_bytes)} as {meta.dtype}",
+        "vocabulary": f"{meta.vocab_size:,} ids, {meta.max_id} the largest used;"
+        + (" nothing ends a document" if end is None else f" {end} ends a document"),
+        "length": ", ".join(f"{name} {tokens:,}" for name, tokens in lengths.items()) + " tokens",
+        "longer than": ", ".join(
+            f"{format_tokens(int(tokens))}: {count:,}" for tokens, count in longer.items()
+        ),
+    }
+    verb = "holds these tokens already; nothing was written" if prepared.unchanged else "written"
+    return "\n".join(
+        [f"{prepared.directory}: {verb}", *(f"  {name:<12} {text}" for name, text in rows.items())]
+    )

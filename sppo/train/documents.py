@@ -1,0 +1,187 @@
+"""Finding the files to tokenize and reading documents out of them.
+
+One file is one document, except ``.jsonl``: there each line is one, ``{"text": ...}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+JSONL_SUFFIX = ".jsonl"
+
+_SHOWN_PATHS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TextDocument:
+    """One document of text and where it stands, for messages."""
+
+    text: str
+    source: str
+    source_bytes: int
+    """Bytes of the input this document takes, line ends included."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteBlock:
+    """Part of a document as raw bytes."""
+
+    data: bytes
+    source_bytes: int
+    ends_document: bool
+
+
+def find_files(
+    inputs: Sequence[Path], *, globs: Sequence[str] = (), exclude: Path | None = None
+) -> tuple[Path, ...]:
+    """Files in the order given; a directory stands for the files below it, sorted by path.
+
+    Hidden files and directories (``.git``) below a given directory are left out, and links to
+    directories are not followed.
+
+    Args:
+        inputs: Files and directories; at least one.
+        globs: Patterns for files below directories: matched against the name, or against the
+            path below the directory when they contain a ``/``. None means every file.
+        exclude: A resolved directory never looked into, so that output does not become input.
+
+    Raises:
+        ValueError: a path that does not exist or is not a file, or nothing found.
+    """
+    missing = [str(path) for path in inputs if not path.exists()]
+    if missing:
+        more = f" and {len(missing) - _SHOWN_PATHS} more" if len(missing) > _SHOWN_PATHS else ""
+        shown = ", ".join(missing[:_SHOWN_PATHS])
+        raise ValueError(f"{shown}{more}: no such file or directory; check the spelling")
+    found: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            found.extend(_files_below(path, globs=globs, exclude=exclude))
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise ValueError(f"{path}: not a regular file; write its contents to a file first")
+    if not found:
+        patterns = f" that match {', '.join(globs)}" if globs else ""
+        raise ValueError(
+            f"{', '.join(str(path) for path in inputs)}: no files{patterns}"
+            " (hidden ones are left out); give other files or another --glob"
+        )
+    return tuple(found)
+
+
+def _files_below(root: Path, *, globs: Sequence[str], exclude: Path | None) -> list[Path]:
+    found: list[tuple[str, Path]] = []
+    for folder, folders, names in os.walk(root, onerror=_refuse_unreadable):
+        resolved = Path(folder).resolve()
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and resolved / name != exclude
+        ]
+        for name in names:
+            path = Path(folder, name)
+            relative = path.relative_to(root).as_posix()
+            if not name.startswith(".") and _matches(relative, globs) and path.is_file():
+                found.append((relative, path))
+    return [path for _, path in sorted(found)]
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+
+def _matches(relative: str, globs: Sequence[str]) -> bool:
+    name = relative.rpartition("/")[2]
+    return not globs or any(fnmatch(relative if "/" in glob else name, glob) for glob in globs)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to read ``path`` into a message for the user.
+
+    Raises:
+        ValueError: in place of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"{path}: cannot be read: {reason}; leave it out or fix it") from None
+
+
+def read_text(paths: Sequence[Path]) -> Iterator[TextDocument]:
+    """Documents as text, each whole in memory.
+
+    Raises:
+        ValueError: unreadable, not UTF-8, or a faulty line of a ``.jsonl`` file.
+    """
+    for path in paths:
+        if path.suffix == JSONL_SUFFIX:
+            yield from _read_lines(path)
+        else:
+            with reading(path):
+                data = path.read_bytes()
+            yield TextDocument(_decode(data, path), str(path), len(data))
+
+
+def read_bytes(paths: Sequence[Path], *, block_bytes: int) -> Iterator[ByteBlock]:
+    """Documents as bytes; files in blocks of at most ``block_bytes``, lines of text whole.
+
+    Raises:
+        ValueError: unreadable, or a faulty line of a ``.jsonl`` file.
+    """
+    for path in paths:
+        if path.suffix == JSONL_SUFFIX:
+            for document in _read_lines(path):
+                data = document.text.encode("utf-8")
+                yield ByteBlock(data, document.source_bytes, ends_document=True)
+            continue
+        with reading(path), path.open("rb") as file:
+            while data := file.read(block_bytes):
+                yield ByteBlock(data, len(data), ends_document=False)
+        yield ByteBlock(b"", 0, ends_document=True)
+
+
+def _read_lines(path: Path) -> Iterator[TextDocument]:
+    with reading(path), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                source = f"{path}:{number}"
+                yield TextDocument(_text_of(line, source), source, len(line))
+
+
+def _text_of(line: bytes, source: str) -> str:
+    fix = 'a line of a .jsonl file is an object such as {"text": "..."}'
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{source}: not JSON ({error}); {fix}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{source}: a {type(record).__name__}, not an object; {fix}")
+    text = record.get("text")
+    if not isinstance(text, str):
+        keys = ", ".join(list(record)[:_SHOWN_PATHS]) or "none"
+        raise ValueError(f'{source}: no string under "text" (its keys: {keys}); {fix}')
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{source}: character {error.start} of the text is half of a surrogate pair, which is"
+            " not text; repair or remove the line"
+        ) from None
+    return text
+
+
+def _decode(data: bytes, path: Path) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: byte {error.start} is 0x{data[error.start]:02x}, which is not UTF-8; convert"
+            " the file, leave it out with --glob, or use --tokenizer bytes, which takes any bytes"
+        ) from None

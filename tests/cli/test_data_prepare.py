@@ -1,0 +1,320 @@
+"""``sppo data prepare`` as a user meets it: what it writes, what it refuses, what it leaves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from sppo.cli.data import app
+from sppo.train.token_writer import TokenWriter
+
+
+def prepare(*words: object) -> Result:
+    return CliRunner().invoke(app, ["prepare", *(str(word) for word in words)])
+
+
+def succeed(*words: object) -> dict[str, Any]:
+    result = prepare(*words, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def refuse(*words: object, code: int = 2) -> str:
+    result = prepare(*words)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
+def tokens_of(directory: Path) -> list[int]:
+    dtype = json.loads((directory / "meta.json").read_text())["dtype"]
+    return np.fromfile(directory / "tokens.bin", dtype).tolist()
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory with one text file in ``src``."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/a.txt").write_bytes(b"hi")
+    return tmp_path
+
+
+def assert_nothing_left(work: Path) -> None:
+    assert sorted(path.name for path in work.iterdir()) == ["src"]
+
+
+def test_bytes(work: Path) -> None:
+    (work / "src/b.bin").write_bytes(b"\xff\x00")
+    summary = succeed("--tokenizer", "bytes", "--out", "out", "src/b.bin", "src/a.txt")
+    assert tokens_of(work / "out") == [255, 0, 256, 104, 105, 256]
+    assert np.load(work / "out/documents.npy").tolist() == [0, 3, 6]
+    assert summary["num_tokens"] == 6
+    assert summary["num_documents"] == summary["num_files"] == 2
+    assert summary["vocab_size"] == 257
+    assert summary["source_bytes"] == 4
+    assert summary["tokens_bytes"] == 12
+    assert summary["document_tokens_percentiles"]["p50"] == 3
+    assert summary["documents_longer_than"] == {"16384": 0, "131072": 0, "1048576": 0}
+    assert summary["tokenizer"]["end_of_document"] == 256
+    assert not summary["unchanged"]
+
+
+def test_bytes_without_end(work: Path) -> None:
+    succeed("--tokenizer", "bytes", "--end-of-document", "none", "--out", "out", "src/a.txt")
+    assert tokens_of(work / "out") == [104, 105]
+
+
+def test_jsonl(work: Path) -> None:
+    (work / "src/x.jsonl").write_text('{"text": "a"}\n\n{"text": "\\u00e9", "id": 1}\n')
+    succeed("--tokenizer", "bytes", "--out", "out", "src/x.jsonl")
+    assert tokens_of(work / "out") == [97, 256, 0xC3, 0xA9, 256]
+
+
+def test_ids_are_taken_as_they_are(work: Path) -> None:
+    np.save(work / "src/0.npy", np.array([3, 70000, 0], dtype=np.int32))
+    np.save(work / "src/1.npy", np.array([], dtype=np.int64))
+    np.save(work / "src/2.npy", np.array([7], dtype=">u8"))
+    summary = succeed("--tokenizer", "ids", "--out", "out", "src")
+    assert tokens_of(work / "out") == [3, 70000, 0, 7]
+    assert np.load(work / "out/documents.npy").tolist() == [0, 3, 4]
+    assert summary["vocab_size"] == 70001
+    assert summary["dtype"] == "uint32"
+    assert summary["num_empty_documents"] == 1
+
+
+def test_ids_with_vocabulary_and_end(work: Path) -> None:
+    np.save(work / "src/0.npy", np.array([3, 4]))
+    words = ("--tokenizer", "ids", "--vocab-size", 50, "--end-of-document", 49)
+    assert succeed(*words, "--out", "out", "src/0.npy")["vocab_size"] == 50
+    assert tokens_of(work / "out") == [3, 4, 49]
+
+
+def test_directories_are_sorted_filtered_and_without_hidden_files(work: Path) -> None:
+    for name in ("z.py", "b/c.py", "b/a.py", ".git/x.py", ".hidden.py", "b/skip.md"):
+        path = work / "src" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(path.stem[0])
+    words = ("--tokenizer", "bytes", "--end-of-document", "none")
+    succeed(*words, "--glob", "*.py", "--out", "out", "src")
+    assert bytes(tokens_of(work / "out")) == b"acz"
+    succeed(*words, "--glob", "b/*", "--glob", "a.txt", "--out", "other", "src")
+    assert bytes(tokens_of(work / "other")) == b"hiacs"
+
+
+def test_output_inside_the_input_is_not_input(work: Path) -> None:
+    words = ("--tokenizer", "bytes", "--out", "src/out", "src")
+    succeed(*words)
+    assert succeed(*words)["unchanged"]
+
+
+def test_parents_of_out_are_made(work: Path) -> None:
+    succeed("--tokenizer", "bytes", "--out", "deep/er/out", "src")
+    assert sorted(path.name for path in (work / "deep/er").iterdir()) == ["out"]
+    assert oct((work / "deep/er/out").stat().st_mode & 0o777) == oct(0o777 & ~_umask())
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_report(work: Path) -> None:
+    result = prepare("--tokenizer", "bytes", "--out", "out", "src")
+    assert result.exit_code == 0
+    for text in ("out: written", "1 from 1 files", "3 from 2 B", "257 ids", "p50 3", "128Ki: 0"):
+        assert text in result.stdout
+    again = prepare("--tokenizer", "bytes", "--out", "out", "src")
+    assert "holds these tokens already" in again.stdout
+
+
+def test_existing_output_is_kept_unless_forced(work: Path) -> None:
+    words = ("--tokenizer", "bytes", "--out", "out", "src")
+    succeed(*words)
+    before = (work / "out/tokens.bin").stat().st_mtime_ns
+    assert succeed(*words)["unchanged"]
+    assert (work / "out/tokens.bin").stat().st_mtime_ns == before
+    assert "end of document 256; asked for bytes, 257, None" in refuse(
+        *words, "--end-of-document", "none"
+    )
+    (work / "src/a.txt").write_bytes(b"ho!")
+    assert "holds other tokens (3 in 1 documents, not 4 in 1)" in refuse(*words)
+    assert tokens_of(work / "out") == [104, 105, 256]
+    succeed(*words, "--force")
+    assert tokens_of(work / "out") == [104, 111, 33, 256]
+    assert sorted(path.name for path in work.iterdir()) == ["out", "src"]
+
+
+def test_damaged_output_is_replaced_only_by_force(work: Path) -> None:
+    words = ("--tokenizer", "bytes", "--out", "out", "src")
+    succeed(*words)
+    (work / "out/tokens.bin").write_bytes(b"\0" * 6)
+    assert "has changed since it was written" in refuse(*words)
+    (work / "out/tokens.bin").unlink()
+    assert "holds part of token data" in refuse(*words)
+    succeed(*words, "--force")
+    assert tokens_of(work / "out") == [104, 105, 256]
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_other_directories_are_never_replaced(work: Path, force: tuple[str, ...]) -> None:
+    (work / "out").mkdir()
+    (work / "out/thesis.tex").write_text("x")
+    error = refuse("--tokenizer", "bytes", "--out", "out", *force, "src")
+    assert "thesis.tex, which is not token data and is never replaced" in error
+    assert (work / "out/thesis.tex").read_text() == "x"
+
+
+def test_empty_directory_may_be_the_output(work: Path) -> None:
+    (work / "out").mkdir()
+    succeed("--tokenizer", "bytes", "--out", "out", "src")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "contents", "message"),
+    [
+        ("bytes", {}, "src/x: no such file or directory"),
+        ("bytes", {"x": b""}, "no tokens: every document is empty"),
+        ("bytes", {"x": None}, "src/x: no files (hidden ones are left out)"),
+        ("ids", {"x": None}, "src/x: no files that match *.npy"),
+        ("byte", {"x": b"a"}, "--tokenizer byte: neither 'bytes' nor 'ids', and no such file"),
+        ("src", {"x": b"a"}, "--tokenizer src: the directory holds no tokenizer.json"),
+        ("ids", {"x": b"hello"}, "src/x: not a .npy array"),
+        ("ids", {"x": np.zeros((2, 2), np.int64)}, "int64 of shape [2, 2]"),
+        ("ids", {"x": np.zeros(2)}, "float64 of shape [2]"),
+        ("ids", {"x": np.zeros(2, bool)}, "bool of shape [2]"),
+        ("ids", {"x": np.array([1, -100])}, "id -100 at position 1; ids are at least 0"),
+        ("ids", {"x": np.array([1, 2**32])}, "id 4294967296 at position 1"),
+        ("ids", {"x": np.zeros(0, np.int64)}, "no tokens: every document is empty"),
+    ],
+)
+def test_refused_inputs(work: Path, tokenizer: str, contents: dict[str, Any], message: str) -> None:
+    for name, content in contents.items():
+        path = work / "src" / name
+        if content is None:
+            path.mkdir()
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            with path.open("wb") as file:
+                np.save(file, content)
+    error = refuse("--tokenizer", tokenizer, "--out", "deep/out", "src/x")
+    assert message in error
+    assert_nothing_left(work)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "x.jsonl:2: not JSON"),
+        ("[1]", "x.jsonl:2: a list, not an object"),
+        ('{"content": "a"}', 'no string under "text" (its keys: content)'),
+        ('{"text": "\\ud800"}', "x.jsonl:2: character 0 of the text is half of a surrogate pair"),
+    ],
+)
+def test_refused_lines(work: Path, line: str, message: str) -> None:
+    (work / "src/x.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    assert message in refuse("--tokenizer", "bytes", "--out", "out", "src/x.jsonl")
+    assert_nothing_left(work)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tokenizer", "bytes", "--vocab-size", 9), "--vocab-size 9: only for --tokenizer ids"),
+        (("--tokenizer", "bytes", "--end-of-document", 257), "between 0 and 256"),
+        (("--tokenizer", "bytes", "--end-of-document", "eos"), "write auto, none or the number"),
+        (("--tokenizer", "ids", "--vocab-size", 0), "--vocab-size 0: a vocabulary has between"),
+        (("--tokenizer", "ids", "--vocab-size", 3), "set --vocab-size to at least 6"),
+        (("--tokenizer", "ids", "--end-of-document", -1), "--end-of-document -1"),
+    ],
+)
+def test_refused_options(work: Path, words: tuple[object, ...], message: str) -> None:
+    np.save(work / "src/x.npy", np.array([1, 5]))
+    assert message in refuse(*words, "--out", "out", "src/x.npy")
+    assert_nothing_left(work)
+
+
+def test_text_that_is_not_utf8_needs_the_byte_tokenizer(work: Path) -> None:
+    hf = pytest.importorskip("tokenizers")
+    hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a")).save("src/tokenizer.json")
+    (work / "src/x").write_bytes(b"ab\xff")
+    error = refuse("--tokenizer", "src", "--out", "out", "src/x")
+    assert "src/x: byte 2 is 0xff, which is not UTF-8" in error
+    assert_nothing_left(work)
+
+
+def test_unwritable_output(work: Path) -> None:
+    error = refuse("--tokenizer", "bytes", "--out", "src/a.txt/out", "src")
+    assert "src/a.txt/out: this or a parent of it is a file" in error
+    error = refuse("--tokenizer", "bytes", "--out", "src/a.txt", "src")
+    assert "src/a.txt: this or a parent of it is a file" in error
+    assert_nothing_left(work)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+def test_permissions(work: Path) -> None:
+    (work / "locked").mkdir(mode=0o500)
+    error = refuse("--tokenizer", "bytes", "--out", "locked/out", "src")
+    assert "cannot be written: Permission denied" in error
+    (work / "src/a.txt").chmod(0)
+    error = refuse("--tokenizer", "bytes", "--out", "out", "src")
+    assert "src/a.txt: cannot be read: Permission denied" in error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_refusals_of_the_system(work: Path) -> None:
+    """As root too: the kernel lets nobody make a directory in /proc or read address 0."""
+    error = refuse("--tokenizer", "bytes", "--out", "/proc/out", "src")
+    assert "--out /proc/out: cannot be written: " in error
+    error = refuse("--tokenizer", "bytes", "--out", "out", "src", "/proc/self/mem")
+    assert "/proc/self/mem: cannot be read: Input/output error" in error
+    assert_nothing_left(work)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk(work: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(TokenWriter, "append", full)
+    error = refuse("--tokenizer", "bytes", "--out", "deep/out", "src", code=4)
+    assert os.strerror(number) in error
+    assert_nothing_left(work)
+
+
+def test_interrupted_writing_leaves_nothing(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TokenWriter, "append", interrupted)
+    assert prepare("--tokenizer", "bytes", "--out", "out", "src").exit_code != 0
+    assert_nothing_left(work)
+
+
+def test_help_is_quick_and_preparing_needs_no_torch(work: Path) -> None:
+    program = """
+import sys
+import sppo.cli.data
+heavy = {"numpy", "torch", "tokenizers"} & sys.modules.keys()
+assert not heavy, heavy
+sppo.cli.data.app(sys.argv[1:], standalone_mode=False)
+assert "torch" not in sys.modules
+"""
+    words = ["prepare", "--tokenizer", "bytes", "--out", "out", "src"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program, *words], check=True, env=environment)
+    assert tokens_of(work / "out") == [104, 105, 256]

@@ -1,0 +1,146 @@
+"""Token directories: what is written is what is read, and damage is reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sppo.train.prepare import prepare_tokens
+from sppo.train.tokens import TokenData, check_fits, open_tokens, verify_tokens
+
+
+def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = None) -> Path:
+    for number, ids in enumerate(documents):
+        np.save(tmp_path / f"{number}.npy", np.array(ids, dtype=np.int64))
+    files = [tmp_path / f"{number}.npy" for number in range(len(documents))]
+    out = tmp_path / "tokens"
+    prepare_tokens(files, tokenizer="ids", out=out, vocab_size=vocab_size)
+    return out
+
+
+def _edit_meta(directory: Path, **changes: object) -> None:
+    path = directory / "meta.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    data = open_tokens(_prepare(tmp_path, [5, 6, 7], [8], [9, 1]))
+    assert data.tokens.tolist() == [5, 6, 7, 8, 9, 1]
+    assert data.tokens.dtype == np.uint16
+    assert isinstance(data.tokens, np.memmap)
+    assert data.document_offsets.tolist() == [0, 3, 4, 6]
+    assert (data.num_tokens, data.num_documents, data.vocab_size) == (6, 3, 10)
+    verify_tokens(data)
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype"), [(65535, np.uint16), (65536, np.uint32), (2**32 - 1, np.uint32)]
+)
+def test_the_narrowest_type_that_holds_the_vocabulary(
+    tmp_path: Path, largest: int, dtype: type
+) -> None:
+    data = open_tokens(_prepare(tmp_path, [0, largest]))
+    assert data.tokens.dtype == dtype
+    assert data.tokens.tolist() == [0, largest]
+    assert data.meta.max_id == largest
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere: no such directory; .*sppo data prepare"):
+        open_tokens(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json"])
+def test_missing_file(tmp_path: Path, name: str) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    (directory / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} missing"):
+        open_tokens(directory)
+
+
+def test_truncated_tokens(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    with (directory / "tokens.bin").open("r+b") as file:
+        file.truncate(4)
+    with pytest.raises(ValueError, match=r"4 bytes, but meta.json says 3 tokens of uint16 = 6"):
+        open_tokens(directory)
+
+
+def test_truncated_index(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    with (directory / "documents.npy").open("r+b") as file:
+        file.truncate(130)
+    with pytest.raises(ValueError, match=r"documents.npy: .*prepare the data again"):
+        open_tokens(directory)
+
+
+def test_index_of_other_data(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    np.save(directory / "documents.npy", np.array([0, 9]))
+    with pytest.raises(ValueError, match="the files are not of one data set"):
+        open_tokens(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, r"format_version 2, but this program reads 1"),
+        ({"dtype": "int8"}, r"dtype 'int8' is not one of uint16, uint32"),
+        ({"num_tokens": -1}, r"num_tokens -1 is not a whole number"),
+        ({"extra": 1}, r"keys missing or unknown: extra"),
+        ({"tokenizer": {"kind": 3}}, r"meta.json: .*kind"),
+    ],
+)
+def test_faulty_meta(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    _edit_meta(directory, **changes)
+    with pytest.raises(ValueError, match=message):
+        open_tokens(directory)
+
+
+def test_meta_that_is_not_json(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    (directory / "meta.json").write_text("{")
+    with pytest.raises(ValueError, match=r"meta.json: not JSON"):
+        open_tokens(directory)
+
+
+def test_flipped_bit_is_found_by_verification(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    tokens = bytearray((directory / "tokens.bin").read_bytes())
+    tokens[2] ^= 1
+    (directory / "tokens.bin").write_bytes(tokens)
+    with pytest.raises(ValueError, match=r"tokens.bin: sha256 .* has changed since"):
+        verify_tokens(open_tokens(directory))
+
+
+def test_shuffled_index_is_found_by_verification(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1], [2], [3])
+    np.save(directory / "documents.npy", np.array([0, 2, 1, 3]))
+    with pytest.raises(ValueError, match="document starts do not increase"):
+        verify_tokens(open_tokens(directory))
+
+
+@pytest.fixture
+def four_tokens(tmp_path: Path) -> TokenData:
+    return open_tokens(_prepare(tmp_path, [1, 2, 3, 40], vocab_size=1000))
+
+
+def test_fits(four_tokens: TokenData) -> None:
+    check_fits(four_tokens, vocab_size=41, length=3)
+
+
+def test_wrong_vocabulary(four_tokens: TokenData) -> None:
+    with pytest.raises(
+        ValueError, match=r"ids up to 40 .*model.vocab_size is 40; .*to at least 41"
+    ):
+        check_fits(four_tokens, vocab_size=40, length=3)
+
+
+def test_sequence_longer_than_the_data(four_tokens: TokenData) -> None:
+    with pytest.raises(ValueError, match=r"4 tokens, .*length 4 needs 5 .*to at most 3") as caught:
+        check_fits(four_tokens, vocab_size=10, length=4)
+    assert "model.vocab_size" in str(caught.value), "both problems at once"
