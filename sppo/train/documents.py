@@ -54,7 +54,7 @@ def find_files(
     Raises:
         ValueError: a path that does not exist or is not a file, or nothing found.
     """
-    missing = [str(path) for path in inputs if not path.exists()]
+    missing = [str(path) for path in inputs if not _exists(path)]
     if missing:
         more = f" and {len(missing) - _SHOWN_PATHS} more" if len(missing) > _SHOWN_PATHS else ""
         shown = ", ".join(missing[:_SHOWN_PATHS])
@@ -74,6 +74,11 @@ def find_files(
             " (hidden ones are left out); give other files or another --glob"
         )
     return tuple(found)
+
+
+def _exists(path: Path) -> bool:
+    with reading(path):
+        return path.exists()
 
 
 def _files_below(root: Path, *, globs: Sequence[str], exclude: Path | None) -> list[Path]:

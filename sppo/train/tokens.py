@@ -104,6 +104,17 @@ def open_tokens(directory: Path | str) -> TokenData:
             or sizes that disagree with ``meta.json``.
     """
     directory = Path(directory)
+    try:
+        _check_files(directory)
+        meta = _read_meta(directory / META_FILE)
+        tokens = _map_tokens(directory / TOKENS_FILE, meta)
+        offsets = _map_offsets(directory / DOCUMENTS_FILE, meta)
+    except OSError as error:
+        raise ValueError(f"{directory}: cannot be read: {error.strerror or error}") from None
+    return TokenData(directory=directory, meta=meta, tokens=tokens, document_offsets=offsets)
+
+
+def _check_files(directory: Path) -> None:
     if not directory.is_dir():
         raise ValueError(
             f"{directory}: no such directory; token data is written by"
@@ -115,13 +126,6 @@ def open_tokens(directory: Path | str) -> TokenData:
             f"{directory}: {', '.join(missing)} missing; a token directory holds"
             f" {', '.join(sorted(TOKEN_DATA_FILES))}. Write it with `sppo data prepare`"
         )
-    meta = _read_meta(directory / META_FILE)
-    try:
-        tokens = _map_tokens(directory / TOKENS_FILE, meta)
-        offsets = _map_offsets(directory / DOCUMENTS_FILE, meta)
-    except OSError as error:
-        raise ValueError(f"{directory}: cannot be read: {error.strerror or error}") from None
-    return TokenData(directory=directory, meta=meta, tokens=tokens, document_offsets=offsets)
 
 
 def verify_tokens(data: TokenData) -> None:
@@ -191,8 +195,6 @@ def _read_meta(path: Path) -> TokenMeta:
     fix = "prepare the data again with --force"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); {fix}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
