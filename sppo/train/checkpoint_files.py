@@ -1,0 +1,87 @@
+"""Where checkpoints lie and how they appear and disappear: always by one rename.
+
+``checkpoints/step_000012/`` is complete by construction. ``step_000012.partial-<pid>`` is being
+written and ``step_000012.deleting-<pid>`` being deleted; found later, both are what a killed run
+left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from sppo.train.durable_files import sync_directory
+
+CHECKPOINTS_DIRECTORY = "checkpoints"
+"""Inside a run's output directory."""
+
+METADATA_FILE = "metadata.json"
+"""What the run was and where it stood."""
+
+_logger = logging.getLogger(__name__)
+_COMPLETE = re.compile(r"step_(\d{6,})")
+_LEFTOVER = re.compile(r"step_\d{6,}\.(?:partial|deleting)-\d+")
+
+
+def step_name(step: int) -> str:
+    """``step_000012``."""
+    return f"step_{step:06d}"
+
+
+def partial_path(directory: Path, *, step: int) -> Path:
+    """Where this process writes the checkpoint of ``step`` before it is complete."""
+    return directory / f"{step_name(step)}.partial-{os.getpid()}"
+
+
+def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every checkpoint in ``directory``, newest first, unverified."""
+    if not directory.is_dir():
+        return []
+    found = [
+        (int(match.group(1)), path)
+        for path in directory.iterdir()
+        if (match := _COMPLETE.fullmatch(path.name)) and path.is_dir()
+    ]
+    return sorted(found, reverse=True)
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Rename a complete ``partial`` to ``target``, in place of what lies there, durably.
+
+    What lies there is a checkpoint already known to be damaged: a run resumes from the newest
+    valid one, so it meets again only the steps whose checkpoints it could not use.
+    """
+    sync_directory(partial)
+    aside = _set_aside(target) if target.exists() else None
+    partial.rename(target)
+    sync_directory(target.parent)
+    if aside is not None:
+        shutil.rmtree(aside)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint so that a kill in the middle leaves no half of it under its name."""
+    shutil.rmtree(_set_aside(path))
+
+
+def _set_aside(path: Path) -> Path:
+    aside = path.with_name(f"{path.name}.deleting-{os.getpid()}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    return path.rename(aside)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what killed runs left half written or half deleted.
+
+    One run at a time writes into a directory, so whatever bears these names is dead.
+    """
+    if not directory.is_dir():
+        return
+    for path in sorted(directory.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            _logger.info("removing %s, left by a run that was killed", path)
+            shutil.rmtree(path)
