@@ -25,19 +25,19 @@ from sppo.schedule import encoding
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import (
-    B,
     D2H,
-    F,
     H2D,
     NUM_COMPUTE,
-    R,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
     SEND_ACT,
     SEND_GRAD,
-    W,
+    B,
     EncodedProgram,
+    F,
+    R,
+    W,
 )
 from sppo.schedule.gangs import Gang, Route, find_gangs, gang_routes, gang_seconds
 
@@ -47,7 +47,17 @@ IdleGap = tuple[float, float, int]
 
 
 class DeadlockError(ValueError):
-    """No rank can go on: the order of the programs contradicts itself."""
+    """No rank can go on: the order of the programs contradicts itself.
+
+    Attributes:
+        rank: The first rank that stands.
+        index: The position in its program where it stands, from 0.
+    """
+
+    def __init__(self, problem: str, *, rank: int, index: int) -> None:
+        super().__init__(problem)
+        self.rank = rank
+        self.index = index
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +178,10 @@ class _EventLoop:
                 if not handlers[code](rank, index, code, slots[index]):
                     break
                 position[rank] += 1
-        if any(self.position[r] < len(self.codes[r]) for r in range(self.num_ranks)):
-            raise DeadlockError(self._deadlock())
+        standing = [r for r in range(self.num_ranks) if self.position[r] < len(self.codes[r])]
+        if standing:
+            first = standing[0]
+            raise DeadlockError(self._deadlock(), rank=first, index=self.position[first])
 
     def _compute(self, rank: int, index: int, code: int, slot: int) -> bool:
         gang = self.widths[rank][index] > 1
@@ -187,44 +199,48 @@ class _EventLoop:
     def _ready(self, rank: int, code: int, slot: int) -> tuple[float, float, float] | None:
         """When the inputs were computed, arrived by message, were copied back; None to wait."""
         at, size = self.at, self.size
-        produced = arrived = copied = 0.0
-        needs: list[int] = []
+        produced = 0.0
+        for key in self._needs(code, slot):
+            time = at[key]
+            if time < 0:
+                self.waiting[key] = rank
+                return None
+            if time > produced:
+                produced = time
+        arrived = copied = 0.0
+        if code in (F, B):
+            key = (SEND_ACT if code == F else SEND_GRAD) * size + slot
+            arrived = at[key]
+            if arrived < 0:
+                self.waiting[key] = rank
+                return None
+        if code in (B, R) and self.present[H2D][slot]:
+            copied = at[H2D * size + slot]
+            if copied < 0:
+                self.waiting[H2D * size + slot] = rank
+                return None
+        return produced, arrived, copied
+
+    def _needs(self, code: int, slot: int) -> list[int]:
+        """Results of other compute actions that this one reads."""
+        size, units = self.size, self.units
+        needs = []
         if code == F:
-            arrived_key = SEND_ACT * size + slot
-            if not self.first[slot % self.units]:
+            if not self.first[slot % units]:
                 needs.append(slot - 1)
-            if slot >= self.units:
-                needs.append(slot - self.units)
+            if slot >= units:
+                needs.append(slot - units)
         elif code == B:
-            arrived_key = SEND_GRAD * size + slot
             needs.append(slot)
-            if not self.last[slot % self.units]:
+            if not self.last[slot % units]:
                 needs.append(size + slot + 1)
-            if slot < size - self.units:
-                needs.append(size + slot + self.units)
+            if slot < size - units:
+                needs.append(size + slot + units)
             if self.present[R][slot]:
                 needs.append(R * size + slot)
         else:
-            arrived_key = -1
             needs.append(slot if code == R else size + slot)
-        for key in needs:
-            time = at[key]
-            if time < 0:
-                return self._wait(rank, key)
-            if time > produced:
-                produced = time
-        if arrived_key >= 0:
-            arrived = at[arrived_key]
-            if arrived < 0:
-                return self._wait(rank, arrived_key)
-        if code != F and code != W and self.present[H2D][slot]:
-            copied = at[H2D * size + slot]
-            if copied < 0:
-                return self._wait(rank, H2D * size + slot)
-        return produced, arrived, copied
-
-    def _wait(self, rank: int, key: int) -> None:
-        self.waiting[key] = rank
+        return needs
 
     def _occupy(
         self, rank: int, index: int, ready: tuple[float, float, float], seconds: float
@@ -339,7 +355,7 @@ class _EventLoop:
         """D2H or H2D: its own queue, beside the compute."""
         before = slot if code == D2H else D2H * self.size + slot
         if self.at[before] < 0:
-            self._wait(rank, before)
+            self.waiting[before] = rank
             return False
         queue = self.engine_free[code]
         start = max(queue[rank], self.at[before])
@@ -354,7 +370,7 @@ class _EventLoop:
     def _send(self, rank: int, index: int, code: int, slot: int) -> bool:
         compute = F if code == SEND_ACT else B
         if self.at[compute * self.size + slot] < 0:
-            self._wait(rank, compute * self.size + slot)
+            self.waiting[compute * self.size + slot] = rank
             return False
         ready = self.free[rank]
         if (code, slot) in self.routes:

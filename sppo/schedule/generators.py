@@ -76,7 +76,7 @@ def generate(
         from sppo.schedule.multiplex import multiplex
 
         return multiplex(
-            num_ranks=num_ranks, lengths=request.lengths, forward_only=forward_only, costs=costs
+            request.lengths, num_ranks=num_ranks, forward_only=forward_only, costs=costs
         )
     generator = _GENERATORS[name]
     placement = Placement(num_ranks=num_ranks, num_virtual=num_virtual)
@@ -94,13 +94,13 @@ def _program(order: Iterable[tuple[str, Step]], *, stages: Sequence[int]) -> tup
     actions = [
         Action(_KINDS[kind], stages[chunk], unit[0], unit[1]) for kind, (chunk, unit) in order
     ]
-    return tuple(with_reductions(actions))
+    return tuple(with_reductions(actions, stages=stages))
 
 
-def with_reductions(actions: Sequence[Action]) -> list[Action]:
-    """`actions` of one rank with one REDUCE behind the last B or W of each of its stages."""
+def with_reductions(actions: Sequence[Action], *, stages: Sequence[int]) -> list[Action]:
+    """`actions` of one rank with a REDUCE behind the last B or W of each stage it owns."""
     backward = (ActionKind.B, ActionKind.W)
-    last = {a.stage: index for index, a in enumerate(actions) if a.kind in backward}
+    last = {a.stage: n for n, a in enumerate(actions) if a.kind in backward and a.stage in stages}
     placed: list[Action] = []
     for index, action in enumerate(actions):
         placed.append(action)

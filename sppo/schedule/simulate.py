@@ -9,6 +9,7 @@ from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import NUM_COMPUTE, encode
 from sppo.schedule.event_loop import Clock, run_clock
+from sppo.schedule.in_flight import peak_in_flight
 from sppo.schedule.memory_track import memory_tracks
 from sppo.schedule.timeline import Idle, IdleCause, RankTrack, Timeline
 
@@ -56,6 +57,7 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
                     finish_s=finishes[rank],
                     costs=costs,
                 ),
+                peak_in_flight(program),
             )
         )
     return Timeline(schedule, "simulated", makespan, tuple(tracks))

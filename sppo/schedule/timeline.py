@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.encoding import encode
+from sppo.schedule.in_flight import peak_in_flight
 
 Lane = Literal["compute", "d2h", "h2d", "link", "reduce"]
 IdleCause = Literal["bubble", "communication", "copy"]
@@ -78,6 +80,7 @@ class RankTrack:
         finish_s: End of each action; for SEND, the arrival at the receiver.
         idle: Waits of its compute from time 0 to the end of the step, in order.
         memory: Device memory by bucket; "total" is their sum.
+        peak_in_flight: Most units at once between F and the last B or W; a piece of g counts 1/g.
     """
 
     actions: tuple[Action, ...]
@@ -85,31 +88,11 @@ class RankTrack:
     finish_s: Floats
     idle: tuple[Idle, ...]
     memory: Mapping[str, MemoryTrack]
+    peak_in_flight: float
 
     def idle_s(self, cause: IdleCause | None = None) -> float:
         """Seconds idle, for one cause or for all."""
         return sum(i.finish_s - i.start_s for i in self.idle if cause in (None, i.cause))
-
-    def peak_in_flight(self) -> float:
-        """Most units at once between their F and their last B or W; a piece of g counts 1/g."""
-        held = peak = 0.0
-        last_use = {
-            (a.stage, a.sequence, a.subsequence): index
-            for index, a in enumerate(self.actions)
-            if a.kind in (ActionKind.B, ActionKind.W)
-        }
-        trains = bool(last_use)
-        for index, action in enumerate(self.actions):
-            if action.kind is ActionKind.F:
-                held += 1 / action.num_pieces
-                peak = max(peak, held)
-                if not trains:
-                    held -= 1 / action.num_pieces
-            elif action.kind in (ActionKind.B, ActionKind.W):
-                key = (action.stage, action.sequence, action.subsequence)
-                if last_use[key] == index:
-                    held -= 1 / action.num_pieces
-        return round(peak, 9)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,12 +162,13 @@ def measured_timeline(
                 "record one (start, end) per action"
             )
     makespan = max((end for times in times_s for _, end in times), default=0.0)
+    encoded = encode(schedule)
     tracks = []
     for rank, (program, times) in enumerate(zip(schedule.programs, times_s, strict=True)):
         start = np.array([t[0] for t in times])
         finish = np.array([t[1] for t in times])
         idle = tuple(waits[rank]) if waits else _gaps(program, start, finish, makespan_s=makespan)
-        tracks.append(RankTrack(program, start, finish, idle, {}))
+        tracks.append(RankTrack(program, start, finish, idle, {}, peak_in_flight(encoded[rank])))
     return Timeline(schedule, "measured", makespan, tuple(tracks))
 
 

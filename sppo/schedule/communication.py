@@ -1,0 +1,210 @@
+"""Where a program sends and receives.
+
+A SEND stands right behind the action that makes the tensor. The place of the RECV decides whether
+the program can deadlock. Placed in front of its consumer (the obvious lowering), receives of two
+neighbours can wait for each other as soon as several messages share a queue. Placed *from the
+sender's side*, in one global order of simulated time, all ranks see all messages in the same
+order, so even a single queue per rank moves on: `rendezvous.replay` proves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from sppo.schedule import encoding
+from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
+from sppo.schedule.costs import Costs, abstract_costs
+from sppo.schedule.encoding import EncodedProgram, encode
+from sppo.schedule.event_loop import run_clock
+from sppo.schedule.gangs import Gang, Route, find_gangs, gang_routes
+
+Receives = Literal["sender", "consumer"]
+_COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.R)
+_MESSAGES = (ActionKind.SEND, ActionKind.RECV)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message: who sends it to whom, and the actions on both ends."""
+
+    sender: int
+    receiver: int
+    send: Action
+    receive: Action
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MessageMap:
+    """All messages a schedule needs, looked up by the action that makes the tensor.
+
+    `gangs` and `routes` are empty unless units are cut into pieces.
+    """
+
+    schedule: Schedule
+    gangs: Mapping[int, Gang]
+    routes: Mapping[tuple[int, int], tuple[Route, ...]]
+
+    def sent_by(self, action: Action) -> list[Message]:
+        """Messages that carry the result of `action`, an F or B, to other ranks."""
+        schedule, stage = self.schedule, action.stage
+        wire: Wire = "act" if action.kind is ActionKind.F else "grad"
+        neighbour = stage + 1 if wire == "act" else stage - 1
+        if not 0 <= neighbour < schedule.num_stages or action.kind not in (
+            ActionKind.F,
+            ActionKind.B,
+        ):
+            return []
+        code = encoding.SEND_ACT if wire == "act" else encoding.SEND_GRAD
+        routes: tuple[Route, ...] = ()
+        if self.routes:
+            sequence, subsequence = action.unit
+            unit = schedule.unit_offsets()[sequence] + subsequence
+            routes = self.routes.get((code, stage * schedule.num_units + unit), ())
+        if not routes:
+            rank_of = schedule.placement.rank_of
+            routes = (Route(rank_of(stage), rank_of(neighbour), 1.0),)
+        names = (action.sequence, action.subsequence, wire)
+        return [
+            Message(
+                route.sender,
+                route.receiver,
+                Action(ActionKind.SEND, stage, *names, piece, len(routes)),
+                Action(ActionKind.RECV, neighbour, *names, piece, len(routes)),
+            )
+            for piece, route in enumerate(routes)
+            if route.sender != route.receiver
+        ]
+
+
+def message_map(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> MessageMap:
+    """The messages `schedule` needs."""
+    gangs = find_gangs(schedule, programs=programs)
+    return MessageMap(schedule, gangs, gang_routes(schedule, gangs=gangs))
+
+
+def place_messages(
+    schedule: Schedule, *, receives: Receives = "sender", costs: Costs | None = None
+) -> Schedule:
+    """`schedule` with a SEND and a RECV for every tensor that crosses ranks.
+
+    Args:
+        schedule: A valid schedule without messages.
+        receives: "sender" places each RECV at the simulated moment of its SEND; "consumer" puts
+            it in front of the action that needs it, which is what deadlocks on shared queues.
+        costs: What the global order of "sender" is simulated with; every rank must use the same.
+            Unit costs if not given.
+
+    Raises:
+        ValueError: the schedule has messages already, or its order contradicts itself.
+    """
+    for program in schedule.programs:
+        for action in program:
+            if action.kind in _MESSAGES:
+                raise ValueError(f"{action} is there already: place messages only once")
+    if receives == "consumer":
+        return _receive_at_consumer(schedule)
+    return _receive_at_send(schedule, costs=costs)
+
+
+def _receive_at_send(schedule: Schedule, *, costs: Costs | None) -> Schedule:
+    """Each RECV at the moment its SEND is issued, in one global order of simulated time."""
+    programs = encode(schedule)
+    messages = message_map(schedule, programs=programs)
+    placed: list[list[Action]] = [[] for _ in programs]
+    taken = [0] * schedule.num_ranks
+    for rank, index in _in_time_order(schedule, programs=programs, costs=costs):
+        if index < taken[rank]:
+            continue  # a piece that its gang's first piece has placed
+        action = schedule.programs[rank][index]
+        members: tuple[int, ...] = (rank,)
+        if action.num_pieces > 1:
+            sequence, subsequence = action.unit
+            unit = schedule.unit_offsets()[sequence] + subsequence
+            members = messages.gangs[action.stage * schedule.num_units + unit].ranks
+        for member in members:
+            taken[member] = _take_through_compute(
+                schedule.programs[member], begin=taken[member], placed=placed[member]
+            )
+        for message in messages.sent_by(action):
+            placed[message.sender].append(message.send)
+            placed[message.receiver].append(message.receive)
+    for rank, program in enumerate(schedule.programs):
+        placed[rank].extend(program[taken[rank] :])
+    return replace(schedule, programs=tuple(map(tuple, placed)))
+
+
+def _take_through_compute(program: Sequence[Action], *, begin: int, placed: list[Action]) -> int:
+    """Append `program` from `begin` through its next compute action; where to go on."""
+    index = begin
+    while program[index].kind not in _COMPUTE:
+        placed.append(program[index])
+        index += 1
+    placed.append(program[index])
+    return index + 1
+
+
+def _in_time_order(
+    schedule: Schedule, *, programs: Sequence[EncodedProgram], costs: Costs | None
+) -> Iterator[tuple[int, int]]:
+    """(rank, position) of every compute action by simulated completion, ties by rank.
+
+    Compute must take time, or an action and the one that needs it could tie; so everything is
+    raised to a millionth of the longest action.
+    """
+    costs = costs or abstract_costs(
+        schedule.num_stages, num_units=schedule.num_units, weight_s=1.0, backward_s=1.0
+    )
+    longest = max(
+        float(t.max(initial=0.0)) for t in (costs.forward_s, costs.backward_s, costs.weight_s)
+    )
+    least = longest * 1e-6 or 1.0
+    costs = replace(
+        costs,
+        forward_s=np.maximum(costs.forward_s, least),
+        backward_s=np.maximum(costs.backward_s, least),
+        weight_s=np.maximum(costs.weight_s, least),
+        rebuild_s=np.maximum(costs.rebuild_s, least),
+    )
+    clock = run_clock(schedule, programs=programs, costs=costs)
+    times, ranks, indices = [], [], []
+    for rank, program in enumerate(programs):
+        which = np.flatnonzero(program.codes < encoding.NUM_COMPUTE)
+        times.append(np.array(clock.finishes_s[rank])[which])
+        ranks.append(np.full(which.shape, rank))
+        indices.append(which)
+    all_ranks, all_indices = np.concatenate(ranks), np.concatenate(indices)
+    order = np.lexsort((all_indices, all_ranks, np.concatenate(times)))
+    yield from zip(all_ranks[order].tolist(), all_indices[order].tolist(), strict=True)
+
+
+def _receive_at_consumer(schedule: Schedule) -> Schedule:
+    """Each RECV right in front of the action that needs it."""
+    messages = message_map(schedule, programs=encode(schedule))
+    arriving: dict[tuple[int, ActionKind, int, tuple[int, int]], list[Action]] = {}
+    sending: dict[tuple[int, int], list[Action]] = {}
+    announced: set[tuple[ActionKind, int, tuple[int, int]]] = set()
+    for rank, program in enumerate(schedule.programs):
+        for index, action in enumerate(program):
+            if action.kind not in (ActionKind.F, ActionKind.B):
+                continue
+            for message in messages.sent_by(action):
+                if message.sender == rank:
+                    sending.setdefault((rank, index), []).append(message.send)
+                if (action.kind, action.stage, action.unit) not in announced:
+                    key = (message.receiver, action.kind, message.receive.stage, action.unit)
+                    arriving.setdefault(key, []).append(message.receive)
+            announced.add((action.kind, action.stage, action.unit))
+    programs = []
+    for rank, program in enumerate(schedule.programs):
+        placed: list[Action] = []
+        for index, action in enumerate(program):
+            if action.kind in (ActionKind.F, ActionKind.B):
+                placed.extend(arriving.get((rank, action.kind, action.stage, action.unit), ()))
+            placed.append(action)
+            placed.extend(sending.get((rank, index), ()))
+        programs.append(tuple(placed))
+    return replace(schedule, programs=tuple(programs))

@@ -1,0 +1,96 @@
+"""Where a program copies activations to the host tier and back.
+
+The activation policy says which units leave, and with how much (costs.offload_bytes); here their
+D2H and H2D get a place in the programs. A D2H stands right behind its F. An H2D stands some
+backwards before its own, and may start when the compute in front of it is done: the room it needs
+is free then, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from sppo.schedule.actions import Action, ActionKind, Schedule
+
+
+def place_copies(
+    schedule: Schedule, *, offloaded: npt.NDArray[np.bool_], prefetch: int = 1
+) -> Schedule:
+    """`schedule` with a D2H and an H2D for every offloaded unit.
+
+    Args:
+        schedule: A training schedule without copies.
+        offloaded: Whether a unit leaves the device, [num_stages, num_units].
+        prefetch: How many backwards before its own a unit starts to come back: more hides longer
+            copies and keeps more units on the device.
+
+    Raises:
+        ValueError: a forward-only schedule, one that has copies, or a table of another shape.
+    """
+    if offloaded.shape != (schedule.num_stages, schedule.num_units):
+        raise ValueError(
+            f"offloaded has shape {offloaded.shape}: must be one flag per stage and unit, "
+            f"({schedule.num_stages}, {schedule.num_units})"
+        )
+    if prefetch < 1:
+        raise ValueError(f"prefetch is {prefetch}: must be at least 1 backward ahead")
+    if not offloaded.any():
+        return schedule
+    if not schedule.is_training:
+        raise ValueError(
+            f"schedule {schedule.name!r} has no backward: nothing is kept, so nothing can be "
+            "offloaded; set every offload ratio to 0"
+        )
+    offsets = schedule.unit_offsets()
+    programs = tuple(
+        _with_copies(program, offloaded=offloaded, offsets=offsets, prefetch=prefetch)
+        for program in schedule.programs
+    )
+    return replace(schedule, programs=programs)
+
+
+def _with_copies(
+    program: Sequence[Action],
+    *,
+    offloaded: npt.NDArray[np.bool_],
+    offsets: Sequence[int],
+    prefetch: int,
+) -> tuple[Action, ...]:
+    forward_at: dict[tuple[int, tuple[int, int]], int] = {}
+    backwards: list[int] = []
+    computes: list[int] = []
+    before: dict[int, list[Action]] = {}
+    for index, action in enumerate(program):
+        if action.kind in (ActionKind.D2H, ActionKind.H2D):
+            raise ValueError(f"{action} is there already: place copies only once")
+        if action.kind is ActionKind.F:
+            forward_at[action.stage, action.unit] = index
+        elif action.kind is ActionKind.B and _leaves(action, offloaded, offsets):
+            own = forward_at[action.stage, action.unit]
+            if len(backwards) >= prefetch:
+                place = backwards[-prefetch]
+            else:
+                # Nothing runs backward yet: come back behind the last forward but one.
+                place = computes[-1]
+            back = replace(action, kind=ActionKind.H2D)
+            before.setdefault(max(place, own + 1), []).append(back)
+        if action.kind is ActionKind.B:
+            backwards.append(index)
+        if action.kind in (ActionKind.F, ActionKind.B, ActionKind.W):
+            computes.append(index)
+    placed: list[Action] = []
+    for index, action in enumerate(program):
+        placed.extend(before.get(index, ()))
+        placed.append(action)
+        if action.kind is ActionKind.F and _leaves(action, offloaded, offsets):
+            placed.append(replace(action, kind=ActionKind.D2H))
+    return tuple(placed)
+
+
+def _leaves(action: Action, offloaded: npt.NDArray[np.bool_], offsets: Sequence[int]) -> bool:
+    sequence, subsequence = action.unit
+    return bool(offloaded[action.stage, offsets[sequence] + subsequence])

@@ -1,0 +1,276 @@
+"""Multiplexed sequence partitioning (MSP): the SPPO paper's answer to the bubbles at both ends.
+
+The first subsequences enter a pipeline whose later ranks have nothing to do yet, and the last
+ones leave one whose earlier ranks have nothing left to do. MSP cuts those units once more, in
+space, over the ranks that would wait (paper section 6, Table 3). For stage i of P:
+
+* left units {0 .. P-2-i} run on ranks {i .. P-1};
+* steady units {P-1-i .. N-1-i} run on rank i alone;
+* right units {N-i .. N-1} run on ranks {0 .. i}.
+
+Backward is the mirror image, on the same ranks, because they hold the activations. With unit costs
+and free messages P=4, N=8 takes 8 1/3 forward units against 11.
+
+Cutting a unit moves weights, K/V and gradients (`gangs.gang_seconds`), so it is a choice per
+unit: a gang stays only if it pays for itself and if the step is longer without it. When nothing
+pays, the schedule is the plain program.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from sppo.schedule import encoding
+from sppo.schedule.actions import Action, ActionKind, Cut, Schedule
+from sppo.schedule.costs import Costs, abstract_costs
+from sppo.schedule.encoding import encode
+from sppo.schedule.event_loop import run_clock
+from sppo.schedule.gangs import Gang, balanced_pieces, gang_seconds
+from sppo.schedule.generators import generate, with_reductions
+from sppo.schedule.orders import Lengths
+
+# Up to this many gangs each is tried on its own; beyond, only this many nested choices are.
+_TRIED_ALONE = 64
+_NESTED_CHOICES = 8
+_TOLERANCE = 1e-9
+
+
+def multiplexed_ranks(stage: int, *, unit: int, num_ranks: int, num_units: int) -> range:
+    """The ranks that run subsequence `unit` of `num_units` on `stage` (the paper's Table 3).
+
+    When a sequence has fewer subsequences than there are ranks, a unit can be both left and
+    right; left wins, because its bubble comes first.
+    """
+    if unit <= num_ranks - 2 - stage:
+        return range(stage, num_ranks)
+    if unit >= num_units - stage:
+        return range(stage + 1)
+    return range(stage, stage + 1)
+
+
+def multiplex(
+    lengths: Lengths, *, num_ranks: int, forward_only: bool = False, costs: Costs | None = None
+) -> Schedule:
+    """The fastest of the plain program and those with some units cut over idle ranks.
+
+    Several sequences run one after another, each almost without a bubble; if that is slower than
+    letting them overlap, the plain program is returned.
+
+    Args:
+        lengths: Tokens of every subsequence of every sequence.
+        num_ranks: Pipeline ranks, one stage each.
+        forward_only: Leave out the backward.
+        costs: What to weigh with; equal units and free messages if not given.
+
+    Raises:
+        ValueError: costs for other stages or units.
+    """
+    num_units = sum(map(len, lengths))
+    costs = costs or abstract_costs(num_ranks, num_units=num_units)
+    if (costs.num_stages, costs.num_units) != (num_ranks, num_units):
+        raise ValueError(
+            f"costs of {costs.num_stages} stages and {costs.num_units} units for {num_ranks} "
+            f"stages and {num_units} units: make the costs for this schedule"
+        )
+    plain = replace(
+        generate("sppo", num_ranks=num_ranks, lengths=lengths, forward_only=forward_only),
+        name="sppo_msp",
+    )
+    builder = _Builder(plain, costs=costs, forward_only=forward_only)
+    best = builder.choose(_paying(builder.candidates(), builder=builder))
+    return best if builder.makespan_s(best) < builder.makespan_s(plain) - _TOLERANCE else plain
+
+
+class _Builder:
+    """Makes and times the schedule of a choice of gangs."""
+
+    def __init__(self, plain: Schedule, *, costs: Costs, forward_only: bool) -> None:
+        self.plain = plain
+        self.costs = costs
+        self.forward_only = forward_only
+        self.offsets = plain.unit_offsets()
+
+    def candidates(self) -> dict[int, Gang]:
+        """A gang for every left and right unit that has a token for each piece."""
+        gangs = {}
+        for sequence, parts in enumerate(self.plain.lengths):
+            for subsequence, tokens in enumerate(parts):
+                for stage in range(self.plain.num_stages):
+                    ranks = multiplexed_ranks(
+                        stage,
+                        unit=subsequence,
+                        num_ranks=self.plain.num_ranks,
+                        num_units=len(parts),
+                    )
+                    if 1 < len(ranks) <= tokens:
+                        slot = stage * self.costs.num_units + self.offsets[sequence] + subsequence
+                        lengths = balanced_pieces(
+                            tokens,
+                            num_pieces=len(ranks),
+                            start=sum(parts[:subsequence]),
+                            context_slope=self.costs.context_slope,
+                        )
+                        gangs[slot] = Gang(slot, tuple(ranks), lengths)
+        return gangs
+
+    def seconds(self, gangs: Mapping[int, Gang]) -> dict[tuple[int, int], float]:
+        """What each gang takes if exactly these are chosen."""
+        priced = replace(self.plain, cuts=self._cuts(gangs.values()))
+        return gang_seconds(priced, gangs=gangs, costs=self.costs)
+
+    def serial_seconds(self, slot: int) -> tuple[float, float]:
+        """F and B of a unit that is not cut."""
+        stage, unit = divmod(slot, self.costs.num_units)
+        backward = self.costs.backward_s[stage, unit] + self.costs.weight_s[stage, unit]
+        return float(self.costs.forward_s[stage, unit]), float(backward)
+
+    def build(self, gangs: Mapping[int, Gang]) -> Schedule:
+        """The schedule with exactly these gangs."""
+        seconds = self.seconds(gangs)
+        programs: list[list[Action]] = [[] for _ in range(self.plain.num_ranks)]
+        for sequence in range(self.plain.num_sequences):
+            order = self._forward_order(sequence, gangs=gangs, seconds=seconds)
+            for rank, forward in enumerate(order):
+                programs[rank].extend(forward)
+                if not self.forward_only:
+                    mirrored = (replace(a, kind=ActionKind.B) for a in reversed(forward))
+                    programs[rank].extend(mirrored)
+        reduced = tuple(
+            # Helpers send their gradients home, so only the owner of a stage reduces it.
+            tuple(with_reductions(program, stages=(rank,)))
+            for rank, program in enumerate(programs)
+        )
+        return replace(self.plain, programs=reduced, cuts=self._cuts(gangs.values()))
+
+    def _cuts(self, gangs: Iterable[Gang]) -> tuple[Cut, ...]:
+        """Token counts of pieces, where compute grows with the context."""
+        if self.costs.context_slope == 0:
+            return ()
+        cuts = []
+        for gang in gangs:
+            stage, unit = divmod(gang.slot, self.costs.num_units)
+            sequence = max(m for m, offset in enumerate(self.offsets) if offset <= unit)
+            cuts.append(Cut(stage, sequence, unit - self.offsets[sequence], gang.lengths))
+        return tuple(sorted(cuts))
+
+    def _forward_order(
+        self,
+        sequence: int,
+        *,
+        gangs: Mapping[int, Gang],
+        seconds: Mapping[tuple[int, int], float],
+    ) -> list[list[Action]]:
+        """Forward pieces of each rank: earliest start first, of equal ones the widest gang.
+
+        Only the next unit of each stage can be ready, so the heap never holds more than one
+        entry per stage; an entry whose ranks were taken meanwhile goes back with a later start.
+        """
+        num_stages, units = self.plain.num_stages, len(self.plain.lengths[sequence])
+        offset, total = self.offsets[sequence], self.costs.num_units
+        done = [[0.0] * units for _ in range(num_stages)]
+        next_unit = [0] * num_stages
+        free = [0.0] * self.plain.num_ranks
+        order: list[list[Action]] = [[] for _ in free]
+        ready = [(0.0, 0, 0, 0)]
+        while ready:
+            start, _, stage, unit = heapq.heappop(ready)
+            slot = stage * total + offset + unit
+            gang = gangs.get(slot)
+            ranks = gang.ranks if gang else (stage,)
+            earliest = max(start, *(free[rank] for rank in ranks))
+            if earliest > start:
+                heapq.heappush(ready, (earliest, -len(ranks), stage, unit))
+                continue
+            lasts = seconds[encoding.F, slot] if gang else self.serial_seconds(slot)[0]
+            done[stage][unit] = start + lasts
+            for piece, rank in enumerate(ranks):
+                free[rank] = start + lasts
+                action = Action(
+                    ActionKind.F, stage, sequence, unit, piece=piece, num_pieces=len(ranks)
+                )
+                order[rank].append(action)
+            next_unit[stage] += 1
+            for follower in (stage, stage + 1):
+                self._push_if_ready(
+                    ready, follower, offset=offset, next_unit=next_unit, done=done, gangs=gangs
+                )
+        return order
+
+    def _push_if_ready(
+        self,
+        ready: list[tuple[float, int, int, int]],
+        stage: int,
+        *,
+        offset: int,
+        next_unit: list[int],
+        done: list[list[float]],
+        gangs: Mapping[int, Gang],
+    ) -> None:
+        """Offer the next unit of `stage` if its inputs have a time and it is not offered yet."""
+        if stage >= len(next_unit) or next_unit[stage] >= len(done[stage]):
+            return
+        unit = next_unit[stage]
+        if stage > 0 and next_unit[stage - 1] <= unit:
+            return
+        if any(entry[2] == stage for entry in ready):
+            return
+        start = done[stage - 1][unit] if stage > 0 else 0.0
+        if unit > 0:
+            start = max(start, done[stage][unit - 1])
+        gang = gangs.get(stage * self.costs.num_units + offset + unit)
+        heapq.heappush(ready, (start, -len(gang.ranks) if gang else -1, stage, unit))
+
+    def makespan_s(self, schedule: Schedule) -> float:
+        """Simulated seconds of a step."""
+        clock = run_clock(schedule, programs=encode(schedule), costs=self.costs)
+        return max(max(times, default=0.0) for times in clock.finishes_s)
+
+    def choose(self, paying: Mapping[int, Gang]) -> Schedule:
+        """Of the gangs that pay for themselves, those without which the step is longer.
+
+        Few gangs are dropped one by one while that costs nothing; of many, the better halves,
+        quarters and so on are compared, because each trial simulates a whole step.
+        """
+        ranked = self._by_gain(paying)
+        choices = [
+            dict(ranked[: len(ranked) * part // _NESTED_CHOICES])
+            for part in range(_NESTED_CHOICES, -1, -1)
+        ]
+        timed = [(self.makespan_s(self.build(choice)), n) for n, choice in enumerate(choices)]
+        shortest, which = min(timed)
+        chosen = choices[which]
+        if len(chosen) <= _TRIED_ALONE:
+            for slot, _ in reversed(self._by_gain(chosen)):
+                without = {s: gang for s, gang in chosen.items() if s != slot}
+                makespan = self.makespan_s(self.build(without))
+                if makespan <= shortest + _TOLERANCE:
+                    chosen, shortest = without, min(shortest, makespan)
+        return self.build(chosen)
+
+    def _by_gain(self, gangs: Mapping[int, Gang]) -> list[tuple[int, Gang]]:
+        """Gangs with the most seconds saved first, ties in order of their slots."""
+        seconds = self.seconds(gangs)
+
+        def gain(slot: int) -> float:
+            forward, backward = self.serial_seconds(slot)
+            saved = forward - seconds[encoding.F, slot]
+            return saved if self.forward_only else saved + backward - seconds[encoding.B, slot]
+
+        return sorted(gangs.items(), key=lambda item: (-gain(item[0]), item[0]))
+
+
+def _paying(gangs: Mapping[int, Gang], *, builder: _Builder) -> dict[int, Gang]:
+    """Gangs that are faster than their unit on one rank, all that moves included."""
+    seconds = builder.seconds(gangs)
+    paying = {}
+    for slot, gang in gangs.items():
+        forward, backward = builder.serial_seconds(slot)
+        together = seconds[encoding.F, slot]
+        if not builder.forward_only:
+            together += seconds[encoding.B, slot]
+            forward += backward
+        if together < forward - _TOLERANCE:
+            paying[slot] = gang
+    return paying

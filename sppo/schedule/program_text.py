@@ -1,0 +1,256 @@
+"""Programs as text files that people write and read.
+
+    # Two ranks, one sequence in two subsequences.
+    name by-hand
+    ranks 2
+    lengths 16,16
+    rank 0: 0F0.0 0F0.1 0B0.1 0B0.0
+    rank 1: 1F0.0 1F0.1 1B0.1 1B0.0
+
+One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`,
+`0D2H2.1`, `0REDUCE`). `#` starts a comment. Everything above the programs may be left out:
+
+* `name TEXT`: what pictures call it.
+* `ranks P`, `virtual V`, `style loop|v`: the placement. Without them: as many ranks as there are
+  program lines, and as many stages per rank as the actions name.
+* `lengths 16,16`: tokens of each subsequence of one sequence, one line per sequence, in order.
+  Without them: as many sequences and subsequences as the actions name, of 1 token each.
+* `cut 0 2.1 = 5,6,5`: tokens of the pieces of unit 2.1 on stage 0.
+* `rank R:` before a program; without it the lines belong to ranks 0, 1, 2 and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sppo.schedule.actions import Action, ActionKind, Cut, Placement, PlacementStyle, Schedule, Wire
+from sppo.schedule.validate import find_violations
+from sppo.schedule.violations import Violation
+
+_ACTION = re.compile(
+    r"(?P<stage>\d+)"
+    r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H|H2D|F|B|W|R)"
+    r"(?:(?P<sequence>\d+)\.(?P<subsequence>\d+)(?:\[(?P<piece>\d+)/(?P<pieces>\d+)\])?)?"
+)
+_RANK = re.compile(r"rank\s+(\d+)\s*:\s*(.*)")
+_CUT = re.compile(r"(\d+)\s+(\d+)\.(\d+)\s*=\s*([\d,\s]+)")
+
+
+class ProgramTextError(ValueError):
+    """A program file that cannot be read or breaks a rule; the message names the lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFile:
+    """A schedule and where each rank's program stands in its file.
+
+    Attributes:
+        schedule: What the file says.
+        lines: Line of each rank's program, counted from 1.
+    """
+
+    schedule: Schedule
+    lines: tuple[int, ...]
+
+
+def parse_action(text: str) -> Action:
+    """The action spelled `text`.
+
+    Raises:
+        ValueError: it is not an action, with the spelling of one.
+    """
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"{text!r} is not an action: write stage, kind, sequence.subsequence, as in 0F2.1, "
+            "1B0.3, 0SEND_ACT2.1, 0D2H2.1 or 0F2.1[1/3], or 0REDUCE"
+        )
+    name, _, wire = match["kind"].partition("_")
+    kind = ActionKind(name)
+    if (match["sequence"] is None) != (kind is ActionKind.REDUCE):
+        rule = "names only a stage" if kind is ActionKind.REDUCE else "names its unit"
+        raise ValueError(f"{text!r} is not an action: {name} {rule}, as in 0REDUCE or 0F2.1")
+    carried: dict[str, Wire] = {"ACT": "act", "GRAD": "grad"}
+    if kind is ActionKind.REDUCE:
+        return Action(kind, int(match["stage"]))
+    return Action(
+        kind,
+        int(match["stage"]),
+        int(match["sequence"]),
+        int(match["subsequence"]),
+        carried.get(wire),
+        int(match["piece"] or 0),
+        int(match["pieces"] or 1),
+    )
+
+
+def format_program(schedule: Schedule) -> str:
+    """The text of `schedule`; `parse_program` gives it back."""
+    placement = schedule.placement
+    lines = [f"name {schedule.name}", f"ranks {placement.num_ranks}"]
+    if placement.num_virtual > 1 or placement.style != "loop":
+        lines += [f"virtual {placement.num_virtual}", f"style {placement.style}"]
+    lines += [f"lengths {_numbers(parts)}" for parts in schedule.lengths]
+    lines += [
+        f"cut {cut.stage} {cut.sequence}.{cut.subsequence} = {_numbers(cut.lengths)}"
+        for cut in schedule.cuts
+    ]
+    for rank, program in enumerate(schedule.programs):
+        lines.append(f"rank {rank}: {' '.join(map(str, program))}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def parse_program(text: str, *, source: str = "program") -> ProgramFile:
+    """The schedule a file describes; not validated yet.
+
+    Args:
+        text: The content of the file.
+        source: What error messages call it.
+
+    Raises:
+        ProgramTextError: a line that cannot be read, with its number and what is expected.
+    """
+    reader = _Reader()
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        try:
+            reader.read(content, number=number)
+        except ValueError as error:
+            raise ProgramTextError(f"{source}, line {number}: {error}") from error
+    try:
+        return reader.finish()
+    except ValueError as error:
+        raise ProgramTextError(f"{source}: {error}") from error
+
+
+def check_program(
+    file: ProgramFile, *, source: str = "program", max_in_flight: Sequence[float] | None = None
+) -> None:
+    """Validate what a file says.
+
+    Raises:
+        ProgramTextError: it breaks rules; names the lines, the actions and the rules.
+    """
+    violations = find_violations(file.schedule, max_in_flight=max_in_flight)
+    if violations:
+        shown = "\n".join(_located(v, file=file, source=source) for v in violations[:5])
+        raise ProgramTextError(f"{file.schedule.name!r} is not a valid schedule:\n{shown}")
+
+
+def _located(violation: Violation, *, file: ProgramFile, source: str) -> str:
+    where = source if violation.rank is None else f"{source}, line {file.lines[violation.rank]}"
+    return f"  {where}: {violation}"
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return ",".join(map(str, values))
+
+
+class _Reader:
+    """What has been read of a file so far."""
+
+    def __init__(self) -> None:
+        self.name = "program"
+        self.ranks: int | None = None
+        self.virtual: int | None = None
+        self.style: PlacementStyle = "loop"
+        self.lengths: list[tuple[int, ...]] = []
+        self.cuts: list[Cut] = []
+        self.programs: dict[int, tuple[Action, ...]] = {}
+        self.lines: dict[int, int] = {}
+
+    def read(self, content: str, *, number: int) -> None:
+        """Take in one line without its comment."""
+        ranked = _RANK.fullmatch(content)
+        if ranked or content[0].isdigit():
+            rank = int(ranked[1]) if ranked else len(self.programs)
+            if rank in self.programs:
+                raise ValueError(f"rank {rank} has a program on line {self.lines[rank]} already")
+            actions = ranked[2] if ranked else content
+            self.programs[rank] = tuple(parse_action(word) for word in actions.split())
+            self.lines[rank] = number
+            return
+        key, _, value = content.partition(" ")
+        self._read_header(key, value.strip())
+
+    def _read_header(self, key: str, value: str) -> None:
+        if key == "name":
+            self.name = value
+        elif key == "ranks":
+            self.ranks = _whole(value)
+        elif key == "virtual":
+            self.virtual = _whole(value)
+        elif key == "style":
+            if value not in ("loop", "v"):
+                raise ValueError(f"style {value!r}: must be loop or v")
+            self.style = "v" if value == "v" else "loop"
+        elif key == "lengths":
+            self.lengths.append(tuple(_whole(word) for word in value.split(",")))
+        elif key == "cut":
+            match = _CUT.fullmatch(value)
+            if match is None:
+                raise ValueError(f"cut {value!r}: write stage, unit and tokens: cut 0 2.1 = 5,6,5")
+            parts = tuple(_whole(word) for word in match[4].split(","))
+            self.cuts.append(Cut(int(match[1]), int(match[2]), int(match[3]), parts))
+        else:
+            raise ValueError(
+                f"{key!r} starts no line: write name, ranks, virtual, style, lengths, cut, "
+                "or a program such as 'rank 0: 0F0.0 0B0.0'"
+            )
+
+    def finish(self) -> ProgramFile:
+        """The schedule, with what the file left out filled in."""
+        if not self.programs:
+            raise ValueError("holds no program: write one line per rank, 'rank 0: 0F0.0 0B0.0'")
+        actions = [action for program in self.programs.values() for action in program]
+        ranks = self.ranks if self.ranks is not None else max(self.programs) + 1
+        missing = [rank for rank in range(ranks) if rank not in self.programs]
+        if missing or max(self.programs) >= ranks:
+            raise ValueError(
+                f"programs for ranks {sorted(self.programs)} with {ranks} ranks: write one line "
+                f"for each of the ranks 0 to {ranks - 1}"
+            )
+        num_stages = max((action.stage for action in actions), default=0) + 1
+        virtual = self.virtual or -(-num_stages // ranks)
+        lengths = tuple(self.lengths) or _named_lengths(actions)
+        schedule = Schedule(
+            self.name,
+            Placement(ranks, virtual, self.style),
+            lengths,
+            tuple(self.programs[rank] for rank in range(ranks)),
+            tuple(sorted(self.cuts)),
+        )
+        self._check_header(schedule)
+        return ProgramFile(schedule, tuple(self.lines[rank] for rank in range(ranks)))
+
+    @staticmethod
+    def _check_header(schedule: Schedule) -> None:
+        for sequence, parts in enumerate(schedule.lengths):
+            if min(parts) < 1:
+                raise ValueError(f"lengths of sequence {sequence}, {list(parts)}: at least 1 token")
+        for cut in schedule.cuts:
+            known = cut.stage < schedule.num_stages and cut.sequence < schedule.num_sequences
+            if not known or cut.subsequence >= len(schedule.lengths[cut.sequence]):
+                raise ValueError(
+                    f"cut {cut.stage} {cut.sequence}.{cut.subsequence}: there is no such unit"
+                )
+
+
+def _whole(text: str) -> int:
+    word = text.strip()
+    if not word.isdigit():
+        raise ValueError(f"{word!r} is not a whole number")
+    return int(word)
+
+
+def _named_lengths(actions: Iterable[Action]) -> tuple[tuple[int, ...], ...]:
+    """One token for every subsequence up to the last one that any action names."""
+    counts: dict[int, int] = {}
+    for action in actions:
+        if action.sequence is not None and action.subsequence is not None:
+            counts[action.sequence] = max(counts.get(action.sequence, 0), action.subsequence + 1)
+    return tuple((1,) * counts.get(sequence, 1) for sequence in range(max(counts, default=0) + 1))

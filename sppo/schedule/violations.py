@@ -1,0 +1,42 @@
+"""What is wrong with a schedule: the rule, the action, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule.
+
+    Attributes:
+        rule: Its name, as listed in `validate`.
+        text: The offending action and what is wrong with it.
+        rank: Whose program; None when an action is missing everywhere.
+        index: Position in that program, from 0.
+    """
+
+    rule: str
+    text: str
+    rank: int | None = None
+    index: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}, "
+        if self.index is not None:
+            where += f"action {self.index + 1}: "
+        return f"{where}{self.text} (rule: {self.rule})"
+
+
+class ScheduleError(ValueError):
+    """A schedule that breaks rules; the message lists the first of them."""
+
+    def __init__(self, name: str, *, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        shown = "\n".join(f"  {violation}" for violation in self.violations[:_SHOWN])
+        hidden = len(self.violations) - _SHOWN
+        more = f"\n  and {hidden} more" if hidden > 0 else ""
+        super().__init__(f"schedule {name!r} is not valid:\n{shown}{more}")
