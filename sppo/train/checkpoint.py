@@ -189,7 +189,7 @@ class CheckpointManager:
             write_json(partial / METADATA_FILE, {"step": step, **metadata})
             write_manifest(partial)
             publish(partial, target)
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             needed = state_bytes(state) + _OVERHEAD_BYTES
             raise _save_error(error, step=step, directory=self.directory, needed=needed) from error
@@ -292,25 +292,14 @@ def _open(path: Path) -> Checkpoint | Damage:
         return Damage(METADATA_FILE, f"cannot be used: {error}")
 
 
-def _save_error(
-    error: OSError | RuntimeError, *, step: int, directory: Path, needed: int
-) -> CheckpointError:
-    cause = _os_error_behind(error)
-    reason = str(error) if cause is None else cause.strerror or str(cause)
+def _save_error(error: OSError, *, step: int, directory: Path, needed: int) -> CheckpointError:
     try:
         free = f"{shutil.disk_usage(directory).free} are free"
     except OSError:
         free = "the free space cannot be read"
     return CheckpointError(
-        (cause and cause.errno) or errno.EIO,
-        f"cannot save step {step} in {directory}: {reason}; it needs {needed} bytes "
-        f"({format_bytes(needed)}) and {free}. Free some space or set train.output to another "
-        "disk; earlier checkpoints are untouched",
+        error.errno or errno.EIO,
+        f"cannot save step {step} in {directory}: {error.strerror or error}; it needs {needed} "
+        f"bytes ({format_bytes(needed)}) and {free}. Free some space or set train.output to "
+        "another disk; earlier checkpoints are untouched",
     )
-
-
-def _os_error_behind(error: BaseException | None) -> OSError | None:
-    """The system's own words, which torch's file writer replaces by its own."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error

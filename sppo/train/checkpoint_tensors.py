@@ -7,14 +7,18 @@ process can be read by many. Its index file is a pickle: read checkpoints you tr
 
 from __future__ import annotations
 
+import io
+import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -34,15 +38,16 @@ def save_tensors(state: Mapping[str, Tensor], *, directory: Path) -> None:
 
     Raises:
         OSError: the disk is full, or another fault of it.
-        RuntimeError: torch's file writer gave up, for which a full disk is the usual cause.
     """
     silence_single_process_warning()
     # One thread: DCP loses the errors of its other threads, and with them the tensors they held.
     writer = FileSystemWriter(directory, thread_count=1, sync_files=True)
+    files = _Files()
+    writer.fs = files
     try:
         save(dict(state), storage_writer=writer, no_dist=True)
     except CheckpointException as error:
-        raise _cause(error) from error
+        raise files.error or _cause(error) from error
 
 
 def load_tensors(directory: Path, *, into: Mapping[str, Tensor]) -> None:
@@ -86,6 +91,40 @@ def saved_shapes(directory: Path) -> dict[str, torch.Size]:
 def silence_single_process_warning() -> None:
     """Drop DCP's warning that one process saves alone: here that is no accident."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
+
+
+class _Files(FileSystem):
+    """Remembers the system's error, which torch's archive writer turns into a riddle."""
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open ``path`` as FileSystem does, and watch its writes."""
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield cast(io.IOBase, _WatchedFile(stream, self)) if "w" in mode else stream
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+
+class _WatchedFile:
+    """A file to write into; only what torch calls."""
+
+    def __init__(self, stream: Any, files: _Files) -> None:
+        self._stream, self._files = stream, files
+        self.flush, self.close = stream.flush, stream.close
+        self.fileno, self.tell = stream.fileno, stream.tell
+
+    def write(self, data: Any) -> int:
+        """As the file's own."""
+        try:
+            return int(self._stream.write(data))
+        except OSError as error:
+            self._files.error = self._files.error or error
+            raise
 
 
 def _fault(name: str, tensor: Tensor, shapes: Mapping[str, torch.Size]) -> str | None:

@@ -1,0 +1,37 @@
+"""The learning rate, a pure function of the step: nothing to save, nothing to resume."""
+
+from __future__ import annotations
+
+import math
+
+from sppo.config.run import OptimizerConfig
+
+
+def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> float:
+    """Learning rate of ``step``, counted from 0.
+
+    Warm-up over w steps gives step t the rate lr (t + 1) / w, so that step 0 already learns and
+    step w - 1 is the peak. From the peak, step max(w - 1, 0), cosine and linear fall to
+    ``final_lr_ratio`` lr at the last step, total_steps - 1, and stay there beyond. A run whose
+    last step is the peak never falls.
+
+    Cosine (Loshchilov and Hutter, 2017, equation 5): f + (1 - f) (1 + cos(pi p)) / 2 of lr, linear:
+    1 - (1 - f) p, where p in [0, 1] is the share of the way down and f the final ratio.
+    """
+    assert step >= 0, f"step {step}"
+    assert total_steps >= 1, f"{total_steps} steps"
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    peak = max(config.warmup_steps - 1, 0)
+    descent = total_steps - 1 - peak
+    if config.schedule == "constant" or descent <= 0:
+        return config.lr
+    progress = min((step - peak) / descent, 1.0)
+    return config.lr * _share(config.schedule, progress, final=config.final_lr_ratio)
+
+
+def _share(schedule: str, progress: float, *, final: float) -> float:
+    if schedule == "linear":
+        return 1.0 - (1.0 - final) * progress
+    assert schedule == "cosine", f"schedule {schedule}"
+    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
