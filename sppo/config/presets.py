@@ -86,6 +86,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_positions": 32768,
         "sliding_window": 4096,
+        # Without its window it would otherwise be exported as a Llama.
+        "family": "mistral",
     },
     # Byte-level shapes for a laptop: the quickstart trains `tiny`, the tests use `tiny-test`.
     "tiny": {**_TINY, **_shape(4, 256, 4, 2, 704), "tie_embeddings": True},

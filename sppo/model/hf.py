@@ -1,0 +1,23 @@
+"""Weights in and out of the standard Hugging Face layout, by our global names."""
+
+from sppo.model.hf_files import tokenizer_files
+from sppo.model.hf_reading import HfWeights, load_hf_weights, open_hf_weights
+from sppo.model.hf_writing import (
+    DTYPES,
+    MAX_SHARD_BYTES,
+    SavedWeights,
+    check_unused,
+    save_hf_weights,
+)
+
+__all__ = [
+    "DTYPES",
+    "MAX_SHARD_BYTES",
+    "HfWeights",
+    "SavedWeights",
+    "check_unused",
+    "load_hf_weights",
+    "open_hf_weights",
+    "save_hf_weights",
+    "tokenizer_files",
+]

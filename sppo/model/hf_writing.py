@@ -1,0 +1,222 @@
+"""Writing the standard Hugging Face layout: all of the directory or none of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sppo.config.huggingface import hf_config
+from sppo.config.model import ModelConfig
+from sppo.model.hf_files import INDEX_FILE, SINGLE_FILE
+from sppo.model.hf_names import HfTensor, hf_tensors
+from sppo.planning.parameters import parameter_shapes
+from sppo.units import GIB, MIB, format_bytes
+
+MAX_SHARD_BYTES = 5 * GIB
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+_OS_ERROR = re.compile(r"os error (\d+)")
+_HEADER_ROOM_BYTES = MIB
+"""For config.json, the index and the headers of the weight files."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """What was written: weight files in order, and their contents."""
+
+    files: tuple[str, ...]
+    num_parameters: int
+    total_bytes: int
+
+
+def save_hf_weights(
+    directory: Path,
+    weights: Mapping[str, Tensor],
+    model: ModelConfig,
+    *,
+    dtype: str,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    token_ids: Mapping[str, Any] | None = None,
+    extra_files: Sequence[Path] = (),
+) -> SavedWeights:
+    """Write config.json and the weights, in one file or in shards with an index.
+
+    The directory is filled under a temporary name beside its own and renamed, so that a reader
+    never sees half of it. ``weights`` is looked up one shard at a time.
+
+    Args:
+        directory: must not exist, or be empty.
+        weights: by our names, in any floating-point type.
+        model: shape and, in ``model.family``, the family to write.
+        dtype: of the stored weights: ``fp32``, ``bf16``, ``fp16`` or ``fp64``.
+        max_shard_bytes: weight files stay below this unless one tensor alone exceeds it.
+        token_ids: keys of config.json that name special tokens, e.g. ``eos_token_id``.
+        extra_files: copied along, e.g. the tokenizer's.
+
+    Raises:
+        ValueError: weights that are not this model's, no family for it, or a directory in use.
+        OSError: with ENOSPC, before anything is written, when the disk has not the room.
+    """
+    directory = Path(directory)
+    config = hf_config(model, dtype=dtype) | dict(token_ids or {})
+    _check_names(weights, model)
+    tensors = hf_tensors(model)
+    sizes = {tensor.full_name: prod(tensor.shape) * DTYPES[dtype].itemsize for tensor in tensors}
+    shards = plan_shards(sizes, max_shard_bytes=max_shard_bytes)
+    total_bytes = sum(sizes.values())
+    check_unused(directory)
+    extra_bytes = sum(path.stat().st_size for path in extra_files)
+    _check_space(directory, total_bytes + extra_bytes + _HEADER_ROOM_BYTES)
+    with _whole_directory(directory) as partial:
+        _write_json(partial / "config.json", config)
+        by_name = {tensor.full_name: tensor for tensor in tensors}
+        for name, shard in shards.items():
+            _write_shard(partial / name, [by_name[key] for key in shard], weights, dtype=dtype)
+        if len(shards) > 1:
+            weight_map = {key: name for name, shard in shards.items() for key in shard}
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            _write_json(partial / INDEX_FILE, index)
+        for path in extra_files:
+            shutil.copyfile(path, partial / path.name)
+    num_parameters = sum(prod(tensor.shape) for tensor in tensors)
+    return SavedWeights(tuple(shards), num_parameters, total_bytes)
+
+
+def plan_shards(sizes: Mapping[str, int], *, max_shard_bytes: int) -> dict[str, list[str]]:
+    """Tensor names by file name, in order; a file takes tensors until the next would not fit."""
+    if max_shard_bytes < 1:
+        raise ValueError(f"a shard of {max_shard_bytes} bytes holds nothing; allow at least 1")
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, 1)}
+
+
+def check_unused(directory: Path) -> None:
+    """Check that ``directory`` does not exist or is empty.
+
+    Raises:
+        ValueError: it holds something, or is no directory.
+    """
+    if directory.is_symlink() and not directory.exists():
+        raise ValueError(f"{directory} is a link to nowhere; name a new directory")
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; name a new directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty and is left as it is; name a new directory")
+
+
+def _check_names(weights: Mapping[str, Tensor], model: ModelConfig) -> None:
+    expected = parameter_shapes(model)
+    missing = [name for name in expected if name not in weights]
+    unknown = [name for name in weights if name not in expected]
+    if missing or unknown:
+        raise ValueError(
+            f"these are not the weights of the model: missing {_some(missing)}, "
+            f"unknown {_some(unknown)}"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return (", ".join(names[:4]) or "none") + more
+
+
+def _check_space(directory: Path, needed_bytes: int) -> None:
+    existing = next(path for path in [directory, *directory.absolute().parents] if path.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    if needed_bytes > free_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"needs {format_bytes(needed_bytes)}, {format_bytes(free_bytes)} are free",
+            str(directory),
+        )
+
+
+@contextmanager
+def _whole_directory(directory: Path) -> Iterator[Path]:
+    """A directory under a temporary name that takes its own when the body succeeds."""
+    directory = directory.resolve()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        for path in [*partial.iterdir(), partial]:
+            _sync(path)
+        partial.rename(directory)
+        _sync(directory.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    """Wait until the disk has it: a rename must not become durable before the contents."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_shard(
+    path: Path, tensors: Sequence[HfTensor], weights: Mapping[str, Tensor], *, dtype: str
+) -> None:
+    contents = {t.full_name: _assemble(t, weights).to(DTYPES[dtype]) for t in tensors}
+    # Made here because safetensors would make it readable by its owner alone.
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(contents, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        code = _OS_ERROR.search(str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+    path.chmod(mode)
+
+
+def _assemble(tensor: HfTensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """The stored form of one tensor: parts stacked along the outputs, transposed if need be."""
+    parts = [weights[name].detach().cpu() for name in tensor.parts]
+    stacked = parts[0] if len(parts) == 1 else torch.cat(parts)
+    stored = stacked.T if tensor.transposed else stacked
+    rows = tuple(part.shape[0] for part in parts)
+    if tuple(stored.shape) != tensor.shape or rows != tensor.rows:
+        raise ValueError(
+            f"{', '.join(tensor.parts)} make {tensor.full_name} {list(stored.shape)}, "
+            f"needs {list(tensor.shape)}"
+        )
+    return stored.contiguous()

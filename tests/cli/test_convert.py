@@ -1,0 +1,269 @@
+import errno
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from sppo.cli.convert import app
+from sppo.config import PRESETS, ModelConfig, check_run
+from sppo.config.huggingface import read_model_fields
+from sppo.model import hf_writing
+from sppo.model.hf import load_hf_weights, save_hf_weights
+from sppo.model.initialize import initial_weights
+from sppo.train import checkpoint
+from sppo.train.checkpoint import CheckpointManager, run_metadata
+
+MODEL = ModelConfig.model_validate({**PRESETS["tiny-test"], "family": "mistral"})
+
+
+def convert(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def listing(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A Hugging Face directory with a tokenizer, token ids and dropout."""
+    source = tmp_path / "published"
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    save_hf_weights(
+        source,
+        initial_weights(MODEL, seed=0),
+        MODEL,
+        dtype="bf16",
+        token_ids={"eos_token_id": [1, 2]},
+        extra_files=[tokenizer],
+    )
+    tokenizer.unlink()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    return source
+
+
+def run_config(**model):
+    return check_run(
+        {
+            "model": MODEL.model_dump(mode="json") | model,
+            "data": {"tokens": "data"},
+            "sequence": {"length": 64},
+            "train": {"dtype": "bf16"},
+        },
+        source="test",
+    )
+
+
+def save_checkpoint(output, *, steps=(3,), **model):
+    config = run_config(**model)
+    manager = CheckpointManager(output / "checkpoints", keep=3, async_save=False)
+    for step in steps:
+        weights = initial_weights(config.model, seed=step)
+        manager.save(
+            {f"model.{name}": weight for name, weight in weights.items()},
+            step=step,
+            metadata=run_metadata(config, sequences_consumed=step),
+        )
+    return output
+
+
+# from-hf
+
+
+def test_from_hf_checks_and_reshards(published, tmp_path):
+    done = convert("from-hf", published, tmp_path / "m", "--max-shard-size", "10KiB", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["family"] == "mistral"
+    assert report["dtype"] == "bf16"
+    assert report["total_bytes"] == 2 * report["num_parameters"]
+    assert report["copied"] == ["tokenizer.json"]
+    assert report["ignored"] == ["attention_dropout 0.1"]
+    assert set(listing(tmp_path / "m")) == {
+        "config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        *report["files"],
+    }
+    assert read_model_fields(tmp_path / "m") == read_model_fields(published)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["eos_token_id"] == [1, 2]
+    before, after = (load_hf_weights(d, MODEL) for d in (published, tmp_path / "m"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_from_hf_changes_the_type(published, tmp_path):
+    done = convert("from-hf", published, tmp_path / "m", "--dtype", "fp32")
+    assert done.exit_code == 0
+    assert "mistral, " in done.stdout
+    assert "in fp32" in done.stdout
+    assert "in 1 file\n" in done.stdout
+    assert "not applied in training: attention_dropout 0.1" in done.stdout
+    assert load_hf_weights(tmp_path / "m", MODEL)["embed.weight"].dtype is torch.float32
+
+
+def test_from_hf_result_is_a_model_to_train(published, tmp_path):
+    convert("from-hf", published, tmp_path / "m")
+    raw = {"model": {"from_hf": str(tmp_path / "m")}, "data": {"tokens": "d"}}
+    run = check_run({**raw, "sequence": {"length": 64}}, source="test")
+    assert run.model.model_copy(update={"from_hf": None}) == MODEL
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"model_type": "bloom"}, "supported: llama, qwen2, qwen3, mistral, gpt2"),
+        ({"rms_norm_eps": 0}, "model.norm_eps"),
+        ({"intermediate_size": 65}, "wrong shape: model.layers.0.mlp.gate_proj.weight [64, 32]"),
+    ],
+)
+def test_from_hf_refuses_another_model(edit, message, published, tmp_path):
+    config = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps(config | edit))
+    before = listing(tmp_path)
+    done = convert("from-hf", published, tmp_path / "m")
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) < 24
+    assert done.stdout == ""
+    assert listing(tmp_path) == before
+
+
+def test_from_hf_refuses_bad_words(published, tmp_path):
+    for words, message in [
+        ((tmp_path / "nowhere", tmp_path / "m"), "not a directory"),
+        ((published, published), "is not empty"),
+        ((published, tmp_path / "m", "--max-shard-size", "big"), "not a size"),
+        ((published, tmp_path / "m", "--dtype", "int8"), "int8"),
+        ((published, published / "config.json" / "m"), "config.json"),
+    ]:
+        done = convert("from-hf", *words)
+        assert done.exit_code == 2, message
+        assert message in done.stderr
+    assert listing(tmp_path) == ["published", *(f"published/{n}" for n in listing(published))]
+
+
+def test_from_hf_without_space(published, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        hf_writing.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20 + 5)
+    )
+    done = convert("from-hf", published, tmp_path / "m")
+    assert done.exit_code == 4
+    assert "1.0 MiB are free" in done.stderr
+    assert not (tmp_path / "m").exists()
+
+
+def test_from_hf_on_a_failing_disk(published, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", "x")
+
+    monkeypatch.setattr(hf_writing, "save_file", fail)
+    done = convert("from-hf", published, tmp_path / "m")
+    assert done.exit_code == 4
+    assert "Disk quota exceeded" in done.stderr
+    assert listing(tmp_path) == listing(published.parent)
+
+
+# to-hf
+
+
+def test_to_hf_takes_the_newest_checkpoint(tmp_path):
+    output = save_checkpoint(tmp_path / "run", steps=(3, 5))
+    done = convert("to-hf", output, tmp_path / "m", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert (report["step"], report["family"], report["dtype"]) == (5, "mistral", "bf16")
+    expected = initial_weights(MODEL, seed=5)
+    stored = load_hf_weights(tmp_path / "m", MODEL)
+    assert all(torch.equal(stored[name], w.bfloat16()) for name, w in expected.items())
+
+
+def test_to_hf_takes_one_checkpoint_and_a_type(tmp_path):
+    output = save_checkpoint(tmp_path / "run", steps=(3, 5))
+    one = next((output / "checkpoints").glob("step_*3"))
+    done = convert("to-hf", one, tmp_path / "m", "--dtype", "fp32")
+    assert done.exit_code == 0, done.output
+    assert "mistral after step 3, " in done.stdout
+    expected = initial_weights(MODEL, seed=3)
+    stored = load_hf_weights(tmp_path / "m", MODEL)
+    assert all(torch.equal(stored[name], w) for name, w in expected.items())
+
+
+def test_to_hf_does_not_need_the_model_it_started_from(tmp_path):
+    output = save_checkpoint(tmp_path / "run")
+    (metadata,) = output.rglob("metadata.json")
+    stored = json.loads(metadata.read_text())
+    stored["config"]["model"]["from_hf"] = str(tmp_path / "gone")
+    fake = (stored, initial_weights(MODEL, seed=3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "read_model", lambda path: fake)
+        assert convert("to-hf", output, tmp_path / "m").exit_code == 0
+
+
+def test_to_hf_copies_the_tokenizer(published, tmp_path):
+    output = save_checkpoint(tmp_path / "run")
+    done = convert("to-hf", output, tmp_path / "m", "--tokenizer", published, "--json")
+    assert json.loads(done.stdout)["copied"] == ["tokenizer.json"]
+    assert (tmp_path / "m" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["eos_token_id"] == [1, 2]
+
+
+def test_to_hf_family(tmp_path):
+    output = save_checkpoint(tmp_path / "run", qk_norm=True)
+    done = convert("to-hf", output, tmp_path / "m")
+    assert done.exit_code == 2
+    assert "mistral does not compute this model" in done.stderr
+    assert "qk_norm is true, needs false" in done.stderr
+    done = convert("to-hf", output, tmp_path / "m", "--family", "gpt3")
+    assert done.exit_code == 2
+    assert "Did you mean 'gpt2'?" in done.stderr
+    done = convert("to-hf", output, tmp_path / "m", "--family", "auto")
+    assert done.exit_code == 0
+    assert ": qwen3 after" in done.stdout
+
+
+def test_to_hf_refuses_bad_words(tmp_path):
+    output = save_checkpoint(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    before = listing(tmp_path)
+    for words, message in [
+        ((tmp_path / "nowhere", tmp_path / "m"), "nowhere"),
+        ((tmp_path / "empty", tmp_path / "m"), "empty"),
+        ((output, output), "is not empty"),
+        ((output, tmp_path / "m", "--tokenizer", tmp_path / "empty"), "no tokenizer files"),
+        ((output, tmp_path / "m", "--max-shard-size", "0"), "allow at least 1"),
+    ]:
+        done = convert("to-hf", *words)
+        assert done.exit_code == 2, (message, done.output, done.exception)
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) < 24
+    assert listing(tmp_path) == before
+
+
+def test_to_hf_of_metadata_without_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "read_model", lambda path: ({"config": None}, {}))
+    done = convert("to-hf", tmp_path, tmp_path / "m")
+    assert done.exit_code == 2
+    assert "is it a checkpoint?" in done.stderr
+
+
+def test_round_trip_of_a_run_that_changed_nothing(published, tmp_path):
+    """from-hf, a run of no steps, to-hf: the same tensors and the same settings."""
+    tensors = load_file(published / "model.safetensors")
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, published / "w")
+    (published / "w").replace(published / "model.safetensors")
+    weights = {f"model.{n}": w for n, w in load_hf_weights(published, MODEL).items()}
+    manager = CheckpointManager(tmp_path / "run" / "checkpoints", keep=1, async_save=False)
+    manager.save(weights, step=0, metadata=run_metadata(run_config(), sequences_consumed=0))
+    words = ("--dtype", "fp32", "--tokenizer", published)
+    assert convert("to-hf", tmp_path / "run", tmp_path / "m", *words).exit_code == 0
+    after = load_file(tmp_path / "m" / "model.safetensors")
+    assert after.keys() == tensors.keys()
+    assert all(torch.equal(after[name], tensors[name].float()) for name in tensors)
+    assert read_model_fields(tmp_path / "m") == read_model_fields(published)

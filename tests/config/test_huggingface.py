@@ -1,0 +1,408 @@
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.config import PRESETS, ModelConfig, RopeScaling
+from sppo.config.huggingface import hf_config, ignored_settings, model_fields, read_model_fields
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "intermediate_size": 44,
+}
+GPT2_SIZES = {"vocab_size": 61, "n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions": 32}
+
+
+def config_json(family: str, **keys: Any) -> dict[str, Any]:
+    sizes = GPT2_SIZES if family == "gpt2" else {**SIZES, "num_key_value_heads": 2}
+    return {"model_type": family, **sizes, **keys}
+
+
+def read(family: str, **keys: Any) -> ModelConfig:
+    return ModelConfig.model_validate(model_fields(config_json(family, **keys)))
+
+
+# What the keys mean
+
+
+def test_llama_sizes():
+    model = read("llama", head_dim=10, rms_norm_eps=1e-5, max_position_embeddings=512)
+    assert (model.family, model.hidden_size, model.num_layers, model.mlp_size) == (
+        "llama",
+        24,
+        3,
+        44,
+    )
+    assert (model.num_heads, model.kv_heads, model.head_dim) == (6, 2, 10)
+    assert (model.norm_eps, model.max_positions, model.tie_embeddings) == (1e-5, 512, False)
+
+
+def test_head_dim_is_derived_when_missing_or_null():
+    assert read("llama").head_dim == 4
+    assert read("mistral", head_dim=None).head_dim == 4
+    assert read("qwen2", head_dim=10).head_dim == 10
+
+
+def test_null_key_value_heads_mean_one_per_query_head():
+    assert read("llama", num_key_value_heads=None).kv_heads == 6
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "biases"),
+    [
+        ("llama", {}, (False, False, False)),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, (True, True, True)),
+        ("qwen2", {}, (True, False, False)),
+        ("qwen3", {"attention_bias": True}, (True, True, False)),
+        ("mistral", {"attention_bias": True}, (False, False, False)),
+        ("gpt2", {}, (True, True, True)),
+    ],
+)
+def test_biases(family, keys, biases):
+    model = read(family, **keys)
+    assert (model.qkv_bias, model.output_bias, model.mlp_bias) == biases
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "windows"),
+    [
+        ("mistral", {}, [4096, 4096, 4096]),
+        ("mistral", {"sliding_window": 5}, [5, 5, 5]),
+        ("mistral", {"sliding_window": None}, [None, None, None]),
+        ("llama", {"sliding_window": 5}, [None, None, None]),
+        ("qwen2", {"sliding_window": 5, "max_window_layers": 1}, [None, None, None]),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+            [None, 5, 5],
+        ),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 5}, [None, None, None]),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            },
+            [None, None, 5],
+        ),
+    ],
+)
+def test_sliding_windows(family, keys, windows):
+    model = read(family, **keys)
+    assert [model.window_of(layer) for layer in range(3)] == windows
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("gelu", "gelu"), ("gelu_new", "gelu_tanh"), ("gelu_pytorch_tanh", "gelu_tanh")],
+)
+def test_gpt2_activation(name, ours):
+    assert read("gpt2", activation_function=name).mlp == ours
+
+
+def test_gpt2_sizes():
+    model = read("gpt2", layer_norm_epsilon=1e-6)
+    assert (model.mlp_size, model.max_positions, model.norm_eps) == (96, 32, 1e-6)
+    assert (model.norm, model.position, model.tie_embeddings) == ("layernorm", "learned", True)
+    assert read("gpt2", n_inner=50).mlp_size == 50
+
+
+def test_gpt2_spellings():
+    old = {
+        key: value for key, value in config_json("gpt2", n_ctx=32).items() if key != "n_positions"
+    }
+    assert model_fields(old)["max_positions"] == 32
+    assert read("gpt2", n_ctx=999).max_positions == 32
+    other = {**SIZES, "model_type": "gpt2", "max_position_embeddings": 32}
+    assert model_fields(other)["hidden_size"] == 24
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "theta", "scaling"),
+    [
+        ({}, 10000.0, None),
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, 7.0, None),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
+            5e5,
+            RopeScaling(type="linear", factor=2.0),
+        ),
+        (
+            {
+                "rope_parameters": {
+                    **LLAMA3,
+                    "rope_type": "llama3",
+                    "rope_theta": 9.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            9.0,
+            RopeScaling(type="llama3", factor=8.0, original_max_positions=64),
+        ),
+        (
+            {
+                "max_position_embeddings": 128,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16},
+            },
+            10000.0,
+            RopeScaling(type="yarn", factor=4.0, beta_fast=16.0, original_max_positions=128),
+        ),
+    ],
+)
+def test_rope(keys, theta, scaling):
+    model = read("llama", **keys)
+    assert (model.rope_theta, model.rope_scaling) == (theta, scaling)
+
+
+def test_yarn_mscale_becomes_the_attention_factor():
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "mscale": 0.8,
+        "mscale_all_dim": 0.5,
+        "original_max_position_embeddings": 64,
+    }
+    scaling = read("llama", rope_scaling=yarn).rope_scaling
+    assert scaling is not None
+    log_factor = 0.1 * math.log(40.0)
+    expected = (0.8 * log_factor + 1) / (0.5 * log_factor + 1)
+    assert scaling.attention_factor == pytest.approx(expected, rel=1e-12)
+
+
+def test_dropout_is_accepted_and_reported():
+    keys = config_json("gpt2", attn_pdrop=0.1, resid_pdrop=0.0)
+    model_fields(keys)
+    assert ignored_settings(keys) == ("attn_pdrop 0.1",)
+
+
+# What is refused
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "words"),
+    [
+        ("bert", {}, ["model_type 'bert'", "llama, qwen2, qwen3, mistral, gpt2"]),
+        ("llama", {"hidden_act": "relu"}, ["hidden_act 'relu'", "silu"]),
+        ("llama", {"hidden_size": None}, ["lacks hidden_size"]),
+        ("llama", {"hidden_size": "24"}, ["hidden_size '24'", "whole number"]),
+        ("llama", {"hidden_size": 25}, ["hidden_size 25", "num_attention_heads 6"]),
+        ("llama", {"rms_norm_eps": "x"}, ["rms_norm_eps 'x'"]),
+        ("llama", {"tie_word_embeddings": 1}, ["tie_word_embeddings 1", "true or false"]),
+        ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config", "plain weights"]),
+        ("llama", {"num_local_experts": 8}, ["num_local_experts 8", "dense"]),
+        ("llama", {"is_causal": False}, ["is_causal False"]),
+        ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),
+        ("llama", {"rope_scaling": {"type": "longrope"}}, ["'longrope'", "llama3, yarn"]),
+        ("llama", {"rope_scaling": {"type": "linear"}}, ["lacks factor"]),
+        ("llama", {"rope_scaling": "yes"}, ["rope_scaling 'yes'"]),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2}}, ["low_freq_factor"]),
+        ("llama", {"rope_scaling": {**YARN, "truncate": False}}, ["truncate False"]),
+        ("llama", {"rope_parameters": {"full_attention": YARN}}, ["one rotary setting"]),
+        ("llama", {"layer_types": ["sliding_attention"] * 3}, ["no sliding_window"]),
+        ("mistral", {"sliding_window": 0}, ["sliding_window 0"]),
+        (
+            "mistral",
+            {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+            ["layer_types"],
+        ),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            ["layer_types", "followed by"],
+        ),
+        ("qwen2", {"layer_types": ["full_attention"]}, ["each of 3 layers"]),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers -1"]),
+        ("gpt2", {"activation_function": "relu"}, ["activation_function 'relu'", "gelu_new"]),
+        ("gpt2", {"n_embd": 25}, ["n_embd 25", "n_head 6"]),
+        ("gpt2", {"add_cross_attention": True}, ["add_cross_attention True"]),
+        ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights False"]),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True, "is_encoder_decoder": True},
+            ["scale_attn_by_inverse_layer_idx True", "is_encoder_decoder True"],
+        ),
+    ],
+)
+def test_refusals_name_key_value_and_what_is_supported(family, keys, words):
+    with pytest.raises(ValueError, match="config.json") as error:
+        model_fields(config_json(family, **keys))
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [(None, "holds no config.json"), ("{", "is not JSON"), ("[1]", "not a mapping")],
+)
+def test_missing_or_broken_file(tmp_path, text, word):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=word):
+        read_model_fields(tmp_path)
+
+
+def test_missing_directory_says_that_nothing_is_downloaded(tmp_path):
+    with pytest.raises(ValueError, match="nothing is downloaded"):
+        read_model_fields(tmp_path / "meta-llama")
+
+
+def test_reads_a_directory(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_json("qwen3", head_dim=10)))
+    assert read_model_fields(tmp_path)["qk_norm"] is True
+
+
+# Export
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_the_round_trip(name):
+    model = ModelConfig.model_validate(PRESETS[name])
+    back = ModelConfig.model_validate(model_fields(hf_config(model, dtype="bf16")))
+    if model.position == "learned":
+        model = model.model_copy(update={"rope_theta": back.rope_theta})
+    assert back.model_dump(exclude={"family"}) == model.model_dump(exclude={"family"})
+    published = name.partition("-")[0].rstrip(".0123456789")
+    expected = {"gpt": "gpt2", "tiny": "gpt2" if name == "tiny-gpt" else "llama"}
+    assert (back.family or "").rstrip("23") == expected.get(published, published).rstrip("23")
+
+
+@st.composite
+def rotary_models(draw):
+    group, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    family = draw(st.sampled_from(["llama", "qwen2", "qwen3", "mistral"]))
+    layers, heads = draw(st.integers(1, 4)), group * kv_heads
+    biased = draw(st.booleans()) if family in ("llama", "qwen3") else False
+    window = draw(st.none() | st.integers(1, 99)) if family != "llama" else None
+    first = draw(st.integers(0, layers - 1)) if window and family.startswith("qwen") else 0
+    scaling = draw(
+        st.sampled_from(
+            [
+                None,
+                {"type": "linear", "factor": 2.0},
+                {"type": "llama3", "factor": 8.0, "original_max_positions": 32},
+                {"type": "yarn", "factor": 4.0, "original_max_positions": 32, "beta_slow": 2.0},
+            ]
+        )
+    )
+    return ModelConfig(
+        family=family,
+        vocab_size=draw(st.integers(1, 300)),
+        hidden_size=heads * draw(st.integers(1, 9)),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=2 * draw(st.integers(1, 9)),
+        mlp_size=draw(st.integers(1, 99)),
+        norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
+        max_positions=draw(st.integers(1, 999)),
+        rope_theta=draw(st.floats(1.0, 1e7)),
+        rope_scaling=scaling,
+        qk_norm=family == "qwen3",
+        qkv_bias=biased or family == "qwen2",
+        output_bias=biased,
+        mlp_bias=draw(st.booleans()) if family == "llama" else False,
+        tie_embeddings=draw(st.booleans()),
+        sliding_window=window,
+        sliding_window_first_layer=first,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(rotary_models())
+def test_every_rotary_model_of_a_family_survives_the_round_trip(model):
+    text = json.dumps(hf_config(model, dtype="fp32"))
+    assert ModelConfig.model_validate(model_fields(json.loads(text))) == model
+
+
+def test_a_family_is_chosen_when_none_is_named():
+    def chosen(name: str, **changes: object) -> str:
+        model = ModelConfig.model_validate({**PRESETS[name], "family": None, **changes})
+        return str(hf_config(model, dtype="fp32")["model_type"])
+
+    assert chosen("tiny-test") == "llama"
+    assert chosen("tiny-test", sliding_window=9) == "mistral"
+    assert chosen("tiny-test", qkv_bias=True) == "qwen2"
+    assert chosen("tiny-test", qkv_bias=True, output_bias=True) == "llama"
+    assert chosen("tiny-test", qk_norm=True) == "qwen3"
+    assert chosen("tiny-test", hidden_size=30, head_size=8) == "mistral"
+    assert chosen("tiny-gpt") == "gpt2"
+    assert chosen("mistral-7b", sliding_window=None) == "llama"
+
+
+def test_a_named_family_is_kept():
+    model = ModelConfig.model_validate({**PRESETS["mistral-7b"], "sliding_window": None})
+    assert hf_config(model, dtype="fp32")["model_type"] == "mistral"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"norm": "layernorm"}, ["no Hugging Face family", "norm is layernorm, needs rmsnorm"]),
+        ({"output_bias": True}, ["output_bias) is (false, true)"]),
+        ({"position": "learned"}, ["position is learned, needs rotary", "norm is rmsnorm"]),
+        ({"family": "llama", "qk_norm": True}, ["llama does not compute", "qk_norm is true"]),
+        ({"family": "llama", "sliding_window": 9}, ["with a sliding_window is all, needs none"]),
+        ({"family": "qwen2"}, ["(false, false), needs (true, false)"]),
+    ],
+)
+def test_models_that_no_family_holds(changes, words):
+    model = ModelConfig.model_validate({**PRESETS["tiny-test"], **changes})
+    with pytest.raises(ValueError, match="does not compute|no Hugging Face family") as error:
+        hf_config(model, dtype="fp32")
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_unknown_dtype():
+    model = ModelConfig.model_validate(PRESETS["tiny-test"])
+    with pytest.raises(ValueError, match="fp16, bf16, fp32, fp64"):
+        hf_config(model, dtype="int8")
+
+
+# Against transformers
+
+
+@pytest.fixture
+def auto_config(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return pytest.importorskip("transformers").AutoConfig
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
+def test_missing_keys_mean_what_they_mean_in_transformers(auto_config, family):
+    if family == "gpt2":
+        sizes = GPT2_SIZES
+    else:
+        sizes = {**SIZES, "hidden_size": 768, "num_attention_heads": 64}
+    full = auto_config.for_model(family, **sizes).to_dict()
+    assert model_fields({"model_type": family, **sizes}) == model_fields(full)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-7b", "qwen3-4b", "mistral-7b", "gpt-7b"])
+def test_transformers_reads_what_we_write(auto_config, name, tmp_path):
+    model = ModelConfig.model_validate(PRESETS[name])
+    written = hf_config(model, dtype="bf16")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = auto_config.from_pretrained(tmp_path)
+    again = config.to_dict()
+    assert model_fields(again) == model_fields(written)
+    assert str(config.dtype).endswith("bfloat16")
+    assert config.eos_token_id is None

@@ -1,0 +1,176 @@
+"""What a Hugging Face directory may hold, and how a wrong one is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sppo.config import PRESETS, ModelConfig
+from sppo.model.hf import load_hf_weights, open_hf_weights, save_hf_weights
+from sppo.model.hf_files import tokenizer_files
+from sppo.model.initialize import initial_weights
+
+LLAMA = ModelConfig.model_validate({**PRESETS["tiny-test"], "tie_embeddings": True})
+GPT2 = ModelConfig.model_validate({**PRESETS["tiny-gpt"], "max_positions": 16, "num_layers": 1})
+
+
+def published(directory, model, *, edit=None):
+    """A directory in the standard layout, its tensors changed by ``edit``."""
+    weights = initial_weights(model, seed=0)
+    save_hf_weights(directory, weights, model, dtype="fp32")
+    if edit is not None:
+        tensors = load_file(directory / "model.safetensors")
+        tensors = edit(tensors) or tensors
+        save_file(tensors, directory / "model.safetensors")
+    return weights
+
+
+def assert_same(actual, expected):
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_prefix_may_be_absent(model, tmp_path):
+    def strip(tensors):
+        return {name.split(".", 1)[1]: tensor for name, tensor in tensors.items()}
+
+    weights = published(tmp_path / "m", model, edit=strip)
+    assert_same(load_hf_weights(tmp_path / "m", model), weights)
+
+
+def test_constants_of_older_files_are_ignored(tmp_path):
+    def add_masks(tensors):
+        tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
+        tensors["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+
+    weights = published(tmp_path / "gpt2", GPT2, edit=add_masks)
+    assert_same(load_hf_weights(tmp_path / "gpt2", GPT2), weights)
+
+    def add_frequencies(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    weights = published(tmp_path / "llama", LLAMA, edit=add_frequencies)
+    assert_same(load_hf_weights(tmp_path / "llama", LLAMA), weights)
+
+
+def test_tied_head_may_be_stored_if_equal(tmp_path):
+    def add_head(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    weights = published(tmp_path / "equal", LLAMA, edit=add_head)
+    assert_same(load_hf_weights(tmp_path / "equal", LLAMA), weights)
+
+    def add_other(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    published(tmp_path / "other", LLAMA, edit=add_other)
+    with pytest.raises(ValueError, match="differs from the embedding"):
+        load_hf_weights(tmp_path / "other", LLAMA)
+
+
+def test_every_wrong_tensor_is_listed(tmp_path):
+    def spoil(tensors):
+        del tensors["model.norm.weight"]
+        tensors["score.weight"] = torch.ones(2, 32)
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(3, 4)
+        name = "model.layers.1.input_layernorm.weight"
+        tensors[name] = tensors[name].to(torch.int8)
+
+    published(tmp_path / "m", LLAMA, edit=spoil)
+    with pytest.raises(ValueError, match="does not hold the weights") as error:
+        load_hf_weights(tmp_path / "m", LLAMA)
+    text = str(error.value)
+    assert "missing: model.norm.weight [32]" in text
+    assert "unknown: score.weight [2, 32]" in text
+    assert "wrong shape: model.layers.0.mlp.up_proj.weight [3, 4], needs [64, 32]" in text
+    assert "model.layers.1.input_layernorm.weight I8" in text
+
+
+def test_a_long_list_is_cut(tmp_path):
+    published(tmp_path / "m", LLAMA)
+    with pytest.raises(ValueError, match="... and ") as error:
+        load_hf_weights(tmp_path / "m", GPT2)
+    assert len(str(error.value).splitlines()) < 24
+
+
+def test_one_tensor_under_two_names(tmp_path):
+    def twice(tensors):
+        tensors["norm.weight"] = tensors["model.norm.weight"].clone()
+
+    published(tmp_path / "m", LLAMA, edit=twice)
+    with pytest.raises(ValueError, match=r"holds (model\.)?norm.weight, which model.safetensors"):
+        load_hf_weights(tmp_path / "m", LLAMA)
+
+
+def test_mixed_types_are_widened_to_hold_both(tmp_path):
+    def mix(tensors):
+        return {n: t if t.dim() == 1 else t.to(torch.bfloat16) for n, t in tensors.items()}
+
+    published(tmp_path / "m", LLAMA, edit=mix)
+    assert open_hf_weights(tmp_path / "m", LLAMA).dtype is torch.float32
+
+
+def test_truncated_file(tmp_path):
+    published(tmp_path / "m", LLAMA)
+    path = tmp_path / "m" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+        load_hf_weights(tmp_path / "m", LLAMA)
+
+
+def test_no_weights_and_pickles(tmp_path):
+    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+        load_hf_weights(tmp_path, LLAMA)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match="pytorch_model.bin is a pickle"):
+        load_hf_weights(tmp_path, LLAMA)
+
+
+def sharded(directory):
+    weights = initial_weights(LLAMA, seed=0)
+    save_hf_weights(directory, weights, LLAMA, dtype="fp32", max_shard_bytes=9000)
+    index = directory / "model.safetensors.index.json"
+    return index, json.loads(index.read_text())
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda content: content["weight_map"].update(x="../y.safetensors"), "not a file beside"),
+        (lambda content: content["weight_map"].update(x="gone.safetensors"), "lacks gone.safet"),
+        (
+            lambda content: content["weight_map"].update(
+                x=content["weight_map"]["model.norm.weight"]
+            ),
+            "lacks x, which",
+        ),
+        (lambda content: content.pop("weight_map"), "is no index"),
+        (lambda content: content.update(weight_map=[1]), "is no index"),
+    ],
+)
+def test_wrong_index(edit, message, tmp_path):
+    index, content = sharded(tmp_path / "m")
+    edit(content)
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        load_hf_weights(tmp_path / "m", LLAMA)
+
+
+def test_tensors_outlive_the_files(tmp_path):
+    published(tmp_path / "m", LLAMA)
+    weights = load_hf_weights(tmp_path / "m", LLAMA)
+    before = weights["embed.weight"].clone()
+    path = tmp_path / "m" / "model.safetensors"
+    with path.open("r+b") as file:
+        file.write(b"\xff" * path.stat().st_size)
+    assert torch.equal(weights["embed.weight"], before)
+
+
+def test_tokenizer_files(tmp_path):
+    names = ["tokenizer.json", "tokenizer.model", "merges.txt", "generation_config.json"]
+    for name in [*names, "config.json", "model.safetensors", "README.md"]:
+        (tmp_path / name).touch()
+    (tmp_path / "tokenizer").mkdir()
+    assert [path.name for path in tokenizer_files(tmp_path)] == sorted(names)

@@ -1,0 +1,135 @@
+"""Five families: transformers writes, we read and write, transformers reads the same model."""
+
+import operator
+
+import pytest
+import torch
+
+from sppo.config.huggingface import read_model_fields
+from sppo.config.model import ModelConfig
+from sppo.model.hf import load_hf_weights, open_hf_weights, save_hf_weights
+from sppo.planning.parameters import parameter_shapes
+from tests.model.hf_models import FAMILIES, tiny_hf_model
+
+transformers = pytest.importorskip("transformers")
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": False, "rope_scaling": YARN}),
+    ("llama", {"mlp_bias": False, "rope_scaling": LLAMA3, "rope_theta": 5e5}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ("qwen3", {}),
+    ("qwen3", {"tie_word_embeddings": False, "attention_bias": True, "rms_norm_eps": 1e-5}),
+    ("mistral", {}),
+    ("mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    ("gpt2", {}),
+    ("gpt2", {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": None}),
+]
+
+
+def logits(model):
+    tokens = torch.randint(0, 61, (2, 23), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_round_trip_is_exact(family, options, tmp_path):
+    theirs, model = tiny_hf_model(family, **options)
+    theirs.save_pretrained(tmp_path / "published", max_shard_size="20KB")
+    read = ModelConfig.model_validate(read_model_fields(tmp_path / "published"))
+    assert read == model
+
+    weights = load_hf_weights(tmp_path / "published", read)
+    assert {name: tuple(w.shape) for name, w in weights.items()} == parameter_shapes(read)
+    assert list(weights) == list(parameter_shapes(read))
+    save_hf_weights(tmp_path / "ours", weights, read, dtype="fp32", max_shard_bytes=10_000)
+
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    ).eval()
+    assert type(again) is type(theirs)
+    expected, actual = theirs.state_dict(), again.state_dict()
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert torch.equal(logits(theirs), logits(again))
+    back = read_model_fields(tmp_path / "ours")
+    assert ModelConfig.model_validate(back) == model
+
+
+LLAMA_NAMES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "layers.1.attention_norm.weight": "model.layers.1.input_layernorm.weight",
+    "layers.1.q.weight": "model.layers.1.self_attn.q_proj.weight",
+    "layers.1.k.bias": "model.layers.1.self_attn.k_proj.bias",
+    "layers.1.v.weight": "model.layers.1.self_attn.v_proj.weight",
+    "layers.1.o.bias": "model.layers.1.self_attn.o_proj.bias",
+    "layers.1.mlp_norm.weight": "model.layers.1.post_attention_layernorm.weight",
+    "layers.1.gate.weight": "model.layers.1.mlp.gate_proj.weight",
+    "layers.1.up.bias": "model.layers.1.mlp.up_proj.bias",
+    "layers.1.down.weight": "model.layers.1.mlp.down_proj.weight",
+    "final_norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+def test_llama_names(tmp_path):
+    """A pair of names swapped both ways would pass the round trip."""
+    theirs, model = tiny_hf_model("llama")
+    theirs.save_pretrained(tmp_path)
+    weights = load_hf_weights(tmp_path, model)
+    for ours, name in LLAMA_NAMES.items():
+        assert torch.equal(weights[ours], theirs.get_parameter(name)), ours
+
+
+def test_qwen3_norms(tmp_path):
+    theirs, model = tiny_hf_model("qwen3")
+    theirs.save_pretrained(tmp_path)
+    weights = load_hf_weights(tmp_path, model)
+    attention = theirs.model.layers[2].self_attn
+    assert torch.equal(weights["layers.2.q_norm.weight"], attention.q_norm.weight)
+    assert torch.equal(weights["layers.2.k_norm.weight"], attention.k_norm.weight)
+    assert "head.weight" not in weights
+
+
+def test_gpt2_is_transposed_and_split(tmp_path):
+    theirs, model = tiny_hf_model("gpt2")
+    theirs.save_pretrained(tmp_path)
+    weights = load_hf_weights(tmp_path, model)
+    block = theirs.transformer.h[1]
+    x = torch.randn(5, 24)
+    q, k, v = block.attn.c_attn(x).split(24, dim=-1)
+    for name, expected in {"q": q, "k": k, "v": v, "up": block.mlp.c_fc(x)}.items():
+        linear = f"layers.1.{name}"
+        actual = torch.nn.functional.linear(
+            x, weights[f"{linear}.weight"], weights[f"{linear}.bias"]
+        )
+        torch.testing.assert_close(actual, expected)
+    assert torch.equal(weights["layers.1.o.weight"], block.attn.c_proj.weight.T)
+    assert torch.equal(weights["layers.1.down.weight"], block.mlp.c_proj.weight.T)
+    assert torch.equal(weights["layers.1.mlp_norm.bias"], block.ln_2.bias)
+    assert torch.equal(weights["positions.weight"], theirs.transformer.wpe.weight)
+    assert all(weight.is_contiguous() for weight in weights.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stored_type_is_kept(family, tmp_path):
+    theirs, model = tiny_hf_model(family)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "published")
+    opened = open_hf_weights(tmp_path / "published", model)
+    assert opened.dtype is torch.bfloat16
+    save_hf_weights(tmp_path / "ours", opened, model, dtype="bf16")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.dtype is torch.bfloat16
+    pairs = zip(theirs.state_dict().values(), again.state_dict().values(), strict=True)
+    assert all(operator.eq(a.dtype, b.dtype) and torch.equal(a, b) for a, b in pairs)
