@@ -6,6 +6,7 @@ forgotten norm or bias would not show.
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ def tiny_hf_model(
     if family == "gpt2":
         options = {_SIZES.get(key, key): value for key, value in options.items()}
     values = {**_TINY[family], "bos_token_id": None, "eos_token_id": None, **options}
+    values = copy.deepcopy(values)  # transformers writes into the mappings it is given
     config = AutoConfig.for_model(family, **values)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     randomize(model, seed=seed)

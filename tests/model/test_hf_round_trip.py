@@ -1,7 +1,5 @@
 """Five families: transformers writes, we read and write, transformers reads the same model."""
 
-import operator
-
 import pytest
 import torch
 
@@ -132,4 +130,4 @@ def test_stored_type_is_kept(family, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert again.dtype is torch.bfloat16
     pairs = zip(theirs.state_dict().values(), again.state_dict().values(), strict=True)
-    assert all(operator.eq(a.dtype, b.dtype) and torch.equal(a, b) for a, b in pairs)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
