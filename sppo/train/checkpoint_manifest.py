@@ -22,6 +22,7 @@ from sppo.units import MIB
 MANIFEST_FILE = "manifest.json"
 
 _FORMAT_VERSION = 1
+_CHECKSUM = "crc32 of each block, hexadecimal"
 _BLOCK_BYTES = 64 * MIB
 _READ_BYTES = 4 * MIB
 _MAX_THREADS = 8
@@ -58,13 +59,7 @@ def write_manifest(directory: Path) -> None:
     }
     for block, checksum in zip(blocks, _checksums(blocks), strict=True):
         files[block.path.name]["block_crc32"].append(checksum)
-    manifest = {
-        "format_version": _FORMAT_VERSION,
-        "checksum": "crc32 of each block, hexadecimal",
-        "block_bytes": _BLOCK_BYTES,
-        "files": files,
-    }
-    write_json(directory / MANIFEST_FILE, manifest)
+    write_json(directory / MANIFEST_FILE, _header() | {"files": files})
 
 
 def find_damage(directory: Path) -> Damage | None:
@@ -87,11 +82,19 @@ def find_damage(directory: Path) -> Damage | None:
     return _wrong_content(directory, files)
 
 
+def _header() -> dict[str, Any]:
+    return {
+        "format_version": _FORMAT_VERSION,
+        "checksum": _CHECKSUM,
+        "block_bytes": _BLOCK_BYTES,
+    }
+
+
 def _read_manifest(path: Path) -> dict[str, tuple[int, list[str]]]:
     """Size and block checksums by file name."""
     manifest = json.loads(path.read_text(encoding="utf-8"))
-    if manifest["format_version"] != _FORMAT_VERSION or manifest["block_bytes"] != _BLOCK_BYTES:
-        raise ValueError("another format")
+    if {key: manifest[key] for key in _header()} != _header():
+        raise ValueError("another format, or a flipped bit")
     files = {
         name: (entry["size_bytes"], entry["block_crc32"])
         for name, entry in manifest["files"].items()
