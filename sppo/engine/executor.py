@@ -58,17 +58,25 @@ class Executor:
                 f"a single rank without copies runs {', '.join(map(str, self._handlers))} only"
             )
 
-    def run(self, units: Mapping[tuple[int, int], Unit], *, loss_scale: float | None) -> StepOutput:
+    def run(
+        self,
+        units: Mapping[tuple[int, int], Unit],
+        *,
+        loss_scale: float | None,
+        before_action: Callable[[], None],
+    ) -> StepOutput:
         """Execute the program once.
 
         Args:
             units: the step's data by (sequence, subsequence).
             loss_scale: factor of the summed loss in the gradient; None for a forward-only program.
+            before_action: called before every action; what it raises gives the step up cleanly.
         """
         assert self._training == (loss_scale is not None), "training programs need a loss scale"
         self._units, self._loss_scale, self._losses = units, loss_scale, {}
         for position, action in enumerate(self._program):
             try:
+                before_action()
                 self._handlers[action.kind](action)
             except BaseException as error:
                 error.add_note(self._context(position))

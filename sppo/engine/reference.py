@@ -57,7 +57,7 @@ def _layer(
 ) -> Tensor:
     n1 = _norm(model, weights, prefix + "attention_norm", x_SE)
     q, k, v = (
-        _linear(weights, prefix + name, n1).unflatten(-1, (-1, model.head_dim)) for name in "qkv"
+        _linear(weights, prefix + name, n1).view(len(x_SE), -1, model.head_dim) for name in "qkv"
     )
     if model.qk_norm:
         q = _rms(q, weights[prefix + "q_norm.weight"], model.norm_eps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,10 @@ from sppo.offload.store import ResidentStore
 from sppo.planning.activation_policy import saved_tensors
 from sppo.planning.partition import lengths_of
 from sppo.schedule.generators import generate
+
+
+def _go_on() -> None:
+    """Nothing stands between one action and the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +64,18 @@ class SingleRankEngine:
 
     @torch.no_grad()
     def accumulate(
-        self, sequences: Sequence[SequenceData], boundaries: Sequence[Sequence[int]]
+        self,
+        sequences: Sequence[SequenceData],
+        boundaries: Sequence[Sequence[int]],
+        *,
+        before_action: Callable[[], None] = _go_on,
     ) -> tuple[Tensor, int]:
         """Add the gradient of the mean loss over all valid labels of ``sequences``.
 
         Args:
             sequences: the step's sequences, of any lengths.
             boundaries: cuts of each sequence, from 0 to its length.
+            before_action: called before every action; what it raises gives the step up cleanly.
 
         Returns:
             (sum of token losses as a float64 scalar, number of valid labels).
@@ -77,7 +86,9 @@ class SingleRankEngine:
         num_valid = sum(data.num_valid for data in sequences)
         if num_valid == 0:
             raise ValueError("none of the step's labels is valid: there is nothing to learn from")
-        losses = self._run(sequences, boundaries, loss_scale=1.0 / num_valid)
+        losses = self._run(
+            sequences, boundaries, loss_scale=1.0 / num_valid, before_action=before_action
+        )
         total = torch.stack([x.double().sum() for x in losses.values()]).sum()
         return total, num_valid
 
@@ -101,6 +112,7 @@ class SingleRankEngine:
         boundaries: Sequence[Sequence[int]],
         *,
         loss_scale: float | None,
+        before_action: Callable[[], None] = _go_on,
     ) -> dict[tuple[int, int], Tensor]:
         units: dict[tuple[int, int], Unit] = {}
         for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
@@ -112,4 +124,5 @@ class SingleRankEngine:
             forward_only=loss_scale is None,
         )
         executor = Executor(schedule, rank=0, stages={0: self._stage})
-        return executor.run(units, loss_scale=loss_scale).token_losses
+        output = executor.run(units, loss_scale=loss_scale, before_action=before_action)
+        return output.token_losses

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sppo.kernels import attention_reference, block_attention
-from sppo.kernels.attention_blocks import attention_blocks
+from sppo.kernels.attention_blocks import Block, attention_blocks
 from sppo.kernels.cpu_flash import CpuFlash
 
 Backend = Literal["auto", "cpu_flash", "reference"]
@@ -132,7 +132,7 @@ def attention_backward(
 
 def _blocks(
     q_CND: Tensor, k_TKD: Tensor, window: int | None, document_starts: tuple[int, ...]
-) -> tuple[block_attention.Block, ...]:
+) -> tuple[Block, ...]:
     return attention_blocks(
         q_CND.shape[0], k_TKD.shape[0], window=window, document_starts=document_starts
     )

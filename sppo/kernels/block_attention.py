@@ -162,7 +162,7 @@ def _rows(block: Block, x_NCD: Tensor, shape: Shape) -> Tensor:
     rows = x_NCD[:, block.q0 : block.q1]
     if block.kind is BlockKind.FULL:
         return rows.reshape(1, shape.kv_heads, -1, shape.head_size)
-    return rows.unflatten(0, (shape.kv_heads, shape.group))
+    return rows.view(shape.kv_heads, shape.group, block.num_queries, shape.head_size)
 
 
 def _operands(

@@ -80,4 +80,5 @@ def _backward_in_parts(
 
 def _parted(x: Tensor, parts: int) -> Tensor:
     """``[1, K, t, D]`` as ``[parts, K, t/parts, D]`` without a copy."""
-    return x[0].unflatten(1, (parts, -1)).transpose(0, 1)
+    heads, tokens, size = x.shape[1:]
+    return x[0].view(heads, parts, tokens // parts, size).transpose(0, 1)

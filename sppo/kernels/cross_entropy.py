@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sppo.kernels.elementwise import wide_dtype
 from sppo.kernels.linear import accumulate_weight_gradient, linear
-from sppo.units import MIB
+from sppo.planning.resolve import LOGITS_TILE_BYTES
 
 IGNORED_LABEL = -100
-TILE_BYTES = 16 * MIB
+TILE_BYTES = LOGITS_TILE_BYTES
 _MIN_TILE_TOKENS = 64
 
 

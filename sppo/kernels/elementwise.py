@@ -51,7 +51,7 @@ def rms_norm_backward(
 
 def _inverse_rms(x_E: Tensor, eps: float) -> Tensor:
     """``1 / rms(x)`` per row, ``[..., 1]`` in fp32 or better."""
-    norm = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=wide_dtype(x_E.dtype))
+    norm: Tensor = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=wide_dtype(x_E.dtype))
     return norm.square_().div_(x_E.shape[-1]).add_(eps).rsqrt_()
 
 

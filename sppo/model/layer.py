@@ -68,19 +68,20 @@ class Layer:
         keep: frozenset[str],
     ) -> tuple[Tensor, Saved]:
         """Output ``[C, E]`` and the saved tensors named in ``keep``."""
-        projected = self._project(x_CE, weights)
-        q, k, v = self._positioned(projected, weights, rotary)
+        n1 = self._norm("attention_norm", x_CE, weights)
+        q_projected, k_projected, v = (self._heads(name, n1, weights) for name in ("q", "k", "v"))
+        q = self._norm_and_rotate("q", q_projected, weights, rotary)
+        k = self._norm_and_rotate("k", k_projected, weights, rotary)
         o_CND, lse = attention.forward(q, k, v)
         o = o_CND.flatten(1)
         x_mid = self._after_attention(x_CE, o, weights)
         gate, up = self._mlp_inputs(x_mid, weights)
         y = self._after_mlp(x_mid, gate, up, weights)
-        q_saved = projected.q if self.model.qk_norm else q
-        tensors = {"x_in": x_CE, "q": q_saved, "o": o, "lse": lse, "x_mid": x_mid, "up": up}
+        tensors = {"x_in": x_CE, "q": q, "o": o, "lse": lse, "x_mid": x_mid, "up": up}
         if gate is not None:
             tensors["gate"] = gate
         if self.model.qk_norm:
-            tensors["k"] = projected.k
+            tensors |= {"q": q_projected, "k": k_projected}
         return y, {name: tensor for name, tensor in tensors.items() if name in keep}
 
     def backward(
@@ -96,12 +97,11 @@ class Layer:
         """Gradient of the layer input ``[C, E]``; consumes ``saved``, rebuilding what it lacks."""
         x_in = saved.pop("x_in")
         n1 = self._norm("attention_norm", x_in, weights)
-        projected = self._reproject(n1, saved, weights)
-        q, _, _ = self._positioned(projected, weights, rotary, queries_only=True)
+        queries = self._queries(n1, saved, weights, rotary)
         if "o" in saved:
             o, lse = saved.pop("o"), saved.pop("lse")
         else:
-            o_CND, lse = attention.again(q)
+            o_CND, lse = attention.again(queries.rotated)
             o = o_CND.flatten(1)
         x_mid = saved.pop("x_mid", None)
         if x_mid is None:
@@ -109,47 +109,38 @@ class Layer:
         dx_mid = self._mlp_backward(dy_CE, x_mid, saved, weights, gradients)
         del x_mid
         gradients.linear("o", dy_CO=dx_mid, x_CI=o)
-        do_CND = (dx_mid @ weights["o.weight"]).unflatten(1, (self.model.num_heads, -1))
-        dq, dk, dv = attention.backward(do_CND, q, o.view_as(do_CND), lse)
-        del o, q, do_CND
-        dn1 = self._projection_backward(dq, dk, dv, n1, projected, weights, gradients, rotary)
+        do_CND = (dx_mid @ weights["o.weight"]).view_as(queries.rotated)
+        dq, dk, dv = attention.backward(do_CND, queries.rotated, o.view_as(do_CND), lse)
+        del o, do_CND
+        dq = self._unrotate_and_unnorm("q", dq, queries.projected, weights, gradients, rotary)
+        k_projected = self._projected_keys(n1, saved, weights)
+        dk = self._unrotate_and_unnorm("k", dk, k_projected, weights, gradients, rotary)
+        dn1 = self._projection_backward(dq, dk, dv, n1, weights, gradients)
         dx_in = self._norm_backward("attention_norm", dn1, x_in, weights, gradients)
         return dx_in.add_(dx_mid)
 
-    def _project(self, x_CE: Tensor, weights: Weights) -> _Projected:
-        n1 = self._norm("attention_norm", x_CE, weights)
-        return _Projected(*(self._heads(name, n1, weights) for name in ("q", "k", "v")))
-
-    def _reproject(self, n1_CE: Tensor, saved: Saved, weights: Weights) -> _Projected:
-        """What the projections' backward needs: q, and k before its norm; v is never needed."""
+    def _queries(
+        self, n1_CE: Tensor, saved: Saved, weights: Weights, rotary: RotaryTable | None
+    ) -> _Queries:
+        """Queries as attention takes them and as their norm's backward needs them."""
         q = saved.pop("q", None)
-        rotated = q is not None and not self.model.qk_norm
+        if q is not None and not self.model.qk_norm:
+            return _Queries(None, q)
         if q is None:
             q = self._heads("q", n1_CE, weights)
+        rotated = self._norm_and_rotate("q", q, weights, rotary)
+        return _Queries(q if self.model.qk_norm else None, rotated)
+
+    def _projected_keys(self, n1_CE: Tensor, saved: Saved, weights: Weights) -> Tensor | None:
+        """Keys before their norm, None where there is no such norm."""
+        if not self.model.qk_norm:
+            return None
         k = saved.pop("k", None)
-        if k is None and self.model.qk_norm:
-            k = self._heads("k", n1_CE, weights)
-        return _Projected(q, k, None, rotated=rotated)
+        return self._heads("k", n1_CE, weights) if k is None else k
 
     def _heads(self, name: str, n1_CE: Tensor, weights: Weights) -> Tensor:
         projected = linear(n1_CE, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-        return projected.unflatten(1, (-1, self.model.head_dim))
-
-    def _positioned(
-        self,
-        projected: _Projected,
-        weights: Weights,
-        rotary: RotaryTable | None,
-        *,
-        queries_only: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Queries and keys normalised and rotated, as attention takes them."""
-        q = projected.q
-        if not projected.rotated:
-            q = self._norm_and_rotate("q", q, weights, rotary)
-        if queries_only:
-            return q, None, None
-        return q, self._norm_and_rotate("k", projected.k, weights, rotary), projected.v
+        return projected.view(projected.shape[0], -1, self.model.head_dim)
 
     def _norm_and_rotate(
         self, name: str, x_CHD: Tensor, weights: Weights, rotary: RotaryTable | None
@@ -208,21 +199,15 @@ class Layer:
         dk_CKD: Tensor,
         dv_CKD: Tensor,
         n1_CE: Tensor,
-        projected: _Projected,
         weights: Weights,
         gradients: GradientSink,
-        rotary: RotaryTable | None,
     ) -> Tensor:
         """Gradient of the normed layer input through the three projections."""
-        dq = self._unrotate_and_unnorm("q", dq_CND, projected.q, weights, gradients, rotary)
-        dk = self._unrotate_and_unnorm("k", dk_CKD, projected.k, weights, gradients, rotary)
-        dn1 = None
-        for name, d_CHD in (("q", dq), ("k", dk), ("v", dv_CKD)):
-            d_CO = d_CHD.flatten(1)
-            gradients.linear(name, dy_CO=d_CO, x_CI=n1_CE)
-            weight = weights[f"{name}.weight"]
-            dn1 = d_CO @ weight if dn1 is None else dn1.addmm_(d_CO, weight)
-        assert dn1 is not None, "there are three projections"
+        dn1 = dq_CND.flatten(1) @ weights["q.weight"]
+        for name, d_CKD in (("k", dk_CKD), ("v", dv_CKD)):
+            dn1.addmm_(d_CKD.flatten(1), weights[f"{name}.weight"])
+        for name, d_CHD in (("q", dq_CND), ("k", dk_CKD), ("v", dv_CKD)):
+            gradients.linear(name, dy_CO=d_CHD.flatten(1), x_CI=n1_CE)
         return dn1
 
     def _unrotate_and_unnorm(
@@ -256,13 +241,11 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Projected:
-    """Outputs of the three projections, ``[C, heads, D]``; ``rotated`` when q already is."""
+class _Queries:
+    """Queries ``[C, N, D]``; ``projected`` only where a norm's backward needs it."""
 
-    q: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    rotated: bool = False
+    projected: Tensor | None
+    rotated: Tensor
 
 
 def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Weights) -> Tensor:

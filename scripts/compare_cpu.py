@@ -1,0 +1,303 @@
+"""Step time and memory of SPPO beside transformers, alternating in one run on the CPU.
+
+Both sides train the same Llama-shaped model in bf16 on the same tokens, with the same tiled loss and the
+same AdamW over fp32 masters. Each side is a process of its own, so its peak memory is its own; the two
+take turns step by step, so that noise of the machine falls on both. Run by ``scripts/compare_cpu.sh``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 4096, 512, 6, 8, 2, 1792
+SIDES = ("sppo retain", "transformers", "sppo keep_attention", "transformers checkpointing")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One side at one length."""
+
+    side: str
+    length_tokens: int
+    step_s: float
+    """Median over the measured steps."""
+    peak_bytes: int
+    """Most resident memory during a step above the process before its first step."""
+    loss: float
+
+
+class Trainer(Protocol):
+    """One side: a model, an optimizer, and a step."""
+
+    def step(self) -> float:
+        """One training step; returns the loss."""
+        ...
+
+
+def main() -> None:
+    """Parse arguments, run the sides, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", default="16384", help="comma-separated sequence lengths")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each side")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--sides", default=",".join(SIDES), help="which sides, comma-separated")
+    parser.add_argument("--output", type=Path, help="write the measurements here as JSON")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        _serve(arguments.worker, int(arguments.lengths), arguments.threads)
+        return
+    sides = arguments.sides.split(",")
+    measurements = []
+    for length in (int(text) for text in arguments.lengths.split(",")):
+        measurements += compare(sides, length, steps=arguments.steps, threads=arguments.threads)
+        _print_table([m for m in measurements if m.length_tokens == length])
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps([asdict(m) for m in measurements], indent=1) + "\n")
+
+
+def compare(sides: list[str], length: int, *, steps: int, threads: int) -> list[Measurement]:
+    """Start every side, then let them take turns; the first turn warms up and is not timed."""
+    workers = {side: _start(side, length, threads) for side in sides}
+    results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for turn in range(steps + 1):
+        for side, worker in workers.items():
+            answer = _ask(worker)
+            results[side].append(answer)
+            print(f"  {length} turn {turn} {side:<28} {answer['step_s']:.2f} s", flush=True)
+    for worker in workers.values():
+        assert worker.stdin is not None, "workers are started with pipes"
+        worker.stdin.close()
+        worker.wait()
+    return [
+        Measurement(
+            side,
+            length,
+            statistics.median(answer["step_s"] for answer in answers[1:]),
+            max(answer["peak_bytes"] for answer in answers),
+            answers[-1]["loss"],
+        )
+        for side, answers in results.items()
+    ]
+
+
+def _start(side: str, length: int, threads: int) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--worker", side, "--lengths", str(length)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    worker = subprocess.Popen(
+        [*command, "--threads", str(threads)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert worker.stdout is not None, "workers are started with pipes"
+    ready = worker.stdout.readline()
+    if ready.strip() != "ready":
+        raise SystemExit(f"{side}: worker did not start; see its error above")
+    return worker
+
+
+def _ask(worker: subprocess.Popen[str]) -> dict[str, Any]:
+    assert worker.stdin is not None, "workers are started with pipes"
+    assert worker.stdout is not None, "workers are started with pipes"
+    worker.stdin.write("step\n")
+    worker.stdin.flush()
+    line = worker.stdout.readline()
+    if not line:
+        raise SystemExit("a worker ended before its step was done; see its error above")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+def _serve(side: str, length: int, threads: int) -> None:
+    """Worker: build one side, then answer each line on stdin with one measured step."""
+    import torch
+
+    torch.set_num_threads(threads)
+    trainer = _build(side, length)
+    idle = _resident_bytes()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        Path("/proc/self/clear_refs").write_text("5")
+        start = time.perf_counter()
+        loss = trainer.step()
+        seconds = time.perf_counter() - start
+        peak = _peak_bytes() - idle
+        print(json.dumps({"step_s": seconds, "peak_bytes": peak, "loss": loss}), flush=True)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _resident_bytes() -> int:
+    return _status_bytes("VmRSS")
+
+
+def _peak_bytes() -> int:
+    return _status_bytes("VmHWM")
+
+
+def _build(side: str, length: int) -> Trainer:
+    import torch
+
+    tokens = torch.randint(VOCAB, (length + 1,), generator=torch.Generator().manual_seed(0))
+    if side.startswith("sppo"):
+        return _Sppo(tokens, policy=side.split()[1])
+    return _Transformers(tokens, checkpointing=side.endswith("checkpointing"))
+
+
+class _Sppo:
+    def __init__(self, tokens: Any, *, policy: str) -> None:
+        import torch
+
+        from sppo.config import ModelConfig
+        from sppo.config.run import OptimizerConfig
+        from sppo.engine.single import SingleRankEngine
+        from sppo.engine.unit import SequenceData
+        from sppo.model.gradients import zero_gradients
+        from sppo.model.initialize import initial_weights
+        from sppo.planning.flops import partition_costs
+        from sppo.planning.partition import automatic_pieces, boundaries_by_flops
+        from sppo.train.optimizer import AdamW
+
+        model = ModelConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            num_layers=LAYERS,
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            mlp_size=MLP,
+        )
+        length = len(tokens) - 1
+        linear, quadratic = partition_costs(model)
+        self._cuts = boundaries_by_flops(
+            length,
+            pieces=automatic_pieces(length, target_tokens=2048),
+            linear=linear,
+            quadratic=quadratic,
+            alignment=128,
+        )
+        self._data = SequenceData(tokens[:-1], tokens[1:])
+        weights = {
+            name: weight.bfloat16() for name, weight in initial_weights(model, seed=0).items()
+        }
+        self._gradients = zero_gradients(weights)
+        self._engine = SingleRankEngine(
+            model, weights=weights, gradients=self._gradients, policy=policy
+        )
+        self._optimizer = AdamW(weights, config=OptimizerConfig())
+        self._torch = torch
+
+    def step(self) -> float:
+        self._torch._foreach_zero_(list(self._gradients.values()))
+        total, count = self._engine.accumulate([self._data], [self._cuts])
+        self._optimizer.step(self._gradients, lr=3e-4)
+        return float(total) / count
+
+
+class _Transformers:
+    def __init__(self, tokens: Any, *, checkpointing: bool) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from sppo.config.run import OptimizerConfig
+        from sppo.train.optimizer import AdamW
+
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
+            intermediate_size=MLP,
+            max_position_embeddings=len(tokens),
+            tie_word_embeddings=False,
+        )
+        torch.manual_seed(0)
+        self._model = LlamaForCausalLM._from_config(
+            config, attn_implementation="sdpa", dtype=torch.bfloat16
+        )
+        self._model.train()
+        if checkpointing:
+            self._model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        self._inputs, self._labels = tokens[None, :-1], tokens[1:]
+        self._weights = {n: p.data for n, p in self._model.named_parameters()}
+        self._gradients = {
+            n: torch.zeros_like(w, dtype=torch.float32) for n, w in self._weights.items()
+        }
+        self._optimizer = AdamW(self._weights, config=OptimizerConfig())
+
+    def step(self) -> float:
+        loss = self._loss()
+        loss.backward()
+        for name, parameter in self._model.named_parameters():
+            assert parameter.grad is not None, f"{name} got no gradient"
+            self._gradients[name].copy_(parameter.grad)
+            parameter.grad = None
+        self._optimizer.step(self._gradients, lr=3e-4)
+        return float(loss.detach())
+
+    def _loss(self) -> Any:
+        hidden = self._model.model(self._inputs, use_cache=False).last_hidden_state[0]
+        return _tiled_loss(hidden, self._model.lm_head.weight, self._labels)
+
+
+def _tiled_loss(hidden: Any, weight: Any, labels: Any) -> Any:
+    """The engine's tiled loss as an autograd function, so that both sides share it."""
+    import torch
+
+    from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
+
+    class TiledLoss(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, hidden: Any, weight: Any) -> Any:
+            dweight = torch.zeros_like(weight, dtype=torch.float32)
+            losses, dhidden = linear_cross_entropy_with_gradient(
+                hidden, weight, labels, scale=1.0 / len(labels), dweight_VE=dweight
+            )
+            context.save_for_backward(dhidden, dweight.to(weight.dtype))
+            return losses.mean()
+
+        @staticmethod
+        def backward(context: Any, dloss: Any) -> Any:
+            dhidden, dweight = context.saved_tensors
+            return dhidden * dloss.to(dhidden.dtype), dweight * dloss.to(dweight.dtype)
+
+    return TiledLoss.apply(hidden, weight)
+
+
+def _print_table(measurements: list[Measurement]) -> None:
+    print(f"\n{'side':<28} {'tokens':>8} {'step s':>8} {'peak MiB':>9} {'loss':>7}")
+    for m in measurements:
+        row = f"{m.step_s:>8.2f} {m.peak_bytes / 2**20:>9.0f} {m.loss:>7.3f}"
+        print(f"{m.side:<28} {m.length_tokens:>8} {row}")
+    by_side = {m.side: m for m in measurements}
+    for ours, theirs in zip(SIDES[::2], SIDES[1::2], strict=True):
+        if ours in by_side and theirs in by_side:
+            a, b = by_side[ours], by_side[theirs]
+            print(
+                f"{ours} / {theirs}: time {a.step_s / b.step_s:.3f}, "
+                f"peak memory {a.peak_bytes / b.peak_bytes:.3f}"
+            )
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()
