@@ -177,9 +177,9 @@ def abstract_costs(
     Raises:
         ValueError: a negative cost, or per-unit values that do not fit the number of units.
     """
-    factors = _per_unit("unit costs", unit_factors or (1.0,), num_units=num_units)
+    factors = per_unit("unit costs", unit_factors or (1.0,), num_units=num_units)
     sizes = (activation_bytes,) if isinstance(activation_bytes, int | float) else activation_bytes
-    retained = _per_unit("unit sizes", sizes, num_units=num_units)
+    retained = per_unit("unit sizes", sizes, num_units=num_units)
     shape = (num_stages, num_units)
     zeros = np.zeros(shape)
     return Costs(
@@ -199,7 +199,7 @@ def abstract_costs(
     )
 
 
-def _per_unit(what: str, values: Sequence[float], *, num_units: int) -> Table:
+def per_unit(what: str, values: Sequence[float], *, num_units: int) -> Table:
     """`values` repeated until every unit has one."""
     repeats, rest = divmod(num_units, len(values))
     if rest:

@@ -185,8 +185,10 @@ _GENERATORS: dict[str, Callable[[_Request, int], RankOrder]] = {
     "seq_zb_h1": _zero_bubble,
     "sppo": _sppo,
 }
+# Schedules whose warm-up can be lengthened to hide the latency of messages.
+_WITH_HOP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
 # Schedules for whole sequences, and the one that does the same with subsequences.
-_WHOLE_SEQUENCES = {
+WHOLE_SEQUENCES = {
     "1f1b": "seq1f1b",
     "interleaved_1f1b": "interleaved_seq1f1b",
     "zb_h1": "seq_zb_h1",
@@ -205,6 +207,11 @@ def _checked(name: str, request: _Request) -> _Request:
         raise ValueError(f"num_virtual is {request.num_virtual}: a rank holds at least 1 stage")
     if request.hop not in (1, 2):
         raise ValueError(f"hop is {request.hop}: must be 1, or 2 to hide the latency of messages")
+    if request.hop > 1 and name not in _WITH_HOP:
+        raise ValueError(
+            f"hop {request.hop} lengthens the warm-up of {', '.join(_WITH_HOP)}, not of {name!r}: "
+            "set hop to 1, or use one of those"
+        )
     if request.num_virtual > 1 and not name.startswith("interleaved"):
         raise ValueError(
             f"schedule {name!r} holds one stage per rank, got num_virtual {request.num_virtual}: "
@@ -224,8 +231,8 @@ def _check_lengths(name: str, lengths: Lengths) -> None:
                 f"sequence {sequence} has lengths {list(parts)}: it needs at least one "
                 "subsequence, each of at least one token"
             )
-        if name in _WHOLE_SEQUENCES and len(parts) > 1:
+        if name in WHOLE_SEQUENCES and len(parts) > 1:
             raise ValueError(
                 f"schedule {name!r} runs whole sequences, but sequence {sequence} is cut into "
-                f"{len(parts)} subsequences: use {_WHOLE_SEQUENCES[name]}, or 1 subsequence"
+                f"{len(parts)} subsequences: use {WHOLE_SEQUENCES[name]}, or 1 subsequence"
             )

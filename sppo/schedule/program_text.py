@@ -215,6 +215,8 @@ class _Reader:
                 f"for each of the ranks 0 to {ranks - 1}"
             )
         num_stages = max((action.stage for action in actions), default=0) + 1
+        if num_stages > max(len(actions), ranks * (self.virtual or 1)):
+            raise ValueError(f"stage {num_stages - 1} is named, but not every stage before it is")
         virtual = self.virtual or -(-num_stages // ranks)
         lengths = tuple(self.lengths) or _named_lengths(actions)
         schedule = Schedule(
@@ -247,10 +249,13 @@ def _whole(text: str) -> int:
     return int(word)
 
 
-def _named_lengths(actions: Iterable[Action]) -> tuple[tuple[int, ...], ...]:
+def _named_lengths(actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
     """One token for every subsequence up to the last one that any action names."""
     counts: dict[int, int] = {}
     for action in actions:
         if action.sequence is not None and action.subsequence is not None:
             counts[action.sequence] = max(counts.get(action.sequence, 0), action.subsequence + 1)
-    return tuple((1,) * counts.get(sequence, 1) for sequence in range(max(counts, default=0) + 1))
+    num_sequences = max(counts, default=0) + 1
+    if max(num_sequences, *counts.values(), 1) > len(actions):
+        raise ValueError("an action names a unit, but not every unit before it has one")
+    return tuple((1,) * counts.get(sequence, 1) for sequence in range(num_sequences))

@@ -1,0 +1,259 @@
+"""Schedules without a model: costs in units that a person chooses, as in papers and in tests.
+
+One forward of one subsequence on one stage takes `forward_s`, which is 1 unless said otherwise;
+"second" then means that forward, and "byte" the activations that one subsequence leaves on one
+stage. With interleaving the costs given are those of one of the rank's stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from sppo.schedule.actions import Schedule
+from sppo.schedule.costs import (
+    CopyEngines,
+    Costs,
+    Link,
+    Links,
+    Table,
+    abstract_costs,
+    per_unit,
+    with_offload,
+)
+from sppo.schedule.generators import WHOLE_SEQUENCES, generate
+from sppo.schedule.prepare import Case, lower
+
+OffloadRatios = Literal["none", "full", "adaptive"] | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbstractOffload:
+    """What leaves the device, and how fast.
+
+    Attributes:
+        ratios: "none"; "full", every subsequence whole; "adaptive", as much of each as its own
+            forward hides (the paper's alpha_i * A_i = bandwidth * T_c); or a ratio for all, or
+            one per subsequence.
+        d2h_s: Copying a unit of size 1 to the host.
+        h2d_s: Copying it back.
+        keep_last: The last subsequences of each sequence stay, because their backward comes
+            at once; None keeps one under "adaptive" and none otherwise.
+        prefetch: How many backwards ahead a unit comes back.
+    """
+
+    ratios: OffloadRatios = "none"
+    d2h_s: float = 1.0
+    h2d_s: float = 1.0
+    keep_last: int | None = None
+    prefetch: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AbstractCase:
+    """A schedule and its costs as flags give them.
+
+    Attributes:
+        schedule: A name `generate` knows.
+        num_ranks: Pipeline ranks.
+        num_sequences: Sequences of the step.
+        num_subsequences: Subsequences of each.
+        num_virtual: Stages per rank.
+        hop: Warm-up forwards per rank towards the front (see `generate`).
+        forward_s: One forward.
+        backward_s: One backward without its weight half.
+        weight_s: That half.
+        unit_costs: A factor on all three for each subsequence in turn.
+        unit_sizes: What a unit leaves on the device, for each subsequence in turn.
+        latency_s: A message's latency.
+        bytes_per_s: A link's bandwidth.
+        message_bytes: A message.
+        weight_bytes: A stage's weights, which MSP moves; their gradients count twice that.
+        kv_bytes: A unit's K/V; dK/dV count twice that.
+        offload: What leaves the device.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_sequences: int
+    num_subsequences: int
+    num_virtual: int = 1
+    hop: int = 1
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    weight_s: float = 0.0
+    unit_costs: tuple[float, ...] = (1.0,)
+    unit_sizes: tuple[float, ...] = (1.0,)
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+    message_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    offload: AbstractOffload = AbstractOffload()
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "num_sequences", "num_subsequences", "num_virtual"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: must be at least 1")
+        for name in ("forward_s", "backward_s", "weight_s", "latency_s", "message_bytes"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: must be finite, at least 0")
+
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Nominal tokens: enough of them that MSP can cut a unit for every rank."""
+        return ((self.num_ranks,) * self.num_subsequences,) * self.num_sequences
+
+
+def abstract_case(request: AbstractCase) -> Case:
+    """The lowered schedule of `request` and its costs.
+
+    Raises:
+        ValueError: a request that cannot be served, with the value, the rule and what to change.
+    """
+    costs = case_costs(
+        request,
+        num_stages=request.num_ranks * request.num_virtual,
+        lengths=request.lengths,
+    )
+    schedule = _generated(request, costs=costs, forward_only=False)
+    lowered = lower(schedule, costs=costs, prefetch=request.offload.prefetch)
+    return Case(lowered, costs)
+
+
+def forward_case(request: AbstractCase) -> Case:
+    """Only the forward of `request`, as an evaluation would run it: nothing is offloaded."""
+    kept = replace(request, offload=AbstractOffload())
+    costs = case_costs(
+        kept, num_stages=request.num_ranks * request.num_virtual, lengths=request.lengths
+    )
+    schedule = _generated(kept, costs=costs, forward_only=True)
+    return Case(lower(schedule, costs=costs), costs)
+
+
+def compared_case(request: AbstractCase, *, name: str) -> Case:
+    """The same work under the schedule `name`.
+
+    A schedule of whole sequences gets each sequence in one piece, and one without interleaving
+    gets all stages of a rank as one.
+    """
+    other = replace(request, schedule=name)
+    if name in WHOLE_SEQUENCES and request.num_subsequences > 1:
+        count = request.num_subsequences
+        costs = per_unit("unit costs", request.unit_costs, num_units=count)
+        sizes = per_unit("unit sizes", request.unit_sizes, num_units=count)
+        other = replace(
+            other,
+            num_subsequences=1,
+            unit_costs=(float(costs.sum()),),
+            unit_sizes=(float(sizes.sum()),),
+            message_bytes=request.message_bytes * count,
+            kv_bytes=request.kv_bytes * count,
+            offload=AbstractOffload(),
+        )
+    if request.num_virtual > 1 and not name.startswith("interleaved"):
+        merged = request.num_virtual
+        other = replace(
+            other,
+            num_virtual=1,
+            forward_s=request.forward_s * merged,
+            backward_s=request.backward_s * merged,
+            weight_s=request.weight_s * merged,
+            unit_sizes=tuple(size * merged for size in other.unit_sizes),
+            weight_bytes=request.weight_bytes * merged,
+            kv_bytes=other.kv_bytes * merged,
+        )
+    return abstract_case(other)
+
+
+def case_costs(
+    request: AbstractCase, *, num_stages: int, lengths: Sequence[Sequence[int]]
+) -> Costs:
+    """The costs of `request` for `num_stages` stages and sequences of these lengths."""
+    counts = [len(parts) for parts in lengths]
+    units = sum(counts)
+    costs = abstract_costs(
+        num_stages,
+        num_units=units,
+        forward_s=request.forward_s,
+        backward_s=request.backward_s,
+        weight_s=request.weight_s,
+        unit_factors=request.unit_costs,
+        activation_bytes=request.unit_sizes,
+        links=Links(Link(request.latency_s, request.bytes_per_s)),
+    )
+    shape = (num_stages, units)
+    costs = replace(
+        costs,
+        message_bytes=np.full(units, request.message_bytes),
+        kv_bytes=np.full(shape, request.kv_bytes),
+        kv_gradient_bytes=np.full(shape, 2 * request.kv_bytes),
+        weight_bytes=np.full(num_stages, request.weight_bytes),
+        weight_gradient_bytes=np.full(num_stages, 2 * request.weight_bytes),
+    )
+    if request.offload.ratios == "none":
+        return costs
+    ratios = offload_ratios(request.offload, costs=costs, counts=counts)
+    return with_offload(costs, ratios=ratios, copies=_engines(request.offload))
+
+
+def offload_ratios(offload: AbstractOffload, *, costs: Costs, counts: Sequence[int]) -> Table:
+    """Share of each unit that leaves the device, [num_stages, num_units].
+
+    Raises:
+        ValueError: a ratio outside 0 to 1, or more subsequences to keep than there are.
+    """
+    shape = (costs.num_stages, costs.num_units)
+    keep = offload.keep_last
+    if keep is None:
+        keep = 1 if offload.ratios == "adaptive" else 0
+    if not 0 <= keep <= min(counts):
+        raise ValueError(
+            f"keep-last is {keep}: must be from 0 to the {min(counts)} subsequences of a sequence"
+        )
+    if offload.ratios == "adaptive":
+        # The paper's section 5.2: what hides behind one subsequence's compute.
+        hidden = costs.forward_s * _engines(offload).d2h_bytes_per_s
+        size = np.maximum(costs.activation_bytes, np.finfo(float).tiny)
+        ratios = np.minimum(1.0, hidden / size)
+    elif isinstance(offload.ratios, tuple):
+        given = per_unit("offload ratios", offload.ratios, num_units=costs.num_units)
+        if given.min() < 0 or given.max() > 1:
+            raise ValueError(
+                f"offload ratios {', '.join(f'{r:g}' for r in offload.ratios)}: "
+                "must be within 0 and 1"
+            )
+        ratios = np.broadcast_to(given, shape).copy()
+    else:
+        ratios = np.ones(shape)
+    kept = np.concatenate([np.arange(count) >= count - keep for count in counts])
+    ratios[:, kept] = 0.0
+    return ratios
+
+
+def _engines(offload: AbstractOffload) -> CopyEngines:
+    if offload.d2h_s < 0 or offload.h2d_s < 0 or offload.prefetch < 1:
+        raise ValueError(
+            f"d2h {offload.d2h_s:g}, h2d {offload.h2d_s:g}, prefetch {offload.prefetch}: copy "
+            "times must be at least 0 and units come back at least 1 backward ahead"
+        )
+    return CopyEngines(
+        d2h_bytes_per_s=1 / offload.d2h_s if offload.d2h_s else math.inf,
+        h2d_bytes_per_s=1 / offload.h2d_s if offload.h2d_s else math.inf,
+    )
+
+
+def _generated(request: AbstractCase, *, costs: Costs, forward_only: bool) -> Schedule:
+    return generate(
+        request.schedule,
+        num_ranks=request.num_ranks,
+        num_virtual=request.num_virtual,
+        lengths=request.lengths,
+        hop=request.hop,
+        forward_only=forward_only,
+        costs=costs,
+    )

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.communication import place_messages
+from sppo.schedule.generators import generate, schedule_names
+from sppo.schedule.validate import find_violations, validate
+from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
+
+ragged = st.lists(
+    st.lists(st.integers(6, 40), min_size=1, max_size=7).map(tuple), min_size=1, max_size=6
+).map(tuple)
+
+
+def order(schedule, rank, kinds="FBW"):
+    return [str(a) for a in schedule.programs[rank] if a.kind.value in kinds]
+
+
+def test_interleaved_is_valid_on_the_whole_grid():
+    grid = itertools.product(range(1, 7), range(1, 4), range(1, 7), range(1, 8))
+    bad = {
+        (p, v, m, n): found
+        for p, v, m, n in grid
+        if (found := find_violations(make("interleaved_seq1f1b", p=p, v=v, m=m, n=n)))
+    }
+    assert not bad
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 6), st.integers(1, 3), ragged)
+def test_any_ragged_request_gives_a_valid_program(name, p, v, lengths):
+    v = v if name.startswith("interleaved") else 1
+    schedule = generate(name, num_ranks=p, num_virtual=v, lengths=lengths)
+    validate(schedule)
+    validate(place_messages(schedule))
+    counts = Counter(a.kind for program in schedule.programs for a in program)
+    if name != "sppo_msp":
+        assert counts[ActionKind.F] == counts[ActionKind.B] == p * v * schedule.num_units
+    assert counts[ActionKind.REDUCE] == p * v
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 5), st.integers(1, 3), ragged)
+def test_forward_only_programs_are_valid_and_hold_only_forwards(name, p, v, lengths):
+    v = v if name.startswith("interleaved") else 1
+    schedule = generate(name, num_ranks=p, num_virtual=v, lengths=lengths, forward_only=True)
+    validate(place_messages(schedule))
+    assert {a.kind for program in schedule.programs for a in program} == {ActionKind.F}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8))
+def test_peak_in_flight_of_seq1f1b(p, m, n):
+    schedule = make("seq1f1b", p=p, m=m, n=n)
+    assert in_flight(play(schedule)) == [min(m * n, p - r - 1 + n) for r in range(p)]
+
+
+def test_warm_up_of_seq1f1b_and_its_hop():
+    schedule = make("seq1f1b", p=3, n=2, m=4)
+    assert order(schedule, 0)[:4] == ["0F0.0", "0F0.1", "0F1.0", "0F1.1"]
+    assert order(schedule, 0)[4] == "0B0.1"
+    latent = make("seq1f1b", p=3, n=2, m=4, hop=2)
+    assert order(latent, 0)[:7] == [f"0F{m}.{n}" for m in range(3) for n in range(2)] + ["0B0.1"]
+    assert order(latent, 2) == order(schedule, 2)
+
+
+def test_a_single_sequence_makes_sppo_and_seq1f1b_the_same_program():
+    sppo, seq = make("sppo", p=4, n=8, m=1), make("seq1f1b", p=4, n=8, m=1)
+    assert sppo.programs == seq.programs
+
+
+def test_sppo_on_one_rank_runs_sequence_after_sequence():
+    schedule = make("sppo", p=1, n=2, m=2)
+    assert order(schedule, 0) == [
+        "0F0.0", "0F0.1", "0B0.1", "0B0.0", "0F1.0", "0F1.1", "0B1.1", "0B1.0",
+    ]  # fmt: skip
+    assert in_flight(play(schedule)) == [2]
+
+
+def test_a_reduction_stands_behind_the_last_gradient_of_its_stage():
+    schedule = make("interleaved_seq1f1b", p=2, v=2, n=2, m=2)
+    for program in schedule.programs:
+        for index, action in enumerate(program):
+            if action.kind is ActionKind.REDUCE:
+                assert program[index - 1].kind is ActionKind.B
+                assert program[index - 1].stage == action.stage
+                assert all(later.stage != action.stage for later in program[index + 1 :])
+
+
+def test_zero_bubble_delays_the_weights_of_later_ranks():
+    schedule = make("zb_h1", p=2, n=1, m=3)
+    assert order(schedule, 0) == [
+        "0F0.0", "0F1.0", "0B0.0", "0W0.0", "0F2.0", "0B1.0", "0W1.0", "0B2.0", "0W2.0",
+    ]  # fmt: skip
+    assert order(schedule, 1)[:4] == ["1F0.0", "1B0.0", "1F1.0", "1B1.0"]
+    assert order(schedule, 1)[4] == "1W0.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "rest", "message"),
+    [
+        ("2f2b", {}, "'2f2b' is not known: choose one of gpipe"),
+        ("1f1b", {"n": 4}, "use seq1f1b, or 1 subsequence"),
+        ("zb_h1", {"n": 2}, "use seq_zb_h1"),
+        ("interleaved_1f1b", {"n": 2}, "use interleaved_seq1f1b"),
+        ("seq1f1b", {"v": 2}, "num_virtual 2: use interleaved"),
+        ("seq1f1b", {"v": 0}, "at least 1 stage"),
+        ("seq1f1b", {"p": 0}, "at least 1 rank"),
+        ("seq1f1b", {"hop": 3}, "hop is 3: must be 1, or 2"),
+        ("gpipe", {"hop": 2}, "hop 2 lengthens the warm-up of"),
+        ("seq1f1b", {"m": 0}, "at least one sequence"),
+        ("seq1f1b", {"n": 0}, "at least one subsequence"),
+        ("seq1f1b", {"tokens": 0}, "each of at least one token"),
+    ],
+)
+def test_a_request_that_cannot_be_served_says_what_to_change(name, rest, message):
+    request = {"p": 2, "n": 1, "m": 2, **rest}
+    with pytest.raises(ValueError, match=message):
+        make(name, **request)
+
+
+def test_every_name_generates():
+    for name in schedule_names():
+        validate(make(name, p=2, n=1, m=2))

@@ -1,0 +1,221 @@
+"""The documented cases, closed forms and properties of simulated time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from sppo.schedule.communication import place_messages
+from sppo.schedule.costs import abstract_costs
+from sppo.schedule.event_loop import DeadlockError
+from sppo.schedule.simulate import simulate
+from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, idle, in_flight, make, peaks, play
+
+ZB = {"f": 1, "b": 1, "w": 1}
+TEN_CASES = {
+    "1 gpipe": (("gpipe", 4, 1, 1, 8), {}, 33, [9] * 4, [8, 8, 8, 8]),
+    "2 1f1b": (("1f1b", 4, 1, 1, 8), {}, 33, [9] * 4, [4, 3, 2, 1]),
+    "3 1f1b, few sequences": (("1f1b", 4, 1, 1, 2), {}, 15, [9] * 4, [2, 2, 2, 1]),
+    "4 seq1f1b": (("seq1f1b", 4, 1, 4, 4), {}, 57, [9] * 4, [7, 6, 5, 4]),
+    "5 sppo, one sequence": (("sppo", 4, 1, 8, 1), {}, 33, [9] * 4, [8] * 4),
+    "6 sppo, uneven": (("sppo", 3, 1, 3, 1), {"factors": (1, 2, 1)}, 24, [12] * 3, [3] * 3),
+    "6 sppo, balanced": (("sppo", 3, 1, 3, 1), {"f": 4 / 3, "b": 8 / 3}, 20, [8] * 3, [3] * 3),
+    "7 interleaved": (("interleaved_1f1b", 2, 2, 1, 4), {}, 27, [3] * 2, [5, 3]),
+    "8 seq interleaved": (("interleaved_seq1f1b", 4, 2, 2, 4), {}, 57, [9] * 4, [12, 10, 8, 6]),
+    "9 zb_h1": (("zb_h1", 4, 1, 1, 8), ZB, 27, [3] * 4, [4] * 4),
+    "9 seq_zb_h1": (("seq_zb_h1", 4, 1, 4, 4), ZB, 51, [3] * 4, [7] * 4),
+    "9 zb, one sequence": (("seq_zb_h1", 4, 1, 8, 1), ZB, 30, [6] * 4, [8] * 4),
+    "10 latency": (("1f1b", 2, 1, 1, 4), {"latency": 1}, 19, [7] * 2, [2, 1]),
+    "10 latency, hop 2": (("1f1b", 2, 1, 1, 4, 2), {"latency": 1}, 17, [5] * 2, [3, 1]),
+}
+
+
+@pytest.mark.parametrize("case", TEN_CASES)
+@pytest.mark.parametrize("with_messages", [False, True])
+def test_the_ten_documented_cases(case, with_messages):
+    (name, p, v, n, m, *hop), costs, makespan, idles, peak = TEN_CASES[case]
+    schedule = make(name, p=p, v=v, n=n, m=m, **({"hop": hop[0]} if hop else {}))
+    timeline = play(place_messages(schedule) if with_messages else schedule, **costs)
+    assert timeline.makespan_s == pytest.approx(makespan, rel=1e-12)
+    assert idle(timeline) == pytest.approx(idles)
+    assert in_flight(timeline) == peak
+    assert timeline.bubble_fraction == pytest.approx(sum(idles) / (p * makespan))
+
+
+def test_latency_with_four_ranks_and_the_warm_up_that_hides_it():
+    short, longer = make("seq1f1b", p=4, n=4, m=4), make("seq1f1b", p=4, n=4, m=4, hop=2)
+    assert play(short, latency=0.5).makespan_s == pytest.approx(69)
+    assert play(longer, latency=0.5).makespan_s == pytest.approx(60)
+    assert in_flight(play(longer)) == [10, 8, 6, 4]
+
+
+def test_even_lengths_lose_what_flops_balance_gains():
+    schedule = make("seq1f1b", p=4, n=4, m=4)
+    assert play(schedule, factors=(0.4, 0.8, 1.2, 1.6)).makespan_s == pytest.approx(84)
+    assert play(schedule).makespan_s == pytest.approx(57)
+
+
+durations = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.integers(1, 6), durations, st.integers(0, 4))
+def test_time_of_a_single_sequence(p, costs, extra):
+    """T = sum(f + b) + (p - 1)(max f + max b): a proportionate flow shop."""
+    schedule = make("sppo", p=p, n=len(costs), m=1)
+    base = abstract_costs(p, num_units=len(costs), unit_factors=costs)
+    backward = base.backward_s + extra
+    timeline = simulate(schedule, costs=replace(base, backward_s=backward))
+    f, b = costs, [2 * c + extra for c in costs]
+    expected = sum(f) + sum(b) + (p - 1) * (max(f) + max(b))
+    assert timeline.makespan_s == pytest.approx(expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 8), st.integers(1, 12))
+def test_bubble_ratio_of_equal_units(p, n):
+    assert play(make("sppo", p=p, n=n, m=1)).bubble_ratio == pytest.approx((p - 1) / n)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
+def test_time_of_seq1f1b(p, m, n):
+    assert play(make("seq1f1b", p=p, n=n, m=m)).makespan_s == 3 * (m * n + p - 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 6), st.integers(1, 4))
+def test_time_of_interleaving_when_the_groups_divide_the_sequences(p, v, n, groups):
+    m = groups * -(-p // n)
+    assume(m * n >= p)
+    timeline = play(make("interleaved_seq1f1b", p=p, v=v, n=n, m=m))
+    assert timeline.makespan_s == 3 * (m * n * v + p - 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.sampled_from((1.0, 0.6, 1 / 3)))
+def test_time_of_the_zero_bubble_schedule(p, n, m, weight):
+    units = n * m
+    timeline = play(make("seq_zb_h1", p=p, n=n, m=m), f=1, b=1, w=weight)
+    if units >= p - 1 + n:
+        assert timeline.makespan_s == pytest.approx((2 + weight) * units + (p - 1) * (2 - weight))
+    elif weight == 1:
+        assert timeline.makespan_s == 3 * units + (p - 1) + max(0, p - 1 + n - units)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.sampled_from([name for name in SUBSEQUENCE_SCHEDULES if name != "sppo_msp"]),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_time_is_bounded_below_and_grows_with_every_cost(name, p, m, n, data):
+    schedule = make(name, p=p, v=2 if name.startswith("inter") else 1, n=n, m=m)
+    shape = (schedule.num_stages, schedule.num_units)
+    draw = st.lists(st.integers(0, 5), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])
+    base = abstract_costs(*shape[:1], num_units=shape[1])
+    tables = {
+        key: np.array(data.draw(draw), dtype=float).reshape(shape)
+        for key in ("forward_s", "backward_s", "weight_s")
+    }
+    costs = replace(base, **tables)
+    makespan = simulate(schedule, costs=costs).makespan_s
+    work = sum(tables.values()).sum(axis=1)
+    per_rank = [work[list(schedule.placement.stages_of(rank))].sum() for rank in range(p)]
+    assert makespan >= max(per_rank) - 1e-9
+    key = data.draw(st.sampled_from(sorted(tables)))
+    stage, unit = data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[1] - 1))
+    longer = tables[key].copy()
+    longer[stage, unit] += 1
+    assert simulate(schedule, costs=replace(costs, **{key: longer})).makespan_s >= makespan - 1e-9
+    assert play(schedule, latency=1).makespan_s >= play(schedule).makespan_s
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5)
+)
+def test_busy_and_idle_add_up_on_every_rank(name, p, m, n):
+    timeline = play(make(name, p=p, n=n, m=m), latency=0.25, b=1.5, w=0.5)
+    for rank, track in enumerate(timeline.ranks):
+        busy = sum(s.finish_s - s.start_s for s in timeline.spans(rank) if s.lane == "compute")
+        assert busy + track.idle_s() == pytest.approx(timeline.makespan_s)
+        parts = track.idle_s("bubble") + track.idle_s("communication") + track.idle_s("copy")
+        assert parts == pytest.approx(track.idle_s())
+        assert all(i.start_s < i.finish_s for i in track.idle)
+
+
+def test_waiting_for_a_message_is_told_from_waiting_for_its_sender():
+    timeline = play(make("sppo", p=2, n=1, m=1), latency=0.5)
+    first, second = timeline.ranks
+    assert [(i.start_s, i.finish_s, i.cause) for i in second.idle] == [
+        (0, 1, "bubble"),
+        (1, 1.5, "communication"),
+        (4.5, 7, "bubble"),
+    ]
+    assert first.idle_s("communication") == 0.5
+    assert first.idle_s("bubble") == 3.5
+
+
+def test_a_slow_link_passes_one_message_at_a_time():
+    schedule = make("sppo", p=2, n=3, m=1, forward_only=True)
+    costs = abstract_costs(2, num_units=3)
+    links = replace(costs.links, default=replace(costs.links.default, bytes_per_s=0.5))
+    costs = replace(costs, links=links, message_bytes=np.ones(3))
+    starts = simulate(schedule, costs=costs).ranks[1].start_s
+    assert starts.tolist() == [3, 5, 7]
+
+
+def test_a_link_of_its_own_changes_only_that_pair():
+    schedule = make("sppo", p=3, n=1, m=1, forward_only=True)
+    costs = abstract_costs(3, num_units=1)
+    slow = replace(costs.links.default, latency_s=5)
+    costs = replace(costs, links=replace(costs.links, between={(1, 2): slow}))
+    timeline = simulate(schedule, costs=costs)
+    assert [track.start_s.tolist() for track in timeline.ranks] == [[0], [1], [7]]
+
+
+def test_a_circle_is_named():
+    schedule = make("sppo", p=2, n=1, m=2)
+    first, second = schedule.programs
+    swapped = (second[1], second[0], *second[2:])
+    broken = replace(schedule, programs=(first, swapped))
+    with pytest.raises(DeadlockError, match=r"rank 1 at action 1, 1B0.0, waits for 1F0.0"):
+        play(broken)
+
+
+def test_evaluation_keeps_activations_of_one_unit_only():
+    timeline = play(make("sppo", p=2, n=4, m=1, forward_only=True))
+    assert in_flight(timeline) == [1, 1]
+    assert peaks(timeline) == [1, 1]
+
+
+def test_key_value_gradients_live_for_a_whole_sequences_backward():
+    schedule = make("sppo", p=1, n=3, m=1)
+    costs = abstract_costs(1, num_units=3)
+    costs = replace(costs, kv_bytes=np.ones((1, 3)), kv_gradient_bytes=np.full((1, 3), 2.0))
+    track = simulate(schedule, costs=costs).ranks[0]
+    assert track.memory["kv"].peak_bytes == 3
+    assert track.memory["kv_gradients"].peak_bytes == 6
+    assert track.memory["total"].peak_bytes == 3 + 3 + 6
+    assert track.memory["total"].values_bytes[-1] == 0
+
+
+def test_a_reduction_lengthens_the_step_but_not_the_compute():
+    schedule = make("sppo", p=1, n=1, m=1)
+    costs = replace(abstract_costs(1, num_units=1), reduce_s=np.array([4.0]))
+    timeline = simulate(schedule, costs=costs)
+    assert timeline.makespan_s == 7
+    assert idle(timeline) == [4]
+
+
+def test_a_large_step_scales():
+    """128 x 160 takes well under 10 s; no wall clock here, only that the result is right."""
+    timeline = play(make("sppo", p=64, n=80, m=1))
+    assert timeline.makespan_s == 3 * (80 + 63)
