@@ -71,11 +71,8 @@ def _with_copies(
             forward_at[action.stage, action.unit] = index
         elif action.kind is ActionKind.B and _leaves(action, offloaded, offsets):
             own = forward_at[action.stage, action.unit]
-            if len(backwards) >= prefetch:
-                place = backwards[-prefetch]
-            else:
-                # Nothing runs backward yet: come back behind the last forward but one.
-                place = computes[-1]
+            # The first backward has none before it; then the action in front of it must do.
+            place = backwards[-prefetch:][0] if backwards else computes[-1]
             back = replace(action, kind=ActionKind.H2D)
             before.setdefault(max(place, own + 1), []).append(back)
         if action.kind is ActionKind.B:

@@ -93,7 +93,8 @@ def balanced_pieces(
     boundaries = [0]
     for piece in range(1, num_pieces):
         target = total * piece / num_pieces
-        root = ((base**2 + 2 * context_slope * target) ** 0.5 - base) / context_slope
+        # The root in the form that loses no digits when the slope is tiny.
+        root = 2 * target / (base + (base**2 + 2 * context_slope * target) ** 0.5)
         lowest, highest = boundaries[-1] + 1, tokens - (num_pieces - piece)
         boundaries.append(min(max(round(root), lowest), highest))
     boundaries.append(tokens)
@@ -173,7 +174,7 @@ def gang_seconds(
             gang, start=int(starts[unit]), context_slope=costs.context_slope, schedule=schedule
         )
         prefix = _prefix_slots(schedule, slot=slot)
-        unseen = [s for s in prefix if not _all_saw(gang, gangs.get(s), owner=owner)]
+        unseen = _unseen(prefix, gang=gang, gangs=gangs, owner=owner)
         others = (len(gang.ranks) - 1) / len(gang.ranks)
         own_kv = float(costs.kv_bytes[stage, unit]) * others
         weights = float(costs.weight_bytes[stage])
@@ -209,7 +210,15 @@ def _prefix_slots(schedule: Schedule, *, slot: int) -> list[int]:
     return list(range(slot - (unit - first), slot))
 
 
-def _all_saw(gang: Gang, earlier: Gang | None, *, owner: int) -> bool:
-    """Whether every helper of `gang` got the K/V of an earlier unit by running a piece of it."""
-    seen = set(earlier.ranks) if earlier else set()
-    return set(gang.ranks) <= seen | {owner}
+def _unseen(
+    prefix: Sequence[int], *, gang: Gang, gangs: Mapping[int, Gang], owner: int
+) -> Sequence[int]:
+    """The part of the prefix whose K/V the helpers lack.
+
+    Running a piece of an earlier unit brought them its K/V and all before it.
+    """
+    for place in reversed(range(len(prefix))):
+        earlier = gangs.get(prefix[place])
+        if earlier and set(gang.ranks) <= {*earlier.ranks, owner}:
+            return prefix[place + 1 :]
+    return prefix

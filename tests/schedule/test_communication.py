@@ -1,0 +1,105 @@
+"""Where messages are placed, and the proof that no queue can block them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.communication import place_messages
+from sppo.schedule.event_loop import DeadlockError
+from sppo.schedule.generators import generate
+from sppo.schedule.rendezvous import replay
+from sppo.schedule.validate import validate
+from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, make, play
+
+QUEUES = ("rank", "pair", "direction", "pair_direction", "edge")
+ragged = st.lists(
+    st.lists(st.integers(6, 40), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4
+).map(tuple)
+
+
+def moves(schedule, queues):
+    try:
+        replay(schedule, queues=queues)
+    except DeadlockError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "v", "n", "m", "free"),
+    [
+        ("1f1b", 4, 1, 1, 8, ["direction", "pair_direction", "edge"]),
+        ("seq1f1b", 4, 1, 4, 4, ["direction", "pair_direction", "edge"]),
+        ("interleaved_seq1f1b", 2, 2, 4, 4, ["edge"]),
+        ("gpipe", 4, 1, 1, 8, list(QUEUES)),
+    ],
+)
+def test_receiving_at_the_consumer_blocks_shared_queues(name, p, v, n, m, free):
+    schedule = place_messages(make(name, p=p, v=v, n=n, m=m), receives="consumer")
+    validate(schedule)
+    assert [queues for queues in QUEUES if moves(schedule, queues)] == free
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 5), st.integers(1, 3), ragged)
+def test_receiving_from_the_senders_side_never_blocks(name, p, v, lengths):
+    v = v if name.startswith("interleaved") else 1
+    schedule = place_messages(generate(name, num_ranks=p, num_virtual=v, lengths=lengths))
+    validate(schedule)
+    for queues in QUEUES:
+        replay(schedule, queues=queues)
+
+
+def test_a_deadlock_names_where_the_ranks_stand():
+    schedule = place_messages(make("1f1b", p=4, n=1, m=8), receives="consumer")
+    with pytest.raises(DeadlockError, match="one queue per rank: rank 0 at action"):
+        replay(schedule, queues="rank")
+
+
+def test_messages_change_neither_the_compute_nor_its_times():
+    schedule = make("interleaved_seq1f1b", p=3, v=2, n=3, m=4)
+    sent = place_messages(schedule)
+    for before, after in zip(schedule.programs, sent.programs, strict=True):
+        messages = (ActionKind.SEND, ActionKind.RECV)
+        assert tuple(a for a in after if a.kind not in messages) == before
+    assert play(sent, latency=0.3).makespan_s == play(schedule, latency=0.3).makespan_s
+
+
+def test_every_tensor_that_crosses_ranks_is_sent_once():
+    sent = place_messages(make("seq1f1b", p=3, n=2, m=2))
+    counts = Counter((a.kind, a.wire) for program in sent.programs for a in program)
+    for kind in (ActionKind.SEND, ActionKind.RECV):
+        assert counts[kind, "act"] == counts[kind, "grad"] == 2 * 4
+    first = [str(action) for action in sent.programs[0]]
+    assert first[:4] == ["0F0.0", "0SEND_ACT0.0", "0F0.1", "0SEND_ACT0.1"]
+
+
+def test_pieces_are_sent_interval_by_interval():
+    """P=4, N=8: unit 0 in four pieces on stage 0 and three on stage 1 makes six intervals."""
+    sent = place_messages(make("sppo_msp", p=4, n=8, m=1, tokens=12))
+    sends = sorted(
+        str(a) for program in sent.programs for a in program if str(a).startswith("0SEND_ACT0.0")
+    )
+    # Pieces of 3 3 3 3 against 4 4 4 tokens on ranks 1 2 3: cuts at 3 4 6 8 9. What stays on its
+    # rank (intervals 1, 3 and 5) is not sent.
+    assert sends == ["0SEND_ACT0.0[0/6]", "0SEND_ACT0.0[2/6]", "0SEND_ACT0.0[4/6]"]
+
+
+def test_messages_are_placed_once():
+    sent = place_messages(make("seq1f1b", p=2, n=1, m=1))
+    with pytest.raises(ValueError, match="0SEND_ACT0.0 is there already"):
+        place_messages(sent)
+
+
+def test_a_stray_message_is_found_by_the_replay():
+    schedule = make("seq1f1b", p=1, n=1, m=1)
+    stray = place_messages(make("seq1f1b", p=2, n=1, m=1)).programs[0][1]
+    programs = ((schedule.programs[0][0], stray, *schedule.programs[0][1:]),)
+    broken = type(schedule)("s", schedule.placement, schedule.lengths, programs)
+    with pytest.raises(DeadlockError, match="nobody is at the other end"):
+        replay(broken)

@@ -1,0 +1,126 @@
+"""Offload in miniature: one rank, and the paper's Figure 8."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.copies import place_copies
+from sppo.schedule.simulate import simulate
+from sppo.schedule.validate import validate
+from tests.schedule.cases import make, peaks
+
+
+def offload(ranks=1, sizes=(1.0,), **how):
+    case = abstract_case(
+        AbstractCase(
+            "sppo",
+            num_ranks=ranks,
+            num_sequences=1,
+            num_subsequences=4,
+            unit_sizes=sizes,
+            offload=AbstractOffload(**how),
+        )
+    )
+    return simulate(case.schedule, costs=case.costs)
+
+
+@pytest.mark.parametrize(
+    ("how", "makespan", "peak"),
+    [
+        ({"ratios": "none"}, 12, 4),
+        ({"ratios": "full", "keep_last": 1}, 12, 2),
+        ({"ratios": "full", "keep_last": 1, "d2h_s": 2, "h2d_s": 2}, 15, 3),
+        ({"ratios": "full", "keep_last": 2, "d2h_s": 2, "h2d_s": 2}, 12, 3),
+    ],
+)
+def test_the_miniature_on_one_rank(how, makespan, peak):
+    timeline = offload(**how)
+    assert timeline.makespan_s == makespan
+    assert peaks(timeline) == [peak]
+    assert timeline.ranks[0].idle_s("copy") == makespan - 12
+
+
+# Figure 8 prints neither unit sizes nor link speed. Ours: a FLOPs-balanced sequence whose
+# subsequences leave 3, 2, 1 and 1 units on each of 2 stages, and a link that moves one unit per
+# forward; F takes 1, B takes 2.
+FIGURE_8 = {"ranks": 2, "sizes": (3.0, 2.0, 1.0, 1.0), "d2h_s": 1.0, "h2d_s": 1.0}
+
+
+def test_figure_8_full_offload_over_a_slow_link_helps_nobody():
+    timeline = offload(ratios="full", **FIGURE_8)
+    assert max(peaks(timeline)) == 7
+    assert timeline.makespan_s == 21
+    assert sum(track.idle_s("copy") for track in timeline.ranks) == 6
+
+
+def test_figure_8_adaptive_offload_peaks_at_5_and_hides():
+    plain, adaptive = offload(ratios="none", **FIGURE_8), offload(ratios="adaptive", **FIGURE_8)
+    assert peaks(plain) == [7, 7]
+    assert peaks(adaptive) == pytest.approx([5, 5])
+    assert adaptive.makespan_s == plain.makespan_s == 15
+    assert all(track.idle_s("copy") == 0 for track in adaptive.ranks)
+
+
+def test_the_adaptive_ratio_is_what_one_forward_hides():
+    case = abstract_case(
+        AbstractCase(
+            "sppo", 2, 1, 4,
+            unit_sizes=(3.0, 2.0, 1.0, 1.0),
+            offload=AbstractOffload(ratios="adaptive"),
+        )
+    )  # fmt: skip
+    ratios = case.costs.offload_bytes / case.costs.activation_bytes
+    assert ratios[0].tolist() == pytest.approx([1 / 3, 1 / 2, 1, 0])
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "interleaved_seq1f1b", "seq_zb_h1", "sppo_msp"])
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_copies_fit_every_schedule(name, prefetch):
+    schedule = make(name, p=3, v=2 if name.startswith("inter") else 1, n=4, m=2)
+    everything = np.ones((schedule.num_stages, schedule.num_units), dtype=bool)
+    placed = place_copies(schedule, offloaded=everything, prefetch=prefetch)
+    validate(placed)
+    kinds = [a.kind for program in placed.programs for a in program]
+    assert kinds.count(ActionKind.D2H) == kinds.count(ActionKind.H2D) == kinds.count(ActionKind.F)
+
+
+def test_earlier_prefetch_takes_more_memory_and_hides_longer_copies():
+    how = {"ratios": "full", "keep_last": 1, "sizes": (1.0, 3.0, 0.1, 1.0), "d2h_s": 0.3}
+    late, early = offload(prefetch=1, **how), offload(prefetch=2, **how)
+    assert (late.makespan_s, early.makespan_s) == pytest.approx((13, 12))
+    assert peaks(early)[0] >= peaks(late)[0]
+
+
+def test_nothing_offloaded_changes_nothing():
+    schedule = make("seq1f1b", p=2, n=2, m=1)
+    assert place_copies(schedule, offloaded=np.zeros((2, 2), dtype=bool)) is schedule
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offloaded": np.ones((1, 2), dtype=bool)}, r"shape \(1, 2\): must be"),
+        ({"prefetch": 0}, "prefetch is 0: must be at least 1"),
+    ],
+)
+def test_requests_that_make_no_sense(change, message):
+    request = {"offloaded": np.ones((2, 2), dtype=bool), "prefetch": 1, **change}
+    with pytest.raises(ValueError, match=message):
+        place_copies(make("seq1f1b", p=2, n=2, m=1), **request)
+
+
+def test_evaluation_has_nothing_to_offload():
+    schedule = make("seq1f1b", p=1, n=2, m=1, forward_only=True)
+    with pytest.raises(ValueError, match="nothing is kept"):
+        place_copies(schedule, offloaded=np.ones((1, 2), dtype=bool))
+
+
+def test_copies_are_placed_once():
+    schedule = make("seq1f1b", p=1, n=2, m=1)
+    everything = np.ones((1, 2), dtype=bool)
+    placed = place_copies(schedule, offloaded=everything)
+    with pytest.raises(ValueError, match="is there already"):
+        place_copies(placed, offloaded=everything)

@@ -1,0 +1,214 @@
+"""Multiplexed sequence partitioning: the paper's table, its gain, and when it is not used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.costs import Link, Links, abstract_costs
+from sppo.schedule.encoding import encode
+from sppo.schedule.gangs import Gang, balanced_pieces, find_gangs, gang_seconds, routes_between
+from sppo.schedule.generators import generate
+from sppo.schedule.multiplex import multiplex, multiplexed_ranks
+from sppo.schedule.prepare import lower
+from sppo.schedule.simulate import simulate
+from sppo.schedule.validate import validate
+from tests.schedule.cases import make, play
+
+
+def pieces(schedule):
+    return sum(a.num_pieces > 1 for program in schedule.programs for a in program)
+
+
+def test_table_3_of_the_paper():
+    """P=4, N=8, as printed."""
+    ranks = {
+        (stage, unit): multiplexed_ranks(stage, unit=unit, num_ranks=4, num_units=8)
+        for stage in range(4)
+        for unit in range(8)
+    }
+    left = {(0, 0): 0, (0, 1): 0, (0, 2): 0, (1, 0): 1, (1, 1): 1, (2, 0): 2}
+    right = {(1, 7): 1, (2, 6): 2, (2, 7): 2, (3, 5): 3, (3, 6): 3, (3, 7): 3}
+    for key, found in ranks.items():
+        if key in left:
+            assert found == range(left[key], 4)
+        elif key in right:
+            assert found == range(right[key] + 1)
+        else:
+            assert found == range(key[0], key[0] + 1)
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "forward", "step", "plain"),
+    [(2, 4, 4, 12, 15), (4, 8, 25 / 3, 25, 33)],
+)
+def test_unit_costs_and_free_messages(p, n, forward, step, plain):
+    assert play(make("sppo_msp", p=p, n=n, m=1, forward_only=True)).makespan_s == pytest.approx(
+        forward
+    )
+    assert play(make("sppo_msp", p=p, n=n, m=1)).makespan_s == pytest.approx(step)
+    assert play(make("sppo", p=p, n=n, m=1)).makespan_s == plain
+
+
+def test_backward_is_the_mirror_image_on_the_same_ranks():
+    schedule = make("sppo_msp", p=4, n=8, m=1)
+    for program in schedule.programs:
+        forward = [replace(a, kind=ActionKind.B) for a in program if a.kind is ActionKind.F]
+        assert [a for a in program if a.kind is ActionKind.B] == forward[::-1]
+
+
+def priced(p, n, *, bandwidth, weights=1.0, factors=None):
+    base = abstract_costs(p, num_units=n, unit_factors=factors)
+    return replace(
+        base,
+        links=Links(Link(1e-3, bandwidth)),
+        message_bytes=np.full(n, 0.01),
+        weight_bytes=np.full(p, weights),
+        weight_gradient_bytes=np.full(p, 2 * weights),
+        kv_bytes=np.full((p, n), 0.01),
+        kv_gradient_bytes=np.full((p, n), 0.02),
+        context_slope=1e-3,
+    )
+
+
+def test_communication_decides_how_many_units_are_cut():
+    counts, makespans = [], []
+    for bandwidth in (100, 3, 2, 0.5):
+        costs = priced(4, 8, bandwidth=bandwidth)
+        schedule = make("sppo_msp", p=4, n=8, m=1, tokens=64, costs=costs)
+        counts.append(pieces(schedule))
+        makespans.append(simulate(schedule, costs=costs).makespan_s)
+    assert counts[0] > counts[1] > counts[2] > counts[3] == 0
+    assert makespans == sorted(makespans)
+
+
+def test_every_chosen_gang_pays():
+    costs = priced(4, 8, bandwidth=3)
+    schedule = make("sppo_msp", p=4, n=8, m=1, tokens=64, costs=costs)
+    gangs = find_gangs(schedule, programs=encode(schedule))
+    seconds = gang_seconds(schedule, gangs=gangs, costs=costs)
+    assert gangs
+    for slot in gangs:
+        assert seconds[0, slot] + seconds[1, slot] < 1 + 2
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(1, 4),
+    st.lists(st.integers(1, 8), min_size=1, max_size=8),
+    st.integers(1, 2),
+    st.sampled_from((1e3, 5.0, 2.0, 0.2)),
+    st.booleans(),
+)
+def test_it_never_makes_a_step_slower(p, factors, m, bandwidth, forward_only):
+    n = len(factors)
+    costs = priced(p, n * m, bandwidth=bandwidth, factors=factors * m)
+    lengths = ((64,) * n,) * m
+    cut = multiplex(lengths, num_ranks=p, forward_only=forward_only, costs=costs)
+    validate(cut)
+    plain = generate("sppo", num_ranks=p, lengths=lengths, forward_only=forward_only)
+    before = simulate(plain, costs=costs).makespan_s
+    after = simulate(lower(cut, costs=costs), costs=costs).makespan_s
+    assert after <= before + 1e-9
+
+
+def test_flops_balanced_lengths():
+    """32K tokens in 8 FLOPs-balanced parts rounded to 128: nearly equal costs, unequal lengths."""
+    slope, total, n = 1 / 8192, 32768, 8
+    a_cost = total + slope * total**2 / 2
+    ends = [
+        round(((1 + 2 * slope * a_cost * k / n) ** 0.5 - 1) / slope / 128) * 128
+        for k in range(n + 1)
+    ]
+    lengths = tuple(end - begin for begin, end in zip(ends, ends[1:], strict=False))
+    cost = [e - b + slope * (e**2 - b**2) / 2 for b, e in zip(ends, ends[1:], strict=False)]
+    factors = [c / (sum(cost) / n) for c in cost]
+    costs = replace(abstract_costs(4, num_units=n, unit_factors=factors), context_slope=slope)
+    schedule = generate("sppo_msp", num_ranks=4, lengths=(lengths,), costs=costs)
+    plain = generate("sppo", num_ranks=4, lengths=(lengths,))
+    validate(schedule)
+    assert lengths[0] > 2 * lengths[-1]
+    assert simulate(plain, costs=costs).makespan_s == pytest.approx(33, rel=0.02)
+    assert simulate(schedule, costs=costs).makespan_s == pytest.approx(25, rel=0.02)
+    for cut in schedule.cuts:
+        assert list(cut.lengths) == sorted(cut.lengths, reverse=True)
+        assert sum(cut.lengths) == lengths[cut.subsequence]
+
+
+def test_several_sequences_follow_each_other_unless_overlapping_is_faster():
+    two, twelve = make("sppo_msp", p=4, n=8, m=2), make("sppo_msp", p=4, n=8, m=12)
+    assert play(two).makespan_s == pytest.approx(50)
+    assert play(make("sppo", p=4, n=8, m=2)).makespan_s == 57
+    assert pieces(twelve) == 0
+
+
+def test_a_unit_shorter_than_its_gang_stays_whole():
+    schedule = make("sppo_msp", p=4, n=8, m=1, tokens=2)
+    assert {a.num_pieces for program in schedule.programs for a in program} <= {1, 2}
+
+
+def test_a_pipeline_of_many_gangs_is_still_chosen():
+    """More gangs than are tried one by one."""
+    schedule = make("sppo_msp", p=9, n=18, m=1)
+    assert play(schedule).makespan_s < play(make("sppo", p=9, n=18, m=1)).makespan_s
+    assert pieces(schedule) > 0
+
+
+def test_costs_for_another_schedule_are_refused():
+    with pytest.raises(ValueError, match="costs of 2 stages and 3 units for 4 stages and 8"):
+        multiplex(((16,) * 8,), num_ranks=4, costs=abstract_costs(2, num_units=3))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200), st.integers(1, 8), st.integers(0, 500), st.floats(0, 1))
+def test_balanced_pieces_add_up_and_later_ones_are_not_longer(tokens, count, start, slope):
+    count = min(count, tokens)
+    parts = balanced_pieces(tokens, num_pieces=count, start=start, context_slope=slope)
+    assert sum(parts) == tokens
+    assert len(parts) == count
+    assert min(parts) >= 1
+    assert all(b <= a + 1 for a, b in zip(parts, parts[1:], strict=False))
+
+
+cuts = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+@given(cuts, cuts)
+def test_routes_carry_every_token_once(out, into):
+    into = [*into, max(0, sum(out) - sum(into))]
+    out = [*out, sum(into) - sum(out)]
+    producer = [(k, tokens) for k, tokens in enumerate(out) if tokens]
+    consumer = [(10 + k, tokens) for k, tokens in enumerate(into) if tokens]
+    routes = routes_between(producer, consumer=consumer)
+    total = sum(out)
+    for rank, tokens in producer:
+        assert sum(r.share for r in routes if r.sender == rank) == pytest.approx(tokens / total)
+    for rank, tokens in consumer:
+        assert sum(r.share for r in routes if r.receiver == rank) == pytest.approx(tokens / total)
+    assert len(routes) <= len(producer) + len(consumer) - 1
+
+
+def test_helpers_that_have_seen_the_prefix_do_not_get_it_again():
+    costs = replace(
+        abstract_costs(3, num_units=6, forward_s=0.0, backward_s=0.0),
+        kv_bytes=np.ones((3, 6)),
+        links=Links(Link(0.0, 1.0)),
+    )
+    schedule = make("sppo", p=3, n=6, m=1)
+    gangs = {}
+    for stage in range(3):
+        for unit in range(6):
+            ranks = tuple(multiplexed_ranks(stage, unit=unit, num_ranks=3, num_units=6))
+            if len(ranks) > 1:
+                gangs[stage * 6 + unit] = Gang(stage * 6 + unit, ranks, (16,))
+    seconds = gang_seconds(schedule, gangs=gangs, costs=costs)
+    own = 2 / 3
+    # Stage 2, right units 4 and 5 on ranks 0..2: the four units before 4 are news, 4 is not.
+    assert seconds[0, 2 * 6 + 4] == pytest.approx(4 + own)
+    assert seconds[0, 2 * 6 + 5] == pytest.approx(own)
+    assert seconds[0, 0] == pytest.approx(own)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.schedule.actions import Action, ActionKind
+from sppo.schedule.communication import place_messages
+from sppo.schedule.copies import place_copies
+from sppo.schedule.costs import abstract_costs
+from sppo.schedule.generators import generate
+from sppo.schedule.program_text import (
+    ProgramTextError,
+    check_program,
+    format_program,
+    parse_action,
+    parse_program,
+)
+from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, make, play
+
+BY_HAND = """
+# Two ranks, one sequence in two subsequences.
+name by-hand
+lengths 16,16
+
+rank 0: 0F0.0 0F0.1 0B0.1 0B0.0   # the first stage
+rank 1: 1F0.0 1F0.1 1B0.1 1B0.0
+"""
+
+
+@given(st.data())
+def test_every_action_is_read_back(data):
+    number = st.integers(0, 99999)
+    kind = data.draw(st.sampled_from(ActionKind))
+    if kind is ActionKind.REDUCE:
+        action = Action(kind, data.draw(number))
+    else:
+        pieces = data.draw(st.integers(1, 50))
+        wire = None
+        if kind in (ActionKind.SEND, ActionKind.RECV):
+            wire = data.draw(st.sampled_from(("act", "grad")))
+        action = Action(
+            kind, data.draw(number), data.draw(number), data.draw(number), wire,
+            data.draw(st.integers(0, pieces - 1)), pieces,
+        )  # fmt: skip
+    assert parse_action(str(action)) == action
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(SUBSEQUENCE_SCHEDULES),
+    st.integers(1, 4),
+    st.lists(
+        st.lists(st.integers(8, 40), min_size=1, max_size=5).map(tuple), min_size=1, max_size=3
+    ),
+)
+def test_every_schedule_is_read_back(name, p, lengths):
+    lengths = tuple(lengths)
+    units = sum(map(len, lengths))
+    costs = replace(abstract_costs(p, num_units=units), context_slope=0.01)
+    v = 2 if name.startswith("inter") else 1
+    schedule = generate(name, num_ranks=p, num_virtual=v, lengths=lengths, costs=costs)
+    everything = np.ones((schedule.num_stages, units), dtype=bool)
+    schedule = place_messages(place_copies(schedule, offloaded=everything))
+    file = parse_program(format_program(schedule))
+    assert file.schedule == schedule
+    assert file.schedule.digest() == schedule.digest()
+    check_program(file)
+
+
+def test_a_program_by_hand():
+    file = parse_program(BY_HAND)
+    check_program(file)
+    assert file.schedule.name == "by-hand"
+    assert file.schedule.lengths == ((16, 16),)
+    assert file.lines == (6, 7)
+    assert play(file.schedule).makespan_s == 9
+
+
+def test_bare_lines_are_the_programs_of_ranks_in_order():
+    schedule = make("interleaved_seq1f1b", p=2, v=2, n=2, m=2, tokens=1)
+    bare = "\n".join(" ".join(map(str, program)) for program in schedule.programs)
+    read = parse_program(bare).schedule
+    assert (read.programs, read.placement, read.lengths) == (
+        schedule.programs, schedule.placement, schedule.lengths,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank 0: 0F0.0 0X0.0", "line 1: '0X0.0' is not an action: write stage, kind"),
+        ("\nrank 0: 0F", "line 2: '0F' is not an action: F names its unit"),
+        ("rank 0: 0REDUCE0.0", "REDUCE names only a stage"),
+        ("rank 0: 0SEND0.0", "'0SEND0.0' is not an action"),
+        ("rank 0: 0F0.0\nrank 0: 0F0.0", "line 2: rank 0 has a program on line 1"),
+        ("ranks x\nrank 0: 0F0.0", "line 1: 'x' is not a whole number"),
+        ("ranks 3\nrank 0: 0F0.0", "programs for ranks \\[0\\] with 3 ranks"),
+        ("rank 1: 0F0.0", "each of the ranks 0 to 1"),
+        ("style x", "style 'x': must be loop or v"),
+        ("lengths 4,0\nrank 0: 0F0.0", "at least 1 token"),
+        ("speed 3", "line 1: 'speed' starts no line"),
+        ("cut 0 1", "line 1: cut '0 1': write stage, unit and tokens"),
+        ("cut 0 4.0 = 1,2\nrank 0: 0F0.0", "cut 0 4.0: there is no such unit"),
+        ("# nothing", "holds no program"),
+        ("rank 0: 0F0.99999999999", "names a unit, but not every unit before it"),
+        ("rank 0: 99999999999F0.0", "stage 99999999999 is named, but not every"),
+        ("ranks 0\nrank 0: 0F0.0", "with 0 ranks"),
+    ],
+)
+def test_what_cannot_be_read_says_where_and_what_to_write(text, message):
+    with pytest.raises(ProgramTextError, match=message):
+        parse_program(text, source="mine.txt")
+
+
+def test_a_wrong_program_gets_its_line_and_the_rule():
+    swapped = BY_HAND.replace("1F0.0 1F0.1", "1F0.1 1F0.0")
+    with pytest.raises(ProgramTextError) as caught:
+        check_program(parse_program(swapped), source="mine.txt")
+    assert "mine.txt, line 7: rank 1, action 1: 1F0.1 stands before 1F0.0" in str(caught.value)
+    assert "(rule: forward order)" in str(caught.value)
+
+
+def test_a_missing_action_gets_the_line_of_its_rank():
+    with pytest.raises(ProgramTextError, match="line 7: rank 1, 1B0.0 is missing"):
+        check_program(parse_program(BY_HAND.replace(" 1B0.0", "")), source="mine.txt")
