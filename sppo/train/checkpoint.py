@@ -24,6 +24,7 @@ from sppo.config import RunConfig
 from sppo.train.checkpoint_files import (
     CHECKPOINTS_DIRECTORY,
     METADATA_FILE,
+    is_step_name,
     list_checkpoints,
     partial_path,
     publish,
@@ -242,10 +243,13 @@ def find_checkpoint(path: Path | str) -> Checkpoint:
         InvalidCheckpointError: no checkpoint there, or none that is whole.
     """
     path = Path(path)
-    if (path / METADATA_FILE).exists() or path.name.startswith("step_"):
-        return _open_one(path)
     below = path / CHECKPOINTS_DIRECTORY
-    checkpoint, _ = _newest_valid(below if below.is_dir() else path)
+    if below.is_dir():
+        checkpoint, _ = _newest_valid(below)
+    elif (path / METADATA_FILE).exists() or is_step_name(path.name):
+        return _open_one(path)
+    else:
+        checkpoint, _ = _newest_valid(path)
     if checkpoint is None:
         raise InvalidCheckpointError(
             f"{path} holds no checkpoint: give a run's output directory, which contains "

@@ -31,6 +31,11 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def is_step_name(name: str) -> bool:
+    """Whether ``name`` is that of a complete checkpoint."""
+    return _COMPLETE.fullmatch(name) is not None
+
+
 def partial_path(directory: Path, *, step: int) -> Path:
     """Where this process writes the checkpoint of ``step`` before it is complete."""
     return directory / f"{step_name(step)}.partial-{os.getpid()}"

@@ -297,6 +297,14 @@ def test_read_model_returns_the_weights_only(tmp_path: Path, below: str) -> None
     assert torch.equal(weights["embed.weight"], _state(7)[KEYS[0]])
 
 
+def test_a_run_may_be_called_like_a_step_and_a_checkpoint_anything(tmp_path: Path) -> None:
+    run = tmp_path / "step_000001"
+    _saved(run, 5)
+    assert read_model(run)[0]["step"] == 5
+    shutil.copytree(run / "checkpoints" / "step_000005", tmp_path / "best")
+    assert read_model(tmp_path / "best")[0]["step"] == 5
+
+
 @pytest.mark.parametrize(
     ("below", "says"),
     [
