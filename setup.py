@@ -50,5 +50,5 @@ setup(
         "gpu": ["triton>=3.2", "flash-attn>=2.6", "cupy-cuda13x", "nvidia-ml-py"],
         "dev": [*DEV, *HF, *TRACK, "transformers>=4.51"],
     },
-    entry_points={"console_scripts": ["sppo = sppo.cli:main"]},
+    entry_points={"console_scripts": ["sppo = sppo.cli.app:main"]},
 )

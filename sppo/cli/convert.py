@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sppo.cli.exit_codes import exit_codes
+
 if TYPE_CHECKING:
     from sppo.config.model import ModelConfig
     from sppo.model.hf import SavedWeights
 
-EXIT_BAD_INPUT = 2
-EXIT_NO_ROOM = 4
-
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM})
-_BAD_PATH = frozenset(
-    {
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EEXIST,
-        errno.ENAMETOOLONG,
-    }
-)
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 app = typer.Typer(no_args_is_help=True, help="Convert weights from and to Hugging Face.")
@@ -79,7 +63,7 @@ def from_hf(
     from sppo.model.hf import check_unused, open_hf_weights, save_hf_weights, tokenizer_files
     from sppo.units import parse_size
 
-    with _exit_codes():
+    with exit_codes():
         check_unused(destination)
         config = read_config(source)
         model = _model(model_fields(config), source=source)
@@ -135,7 +119,7 @@ def to_hf(
     from sppo.train.checkpoint import read_model
     from sppo.units import parse_size
 
-    with _exit_codes():
+    with exit_codes():
         check_unused(destination)
         max_shard_bytes = parse_size(max_shard_size)
         extra_files, token_ids = _tokenizer(tokenizer)
@@ -158,29 +142,6 @@ def to_hf(
     report["copied"] = [path.name for path in extra_files]
     report["step"] = metadata.get("step")
     _show(report, json_output=json_output)
-
-
-@contextmanager
-def _exit_codes() -> Iterator[None]:
-    """One screen on stderr instead of a traceback for what a user can put right."""
-    try:
-        yield
-    except ValueError as error:
-        _fail(str(error), code=EXIT_BAD_INPUT)
-    except MemoryError:
-        _fail("out of memory", code=EXIT_NO_ROOM)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        if error.errno in _NO_ROOM:
-            _fail(f"{where}{error.strerror}; nothing was kept", code=EXIT_NO_ROOM)
-        if error.errno in _BAD_PATH:
-            _fail(f"{where}{error.strerror}", code=EXIT_BAD_INPUT)
-        raise
-
-
-def _fail(message: str, *, code: int) -> None:
-    typer.echo(f"error: {message}", err=True)
-    raise typer.Exit(code) from None
 
 
 def _model(fields: dict[str, Any], *, source: Path) -> ModelConfig:

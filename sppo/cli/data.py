@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sppo.cli.exit_codes import exit_codes
+
 if TYPE_CHECKING:
     from sppo.train.prepare import PreparedTokens, PrepareProgress
     from sppo.train.tokenizers import EndOfDocument
-
-EXIT_BAD_INPUT = 2
-EXIT_DISK_FULL = 4
 
 app = typer.Typer(no_args_is_help=True, help="Write the token data that runs read.")
 
@@ -76,28 +75,18 @@ def prepare(
     Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
     """
     from sppo.train.prepare import prepare_tokens
-    from sppo.train.token_writer import DISK_FULL_ERRNOS
 
-    try:
-        with _progress(quiet=json_output) as on_progress:
-            prepared = prepare_tokens(
-                files,
-                tokenizer=tokenizer,
-                out=out,
-                globs=glob or (),
-                vocab_size=vocab_size,
-                end_of_document=_end_of_document(end_of_document),
-                force=force,
-                on_progress=on_progress,
-            )
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_BAD_INPUT) from None
-    except OSError as error:
-        if error.errno not in DISK_FULL_ERRNOS:
-            raise
-        typer.echo(f"error: {_disk_full(error, out)}", err=True)
-        raise typer.Exit(EXIT_DISK_FULL) from None
+    with exit_codes(), _disk_full_explained(out), _progress(quiet=json_output) as on_progress:
+        prepared = prepare_tokens(
+            files,
+            tokenizer=tokenizer,
+            out=out,
+            globs=glob or (),
+            vocab_size=vocab_size,
+            end_of_document=_end_of_document(end_of_document),
+            force=force,
+            on_progress=on_progress,
+        )
     typer.echo(_json(prepared) if json_output else _report(prepared))
 
 
@@ -114,11 +103,21 @@ def _end_of_document(text: str) -> EndOfDocument:
         ) from None
 
 
-def _disk_full(error: OSError, out: Path) -> str:
-    return (
-        f"--out {out}: {error.strerror}; what was written is removed again. A token takes 2 bytes"
-        " (4 above a vocabulary of 65536): free some space, or write to another disk"
-    )
+@contextmanager
+def _disk_full_explained(out: Path) -> Iterator[None]:
+    """Say what was being written and what it takes when the disk is full."""
+    from sppo.train.token_writer import DISK_FULL_ERRNOS
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL_ERRNOS:
+            raise
+        raise OSError(
+            error.errno,
+            f"--out {out}: {error.strerror}; what was written is removed again. A token takes 2 "
+            "bytes (4 above a vocabulary of 65536): free some space, or write to another disk",
+        ) from error
 
 
 @contextmanager

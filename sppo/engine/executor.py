@@ -7,6 +7,7 @@ shows the program around it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class StepOutput:
 
     token_losses: dict[tuple[int, int], Tensor]
     """Unscaled loss of each token by (sequence, subsequence)."""
+    seconds: dict[ActionKind, float]
+    """Host time spent in the handlers of each kind; on a CPU that is the time of the work."""
 
 
 class Executor:
@@ -74,17 +77,20 @@ class Executor:
         """
         assert self._training == (loss_scale is not None), "training programs need a loss scale"
         self._units, self._loss_scale, self._losses = units, loss_scale, {}
+        seconds = dict.fromkeys(self._handlers, 0.0)
         for position, action in enumerate(self._program):
             try:
                 before_action()
+                start = time.perf_counter()
                 self._handlers[action.kind](action)
+                seconds[action.kind] += time.perf_counter() - start
             except BaseException as error:
                 error.add_note(self._context(position))
                 self._discard()
                 raise
         for stage in self._stages.values():
             stage.assert_idle()
-        return StepOutput(self._losses)
+        return StepOutput(self._losses, seconds)
 
     def _forward(self, action: Action) -> None:
         unit, stage = self._units[action.unit], self._stages[action.stage]

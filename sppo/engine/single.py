@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.engine.executor import Executor
+from sppo.engine.executor import Executor, StepOutput
 from sppo.engine.stage import Stage
 from sppo.engine.unit import SequenceData, Unit, units_of
 from sppo.kernels.attention import Backend
 from sppo.offload.store import ResidentStore
 from sppo.planning.activation_policy import saved_tensors
 from sppo.planning.partition import lengths_of
+from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import generate
 
 
@@ -30,6 +31,18 @@ class EnginePeaks:
     activations_bytes: int
     kv_bytes: int
     """K, V and their fp32 gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """One step's loss and where its time went."""
+
+    total_loss: Tensor
+    """Sum of the token losses, a float64 scalar."""
+    num_valid: int
+    """Labels it sums over."""
+    forward_s: float
+    backward_s: float
 
 
 class SingleRankEngine:
@@ -69,7 +82,7 @@ class SingleRankEngine:
         boundaries: Sequence[Sequence[int]],
         *,
         before_action: Callable[[], None] = _go_on,
-    ) -> tuple[Tensor, int]:
+    ) -> Accumulated:
         """Add the gradient of the mean loss over all valid labels of ``sequences``.
 
         Args:
@@ -77,25 +90,27 @@ class SingleRankEngine:
             boundaries: cuts of each sequence, from 0 to its length.
             before_action: called before every action; what it raises gives the step up cleanly.
 
-        Returns:
-            (sum of token losses as a float64 scalar, number of valid labels).
-
         Raises:
             ValueError: no label is valid, or boundaries that do not tile a sequence.
         """
         num_valid = sum(data.num_valid for data in sequences)
         if num_valid == 0:
             raise ValueError("none of the step's labels is valid: there is nothing to learn from")
-        losses = self._run(
+        output = self._run(
             sequences, boundaries, loss_scale=1.0 / num_valid, before_action=before_action
         )
-        total = torch.stack([x.double().sum() for x in losses.values()]).sum()
-        return total, num_valid
+        losses = [loss.double().sum() for loss in output.token_losses.values()]
+        return Accumulated(
+            torch.stack(losses).sum(),
+            num_valid,
+            forward_s=output.seconds[ActionKind.F],
+            backward_s=output.seconds[ActionKind.B],
+        )
 
     @torch.no_grad()
     def evaluate(self, data: SequenceData, boundaries: Sequence[int]) -> Tensor:
         """Loss of each token of one sequence, ``[S]``; 0 where the label is ignored."""
-        losses = self._run([data], [boundaries], loss_scale=None)
+        losses = self._run([data], [boundaries], loss_scale=None).token_losses
         return torch.cat([losses[key] for key in sorted(losses)])
 
     def take_peaks(self) -> EnginePeaks:
@@ -113,7 +128,7 @@ class SingleRankEngine:
         *,
         loss_scale: float | None,
         before_action: Callable[[], None] = _go_on,
-    ) -> dict[tuple[int, int], Tensor]:
+    ) -> StepOutput:
         units: dict[tuple[int, int], Unit] = {}
         for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
             units |= units_of(index, data, cuts)
@@ -124,5 +139,4 @@ class SingleRankEngine:
             forward_only=loss_scale is None,
         )
         executor = Executor(schedule, rank=0, stages={0: self._stage})
-        output = executor.run(units, loss_scale=loss_scale, before_action=before_action)
-        return output.token_losses
+        return executor.run(units, loss_scale=loss_scale, before_action=before_action)

@@ -85,3 +85,28 @@ def partition_costs(model: ModelConfig) -> tuple[float, float]:
         else:
             linear += layer.attention_flops * window
     return linear, quadratic
+
+
+def executed_step_flops(model: ModelConfig, *, length: int, sequences: int, policy: str) -> int:
+    """FLOPs that a step really executes under an activation policy (the numerator of ``hfu``).
+
+    ``keep_attention`` rebuilds the q, o, gate and up projections; ``recompute`` attention as well.
+    K and V stay in their store and are never rebuilt.
+    """
+    layer = layer_flops(model)
+    pairs = sum(
+        causal_pairs(0, length, window=model.window_of(index)) for index in range(model.num_layers)
+    )
+    attention = layer.attention_flops * pairs
+    linear = forward_flops(model, start=0, end=length) - attention
+    rebuilt = 0 if policy == "retain" else _rebuilt_linear_flops(model) * length
+    attended_again = attention if policy == "recompute" else 0
+    backward = BACKWARD_RATIO * linear + FLASH_BACKWARD_RATIO * attention
+    return int((linear + attention + backward + rebuilt + attended_again) * sequences)
+
+
+def _rebuilt_linear_flops(model: ModelConfig) -> int:
+    """Per token: projections done again in backward, all layers."""
+    shapes = layer_shapes(model)
+    names = ["q", "o", "up", *(["gate"] if model.gated else []), *(["k"] if model.qk_norm else [])]
+    return 2 * sum(prod(shapes[f"{name}.weight"]) for name in names) * model.num_layers

@@ -12,25 +12,10 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 import torch
 
+from sppo.engine.unit import SequenceData
+from sppo.kernels.cross_entropy import IGNORED_LABEL
 from sppo.train.order import SequenceOrder
 from sppo.train.tokens import TOKENS_FILE, TokenData
-
-IGNORED = -100
-"""Label of a position that no loss is taken at (torch's ``ignore_index``)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainingSequence:
-    """Inputs and labels of one sequence, S tokens each, on the CPU."""
-
-    tokens: torch.Tensor
-    """int64 [S]."""
-    labels: torch.Tensor
-    """int64 [S], the token after each input; :data:`IGNORED` where there is none to predict."""
-    document_starts: tuple[int, ...]
-    """Increasing positions in [0, S) where attention starts anew; the first is 0."""
-    num_valid: int
-    """Labels that are not :data:`IGNORED`: what the summed loss is divided by."""
 
 
 def count_sequences(data: TokenData, *, length: int) -> int:
@@ -40,12 +25,12 @@ def count_sequences(data: TokenData, *, length: int) -> int:
 
 def training_sequence(
     data: TokenData, index: int, *, length: int, isolate_documents: bool
-) -> TrainingSequence:
+) -> SequenceData:
     """Cut sequence ``index`` out of the stream.
 
     With ``isolate_documents`` every document in the sequence is trained as if alone: attention is
     to start anew at ``document_starts``, and the label that would be the first token of the next
-    document is :data:`IGNORED`. Without it the sequence is one run of text.
+    document is :data:`IGNORED_LABEL`. Without it the sequence is one run of text.
 
     Args:
         data: Open token data.
@@ -63,19 +48,12 @@ def training_sequence(
     stream = torch.from_numpy(ids)
     labels = stream[1:].clone()
     starts: tuple[int, ...] = (0,)
-    num_ignored = 0
     if isolate_documents:
         # Documents that start at inputs 1 ... S-1, or at the last label, which is position S.
         begins = _document_starts(data, first + 1, first + length + 1) - first
-        labels[torch.from_numpy(begins - 1)] = IGNORED
+        labels[torch.from_numpy(begins - 1)] = IGNORED_LABEL
         starts = (0, *(int(begin) for begin in begins if begin < length))
-        num_ignored = len(begins)
-    return TrainingSequence(
-        tokens=stream[:-1],
-        labels=labels,
-        document_starts=starts,
-        num_valid=length - num_ignored,
-    )
+    return SequenceData(tokens_S=stream[:-1], labels_S=labels, document_starts=starts)
 
 
 def _document_starts(data: TokenData, low: int, high: int) -> np.ndarray:
@@ -136,13 +114,13 @@ class TrainingData:
         order, first = self.order, step * self.sequences_per_step
         return tuple(order.sequence_index(first + k) for k in range(self.sequences_per_step))
 
-    def sequence(self, index: int) -> TrainingSequence:
+    def sequence(self, index: int) -> SequenceData:
         """Sequence ``index`` alone, for a rank that trains a share of a step."""
         return training_sequence(
             self.data, index, length=self.length, isolate_documents=self.isolate_documents
         )
 
-    def step(self, step: int) -> tuple[TrainingSequence, ...]:
+    def step(self, step: int) -> tuple[SequenceData, ...]:
         """The B sequences of ``step``, read now.
 
         Raises:

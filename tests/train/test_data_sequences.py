@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo.train.data import (
-    IGNORED,
+    IGNORED_LABEL,
     TrainingData,
-    TrainingSequence,
+    SequenceData,
     count_sequences,
     training_sequence,
 )
@@ -40,13 +40,13 @@ def stream_of(lengths: list[int], *, max_id: int | None = None) -> TokenData:
 documents = st.lists(st.integers(1, 30), min_size=1, max_size=12).filter(lambda x: sum(x) > 1)
 
 
-def _examples(sequence: TrainingSequence) -> list[tuple[tuple[int, ...], int]]:
+def _examples(sequence: SequenceData) -> list[tuple[tuple[int, ...], int]]:
     """What the loss is taken over: each label with all that attention may see before it."""
-    tokens, labels = sequence.tokens.tolist(), sequence.labels.tolist()
+    tokens, labels = sequence.tokens_S.tolist(), sequence.labels_S.tolist()
     examples = []
     for position, label in enumerate(labels):
         start = max(s for s in sequence.document_starts if s <= position)
-        if label != IGNORED:
+        if label != IGNORED_LABEL:
             examples.append((tuple(tokens[start : position + 1]), label))
     return examples
 
@@ -82,8 +82,8 @@ def test_joined_sequences_are_the_stream(lengths: list[int], data: st.DataObject
     for index in range(num_sequences):
         sequence = training_sequence(stream, index, length=length, isolate_documents=False)
         first = index * length
-        assert sequence.tokens.tolist() == list(range(first, first + length))
-        assert sequence.labels.tolist() == list(range(first + 1, first + length + 1))
+        assert sequence.tokens_S.tolist() == list(range(first, first + length))
+        assert sequence.labels_S.tolist() == list(range(first + 1, first + length + 1))
         assert sequence.document_starts == (0,)
         assert sequence.num_valid == length
 
@@ -92,12 +92,12 @@ def test_shapes_types_and_boundary_positions() -> None:
     #            0 1 2 | 3 4 | 5 6 7 | 8 ...: the second sequence of 4 is tokens 4..8
     stream = stream_of([3, 2, 3, 9])
     sequence = training_sequence(stream, 1, length=4, isolate_documents=True)
-    assert sequence.tokens.dtype == sequence.labels.dtype == torch.int64
-    assert sequence.tokens.tolist() == [4, 5, 6, 7]
-    assert sequence.labels.tolist() == [IGNORED, 6, 7, IGNORED]
+    assert sequence.tokens_S.dtype == sequence.labels_S.dtype == torch.int64
+    assert sequence.tokens_S.tolist() == [4, 5, 6, 7]
+    assert sequence.labels_S.tolist() == [IGNORED_LABEL, 6, 7, IGNORED_LABEL]
     assert sequence.document_starts == (0, 1)
     assert sequence.num_valid == 2
-    assert sequence.labels.is_contiguous()
+    assert sequence.labels_S.is_contiguous()
 
 
 def _training(stream: TokenData, *, shuffle: bool = False) -> TrainingData:
@@ -117,7 +117,7 @@ def test_steps_follow_the_stream_and_wrap_into_the_next_epoch() -> None:
     assert training.sequence_indices(0) == (0, 1, 2)
     assert training.sequence_indices(1) == (3, 4, 0)
     assert [training.epoch_of(step) for step in range(4)] == [0, 0, 1, 1]
-    assert [s.tokens[0].item() for s in training.step(1)] == [12, 16, 0]
+    assert [s.tokens_S[0].item() for s in training.step(1)] == [12, 16, 0]
 
 
 def test_a_resumed_run_reads_what_the_first_would_have() -> None:
@@ -127,8 +127,8 @@ def test_a_resumed_run_reads_what_the_first_would_have() -> None:
         first.step(step)
     for step in (5, 17):
         for a, b in zip(first.step(step), resumed.step(step), strict=True):
-            assert torch.equal(a.tokens, b.tokens)
-            assert torch.equal(a.labels, b.labels)
+            assert torch.equal(a.tokens_S, b.tokens_S)
+            assert torch.equal(a.labels_S, b.labels_S)
 
 
 def test_a_damaged_id_is_reported_before_a_kernel_sees_it() -> None:

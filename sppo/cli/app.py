@@ -1,0 +1,47 @@
+"""The ``sppo`` command: each subcommand imports what it needs when it runs.
+
+So ``sppo --help`` answers at once, and planning never waits for torch.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from sppo import __version__
+from sppo.cli import config, convert, data
+from sppo.cli.evaluate import evaluate
+from sppo.cli.train import train
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Train transformers on sequences that do not fit, cut into subsequences.",
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sppo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def sppo(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Train transformers on sequences that do not fit, cut into subsequences."""
+
+
+app.command("train")(train)
+app.command("eval")(evaluate)
+app.add_typer(data.app, name="data")
+app.add_typer(convert.app, name="convert")
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Entry point of the ``sppo`` command."""
+    app()

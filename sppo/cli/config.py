@@ -1,0 +1,74 @@
+"""``sppo config``: look at a run file without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sppo.cli.arguments import Json, Overrides, RunFile
+from sppo.cli.exit_codes import exit_codes
+
+app = typer.Typer(no_args_is_help=True, help="Look at a run file without running it.")
+
+
+@app.callback()
+def config() -> None:
+    """Look at a run file without running it."""
+
+
+@app.command()
+def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = False) -> None:
+    """Print the complete configuration: presets expanded, defaults filled in."""
+    import json
+
+    import yaml
+
+    from sppo.config import load_run
+
+    with exit_codes():
+        values = load_run(run_file, overrides or ()).model_dump(mode="json")
+    if json_output:
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        typer.echo(yaml.safe_dump(values, sort_keys=False), nl=False)
+
+
+@app.command()
+def check(run_file: RunFile, overrides: Overrides = None, json_output: Json = False) -> None:
+    """Report every problem of a run file at once; exit code 2 if there is one."""
+    import json
+    from dataclasses import asdict
+
+    from sppo.config import ConfigError, load_run
+
+    if json_output:
+        try:
+            load_run(run_file, overrides or ())
+        except ConfigError as error:
+            problems = [asdict(problem) for problem in error.problems]
+            typer.echo(json.dumps({"valid": False, "problems": problems}, indent=2))
+            raise typer.Exit(2) from None
+        typer.echo(json.dumps({"valid": True, "problems": []}))
+        return
+    with exit_codes():
+        load_run(run_file, overrides or ())
+    typer.echo(f"{run_file}: no problems")
+
+
+@app.command()
+def schema(
+    run_file: Annotated[
+        Path | None, typer.Argument(metavar="RUN.yaml", help="Not read: the schema is of all.")
+    ] = None,
+) -> None:
+    """Print the JSON schema of run files, for editors and for reference."""
+    import json
+
+    from sppo.config.run import RunConfig
+
+    description = RunConfig.model_json_schema()
+    # A preset or from_hf fills what a model section leaves out.
+    description["$defs"]["ModelConfig"].pop("required", None)
+    typer.echo(json.dumps(description, indent=2))

@@ -1,0 +1,87 @@
+"""``sppo eval``: loss on held-out tokens, by position in the context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sppo.cli.arguments import Json, Overrides, RunFile
+from sppo.cli.exit_codes import exit_codes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sppo.train.evaluation import Evaluation
+
+
+def evaluate(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A checkpoint; without it the run's newest."),
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate the first sequences only.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw loss by position here.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Loss of a run's newest weights on data.eval_tokens, by position in the context.
+
+    sppo eval configs/run/tiny_cpu.yaml --sequences 4 --png loss_by_position.png
+    """
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from sppo.config import load_run
+
+    console = Console(stderr=json_output)
+    with exit_codes():
+        run = load_run(run_file, overrides or ())
+        from sppo.train.evaluation import evaluate as evaluate_run
+
+        def show_progress(done: int, total: int) -> None:
+            if not json_output:
+                console.print(f"sequence {done} of {total}", highlight=False)
+
+        result = evaluate_run(
+            run, checkpoint=checkpoint, max_sequences=sequences, on_sequence=show_progress
+        )
+        if png is not None:
+            from sppo.train.position_picture import position_picture
+
+            position_picture(result, png)
+    if json_output:
+        typer.echo(json.dumps(asdict(result), indent=2))
+    else:
+        _show(result, console)
+
+
+def _show(result: Evaluation, console: Console) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title="Loss by position in the context", box=box.SIMPLE_HEAD, title_justify="left"
+    )
+    for heading in ("positions", "tokens", "loss"):
+        table.add_column(heading, justify="right")
+    for row in result.by_position:
+        table.add_row(f"{row.start} to {row.end - 1}", str(row.num_tokens), f"{row.loss:.4f}")
+    console.print(table)
+    what = "held-out tokens" if result.held_out else "training tokens (no data.eval_tokens given)"
+    console.print(
+        f"loss {result.loss:.4f}, perplexity {result.perplexity:.3f} over {result.num_tokens} "
+        f"{what} in {result.num_sequences} sequences of {result.tokens_from}, weights of step "
+        f"{result.step} from {result.weights_from}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,66 @@
+"""Errors as people should meet them: one screen on stderr and an exit code, no traceback.
+
+0 done · 1 anything else · 2 bad input · 3 no feasible plan · 4 out of memory or disk.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+BAD_INPUT = 2
+NO_ROOM = 4
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM})
+_BAD_PATH = frozenset(
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EEXIST,
+        errno.ENAMETOOLONG,
+    }
+)
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """End the command with the right code for what a user can put right; let bugs through."""
+    try:
+        yield
+    except ValueError as error:
+        fail(_with_notes(error), code=BAD_INPUT)
+    except MemoryError as error:
+        fail(str(error) or "out of memory", code=NO_ROOM)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        if error.errno in _NO_ROOM:
+            fail(f"{where}{error.strerror or error}", code=NO_ROOM)
+        if error.errno in _BAD_PATH:
+            fail(f"{where}{error.strerror or error}", code=BAD_INPUT)
+        raise
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        fail(f"out of memory: {error}", code=NO_ROOM)
+
+
+def fail(message: str, *, code: int) -> None:
+    """Print ``message`` and end the command."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code) from None
+
+
+def _with_notes(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Torch reports a failed allocation as a RuntimeError on the CPU, a subclass of it on CUDA."""
+    return type(error).__name__ == "OutOfMemoryError" or "not enough memory" in str(error)

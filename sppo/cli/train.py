@@ -1,0 +1,78 @@
+"""``sppo train``: train a run, or go on with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sppo.cli.arguments import Overrides, RunFile
+from sppo.cli.exit_codes import exit_codes, fail
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sppo.config import RunConfig
+    from sppo.train.preflight import Preflight
+
+
+def train(run_file: RunFile, overrides: Overrides = None) -> None:
+    """Train; the same command goes on where a killed or stopped run left off.
+
+    Writes metrics.jsonl, loss.png, run_summary.json and checkpoints into train.output.
+
+        sppo train configs/run/tiny_cpu.yaml train.steps=20
+    """
+    import logging
+
+    from rich.console import Console
+
+    from sppo.config import load_run
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    console = Console()
+    with exit_codes():
+        run = load_run(run_file, overrides or ())
+        from sppo.train.nonfinite import NonFiniteError
+        from sppo.train.preflight import check_before_training
+        from sppo.train.report import report
+        from sppo.train.trainer import train as train_run
+
+        preflight = check_before_training(run)
+        _announce(run, preflight, console)
+        try:
+            outcome = train_run(run, preflight, console=console)
+        except NonFiniteError as error:
+            fail(str(error), code=1)
+        report(run, preflight, outcome, console=console)
+
+
+def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
+    """What is about to happen, before it does."""
+    import torch
+
+    from sppo.planning.parameters import num_parameters
+    from sppo.planning.partition import lengths_of
+    from sppo.units import format_bytes, format_count, format_tokens
+
+    lengths = lengths_of(preflight.resolved.boundaries)
+    name = run.model.preset or run.model.from_hf or "model"
+    data = preflight.data
+    lines = (
+        f"model     {name}: {format_count(num_parameters(run.model))} parameters, "
+        f"{run.train.dtype} on cpu with {torch.get_num_threads()} threads, torch "
+        f"{torch.__version__}",
+        f"data      {format_count(data.data.num_tokens)} tokens in {data.data.num_documents} "
+        f"documents: {data.num_sequences} sequences of {format_tokens(data.length)} an epoch",
+        f"cut       {len(lengths)} subsequences of {max(lengths)} to {min(lengths)} tokens "
+        f"(sequence.partition={_cut_by(run)})",
+        f"keep      {preflight.resolved.policy}: predicted peak "
+        f"{format_bytes(preflight.resolved.memory.total_bytes)} "
+        f"({format_bytes(preflight.resolved.memory.activations_bytes)} activations, "
+        f"{format_bytes(preflight.resolved.memory.kv_bytes)} K/V)",
+        f"output    {run.train.output}",
+    )
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _cut_by(run: RunConfig) -> str:
+    return "boundaries" if run.sequence.boundaries is not None else run.sequence.partition

@@ -1,0 +1,153 @@
+"""Loss on held-out tokens, as a whole and by position in the context.
+
+What people who train long contexts look at: a model that uses its context predicts later tokens
+better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sppo.config import RunConfig
+from sppo.engine.single import SingleRankEngine
+from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.planning.resolve import sequence_boundaries
+from sppo.train.checkpoint import find_checkpoint, read_model
+from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.train.data import count_sequences, training_sequence
+from sppo.train.preflight import check_weights, open_data
+from sppo.train.state import DTYPES, starting_weights
+
+_FIRST_BIN_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLoss:
+    """Mean loss of the tokens at positions ``[start, end)`` of their sequence."""
+
+    start: int
+    end: int
+    loss: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation."""
+
+    loss: float
+    """Mean over all valid labels, nats."""
+    perplexity: float
+    num_tokens: int
+    num_sequences: int
+    by_position: tuple[PositionLoss, ...]
+    weights_from: str
+    """The checkpoint, directory or seed the weights come from."""
+    step: int
+    """Optimizer steps those weights have seen."""
+    tokens_from: str
+    held_out: bool
+    """Whether the tokens are ``data.eval_tokens`` rather than training tokens."""
+
+
+def evaluate(
+    run: RunConfig,
+    *,
+    checkpoint: Path | None = None,
+    max_sequences: int | None = None,
+    on_sequence: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Loss of a run's newest weights on ``data.eval_tokens``, or on ``data.tokens`` without them.
+
+    Args:
+        run: checked.
+        checkpoint: a particular checkpoint; None takes the run's newest, and the starting weights
+            if it has none.
+        max_sequences: evaluate the first of them only.
+        on_sequence: called with (sequences done, sequences in all).
+
+    Raises:
+        ValueError: data or weights that cannot be used.
+    """
+    directory = run.data.eval_tokens or run.data.tokens
+    data = open_data(run, directory)
+    weights, source, step = _weights(run, checkpoint)
+    engine = SingleRankEngine(run.model, weights=weights, gradients=None)
+    boundaries = sequence_boundaries(run)
+    length = run.sequence.length
+    total = count_sequences(data, length=length)
+    if max_sequences is not None:
+        total = min(total, max_sequences)
+    losses_S = torch.zeros(length, dtype=torch.float64)
+    counts_S = torch.zeros(length, dtype=torch.int64)
+    for index in range(total):
+        sequence = training_sequence(
+            data, index, length=length, isolate_documents=run.data.isolate_documents
+        )
+        losses_S += engine.evaluate(sequence, boundaries).double()
+        counts_S += sequence.labels_S != IGNORED_LABEL
+        on_sequence(index + 1, total)
+    loss = float(losses_S.sum() / counts_S.sum())
+    return Evaluation(
+        loss,
+        math.exp(loss) if loss < 700 else math.inf,
+        int(counts_S.sum()),
+        total,
+        loss_by_position(losses_S, counts_S),
+        source,
+        step,
+        directory,
+        run.data.eval_tokens is not None,
+    )
+
+
+def loss_by_position(losses_S: Tensor, counts_S: Tensor) -> tuple[PositionLoss, ...]:
+    """Mean loss in bins that double in width: [0, 64), [64, 128), [128, 256), ...
+
+    Args:
+        losses_S: summed loss at each position.
+        counts_S: valid labels at each position; bins without any are left out.
+    """
+    bins = []
+    start, end, length = 0, min(_FIRST_BIN_TOKENS, len(losses_S)), len(losses_S)
+    while start < length:
+        count = int(counts_S[start:end].sum())
+        if count:
+            bins.append(PositionLoss(start, end, float(losses_S[start:end].sum()) / count, count))
+        start, end = end, min(end * 2, length)
+    return tuple(bins)
+
+
+def _weights(run: RunConfig, checkpoint: Path | None) -> tuple[dict[str, Tensor], str, int]:
+    """(weights in the compute dtype, where they come from, steps they have seen)."""
+    dtype = DTYPES[run.train.dtype]
+    output = Path(run.train.output)
+    if checkpoint is None and list_checkpoints(output / CHECKPOINTS_DIRECTORY):
+        checkpoint = output
+    if checkpoint is None:
+        check_weights(run)
+        source = run.model.from_hf or f"random weights of seed {run.train.seed}"
+        return {name: w.to(dtype) for name, w in starting_weights(run).items()}, source, 0
+    found = find_checkpoint(checkpoint)
+    metadata, weights = read_model(found.path)
+    _check_model(run, metadata, found.path)
+    return {name: w.to(dtype) for name, w in weights.items()}, str(found.path), found.step
+
+
+def _check_model(run: RunConfig, metadata: dict[str, object], path: Path) -> None:
+    config = metadata.get("config")
+    trained = config.get("model") if isinstance(config, dict) else None
+    ours = run.model.model_dump(mode="json")
+    if isinstance(trained, dict):
+        different = [key for key in ours if ours[key] != trained.get(key, ours[key])]
+        if different:
+            raise ValueError(
+                f"{path} holds another model: {', '.join('model.' + key for key in different)} "
+                "differ from the run file; use the run file it was trained with"
+            )

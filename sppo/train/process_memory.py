@@ -1,0 +1,54 @@
+"""Memory of this process and of the machine it runs on.
+
+On a CPU the device's memory is RAM, so a step's peak is the peak of the resident set. Linux can
+reset that peak; elsewhere it is the peak since the process started.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def reset_peak() -> None:
+    """Start a new peak from the present resident set, where the system allows it."""
+    try:
+        _CLEAR.write_text(_RESET_PEAK)
+    except OSError:
+        return
+
+
+def peak_resident_bytes() -> int:
+    """Most resident memory since :func:`reset_peak`."""
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_bytes() -> int:
+    """Resident memory now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def available_bytes() -> int:
+    """Memory a process may still take: the machine's, or its control group's if that is less."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        current = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - current))

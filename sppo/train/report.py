@@ -1,0 +1,78 @@
+"""What a run leaves behind: the loss picture, and the summary with predicted against measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+
+from sppo.config import RunConfig
+from sppo.train.loss_picture import loss_picture
+from sppo.train.metrics import METRICS_FILE, read_metrics
+from sppo.train.preflight import Preflight
+from sppo.train.run_directory import LOSS_PICTURE
+from sppo.train.run_summary import SUMMARY_FILE, Pair, print_summary, run_summary, write_summary
+from sppo.train.trainer import StepPhases, TrainingOutcome
+
+
+def report(
+    run: RunConfig, preflight: Preflight, outcome: TrainingOutcome, *, console: Console
+) -> None:
+    """Draw, summarise, write and print."""
+    steps = read_metrics(outcome.output / METRICS_FILE)
+    summary = run_summary(
+        steps,
+        name=outcome.output.name,
+        wall_s=outcome.wall_s,
+        memory_bytes=_memory(preflight, outcome),
+        phases_s=_phases(outcome),
+    )
+    summary["interrupted_by"] = outcome.interrupted_by
+    write_summary(summary, outcome.output / SUMMARY_FILE)
+    if steps:
+        loss_picture(outcome.output / METRICS_FILE, outcome.output / LOSS_PICTURE)
+    print_summary(summary, console=console)
+    files = f"{METRICS_FILE}, {SUMMARY_FILE}, {LOSS_PICTURE}, checkpoints/"
+    console.print(f"{outcome.output}: {files}", markup=False, highlight=False, soft_wrap=True)
+    if outcome.interrupted_by is not None:
+        console.print(
+            f"stopped by {outcome.interrupted_by} after step {outcome.done_steps} of "
+            f"{run.train.steps}; the same command goes on",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
+    """Buckets that were measured, beside their prediction."""
+    predicted, measured = preflight.resolved.memory, outcome.buckets
+    if not outcome.phases:
+        return {}
+    return {
+        "weights": (predicted.weights_bytes, measured.weights_bytes),
+        "gradients": (predicted.gradients_bytes, measured.gradients_bytes),
+        "optimizer": (predicted.optimizer_bytes, measured.optimizer_bytes),
+        "K/V and gradients": (predicted.kv_bytes, measured.kv_bytes),
+        "activations": (predicted.activations_bytes, measured.activations_bytes),
+        "process above its start": (
+            predicted.total_bytes,
+            outcome.peak_bytes - outcome.baseline_bytes,
+        ),
+    }
+
+
+def _phases(outcome: TrainingOutcome) -> dict[str, Pair]:
+    """Median time of each phase; nothing predicts them before there is a machine description."""
+    if not outcome.phases:
+        return {}
+    read: Mapping[str, Callable[[StepPhases], float]] = {
+        "forward": lambda phases: phases.forward_s,
+        "backward": lambda phases: phases.backward_s,
+        "data and update": lambda phases: phases.rest_s,
+    }
+    return {
+        name: (None, statistics.median(of(phases) for phases in outcome.phases))
+        for name, of in read.items()
+    }

@@ -1,0 +1,104 @@
+"""The output directory of a run: one configuration, one writer."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sppo.config import RunConfig
+from sppo.train.durable_files import write_json
+
+CONFIG_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "run_summary.json"
+LOSS_PICTURE = "loss.png"
+_LOCK_FILE = ".lock"
+
+# What may differ when a run goes on: how long, how often it is saved and shown, what is rebuilt.
+_MAY_CHANGE = (
+    ("train", "steps"),
+    ("train", "tensorboard"),
+    ("train", "nonfinite"),
+    ("train", "max_nonfinite_steps"),
+    ("checkpoint",),
+    ("activations",),
+    ("hardware",),
+)
+
+
+def check_output(run: RunConfig) -> None:
+    """Refuse an output directory that cannot take this run; changes nothing.
+
+    Raises:
+        ValueError: not a directory, not writable, foreign files, or another configuration.
+    """
+    output = Path(run.train.output)
+    nearest = next(p for p in (output, *output.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"train.output {output}: {nearest} is a file, not a directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"train.output {output}: {nearest} is not writable; choose another place")
+    if not output.exists():
+        return
+    config = output / CONFIG_FILE
+    if config.exists():
+        _check_same(run, config)
+    elif any(entry.name != _LOCK_FILE for entry in output.iterdir()):
+        raise ValueError(
+            f"train.output {output} holds files but no {CONFIG_FILE}, so it is no run's directory; "
+            "choose an empty or a new one"
+        )
+
+
+def prepare_output(run: RunConfig) -> Path:
+    """Create the directory and note the configuration there."""
+    output = Path(run.train.output)
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / CONFIG_FILE, run.model_dump(mode="json"))
+    return output
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Hold the directory for one process; the lock goes with it, however it ends.
+
+    Raises:
+        ValueError: another process trains into it.
+    """
+    with (output / _LOCK_FILE).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"train.output {output} is in use by another run; wait for it or choose another"
+            ) from None
+        yield
+
+
+def _check_same(run: RunConfig, config: Path) -> None:
+    try:
+        before = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{config} cannot be read: {error}; choose another train.output") from None
+    differences = list(_differences(before, run.model_dump(mode="json"), ()))
+    if differences:
+        listed = "\n".join(f"  {line}" for line in differences)
+        raise ValueError(
+            f"train.output {run.train.output} belongs to a run with another configuration:\n"
+            f"{listed}\nchoose another train.output, or restore these values to go on with it"
+        )
+
+
+def _differences(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[str]:
+    if path in _MAY_CHANGE or path == ("train", "output"):
+        return
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from _differences(before.get(key), now.get(key), (*path, key))
+    elif before != now:
+        yield f"{'.'.join(path)}: {before!r} there, {now!r} here"

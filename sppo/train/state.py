@@ -1,0 +1,51 @@
+"""What a run changes as it goes: weights, gradients, optimizer, and the engine on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sppo.config import RunConfig
+from sppo.engine.single import SingleRankEngine
+from sppo.model.gradients import zero_gradients
+from sppo.model.hf import load_hf_weights
+from sppo.model.initialize import initial_weights
+from sppo.train.optimizer import AdamW
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Live tensors of a run by global name, and the two things that change them."""
+
+    weights: Mapping[str, Tensor]
+    """In the compute dtype."""
+    gradients: Mapping[str, Tensor]
+    """fp32 sums over the step."""
+    optimizer: AdamW
+    engine: SingleRankEngine
+
+
+def build_state(run: RunConfig, *, policy: str) -> TrainingState:
+    """Weights as the run starts with them, zero gradients, zero moments."""
+    masters = starting_weights(run)
+    dtype = DTYPES[run.train.dtype]
+    weights = {name: master.to(dtype) for name, master in masters.items()}
+    narrow = None if dtype is torch.float32 else masters
+    gradients = zero_gradients(weights)
+    optimizer = AdamW(weights, config=run.optimizer, masters=narrow)
+    engine = SingleRankEngine(run.model, weights=weights, gradients=gradients, policy=policy)
+    return TrainingState(weights, gradients, optimizer, engine)
+
+
+def starting_weights(run: RunConfig) -> dict[str, Tensor]:
+    """fp32 weights of step 0: from ``model.from_hf``, or random from the seed."""
+    if run.model.from_hf is None:
+        return initial_weights(run.model, seed=run.train.seed)
+    stored = load_hf_weights(Path(run.model.from_hf), run.model)
+    return {name: weight.float() for name, weight in stored.items()}

@@ -1,0 +1,310 @@
+"""The training loop: one optimizer step after another, saved so that a kill loses little.
+
+A step reads its sequences, accumulates their gradients through the engine, clips, updates, and
+reports. Everything that decides what a step does is a function of its number, so a resumed run
+continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from sppo.config import RunConfig
+from sppo.engine.single import EnginePeaks
+from sppo.kernels.peak import measure_matmul_flops_per_s
+from sppo.planning.flops import executed_step_flops, step_flops
+from sppo.planning.partition import lengths_of
+from sppo.train.checkpoint import CheckpointManager, run_metadata
+from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY
+from sppo.train.display import TrainingDisplay
+from sppo.train.interruption import Interrupted, StopRequest
+from sppo.train.learning_rate import learning_rate
+from sppo.train.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
+from sppo.train.nonfinite import NonFiniteGuard
+from sppo.train.optimizer import clip_, global_norm
+from sppo.train.preflight import Preflight
+from sppo.train.process_memory import (
+    available_bytes,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+)
+from sppo.train.run_directory import locked, prepare_output
+from sppo.train.state import DTYPES, TrainingState, build_state
+from sppo.train.step_line import step_line
+from sppo.train.tensorboard_sink import TensorBoardSink
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPhases:
+    """Where the time of one step went."""
+
+    forward_s: float
+    backward_s: float
+    rest_s: float
+    """Reading data, clipping, the update."""
+
+
+@dataclass(slots=True)
+class MeasuredBuckets:
+    """Bytes that were held, at most, by what held them."""
+
+    weights_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    kv_bytes: int = 0
+    activations_bytes: int = 0
+
+    def count_state(self, state: TrainingState) -> None:
+        """Take in what does not change from step to step."""
+        self.weights_bytes = _tensor_bytes(state.weights)
+        self.gradients_bytes = _tensor_bytes(state.gradients)
+        own = {t.data_ptr() for t in state.weights.values()}
+        saved = state.optimizer.state()
+        others = {name: t for name, t in saved.items() if t.data_ptr() not in own}
+        self.optimizer_bytes = _tensor_bytes(others)
+
+    def count_step(self, peaks: EnginePeaks) -> None:
+        """Take in the peaks of one step."""
+        self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
+        self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
+
+
+def _tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@dataclass(slots=True)
+class TrainingOutcome:
+    """What a call of :func:`train` did."""
+
+    output: Path
+    first_step: int
+    """Steps that were done before."""
+    done_steps: int
+    """Steps done in all."""
+    interrupted_by: str | None = None
+    """Name of the signal that ended the run early."""
+    wall_s: float = 0.0
+    baseline_bytes: int = 0
+    """Resident memory of the process before the model was built."""
+    peak_bytes: int = 0
+    """Most resident memory in any step."""
+    phases: list[StepPhases] = field(default_factory=list)
+    """One entry per step of this process."""
+    buckets: MeasuredBuckets = field(default_factory=lambda: MeasuredBuckets())
+
+
+def train(run: RunConfig, preflight: Preflight, *, console: Console) -> TrainingOutcome:
+    """Train until ``train.steps`` are done, from the newest checkpoint if there is one.
+
+    Args:
+        run: checked.
+        preflight: of the same run.
+        console: where progress goes.
+
+    Raises:
+        ValueError: the output directory is in use, or its checkpoints cannot be read.
+        CheckpointError: the disk is full; earlier checkpoints are untouched.
+        NonFiniteError: too many steps in a row with NaN or inf.
+    """
+    baseline = resident_bytes()
+    capacity = available_bytes() + baseline
+    output = prepare_output(run)
+    with locked(output):
+        state = build_state(run, policy=preflight.resolved.policy)
+        manager = CheckpointManager(
+            output / CHECKPOINTS_DIRECTORY,
+            keep=run.checkpoint.keep,
+            async_save=run.checkpoint.async_save,
+        )
+        first_step = _resume(manager, state)
+        outcome = TrainingOutcome(output, first_step, first_step, baseline_bytes=baseline)
+        outcome.buckets.count_state(state)
+        loop = _Loop(run, preflight, state, manager, outcome, capacity_bytes=capacity)
+        loop.run(console)
+    return outcome
+
+
+def _resume(manager: CheckpointManager, state: TrainingState) -> int:
+    """Load the newest valid checkpoint into ``state``; steps done so far."""
+    checkpoint = manager.latest_valid()
+    if checkpoint is None:
+        return 0
+    live = state.optimizer.state()
+    manager.load_into(checkpoint, live)
+    state.optimizer.load_state(live)
+    _log.info("going on after step %d from %s", checkpoint.step, checkpoint.path)
+    return checkpoint.step
+
+
+class _Loop:
+    """The steps of one call of :func:`train`."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        preflight: Preflight,
+        state: TrainingState,
+        manager: CheckpointManager,
+        outcome: TrainingOutcome,
+        *,
+        capacity_bytes: int,
+    ) -> None:
+        self._run, self._state = run, state
+        self._data, self._resolved = preflight.data, preflight.resolved
+        self._manager, self._outcome = manager, outcome
+        self._capacity_bytes = capacity_bytes
+        self._guard = NonFiniteGuard(
+            stop_at_once=run.train.nonfinite == "stop", limit=run.train.max_nonfinite_steps
+        )
+        self._sequences = run.train.sequences_per_step
+        length = run.sequence.length
+        self._model_flops = step_flops(run.model, length=length, sequences=self._sequences)
+        self._executed_flops = executed_step_flops(
+            run.model,
+            length=length,
+            sequences=self._sequences,
+            policy=self._resolved.policy,
+        )
+        self._peak_flops_per_s = measure_matmul_flops_per_s(DTYPES[run.train.dtype])
+
+    def run(self, console: Console) -> None:
+        """All remaining steps; saves at the end, also when interrupted."""
+        outcome, total = self._outcome, self._run.train.steps
+        actions = 2 * self._sequences * len(lengths_of(self._resolved.boundaries))
+        started = time.perf_counter()
+        with ExitStack() as stack:
+            sinks = [self._close_later(stack, sink) for sink in self._sinks()]
+            display = stack.enter_context(
+                TrainingDisplay(
+                    console,
+                    total_steps=total,
+                    first_step=outcome.first_step,
+                    actions_per_step=actions,
+                )
+            )
+            stop = stack.enter_context(StopRequest())
+            try:
+                for step in range(outcome.first_step, total):
+                    metrics = self._step(step, display, stop)
+                    for sink in sinks:
+                        sink.write(metrics)
+                    outcome.done_steps = step + 1
+                    display.step_done(self._line(metrics, started))
+                    self._save_if_due(step + 1)
+                    stop.check()
+            except Interrupted:
+                outcome.interrupted_by = stop.signal_name
+                display.say(f"{stop.signal_name}: saving after step {outcome.done_steps}")
+            self._save()
+            self._manager.wait()
+        outcome.wall_s = time.perf_counter() - started
+
+    def _step(self, step: int, display: TrainingDisplay, stop: StopRequest) -> StepMetrics:
+        """Run step number ``step``, counted from 0."""
+
+        def before_action() -> None:
+            stop.check()
+            display.action()
+
+        start = time.perf_counter()
+        reset_peak()
+        gradients = self._state.gradients
+        torch._foreach_zero_(list(gradients.values()))
+        accumulated = self._state.engine.accumulate(
+            self._data.step(step),
+            [self._resolved.boundaries] * self._sequences,
+            before_action=before_action,
+        )
+        norm = global_norm(gradients)
+        loss = float(accumulated.total_loss) / accumulated.num_valid
+        grad_norm = float(norm)
+        lr = learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
+        problem = self._guard.problem(step=step + 1, loss=loss, norm=grad_norm, gradients=gradients)
+        if problem is None:
+            clip_(gradients, norm=norm, clip_norm=self._run.optimizer.clip_norm)
+            self._state.optimizer.step(gradients, lr=lr)
+        else:
+            display.say(problem)
+        seconds = time.perf_counter() - start
+        self._outcome.phases.append(
+            StepPhases(
+                forward_s=accumulated.forward_s,
+                backward_s=accumulated.backward_s,
+                rest_s=seconds - accumulated.forward_s - accumulated.backward_s,
+            )
+        )
+        return self._measure(
+            step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            seconds=seconds,
+            skipped=problem is not None,
+        )
+
+    def _measure(
+        self, step: int, *, loss: float, grad_norm: float, lr: float, seconds: float, skipped: bool
+    ) -> StepMetrics:
+        peak = peak_resident_bytes()
+        self._outcome.peak_bytes = max(self._outcome.peak_bytes, peak)
+        self._outcome.buckets.count_step(self._state.engine.take_peaks())
+        tokens = self._sequences * self._run.sequence.length
+        return StepMetrics(
+            step=step + 1,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=tokens,
+            step_s=seconds,
+            tokens_per_s=tokens / seconds,
+            mfu=self._model_flops / seconds / self._peak_flops_per_s,
+            hfu=self._executed_flops / seconds / self._peak_flops_per_s,
+            device_peak_bytes=peak,
+            host_peak_bytes=0,
+            skipped=skipped,
+        )
+
+    def _line(self, metrics: StepMetrics, started: float) -> str:
+        here = metrics.step - self._outcome.first_step
+        eta_s = (time.perf_counter() - started) / here * (self._run.train.steps - metrics.step)
+        return step_line(
+            metrics,
+            total_steps=self._run.train.steps,
+            memory_capacity_bytes=self._capacity_bytes,
+            eta_s=eta_s,
+        )
+
+    def _save_if_due(self, done: int) -> None:
+        every = self._run.checkpoint.every
+        if every and done % every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        done = self._outcome.done_steps
+        metadata = run_metadata(self._run, sequences_consumed=done * self._sequences)
+        self._manager.save(self._state.optimizer.state(), step=done, metadata=metadata)
+
+    def _sinks(self) -> list[MetricSink]:
+        output, done = self._outcome.output, self._outcome.first_step
+        sinks: list[MetricSink] = [JsonlSink(output / METRICS_FILE, resume_step=done)]
+        if self._run.train.tensorboard:
+            sinks.append(TensorBoardSink(output / "tensorboard", resume_step=done))
+        return sinks
+
+    @staticmethod
+    def _close_later(stack: ExitStack, sink: MetricSink) -> MetricSink:
+        stack.callback(sink.close)
+        return sink
