@@ -139,12 +139,14 @@ def _concatenate(*events: _Events) -> _Events:
 
 
 def _track(events: _Events) -> MemoryTrack:
-    """The running sum of changes; at equal times what is released is released first."""
+    """The running sum of changes, one value per moment.
+
+    What is released and what is taken at the same moment never add up: the release comes first.
+    """
     times, changes = events
-    order = np.lexsort((changes, times))
+    order = np.argsort(times, kind="stable")
     times, values = times[order], np.cumsum(changes[order])
-    if not times.size:
-        return MemoryTrack(times, values)
+    last = np.ones(times.shape, dtype=bool)
+    last[:-1] = np.diff(times) > 0
     # Rounding leaves crumbs behind when everything is released.
-    values = np.maximum(values, 0.0)
-    return MemoryTrack(times, values)
+    return MemoryTrack(times[last], np.maximum(values[last], 0.0))

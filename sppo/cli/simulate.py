@@ -1,0 +1,153 @@
+"""``sppo simulate``: what a schedule would do, in numbers and pictures, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from sppo.cli import simulate_options as options
+from sppo.cli.arguments import Json
+from sppo.cli.exit_codes import exit_codes
+from sppo.cli.simulate_request import Flags, Simulation, read_request, sort_words
+
+if TYPE_CHECKING:
+    from sppo.schedule.timeline import Timeline
+
+
+def simulate(
+    targets: options.Targets = None,
+    schedule: options.ScheduleName = None,
+    program: options.Program = None,
+    ranks: options.Ranks = None,
+    virtual: options.Virtual = None,
+    sequences: options.Sequences = None,
+    subsequences: options.Subsequences = None,
+    hop: options.Hop = None,
+    forward_only: options.ForwardOnly = False,
+    compare: options.Compare = None,
+    forward: options.Forward = None,
+    backward: options.Backward = None,
+    weight: options.Weight = None,
+    unit_costs: options.UnitCosts = None,
+    unit_sizes: options.UnitSizes = None,
+    latency: options.Latency = None,
+    bandwidth: options.Bandwidth = None,
+    message_size: options.MessageSize = None,
+    weight_size: options.WeightSize = None,
+    kv_size: options.KvSize = None,
+    offload_ratio: options.OffloadRatio = None,
+    d2h: options.D2H = None,
+    h2d: options.H2D = None,
+    keep_last: options.KeepLast = None,
+    prefetch: options.Prefetch = None,
+    timeline: options.Html = None,
+    png: options.Png = None,
+    trace: options.Trace = None,
+    write_program: options.WriteProgram = None,
+    json_output: Json = False,
+) -> None:
+    """Time, check and draw a pipeline schedule before it runs.
+
+    With abstract costs, one F of one subsequence on one stage takes 1 and leaves 1 unit of memory.
+    All idle time counts in the bubble fraction: idle over ranks x makespan.
+
+        sppo simulate --schedule sppo --ranks 4 --sequences 1 --subsequences 8 --compare gpipe
+        sppo simulate --schedule sppo_msp --ranks 4 --sequences 1 --subsequences 8 --png msp.png
+        sppo simulate --program by_hand.txt --timeline by_hand.html
+    """
+    flags = Flags(
+        schedule=schedule,
+        program=program,
+        ranks=ranks,
+        virtual=virtual,
+        sequences=sequences,
+        subsequences=subsequences,
+        hop=hop,
+        forward_only=forward_only,
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        unit_costs=unit_costs,
+        unit_sizes=unit_sizes,
+        latency=latency,
+        bandwidth=bandwidth,
+        message_size=message_size,
+        weight_size=weight_size,
+        kv_size=kv_size,
+        offload_ratio=offload_ratio,
+        d2h=d2h,
+        h2d=h2d,
+        keep_last=keep_last,
+        prefetch=prefetch,
+    )
+    with exit_codes():
+        request = read_request(sort_words(targets or ()), flags=flags, compare=compare or ())
+        timelines, forward_makespan_s = _play(request)
+        _draw(timelines, html=timeline, png=png, trace=trace)
+        if write_program is not None:
+            from sppo.schedule.program_text import format_program
+
+            write_program.write_text(format_program(timelines[0].schedule), encoding="utf-8")
+        _print(
+            timelines,
+            forward_makespan_s=forward_makespan_s,
+            as_json=json_output,
+            is_abstract=request.is_abstract,
+        )
+
+
+def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
+    """Simulate everything asked for; the makespan of the forward alone where it is wanted."""
+    from sppo.schedule.simulate import simulate as play
+
+    timelines = [play(case.schedule, costs=case.costs) for case in request.cases]
+    if request.forward is None:
+        return timelines, None
+    alone = play(request.forward.schedule, costs=request.forward.costs)
+    return timelines, alone.makespan_s
+
+
+def _draw(
+    timelines: Sequence[Timeline], *, html: Path | None, png: Path | None, trace: Path | None
+) -> None:
+    """Write the pictures asked for."""
+    if png is not None:
+        from sppo.schedule.timeline_png import write_png
+
+        write_png(png, timelines=timelines)
+    if html is not None:
+        from sppo.schedule.timeline_html import write_html
+
+        write_html(html, timelines=timelines)
+    if trace is not None:
+        from sppo.schedule.chrome_trace import write_trace
+
+        write_trace(trace, timelines=timelines)
+
+
+def _print(
+    timelines: Sequence[Timeline],
+    *,
+    forward_makespan_s: float | None,
+    as_json: bool,
+    is_abstract: bool,
+) -> None:
+    """One JSON object, or a table for people."""
+    if not as_json:
+        from sppo.cli.simulate_table import print_tables
+
+        print_tables(timelines, forward_makespan_s=forward_makespan_s, is_abstract=is_abstract)
+        return
+    import json
+
+    from sppo.schedule.report import timeline_report
+
+    report = timeline_report(timelines[0])
+    if forward_makespan_s is not None:
+        report["forward_makespan_s"] = forward_makespan_s
+    if len(timelines) > 1:
+        report["compare"] = [timeline_report(timeline) for timeline in timelines[1:]]
+    typer.echo(json.dumps(report))

@@ -1,0 +1,251 @@
+"""What ``sppo simulate`` was asked for: which schedules with which costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from sppo.schedule.abstract import AbstractCase, AbstractOffload, OffloadRatios
+    from sppo.schedule.prepare import Case
+
+Number = TypeVar("Number", int, float)
+
+RUN_FILES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Options as given; None where left out, so that misplaced ones can be refused."""
+
+    schedule: str | None = None
+    program: Path | None = None
+    ranks: int | None = None
+    virtual: int | None = None
+    sequences: int | None = None
+    subsequences: int | None = None
+    hop: int | None = None
+    forward_only: bool = False
+    forward: float | None = None
+    backward: float | None = None
+    weight: float | None = None
+    unit_costs: str | None = None
+    unit_sizes: str | None = None
+    latency: float | None = None
+    bandwidth: float | None = None
+    message_size: float | None = None
+    weight_size: float | None = None
+    kv_size: float | None = None
+    offload_ratio: str | None = None
+    d2h: float | None = None
+    h2d: float | None = None
+    keep_last: int | None = None
+    prefetch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simulation:
+    """What to play.
+
+    Attributes:
+        cases: The schedule asked for, then those to compare it with.
+        forward: Its forward alone, where `forward_makespan_s` is wanted.
+        is_abstract: Whether times and sizes are units that a person chose.
+    """
+
+    cases: tuple[Case, ...]
+    forward: Case | None
+    is_abstract: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Positional words, told apart."""
+
+    run_file: Path | None
+    overrides: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+_ABSTRACT_ONLY = (
+    "virtual", "sequences", "hop", "forward", "backward", "weight", "unit_costs", "unit_sizes",
+    "latency", "bandwidth", "message_size", "weight_size", "kv_size", "offload_ratio", "d2h",
+    "h2d", "keep_last", "prefetch",
+)  # fmt: skip
+_SHAPE = ("schedule", "ranks", "virtual", "sequences", "subsequences", "hop")
+
+
+def sort_words(words: Sequence[str]) -> Words:
+    """A run file, overrides, and schedule names that follow --compare.
+
+    Raises:
+        ValueError: two run files, or a word that is none of these.
+    """
+    from sppo.schedule.generators import schedule_names
+
+    files, overrides, names = [], [], []
+    for word in words:
+        if word in schedule_names():
+            names.append(word)
+        elif word.endswith(RUN_FILES):
+            files.append(Path(word))
+        elif "=" in word:
+            overrides.append(word)
+        else:
+            raise ValueError(
+                f"{word!r} is neither a run file (.yaml, .json) nor section.key=value nor a "
+                f"schedule to compare with: {', '.join(schedule_names())}"
+            )
+    if len(files) > 1:
+        raise ValueError(f"two run files, {files[0]} and {files[1]}: simulate one at a time")
+    return Words(files[0] if files else None, tuple(overrides), tuple(names))
+
+
+def read_request(words: Words, *, flags: Flags, compare: Sequence[str]) -> Simulation:
+    """The simulation asked for.
+
+    Raises:
+        ValueError: flags that contradict each other or are missing, with what to write.
+    """
+    names = [name for given in compare for name in given.split(",") if name]
+    names += words.names
+    if flags.program is not None:
+        if words.run_file or names:
+            raise ValueError(
+                "--program simulates the file alone: leave out the run file and --compare"
+            )
+        return _program(flags)
+    if words.run_file:
+        return _run(words, flags=flags, names=names)
+    if flags.schedule is None:
+        raise ValueError(
+            "nothing to simulate: give RUN.yaml, or --schedule NAME --ranks P --sequences M "
+            "--subsequences N, or --program FILE"
+        )
+    if words.overrides:
+        raise ValueError(f"{words.overrides[0]!r} changes a run file, but none is given")
+    return _abstract(flags, names=names)
+
+
+def _abstract(flags: Flags, *, names: Sequence[str]) -> Simulation:
+    from sppo.schedule.abstract import abstract_case, compared_case, forward_case
+
+    missing = [
+        name for name in ("ranks", "sequences", "subsequences") if getattr(flags, name) is None
+    ]
+    if missing:
+        wanted = ", ".join(f"--{name}" for name in missing)
+        raise ValueError(f"--schedule {flags.schedule} needs {wanted} as well")
+    request = _request(flags)
+    forward = forward_case(request)
+    first = forward if flags.forward_only else abstract_case(request)
+    others = tuple(compared_case(request, name=name) for name in names)
+    return Simulation((first, *others), forward, is_abstract=True)
+
+
+def _program(flags: Flags) -> Simulation:
+    from dataclasses import replace
+
+    from sppo.schedule.abstract import case_costs
+    from sppo.schedule.prepare import Case, forward_part
+    from sppo.schedule.program_text import check_program, parse_program
+
+    assert flags.program is not None, "only called for a program file"
+    unused = [name for name in _SHAPE if getattr(flags, name) is not None]
+    if unused or flags.forward_only:
+        name = unused[0] if unused else "forward_only"
+        raise ValueError(
+            f"--{name.replace('_', '-')} is the file's to say: leave it out with --program"
+        )
+    source = str(flags.program)
+    file = parse_program(flags.program.read_text(encoding="utf-8"), source=source)
+    check_program(file, source=source)
+    schedule = file.schedule
+    shape = replace(
+        flags,
+        schedule="sppo",
+        ranks=schedule.num_ranks,
+        sequences=schedule.num_sequences,
+        subsequences=1,
+        offload_ratio=flags.offload_ratio or "full",
+    )
+    costs = case_costs(_request(shape), num_stages=schedule.num_stages, lengths=schedule.lengths)
+    case = Case(schedule, costs)
+    return Simulation((case,), Case(forward_part(schedule), costs), is_abstract=True)
+
+
+def _run(words: Words, *, flags: Flags, names: Sequence[str]) -> Simulation:
+    wrong = [name for name in _ABSTRACT_ONLY if getattr(flags, name) is not None]
+    if wrong:
+        raise ValueError(
+            f"--{wrong[0].replace('_', '-')} sets an abstract cost, but {words.run_file} has real "
+            "ones: leave it out, or simulate --schedule NAME without a run file"
+        )
+    raise ValueError(f"{words.run_file}: simulating a run file is not possible yet")
+
+
+def _request(flags: Flags) -> AbstractCase:
+    from sppo.schedule.abstract import AbstractCase
+
+    assert flags.schedule is not None, "a schedule has been checked for"
+    return AbstractCase(
+        schedule=flags.schedule,
+        num_ranks=flags.ranks or 0,
+        num_sequences=flags.sequences or 0,
+        num_subsequences=flags.subsequences or 0,
+        num_virtual=_or(flags.virtual, 1),
+        hop=_or(flags.hop, 1),
+        forward_s=_or(flags.forward, 1.0),
+        backward_s=_or(flags.backward, 2.0),
+        weight_s=_or(flags.weight, 0.0),
+        unit_costs=_numbers(flags.unit_costs, option="--unit-costs") or (1.0,),
+        unit_sizes=_numbers(flags.unit_sizes, option="--unit-sizes") or (1.0,),
+        latency_s=_or(flags.latency, 0.0),
+        bytes_per_s=_or(flags.bandwidth, math.inf),
+        message_bytes=_or(flags.message_size, 0.0),
+        weight_bytes=_or(flags.weight_size, 0.0),
+        kv_bytes=_or(flags.kv_size, 0.0),
+        offload=_offload(flags),
+    )
+
+
+def _offload(flags: Flags) -> AbstractOffload:
+    from sppo.schedule.abstract import AbstractOffload
+
+    ratios: OffloadRatios
+    if flags.offload_ratio is None or flags.offload_ratio == "none":
+        ratios = "none"
+    elif flags.offload_ratio == "full":
+        ratios = "full"
+    elif flags.offload_ratio == "adaptive":
+        ratios = "adaptive"
+    else:
+        ratios = _numbers(flags.offload_ratio, option="--offload-ratio")
+    return AbstractOffload(
+        ratios=ratios,
+        d2h_s=_or(flags.d2h, 1.0),
+        h2d_s=_or(flags.h2d, 1.0),
+        keep_last=flags.keep_last,
+        prefetch=_or(flags.prefetch, 1),
+    )
+
+
+def _or(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
+
+
+def _numbers(text: str | None, *, option: str) -> tuple[float, ...]:
+    if text is None:
+        return ()
+    try:
+        values = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"{option} {text!r}: write numbers with commas between them, as in 1,2,1"
+        ) from None
+    if not all(math.isfinite(value) and value >= 0 for value in values):
+        raise ValueError(f"{option} {text!r}: every number must be finite and at least 0")
+    return values

@@ -1,0 +1,86 @@
+"""The tables of ``sppo simulate``: one line per rank, and one per schedule to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sppo.schedule.timeline import Timeline
+from sppo.units import format_bytes, format_duration
+
+_SHOWN_RANKS = 16
+
+
+def print_tables(
+    timelines: Sequence[Timeline], *, forward_makespan_s: float | None, is_abstract: bool
+) -> None:
+    """Print what a person asks first: how long, how idle, why, how much memory."""
+    console = Console(soft_wrap=True)
+    first = timelines[0]
+    schedule = first.schedule
+    console.print(
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_sequences} sequences, {schedule.num_units} units ({first.provenance})",
+        highlight=False,
+    )
+    ahead = ""
+    if forward_makespan_s is not None:
+        ahead = f" · forward alone {_time(forward_makespan_s, is_abstract)}"
+    console.print(
+        f"step {_time(first.makespan_s, is_abstract)}{ahead} · idle "
+        f"{first.bubble_fraction:.1%} of all rank-time ({first.bubble_ratio:.1%} of busy time)",
+        highlight=False,
+    )
+    console.print(_rank_table(first, is_abstract=is_abstract))
+    hidden = schedule.num_ranks - _SHOWN_RANKS
+    if hidden > 0:
+        console.print(f"and {hidden} more ranks; --json lists all of them", highlight=False)
+    if len(timelines) > 1:
+        console.print(_comparison(timelines, is_abstract=is_abstract))
+
+
+def _rank_table(timeline: Timeline, *, is_abstract: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = ("rank", "idle", "bubble", "waits for messages", "waits for copies", "in flight")
+    for heading in (*headings, "peak memory"):
+        table.add_column(heading, justify="right")
+    for rank, track in enumerate(timeline.ranks[:_SHOWN_RANKS]):
+        peak = track.memory["total"].peak_bytes if track.memory else 0.0
+        table.add_row(
+            str(rank),
+            _time(track.idle_s(), is_abstract),
+            _time(track.idle_s("bubble"), is_abstract),
+            _time(track.idle_s("communication"), is_abstract),
+            _time(track.idle_s("copy"), is_abstract),
+            f"{track.peak_in_flight:.4g}",
+            f"{peak:.4g}" if is_abstract else format_bytes(peak),
+        )
+    return table
+
+
+def _comparison(timelines: Sequence[Timeline], *, is_abstract: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("schedule")
+    for heading in ("step", "against the first", "idle", "peak memory"):
+        table.add_column(heading, justify="right")
+    for timeline in timelines:
+        peak = max(
+            track.memory["total"].peak_bytes if track.memory else 0.0 for track in timeline.ranks
+        )
+        table.add_row(
+            timeline.schedule.name,
+            _time(timeline.makespan_s, is_abstract),
+            f"{timeline.makespan_s / timelines[0].makespan_s:.2f}x"
+            if timelines[0].makespan_s
+            else "-",
+            f"{timeline.bubble_fraction:.1%}",
+            f"{peak:.4g}" if is_abstract else format_bytes(peak),
+        )
+    return table
+
+
+def _time(seconds: float, is_abstract: bool) -> str:
+    return f"{seconds:.6g}" if is_abstract else format_duration(seconds)

@@ -1,0 +1,132 @@
+"""What pictures of a timeline have in common: colours, labels, and which end of MSP a piece is.
+
+Colours tell kinds apart also for colour-blind readers (Paul Tol's bright scheme); idle stretches
+are pale, one colour per cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.timeline import IdleCause, Timeline
+
+Phase = Literal["left", "right"]
+
+KIND_COLOURS: dict[ActionKind, str] = {
+    ActionKind.F: "#4477AA",
+    ActionKind.B: "#228833",
+    ActionKind.W: "#B8A21F",
+    ActionKind.R: "#AA3377",
+    ActionKind.D2H: "#66CCEE",
+    ActionKind.H2D: "#EE6677",
+    ActionKind.REDUCE: "#777777",
+    ActionKind.SEND: "#BBBBBB",
+}
+KIND_NAMES: dict[ActionKind, str] = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.W: "weight gradients",
+    ActionKind.R: "rebuild",
+    ActionKind.D2H: "copy to host",
+    ActionKind.H2D: "copy back",
+    ActionKind.REDUCE: "reduce gradients",
+    ActionKind.SEND: "message",
+}
+# A later stage of the same rank, and pieces of an MSP unit by phase.
+LATER_STAGE_COLOURS: dict[ActionKind, str] = {
+    ActionKind.F: "#8FB4D9",
+    ActionKind.B: "#7BBF87",
+    ActionKind.W: "#D9CC7A",
+    ActionKind.R: "#D08BB4",
+}
+PHASE_COLOURS: dict[tuple[ActionKind, Phase], str] = {
+    (ActionKind.F, "left"): "#23B5A6",
+    (ActionKind.B, "left"): "#11776C",
+    (ActionKind.F, "right"): "#9B7FD1",
+    (ActionKind.B, "right"): "#5F3F9E",
+}
+PHASE_NAMES: dict[Phase, str] = {
+    "left": "cut over ranks that have not begun (MSP left)",
+    "right": "cut over ranks that are done (MSP right)",
+}
+IDLE_COLOURS: dict[IdleCause, str] = {
+    "bubble": "#E6E6E6",
+    "communication": "#F6D98B",
+    "copy": "#F5B5B0",
+}
+IDLE_NAMES: dict[IdleCause, str] = {
+    "bubble": "idle: bubble",
+    "communication": "idle: waits for a message",
+    "copy": "idle: waits for a copy",
+}
+DARK_TEXT_ON = frozenset({"#8FB4D9", "#7BBF87", "#D9CC7A", "#D08BB4", "#66CCEE"})
+
+
+def phases(schedule: Schedule) -> dict[tuple[int, int | None, int | None], Phase]:
+    """For every unit cut by MSP, by (stage, sequence, subsequence): which bubble it fills.
+
+    A left unit runs on its owner and the ranks behind it, a right one on those before it.
+    """
+    found: dict[tuple[int, int | None, int | None], Phase] = {}
+    for rank, program in enumerate(schedule.programs):
+        for action in program:
+            owner = schedule.placement.rank_of(action.stage)
+            if action.num_pieces > 1 and action.kind is ActionKind.F and rank != owner:
+                key = (action.stage, action.sequence, action.subsequence)
+                found[key] = "left" if rank > owner else "right"
+    return found
+
+
+def colour_of(
+    action: Action,
+    *,
+    schedule: Schedule,
+    phases: Mapping[tuple[int, int | None, int | None], Phase],
+) -> str:
+    """The colour of an action; stages that share a rank alternate between dark and light."""
+    if action.num_pieces > 1:
+        phase = phases.get((action.stage, action.sequence, action.subsequence))
+        if phase is not None and (action.kind, phase) in PHASE_COLOURS:
+            return PHASE_COLOURS[action.kind, phase]
+    turn = action.stage // schedule.num_ranks
+    if turn % 2 == 1 and action.kind in LATER_STAGE_COLOURS:
+        return LATER_STAGE_COLOURS[action.kind]
+    return KIND_COLOURS[action.kind]
+
+
+def unit_label(action: Action, *, schedule: Schedule) -> str:
+    """The unit as a bar shows it: the sequence only where there are several."""
+    if action.sequence is None:
+        return ""
+    if schedule.num_sequences == 1:
+        return str(action.subsequence)
+    if max(map(len, schedule.lengths)) == 1:
+        return str(action.sequence)
+    return f"{action.sequence}.{action.subsequence}"
+
+
+def title(timeline: Timeline) -> str:
+    """One line that says what a panel shows and its main numbers."""
+    schedule = timeline.schedule
+    peak = max(track.peak_in_flight for track in timeline.ranks)
+    stages = f", {schedule.num_stages} stages" if schedule.num_stages > schedule.num_ranks else ""
+    counts = sorted({len(parts) for parts in schedule.lengths})
+    parts = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return (
+        f"{schedule.name}: {_count(schedule.num_ranks, 'rank')}{stages}, "
+        f"{_count(schedule.num_sequences, 'sequence')} of {parts} "
+        f"subsequence{'' if parts == '1' else 's'} · {timeline.provenance} step "
+        f"{duration(timeline.makespan_s)} · idle {timeline.bubble_fraction:.1%} · "
+        f"at most {peak:.4g} units in flight"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def duration(value: float) -> str:
+    """A time without its unit, which may be seconds or one abstract forward."""
+    return f"{value:.4g}"
