@@ -90,7 +90,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "family": "mistral",
     },
     # Byte-level shapes for a laptop: the quickstart trains `tiny`, the tests use `tiny-test`.
-    "tiny": {**_TINY, **_shape(4, 256, 4, 2, 704), "tie_embeddings": True},
+    "tiny": {**_TINY, **_shape(4, 256, 2, 1, 704), "head_size": 64, "tie_embeddings": True},
     "tiny-gpt": {**_GPT, **_TINY, **_shape(4, 256, 4, 4, 1024)},
     "tiny-test": {**_TINY, **_shape(2, 32, 4, 2, 64)},
 }

@@ -16,7 +16,6 @@ from sppo.config.run import (
     OptimizerConfig,
     ParallelConfig,
     SequenceConfig,
-    TrainConfig,
 )
 
 SCHEDULES = (
@@ -42,9 +41,6 @@ def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
     model, sequence = sections.get("model"), sections.get("sequence")
     if model is not None and sequence is not None:
         yield from _positions_reach(model, sequence)
-    train, optimizer = sections.get("train"), sections.get("optimizer")
-    if train is not None and optimizer is not None:
-        yield from _warmup_ends(train, optimizer)
 
 
 def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
@@ -141,15 +137,6 @@ def _positions_reach(model: ModelConfig, sequence: SequenceConfig) -> Iterator[P
             "sequence.length",
             str(sequence.length),
             f"longer than the {rows} learned positions; raise model.max_positions or shorten it",
-        )
-
-
-def _warmup_ends(train: TrainConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
-    if optimizer.warmup_steps > train.steps:
-        yield Problem(
-            "optimizer.warmup_steps",
-            str(optimizer.warmup_steps),
-            f"longer than the run of train.steps = {train.steps}; write at most that",
         )
 
 
