@@ -95,7 +95,7 @@ def simulate(
             timelines,
             forward_makespan_s=forward_makespan_s,
             as_json=json_output,
-            is_abstract=request.is_abstract,
+            hardware=request.hardware,
         )
 
 
@@ -133,19 +133,21 @@ def _print(
     *,
     forward_makespan_s: float | None,
     as_json: bool,
-    is_abstract: bool,
+    hardware: str | None,
 ) -> None:
     """One JSON object, or a table for people."""
     if not as_json:
         from sppo.cli.simulate_table import print_tables
 
-        print_tables(timelines, forward_makespan_s=forward_makespan_s, is_abstract=is_abstract)
+        print_tables(timelines, forward_makespan_s=forward_makespan_s, hardware=hardware)
         return
     import json
 
     from sppo.schedule.report import timeline_report
 
     report = timeline_report(timelines[0])
+    if hardware is not None:
+        report["hardware"] = hardware
     if forward_makespan_s is not None:
         report["forward_makespan_s"] = forward_makespan_s
     if len(timelines) > 1:

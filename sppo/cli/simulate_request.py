@@ -54,11 +54,13 @@ class Simulation:
         cases: The schedule asked for, then those to compare it with.
         forward: Its forward alone, where `forward_makespan_s` is wanted.
         is_abstract: Whether times and sizes are units that a person chose.
+        hardware: The machine that real costs are for, with where its figures come from.
     """
 
     cases: tuple[Case, ...]
     forward: Case | None
     is_abstract: bool
+    hardware: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,26 @@ def _run(words: Words, *, flags: Flags, names: Sequence[str]) -> Simulation:
             f"--{wrong[0].replace('_', '-')} sets an abstract cost, but {words.run_file} has real "
             "ones: leave it out, or simulate --schedule NAME without a run file"
         )
-    raise ValueError(f"{words.run_file}: simulating a run file is not possible yet")
+    assert words.run_file is not None, "only called for a run file"
+    if words.run_file.suffix == ".json":
+        raise ValueError(
+            f"{words.run_file}: this version cannot simulate a plan; give the RUN.yaml it was "
+            "made from"
+        )
+    from sppo.config import load_run
+    from sppo.planning.simulated_run import RunShape, simulated_run
+
+    run = load_run(words.run_file, words.overrides)
+    shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
+    runs = [simulated_run(run, shape=shape) for shape in shapes]
+    first = runs[0].forward if flags.forward_only else runs[0].case
+    hardware = runs[0].hardware
+    return Simulation(
+        (first, *(other.case for other in runs[1:])),
+        runs[0].forward,
+        is_abstract=False,
+        hardware=f"{hardware.name} ({hardware.provenance})",
+    )
 
 
 def _request(flags: Flags) -> AbstractCase:

@@ -15,9 +15,16 @@ _SHOWN_RANKS = 16
 
 
 def print_tables(
-    timelines: Sequence[Timeline], *, forward_makespan_s: float | None, is_abstract: bool
+    timelines: Sequence[Timeline], *, forward_makespan_s: float | None, hardware: str | None
 ) -> None:
-    """Print what a person asks first: how long, how idle, why, how much memory."""
+    """Print what a person asks first: how long, how idle, why, how much memory.
+
+    Args:
+        timelines: The one asked for, then those to compare it with.
+        forward_makespan_s: Of the forward alone, if known.
+        hardware: The machine the costs are for; None where they are abstract.
+    """
+    is_abstract = hardware is None
     console = Console(soft_wrap=True)
     first = timelines[0]
     schedule = first.schedule
@@ -34,6 +41,8 @@ def print_tables(
         f"{first.bubble_fraction:.1%} of all rank-time ({first.bubble_ratio:.1%} of busy time)",
         highlight=False,
     )
+    if hardware is not None:
+        console.print(f"costs of {hardware}", highlight=False)
     console.print(_rank_table(first, is_abstract=is_abstract))
     hidden = schedule.num_ranks - _SHOWN_RANKS
     if hidden > 0:
