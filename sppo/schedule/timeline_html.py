@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -41,10 +42,11 @@ def write_html(path: Path, *, timelines: Sequence[Timeline]) -> None:
         ],
     }
     page = resources.files("sppo.schedule").joinpath("timeline_page.html").read_text("utf-8")
-    # "</" must not occur inside a script element, whatever a program file calls itself.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    # No tag may begin inside a script element, whatever a program file calls itself.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     names = " · ".join(timeline.schedule.name for timeline in timelines)
-    page = page.replace("{{TITLE}}", html.escape(names)).replace("{{DATA}}", text)
+    filled = {"TITLE": html.escape(names), "DATA": text}
+    page = re.sub(r"\{\{(TITLE|DATA)\}\}", lambda match: filled[match[1]], page)
     path.write_text(page, encoding="utf-8")
 
 

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case, compared_case
+from sppo.schedule.costs import CopyEngines, Link, Links, abstract_costs, with_offload
+from sppo.schedule.simulate import simulate
+
+
+def test_per_unit_values_repeat_over_the_sequences():
+    costs = abstract_costs(2, num_units=4, unit_factors=(1, 3), activation_bytes=(2, 5))
+    assert costs.forward_s.tolist() == [[1, 3, 1, 3]] * 2
+    assert costs.backward_s.tolist() == [[2, 6, 2, 6]] * 2
+    assert costs.activation_bytes.tolist() == [[2, 5, 2, 5]] * 2
+    with pytest.raises(ValueError, match="3 unit costs for 4 units: give one per subsequence"):
+        abstract_costs(2, num_units=4, unit_factors=(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"forward_s": np.array([[1.0, -1.0]])}, "forward_s holds a negative"),
+        ({"backward_s": np.array([[1.0, np.inf]])}, "backward_s holds a negative or infinite"),
+        ({"weight_s": np.ones((2, 2))}, r"weight_s has shape \(2, 2\): must be \(1, 2\)"),
+        ({"message_bytes": np.ones(3)}, r"message_bytes has shape \(3,\)"),
+        ({"offload_bytes": np.full((1, 2), 9.0)}, "offload ratio is at most 1"),
+    ],
+)
+def test_wrong_tables_are_refused(table, message):
+    with pytest.raises(ValueError, match=message):
+        replace(abstract_costs(1, num_units=2), **table)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Link(latency_s=-1),
+        lambda: Link(bytes_per_s=0),
+        lambda: CopyEngines(d2h_bytes_per_s=0),
+    ],
+)
+def test_wrong_links_are_refused(make):
+    with pytest.raises(ValueError, match="must be"):
+        make()
+
+
+def test_links_of_a_pair_and_of_all_others():
+    near = Link(1.0, 2.0)
+    links = Links(Link(5.0), {(0, 1): near})
+    assert links.link(0, receiver=1) is near
+    assert links.link(1, receiver=0).latency_s == 5.0
+
+
+def test_offload_moves_a_share_of_the_activations():
+    costs = abstract_costs(1, num_units=2, activation_bytes=(4, 2))
+    moved = with_offload(costs, ratios=np.array([[0.5, 1.0]]), copies=CopyEngines(1.0, 1.0))
+    assert moved.offload_bytes.tolist() == [[2, 2]]
+    with pytest.raises(ValueError, match="ratios from 0 to 1.5: must be within 0 and 1"):
+        with_offload(costs, ratios=np.array([[0.0, 1.5]]), copies=CopyEngines())
+
+
+CASE = AbstractCase("interleaved_seq1f1b", 2, 2, 4, num_virtual=2)
+
+
+def busy(case):
+    timeline = simulate(case.schedule, costs=case.costs)
+    return [timeline.makespan_s - track.idle_s() for track in timeline.ranks]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "seq1f1b", "sppo_msp", "interleaved_1f1b"])
+def test_compared_schedules_do_the_same_work(name):
+    """All of them together, because MSP moves work between ranks."""
+    uneven = replace(CASE, unit_costs=(1, 2, 3, 2))
+    assert sum(busy(compared_case(uneven, name=name))) == pytest.approx(
+        sum(busy(abstract_case(uneven)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0: must be at least 1"),
+        ({"forward_s": -1.0}, "forward_s is -1.0: must be finite"),
+        ({"latency_s": float("nan")}, "latency_s is nan"),
+    ],
+)
+def test_wrong_cases_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CASE, **change)
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        (AbstractOffload(ratios=(0.5, 2.0)), "offload ratios 0.5, 2: must be within 0 and 1"),
+        (AbstractOffload(ratios=(0.1, 0.2, 0.3)), "3 offload ratios for 8 units"),
+        (AbstractOffload(ratios="full", keep_last=5), "keep-last is 5: must be from 0 to the 4"),
+        (AbstractOffload(ratios="full", d2h_s=-1.0), "copy times must be at least 0"),
+        (AbstractOffload(ratios="full", prefetch=0), "at least 1 backward ahead"),
+    ],
+)
+def test_wrong_offload_is_refused(offload, message):
+    with pytest.raises(ValueError, match=message):
+        abstract_case(replace(CASE, offload=offload))
