@@ -6,6 +6,7 @@ tables of validator and simulator are indexed by slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -31,6 +32,8 @@ _OPCODES = {
     (ActionKind.REDUCE, None): REDUCE,
 }
 Codes = npt.NDArray[np.int32]
+_NONE = -(2**30)
+_OUT_OF_RANGE = 2**30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,24 +79,38 @@ def encode(schedule: Schedule) -> tuple[EncodedProgram, ...]:
 
 
 def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) -> EncodedProgram:
+    """One program; actions are looked at one by one only to say which is wrong."""
     program = schedule.programs[rank]
-    num_units = schedule.num_units
-    codes, slots = [0] * len(program), [0] * len(program)
-    for index, action in enumerate(program):
+    codes = _column([_OPCODES.get((action.kind, action.wire), -1) for action in program])
+    stages = _column([action.stage for action in program])
+    sequences = _column([_NONE if a.sequence is None else a.sequence for a in program])
+    parts = _column([_NONE if a.subsequence is None else a.subsequence for a in program])
+    pieces = _column([action.piece for action in program])
+    num_pieces = _column([action.num_pieces for action in program])
+    reduces = codes == REDUCE
+    known = np.clip(sequences, 0, schedule.num_sequences - 1)
+    counts = _column([len(sequence) for sequence in schedule.lengths])
+    in_unit = (sequences == known) & (parts >= 0) & (parts < counts[known])
+    in_unit &= (pieces >= 0) & (pieces < num_pieces)
+    names_stage = (sequences == _NONE) & (parts == _NONE) & (num_pieces == 1)
+    right = (codes >= 0) & (stages >= 0) & (stages < schedule.num_stages)
+    right &= np.where(reduces, names_stage, in_unit)
+    for index in np.flatnonzero(~right).tolist():
+        action = program[index]
         problem = _problem(action, schedule)
-        if problem:
-            raise MalformedActionError(problem, rank=rank, index=index, action=action)
-        codes[index] = _OPCODES[action.kind, action.wire]
-        if action.sequence is None or action.subsequence is None:
-            slots[index] = action.stage
-        else:
-            slots[index] = action.stage * num_units + offsets[action.sequence] + action.subsequence
-    return EncodedProgram(
-        np.array(codes, dtype=np.int32),
-        np.array(slots, dtype=np.int32),
-        np.array([action.piece for action in program], dtype=np.int32),
-        np.array([action.num_pieces for action in program], dtype=np.int32),
-    )
+        assert problem, f"{action} cannot be encoded, but nothing is wrong with it"
+        raise MalformedActionError(problem, rank=rank, index=index, action=action)
+    slots = stages * schedule.num_units + _column(offsets)[known] + parts
+    slots = np.where(reduces, stages, slots)
+    return EncodedProgram(codes, slots.astype(np.int32), pieces, num_pieces)
+
+
+def _column(values: Sequence[int]) -> Codes:
+    """Integers as an array; those that no schedule can hold become a number out of range."""
+    try:
+        return np.array(values, dtype=np.int32)
+    except OverflowError:
+        return np.array([v if abs(v) <= _OUT_OF_RANGE else _OUT_OF_RANGE for v in values], np.int32)
 
 
 def _problem(action: Action, schedule: Schedule) -> str | None:

@@ -10,25 +10,34 @@ per directed edge only messages of the same wire between the same two ranks do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
-from sppo.schedule.actions import Action, ActionKind, Schedule
-from sppo.schedule.communication import Message, message_map
-from sppo.schedule.encoding import encode
+from sppo.schedule.actions import Schedule
+from sppo.schedule.encoding import (
+    RECV_ACT,
+    RECV_GRAD,
+    SEND_ACT,
+    SEND_GRAD,
+    B,
+    F,
+    encode,
+)
 from sppo.schedule.event_loop import DeadlockError
+from sppo.schedule.gangs import find_gangs, gang_routes
 
 Queues = Literal["rank", "pair", "direction", "pair_direction", "edge"]
-_Key = tuple[object, ...]
-_KEYS: dict[str, Callable[[int, int, str, str], _Key]] = {
-    "rank": lambda rank, peer, end, wire: (rank,),
-    "pair": lambda rank, peer, end, wire: (rank, peer),
-    "direction": lambda rank, peer, end, wire: (rank, end),
-    "pair_direction": lambda rank, peer, end, wire: (rank, peer, end),
-    "edge": lambda rank, peer, end, wire: (rank, peer, end, wire),
+_SEND, _RECEIVE = 0, 1
+_ACT, _GRAD = 0, 1
+_WIRES = {SEND_ACT: _ACT, SEND_GRAD: _GRAD, RECV_ACT: _ACT, RECV_GRAD: _GRAD}
+# (rank, peer, end, wire, number of ranks) -> number of the queue
+_NUMBERS: dict[str, Callable[[int, int, int, int, int], int]] = {
+    "rank": lambda rank, peer, end, wire, ranks: rank,
+    "pair": lambda rank, peer, end, wire, ranks: rank * ranks + peer,
+    "direction": lambda rank, peer, end, wire, ranks: rank * 2 + end,
+    "pair_direction": lambda rank, peer, end, wire, ranks: (rank * ranks + peer) * 2 + end,
+    "edge": lambda rank, peer, end, wire, ranks: ((rank * ranks + peer) * 2 + end) * 2 + wire,
 }
-_MESSAGES = (ActionKind.SEND, ActionKind.RECV)
-_INPUT_OF = {"act": ActionKind.F, "grad": ActionKind.B}
 
 
 def replay(schedule: Schedule, *, queues: Queues = "rank") -> None:
@@ -47,53 +56,93 @@ def replay(schedule: Schedule, *, queues: Queues = "rank") -> None:
 
 
 class _Replay:
-    """Hosts, queues and which messages have moved."""
+    """Hosts, queues and which messages have moved.
+
+    A message is a number: its wire and producing slot, or one behind all of these for each
+    interval of a unit that is cut into pieces.
+    """
 
     def __init__(self, schedule: Schedule, *, queues: Queues) -> None:
         self.schedule = schedule
-        self.key = _KEYS[queues]
         self.queues = queues
-        self.ends: dict[tuple[int, Action], Message] = {}
-        self.expected: dict[tuple[int, ActionKind, int, tuple[int, int]], int] = {}
-        self._find_messages()
-        self.line: dict[_Key, deque[Message]] = {}
-        self.position = [0] * schedule.num_ranks
+        self.number = _NUMBERS[queues]
+        self.ranks = schedule.num_ranks
+        self.units = schedule.num_units
+        self.size = schedule.num_stages * self.units
+        self.rank_of = [schedule.placement.rank_of(s) for s in range(schedule.num_stages)]
+        programs = encode(schedule)
+        self.codes = [program.codes.tolist() for program in programs]
+        self.slots = [program.slots.tolist() for program in programs]
+        self.pieces: list[list[int]] = [program.pieces.tolist() for program in programs]
+        self.widths = [program.num_pieces.tolist() for program in programs]
+        self.cut = gang_routes(schedule, gangs=find_gangs(schedule, programs=programs))
+        self._number_cut_messages()
+        # Messages that a compute action still waits for, by (wire, consuming slot, rank).
+        self.expected = self._count_expected()
+        self.line: dict[int, deque[int]] = {}
+        self.position = [0] * self.ranks
         self.woken: list[int] = []
-        self.gang: dict[tuple[ActionKind, int, tuple[int, int]], set[int]] = {}
+        self.gang: dict[tuple[int, int], set[int]] = {}
 
-    def _find_messages(self) -> None:
-        messages = message_map(self.schedule, programs=encode(self.schedule))
-        for program in self.schedule.programs:
-            for action in program:
-                if action.kind in _MESSAGES or action.piece > 0:
-                    continue
-                for message in messages.sent_by(action):
-                    self.ends[message.sender, message.send] = message
-                    self.ends[message.receiver, message.receive] = message
+    def _number_cut_messages(self) -> None:
+        self.first_number: dict[tuple[int, int], int] = {}
+        self.ends: list[tuple[int, int, int, int]] = []
+        for (code, slot), routes in self.cut.items():
+            self.first_number[_WIRES[code], slot] = 2 * self.size + len(self.ends)
+            self.ends += [(_WIRES[code], slot, route.sender, route.receiver) for route in routes]
+
+    def _count_expected(self) -> dict[int, int]:
+        expected: dict[int, int] = {}
+        sent = {SEND_ACT, SEND_GRAD}
+        for rank, codes in enumerate(self.codes):
+            for index, code in enumerate(codes):
+                if code in sent:
+                    message = self._message(rank, index, _WIRES[code], self.slots[rank][index])
                     needed = self._needed_by(message)
-                    self.expected[needed] = self.expected.get(needed, 0) + 1
+                    expected[needed] = expected.get(needed, 0) + 1
+        return expected
 
-    @staticmethod
-    def _needed_by(message: Message) -> tuple[int, ActionKind, int, tuple[int, int]]:
-        receive = message.receive
-        assert receive.wire is not None, f"{receive} carries nothing"
-        return message.receiver, _INPUT_OF[receive.wire], receive.stage, receive.unit
+    def _message(self, rank: int, index: int, wire: int, slot: int) -> int:
+        """Number of the message that an action of `rank` sends or receives."""
+        first = self.first_number.get((wire, slot))
+        if first is not None:
+            return first + self.pieces[rank][index]
+        stage = slot // self.units + (1 if wire == _ACT else -1)
+        if not 0 <= slot < self.size or not 0 <= stage < len(self.rank_of):
+            raise DeadlockError(
+                f"rank {rank}, {self.schedule.programs[rank][index]}: nobody is at the other end",
+                rank=rank,
+                index=index,
+            )
+        return wire * self.size + slot
+
+    def _route(self, message: int) -> tuple[int, int, int, int]:
+        """Wire, producing slot, sender and receiver of a message."""
+        if message >= 2 * self.size:
+            return self.ends[message - 2 * self.size]
+        wire, slot = divmod(message, self.size)
+        stage = slot // self.units
+        return wire, slot, self.rank_of[stage], self.rank_of[stage + (1 if wire == _ACT else -1)]
+
+    def _needed_by(self, message: int) -> int:
+        wire, slot, _, receiver = self._route(message)
+        return (wire * self.size + self._consumer(wire, slot)) * self.ranks + receiver
+
+    def _consumer(self, wire: int, slot: int) -> int:
+        return slot + (self.units if wire == _ACT else -self.units)
 
     def run(self) -> None:
         """Walk all hosts as far as they get."""
-        self.woken = list(range(self.schedule.num_ranks))
+        self.woken = list(range(self.ranks))
         while self.woken:
             rank = self.woken.pop()
-            program = self.schedule.programs[rank]
-            while self.position[rank] < len(program):
-                if not self._step(rank, program[self.position[rank]]):
+            codes, slots, position = self.codes[rank], self.slots[rank], self.position
+            while position[rank] < len(codes):
+                index = position[rank]
+                if not self._step(rank, index, codes[index], slots[index]):
                     break
-                self.position[rank] += 1
-        stuck = [
-            (rank, index)
-            for rank, index in enumerate(self.position)
-            if index < len(self.schedule.programs[rank])
-        ]
+                position[rank] += 1
+        stuck = list(self._stuck())
         if stuck:
             shown = "; ".join(
                 f"rank {rank} at action {index + 1}, {self.schedule.programs[rank][index]}"
@@ -105,54 +154,56 @@ class _Replay:
                 index=stuck[0][1],
             )
 
-    def _step(self, rank: int, action: Action) -> bool:
-        """Do one action of a host; whether it walks on."""
-        if action.kind in _MESSAGES:
-            self._enqueue(rank, action)
-            return True
-        if action.kind not in (ActionKind.F, ActionKind.B):
-            return True
-        if self.expected.get((rank, action.kind, action.stage, action.unit), 0):
-            return False
-        return action.num_pieces == 1 or self._join(rank, action)
+    def _stuck(self) -> Iterator[tuple[int, int]]:
+        for rank, index in enumerate(self.position):
+            if index < len(self.codes[rank]):
+                yield rank, index
 
-    def _join(self, rank: int, action: Action) -> bool:
+    def _step(self, rank: int, index: int, code: int, slot: int) -> bool:
+        """Do one action of a host; whether it walks on."""
+        if code in (SEND_ACT, SEND_GRAD):
+            self._enqueue(self._message(rank, index, _WIRES[code], slot), end=_SEND)
+        elif code in (RECV_ACT, RECV_GRAD):
+            wire = _WIRES[code]
+            produced = slot - self.units if wire == _ACT else slot + self.units
+            self._enqueue(self._message(rank, index, wire, produced), end=_RECEIVE)
+        elif code in (F, B):
+            wire = _ACT if code == F else _GRAD
+            if self.expected.get((wire * self.size + slot) * self.ranks + rank, 0):
+                return False
+            width = self.widths[rank][index]
+            return width == 1 or self._join(rank, code, slot, width)
+        return True
+
+    def _join(self, rank: int, code: int, slot: int, width: int) -> bool:
         """A piece goes on when all pieces of its unit have come."""
-        members = self.gang.setdefault((action.kind, action.stage, action.unit), set())
+        members = self.gang.setdefault((code, slot), set())
         if rank not in members:
             members.add(rank)
-            if len(members) == action.num_pieces:
+            if len(members) == width:
                 self.woken.extend(sorted(members - {rank}, reverse=True))
-        return len(members) == action.num_pieces
+        return len(members) == width
 
-    def _enqueue(self, rank: int, action: Action) -> None:
-        message = self.ends.get((rank, action))
-        if message is None:
-            raise DeadlockError(
-                f"rank {rank}, {action}: nobody is at the other end",
-                rank=rank,
-                index=self.position[rank],
-            )
-        key = self._queue(message, sending=action.kind is ActionKind.SEND)
-        line = self.line.setdefault(key, deque())
+    def _enqueue(self, message: int, *, end: int) -> None:
+        line = self.line.setdefault(self._queue(message, end=end), deque())
         line.append(message)
         if len(line) == 1:
             self._move(message)
 
-    def _queue(self, message: Message, *, sending: bool) -> _Key:
-        wire = message.send.wire or ""
-        if sending:
-            return self.key(message.sender, message.receiver, "send", wire)
-        return self.key(message.receiver, message.sender, "recv", wire)
+    def _queue(self, message: int, *, end: int) -> int:
+        wire, _, sender, receiver = self._route(message)
+        if end == _SEND:
+            return self.number(sender, receiver, _SEND, wire, self.ranks)
+        return self.number(receiver, sender, _RECEIVE, wire, self.ranks)
 
-    def _move(self, message: Message) -> None:
+    def _move(self, message: int) -> None:
         """Move `message` if it heads both of its queues, and then whatever comes to the head."""
         candidates = [message]
         while candidates:
             head = candidates.pop()
-            out = self.line.get(self._queue(head, sending=True))
-            into = self.line.get(self._queue(head, sending=False))
-            if not out or not into or out[0] is not head or into[0] is not head:
+            out = self.line.get(self._queue(head, end=_SEND))
+            into = self.line.get(self._queue(head, end=_RECEIVE))
+            if not out or not into or out[0] != head or into[0] != head:
                 continue
             out.popleft()
             into.popleft()
@@ -160,4 +211,4 @@ class _Replay:
             needed = self._needed_by(head)
             self.expected[needed] -= 1
             if not self.expected[needed]:
-                self.woken.append(head.receiver)
+                self.woken.append(self._route(head)[3])
