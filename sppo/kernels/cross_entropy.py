@@ -35,6 +35,7 @@ def linear_cross_entropy(
     for rows in _tiles(hidden_CE.shape[0], weight_VE.shape[0], tile_bytes):
         logits_tV = linear(hidden_CE[rows], weight_VE).to(wide_dtype(hidden_CE.dtype))
         losses.append(_token_losses(logits_tV, logits_tV.logsumexp(-1), labels_C[rows]))
+        del logits_tV  # before the next tile is made
     return torch.cat(losses)
 
 
@@ -69,6 +70,7 @@ def linear_cross_entropy_with_gradient(
         dlogits_tV = _logit_gradient_(logits_tV, lse_t, labels_t, scale).to(hidden_CE.dtype)
         torch.mm(dlogits_tV, weight_VE, out=dhidden_CE[rows])
         accumulate_weight_gradient(dweight_VE, dlogits_tV, hidden_tE)
+        del logits_tV, dlogits_tV  # before the next tile is made
     return torch.cat(losses), dhidden_CE
 
 

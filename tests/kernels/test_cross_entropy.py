@@ -1,0 +1,148 @@
+"""Tiled projection and loss against torch's cross entropy; never two tiles of logits at once."""
+
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from sppo.kernels import cross_entropy
+from sppo.kernels.cross_entropy import (
+    IGNORED_LABEL,
+    linear_cross_entropy,
+    linear_cross_entropy_with_gradient,
+    tile_tokens,
+)
+from tests.kernels.allocations import peak_bytes
+
+
+def problem(c, e, v, *, seed=0, ignored=0.3, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in ((c, e), (v, e))
+    )
+    labels = torch.randint(0, v, (c,), generator=generator)
+    labels[torch.rand(c, generator=generator) < ignored] = IGNORED_LABEL
+    return hidden, weight, labels
+
+
+def by_autograd(hidden, weight, labels, scale):
+    hidden, weight = (x.double().clone().requires_grad_() for x in (hidden, weight))
+    losses = functional.cross_entropy(
+        hidden @ weight.T, labels, ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return losses.detach(), *torch.autograd.grad(scale * losses.sum(), (hidden, weight))
+
+
+def small_tiles(tokens):
+    """Tiles of at least ``tokens`` tokens rather than 64."""
+    return mock.patch.object(cross_entropy, "_MIN_TILE_TOKENS", tokens)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 70),
+    st.integers(1, 9),
+    st.integers(1, 53),
+    st.integers(2, 25),
+    st.sampled_from((0.0, 0.4, 1.0)),
+    st.integers(0, 99),
+)
+def test_losses_and_gradients(c, e, v, tile, ignored, seed):
+    """1e-12: products of nine terms and sums over fifty logits in float64."""
+    hidden, weight, labels = problem(c, e, v, seed=seed, ignored=ignored)
+    losses, dhidden, dweight = by_autograd(hidden, weight, labels, 0.37)
+    before = torch.full_like(weight, 0.5)
+    total = before.clone()
+    with small_tiles(tile):
+        ours, ours_dhidden = linear_cross_entropy_with_gradient(
+            hidden, weight, labels, scale=0.37, dweight_VE=total, tile_bytes=1
+        )
+        only = linear_cross_entropy(hidden, weight, labels, tile_bytes=1)
+    for actual, expected in (
+        (ours, losses),
+        (only, losses),
+        (ours_dhidden, dhidden),
+        (total - before, dweight),
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert torch.all(ours[labels == IGNORED_LABEL] == 0)
+
+
+def test_huge_logits_do_not_overflow():
+    hidden, weight, labels = problem(20, 5, 31)
+    losses, dhidden, _ = by_autograd(1e4 * hidden, weight, labels, 1.0)
+    ours, ours_dhidden = linear_cross_entropy_with_gradient(
+        1e4 * hidden, weight, labels, scale=1.0, dweight_VE=torch.zeros_like(weight)
+    )
+    torch.testing.assert_close(ours, losses, rtol=1e-11, atol=1e-9)
+    torch.testing.assert_close(ours_dhidden, dhidden, rtol=1e-9, atol=1e-9)
+
+
+def test_bf16_sums_in_fp32():
+    """2^-7: logits of about one and their gradient are each rounded to bf16 once (2^-8)."""
+    hidden, weight, labels = problem(150, 48, 301, dtype=torch.bfloat16)
+    weight = weight / 8
+    losses, dhidden, dweight = by_autograd(hidden, weight, labels, 1 / 90)
+    total = torch.zeros(301, 48)
+    ours, ours_dhidden = linear_cross_entropy_with_gradient(
+        hidden, weight, labels, scale=1 / 90, dweight_VE=total
+    )
+    assert (ours.dtype, ours_dhidden.dtype) == (torch.float32, torch.bfloat16)
+    for actual, expected in ((ours, losses), (ours_dhidden, dhidden), (total, dweight)):
+        assert (actual.double() - expected).norm() <= 2**-7 * expected.norm()
+
+
+def test_a_tile_is_as_large_as_its_bytes_allow():
+    assert tile_tokens(1000, tile_bytes=4 * 1000 * 100 + 3999) == 100
+    assert tile_tokens(10**9) == 64
+    assert 4 * 32000 * tile_tokens(32000) <= cross_entropy.TILE_BYTES
+
+
+class Tiles:
+    """A stand-in for the projection that notes the tiles it makes and which are still alive."""
+
+    def __init__(self):
+        self.rows, self.most_alive, self._made = [], 0, []
+
+    def __call__(self, hidden, weight):
+        alive = sum(made() is not None for made in self._made)
+        self.most_alive = max(self.most_alive, alive + 1)
+        logits = functional.linear(hidden, weight)
+        self.rows.append(len(logits))
+        self._made.append(weakref.ref(logits))
+        return logits
+
+
+def run_both(hidden, weight, labels, *, tile_bytes):
+    """The pass with a gradient and the pass without, as functions to call."""
+    total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    yield lambda: linear_cross_entropy_with_gradient(
+        hidden, weight, labels, scale=1.0, dweight_VE=total, tile_bytes=tile_bytes
+    )
+    yield lambda: linear_cross_entropy(hidden, weight, labels, tile_bytes=tile_bytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_tile_is_gone_before_the_next(dtype):
+    for run in run_both(*problem(333, 8, 50, dtype=dtype), tile_bytes=4 * 50 * 100):
+        tiles = Tiles()
+        with mock.patch.object(cross_entropy, "linear", tiles):
+            run()
+        assert tiles.rows == [100, 100, 100, 33]
+        assert tiles.most_alive == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_a_tile_and_its_log_sum_exp(dtype):
+    """Two tiles of fp32, as planned for: the logits, and what logsumexp needs meanwhile.
+
+    Everything else of these shapes is below a hundredth of a tile.
+    """
+    tile = 4 * 64 * 20_000
+    for run in run_both(*problem(4 * 64, 16, 20_000, dtype=dtype), tile_bytes=tile):
+        assert tile < peak_bytes(run) <= 2.02 * tile

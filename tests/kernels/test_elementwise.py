@@ -1,0 +1,160 @@
+"""Norms, activations, rotary turns and weight sums against autograd in float64.
+
+1e-12 of the largest value: a handful of operations on rows of at most a hundred numbers. In bf16
+the result is one rounding away (2^-8 of each value) from what fp32 arithmetic gives.
+"""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from sppo.kernels import elementwise, linear
+from sppo.kernels.rotary import RotaryTable, rotate, rotate_backward
+
+SHAPES = [(1, 7), (5, 24), (13, 1), (4, 3, 10)]
+
+
+def random(*shapes, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def close(actual, expected, *, tolerance=1e-12):
+    scale = max(float(expected.abs().max()), 1e-3)
+    assert actual.shape == expected.shape
+    assert float((actual.double() - expected).abs().max()) <= tolerance * scale
+
+
+def by_autograd(function, inputs, dy):
+    leaves = [x.double().clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    return y.detach(), torch.autograd.grad(y, leaves, dy.double())
+
+
+def rms(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def centred(x, weight, bias):
+    x = x - x.mean(-1, keepdim=True)
+    return rms(x, weight) + bias
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_rms_norm(shape, size):
+    x, dy, weight = random(shape, shape, shape[-1:])
+    x = x * size
+    y, (dx, dweight) = by_autograd(rms, (x, weight), dy)
+    close(elementwise.rms_norm(x, weight, eps=1e-5), y)
+    ours = elementwise.rms_norm_backward(dy, x, weight, eps=1e-5)
+    close(ours[0], dx, tolerance=1e-11)  # near-cancellation in short rows
+    close(ours[1], dweight)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (5, 24), (9, 2)])
+def test_layer_norm(shape):
+    x, dy, weight, bias = random(shape, shape, shape[-1:], shape[-1:])
+    y, expected = by_autograd(centred, (x + 3, weight, bias), dy)
+    close(elementwise.layer_norm(x + 3, weight, bias, eps=1e-5), y)
+    ours = elementwise.layer_norm_backward(dy, x + 3, weight, bias, eps=1e-5)
+    for actual, gradient in zip(ours, expected, strict=True):
+        close(actual, gradient, tolerance=1e-10)  # two columns nearly cancel
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_norms_in_bf16_compute_in_fp32(name):
+    parameters = random((96,), (96,), dtype=torch.bfloat16)[: 1 if name == "rms_norm" else 2]
+    x, dy = random((33, 96), (33, 96), seed=1, dtype=torch.bfloat16)
+    definition = rms if name == "rms_norm" else centred
+    y, expected = by_autograd(definition, (x, *parameters), dy)
+    ours = getattr(elementwise, name)(x, *parameters, eps=1e-5)
+    assert ours.dtype is torch.bfloat16
+    close(ours, y, tolerance=2**-7)  # rms_norm rounds before and after the weight
+    dx, *sums = getattr(elementwise, f"{name}_backward")(dy, x, *parameters, eps=1e-5)
+    assert dx.dtype is torch.bfloat16
+    close(dx, expected[0], tolerance=2**-8)
+    for actual, gradient in zip(sums, expected[1:], strict=True):
+        assert actual.dtype is torch.float32
+        close(actual, gradient, tolerance=1e-5)
+
+
+def plain_activation(kind):
+    if kind == "swiglu":
+        return lambda gate, up: gate * torch.sigmoid(gate) * up
+    return lambda up: functional.gelu(up, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu", "gelu_tanh"])
+def test_activations(kind):
+    gate, up, dy = (3 * x for x in random((6, 11), (6, 11), (6, 11)))
+    inputs = (gate, up) if kind == "swiglu" else (up,)
+    y, expected = by_autograd(plain_activation(kind), inputs, dy)
+    gate = gate if kind == "swiglu" else None
+    saved = [None if x is None else x.clone() for x in (gate, up, dy)]
+    close(elementwise.activation(gate, up, kind=kind), y)
+    ours = elementwise.activation_backward(dy, gate, up, kind=kind)
+    close(ours.hidden_CF, y)
+    close(ours.dup_CF, expected[-1])
+    if kind == "swiglu":
+        close(ours.dgate_CF, expected[0])
+    else:
+        assert ours.dgate_CF is None
+    for before, after in zip(saved, (gate, up, dy), strict=True):
+        assert before is None or torch.equal(before, after), "saved tensors stay as they are"
+
+
+def angles(c, d, seed=3):
+    (x,) = random((c, 1, d // 2), seed=seed)
+    return RotaryTable(1.3 * (4 * x).cos(), 1.3 * (4 * x).sin())
+
+
+def by_matrices(x, table):
+    """Every pair (i, i + D/2) times its own 2x2 matrix."""
+    half = x.shape[-1] // 2
+    turns = torch.stack([table.cos, -table.sin, table.sin, table.cos], -1)
+    turns = turns.unflatten(-1, (2, 2)).expand(*x.shape[:2], half, 2, 2)
+    pairs = torch.stack([x[..., :half], x[..., half:]], -1)
+    turned = torch.einsum("chpij,chpj->chpi", turns, pairs)
+    return torch.cat([turned[..., 0], turned[..., 1]], -1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (7, 3, 10), (5, 2, 64)])
+def test_rotary(shape):
+    x, dy = random(shape, shape)
+    table = angles(shape[0], shape[2])
+    y, (dx,) = by_autograd(lambda x: by_matrices(x, table), (x,), dy)
+    close(rotate(x, table), y)
+    close(rotate_backward(dy, table), dx)
+
+
+def test_rotary_of_bf16_is_fp32_rounded_once():
+    (x,) = random((9, 2, 16), dtype=torch.bfloat16)
+    table = angles(9, 16)
+    narrow = RotaryTable(table.cos.float(), table.sin.float())
+    y = rotate(x, narrow)
+    assert y.dtype is torch.bfloat16
+    close(y, by_matrices(x.double(), table), tolerance=2**-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_weight_gradients_are_added_in_the_accumulator(dtype):
+    x, dy = random((50, 6), (50, 9), dtype=dtype)
+    wide = elementwise.wide_dtype(dtype)
+    weight0, bias0 = random((9, 6), (9,), seed=7, dtype=wide)
+    weight, bias = weight0.clone(), bias0.clone()
+    linear.accumulate_weight_gradient(weight, dy, x)
+    linear.accumulate_bias_gradient(bias, dy)
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+    close(weight - weight0, dy.double().T @ x.double(), tolerance=tolerance)
+    bias_tolerance = 1e-13 if dtype is torch.float64 else 1e-6
+    close(bias - bias0, dy.double().sum(0), tolerance=bias_tolerance)
+
+
+def test_many_small_bf16_gradients_are_not_lost():
+    """512 subsequences of gradient 2^-9 on top of one: a sum in bf16 would stay at one."""
+    total = torch.ones(1, 1)
+    x = torch.full((1, 1), 2.0**-9, dtype=torch.bfloat16)
+    for _ in range(512):
+        linear.accumulate_weight_gradient(total, torch.ones_like(x), x)
+    assert total.item() == 2.0
