@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,20 +84,39 @@ def simulate(
         keep_last=keep_last,
         prefetch=prefetch,
     )
+    wanted = _Outputs(timeline, png, trace, write_program, json_output)
     with exit_codes():
-        request = read_request(sort_words(targets or ()), flags=flags, compare=compare or ())
-        timelines, forward_makespan_s = _play(request)
-        _draw(timelines, html=timeline, png=png, trace=trace)
-        if write_program is not None:
-            from sppo.schedule.program_text import format_program
+        _simulate(flags, words=targets or (), compare=compare or (), wanted=wanted)
 
-            write_program.write_text(format_program(timelines[0].schedule), encoding="utf-8")
-        _print(
-            timelines,
-            forward_makespan_s=forward_makespan_s,
-            as_json=json_output,
-            hardware=request.hardware,
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What is written where."""
+
+    html: Path | None
+    png: Path | None
+    trace: Path | None
+    program: Path | None
+    as_json: bool
+
+
+def _simulate(
+    flags: Flags, *, words: Sequence[str], compare: Sequence[str], wanted: _Outputs
+) -> None:
+    """Simulate, write the files, then print; nothing is printed for a request that fails."""
+    request = read_request(sort_words(words), flags=flags, compare=compare)
+    timelines, forward_makespan_s = _play(request)
+    _draw(timelines, wanted=wanted)
+    if wanted.program is not None:
+        from sppo.schedule.program_text import format_program
+
+        wanted.program.write_text(format_program(timelines[0].schedule), encoding="utf-8")
+    _print(
+        timelines,
+        forward_makespan_s=forward_makespan_s,
+        as_json=wanted.as_json,
+        hardware=request.hardware,
+    )
 
 
 def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
@@ -110,22 +130,20 @@ def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
     return timelines, alone.makespan_s
 
 
-def _draw(
-    timelines: Sequence[Timeline], *, html: Path | None, png: Path | None, trace: Path | None
-) -> None:
+def _draw(timelines: Sequence[Timeline], *, wanted: _Outputs) -> None:
     """Write the pictures asked for."""
-    if png is not None:
+    if wanted.png is not None:
         from sppo.schedule.timeline_png import write_png
 
-        write_png(png, timelines=timelines)
-    if html is not None:
+        write_png(wanted.png, timelines=timelines)
+    if wanted.html is not None:
         from sppo.schedule.timeline_html import write_html
 
-        write_html(html, timelines=timelines)
-    if trace is not None:
+        write_html(wanted.html, timelines=timelines)
+    if wanted.trace is not None:
         from sppo.schedule.chrome_trace import write_trace
 
-        write_trace(trace, timelines=timelines)
+        write_trace(wanted.trace, timelines=timelines)
 
 
 def _print(

@@ -1,6 +1,6 @@
 """Timelines as one self-contained page: zoom with the wheel, drag, read a bar by pointing at it.
 
-The page holds its data, its script (`timeline_page.html`) and nothing else; it needs no network.
+The page holds its data, its script (`timeline_page`) and nothing else; it needs no network.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
 from sppo.schedule import timeline_style as style
 from sppo.schedule.timeline import RankTrack, Span, Timeline
+from sppo.schedule.timeline_page import PAGE
 
 # A page with more bars than this opens too slowly; ranks are then sampled evenly.
 _MOST_BARS = 400_000
@@ -41,12 +41,11 @@ def write_html(path: Path, *, timelines: Sequence[Timeline]) -> None:
             for cause, colour in style.IDLE_COLOURS.items()
         ],
     }
-    page = resources.files("sppo.schedule").joinpath("timeline_page.html").read_text("utf-8")
     # No tag may begin inside a script element, whatever a program file calls itself.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     names = " · ".join(timeline.schedule.name for timeline in timelines)
     filled = {"TITLE": html.escape(names), "DATA": text}
-    page = re.sub(r"\{\{(TITLE|DATA)\}\}", lambda match: filled[match[1]], page)
+    page = re.sub(r"\{\{(TITLE|DATA)\}\}", lambda match: filled[match[1]], PAGE)
     path.write_text(page, encoding="utf-8")
 
 

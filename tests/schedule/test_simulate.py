@@ -9,10 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from sppo.schedule.actions import Action, ActionKind, Placement, Schedule
 from sppo.schedule.communication import place_messages
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.simulate import simulate
+from sppo.schedule.validate import validate
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, idle, in_flight, make, peaks, play
 
 ZB = {"f": 1, "b": 1, "w": 1}
@@ -135,6 +137,36 @@ def test_time_is_bounded_below_and_grows_with_every_cost(name, p, m, n, data):
     longer[stage, unit] += 1
     assert simulate(schedule, costs=replace(costs, **{key: longer})).makespan_s >= makespan - 1e-9
     assert play(schedule, latency=1).makespan_s >= play(schedule).makespan_s
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_no_valid_order_beats_the_bound(p, m, n, random):
+    """T >= (p - 1) F + U (F + B): the last rank starts late and has all that work."""
+    lengths = ((16,) * n,) * m
+    done: set[tuple[str, int, int, int]] = set()
+    programs: list[list[Action]] = [[] for _ in range(p)]
+
+    def is_ready(kind, stage, seq, sub):
+        if kind == "F":
+            needs = [("F", stage - 1, seq, sub)] if stage else []
+            needs += [("F", stage, seq, sub - 1)] if sub else []
+        else:
+            needs = [("F", stage, seq, sub)]
+            needs += [("B", stage + 1, seq, sub)] if stage < p - 1 else []
+            needs += [("B", stage, seq, sub + 1)] if sub < n - 1 else []
+        return all(need in done for need in needs)
+
+    waiting = [(k, s, q, u) for k in "FB" for s in range(p) for q in range(m) for u in range(n)]
+    while waiting:
+        item = random.choice([w for w in waiting if is_ready(*w)])
+        waiting.remove(item)
+        done.add(item)
+        programs[item[1]].append(Action(ActionKind(item[0]), *item[1:]))
+    schedule = Schedule("random", Placement(p), lengths, tuple(map(tuple, programs)))
+    validate(place_messages(schedule))
+    timeline = play(schedule)
+    assert timeline.makespan_s >= (p - 1) + 3 * m * n
 
 
 @settings(deadline=None, max_examples=40)

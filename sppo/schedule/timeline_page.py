@@ -1,4 +1,10 @@
-<!DOCTYPE html>
+"""The page of `timeline_html`: markup, style and script, with places for its title and data.
+
+Drawn on one canvas per schedule, only what is visible, so that a few hundred thousand bars stay
+quick to zoom.
+"""
+
+PAGE = r"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -6,8 +12,10 @@
 <title>{{TITLE}}</title>
 <style>
   :root { color-scheme: light; }
-  body { margin: 0; font: 14px/1.4 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #222; background: #fff; }
-  header { position: sticky; top: 0; background: #fff; border-bottom: 1px solid #ddd; padding: 8px 16px; z-index: 2; }
+  body { margin: 0; color: #222; background: #fff;
+         font: 14px/1.4 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
+  header { position: sticky; top: 0; background: #fff; border-bottom: 1px solid #ddd;
+           padding: 8px 16px; z-index: 2; }
   h1 { font-size: 15px; margin: 0 12px 0 0; display: inline-block; }
   #legend { display: inline-flex; flex-wrap: wrap; gap: 4px 16px; vertical-align: middle; }
   #legend span { white-space: nowrap; }
@@ -18,14 +26,16 @@
   h2 { font-size: 13px; font-weight: 600; margin: 0 0 4px; }
   canvas { display: block; width: 100%; cursor: grab; touch-action: none; }
   canvas.dragging { cursor: grabbing; }
-  #tip { position: fixed; display: none; pointer-events: none; background: #222; color: #fff; padding: 5px 9px;
-         border-radius: 4px; font-size: 12px; white-space: pre; z-index: 3; max-width: 60ch; }
+  #tip { position: fixed; display: none; pointer-events: none; background: #222; color: #fff;
+         padding: 5px 9px; border-radius: 4px; font-size: 12px; white-space: pre; z-index: 3;
+         max-width: 60ch; }
 </style>
 </head>
 <body>
 <header>
   <h1>{{TITLE}}</h1><div id="legend"></div>
-  <div id="help">wheel: zoom · drag: move · point at a bar: what it is<button id="all">show all</button></div>
+  <div id="help">wheel: zoom · drag: move · point at a bar: what it is
+    <button id="all">show all</button></div>
 </header>
 <main></main>
 <div id="tip"></div>
@@ -37,7 +47,8 @@ const LEFT = 70, RIGHT = 10, AXIS = 20, MEMORY = 70;
 const end = Math.max(...data.panels.map(p => p.makespan), 1e-30);
 let from = 0, to = end * 1.005, redraw = 0;
 const tip = document.getElementById("tip");
-const number = v => { const t = Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(3) : String(+v.toPrecision(5)); return t; };
+const isFar = v => Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3);
+const number = v => isFar(v) ? v.toExponential(3) : String(+v.toPrecision(5));
 
 // Bars of a row are sorted by lane and time, so that the visible ones are found by bisection.
 const panels = data.panels.map(panel => {
@@ -50,7 +61,8 @@ const panels = data.panels.map(panel => {
     for (const lane of lanes) lane.sort((a, b) => a[0] - b[0]);
     return { rank: row.rank, lanes, idle: row.idle, memory: row.memory };
   });
-  const peak = Math.max(0, ...rows.map(r => r.memory.reduce((m, p) => Math.max(m, p[1]), 0)));
+  const most = row => row.memory.reduce((m, point) => Math.max(m, point[1]), 0);
+  const peak = Math.max(0, ...rows.map(most));
   const section = document.createElement("section");
   const heading = document.createElement("h2");
   heading.textContent = panel.title;
@@ -58,7 +70,8 @@ const panels = data.panels.map(panel => {
   section.append(heading, canvas);
   document.querySelector("main").append(section);
   const below = peak > 0 ? MEMORY : 0;
-  return { panel, rows, canvas, height, hasCopies, hasLinks, peak, below, total: rows.length * height + AXIS + below };
+  const total = rows.length * height + AXIS + below;
+  return { panel, rows, canvas, height, hasCopies, hasLinks, peak, below, total };
 });
 
 // Where a lane lies inside its row, as shares of the row's height.
@@ -74,7 +87,10 @@ function place(view, lane) {
 
 function firstVisible(bars, time) {
   let low = 0, high = bars.length;
-  while (low < high) { const mid = (low + high) >> 1; if (bars[mid][1] < time) low = mid + 1; else high = mid; }
+  while (low < high) {
+    const mid = (low + high) >> 1;
+    if (bars[mid][1] < time) low = mid + 1; else high = mid;
+  }
   return low;
 }
 
@@ -95,7 +111,8 @@ function draw(view) {
   view.canvas.height = view.total * ratio;
   const g = view.canvas.getContext("2d");
   g.scale(ratio, ratio);
-  const inner = width - LEFT - RIGHT, x = t => LEFT + (t - from) / (to - from) * inner;
+  const inner = width - LEFT - RIGHT;
+  const x = t => LEFT + (t - from) / (to - from) * inner;
   g.textBaseline = "middle";
   view.rows.forEach((row, n) => drawRow(g, view, row, n * view.height, x, inner));
   g.fillStyle = "#fff";
@@ -105,7 +122,7 @@ function draw(view) {
   g.font = "12px sans-serif";
   const every = Math.ceil(14 / view.height);
   view.rows.forEach((row, n) => {
-    if (n % every === 0) g.fillText("rank " + row.rank, LEFT - 8, n * view.height + view.height * 0.47);
+    if (n % every === 0) g.fillText("rank " + row.rank, LEFT - 8, (n + 0.47) * view.height);
   });
   drawAxis(g, view, x, width);
   if (view.below) drawMemory(g, view, x, width);
@@ -116,7 +133,8 @@ function drawRow(g, view, row, top, x, inner) {
   for (let k = firstVisible(row.idle, from); k < row.idle.length && row.idle[k][0] < to; k++) {
     const [start, stop, cause] = row.idle[k];
     g.fillStyle = data.idle[cause].colour;
-    g.fillRect(x(start), top + a * view.height, Math.max(0.5, x(stop) - x(start)), h * view.height);
+    const w = Math.max(0.5, x(stop) - x(start));
+    g.fillRect(x(start), top + a * view.height, w, h * view.height);
   }
   row.lanes.forEach((bars, lane) => {
     const where = place(view, lane);
@@ -132,7 +150,8 @@ function drawRow(g, view, row, top, x, inner) {
 }
 
 function drawBar(g, view, bar, top, where, x) {
-  const x0 = Math.max(LEFT, x(bar[0])), x1 = Math.min(x(bar[1]), view.canvas.clientWidth - RIGHT), y = top + where[0] * view.height, h = where[1] * view.height;
+  const x0 = Math.max(LEFT, x(bar[0])), x1 = Math.min(x(bar[1]), view.canvas.clientWidth - RIGHT);
+  const y = top + where[0] * view.height, h = where[1] * view.height;
   const colour = view.panel.styles[bar[3]].colour, w = x1 - x0;
   g.fillStyle = colour;
   g.fillRect(x0, y, Math.max(0.5, w - (w > 4 ? 1 : 0)), h);
@@ -178,7 +197,11 @@ function drawMemory(g, view, x, width) {
     g.beginPath();
     g.moveTo(x(0), y(0));
     let value = 0;
-    for (const [time, next] of view.rows[n].memory) { g.lineTo(x(time), y(value)); g.lineTo(x(time), y(next)); value = next; }
+    for (const [time, next] of view.rows[n].memory) {
+      g.lineTo(x(time), y(value));
+      g.lineTo(x(time), y(next));
+      value = next;
+    }
     g.lineTo(x(view.panel.makespan), y(value));
     g.stroke();
   }
@@ -208,6 +231,8 @@ function move(a, b) {
   drawAll();
 }
 
+const lasting = (verb, a, b) => `${number(a)} to ${number(b)}, ${verb} ${number(b - a)}`;
+
 function memoryAt(view, time) {
   if (time < 0 || time > view.panel.makespan) return null;
   const lines = [];
@@ -220,7 +245,8 @@ function memoryAt(view, time) {
 }
 
 function pointed(view, event) {
-  const box = view.canvas.getBoundingClientRect(), py = event.clientY - box.top, time = timeAt(view, event);
+  const box = view.canvas.getBoundingClientRect(), py = event.clientY - box.top;
+  const time = timeAt(view, event);
   const row = view.rows[Math.floor(py / view.height)];
   if (view.below && py > view.total - view.below) return memoryAt(view, time);
   if (!row || event.clientX - box.left < LEFT) return null;
@@ -229,10 +255,12 @@ function pointed(view, event) {
     const where = place(view, lane);
     if (!where || share < where[0] || share > where[0] + where[1]) continue;
     const bars = row.lanes[lane], bar = bars[firstVisible(bars, time)];
-    if (bar && bar[0] <= time) return `${bar[5]}   ${view.panel.styles[bar[3]].name}\n${number(bar[0])} to ${number(bar[1])}, takes ${number(bar[1] - bar[0])}`;
+    if (bar && bar[0] <= time) {
+      return `${bar[5]}   ${view.panel.styles[bar[3]].name}\n` + lasting("takes", bar[0], bar[1]);
+    }
   }
   const gap = row.idle[firstVisible(row.idle, time)];
-  if (gap && gap[0] <= time) return `${data.idle[gap[2]].name}\n${number(gap[0])} to ${number(gap[1])}, lasts ${number(gap[1] - gap[0])}`;
+  if (gap && gap[0] <= time) return `${data.idle[gap[2]].name}\n` + lasting("lasts", gap[0], gap[1]);
   return null;
 }
 
@@ -253,7 +281,8 @@ for (const view of panels) {
   canvas.addEventListener("pointerleave", () => { tip.style.display = "none"; });
   canvas.addEventListener("pointermove", event => {
     if (grabbed) {
-      const shift = (grabbed.x - event.clientX) / (canvas.clientWidth - LEFT - RIGHT) * (grabbed.to - grabbed.from);
+      const share = (grabbed.x - event.clientX) / (canvas.clientWidth - LEFT - RIGHT);
+      const shift = share * (grabbed.to - grabbed.from);
       move(grabbed.from + shift, grabbed.to + shift);
       return;
     }
@@ -275,7 +304,8 @@ function list(colour, name) {
   item.append(patch, name);
   legend.append(item);
 }
-panels.flatMap(p => p.panel.styles).sort((a, b) => a.order - b.order).forEach(s => list(s.colour, s.name));
+const styles = panels.flatMap(p => p.panel.styles).sort((a, b) => a.order - b.order);
+for (const style of styles) list(style.colour, style.name);
 const causes = new Set(data.panels.flatMap(p => p.rows.flatMap(r => r.idle.map(i => i[2]))));
 data.idle.forEach((cause, n) => { if (causes.has(n)) list(cause.colour, cause.name); });
 document.getElementById("all").addEventListener("click", () => move(0, end * 1.005));
@@ -284,3 +314,4 @@ drawAll();
 </script>
 </body>
 </html>
+"""
