@@ -28,6 +28,8 @@ from sppo.schedule.costs import (
 from sppo.schedule.generators import WHOLE_SEQUENCES, generate
 from sppo.schedule.prepare import Case, lower
 
+# About twenty times a step of 1024 ranks and 512 subsequences.
+_MOST_FORWARDS = 10_000_000
 OffloadRatios = Literal["none", "full", "adaptive"] | tuple[float, ...]
 
 
@@ -102,6 +104,12 @@ class AbstractCase:
         for name in ("forward_s", "backward_s", "weight_s", "latency_s", "message_bytes"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}: must be finite, at least 0")
+        stages = self.num_ranks * self.num_virtual
+        if stages * self.num_sequences * self.num_subsequences > _MOST_FORWARDS:
+            raise ValueError(
+                f"{stages} stages x {self.num_sequences} sequences x {self.num_subsequences} "
+                f"subsequences: at most {_MOST_FORWARDS:,} forwards fit a simulation; take fewer"
+            )
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], ...]:

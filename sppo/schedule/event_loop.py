@@ -361,10 +361,12 @@ class _EventLoop:
         start = max(queue[rank], self.at[before])
         if code == H2D:
             start = max(start, self.free[rank])
-        finish = start + self.seconds[code][slot]
+        finish = start + self.seconds[code][slot] / self.widths[rank][index]
         queue[rank] = finish
         self.starts[rank][index], self.finishes[rank][index] = start, finish
-        self._publish(code * self.size + slot, finish)
+        # Of a unit in pieces the latest copy counts, because its pieces run together.
+        key = code * self.size + slot
+        self._publish(key, max(finish, self.at[key]))
         return True
 
     def _send(self, rank: int, index: int, code: int, slot: int) -> bool:

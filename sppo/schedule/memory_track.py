@@ -24,6 +24,7 @@ from sppo.schedule.costs import Costs, Table
 from sppo.schedule.encoding import Codes, EncodedProgram
 from sppo.schedule.timeline import Floats, MemoryTrack
 
+_SAME_MOMENT = 1e-9
 _Events = tuple[Floats, Floats]
 
 
@@ -147,6 +148,7 @@ def _track(events: _Events) -> MemoryTrack:
     order = np.argsort(times, kind="stable")
     times, values = times[order], np.cumsum(changes[order])
     last = np.ones(times.shape, dtype=bool)
-    last[:-1] = np.diff(times) > 0
+    # Sums of the same durations in another order differ in their last digits.
+    last[:-1] = np.diff(times) > _SAME_MOMENT * times[-1:]
     # Rounding leaves crumbs behind when everything is released.
     return MemoryTrack(times[last], np.maximum(values[last], 0.0))

@@ -19,7 +19,8 @@ PAGE = r"""<!DOCTYPE html>
   h1 { font-size: 15px; margin: 0 12px 0 0; display: inline-block; }
   #legend { display: inline-flex; flex-wrap: wrap; gap: 4px 16px; vertical-align: middle; }
   #legend span { white-space: nowrap; }
-  #legend i { display: inline-block; width: 14px; height: 12px; margin-right: 5px; vertical-align: -1px; }
+  #legend i { display: inline-block; width: 14px; height: 12px; margin-right: 5px;
+              vertical-align: -1px; }
   #help { color: #666; font-size: 12px; margin-top: 2px; }
   button { font: inherit; font-size: 12px; margin-left: 8px; padding: 1px 8px; cursor: pointer; }
   section { padding: 10px 16px 2px; }
@@ -120,9 +121,10 @@ function draw(view) {
   g.fillStyle = "#222";
   g.textAlign = "right";
   g.font = "12px sans-serif";
-  const every = Math.ceil(14 / view.height);
+  const every = Math.ceil(14 / view.height), [above, high] = place(view, 0);
+  const middle = above + high / 2;
   view.rows.forEach((row, n) => {
-    if (n % every === 0) g.fillText("rank " + row.rank, LEFT - 8, (n + 0.47) * view.height);
+    if (n % every === 0) g.fillText("rank " + row.rank, LEFT - 8, (n + middle) * view.height);
   });
   drawAxis(g, view, x, width);
   if (view.below) drawMemory(g, view, x, width);
@@ -260,7 +262,9 @@ function pointed(view, event) {
     }
   }
   const gap = row.idle[firstVisible(row.idle, time)];
-  if (gap && gap[0] <= time) return `${data.idle[gap[2]].name}\n` + lasting("lasts", gap[0], gap[1]);
+  if (gap && gap[0] <= time) {
+    return `${data.idle[gap[2]].name}\n` + lasting("lasts", gap[0], gap[1]);
+  }
   return null;
 }
 
@@ -277,7 +281,10 @@ for (const view of panels) {
     canvas.setPointerCapture(event.pointerId);
     canvas.classList.add("dragging");
   });
-  canvas.addEventListener("pointerup", () => { grabbed = null; canvas.classList.remove("dragging"); });
+  canvas.addEventListener("pointerup", () => {
+    grabbed = null;
+    canvas.classList.remove("dragging");
+  });
   canvas.addEventListener("pointerleave", () => { tip.style.display = "none"; });
   canvas.addEventListener("pointermove", event => {
     if (grabbed) {

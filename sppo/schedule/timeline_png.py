@@ -123,7 +123,7 @@ def _draw_rows(axes: Axes, *, panel: _Panel, end_s: float) -> None:
     axes.set_ylim(ranks, -0.04)
     step = max(1, -(-ranks // 16))
     axes.set_yticks(
-        [rank + 0.47 for rank in range(0, ranks, step)],
+        [rank + 0.02 + panel.bar_bottom / 2 for rank in range(0, ranks, step)],
         labels=[f"rank {rank}" for rank in range(0, ranks, step)],
     )
     axes.tick_params(axis="y", length=0)

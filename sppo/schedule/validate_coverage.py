@@ -263,7 +263,7 @@ def _pairing_problems(
     for row in np.flatnonzero(~np.isin(want, have))[:_LIMIT].tolist():
         slot, rank = int(needed[row, 0]), int(needed[row, 2])
         verb = "send" if step == 0 else "receive"
-        text = f"rank {rank} does not {verb} what {_name(schedule, -1, slot)} leaves for it"
+        text = f"rank {rank} does not {verb} {_result(schedule, slot)}"
         found.append(Violation("message coverage", text, rank))
     return found
 
@@ -287,8 +287,8 @@ def _fifo_problems(
     for place in np.flatnonzero(sends != receives)[:1].tolist():
         at = int(order[place])
         text = (
-            f"{_text(schedule, receive, at)} stands where rank {needed[sends[place], 2]} sends the "
-            f"result of {_name(schedule, -1, int(needed[sends[place], 0]))}"
+            f"{_text(schedule, receive, at)} stands where rank {needed[sends[place], 2]} sends "
+            f"{_result(schedule, int(needed[sends[place], 0]))}"
         )
         found.append(_violation("message order", text, receive, at))
     return found
@@ -303,12 +303,17 @@ def _text(schedule: Schedule, actions: _Found, place: int) -> str:
 
 
 def _name(schedule: Schedule, code: int, slot: int) -> str:
-    """Text form of an action that need not exist."""
+    """Text form of a whole unit's action, which need not exist."""
+    return f"{slot // schedule.num_units}{_NAMES[code]}{_unit(schedule, slot)}"
+
+
+def _result(schedule: Schedule, slot: int) -> str:
+    """What a stage makes of a unit, forward or backward."""
+    return f"what stage {slot // schedule.num_units} makes of unit {_unit(schedule, slot)}"
+
+
+def _unit(schedule: Schedule, slot: int) -> str:
     offsets = schedule.unit_offsets()
     unit = slot % schedule.num_units
     sequence = max(m for m, offset in enumerate(offsets) if offset <= unit)
-    kind = _NAMES.get(code, " ")
-    stage = slot // schedule.num_units
-    if code < 0:
-        return f"stage {stage} with unit {sequence}.{unit - offsets[sequence]}"
-    return f"{stage}{kind}{sequence}.{unit - offsets[sequence]}"
+    return f"{sequence}.{unit - offsets[sequence]}"

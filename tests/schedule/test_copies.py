@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -85,6 +87,20 @@ def test_copies_fit_every_schedule(name, prefetch):
     validate(placed)
     kinds = [a.kind for program in placed.programs for a in program]
     assert kinds.count(ActionKind.D2H) == kinds.count(ActionKind.H2D) == kinds.count(ActionKind.F)
+
+
+def test_pieces_of_a_cut_unit_are_copied_by_the_ranks_that_hold_them():
+    request = AbstractCase("sppo_msp", 3, 1, 6)
+    kept = abstract_case(request)
+    sent = abstract_case(replace(request, offload=AbstractOffload("full", d2h_s=0.4, h2d_s=0.4)))
+    before = simulate(kept.schedule, costs=kept.costs)
+    after = simulate(sent.schedule, costs=sent.costs)
+    pieces = [s for r in range(3) for s in after.spans(r) if s.lane == "d2h"]
+    cut = [s for s in pieces if s.action.num_pieces == 3]
+    assert cut
+    assert all(s.finish_s - s.start_s == pytest.approx(0.4 / 3) for s in cut)
+    assert max(peaks(after)) < 0.6 * max(peaks(before))
+    assert before.makespan_s <= after.makespan_s < 1.1 * before.makespan_s
 
 
 def test_earlier_prefetch_takes_more_memory_and_hides_longer_copies():
