@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sppo.schedule import timeline_style as style
-from sppo.schedule.actions import ActionKind
+from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.timeline import COMPUTE_KINDS, IdleCause, Span, Timeline
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _WIDTH_INCHES = 15.0
 _LEFT_INCHES, _RIGHT_INCHES = 0.85, 0.25
 _PIXELS = 2400
 _MOST_MEMORY_LINES = 8
+_LEGEND_CHARACTERS = 190
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,15 @@ class _Panel:
     def bar_bottom(self) -> float:
         """Where the compute bar of a row ends; copies have the rest."""
         return 0.62 if self.has_copies else 0.9
+
+    @property
+    def label_characters(self) -> int:
+        """Length of the longest label, so that equal bars get letters of equal size."""
+        schedule = self.timeline.schedule
+        sequence = schedule.num_sequences - 1
+        last = max(map(len, schedule.lengths)) - 1
+        longest = Action(ActionKind.F, 0, sequence, last)
+        return len(style.unit_label(longest, schedule=schedule))
 
 
 def write_png(path: Path, *, timelines: Sequence[Timeline], dpi: int = 150) -> None:
@@ -62,7 +72,9 @@ def write_png(path: Path, *, timelines: Sequence[Timeline], dpi: int = 150) -> N
     heights: list[float] = []
     for panel in panels:
         heights += [panel.rows_inches, 0.75 if panel.has_memory else 0.01]
-    legend_inches, gap = 0.25, 0.42
+    entries = _legend_entries(panels)
+    legend_rows = -(-sum(len(name) + 6 for name, _ in entries) // _LEGEND_CHARACTERS)
+    legend_inches, gap = 0.05 + 0.2 * legend_rows, 0.42
     total = sum(heights) + legend_inches + gap * len(panels) + 0.45
     figure = Figure(figsize=(_WIDTH_INCHES, total))
     end = max(timeline.makespan_s for timeline in timelines) or 1.0
@@ -81,7 +93,7 @@ def write_png(path: Path, *, timelines: Sequence[Timeline], dpi: int = 150) -> N
         if number == len(panels) - 1:
             below.tick_params(labelbottom=True)
             below.set_xlabel("time", fontsize=9)
-    _draw_legend(figure, panels=panels)
+    _draw_legend(figure, entries=entries, rows=legend_rows)
     figure.savefig(path, dpi=dpi, facecolor="white")
 
 
@@ -194,7 +206,7 @@ def _label(
     helped = ""
     if span.action.num_pieces > 1 and schedule.placement.rank_of(span.action.stage) != span.rank:
         helped = f"s{span.action.stage}"
-    longest = max(len(text), len(helped))
+    longest = max(panel.label_characters, len(helped))
     row_points = panel.rows_inches / len(panel.timeline.ranks) * 72
     lines = 2 if helped else 1
     size = min(9.0, inches * 72 / (longest * 0.68 + 0.5), row_points * place[1] / (1.25 * lines))
@@ -271,41 +283,50 @@ def _draw_memory(axes: Axes, *, timeline: Timeline, end_s: float) -> None:
     axes.set_ylabel("memory", fontsize=8)
     axes.grid(axis="y", linewidth=0.3)
     axes.legend(
-        fontsize=6.5, ncol=1 if len(chosen) < 5 else 2, frameon=False, loc="upper right",
-        handlelength=1.2, labelspacing=0.15, borderaxespad=0.1,
+        fontsize=6.5, ncol=1 if len(chosen) < 5 else 2, loc="upper right",
+        handlelength=1.2, labelspacing=0.15, borderaxespad=0.1, edgecolor="none", framealpha=0.8,
     )  # fmt: skip
 
 
-def _draw_legend(figure: Figure, *, panels: Sequence[_Panel]) -> None:
-    """Only what is in the picture."""
+def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]]]:
+    """Names and colours of what is in the picture, and of nothing else."""
+    seen = _Seen.of(panels)
+    forward, backward = ActionKind.F, ActionKind.B
+    entries: list[tuple[str, tuple[str, ...]]] = [
+        (name, (style.KIND_COLOURS[kind],))
+        for kind, name in style.KIND_NAMES.items()
+        if kind in seen.kinds
+    ]
+    if seen.is_interleaved:
+        shades = (style.LATER_STAGE_COLOURS[forward], style.LATER_STAGE_COLOURS[backward])
+        entries.append(("a rank's 2nd stage", shades))
+    entries += [
+        (name, (style.PHASE_COLOURS[forward, phase], style.PHASE_COLOURS[backward, phase]))
+        for phase, name in style.PHASE_NAMES.items()
+        if phase in seen.phases
+    ]
+    entries += [
+        (name, (style.IDLE_COLOURS[cause],))
+        for cause, name in style.IDLE_NAMES.items()
+        if cause in seen.causes
+    ]
+    return entries
+
+
+def _draw_legend(
+    figure: Figure, *, entries: Sequence[tuple[str, tuple[str, ...]]], rows: int
+) -> None:
+    """The legend above the first panel; two shades stand for forward and backward."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    seen = _Seen.of(panels)
-    handles: list[Any] = []  # the stubs do not know that a handle may be a pair
-    names = []
-
-    def add(name: str, *colours: str) -> None:
-        patches = [Patch(facecolor=colour) for colour in colours]
-        handles.append(patches[0] if len(patches) == 1 else (patches[0], patches[1]))
-        names.append(name)
-
-    for kind, name in style.KIND_NAMES.items():
-        if kind in seen.kinds:
-            add(name, style.KIND_COLOURS[kind])
-    if seen.is_interleaved:
-        shades = (style.LATER_STAGE_COLOURS[kind] for kind in (ActionKind.F, ActionKind.B))
-        add("a rank's 2nd stage", *shades)
-    for phase, name in style.PHASE_NAMES.items():
-        if phase in seen.phases:
-            add(name, *(style.PHASE_COLOURS[k, phase] for k in (ActionKind.F, ActionKind.B)))
-    for cause, name in style.IDLE_NAMES.items():
-        if cause in seen.causes:
-            add(name, style.IDLE_COLOURS[cause])
+    handles: list[Any] = [  # the stubs do not know that a handle may be several patches
+        tuple(Patch(facecolor=colour) for colour in colours) for _, colours in entries
+    ]
     figure.legend(
-        handles, names, loc="upper left", ncol=len(names), fontsize=9, frameon=False,
-        bbox_to_anchor=(0.05, 0.999), columnspacing=1.3, handlelength=1.8,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        handles, [name for name, _ in entries], loc="upper left", ncol=-(-len(entries) // rows),
+        fontsize=9, frameon=False, bbox_to_anchor=(0.05, 0.999), columnspacing=1.3,
+        handlelength=1.8, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
     )  # fmt: skip
 
 
