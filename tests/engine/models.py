@@ -1,0 +1,150 @@
+"""Tiny models, data and cuts for engine tests; weights are random everywhere and of different size.
+
+Norm weights of one and biases of zero would hide a norm or bias that is forgotten.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sppo.config.model import ModelConfig
+from sppo.engine.reference import reference_loss
+from sppo.engine.single import SingleRankEngine
+from sppo.engine.unit import SequenceData
+from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.model.gradients import zero_gradients
+from sppo.planning.parameters import parameter_shapes
+
+BASE = {
+    "vocab_size": 23,
+    "hidden_size": 12,
+    "num_layers": 2,
+    "num_heads": 4,
+    "head_size": 6,  # E = 12 is not N * D = 24
+    "mlp_size": 18,
+    "max_positions": 64,
+}
+LLAMA3 = {"type": "llama3", "factor": 4.0, "original_max_positions": 16}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_positions": 16}
+GPT = {
+    "norm": "layernorm",
+    "mlp": "gelu_tanh",
+    "position": "learned",
+    "qkv_bias": True,
+    "output_bias": True,
+    "mlp_bias": True,
+    "tie_embeddings": True,
+}
+VARIANTS = {
+    "mha": {},
+    "gqa, q/k-norm": {"num_kv_heads": 2, "qk_norm": True},
+    "mqa, window, biases": {"num_kv_heads": 1, "sliding_window": 5, "qkv_bias": True},
+    "window from layer 1, llama3": {
+        "num_kv_heads": 2,
+        "sliding_window": 3,
+        "sliding_window_first_layer": 1,
+        "rope_scaling": LLAMA3,
+    },
+    "tied, yarn, all biases": {
+        "tie_embeddings": True,
+        "rope_scaling": YARN,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+    },
+    "gpt": GPT,
+    "gpt, exact gelu, untied, mqa": {
+        **GPT,
+        "mlp": "gelu",
+        "tie_embeddings": False,
+        "num_kv_heads": 1,
+    },
+    "mixed: layernorm, rotary, q/k-norm, linear": {
+        "norm": "layernorm",
+        "num_kv_heads": 2,
+        "qk_norm": True,
+        "rope_scaling": {"type": "linear", "factor": 3.0},
+        "mlp": "gelu",
+        "output_bias": True,
+    },
+    "learned positions, q/k-norm, swiglu": {"position": "learned", "qk_norm": True},
+}
+
+
+def tiny_model(variant="mha", **fields):
+    return ModelConfig.model_validate({**BASE, **VARIANTS[variant], **fields})
+
+
+def random_weights(model, *, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in parameter_shapes(model).items():
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if len(shape) == 2:
+            weight = noise * (0.7 if "embed" in name or "positions" in name else shape[1] ** -0.5)
+        elif name.endswith("norm.weight"):
+            weight = 1.0 + 0.4 * noise
+        else:
+            weight = 0.5 * noise
+        weights[name] = weight.to(dtype)
+    return weights
+
+
+def random_sequence(model, length, *, seed=0, ignored=0.15, starts=(0,)):
+    generator = torch.Generator().manual_seed(1000 + seed)
+    tokens = torch.randint(0, model.vocab_size, (length + 1,), generator=generator)
+    labels = tokens[1:].clone()
+    labels[torch.rand(length, generator=generator) < ignored] = IGNORED_LABEL
+    labels[length // 2] = tokens[length // 2 + 1]  # at least one counts
+    return SequenceData(tokens[:-1], labels, tuple(starts))
+
+
+class Trained:
+    """An engine with its own gradient buffers."""
+
+    def __init__(self, model, weights, *, policy="retain"):
+        self.gradients = zero_gradients(weights)
+        self.engine = SingleRankEngine(
+            model, weights=weights, gradients=self.gradients, policy=policy
+        )
+
+    def step(self, sequences, cuts, **options):
+        """Mean loss and gradients of one step from zero."""
+        for gradient in self.gradients.values():
+            gradient.zero_()
+        done = self.engine.accumulate(sequences, cuts, **options)
+        gradients = {name: gradient.clone() for name, gradient in self.gradients.items()}
+        return done.total_loss / done.num_valid, gradients
+
+
+def engine_step(model, weights, sequences, cuts, *, policy="retain"):
+    return Trained(model, weights, policy=policy).step(sequences, cuts)
+
+
+def autograd_step(model, weights, sequences):
+    leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    loss = reference_loss(model, leaves, sequences)
+    loss.backward()
+    return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def assert_same_step(actual, expected, *, tolerance):
+    """Loss and every gradient within ``tolerance`` of its own largest value.
+
+    A gradient that is zero but for rounding (GPT-2's key bias) is held to a thousandth of the
+    largest of all.
+    """
+    (loss, gradients), (expected_loss, expected_gradients) = actual, expected
+    assert abs(float(loss - expected_loss)) <= tolerance * abs(float(expected_loss))
+    assert gradients.keys() == expected_gradients.keys()
+    largest = max(float(g.abs().max()) for g in expected_gradients.values())
+    for name, gradient in expected_gradients.items():
+        error = float((gradients[name] - gradient).abs().max())
+        bound = tolerance * max(float(gradient.abs().max()), 1e-3 * largest)
+        assert error <= bound, f"{name}: {error:.2e} above {bound:.2e}"
+
+
+def assert_equal_bits(actual, expected):
+    assert torch.equal(actual[0], expected[0])
+    different = [n for n, g in expected[1].items() if not torch.equal(actual[1][n], g)]
+    assert not different

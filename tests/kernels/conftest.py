@@ -1,0 +1,12 @@
+"""One thread: on tensors this small a second one only waits, badly so on a busy machine."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
