@@ -7,6 +7,7 @@ A trailing ``B`` is allowed and changes nothing.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -24,35 +25,39 @@ _MULTIPLIERS = {
     "Gi": 1 << 30,
     "Ti": 1 << 40,
 }
-_SIZE = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*(Ki|Mi|Gi|Ti|k|K|M|G|T|)B?\s*$")
+SIZE_PATTERN = r"^\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*(Ki|Mi|Gi|Ti|k|K|M|G|T|)B?\s*$"
+_SIZE = re.compile(SIZE_PATTERN, re.ASCII)
+_MOST_DIGITS = 40
 
 
-def parse_size(text: str | int | float) -> int:
+def parse_size(text: object) -> int:
     """Whole number of tokens or bytes from ``32Ki``, ``2GiB``, ``1.5M`` or a plain number.
 
     Raises:
         ValueError: not a size, negative, or not a whole number of units.
     """
-    if isinstance(text, bool):
-        raise ValueError(f"{text!r} is not a size; write a number such as 32Ki, 2GiB or 4096")
-    if isinstance(text, (int, float)):
-        return _whole(float(text) if isinstance(text, float) else text, text)
-    match = _SIZE.match(text)
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        if text != text or text in (float("inf"), float("-inf")):
+            raise ValueError(f"{text!r} is not a size; a size is finite")
+        return _whole(Fraction(text), text)
+    match = _SIZE.match(text) if isinstance(text, str) and len(text) <= _MOST_DIGITS else None
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write a number such as 32Ki, 2GiB or 4096")
+        raise ValueError(f"{_short(text)} is not a size; write one such as 32Ki, 2GiB or 4096")
     number, suffix = match.groups()
-    number = number.replace("_", "")
-    multiplier = _MULTIPLIERS[suffix]
-    value = float(number) * multiplier if "." in number else int(number) * multiplier
-    return _whole(value, text)
+    return _whole(Fraction(number.replace("_", "")) * _MULTIPLIERS[suffix], text)
 
 
-def _whole(value: int | float, text: object) -> int:
+def _whole(value: Fraction, text: object) -> int:
     if value < 0:
         raise ValueError(f"{text!r} is negative; a size is at least 0")
-    if value != int(value):
+    if value.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number of units")
-    return int(value)
+    return value.numerator
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_DIGITS else text[: _MOST_DIGITS - 3] + "..."
 
 
 def format_bytes(count: int | float) -> str:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from sppo.config.huggingface import read_model_fields
 from sppo.config.presets import PRESETS
 from sppo.config.problems import (
+    MISSING,
     ConfigError,
     Problem,
     nearest,
@@ -24,6 +25,8 @@ from sppo.config.run import RunConfig
 from sppo.config.yaml_file import parse_yaml, read_yaml
 
 _REQUIRED = ("model", "data", "sequence")
+_SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")
+"""What a model without preset or from_hf must say."""
 
 
 def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -59,17 +62,23 @@ def apply_overrides(
         except ConfigError as error:
             problems.append(Problem(path, repr(text), error.problems[0].rule))
             continue
-        _write(merged, keys, value)
+        if not _write(merged, keys, value):
+            rule = f"{'.'.join(keys[:-1])} is a value in the run file: it has no keys"
+            problems.append(Problem(path, show_value(value), rule))
     return merged
 
 
-def _write(target: dict[str, Any], keys: list[str], value: Any) -> None:
+def _write(target: dict[str, Any], keys: list[str], value: Any) -> bool:
+    """Whether there was a place to write ``value`` to."""
     for key in keys[:-1]:
         inner = target.get(key)
-        if not isinstance(inner, dict):
+        if inner is None or inner == "auto":
             inner = target[key] = {}
+        if not isinstance(inner, dict):
+            return False
         target = inner
     target[keys[-1]] = value
+    return True
 
 
 def check_run(raw: dict[str, Any], *, source: str, problems: Sequence[Problem] = ()) -> RunConfig:
@@ -82,9 +91,10 @@ def check_run(raw: dict[str, Any], *, source: str, problems: Sequence[Problem] =
     sections: dict[str, Any] = {}
     for key, value in raw.items():
         if key not in RunConfig.model_fields:
-            found.append(unknown_key(str(key), str(key), value, RunConfig.model_fields))
+            known = RunConfig.model_fields
+            found.append(unknown_key(str(key), str(key), value, known, homes=_HOMES))
     for name in RunConfig.model_fields:
-        if name in raw or name in _REQUIRED:
+        if raw.get(name) is not None or name in _REQUIRED:
             parsed = _parse_section(name, raw.get(name), found)
         else:
             parsed = RunConfig.model_fields[name].default
@@ -99,12 +109,12 @@ def check_run(raw: dict[str, Any], *, source: str, problems: Sequence[Problem] =
 def _parse_section(name: str, value: Any, found: list[Problem]) -> Any:
     if name == "hardware" and value == "auto":
         return value
-    field = RunConfig.model_fields[name]
-    section = _section_class(field.annotation)
+    section = _section_class(name)
     if value is None:
         value = {}
     if not isinstance(value, dict):
-        found.append(Problem(name, show_value(value), "a section is a mapping of keys to values"))
+        rule = "a section is a mapping of keys to values" + (" or auto" * (name == "hardware"))
+        found.append(Problem(name, show_value(value), rule))
         return None
     if name == "model":
         value = expand_model(value, found)
@@ -114,14 +124,39 @@ def _parse_section(name: str, value: Any, found: list[Problem]) -> Any:
     try:
         return TypeAdapter(section).validate_python(value)
     except ValidationError as error:
-        found.extend(problems_of(error, name, annotations))
+        problems = problems_of(error, name, annotations, homes=_HOMES)
+        found.extend(_without_shape(problems) if name == "model" else problems)
         return None
 
 
-def _section_class(annotation: Any) -> Any:
+def _section_class(name: str) -> Any:
     """The section type of a field, also out of ``Literal["auto"] | Section``."""
+    annotation = RunConfig.model_fields[name].annotation
     choices = getattr(annotation, "__args__", (annotation,))
     return next(c for c in choices if hasattr(c, "model_fields"))
+
+
+def _homes() -> dict[str, list[str]]:
+    """Full paths by key, of every section."""
+    homes: dict[str, list[str]] = {}
+    for name in RunConfig.model_fields:
+        for key in _section_class(name).model_fields:
+            homes.setdefault(key, []).append(f"{name}.{key}")
+    return homes
+
+
+_HOMES = _homes()
+
+
+def _without_shape(problems: list[Problem]) -> list[Problem]:
+    """One problem instead of five where nothing says which model is meant."""
+    missing = {f"model.{key}" for key in _SHAPE}
+    others = [problem for problem in problems if problem.path not in missing]
+    unsaid = [p for p in problems if p.path in missing and p.value == MISSING]
+    if len(unsaid) < len(missing):
+        return problems
+    rule = f"required: preset, or from_hf, or the fields {', '.join(_SHAPE)}"
+    return [Problem("model", MISSING, rule), *others]
 
 
 def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] | None:
@@ -132,8 +167,9 @@ def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] 
         found.append(Problem("model.preset", show_value(preset), rule))
         return None
     if preset is not None:
-        if preset not in PRESETS:
-            rule = f"no such preset.{nearest(preset, PRESETS)} Presets: {', '.join(PRESETS)}"
+        if not isinstance(preset, str) or preset not in PRESETS:
+            hint = nearest(preset, PRESETS) or f" Presets: {', '.join(PRESETS)}"
+            rule = f"no such preset.{hint}"
             found.append(Problem("model.preset", show_value(preset), rule))
             return None
         return _overlay(PRESETS[preset], value)
@@ -147,10 +183,17 @@ def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] 
 
 
 def _overlay(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``given`` written over it; what the base left to be derived follows.
+
+    As many key/value heads as query heads stay as many; other numbers of them, and a head size,
+    were chosen and stay as they are.
+    """
     fields = {**base, **given}
-    resized = {"hidden_size", "num_heads"} & given.keys()
-    if resized and "head_size" not in given and "hidden_size" in base:
-        fields.pop("head_size", None)
-    if "num_heads" in given and "num_kv_heads" not in given:
+    multi_head = base.get("num_kv_heads") in (None, base.get("num_heads"))
+    if multi_head and "num_heads" in given and "num_kv_heads" not in given:
         fields.pop("num_kv_heads", None)
+    ours, theirs = given.get("rope_scaling"), base.get("rope_scaling")
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        same_type = ours.get("type", theirs["type"]) == theirs["type"]
+        fields["rope_scaling"] = {**theirs, **ours} if same_type else ours
     return fields

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from sppo.config.base import Degree, Section, Tokens
+from sppo.config.base import Degree, Directory, Section, Tokens
 
 Family = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 
@@ -46,7 +47,7 @@ class ModelConfig(Section):
 
     preset: str | None = None
     """Name of a built-in shape; its fields may be overridden beside it."""
-    from_hf: str | None = None
+    from_hf: Directory | None = None
     """Directory in the Hugging Face layout: architecture and weights."""
     family: Family | None = None
     """Hugging Face family to export as; null takes the first that holds the model exactly."""
@@ -93,31 +94,38 @@ class ModelConfig(Section):
             return data
         data = dict(data)
         heads, hidden = data.get("num_heads"), data.get("hidden_size")
-        if data.get("num_kv_heads") is None and isinstance(heads, int):
+        if not isinstance(heads, int) or heads < 1:
+            return data  # refused on its own; what follows from it would only repeat the fault
+        if data.get("num_kv_heads") is None:
             data["num_kv_heads"] = heads
-        if data.get("head_size") is None and isinstance(heads, int) and isinstance(hidden, int):
-            if heads > 0 and hidden % heads:
-                raise ValueError(
-                    f"hidden_size {hidden} is not a multiple of num_heads {heads}: "
-                    "set head_size explicitly"
-                )
-            data["head_size"] = hidden // max(heads, 1)
+        if data.get("head_size") is None and isinstance(hidden, int) and hidden % heads == 0:
+            data["head_size"] = max(hidden // heads, 1)
         return data
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        broken = list(self._broken_rules())
+        if broken:
+            raise ValueError("; ".join(broken))
+        return self
+
+    def _broken_rules(self) -> Iterator[str]:
         if self.num_heads % self.kv_heads:
-            raise ValueError(
+            yield (
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.kv_heads}: "
                 "every key/value head serves a whole group of query heads"
             )
-        if self.position == "rotary" and self.head_dim % 2:
-            raise ValueError(f"head_size {self.head_dim} is odd: rotary positions need pairs")
+        if self.head_size is None:
+            yield (
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}: "
+                "set head_size explicitly"
+            )
+        elif self.position == "rotary" and self.head_size % 2:
+            yield f"head_size {self.head_size} is odd: rotary positions need pairs"
         if self.position == "learned" and self.max_positions is None:
-            raise ValueError("learned positions need max_positions: the rows of their table")
+            yield "learned positions need max_positions: the rows of their table"
         if self.position == "learned" and self.rope_scaling is not None:
-            raise ValueError("rope_scaling belongs to rotary positions, this model learns its own")
-        return self
+            yield "rope_scaling belongs to rotary positions, this model learns its own"
 
     @property
     def kv_heads(self) -> int:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import Repr
 from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+
+MISSING = "(missing)"
+"""Shown as the value of what was not given."""
+
+Homes = Mapping[str, Sequence[str]]
+"""Full paths, such as ``optimizer.lr``, by their last word."""
+
+NO_HOMES: Homes = {}
+
+_SHOWN_PROBLEMS = 20
+_SHOWN_CHARACTERS = 40
+
+_repr = Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,25 +35,31 @@ class Problem:
     rule: str
 
     def line(self) -> str:
-        """``path  value  rule`` on one line."""
-        return f"  {self.path:<32} {self.value:<16} {self.rule}".rstrip()
+        """``path  value  rule`` on one line; an empty path or value takes no room."""
+        where = f"{self.path:<32} " if self.path else ""
+        written = f"{self.value:<16} " if self.value else ""
+        return f"  {where}{written}{self.rule}".rstrip()
 
 
 class ConfigError(ValueError):
-    """A configuration with one or more problems; its text lists all of them."""
+    """A configuration with one or more problems; its text lists one screen of them."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.source = source
         self.problems = tuple(problems)
         count = len(self.problems)
-        head = f"{source} has {count} problem{'' if count == 1 else 's'}"
-        super().__init__("\n".join([head, *(problem.line() for problem in self.problems)]))
+        lines = [f"{source} has {count} problem{'' if count == 1 else 's'}"]
+        lines += [problem.line() for problem in self.problems[:_SHOWN_PROBLEMS]]
+        if count > _SHOWN_PROBLEMS:
+            more = count - _SHOWN_PROBLEMS
+            lines.append(f"  and {more} more; sppo config check --json lists all")
+        super().__init__("\n".join(lines))
 
 
 def show_value(value: object) -> str:
     """A value short enough for one line of a report."""
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    text = _repr.repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 def nearest(word: object, choices: Iterable[object]) -> str:
@@ -47,47 +68,82 @@ def nearest(word: object, choices: Iterable[object]) -> str:
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def unknown_key(path: str, key: str, value: object, known: Iterable[str]) -> Problem:
-    """The problem of a key that no section has."""
+def unknown_key(
+    path: str,
+    key: str,
+    value: object,
+    known: Iterable[str],
+    *,
+    homes: Homes = NO_HOMES,
+) -> Problem:
+    """The problem of a key that stands where there is none of this name.
+
+    Args:
+        path: of the key.
+        key: its last word.
+        value: given to it.
+        known: keys there are in its place.
+        homes: full paths of keys in other sections.
+    """
     known = sorted(known)
-    hint = nearest(key, known)
-    rule = "unknown key." + (hint or f" Known keys: {', '.join(known)}")
-    return Problem(path, show_value(value), rule)
+    if key in homes:
+        hint = f" Did you mean {' or '.join(homes[key])}?"
+    else:
+        hint = nearest(key, known) or f" Known keys: {', '.join(known)}"
+    return Problem(path, show_value(value), f"unknown key.{hint}")
 
 
-def problems_of(error: ValidationError, section: str, annotations: dict[str, Any]) -> list[Problem]:
-    """One :class:`Problem` per fault pydantic found in ``section``."""
-    merged: dict[str, Problem] = {}
+def problems_of(
+    error: ValidationError,
+    section: str,
+    annotations: Mapping[str, Any],
+    *,
+    homes: Homes = NO_HOMES,
+) -> list[Problem]:
+    """One :class:`Problem` per path that pydantic found a fault at.
+
+    Args:
+        error: of validating one section.
+        section: its name.
+        annotations: types of its keys.
+        homes: full paths of keys in all sections.
+    """
+    by_path: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in error.errors():
-        problem = _problem(detail, section, annotations)
-        merged.setdefault(problem.path, problem)
-    return list(merged.values())
+        names = tuple(str(part) for part in detail["loc"] if not _is_union_branch(part))
+        by_path.setdefault(names, []).append(detail)
+    return [_problem(d, names, section, annotations, homes) for names, d in by_path.items()]
 
 
-def _problem(detail: ErrorDetails, section: str, annotations: dict[str, Any]) -> Problem:
-    names = [str(part) for part in detail["loc"] if not _is_union_branch(part)]
-    path = ".".join([section, *names]) if section else ".".join(names)
-    value = detail.get("input")
-    kind = detail["type"]
+def _problem(
+    details: Sequence[ErrorDetails],
+    names: tuple[str, ...],
+    section: str,
+    annotations: Mapping[str, Any],
+    homes: Homes,
+) -> Problem:
+    """The problem at ``names``, of one or more branches of a union."""
+    path = ".".join(part for part in (section, *names) if part)
+    value, kind = details[0].get("input"), details[0]["type"]
     if kind == "missing":
-        return Problem(path, "(missing)", "required")
+        return Problem(path, MISSING, "required")
     if kind == "extra_forbidden":
-        return unknown_key(path, names[-1], value, annotations)
-    if kind == "literal_error" or names and _literals(annotations.get(names[0])):
-        choices = _literals(annotations.get(names[0])) if names else []
-        if choices:
-            text = ", ".join(str(choice) for choice in choices)
-            rest = "" if kind == "literal_error" and not _numeric(detail) else " or a number"
-            return Problem(
-                path, show_value(value), f"not one of {text}{rest}.{nearest(value, choices)}"
-            )
+        return unknown_key(path, names[-1], value, _siblings(names, annotations), homes=homes)
+    shown = "" if isinstance(value, dict) and not names else show_value(value)
+    words = list(_literals(_annotation_of(names, annotations)))
+    if not any(detail["type"] == "literal_error" for detail in details) or not words:
+        return Problem(path, shown, _rule(details[0]))
+    hint = nearest(value, words)
+    other = next((d for d in details if d["type"] != "literal_error"), None)
+    if other is None or hint:
+        return Problem(path, shown, f"not one of {', '.join(words)}.{hint}")
+    return Problem(path, shown, f"neither {' nor '.join(words)} nor valid: {_rule(other)}")
+
+
+def _rule(detail: ErrorDetails) -> str:
     message = detail["msg"].removeprefix("Value error, ")
-    shown = "" if isinstance(value, dict) else show_value(value)
-    return Problem(path, shown, message)
-
-
-def _numeric(detail: ErrorDetails) -> bool:
-    return any(_is_union_branch(part) for part in detail["loc"])
+    prefix = "Input should be "
+    return f"must be {message.removeprefix(prefix)}" if message.startswith(prefix) else message
 
 
 def _is_union_branch(part: object) -> bool:
@@ -97,12 +153,31 @@ def _is_union_branch(part: object) -> bool:
     )
 
 
-def _literals(annotation: object) -> list[object]:
-    """Literal choices of an annotation, unions included."""
-    found: list[object] = []
+def _annotation_of(names: Sequence[str], annotations: Mapping[str, Any]) -> Any:
+    """The type at ``names``, None where the way leads through something without keys."""
+    siblings = _siblings(names, annotations)
+    return siblings.get(names[-1]) if names else None
+
+
+def _siblings(names: Sequence[str], annotations: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Types of the keys beside the last of ``names``."""
+    for name in names[:-1]:
+        annotations = _fields_of(annotations.get(name))
+    return annotations
+
+
+def _fields_of(annotation: Any) -> dict[str, Any]:
+    """Types of the keys of a section, also out of ``Section | None``."""
+    for choice in (annotation, *get_args(annotation)):
+        if hasattr(choice, "model_fields"):
+            return {key: info.annotation for key, info in choice.model_fields.items()}
+    return {}
+
+
+def _literals(annotation: object) -> Iterator[str]:
+    """Words that an annotation allows, unions included."""
     for argument in get_args(annotation):
-        if isinstance(argument, (str, int)) and not isinstance(argument, bool):
-            found.append(argument)
+        if isinstance(argument, str):
+            yield argument
         else:
-            found.extend(_literals(argument))
-    return [choice for choice in found if isinstance(choice, str)]
+            yield from _literals(argument)

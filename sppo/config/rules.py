@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sppo.config.model import ModelConfig
-from sppo.config.problems import Problem, nearest
+from sppo.config.problems import Problem, nearest, show_value
 from sppo.config.run import (
     ActivationsConfig,
     OptimizerConfig,
@@ -58,7 +58,7 @@ def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != length or not ascending:
         yield Problem(
             "sequence.boundaries",
-            str(list(cuts)),
+            show_value(list(cuts)),
             f"must rise from 0 to sequence.length = {length}, e.g. [0, {length // 2}, {length}]",
         )
     elif sequence.num_subsequences not in ("auto", len(cuts) - 1):

@@ -6,27 +6,21 @@ import hashlib
 import json
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from sppo.config.base import Degree, Fraction, Section, Size, Tokens
+from sppo.config.base import Degree, Directory, Fraction, Section, Size, Tokens
 from sppo.config.model import ModelConfig
-from sppo.units import parse_size
 
-
-def _sizes(value: object) -> object:
-    return [parse_size(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-Cuts = Annotated[tuple[int, ...], BeforeValidator(_sizes)]
+Cuts = tuple[Size, ...]
 Auto = Literal["auto"]
 
 
 class DataConfig(Section):
     """Where tokens come from and in which order they are read."""
 
-    tokens: str
+    tokens: Directory
     """Directory written by ``sppo data prepare``."""
-    eval_tokens: str | None = None
+    eval_tokens: Directory | None = None
     """Held-out tokens for ``sppo eval``; null evaluates on ``tokens`` and says so."""
     shuffle: bool = True
     """Permute the training sequences anew each epoch, as a pure function of (seed, epoch)."""
@@ -73,7 +67,7 @@ class ActivationsConfig(Section):
     offload_ratio: Auto | Fraction = "auto"
     tier: Literal["auto", "device", "host", "disk"] = "auto"
     host_memory: Auto | Size = "auto"
-    disk: str | None = None
+    disk: Directory | None = None
     disk_memory: Auto | Size = "auto"
 
 
@@ -105,7 +99,7 @@ class TrainConfig(Section):
     """B: sequences whose gradients are summed into one optimizer step."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     seed: int = Field(default=0, ge=0)
-    output: str = "runs/default"
+    output: Directory = "runs/default"
     nonfinite: Literal["skip", "stop"] = "skip"
     """A step whose loss or gradient is NaN or inf: skip its update, or stop the run."""
     max_nonfinite_steps: int = Field(default=5, ge=0)
@@ -129,7 +123,7 @@ class HardwareConfig(Section):
     """A machine to plan for; ``hardware: auto`` looks at this one."""
 
     preset: str | None = None
-    file: str | None = None
+    file: Directory | None = None
     nodes: Degree = 1
     devices_per_node: Degree = 8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -10,25 +11,53 @@ import yaml
 
 from sppo.config.problems import ConfigError, Problem
 
+_NEIGHBOURS = 5
+_MERGE = "tag:yaml.org,2002:merge"
+
 
 class StrictLoader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2 scalars (``on`` is a word, ``3e-4`` a number) and unique keys."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that was given twice instead of keeping the last one."""
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._checked: set[yaml.MappingNode] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Refuse a key that was given twice, then merge in what ``<<: *anchor`` stands for.
+
+        A key may be given beside a merge that holds it too: the given one counts.
+        """
+        if node not in self._checked:  # a second time, merged keys would stand there as well
+            self._checked.add(node)
+            self._check_keys(node)
+        super().flatten_mapping(node)
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
+            mark = key_node.start_mark
+            if key_node.tag == _MERGE:
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                rule = "a key is a word, not a list or a mapping"
+                raise yaml.MarkedYAMLError(problem=rule, problem_mark=mark)
             key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
             if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} is given twice (first in line {seen[key]}); keep one",
-                    problem_mark=key_node.start_mark,
-                )
-            seen[key] = line
-        return super().construct_mapping(node, deep=deep)
+                rule = f"key {key!r} is given twice (first in line {seen[key]}); keep one"
+                raise yaml.MarkedYAMLError(problem=rule, problem_mark=mark)
+            seen[key] = mark.line + 1
+
+    def construct_decimal(self, node: yaml.ScalarNode) -> int:
+        """``010`` is ten: YAML 1.2 has no octal numbers with a leading zero."""
+        try:
+            return int(self.construct_scalar(node))
+        except ValueError as error:  # thousands of digits
+            raise yaml.MarkedYAMLError(
+                problem=str(error).partition(";")[0], problem_mark=node.start_mark
+            ) from None
 
 
+StrictLoader.add_constructor("tag:yaml.org,2002:int", StrictLoader.construct_decimal)
 _REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp")}
 StrictLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
@@ -58,9 +87,13 @@ def parse_yaml(text: str, *, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}" if mark else "somewhere"
-        raise ConfigError(source, [Problem(where, "", str(error.problem))]) from None
+        rule = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(source, [Problem(where, "", rule)]) from None
     except yaml.YAMLError as error:
-        raise ConfigError(source, [Problem("", "", str(error))]) from None
+        rule = f"is not YAML text: {error}".partition("\n")[0]
+        raise ConfigError(source, [Problem("", "", rule)]) from None
+    except RecursionError:
+        raise ConfigError(source, [Problem("", "", "is nested too deeply")]) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -73,8 +106,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(str(path), [Problem("", "", _not_found(path))]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), [Problem("", "", f"cannot be read: {error}")]) from None
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror}"
+        raise ConfigError(str(path), [Problem("", "", rule)]) from None
+    except UnicodeDecodeError as error:
+        rule = f"byte {error.start} is not UTF-8: this is no YAML text"
+        raise ConfigError(str(path), [Problem("", "", rule)]) from None
     value = parse_yaml(text, source=str(path))
     if value is None:
         return {}
@@ -89,5 +126,5 @@ def _not_found(path: Path) -> str:
     if not folder.is_dir():
         return f"no such file, and no directory {folder}"
     names = sorted(p.name for p in folder.iterdir() if p.suffix in {".yaml", ".yml"})
-    beside = f"; beside it: {', '.join(names[:5])}" if names else ""
-    return f"no such file{beside}"
+    near = difflib.get_close_matches(path.name, names, n=_NEIGHBOURS, cutoff=0.0)
+    return "no such file" + (f"; beside it: {', '.join(near)}" if near else "")
