@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sppo.train.evaluation import Evaluation
+
+
+_PROGRESS_LINES = 10
 
 
 def evaluate(
@@ -47,8 +51,13 @@ def evaluate(
         run = load_run(run_file, overrides or ())
         from sppo.train.evaluation import evaluate as evaluate_run
 
+        if png is not None and not png.parent.is_dir():
+            raise ValueError(f"--png {png}: there is no directory {png.parent}")
+
         def show_progress(done: int, total: int) -> None:
-            if not json_output:
+            if not json_output and done * _PROGRESS_LINES // total > (
+                (done - 1) * _PROGRESS_LINES // total
+            ):
                 console.print(f"sequence {done} of {total}", highlight=False)
 
         result = evaluate_run(
@@ -58,10 +67,20 @@ def evaluate(
             from sppo.train.position_picture import position_picture
 
             position_picture(result, png)
+        text = json.dumps(_without_nan(asdict(result)), indent=2, allow_nan=False)
     if json_output:
-        typer.echo(json.dumps(asdict(result), indent=2))
+        typer.echo(text)
     else:
         _show(result, console)
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no word for NaN and infinity: null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _show(result: Evaluation, console: Console) -> None:

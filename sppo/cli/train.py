@@ -54,6 +54,12 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
     from sppo.units import format_bytes, format_count, format_tokens
 
     lengths = lengths_of(preflight.resolved.boundaries)
+    cut = (
+        f"cut       {len(lengths)} subsequences of {max(lengths)} to {min(lengths)} tokens "
+        f"(sequence.partition={_cut_by(run)})"
+        if len(lengths) > 1
+        else f"cut       nowhere: one subsequence of {lengths[0]} tokens"
+    )
     name = run.model.preset or run.model.from_hf or "model"
     data = preflight.data
     lines = (
@@ -62,8 +68,7 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
         f"{torch.__version__}",
         f"data      {format_count(data.data.num_tokens)} tokens in {data.data.num_documents} "
         f"documents: {data.num_sequences} sequences of {format_tokens(data.length)} an epoch",
-        f"cut       {len(lengths)} subsequences of {max(lengths)} to {min(lengths)} tokens "
-        f"(sequence.partition={_cut_by(run)})",
+        cut,
         f"keep      {preflight.resolved.policy}: predicted peak "
         f"{format_bytes(preflight.resolved.memory.total_bytes)} "
         f"({format_bytes(preflight.resolved.memory.activations_bytes)} activations, "

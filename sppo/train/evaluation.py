@@ -25,6 +25,9 @@ from sppo.train.preflight import check_weights, open_data
 from sppo.train.state import DTYPES, starting_weights
 
 _FIRST_BIN_TOKENS = 64
+_LARGEST_EXPONENT = 700
+_NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
+"""Keys of a model section that say where it comes from or goes to, not what it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ def evaluate(
         on_sequence: called with (sequences done, sequences in all).
 
     Raises:
-        ValueError: data or weights that cannot be used.
+        ValueError: data or weights that cannot be used, or no label that counts.
     """
     directory = run.data.eval_tokens or run.data.tokens
     data = open_data(run, directory)
@@ -93,10 +96,15 @@ def evaluate(
         losses_S += engine.evaluate(sequence, boundaries).double()
         counts_S += sequence.labels_S != IGNORED_LABEL
         on_sequence(index + 1, total)
+    if not counts_S.any():
+        raise ValueError(
+            f"{directory}: no label of its first {total} sequences counts: with "
+            "data.isolate_documents the first token of a document is nobody's label"
+        )
     loss = float(losses_S.sum() / counts_S.sum())
     return Evaluation(
         loss,
-        math.exp(loss) if loss < 700 else math.inf,
+        math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf,
         int(counts_S.sum()),
         total,
         loss_by_position(losses_S, counts_S),
@@ -144,10 +152,15 @@ def _check_model(run: RunConfig, metadata: dict[str, object], path: Path) -> Non
     config = metadata.get("config")
     trained = config.get("model") if isinstance(config, dict) else None
     ours = run.model.model_dump(mode="json")
-    if isinstance(trained, dict):
-        different = [key for key in ours if ours[key] != trained.get(key, ours[key])]
-        if different:
-            raise ValueError(
-                f"{path} holds another model: {', '.join('model.' + key for key in different)} "
-                "differ from the run file; use the run file it was trained with"
-            )
+    if not isinstance(trained, dict):
+        return
+    different = [
+        f"model.{key} is {trained[key]!r} there, {ours[key]!r} in the run file"
+        for key in ours.keys() & trained.keys() - _NOT_ITS_SHAPE
+        if ours[key] != trained[key]
+    ]
+    if different:
+        raise ValueError(
+            f"{path} holds another model: {'; '.join(sorted(different))}. "
+            "Use the run file it was trained with"
+        )

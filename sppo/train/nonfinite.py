@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ class NonFiniteGuard:
         self._limit = 0 if stop_at_once else limit
         self._in_a_row = 0
 
+    @property
+    def failing(self) -> bool:
+        """Whether the last step was not finite."""
+        return self._in_a_row > 0
+
     def problem(
         self, *, step: int, loss: float, norm: float, gradients: Mapping[str, Tensor]
     ) -> str | None:
@@ -43,15 +48,33 @@ class NonFiniteGuard:
         if self._in_a_row > self._limit:
             raise NonFiniteError(
                 f"{report}. {self._in_a_row} such steps in a row, train.max_nonfinite_steps and "
-                f"train.nonfinite allow {self._limit}. The last checkpoint is untouched; lower "
-                "optimizer.lr, lengthen optimizer.warmup_steps, or try train.dtype=fp32"
+                f"train.nonfinite allow {self._limit}. Earlier checkpoints are untouched; start "
+                "anew in another train.output with a lower optimizer.lr, longer "
+                "optimizer.warmup_steps, or train.dtype=fp32"
             )
         return f"{report}. The update is skipped"
 
 
+def nonfinite_state(state: Mapping[str, Tensor]) -> str | None:
+    """What is NaN or infinite in a state that is to be saved; None if nothing is."""
+    bad = _nonfinite_names(state)
+    return f"not finite: {_first_of(bad)}" if bad else None
+
+
 def _culprits(gradients: Mapping[str, Tensor]) -> str:
-    bad = [name for name, g in gradients.items() if not torch.isfinite(g).all()]
-    if not bad:
-        return "every gradient is finite"
-    more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-    return f"not finite in the gradients of {', '.join(bad[:_NAMED])}{more}"
+    bad = _nonfinite_names(gradients)
+    return f"not finite in the gradients of {_first_of(bad)}" if bad else "every gradient is finite"
+
+
+def _nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if not _is_finite(tensor)]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """NaN and infinity show in the extremes, which take no memory to find."""
+    return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

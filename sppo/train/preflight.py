@@ -11,6 +11,7 @@ from sppo.train.data import TrainingData
 from sppo.train.process_memory import available_bytes
 from sppo.train.run_directory import check_output
 from sppo.train.tokens import TokenData, check_fits, open_tokens
+from sppo.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,10 @@ def check_before_training(run: RunConfig) -> Preflight:
         shuffle=run.data.shuffle,
         isolate_documents=run.data.isolate_documents,
     )
-    return Preflight(training, resolve(run, available_bytes=available_bytes()))
+    available = available_bytes()
+    resolved = resolve(run, available_bytes=available)
+    _check_memory(resolved, available)
+    return Preflight(training, resolved)
 
 
 def open_data(run: RunConfig, directory: str) -> TokenData:
@@ -65,6 +69,17 @@ def check_weights(run: RunConfig) -> None:
         from sppo.model.hf import open_hf_weights
 
         open_hf_weights(Path(run.model.from_hf), run.model)
+
+
+def _check_memory(resolved: Resolved, available: int) -> None:
+    """A policy that was asked for is taken as long as it can work at all."""
+    needed = resolved.memory.total_bytes
+    if needed > available:
+        raise MemoryError(
+            f"activations.policy={resolved.policy} needs {format_bytes(needed)} for a sequence of "
+            f"{resolved.boundaries[-1]} tokens, and {format_bytes(available)} are available; write "
+            "activations.policy=auto, shorten sequence.length or take a smaller model"
+        )
 
 
 def _check_tensorboard() -> None:

@@ -15,7 +15,8 @@ import psutil
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def reset_peak() -> None:
@@ -44,11 +45,31 @@ def resident_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory a process may still take: the machine's, or its control group's if that is less."""
-    available = int(psutil.virtual_memory().available)
+    """Memory a process may still take: the machine's, or its control groups' if that is less."""
+    rooms = [int(psutil.virtual_memory().available)]
+    rooms += [room for group in _control_groups() if (room := _room_in(group)) is not None]
+    return max(0, min(rooms))
+
+
+def _control_groups() -> list[Path]:
+    """This process's group (version 2) and all above it; a limit of any of them holds."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        current = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - current))
+        lines = _MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        lines = []
+    name = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    own = _CGROUPS / name.lstrip("/")
+    above = [group for group in own.parents if group.is_relative_to(_CGROUPS)]
+    return [own, *above]
+
+
+def _room_in(group: Path) -> int | None:
+    """What ``group`` may still take; files it has cached make way and do not count."""
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" where there is no limit
+        current = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return limit - (current - cached)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 
 from sppo.config import RunConfig
+from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from sppo.train.loss_picture import loss_picture
 from sppo.train.metrics import METRICS_FILE, read_metrics
 from sppo.train.preflight import Preflight
@@ -19,7 +20,14 @@ from sppo.train.trainer import StepPhases, TrainingOutcome
 def report(
     run: RunConfig, preflight: Preflight, outcome: TrainingOutcome, *, console: Console
 ) -> None:
-    """Draw, summarise, write and print."""
+    """Draw, summarise, write and print; a run that was done before keeps its summary."""
+    if _was_done(outcome):
+        _say(
+            f"{outcome.output}: all {run.train.steps} steps were done before, nothing to do; "
+            "raise train.steps to go on",
+            console,
+        )
+        return
     steps = read_metrics(outcome.output / METRICS_FILE)
     summary = run_summary(
         steps,
@@ -33,16 +41,24 @@ def report(
     if steps:
         loss_picture(outcome.output / METRICS_FILE, outcome.output / LOSS_PICTURE)
     print_summary(summary, console=console)
-    files = f"{METRICS_FILE}, {SUMMARY_FILE}, {LOSS_PICTURE}, checkpoints/"
-    console.print(f"{outcome.output}: {files}", markup=False, highlight=False, soft_wrap=True)
+    names = (METRICS_FILE, SUMMARY_FILE, LOSS_PICTURE, CHECKPOINTS_DIRECTORY)
+    written = [name for name in names if (outcome.output / name).exists()]
+    _say(f"{outcome.output}: {', '.join(written)}", console)
     if outcome.interrupted_by is not None:
-        console.print(
+        _say(
             f"stopped by {outcome.interrupted_by} after step {outcome.done_steps} of "
             f"{run.train.steps}; the same command goes on",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+            console,
         )
+
+
+def _was_done(outcome: TrainingOutcome) -> bool:
+    ran = outcome.done_steps > outcome.first_step or outcome.interrupted_by is not None
+    return not ran and (outcome.output / SUMMARY_FILE).exists()
+
+
+def _say(text: str, console: Console) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
@@ -56,7 +72,7 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
         "optimizer": (predicted.optimizer_bytes, measured.optimizer_bytes),
         "K/V and gradients": (predicted.kv_bytes, measured.kv_bytes),
         "activations": (predicted.activations_bytes, measured.activations_bytes),
-        "process above its start": (
+        "process growth": (
             predicted.total_bytes,
             outcome.peak_bytes - outcome.baseline_bytes,
         ),

@@ -18,9 +18,13 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "run_summary.json"
 LOSS_PICTURE = "loss.png"
 _LOCK_FILE = ".lock"
+_PARTIAL_CONFIG = f"{CONFIG_FILE}.partial-"
+"""Start of the name of what a run that was killed at its very beginning may leave."""
 
-# What may differ when a run goes on: how long, how often it is saved and shown, what is rebuilt.
+# What may differ when a run goes on: how long, how often it is saved and shown, what is rebuilt,
+# what it is evaluated on.
 _MAY_CHANGE = (
+    ("data", "eval_tokens"),
     ("train", "steps"),
     ("train", "tensorboard"),
     ("train", "nonfinite"),
@@ -48,28 +52,32 @@ def check_output(run: RunConfig) -> None:
     config = output / CONFIG_FILE
     if config.exists():
         _check_same(run, config)
-    elif any(entry.name != _LOCK_FILE for entry in output.iterdir()):
+    elif any(_is_foreign(entry) for entry in output.iterdir()):
         raise ValueError(
             f"train.output {output} holds files but no {CONFIG_FILE}, so it is no run's directory; "
             "choose an empty or a new one"
         )
 
 
-def prepare_output(run: RunConfig) -> Path:
-    """Create the directory and note the configuration there."""
-    output = Path(run.train.output)
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(output / CONFIG_FILE, run.model_dump(mode="json"))
-    return output
+def _is_foreign(entry: Path) -> bool:
+    return entry.name != _LOCK_FILE and not entry.name.startswith(_PARTIAL_CONFIG)
 
 
 @contextmanager
-def locked(output: Path) -> Iterator[None]:
-    """Hold the directory for one process; the lock goes with it, however it ends.
+def locked_output(run: RunConfig) -> Iterator[Path]:
+    """Create the directory and hold it for this process; the lock goes with it, however it ends.
 
     Raises:
-        ValueError: another process trains into it.
+        ValueError: it cannot be made, another process trains into it, or has just done so with
+            another configuration.
     """
+    output = Path(run.train.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"train.output {output} cannot be made: {error.strerror}; choose another place"
+        ) from None
     with (output / _LOCK_FILE).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,7 +85,13 @@ def locked(output: Path) -> Iterator[None]:
             raise ValueError(
                 f"train.output {output} is in use by another run; wait for it or choose another"
             ) from None
-        yield
+        check_output(run)
+        yield output
+
+
+def note_configuration(run: RunConfig, output: Path) -> None:
+    """Write down which run the directory belongs to; the caller holds its lock."""
+    write_json(output / CONFIG_FILE, run.model_dump(mode="json"))
 
 
 def _check_same(run: RunConfig, config: Path) -> None:

@@ -24,12 +24,12 @@ from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.planning.flops import executed_step_flops, step_flops
 from sppo.planning.partition import lengths_of
 from sppo.train.checkpoint import CheckpointManager, run_metadata
-from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY
+from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.train.display import TrainingDisplay
 from sppo.train.interruption import Interrupted, StopRequest
 from sppo.train.learning_rate import learning_rate
 from sppo.train.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
-from sppo.train.nonfinite import NonFiniteGuard
+from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from sppo.train.optimizer import clip_, global_norm
 from sppo.train.preflight import Preflight
 from sppo.train.process_memory import (
@@ -38,7 +38,7 @@ from sppo.train.process_memory import (
     reset_peak,
     resident_bytes,
 )
-from sppo.train.run_directory import locked, prepare_output
+from sppo.train.run_directory import locked_output, note_configuration
 from sppo.train.state import DTYPES, TrainingState, build_state
 from sppo.train.step_line import step_line
 from sppo.train.tensorboard_sink import TensorBoardSink
@@ -119,10 +119,10 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
         CheckpointError: the disk is full; earlier checkpoints are untouched.
         NonFiniteError: too many steps in a row with NaN or inf.
     """
+    started = time.perf_counter()
     baseline = resident_bytes()
     capacity = available_bytes() + baseline
-    output = prepare_output(run)
-    with locked(output):
+    with locked_output(run) as output:
         state = build_state(run, policy=preflight.resolved.policy)
         manager = CheckpointManager(
             output / CHECKPOINTS_DIRECTORY,
@@ -130,10 +130,12 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
             async_save=run.checkpoint.async_save,
         )
         first_step = _resume(manager, state)
+        note_configuration(run, output)
         outcome = TrainingOutcome(output, first_step, first_step, baseline_bytes=baseline)
         outcome.buckets.count_state(state)
         loop = _Loop(run, preflight, state, manager, outcome, capacity_bytes=capacity)
         loop.run(console)
+    outcome.wall_s = time.perf_counter() - started
     return outcome
 
 
@@ -198,19 +200,22 @@ class _Loop:
             stop = stack.enter_context(StopRequest())
             try:
                 for step in range(outcome.first_step, total):
+                    stop.check()
                     metrics = self._step(step, display, stop)
                     for sink in sinks:
                         sink.write(metrics)
                     outcome.done_steps = step + 1
                     display.step_done(self._line(metrics, started))
-                    self._save_if_due(step + 1)
-                    stop.check()
+                    self._save_if_due(step + 1, display)
             except Interrupted:
                 outcome.interrupted_by = stop.signal_name
                 display.say(f"{stop.signal_name}: saving after step {outcome.done_steps}")
-            self._save()
+            except NonFiniteError:
+                self._save_if_first(display)
+                self._manager.wait()
+                raise
+            self._save(display)
             self._manager.wait()
-        outcome.wall_s = time.perf_counter() - started
 
     def _step(self, step: int, display: TrainingDisplay, stop: StopRequest) -> StepMetrics:
         """Run step number ``step``, counted from 0."""
@@ -287,15 +292,28 @@ class _Loop:
             eta_s=eta_s,
         )
 
-    def _save_if_due(self, done: int) -> None:
+    def _save_if_due(self, done: int, display: TrainingDisplay) -> None:
         every = self._run.checkpoint.every
-        if every and done % every == 0:
-            self._save()
+        # While steps fail nothing changes, and what led there may be in the weights already:
+        # saving it would push out checkpoints from before.
+        if every and done % every == 0 and not self._guard.failing:
+            self._save(display)
 
-    def _save(self) -> None:
-        done = self._outcome.done_steps
+    def _save_if_first(self, display: TrainingDisplay) -> None:
+        """Save a run that ends badly where all of it would be lost otherwise."""
+        self._manager.wait()
+        if not list_checkpoints(self._manager.directory):
+            self._save(display)
+
+    def _save(self, display: TrainingDisplay) -> None:
+        """Save, unless that would put a state nobody can go on from in place of a good one."""
+        done, state = self._outcome.done_steps, self._state.optimizer.state()
+        problem = nonfinite_state(state)
+        if problem is not None:
+            display.say(f"the state after step {done} is not saved; {problem}")
+            return
         metadata = run_metadata(self._run, sequences_consumed=done * self._sequences)
-        self._manager.save(self._state.optimizer.state(), step=done, metadata=metadata)
+        self._manager.save(state, step=done, metadata=metadata)
 
     def _sinks(self) -> list[MetricSink]:
         output, done = self._outcome.output, self._outcome.first_step
