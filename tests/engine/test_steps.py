@@ -1,0 +1,196 @@
+"""One engine over many steps: evaluation, failures and peaks leave nothing behind."""
+
+import pytest
+import torch
+
+from sppo.engine.single import SingleRankEngine
+from sppo.planning.activation_policy import POLICIES
+from sppo.planning.memory import memory_of_rank
+from tests.engine.models import (
+    VARIANTS,
+    Trained,
+    assert_equal_bits,
+    engine_step,
+    random_sequence,
+    random_weights,
+    tiny_model,
+)
+
+CUTS = (0, 4, 5, 17)
+
+
+def two_sequences(model, *, seed=0):
+    return [random_sequence(model, 17, seed=seed), random_sequence(model, 9, seed=seed + 1)]
+
+
+TWO_CUTS = [CUTS, (0, 6, 9)]
+
+
+@pytest.fixture
+def trained():
+    model = tiny_model("gqa, q/k-norm")
+    made = Trained(model, random_weights(model), policy="keep_attention")
+    made.model = model
+    return made
+
+
+def assert_idle(engine):
+    engine._stage.assert_idle()
+    peaks = (engine.take_peaks(), engine.take_peaks())[1]
+    assert (peaks.activations_bytes, peaks.kv_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_evaluation_gives_the_losses_of_training(variant):
+    model = tiny_model(variant)
+    weights = random_weights(model)
+    data = random_sequence(model, 17, starts=(0, 7))
+    loss, _ = engine_step(model, weights, [data], [CUTS])
+    evaluator = SingleRankEngine(model, weights=weights, gradients=None)
+    losses_S = evaluator.evaluate(data, CUTS)
+    assert losses_S.shape == (17,)
+    assert torch.all((losses_S == 0) == (data.labels_S == -100))
+    assert float(losses_S.sum() / data.num_valid) == pytest.approx(float(loss), rel=1e-14)
+    assert_idle(evaluator)
+
+
+def test_an_engine_without_gradients_refuses_to_train():
+    model = tiny_model()
+    engine = SingleRankEngine(model, weights=random_weights(model), gradients=None)
+    with pytest.raises(AssertionError, match="needs gradient buffers"):
+        engine.accumulate([random_sequence(model, 17)], [CUTS])
+    assert_idle(engine)
+
+
+def test_evaluation_and_training_do_not_touch_each_other(trained):
+    data = two_sequences(trained.model)
+    first = trained.engine.evaluate(data[0], CUTS)
+    step = trained.step(data, TWO_CUTS)
+    before = {name: g.clone() for name, g in trained.gradients.items()}
+    again = trained.engine.evaluate(data[0], CUTS)
+    assert torch.equal(first, again)
+    assert all(torch.equal(before[name], g) for name, g in trained.gradients.items())
+    assert_idle(trained.engine)
+    assert_equal_bits(trained.step(data, TWO_CUTS), step)
+
+
+def test_steps_in_a_row_are_each_their_own(trained):
+    for seed in (0, 3, 0, 7):
+        data = two_sequences(trained.model, seed=seed)
+        fresh = engine_step(
+            trained.model, random_weights(trained.model), data, TWO_CUTS, policy="retain"
+        )
+        assert_equal_bits(trained.step(data, TWO_CUTS), fresh)
+        assert_idle(trained.engine)
+
+
+class GiveUp(BaseException):
+    """Like a signal: not an Exception."""
+
+
+def raising_at(position, error):
+    count = iter(range(1000))
+
+    def before_action():
+        if next(count) == position:
+            raise error
+
+    return before_action
+
+
+PROGRAM = [
+    "0F0.0",
+    "0F0.1",
+    "0F0.2",
+    "0B0.2",
+    "0B0.1",
+    "0B0.0",
+    "0F1.0",
+    "0F1.1",
+    "0B1.1",
+    "0B1.0",
+    "0REDUCE",
+]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("disk on fire"), GiveUp()])
+def test_a_step_given_up_anywhere_leaves_the_engine_clean(trained, error):
+    data = two_sequences(trained.model)
+    expected = trained.step(data, TWO_CUTS)
+    for position, action in enumerate(PROGRAM):
+        failure = type(error)(*error.args)
+        with pytest.raises(type(error)) as caught:
+            trained.step(data, TWO_CUTS, before_action=raising_at(position, failure))
+        (note,) = caught.value.__notes__
+        assert f"failed in action {position} of {len(PROGRAM)}: " in note
+        assert f">>> {action} <<<" in note
+        shown = [word for word in note.split(": ")[1].split() if word not in (">>>", "<<<")]
+        assert shown == PROGRAM[max(0, position - 3) : position + 4]
+        assert_idle(trained.engine)
+    assert_equal_bits(trained.step(data, TWO_CUTS), expected)
+
+
+def test_a_failure_inside_a_kernel_leaves_the_engine_clean(trained):
+    data = two_sequences(trained.model)
+    expected = trained.step(data, TWO_CUTS)
+    data[1].tokens_S[7] = trained.model.vocab_size  # beyond the embedding
+    with pytest.raises(IndexError) as caught:
+        trained.step(data, TWO_CUTS)
+    assert ">>> 0F1.1 <<<" in caught.value.__notes__[0]
+    assert_idle(trained.engine)
+    assert_equal_bits(trained.step(two_sequences(trained.model), TWO_CUTS), expected)
+
+
+def test_what_is_left_over_is_noticed(trained):
+    from sppo.offload.store import ActivationKey
+
+    trained.engine._store.save(ActivationKey(0, 0, 0), {"x_in": torch.zeros(1)})
+    data = two_sequences(trained.model)[1:]
+    with pytest.raises(AssertionError, match="saved already"):
+        trained.step(data, TWO_CUTS[1:])
+    trained.engine._store.save(ActivationKey(5, 0, 0), {"x_in": torch.zeros(1)})
+    with pytest.raises(AssertionError, match="left over after the step: {'activations': 1"):
+        trained.step(data, TWO_CUTS[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_peaks_are_those_predicted(variant, policy, dtype):
+    model = tiny_model(variant)
+    made = Trained(model, random_weights(model, dtype=dtype), policy=policy)
+    predicted = memory_of_rank(
+        model,
+        length=17,
+        longest=12,
+        policy=policy,
+        element_bytes=dtype.itemsize,
+        tile_bytes=1,
+    )
+    for seed in range(2):
+        made.step(two_sequences(model, seed=seed), TWO_CUTS)  # the longer one decides
+        peaks = made.engine.take_peaks()
+        assert peaks.activations_bytes == predicted.activations_bytes
+        assert peaks.kv_bytes == predicted.kv_bytes
+    made.engine.evaluate(random_sequence(model, 17), CUTS)
+    assert made.engine.take_peaks().activations_bytes == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_saved_tensors_hold_no_memory_but_their_own(policy, monkeypatch):
+    """A view of something larger would make the count a lie."""
+    model = tiny_model("gqa, q/k-norm")
+    made = Trained(model, random_weights(model), policy=policy)
+    held, save = [], made.engine._store.save
+
+    def watch(key, tensors):
+        held.extend(tensors.items())
+        save(key, tensors)
+
+    monkeypatch.setattr(made.engine._store, "save", watch)
+    made.step([random_sequence(model, 17)], [CUTS])
+    assert held
+    for name, tensor in held:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(), name
+    storages = [tensor.untyped_storage().data_ptr() for _, tensor in held]
+    assert len(set(storages)) == len(storages)

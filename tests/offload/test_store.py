@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from sppo.offload.store import ActivationKey, ResidentStore
+
+KEY, OTHER = ActivationKey(0, 1, 2), ActivationKey(0, 1, 3)
+
+
+def tensors(*sizes):
+    return {f"t{i}": torch.randn(size) for i, size in enumerate(sizes)}
+
+
+def test_tensors_come_back_as_they_are():
+    store, saved = ResidentStore(), tensors(3, 5)
+    store.save(KEY, saved)
+    store.prefetch(KEY)
+    taken = store.take(KEY)
+    assert taken.keys() == saved.keys()
+    assert all(taken[name] is saved[name] for name in saved)
+
+
+def test_bytes_and_entries_are_counted():
+    store = ResidentStore()
+    store.save(KEY, {"x": torch.zeros(3, 5), "lse": torch.zeros(4, dtype=torch.bfloat16)})
+    store.save(OTHER, {"x": torch.zeros(2)})
+    assert (store.device_bytes, store.num_entries, store.peak_bytes) == (76, 2, 76)
+    store.take(KEY)
+    assert (store.device_bytes, store.num_entries, store.peak_bytes) == (8, 1, 76)
+
+
+def test_bytes_of_a_key_whose_tensors_were_consumed_are_given_back():
+    """Backward pops tensors out of what it took."""
+    store = ResidentStore()
+    store.save(KEY, tensors(3))
+    store.take(KEY).clear()
+    assert (store.device_bytes, store.num_entries) == (0, 0)
+
+
+def test_a_key_is_saved_once():
+    store = ResidentStore()
+    store.save(KEY, tensors(3))
+    with pytest.raises(AssertionError, match="saved already"):
+        store.save(KEY, tensors(3))
+
+
+def test_a_key_is_taken_once():
+    store = ResidentStore()
+    store.save(KEY, tensors(3))
+    store.take(KEY)
+    with pytest.raises(KeyError):
+        store.take(KEY)
+
+
+def test_discard_forgets_everything():
+    store = ResidentStore()
+    store.save(KEY, tensors(3))
+    store.discard()
+    assert (store.device_bytes, store.num_entries) == (0, 0)
+    store.save(KEY, tensors(3))
