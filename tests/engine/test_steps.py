@@ -98,19 +98,10 @@ def raising_at(position, error):
     return before_action
 
 
-PROGRAM = [
-    "0F0.0",
-    "0F0.1",
-    "0F0.2",
-    "0B0.2",
-    "0B0.1",
-    "0B0.0",
-    "0F1.0",
-    "0F1.1",
-    "0B1.1",
-    "0B1.0",
-    "0REDUCE",
-]
+PROGRAM = (
+    *("0F0.0", "0F0.1", "0F0.2", "0B0.2", "0B0.1", "0B0.0"),
+    *("0F1.0", "0F1.1", "0B1.1", "0B1.0", "0REDUCE"),
+)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("disk on fire"), GiveUp()])
@@ -125,7 +116,7 @@ def test_a_step_given_up_anywhere_leaves_the_engine_clean(trained, error):
         assert f"failed in action {position} of {len(PROGRAM)}: " in note
         assert f">>> {action} <<<" in note
         shown = [word for word in note.split(": ")[1].split() if word not in (">>>", "<<<")]
-        assert shown == PROGRAM[max(0, position - 3) : position + 4]
+        assert tuple(shown) == PROGRAM[max(0, position - 3) : position + 4]
         assert_idle(trained.engine)
     assert_equal_bits(trained.step(data, TWO_CUTS), expected)
 
