@@ -3,8 +3,8 @@
 The yardstick is the unsplit model in bf16: the same weights through one subsequence of our engine,
 and through plain autograd. Errors are relative Frobenius norms against float64 autograd of the same
 rounded weights, pooled over seeds, for all gradients together and for each kind of parameter. The
-bound is 1.5 times the error of the unsplit model. The loss is compared token by token: errors of its
-mean are mostly the luck of cancellation.
+bound is 1.5 times the error of the unsplit model. The loss is compared token by token: errors of
+its mean are mostly the luck of cancellation.
 
 Measured: 0.75 to 1.02 times unsplit over all gradients, at most 1.15 for a kind, with N = 8 and 64;
 plain bf16 autograd is 1.05 to 2 times as far off as the split engine.

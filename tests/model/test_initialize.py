@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from sppo.config import PRESETS
+from sppo.config.model import ModelConfig
+from sppo.model.initialize import initial_weight, initial_weights
+from sppo.planning.parameters import parameter_shapes
+
+
+def model(preset="tiny-test", **fields):
+    return ModelConfig.model_validate({**PRESETS[preset], **fields})
+
+
+def test_every_parameter_in_fp32_and_order():
+    weights = initial_weights(model(), seed=0)
+    assert {name: tuple(w.shape) for name, w in weights.items()} == parameter_shapes(model())
+    assert list(weights) == list(parameter_shapes(model()))
+    assert {w.dtype for w in weights.values()} == {torch.float32}
+
+
+def test_norms_are_one_and_biases_zero():
+    gpt = model("tiny-gpt", num_layers=1, hidden_size=64, max_positions=8)
+    for name, weight in initial_weights(gpt, seed=0).items():
+        if name.endswith(".bias"):
+            assert not weight.any(), name
+        elif weight.dim() == 1:
+            assert torch.all(weight == 1), name
+        else:
+            assert weight.unique().numel() > 0.9 * weight.numel(), name
+
+
+def test_residual_outputs_start_smaller():
+    """Within 5 percent: a matrix of 20480 values has a standard error of 0.5 percent."""
+    big = model(hidden_size=128, mlp_size=160, num_layers=8, init_std=0.03)
+    for name, weight in initial_weights(big, seed=0).items():
+        if weight.dim() < 2:
+            continue
+        residual = name.endswith(("o.weight", "down.weight"))
+        expected = 0.03 / 4 if residual else 0.03  # sqrt(2 * 8 layers) = 4
+        assert weight.std().item() == pytest.approx(expected, rel=0.05), name
+        assert abs(weight.mean().item()) < 0.05 * expected, name
+
+
+def test_a_function_of_seed_and_name_alone():
+    """A stage that holds some layers makes the same weights as one that holds all."""
+    whole = initial_weights(model(), seed=3)
+    torch.manual_seed(99)
+    for name, shape in reversed(parameter_shapes(model()).items()):
+        assert torch.equal(initial_weight(name, shape, model=model(), seed=3), whole[name]), name
+
+
+def test_drawing_leaves_the_global_generator_alone():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    initial_weights(model(), seed=0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_seeds_and_names_differ():
+    first, second = (initial_weights(model(), seed=seed) for seed in (0, 1))
+    assert not torch.equal(first["layers.0.q.weight"], second["layers.0.q.weight"])
+    assert not torch.equal(first["layers.0.q.weight"], first["layers.1.q.weight"])
+    assert not torch.equal(first["layers.0.gate.weight"], first["layers.0.up.weight"])

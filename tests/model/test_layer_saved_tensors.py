@@ -1,0 +1,160 @@
+"""One layer alone: what it saves, what backward rebuilds, and where weight gradients go."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.kernels.attention import attention_backward, attention_forward
+from sppo.kernels.rotary import RotaryTable
+from sppo.model.gradients import GradientSum, zero_gradients
+from sppo.model.layer import Layer
+from sppo.model.rope import rotary_table
+from sppo.planning.activation_policy import tensor_bytes_per_token
+from sppo.planning.parameters import layer_shapes
+from tests.engine.models import VARIANTS, tiny_model
+
+TOKENS = 11
+
+
+class WholeSequence:
+    """Attention of a sequence that is one subsequence."""
+
+    def __init__(self):
+        self.attended_again = 0
+
+    def forward(self, q, k, v):
+        self._k, self._v = k.clone(), v.clone()
+        return attention_forward(q, self._k, self._v)
+
+    def again(self, q):
+        self.attended_again += 1
+        return attention_forward(q, self._k, self._v)
+
+    def backward(self, do, q, o, lse):
+        dk, dv = torch.zeros_like(self._k), torch.zeros_like(self._v)
+        dq = attention_backward(do, q, self._k, self._v, o, lse, dk_TKD=dk, dv_TKD=dv)
+        return dq, dk, dv
+
+
+class Run:
+    """Forward of one layer, then any number of backwards from different saved tensors."""
+
+    def __init__(self, variant):
+        self.model = tiny_model(variant)
+        torch.manual_seed(0)
+        self.weights = {
+            name: 0.4 * torch.randn(shape, dtype=torch.float64) + (len(shape) == 1)
+            for name, shape in layer_shapes(self.model).items()
+        }
+        positions = torch.arange(TOKENS)
+        self.rotary: RotaryTable | None = None
+        if self.model.position == "rotary":
+            self.rotary = rotary_table(self.model, positions, dtype=torch.float64)
+        self.x, self.dy = torch.randn(2, TOKENS, self.model.hidden_size, dtype=torch.float64)
+        self.attention = WholeSequence()
+
+    def forward(self, keep):
+        with torch.no_grad():
+            return Layer(self.model).forward(
+                self.x, self.weights, rotary=self.rotary, attention=self.attention, keep=keep
+            )
+
+    def backward(self, saved):
+        gradients = zero_gradients(self.weights)
+        with torch.no_grad():
+            dx = Layer(self.model).backward(
+                self.dy.clone(),
+                self.weights,
+                saved=saved,
+                gradients=GradientSum(gradients),
+                rotary=self.rotary,
+                attention=self.attention,
+            )
+        return dx, gradients
+
+
+def everything(model):
+    return frozenset(tensor_bytes_per_token(model, element_bytes=8))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saved_tensors_have_the_bytes_planned_for(variant):
+    run = Run(variant)
+    _, saved = run.forward(everything(run.model))
+    sizes = {name: t.numel() * t.element_size() / TOKENS for name, t in saved.items()}
+    assert sizes == tensor_bytes_per_token(run.model, element_bytes=8)
+
+
+def test_only_what_is_kept_is_saved():
+    run = Run("gqa, q/k-norm")
+    assert run.forward(frozenset())[1] == {}
+    assert run.forward(frozenset({"x_in", "gate"}))[1].keys() == {"x_in", "gate"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(deadline=None, max_examples=12)
+@given(data=st.data())
+def test_any_choice_of_saved_tensors_gives_the_same_bits(variant, data):
+    run = Run(variant)
+    names = sorted(everything(run.model) - {"x_in", "o", "lse"})
+    keep = {"x_in"} | data.draw(st.sets(st.sampled_from(names)))
+    keep |= data.draw(st.sampled_from(({"o", "lse"}, set())))
+    y, all_saved = run.forward(everything(run.model))
+    dx, gradients = run.backward(dict(all_saved))
+    assert run.attention.attended_again == 0
+    other_y, saved = run.forward(frozenset(keep))
+    other_dx, other_gradients = run.backward(saved)
+    assert run.attention.attended_again == ("o" not in keep)
+    assert torch.equal(y, other_y)
+    assert torch.equal(dx, other_dx)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, other_gradients[name]), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_backward_consumes_what_was_saved_and_changes_no_operand(variant):
+    run = Run(variant)
+    _, saved = run.forward(everything(run.model))
+    before = {name: tensor.clone() for name, tensor in saved.items()}
+    tensors = dict(saved)
+    weights = {name: weight.clone() for name, weight in run.weights.items()}
+    run.backward(saved)
+    assert saved == {}, "a tensor left in the dictionary is memory held too long"
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, before[name]), name
+    for name, weight in weights.items():
+        assert torch.equal(run.weights[name], weight), name
+
+
+def test_every_parameter_gets_a_gradient():
+    for variant in VARIANTS:
+        run = Run(variant)
+        _, saved = run.forward(everything(run.model))
+        _, gradients = run.backward(saved)
+        assert gradients.keys() == layer_shapes(run.model).keys()
+        assert all(gradient.any() for gradient in gradients.values())
+
+
+def test_gradient_buffers_are_wide_and_zero():
+    weights = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(2, 2, dtype=torch.float64)}
+    gradients = zero_gradients(weights)
+    assert {name: g.dtype for name, g in gradients.items()} == {
+        "a": torch.float32,
+        "b": torch.float64,
+    }
+    assert not any(g.any() for g in gradients.values())
+
+
+def test_sums_go_to_the_named_buffers():
+    totals = {name: torch.ones(s) for name, s in {"q.weight": (2, 3), "q.bias": 2, "n": 3}.items()}
+    totals["o.weight"] = torch.zeros(2, 3)
+    sink = GradientSum(totals)
+    dy, x = torch.full((4, 2), 2.0), torch.full((4, 3), 3.0)
+    sink.linear("q", dy_CO=dy, x_CI=x)
+    sink.linear("o", dy_CO=dy, x_CI=x)
+    sink.add("n", torch.full((3,), 5.0))
+    assert torch.all(totals["q.weight"] == 25)
+    assert torch.all(totals["q.bias"] == 9)
+    assert torch.all(totals["o.weight"] == 24)
+    assert torch.all(totals["n"] == 6)
