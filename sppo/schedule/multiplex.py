@@ -31,9 +31,11 @@ from sppo.schedule.gangs import Gang, balanced_pieces, gang_seconds
 from sppo.schedule.generators import generate, with_reductions
 from sppo.schedule.orders import Lengths
 
-# Up to this many gangs each is tried on its own; beyond, only this many nested choices are.
+# Up to this many gangs each is tried on its own; of more, the best eighths of them; of gangs with
+# so many pieces that one trial takes seconds, all, the better half and none.
 _TRIED_ALONE = 64
 _NESTED_CHOICES = 8
+_MANY_PIECES = 20_000
 _TOLERANCE = 1e-9
 
 
@@ -234,10 +236,9 @@ class _Builder:
         quarters and so on are compared, because each trial simulates a whole step.
         """
         ranked = self._by_gain(paying)
-        choices = [
-            dict(ranked[: len(ranked) * part // _NESTED_CHOICES])
-            for part in range(_NESTED_CHOICES, -1, -1)
-        ]
+        pieces = sum(len(gang.ranks) for gang in paying.values())
+        parts = _NESTED_CHOICES if pieces <= _MANY_PIECES else 2
+        choices = [dict(ranked[: len(ranked) * part // parts]) for part in range(parts, -1, -1)]
         timed = [(self.makespan_s(self.build(choice)), n) for n, choice in enumerate(choices)]
         shortest, which = min(timed)
         chosen = choices[which]

@@ -27,7 +27,7 @@ _WIDTH_INCHES = 15.0
 _LEFT_INCHES, _RIGHT_INCHES = 0.85, 0.25
 _PIXELS = 2400
 _MOST_MEMORY_LINES = 8
-_LEGEND_CHARACTERS = 190
+_LEGEND_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +305,8 @@ def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]
         for phase, name in style.PHASE_NAMES.items()
         if phase in seen.phases
     ]
+    if seen.phases:
+        entries.append(("s3: a piece of stage 3, of another rank", ("#FFFFFF",)))
     entries += [
         (name, (style.IDLE_COLOURS[cause],))
         for cause, name in style.IDLE_NAMES.items()
