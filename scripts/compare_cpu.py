@@ -174,7 +174,9 @@ class _Sppo:
         from sppo.planning.flops import partition_costs
         from sppo.planning.partition import automatic_pieces, boundaries_by_flops
         from sppo.train.optimizer import AdamW
+        from sppo.train.process_memory import return_freed_tensors
 
+        return_freed_tensors()  # as `sppo train` does
         model = ModelConfig(
             vocab_size=VOCAB,
             hidden_size=HIDDEN,
@@ -205,9 +207,9 @@ class _Sppo:
 
     def step(self) -> float:
         self._torch._foreach_zero_(list(self._gradients.values()))
-        total, count = self._engine.accumulate([self._data], [self._cuts])
+        done = self._engine.accumulate([self._data], [self._cuts])
         self._optimizer.step(self._gradients, lr=3e-4)
-        return float(total) / count
+        return float(done.total_loss) / done.num_valid
 
 
 class _Transformers:

@@ -6,11 +6,14 @@ reset that peak; elsewhere it is the peak since the process started.
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from pathlib import Path
 
 import psutil
+
+from sppo.units import MIB
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -37,6 +40,20 @@ def peak_resident_bytes() -> int:
         pass
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def return_freed_tensors() -> bool:
+    """Have glibc give every freed block of 1 MiB or more back to the system at once.
+
+    By default it keeps blocks of up to 32 MiB in its heap, where saved activations, which live
+    long, and temporaries, which do not, end up between each other: the resident set grows well
+    past what is alive. Says whether the C library took the setting; other libraries have none.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _RETURNED_BLOCK_BYTES))
 
 
 def resident_bytes() -> int:

@@ -37,6 +37,7 @@ from sppo.train.process_memory import (
     peak_resident_bytes,
     reset_peak,
     resident_bytes,
+    return_freed_tensors,
 )
 from sppo.train.run_directory import locked_output, note_configuration
 from sppo.train.state import DTYPES, TrainingState, build_state
@@ -120,6 +121,7 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
         NonFiniteError: too many steps in a row with NaN or inf.
     """
     started = time.perf_counter()
+    return_freed_tensors()
     baseline = resident_bytes()
     capacity = available_bytes() + baseline
     with locked_output(run) as output:
