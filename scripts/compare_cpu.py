@@ -1,8 +1,9 @@
 """Step time and memory of SPPO beside transformers, alternating in one run on the CPU.
 
-Both sides train the same Llama-shaped model in bf16 on the same tokens, with the same tiled loss and the
-same AdamW over fp32 masters. Each side is a process of its own, so its peak memory is its own; the two
-take turns step by step, so that noise of the machine falls on both. Run by ``scripts/compare_cpu.sh``.
+Both sides train the same Llama-shaped model in bf16 on the same tokens, with the same tiled loss
+and the same AdamW over fp32 masters. Each side is a process of its own, so its peak memory is its
+own; the two take turns step by step, so that noise of the machine falls on both. Run by
+``scripts/compare_cpu.sh``.
 """
 
 from __future__ import annotations

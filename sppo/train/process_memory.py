@@ -21,6 +21,9 @@ _RESET_PEAK = "5"
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
+_M_MMAP_THRESHOLD = -3  # of <malloc.h>
+_RETURNED_BLOCK_BYTES = MIB
+
 
 def reset_peak() -> None:
     """Start a new peak from the present resident set, where the system allows it."""
