@@ -63,11 +63,13 @@ def _short(value: object) -> str:
 def format_bytes(count: int | float) -> str:
     """``1536`` as ``1.5 KiB``; always in powers of 1024."""
     value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+    if abs(value) < 1023.5:
+        return f"{value:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         value /= 1024
-    return f"{value:.1f} TiB"
+        if abs(value) < 1023.95:  # what is printed as 1024.0 belongs to the next unit
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} TiB"
 
 
 def format_tokens(count: int) -> str:
@@ -80,20 +82,22 @@ def format_tokens(count: int) -> str:
 
 def format_count(value: float) -> str:
     """``41234`` as ``41.2k``: three digits for rates and parameter counts."""
-    for suffix, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
+    if abs(value) < 999.5:
+        return f"{value:.0f}"
+    for suffix, size in (("k", 1e3), ("M", 1e6), ("B", 1e9)):
+        if abs(value) < 999.95 * size:  # what is printed as 1000.0 belongs to the next unit
             return f"{value / size:.1f}{suffix}"
-    return f"{value:.0f}"
+    return f"{value / 1e12:.1f}T"
 
 
 def format_duration(seconds: float) -> str:
     """``12345`` as ``3h26m``, ``75`` as ``1m15s``, ``2.345`` as ``2.35 s``."""
-    if seconds < 1:
+    if seconds < 0.99995:
         return f"{seconds * 1e3:.1f} ms"
-    if seconds < 60:
+    if seconds < 59.995:
         return f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s"
-    hours, minutes = divmod(minutes, 60)
+    hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours}h{minutes:02d}m"

@@ -168,8 +168,8 @@ def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] 
         return None
     if preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
-            hint = nearest(preset, PRESETS) or f" Presets: {', '.join(PRESETS)}"
-            rule = f"no such preset.{hint}"
+            near = nearest(preset, PRESETS) if isinstance(preset, str) else ""
+            rule = f"no such preset.{near or ' Presets: ' + ', '.join(PRESETS)}"
             found.append(Problem("model.preset", show_value(preset), rule))
             return None
         return _overlay(PRESETS[preset], value)

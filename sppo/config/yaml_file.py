@@ -47,14 +47,18 @@ class StrictLoader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=rule, problem_mark=mark)
             seen[key] = mark.line + 1
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of ``node``, where PyYAML's own constructors fail with the line."""
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            rule = f"cannot be read as {kind}: {error}".partition(";")[0]
+            raise yaml.MarkedYAMLError(problem=rule, problem_mark=node.start_mark) from None
+
     def construct_decimal(self, node: yaml.ScalarNode) -> int:
         """``010`` is ten: YAML 1.2 has no octal numbers with a leading zero."""
-        try:
-            return int(self.construct_scalar(node))
-        except ValueError as error:  # thousands of digits
-            raise yaml.MarkedYAMLError(
-                problem=str(error).partition(";")[0], problem_mark=node.start_mark
-            ) from None
+        return int(self.construct_scalar(node))
 
 
 StrictLoader.add_constructor("tag:yaml.org,2002:int", StrictLoader.construct_decimal)

@@ -1,0 +1,374 @@
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.config import ConfigError, RunConfig, check_run, load_run
+from tests.conftest import SCREEN_LINES, tree
+
+MODEL = {"preset": "tiny-test"}
+RUN = {"model": MODEL, "data": {"tokens": "tok"}, "sequence": {"length": 64}}
+SHIPPED = sorted(Path(__file__).parents[2].glob("configs/run/*.yaml"))
+
+
+def problems(raw):
+    """``path: rule`` of every problem."""
+    with pytest.raises(ConfigError) as caught:
+        check_run(raw, source="run.yaml")
+    return {problem.path: problem.rule for problem in caught.value.problems}
+
+
+def load(tmp_path, text, *overrides):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_run(path, overrides)
+
+
+ESSENTIALS = "model: {preset: tiny-test}\ndata: {tokens: tok}\nsequence: {length: 64}\n"
+
+
+def essential(tmp_path, *overrides):
+    return load(tmp_path, ESSENTIALS, *overrides)
+
+
+def override_problems(tmp_path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        essential(tmp_path, *overrides)
+    return {problem.path: problem for problem in caught.value.problems}
+
+
+# All problems at once
+
+
+def test_every_problem_has_path_value_rule_and_the_nearest_spelling():
+    raw = {
+        "model": {"preset": "llama-3.2-1", "num_layers": 0},
+        "data": {"tokens": "tok", "shufle": True, "isolate_documents": "maybe"},
+        "sequence": {"length": "32KI", "num_subsequences": 0, "partition": "flop"},
+        "optimiser": {"lr": 1},
+        "lr": 3e-4,
+        "activations": {"policy": "retian", "offload_ratio": 1.5, "host_memory": "much"},
+        "train": {"dtype": "f32", "steps": 0, "length": 5, "seed": 1.5},
+        "checkpoint": 5,
+        "hardware": "me",
+    }
+    found = problems(raw)
+    assert found == {
+        "optimiser": "unknown key. Did you mean 'optimizer'?",
+        "lr": "unknown key. Did you mean optimizer.lr?",
+        "model.preset": "no such preset. Did you mean 'llama-3.2-1b'?",
+        "data.isolate_documents": "must be a valid boolean, unable to interpret input",
+        "data.shufle": "unknown key. Did you mean 'shuffle'?",
+        "sequence.length": "'32KI' is not a size; write one such as 32Ki, 2GiB or 4096",
+        "sequence.num_subsequences": "neither auto nor valid: must be greater than or equal to 1",
+        "sequence.partition": "not one of flops, length, cost_model. Did you mean 'flops'?",
+        "activations.policy": "not one of auto, retain, keep_attention, recompute, offload_all, "
+        "sppo, hybrid. Did you mean 'retain'?",
+        "activations.offload_ratio": "neither auto nor valid: must be less than or equal to 1",
+        "activations.host_memory": "neither auto nor valid: 'much' is not a size; write one such "
+        "as 32Ki, 2GiB or 4096",
+        "train.dtype": "not one of bf16, fp32. Did you mean 'fp32'?",
+        "train.steps": "must be greater than or equal to 1",
+        "train.seed": "must be a valid integer, got a number with a fractional part",
+        "train.length": "unknown key. Did you mean sequence.length?",
+        "checkpoint": "a section is a mapping of keys to values",
+        "hardware": "a section is a mapping of keys to values or auto",
+    }
+
+
+def test_the_text_lists_path_value_and_rule():
+    with pytest.raises(ConfigError) as caught:
+        check_run({**RUN, "train": {"dtype": "f32"}}, source="my.yaml")
+    first, second = str(caught.value).splitlines()
+    assert first == "my.yaml has 1 problem"
+    assert second.split(maxsplit=2) == [
+        "train.dtype",
+        "'f32'",
+        "not one of bf16, fp32. Did you mean 'fp32'?",
+    ]
+
+
+def test_faults_across_sections_are_found_beside_faults_within():
+    found = problems(
+        {
+            "model": {**MODEL, "position": "learned", "max_positions": 32},
+            "data": {},
+            "sequence": {"length": 64, "boundaries": [0, 65]},
+        }
+    )
+    assert found.keys() == {"data.tokens", "sequence.boundaries", "sequence.length"}
+
+
+def test_a_hundred_problems_fit_one_screen_and_are_all_there():
+    raw = {**RUN, "train": {f"key{i}": "x" * 1000 for i in range(100)}}
+    with pytest.raises(ConfigError) as caught:
+        check_run(raw, source="run.yaml")
+    assert len(caught.value.problems) == 100
+    lines = str(caught.value).splitlines()
+    assert len(lines) < SCREEN_LINES
+    assert lines[-1] == "  and 80 more; sppo config check --json lists all"
+    assert max(map(len, lines)) < 300
+
+
+@pytest.mark.parametrize("value", [["a"] * 1000, {"a": {"b": ["c" * 100] * 100}}, "x" * 1000])
+def test_large_values_are_shown_in_part(value):
+    for raw in (
+        {**RUN, "model": {"preset": value}},
+        {**RUN, "train": {"steps": value}},
+        {**RUN, "sequence": {"length": 64, "boundaries": value}},
+        {**RUN, "surprise": value},
+        {**RUN, "sequence": value},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_run(raw, source="run.yaml")
+        assert max(map(len, str(caught.value).splitlines())) < 400
+
+
+def test_long_boundaries_are_shown_in_part():
+    cuts = list(range(1000))
+    raw = {**RUN, "sequence": {"length": 64, "boundaries": cuts}}
+    with pytest.raises(ConfigError) as caught:
+        check_run(raw, source="run.yaml")
+    assert len(str(caught.value)) < 200
+
+
+# Sections
+
+
+def test_an_empty_file_says_what_every_run_needs(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "")
+    assert [problem.path for problem in caught.value.problems] == [
+        "model",
+        "data.tokens",
+        "sequence.length",
+    ]
+    assert "preset, or from_hf, or the fields vocab_size" in str(caught.value)
+
+
+def test_some_fields_of_a_model_are_missed_one_by_one():
+    assert problems({**RUN, "model": {"vocab_size": 8, "num_heads": 2}}).keys() == {
+        "model.hidden_size",
+        "model.num_layers",
+        "model.mlp_size",
+    }
+
+
+def test_null_sections_are_as_if_left_out(tmp_path):
+    plain = essential(tmp_path)
+    names = [name for name in RunConfig.model_fields if name not in RUN]
+    nulls = load(tmp_path, ESSENTIALS + "".join(f"{name}:\n" for name in names))
+    assert nulls == plain
+    assert nulls.hardware == "auto"
+
+
+def test_keys_that_are_no_words():
+    found = problems({**RUN, 1: 2, None: 3, "train": {1: 2, "steps": 3}})
+    assert found.keys() == {"1", "None", "train.1"}
+
+
+def test_neither_preset_nor_directory_may_be_given_twice():
+    found = problems({**RUN, "model": {"preset": "tiny", "from_hf": "dir"}})
+    assert found == {"model.preset": "give either model.preset or model.from_hf, not both"}
+
+
+@pytest.mark.parametrize("preset", [["tiny"], {"tiny": 1}, 5, True, "", "zzz"])
+def test_what_is_no_preset_lists_them(preset):
+    found = problems({**RUN, "model": {"preset": preset}})
+    assert found["model.preset"].startswith("no such preset. Presets: gpt-7b, ")
+
+
+def test_a_missing_directory_of_weights():
+    found = problems({**RUN, "model": {"from_hf": "/no/such/directory"}})
+    assert found.keys() == {"model.from_hf"}
+    assert "is not a directory" in found["model.from_hf"]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [("data", "tokens"), ("data", "eval_tokens"), ("train", "output")]
+)
+def test_paths_are_not_expanded_and_say_so(section, key):
+    raw = {**RUN, section: {**RUN.get(section, {}), key: "~/x"}}
+    assert "whole path" in problems(raw)[f"{section}.{key}"]
+    raw[section][key] = ""
+    assert f"{section}.{key}" in problems(raw)
+
+
+# Overrides
+
+
+def test_overrides_are_typed_as_yaml(tmp_path):
+    run = essential(
+        tmp_path,
+        "optimizer.lr=1e-3",
+        "optimizer.betas=[0.8, 0.9]",
+        "data.shuffle=false",
+        "data.eval_tokens=null",
+        "sequence.length=1Ki",
+        "sequence.boundaries=[0,5,9,1Ki]",
+        "activations.host_memory=2GiB",
+        "train={steps: 7, seed: 3}",
+        "train.output=a=b",
+    )
+    assert run.optimizer.lr == 1e-3
+    assert run.optimizer.betas == (0.8, 0.9)
+    assert run.data.shuffle is False
+    assert run.sequence.boundaries == (0, 5, 9, 1024)
+    assert run.activations.host_memory == 2 << 30
+    assert (run.train.steps, run.train.seed, run.train.output) == (7, 3, "a=b")
+
+
+def test_overrides_reach_sections_the_file_leaves_out_or_at_auto(tmp_path):
+    text = ESSENTIALS + "hardware: auto\ntrain:\n"
+    run = load(
+        tmp_path, text, "hardware.nodes=4", "train.steps=2", "model.rope_scaling.type=linear"
+    )
+    assert run.hardware.nodes == 4
+    assert run.train.steps == 2
+    assert run.model.rope_scaling.type == "linear"
+
+
+def test_the_last_override_counts(tmp_path):
+    assert essential(tmp_path, "train.steps=2", "train.steps=3").train.steps == 3
+
+
+def test_wrong_overrides_are_all_reported(tmp_path):
+    found = override_problems(
+        tmp_path,
+        "word",
+        "=3",
+        ".=3",
+        "train..steps=3",
+        "sequence.length.x=3",
+        "optimizer.lr=[",
+        "trian.steps=3",
+        "train.stesp=3",
+        "lr=3",
+    )
+    written = "an override is written section.key=value"
+    assert found["word"].rule == written
+    assert found["=3"].rule == written
+    assert found[".=3"].rule == written
+    assert found["train..steps=3"].rule == written
+    assert "sequence.length is a value" in found["sequence.length.x"].rule
+    assert found["optimizer.lr"].value == "'['"
+    assert found["trian"].rule == "unknown key. Did you mean 'train'?"
+    assert found["train.stesp"].rule == "unknown key. Did you mean 'steps'?"
+    assert found["lr"].rule == "unknown key. Did you mean optimizer.lr?"
+
+
+def test_an_override_puts_a_fault_of_the_file_right(tmp_path):
+    text = ESSENTIALS + "train: {steps: many}\n"
+    assert load(tmp_path, text, "train.steps=3").train.steps == 3
+
+
+# What loading leaves alone
+
+
+def test_loading_reads_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(ESSENTIALS + "train: {output: a/b}\n")
+    before = tree(tmp_path)
+    opened = []
+
+    def watch(event, args):
+        if event == "open" and args[0] and str(args[0]).startswith(str(tmp_path)):
+            opened.append((str(args[0]), args[1]))
+        if event in ("os.mkdir", "os.remove", "os.rename", "socket.connect"):
+            opened.append((event, args))
+
+    watching = [True]
+    sys.addaudithook(lambda event, args: watch(event, args) if watching else None)
+    load_run(tmp_path / "run.yaml", ["train.steps=3"])
+    watching.clear()
+    assert opened == [(str(tmp_path / "run.yaml"), "r")]
+    assert tree(tmp_path) == before
+
+
+def test_given_mappings_are_not_changed():
+    raw = json.loads(json.dumps({**RUN, "model": {"preset": "tiny-test", "num_heads": 8}}))
+    before = json.dumps(raw)
+    check_run(raw, source="run.yaml")
+    assert json.dumps(raw) == before
+
+
+# Digest
+
+
+def test_the_digest_is_of_the_meaning_not_the_spelling(tmp_path):
+    first = load(tmp_path, ESSENTIALS.replace("64", "1Ki"))
+    second = load(tmp_path, "sequence: {length: 1024}\n" + ESSENTIALS.replace("sequence", "#"))
+    assert first.digest() == second.digest()
+    assert first.digest() != essential(tmp_path).digest()
+    assert len(first.digest()) == 64
+
+
+def test_the_digest_is_the_same_in_every_process(tmp_path):
+    here = essential(tmp_path).digest()
+    code = "import sys; from sppo.config import load_run; print(load_run(sys.argv[1]).digest())"
+    command = [sys.executable, "-c", code, tmp_path / "run.yaml"]
+    there = subprocess.run(command, capture_output=True, text=True, check=True, env={})
+    assert there.stdout.strip() == here
+
+
+# Whatever is written
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_run_files_are_right(path):
+    load_run(path)
+
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["auto", "32Ki", "tiny-test", "flops", "retain", "llama3"])
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5) | st.integers() | st.none(), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def section_keys(name):
+    annotation = RunConfig.model_fields[name].annotation
+    choices = getattr(annotation, "__args__", (annotation,))
+    return sorted(next(c for c in choices if hasattr(c, "model_fields")).model_fields)
+
+
+SECTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        name: VALUES | st.dictionaries(st.sampled_from(section_keys(name)), VALUES, max_size=6)
+        for name in RunConfig.model_fields
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SECTIONS, st.booleans())
+def test_garbage_is_a_config_error_or_a_run(garbage, with_essentials):
+    raw = {**RUN, **garbage} if with_essentials else garbage
+    with suppress(ConfigError):
+        assert check_run(raw, source="run.yaml").digest()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text(max_size=20) | st.from_regex(r"[a-z]+\.[a-z]+=.*"), max_size=3))
+def test_any_override_is_a_config_error_or_a_run(tmp_path_factory, overrides):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(ESSENTIALS)
+    with suppress(ConfigError):
+        load_run(path, overrides)

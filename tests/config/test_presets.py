@@ -1,0 +1,82 @@
+import pytest
+
+from sppo.config import PRESETS, ModelConfig
+from sppo.config.loading import expand_model
+from sppo.planning.parameters import num_parameters
+
+
+def model(**fields):
+    found = []
+    expanded = expand_model(fields, found)
+    assert not found
+    return ModelConfig.model_validate(expanded)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_a_model(preset):
+    shape = model(preset=preset)
+    assert shape.preset == preset
+    assert shape.num_heads % shape.kv_heads == 0
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("llama-3.2-1b", 1.236),
+        ("llama-3.2-3b", 3.213),
+        ("llama-3.1-8b", 8.030),
+        ("llama-3.1-70b", 70.554),
+        ("qwen2.5-7b", 7.616),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-1.7b", 1.721),
+        ("qwen3-4b", 4.022),
+        ("qwen3-8b", 8.191),
+        ("mistral-7b", 7.242),
+    ],
+)
+def test_published_models_have_as_many_parameters_as_published(preset, billions):
+    assert num_parameters(model(preset=preset)) / 1e9 == pytest.approx(billions, abs=6e-4)
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("gpt-7b", 7), ("gpt-13b", 13), ("gpt-65b", 65)])
+def test_the_papers_models_have_about_the_parameters_of_their_names(preset, billions):
+    shape = model(preset=preset, max_positions=2048)
+    assert num_parameters(shape) / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+def test_given_fields_win():
+    shape = model(preset="tiny-test", num_layers=5, mlp="gelu")
+    assert (shape.num_layers, shape.mlp, shape.hidden_size) == (5, "gelu", 32)
+
+
+def test_head_size_that_a_preset_derives_follows_the_override():
+    assert model(preset="llama-3.1-8b").head_dim == 128
+    assert model(preset="llama-3.1-8b", hidden_size=2048).head_dim == 64
+    assert model(preset="llama-3.1-8b", num_heads=64).head_dim == 64
+
+
+def test_head_size_that_a_preset_chooses_stays():
+    assert model(preset="qwen3-0.6b").head_dim == 128
+    assert model(preset="qwen3-0.6b", hidden_size=1536).head_dim == 128
+    assert model(preset="tiny", hidden_size=512, num_heads=4).head_dim == 64
+    assert model(preset="tiny", head_size=None).head_dim == 128  # derived when asked
+
+
+def test_key_value_heads_follow_only_where_there_are_as_many_as_query_heads():
+    assert model(preset="gpt-7b", num_heads=16).kv_heads == 16
+    assert model(preset="llama-3.1-8b", num_heads=16).kv_heads == 8
+    assert model(preset="llama-3.1-8b", num_heads=16, num_kv_heads=None).kv_heads == 16
+
+
+def test_rope_scaling_is_overridden_key_by_key():
+    scaling = model(preset="llama-3.2-1b", rope_scaling={"factor": 64}).rope_scaling
+    assert (scaling.type, scaling.factor, scaling.original_max_positions) == ("llama3", 64.0, 8192)
+    linear = model(preset="llama-3.2-1b", rope_scaling={"type": "linear", "factor": 2})
+    assert linear.rope_scaling.original_max_positions is None
+    assert model(preset="llama-3.2-1b", rope_scaling=None).rope_scaling is None
+
+
+def test_overriding_leaves_the_preset_as_it_was():
+    before = repr(PRESETS)
+    model(preset="llama-3.2-1b", rope_scaling={"factor": 64}, num_heads=16)
+    assert repr(PRESETS) == before

@@ -1,0 +1,131 @@
+import pytest
+
+from sppo.config import ConfigError, check_run
+from sppo.config.rules import SCHEDULES
+from sppo.schedule.generators import schedule_names
+
+
+def problems(**sections):
+    raw = {
+        "model": {"preset": "tiny-test"},
+        "data": {"tokens": "tok"},
+        "sequence": {"length": 64},
+    }
+    for name, section in sections.items():
+        raw[name] = {**raw.get(name, {}), **section}
+    try:
+        check_run(raw, source="run.yaml")
+    except ConfigError as error:
+        return [(problem.path, problem.value, problem.rule) for problem in error.problems]
+    return []
+
+
+def only(**sections):
+    (problem,) = problems(**sections)
+    return problem
+
+
+@pytest.mark.parametrize("cuts", [[0, 64], [0, 1, 2, 64], [0, 63, 64]])
+def test_boundaries_that_tile(cuts):
+    assert problems(sequence={"boundaries": cuts}) == []
+    assert problems(sequence={"boundaries": cuts, "num_subsequences": len(cuts) - 1}) == []
+
+
+@pytest.mark.parametrize(
+    "cuts", [[], [0], [0, 32], [1, 64], [0, 40, 32, 64], [0, 32, 32, 64], [0, 64, 65], [64, 0]]
+)
+def test_boundaries_that_do_not_tile(cuts):
+    path, value, rule = only(sequence={"boundaries": cuts})
+    assert (path, value) == ("sequence.boundaries", str(cuts))
+    assert rule == "must rise from 0 to sequence.length = 64, e.g. [0, 32, 64]"
+
+
+def test_boundaries_of_another_number():
+    path, value, rule = only(sequence={"boundaries": [0, 5, 64], "num_subsequences": 3})
+    assert (path, value) == ("sequence.num_subsequences", "3")
+    assert "2 pieces" in rule
+
+
+def test_more_pieces_than_tokens():
+    assert problems(sequence={"num_subsequences": 64}) == []
+    path, value, rule = only(sequence={"num_subsequences": 65})
+    assert (path, value) == ("sequence.num_subsequences", "65")
+    assert "64 tokens" in rule
+
+
+def test_measured_partition_is_not_there_yet():
+    path, _, rule = only(sequence={"partition": "cost_model"})
+    assert path == "sequence.partition"
+    assert "write flops" in rule
+
+
+@pytest.mark.parametrize("kind", ["data", "pipeline", "sequence"])
+def test_one_rank(kind):
+    assert problems(parallel={f"{kind}_parallel_degree": 1}) == []
+    path, value, rule = only(parallel={f"{kind}_parallel_degree": 2})
+    assert (path, value) == (f"parallel.{kind}_parallel_degree", "2")
+    assert "write 1" in rule
+
+
+def test_schedules():
+    assert problems(parallel={"schedule": "1f1b"}) == []
+    path, value, rule = only(parallel={"schedule": "zb-h1"})
+    assert (path, value) == ("parallel.schedule", "'zb-h1'")
+    assert rule.endswith("Did you mean 'zb_h1'?")
+
+
+def test_every_schedule_there_is_may_be_written_and_no_other():
+    assert set(SCHEDULES) == {"auto", *schedule_names()}
+
+
+@pytest.mark.parametrize("policy", ["auto", "retain", "keep_attention", "recompute"])
+def test_policies_that_run(policy):
+    assert problems(activations={"policy": policy}) == []
+
+
+@pytest.mark.parametrize("policy", ["offload_all", "sppo", "hybrid"])
+def test_policies_that_move_bytes(policy):
+    path, value, rule = only(activations={"policy": policy})
+    assert (path, value) == ("activations.policy", repr(policy))
+    assert "auto, retain, keep_attention, recompute" in rule
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_other_tiers(tier):
+    assert problems(activations={"tier": "device"}) == []
+    path, _, rule = only(activations={"tier": tier})
+    assert path == "activations.tier"
+    assert "write auto or device" in rule
+
+
+def test_offloading():
+    assert problems(activations={"offload_ratio": 0}) == []
+    assert only(activations={"offload_ratio": 0.5})[0] == "activations.offload_ratio"
+    assert only(optimizer={"offload": True})[0] == "optimizer.offload"
+
+
+def test_windows_start_at_a_layer_there_is():
+    window = {"sliding_window": 16}
+    assert problems(model={**window, "sliding_window_first_layer": 2}) == []
+    path, value, rule = only(model={**window, "sliding_window_first_layer": 3})
+    assert (path, value) == ("model.sliding_window_first_layer", "3")
+    assert "2 layers" in rule
+
+
+def test_learned_positions_reach_the_end():
+    learned = {"position": "learned", "max_positions": 64}
+    assert problems(model=learned) == []
+    path, value, rule = only(model=learned, sequence={"length": 65})
+    assert (path, value) == ("sequence.length", "65")
+    assert "64 learned positions" in rule
+    assert problems(model={"max_positions": 32}) == []  # rotary ones have no table
+
+
+def test_broken_rules_of_several_sections_are_all_told():
+    found = problems(
+        sequence={"partition": "cost_model", "num_subsequences": 65},
+        parallel={"data_parallel_degree": 2, "schedule": "x"},
+        optimizer={"offload": True},
+        activations={"policy": "sppo", "tier": "disk", "offload_ratio": 0.5},
+    )
+    assert len(found) == 8

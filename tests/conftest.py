@@ -1,0 +1,138 @@
+"""What many tests share: token data, run files, the command, and a look at a directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Waiting threads that spin multiply every time when anything else runs on the machine. Read by
+# OpenMP when torch is imported, so it stands before the imports that lead there.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from sppo.train.tokens import (
+    DOCUMENTS_FILE,
+    FORMAT_VERSION,
+    META_FILE,
+    TOKENS_FILE,
+    TokenizerDescription,
+    TokenMeta,
+    write_meta,
+)
+
+VOCAB_SIZE = 32
+LENGTH = 64
+SCREEN_LINES = 25
+
+RUN: dict[str, dict[str, Any]] = {
+    "model": {"preset": "tiny-test", "vocab_size": VOCAB_SIZE},
+    "data": {"tokens": "tokens", "shuffle": False},
+    "sequence": {"length": LENGTH, "num_subsequences": 4, "alignment": 8},
+    "optimizer": {"lr": 1e-2},
+    "train": {"steps": 4, "dtype": "fp32", "output": "out"},
+}
+"""A run that takes milliseconds; its paths are relative to the working directory."""
+
+
+def write_tokens(
+    directory: Path,
+    *,
+    num_tokens: int = 20 * LENGTH + 1,
+    vocab_size: int = VOCAB_SIZE,
+    documents: Sequence[int] = (),
+    seed: int = 0,
+) -> Path:
+    """Token data with ids that are random but not uniform, so that there is something to learn.
+
+    Args:
+        directory: made.
+        num_tokens: in all.
+        vocab_size: ids stay below it.
+        documents: starts of documents after the first.
+        seed: of the ids.
+    """
+    random = np.random.default_rng(seed)
+    tokens = (vocab_size * random.random(num_tokens) ** 3).astype("<u2")
+    directory.mkdir(parents=True)
+    tokens.tofile(directory / TOKENS_FILE)
+    np.save(directory / DOCUMENTS_FILE, np.array([0, *documents, num_tokens], dtype=np.int64))
+    meta = TokenMeta(
+        format_version=FORMAT_VERSION,
+        dtype="uint16",
+        vocab_size=vocab_size,
+        max_id=int(tokens.max()),
+        num_tokens=num_tokens,
+        num_documents=1 + len(documents),
+        tokens_sha256=hashlib.sha256(tokens.tobytes()).hexdigest(),
+        tokenizer=TokenizerDescription(name="ids", end_of_document=None),
+    )
+    write_meta(directory / META_FILE, meta)
+    return directory
+
+
+def write_run(path: Path, **sections: Any) -> Path:
+    """A run file: :data:`RUN` with the keys of ``sections`` written over it."""
+    merged = {name: dict(section) for name, section in RUN.items()}
+    for name, section in sections.items():
+        merged[name] = {**merged.get(name, {}), **section}
+    path.write_text(yaml.safe_dump(merged))
+    return path
+
+
+def tree(directory: Path) -> dict[str, bytes | str | None]:
+    """Everything below ``directory`` by path: the bytes of files, None for directories."""
+
+    def content(path: Path) -> bytes | str | None:
+        if path.is_symlink():
+            return os.readlink(path)
+        return path.read_bytes() if path.is_file() else None
+
+    return {str(p.relative_to(directory)): content(p) for p in sorted(directory.rglob("*"))}
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with token data in ``tokens`` and a run of four steps in ``run.yaml``."""
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path / "tokens")
+    write_run(tmp_path / "run.yaml")
+    return tmp_path
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Callable[..., Path]:
+    """Writes ``run.yaml``: see :func:`write_run`."""
+    return lambda **sections: write_run(tmp_path / "run.yaml", **sections)
+
+
+def call(*words: object) -> Result:
+    """``sppo`` with these words, in this process."""
+    from sppo.cli.app import app
+
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def succeed(*words: object) -> str:
+    """Stdout of a call that must end well."""
+    result = call(*words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refuse(*words: object, code: int = 2) -> str:
+    """Stderr of a call that must end with ``code``: one screen, and nothing like a traceback."""
+    result = call(*words)
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code == code, result.output
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.output
+    assert len(result.output.splitlines()) <= SCREEN_LINES, result.output
+    return result.stderr
