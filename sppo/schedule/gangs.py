@@ -133,22 +133,16 @@ def gang_routes(
         return [(schedule.placement.rank_of(slot // num_units), units[slot % num_units])]
 
     routes = {}
-    for slot in gangs:
-        stage = slot // num_units
-        if stage > 0:
-            before = slot - num_units
-            routes[encoding.SEND_ACT, before] = routes_between(
-                holders(before), consumer=holders(slot)
-            )
-            routes[encoding.SEND_GRAD, slot] = routes_between(
-                holders(slot), consumer=holders(before)
-            )
-        if stage < schedule.num_stages - 1:
-            after = slot + num_units
-            routes[encoding.SEND_ACT, slot] = routes_between(holders(slot), consumer=holders(after))
-            routes[encoding.SEND_GRAD, after] = routes_between(
-                holders(after), consumer=holders(slot)
-            )
+    # Boundaries by their earlier stage; one between two gangs is named by both.
+    boundaries = {s for slot in gangs for s in (slot - num_units, slot)}
+    for slot in sorted(boundaries):
+        if not 0 <= slot < (schedule.num_stages - 1) * num_units:
+            continue
+        ahead = routes_between(holders(slot), consumer=holders(slot + num_units))
+        routes[encoding.SEND_ACT, slot] = ahead
+        routes[encoding.SEND_GRAD, slot + num_units] = tuple(
+            Route(route.receiver, route.sender, route.share) for route in ahead
+        )
     return routes
 
 
