@@ -1,0 +1,65 @@
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from sppo import __version__
+from sppo.cli.app import app
+from tests.conftest import call, succeed
+
+COMMANDS = ("train", "eval", "data", "convert", "config")
+
+
+def paths(command, *before):
+    """Every command and group below ``command`` as words."""
+    yield before
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from paths(inner, *before, name)
+
+
+ALL = list(paths(typer.main.get_command(app)))
+
+
+def test_help_names_the_commands():
+    text = succeed("--help")
+    assert all(f" {name} " in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("words", ALL, ids=lambda words: " ".join(words) or "sppo")
+def test_every_command_explains_itself(words):
+    text = succeed(*words, "--help")
+    assert "Usage: " in text
+    assert len(text.splitlines()) <= 60
+
+
+def test_there_are_commands_within_commands():
+    assert ("config", "check") in ALL
+    assert ("data", "prepare") in ALL
+
+
+def test_help_answers_at_once():
+    """Half a second is promised; the limit here is wide because machines are busy."""
+
+    def seconds():
+        start = time.perf_counter()
+        code = "from sppo.cli.app import main; main()"
+        subprocess.run([sys.executable, "-c", code, "--help"], check=True, capture_output=True)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 2
+
+
+def test_version():
+    assert succeed("--version") == f"sppo {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["trian"], ["train"], ["train", "--steps", "3", "x"], ["config", "chek"]]
+)
+def test_misspelt_command_lines(words):
+    result = call(*words)
+    assert result.exit_code == 2
+    assert "Usage: " in result.stderr
+    assert "Traceback" not in result.output

@@ -1,0 +1,91 @@
+"""Who may import whom: the contracts in pyproject.toml, and that they can fail."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PLANNING_CORE = ("sppo.units", "sppo.config", "sppo.schedule", "sppo.planning")
+HEAVY = ("torch", "numpy", "pydantic", "yaml", "scipy", "matplotlib", "rich.table")
+
+
+def modules_after(code: str) -> set[str]:
+    command = [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+def lint(directory: Path, *, package: Path) -> subprocess.CompletedProcess[str]:
+    """import-linter on ``package`` with the project's settings."""
+    shutil.copy(ROOT / "pyproject.toml", directory)
+    code = (
+        "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command;"
+        " lint_imports_command(['--no-cache'])"
+    )
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code.replace("'.'", repr(str(package.parent)))],
+        capture_output=True,
+        text=True,
+        cwd=directory,
+    )
+
+
+def test_contracts_hold(tmp_path):
+    done = lint(tmp_path, package=ROOT / "sppo")
+    assert done.returncode == 0, done.stdout
+    assert "2 kept, 0 broken" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("units.py", "import torch", "The planning core never reaches torch"),
+        ("planning/flops.py", "from sppo.kernels import linear", "Layers"),
+        ("engine/unit.py", "from sppo.train import tokens", "Layers"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path, module, line, contract):
+    package = tmp_path / "sppo"
+    shutil.copytree(ROOT / "sppo", package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (package / module).open("a") as file:
+        file.write(f"\n{line}\n")
+    done = lint(tmp_path, package=package)
+    assert done.returncode == 1, done.stdout
+    broken = done.stdout.partition("Broken contracts")[2]
+    assert contract in broken
+    assert module.removesuffix(".py").replace("/", ".") in broken
+
+
+def test_every_package_has_its_layer():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    named = {name.strip() for layer in layers for name in layer.split("|")}
+    found = {
+        f"sppo.{path.stem}"
+        for path in (ROOT / "sppo").iterdir()
+        if path.name not in ("__init__.py", "__pycache__")
+        and (path.suffix == ".py" or path.is_dir())
+    }
+    assert named == found
+
+
+def test_the_planning_core_runs_without_torch():
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for package in PLANNING_CORE
+        for path in sorted(ROOT.glob(f"{package.replace('.', '/')}/*.py"))
+    ]
+    assert len(names) > 20
+    loaded = modules_after("import " + ", ".join(["sppo.units", *names]))
+    assert {name for name in loaded if name.partition(".")[0] in ("torch", "safetensors")} == set()
+
+
+def test_the_command_line_starts_without_anything_heavy():
+    loaded = modules_after("import sppo.cli.app")
+    assert loaded & set(HEAVY) == set()

@@ -1,0 +1,112 @@
+"""The scripts that people run: well-formed, executable, and clear about what they need."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci/run"])
+SOURCED = ROOT / "scripts/environment.sh"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_are_well_formed(path):
+    subprocess.run(["bash", "-n", path], check=True)
+    text = path.read_text()
+    assert path.stat().st_mode & stat.S_IXUSR
+    assert "\r" not in text
+    assert text.endswith("\n")
+    if path != SOURCED:
+        assert text.startswith("#!/usr/bin/env bash\n# ")
+        assert "\nset -euo pipefail\n" in text
+    # An unquoted $variable breaks at the first directory with a space in its name.
+    for number, line in enumerate(text.splitlines(), start=1):
+        for word in re.findall(r"(?:^|\s)(?:cd|mkdir -p|rm -rf|source|bash)\s+(\S+)", line):
+            assert not word.startswith("$"), f"{path}:{number}: {line}"
+
+
+def environment(
+    tmp_path: Path, *, python: str, extra: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """``make_environment`` with an interpreter and an environment directory of our own."""
+    return subprocess.run(
+        ["bash", "-c", f"set -euo pipefail; source '{SOURCED}'; make_environment {extra}"],
+        env={
+            "PATH": os.environ["PATH"],
+            "SPPO_PYTHON": python,
+            "SPPO_VENV": str(tmp_path / "a venv"),
+        },
+        capture_output=True,
+        text=True,
+    )
+
+
+def fake_python(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_old_python_is_refused(tmp_path):
+    old = fake_python(
+        tmp_path / "python",
+        'if [ "$1" = --version ]; then echo Python 3.9.2; exit 0; fi; exit 1',
+    )
+    done = environment(tmp_path, python=old)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: Python 3.9.2 is too old; SPPO needs Python 3.11 or newer (set SPPO_PYTHON)\n"
+    )
+    assert not (tmp_path / "a venv").exists()
+
+
+def test_a_missing_python_is_refused(tmp_path):
+    done = environment(tmp_path, python=str(tmp_path / "none"))
+    assert done.returncode == 1
+    assert "none not found; SPPO needs Python 3.11 or newer" in done.stderr
+    assert not (tmp_path / "a venv").exists()
+
+
+RECORDING = r"""
+log=$(dirname "$0")/log
+case "$1" in
+-c) case "$2" in *sys.exit*) exit 0 ;; *) exit 1 ;; esac ;;
+-m) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"
+    printf '#!/bin/sh\necho pip "$@" >>"%s"\n%s\n' "$log" "$PIP_ENDS" >"$3/bin/pip"
+    chmod +x "$3/bin/pip" ;;
+esac
+"""
+
+
+def test_installs_once_and_again_when_asked_for_more(tmp_path):
+    python = fake_python(tmp_path / "python", RECORDING)
+    log = tmp_path / "log"
+    first = environment(tmp_path, python=python)
+    assert first.returncode == 0, first.stderr
+    lines = log.read_text().splitlines()
+    assert any("torch==2.13.0" in line for line in lines)
+    assert f"--editable {ROOT}" in lines[-1]
+    assert environment(tmp_path, python=python).stdout == ""
+    assert log.read_text().splitlines() == lines
+    assert environment(tmp_path, python=python, extra="'[dev]'").returncode == 0
+    assert log.read_text().splitlines()[-1].endswith(f"--editable {ROOT}[dev]")
+
+
+def test_a_failed_installation_is_tried_again(tmp_path):
+    python = fake_python(tmp_path / "python", RECORDING.replace("$PIP_ENDS", "exit 1"))
+    for _ in range(2):
+        done = environment(tmp_path, python=python)
+        assert done.returncode != 0
+        assert "installing into" in done.stdout
+
+
+def test_quickstart_names_files_that_there_are():
+    text = (ROOT / "scripts/quickstart.sh").read_text()
+    for name in re.findall(r"\$repository/([\w./-]+)", text):
+        assert (ROOT / name).exists()
