@@ -10,6 +10,7 @@ import typer
 from sppo import __version__
 from sppo.cli import config, convert, data
 from sppo.cli.evaluate import evaluate
+from sppo.cli.simulate import simulate
 from sppo.cli.train import train
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ def sppo(
 
 app.command("train")(train)
 app.command("eval")(evaluate)
+app.command("simulate")(simulate)
 app.add_typer(data.app, name="data")
 app.add_typer(convert.app, name="convert")
 app.add_typer(config.app, name="config")
