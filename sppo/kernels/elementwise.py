@@ -37,7 +37,6 @@ def rms_norm_backward(
     """(dx in x's dtype, dweight ``[E]`` in fp32) of :func:`rms_norm`.
 
     With n = x / rms(x) and g = dy * weight: dx = (g - n mean(g n)) / rms(x), dweight = sum dy n.
-    * n.
     """
     inverse = _inverse_rms(x_E, eps)
     normed = x_E * inverse

@@ -1,4 +1,4 @@
-"""Buckets against the tensors that a run really builds; tests/engine/test_steps.py has the peaks."""
+"""Buckets against the tensors a run really builds; tests/engine/test_steps.py has the peaks."""
 
 from dataclasses import fields
 
