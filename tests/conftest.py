@@ -33,7 +33,7 @@ LENGTH = 64
 SCREEN_LINES = 25
 
 RUN: dict[str, dict[str, Any]] = {
-    "model": {"preset": "tiny-test", "vocab_size": VOCAB_SIZE},
+    "model": {"preset": "tiny-test", "vocab_size": VOCAB_SIZE, "num_layers": 1},
     "data": {"tokens": "tokens", "shuffle": False},
     "sequence": {"length": LENGTH, "num_subsequences": 4, "alignment": 8},
     "optimizer": {"lr": 1e-2},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Mapping
 
@@ -53,8 +54,14 @@ def report(
 
 
 def _was_done(outcome: TrainingOutcome) -> bool:
-    ran = outcome.done_steps > outcome.first_step or outcome.interrupted_by is not None
-    return not ran and (outcome.output / SUMMARY_FILE).exists()
+    """Whether nothing was done now, and what was done before is summed up."""
+    if outcome.done_steps > outcome.first_step or outcome.interrupted_by is not None:
+        return False
+    try:
+        summary = json.loads((outcome.output / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return bool(summary["steps"] == outcome.done_steps)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _say(text: str, console: Console) -> None:

@@ -97,8 +97,10 @@ def note_configuration(run: RunConfig, output: Path) -> None:
 def _check_same(run: RunConfig, config: Path) -> None:
     try:
         before = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{config} cannot be read: {error}; choose another train.output") from None
+    if not isinstance(before, dict):
+        raise ValueError(f"{config} is no run's configuration; choose another train.output")
     differences = list(_differences(before, run.model_dump(mode="json"), ()))
     if differences:
         listed = "\n".join(f"  {line}" for line in differences)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,8 +204,7 @@ class _Loop:
                 for step in range(outcome.first_step, total):
                     stop.check()
                     metrics = self._step(step, display, stop)
-                    for sink in sinks:
-                        sink.write(metrics)
+                    self._record(metrics, sinks)
                     outcome.done_steps = step + 1
                     display.step_done(self._line(metrics, started))
                     self._save_if_due(step + 1, display)
@@ -293,6 +292,14 @@ class _Loop:
             memory_capacity_bytes=self._capacity_bytes,
             eta_s=eta_s,
         )
+
+    def _record(self, metrics: StepMetrics, sinks: Sequence[MetricSink]) -> None:
+        try:
+            for sink in sinks:
+                sink.write(metrics)
+        except OSError as error:  # writing does not say where, as opening does
+            where = error.filename or str(self._outcome.output / METRICS_FILE)
+            raise OSError(error.errno, error.strerror, where) from error
 
     def _save_if_due(self, done: int, display: TrainingDisplay) -> None:
         every = self._run.checkpoint.every

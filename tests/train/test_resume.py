@@ -44,9 +44,7 @@ class Run:
         sections = {name: dict(keys) for name, keys in VARIANTS[variant].items()}
         train = {"steps": STEPS, **sections.pop("train", {})}
         checkpoint = {"every": 2, **sections.pop("checkpoint", {})}
-        model = {"num_layers": 1}
-        path = directory / "run.yaml"
-        write_run(path, model=model, train=train, checkpoint=checkpoint, **sections)
+        write_run(directory / "run.yaml", train=train, checkpoint=checkpoint, **sections)
         ended = self.train("undisturbed")
         assert ended.returncode == 0, ended.stderr
         self.records = self.read("undisturbed")

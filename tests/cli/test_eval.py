@@ -1,0 +1,144 @@
+"""``sppo eval``: the table, the JSON, the picture, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import LENGTH, refuse, succeed, tree, write_run, write_tokens
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that is done, with held-out tokens beside it."""
+    directory = tmp_path_factory.mktemp("finished")
+    write_tokens(directory / "tokens")
+    write_tokens(directory / "held", num_tokens=3 * 4 * LENGTH + 1, seed=1)
+    keys = {"length": 4 * LENGTH, "num_subsequences": 4, "alignment": 8}
+    write_run(directory / "run.yaml", sequence=keys, data={"eval_tokens": "held"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        succeed("train", "run.yaml")
+    return directory
+
+
+@pytest.fixture
+def trained(finished, tmp_path, monkeypatch):
+    """A copy of it, as the working directory."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_table(trained):
+    before = tree(trained)
+    text = succeed("eval", "run.yaml")
+    lines = [line.split() for line in text.splitlines()]
+    rows = [line for line in lines if line[1:2] == ["to"]]
+    assert [(row[0], row[2], row[3]) for row in rows] == [
+        ("0", "63", "192"),
+        ("64", "127", "192"),
+        ("128", "255", "384"),
+    ]
+    assert "over 768 held-out tokens in 3 sequences of held, weights of step 4 from " in text
+    assert "out/checkpoints/step_000004" in text
+    assert tree(trained) == before
+
+
+def test_json(trained):
+    result = json.loads(succeed("eval", "run.yaml", "--json"))
+    assert result["held_out"] is True
+    assert (result["step"], result["num_sequences"], result["num_tokens"]) == (4, 3, 768)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    bins = result["by_position"]
+    assert [(row["start"], row["end"]) for row in bins] == [(0, 64), (64, 128), (128, 256)]
+    weighted = sum(row["loss"] * row["num_tokens"] for row in bins)
+    assert weighted / 768 == pytest.approx(result["loss"])
+
+
+def test_training_tokens_are_called_so(trained):
+    text = succeed("eval", "run.yaml", "data.eval_tokens=null")
+    assert "training tokens (no data.eval_tokens given)" in text
+    assert "held-out" not in text
+
+
+def test_the_first_sequences_only(trained):
+    one = json.loads(succeed("eval", "run.yaml", "--sequences", 1, "--json"))
+    assert one["num_sequences"] == 1
+    assert (
+        json.loads(succeed("eval", "run.yaml", "--sequences", 99, "--json"))["num_sequences"] == 3
+    )
+
+
+def test_a_particular_checkpoint(trained):
+    succeed("train", "run.yaml", "train.steps=6")
+    early = ("--checkpoint", "out/checkpoints/step_000004", "--json")
+    assert json.loads(succeed("eval", "run.yaml", *early))["step"] == 4
+    assert json.loads(succeed("eval", "run.yaml", "--json"))["step"] == 6
+
+
+def test_a_run_that_has_not_begun_is_evaluated_as_it_will_start(trained):
+    result = json.loads(succeed("eval", "run.yaml", "train.output=later", "--json"))
+    assert (result["step"], result["weights_from"]) == (0, "random weights of seed 0")
+    assert result["loss"] == pytest.approx(math.log(32), abs=0.05)
+    assert not (trained / "later").exists()
+
+
+def test_the_picture(trained):
+    succeed("eval", "run.yaml", "--png", "by_position.png")
+    assert (trained / "by_position.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model.mlp_size=128"], "model.mlp_size is 64 there, 128 in the run file"),
+        (["--checkpoint", "nowhere"], "nowhere holds no checkpoint"),
+        (["--checkpoint", "tokens"], "tokens holds no checkpoint"),
+        (["--png", "no/such/place.png"], "there is no directory no/such"),
+        (["data.eval_tokens=nowhere"], "nowhere: no such directory"),
+        (["sequence.length=4Ki"], "4096 needs 4097"),
+        (["model.vocab_size=16"], "an id must be below it"),
+    ],
+)
+def test_bad_input(trained, words, says):
+    before = tree(trained)
+    assert says in refuse("eval", "run.yaml", *words)
+    assert tree(trained) == before
+
+
+def test_where_the_shape_comes_from_is_no_part_of_it(trained):
+    succeed("train", "run.yaml", "train.output=copy", "train.steps=1")
+    result = succeed("eval", "run.yaml", "model.family=llama", "model.init_std=0.5", "--json")
+    assert json.loads(result)["step"] == 4
+
+
+def test_damaged_weights_are_refused_or_passed_over(trained):
+    succeed("train", "run.yaml", "train.steps=5")
+    newest = trained / "out/checkpoints/step_000005"
+    (newest / "metadata.json").write_text("{}")
+    assert json.loads(succeed("eval", "run.yaml", "--json"))["step"] == 4
+    assert "is damaged: metadata.json" in refuse("eval", "run.yaml", "--checkpoint", newest)
+
+
+def test_losses_that_are_no_numbers_are_null_in_json(trained, monkeypatch):
+    monkeypatch.setattr(
+        "sppo.engine.single.SingleRankEngine.evaluate",
+        lambda engine, data, boundaries: torch.full((4 * LENGTH,), torch.nan),
+    )
+    result = json.loads(succeed("eval", "run.yaml", "--json"), parse_constant=pytest.fail)
+    assert result["loss"] is None
+    assert result["perplexity"] is None
+    assert result["by_position"][0]["loss"] is None
+    succeed("eval", "run.yaml", "--png", "nan.png")
+
+
+def test_progress_is_ten_lines_at_most(work: Path):
+    text = succeed("eval", "run.yaml")
+    assert "sequence 20 of 20" in text
+    assert text.count(" of 20") == 10

@@ -1,0 +1,352 @@
+"""``sppo train`` as a user meets it: what it refuses and leaves alone, what it writes and says."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sppo.train import checkpoint, trainer
+from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
+
+KEYS = {
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "step_s",
+    "predicted_step_s",
+    "tokens_per_s",
+    "mfu",
+    "device_peak_bytes",
+    "host_peak_bytes",
+    "offloaded_bytes",
+    "exposed_copy_s",
+}
+BUCKETS = ("weights", "gradients", "optimizer", "K/V and gradients", "activations")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """How fast this machine multiplies matrices takes longer to find than these runs."""
+    monkeypatch.setattr(trainer, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+
+
+def refuse_unchanged(work: Path, *words: object, code: int = 2) -> str:
+    before = tree(work)
+    error = refuse("train", "run.yaml", *words, code=code)
+    assert tree(work) == before
+    return error
+
+
+# Bad input: one screen, the right exit code, nothing touched
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train.steps=none"], "train.steps"),
+        (["model.preset=tinny"], "Did you mean 'tiny'?"),
+        (["data.tokens=tokns"], "tokns: no such directory"),
+        (["data.tokens=run.yaml"], "run.yaml: no such directory"),
+        (["data.tokens=."], "tokens.bin missing"),
+        (["model.vocab_size=16"], "an id must be below it"),
+        (["sequence.length=2Ki"], "2048 needs 2049"),
+        (["model.from_hf=weights", "model.preset=null"], "weights is not a directory"),
+        (["train.output=run.yaml"], "run.yaml is a file, not a directory"),
+        (["train.output=run.yaml/out"], "run.yaml is a file, not a directory"),
+        (["train.output=/proc/sppo/out"], "/proc/sppo/out cannot be made"),
+        (["train.output=/sys/kernel/out"], "/sys/kernel/out"),
+        (["train.output=" + "x" * 300], "File name too long"),
+        (["train.output=tokens"], "holds files but no run.json"),
+        (["train.output=~/out"], "write the whole path"),
+    ],
+    ids=lambda value: value[0][:40] if isinstance(value, list) else "",
+)
+def test_bad_input(work, words, says):
+    assert says in refuse_unchanged(work, *words)
+
+
+def test_all_that_is_wrong_with_the_data_is_told_at_once(work):
+    error = refuse_unchanged(work, "model.vocab_size=16", "sequence.length=2Ki")
+    assert "model.vocab_size" in error
+    assert "sequence.length" in error
+
+
+def test_a_missing_run_file(work):
+    before = tree(work)
+    error = refuse("train", "rum.yaml")
+    assert "rum.yaml has 1 problem\n  no such file; beside it: run.yaml" in error
+    assert tree(work) == before
+
+
+@pytest.mark.parametrize("name", ["meta.json", "documents.npy", "tokens.bin"])
+@pytest.mark.parametrize("fault", ["missing", "empty", "garbage"])
+def test_broken_token_data(work, name, fault):
+    path = work / "tokens" / name
+    if fault == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if fault == "empty" else b"\x93garbage" * 9)
+    assert name in refuse_unchanged(work)
+
+
+def test_not_enough_memory(work, monkeypatch):
+    monkeypatch.setattr("sppo.train.preflight.available_bytes", lambda: 1 << 20)
+    error = refuse_unchanged(work, code=4)
+    assert "even with activations.policy=recompute" in error
+    assert "of 1.0 MiB" in error
+    error = refuse_unchanged(work, "activations.policy=retain", code=4)
+    assert "activations.policy=retain needs" in error
+    assert "1.0 MiB are available" in error
+
+
+def test_a_policy_that_was_asked_for_is_taken_as_long_as_it_fits(work, monkeypatch):
+    monkeypatch.setattr("sppo.train.preflight.available_bytes", lambda: 1 << 30)
+    assert "keep      retain: " in succeed("train", "run.yaml", "activations.policy=retain")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of four steps with checkpoints after two and four."""
+    directory = tmp_path_factory.mktemp("finished")
+    write_tokens(directory / "tokens")
+    write_run(directory / "run.yaml", checkpoint={"every": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        succeed("train", "run.yaml")
+    return directory
+
+
+@pytest.fixture
+def trained(finished, tmp_path, monkeypatch):
+    """A copy of it, as the working directory."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_another_configuration(trained):
+    error = refuse_unchanged(trained, "optimizer.lr=1", "sequence.num_subsequences=2")
+    assert "  optimizer.lr: 0.01 there, 1.0 here\n" in error
+    assert "  sequence.num_subsequences: 4 there, 2 here\n" in error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.steps=4", "data.eval_tokens=elsewhere"],
+        ["checkpoint.every=1", "checkpoint.keep=9"],
+        ["activations.policy=recompute"],
+        ["train.nonfinite=stop", "train.max_nonfinite_steps=1"],
+    ],
+)
+def test_what_may_change_on_the_way(trained, words):
+    succeed("train", "run.yaml", *words)
+
+
+def test_a_run_moved_elsewhere_is_the_same_run(trained):
+    (trained / "out").rename(trained / "moved")
+    words = ("train", "run.yaml", "train.output=moved", "train.steps=5")
+    assert "step 5/5" in succeed(*words)
+
+
+def test_foreign_files(trained):
+    (trained / "mine").mkdir()
+    (trained / "mine/thesis.txt").write_text("all of it")
+    assert "no run's directory" in refuse_unchanged(trained, "train.output=mine")
+
+
+def test_what_a_run_killed_at_once_leaves_is_not_foreign(trained):
+    (trained / "new").mkdir()
+    (trained / "new/.lock").touch()
+    (trained / "new/run.json.partial-123").touch()
+    succeed("train", "run.yaml", "train.output=new")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\xff\xfe"])
+def test_a_damaged_note_of_the_configuration(trained, content):
+    (trained / "out/run.json").write_bytes(content.encode("latin-1"))
+    assert "out" in refuse_unchanged(trained)
+
+
+def test_an_output_that_is_in_use(trained):
+    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code, "out/.lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"1\n"
+        error = refuse_unchanged(trained, "train.steps=6")
+        assert "train.output out is in use by another run" in error
+        other.communicate(b"")
+    succeed("train", "run.yaml", "train.steps=6")
+
+
+def test_the_lock_is_held_while_training(work, monkeypatch):
+    held = []
+    write = trainer.JsonlSink.write
+
+    def look(sink, metrics):
+        with open("out/.lock", "a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(metrics.step)
+        write(sink, metrics)
+
+    monkeypatch.setattr(trainer.JsonlSink, "write", look)
+    succeed("train", "run.yaml")
+    assert held == [1, 2, 3, 4]
+    with open("out/.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_tensorboard_that_is_not_there(work, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert "pip install 'sppo[track]'" in refuse_unchanged(work, "train.tensorboard=true")
+
+
+def test_weights_of_another_shape(work):
+    succeed("train", "run.yaml", "train.output=first")
+    succeed("convert", "to-hf", "first", "hf")
+    words = ("model.preset=null", "model.from_hf=hf", "model.mlp_size=128")
+    assert "mlp" in refuse_unchanged(work, *words)
+
+
+# A full disk
+
+
+def test_a_full_disk_at_a_checkpoint(trained, monkeypatch):
+    before = tree(trained / "out/checkpoints")
+    usage = shutil.disk_usage(trained)
+    full = usage._replace(free=1000)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: full)
+    error = refuse_call(trained, code=4)
+    assert "cannot save step 6 in out/checkpoints" in error
+    assert "Free some space or set train.output" in error
+    assert tree(trained / "out/checkpoints") == before
+
+
+@pytest.mark.parametrize("extra", [[], ["checkpoint.async_save=true"]])
+def test_a_disk_that_fills_up_while_writing(trained, monkeypatch, extra):
+    def fill_up(state, *, directory):
+        (directory / "__0_0.distcp").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = tree(trained / "out/checkpoints")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_tensors", fill_up)
+        assert "No space left on device" in refuse_call(trained, *extra, code=4)
+    assert tree(trained / "out/checkpoints") == before
+    succeed("train", "run.yaml", "train.steps=6")
+
+
+def refuse_call(work: Path, *extra: str, code: int) -> str:
+    """Train two steps more, which fails after it has begun."""
+    result = call("train", "run.yaml", "train.steps=6", *extra)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    assert len(result.stderr.splitlines()) <= 5
+    return result.stderr
+
+
+def test_a_disk_too_full_for_a_line_of_metrics(work, monkeypatch):
+    def fail(sink, metrics):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trainer.JsonlSink, "write", fail)
+    result = call("train", "run.yaml")
+    assert result.exit_code == 4
+    assert result.stderr == "error: out/metrics.jsonl: No space left on device\n"
+
+
+# What it writes
+
+
+def test_files_of_a_run(trained):
+    out = trained / "out"
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert line.keys() >= KEYS
+        assert line["tokens"] == LENGTH
+        assert line["device_peak_bytes"] > 0
+        assert line["skipped"] is False
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert [path.name for path in sorted((out / "checkpoints").iterdir())] == [
+        "step_000002",
+        "step_000004",
+    ]
+    assert sorted(path.name for path in out.iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "loss.png",
+        "metrics.jsonl",
+        "run.json",
+        "run_summary.json",
+    ]
+
+
+def test_the_summary_holds_predicted_and_measured(trained):
+    summary = json.loads((trained / "out/run_summary.json").read_text())
+    assert (summary["steps"], summary["tokens"]) == (4, 4 * LENGTH)
+    assert summary["loss_first"] > 0
+    assert summary["step_s"]["measured"] > 0
+    assert set(summary["phases_s"]) == {"forward", "backward", "data and update"}
+    for bucket in BUCKETS:
+        pair = summary["memory_bytes"][bucket]
+        assert pair["predicted"] == pytest.approx(pair["measured"], rel=0.01), bucket
+    assert summary["memory_bytes"]["process growth"]["measured"] > 0
+    assert summary["wall_s"] > 4 * summary["step_s"]["measured"] * 0.5
+
+
+def test_the_screen(work):
+    text = succeed("train", "run.yaml")
+    for start in ("model ", "data ", "cut ", "keep ", "output ", "step 1/4 | loss ", "step 4/4 "):
+        assert any(line.startswith(start) for line in text.splitlines()), start
+    assert "20 sequences of 64 an epoch" in text
+    assert "4 subsequences of 16 to 16 tokens (sequence.partition=flops)" in text
+    assert "out: metrics.jsonl, run_summary.json, loss.png, checkpoints" in text
+
+
+def test_the_screen_of_a_sequence_in_one_piece(work):
+    text = succeed("train", "run.yaml", "sequence.num_subsequences=1", "train.steps=1")
+    assert "cut       nowhere: one subsequence of 64 tokens" in text
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (2, [4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_only_the_newest_checkpoints_stay(work, keep, left):
+    words = (f"checkpoint.keep={keep}", "checkpoint.every=1", "train.steps=5")
+    succeed("train", "run.yaml", *words)
+    names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
+    assert names == [f"step_{step:06d}" for step in left]
+
+
+@pytest.mark.parametrize("extra", [[], ["checkpoint.async_save=true"]])
+def test_the_end_always_saves(work, extra):
+    succeed("train", "run.yaml", "checkpoint.every=3", *extra)
+    names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
+    assert names == ["step_000003", "step_000004"]
+    succeed("train", "run.yaml", "train.output=zero", "checkpoint.every=0", *extra)
+    assert [path.name for path in (work / "zero/checkpoints").iterdir()] == ["step_000004"]
+
+
+def test_tensorboard_files(work):
+    pytest.importorskip("tensorboard")
+    succeed("train", "run.yaml", "train.tensorboard=true", "train.steps=2")
+    assert list((work / "out/tensorboard").glob("events.out.*"))
+
+
+def test_a_vocabulary_larger_than_the_data_is_no_fault(work):
+    write_tokens(work / "small", vocab_size=8)
+    succeed("train", "run.yaml", "data.tokens=small", "train.steps=1")

@@ -1,0 +1,213 @@
+"""Steps with NaN or infinity: named, skipped, counted, and never saved."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+from sppo.config import load_run
+from sppo.train import trainer
+from sppo.train.checkpoint import read_model
+from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
+from sppo.train.optimizer import AdamW
+from sppo.train.preflight import check_before_training
+from tests.conftest import call, tree
+
+GRADIENTS = {"a": torch.ones(3), "b": torch.ones(2, 2)}
+
+
+def guard(**keys):
+    return NonFiniteGuard(**{"stop_at_once": False, "limit": 2, **keys})
+
+
+def judge(guard, *, step=1, loss=1.0, norm=1.0, gradients=GRADIENTS):
+    return guard.problem(step=step, loss=loss, norm=norm, gradients=gradients)
+
+
+def test_a_healthy_step_passes():
+    healthy = guard()
+    assert judge(healthy) is None
+    assert not healthy.failing
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_report_names_step_values_and_parameters(value):
+    bad = {**GRADIENTS, "b": torch.tensor([[1.0, value], [0.0, 0.0]])}
+    report = judge(guard(), step=7, loss=2.5, norm=value, gradients=bad)
+    assert report == (
+        f"step 7: loss 2.5, gradient norm {value}; not finite in the gradients of b. "
+        "The update is skipped"
+    )
+
+
+def test_the_report_names_a_few_of_many():
+    bad = {f"p{i}": torch.tensor([math.nan]) for i in range(10)}
+    assert "of p0, p1, p2, p3 and 6 more." in judge(guard(), norm=math.nan, gradients=bad)
+
+
+def test_a_norm_that_overflows_has_no_culprit():
+    large = {"a": torch.full((4,), 3e38)}
+    assert "every gradient is finite" in judge(guard(), norm=math.inf, gradients=large)
+
+
+def test_a_loss_alone_is_enough():
+    assert "loss nan" in judge(guard(), loss=math.nan)
+
+
+def test_only_steps_in_a_row_count():
+    counting = guard(limit=2)
+    for _ in range(5):
+        assert judge(counting, norm=math.nan)
+        assert judge(counting, norm=math.nan)
+        assert counting.failing
+        assert judge(counting) is None
+        assert not counting.failing
+    judge(counting, norm=math.nan)
+    judge(counting, norm=math.nan)
+    with pytest.raises(NonFiniteError, match="3 such steps in a row"):
+        judge(counting, norm=math.nan)
+
+
+@pytest.mark.parametrize("keys", [{"stop_at_once": True, "limit": 9}, {"limit": 0}])
+def test_stopping_at_once(keys):
+    with pytest.raises(NonFiniteError, match="lower optimizer.lr"):
+        judge(guard(**keys), norm=math.nan)
+
+
+def test_the_state_that_is_saved_is_looked_at():
+    assert nonfinite_state({"a": torch.ones(2), "step": torch.tensor(3)}) is None
+    bad = {"a": torch.ones(2), "b": torch.tensor([1.0, math.inf]), "c": torch.tensor(math.nan)}
+    assert nonfinite_state(bad) == "not finite: b, c"
+
+
+# In the loop
+
+
+@pytest.fixture
+def bad_steps(work, monkeypatch):
+    """Put step numbers in here (from 1 in this process): their gradients are not finite."""
+    monkeypatch.setattr(trainer, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    bad: set[int] = set()
+    norm, done = trainer.global_norm, 0
+
+    def poisoned(gradients):
+        nonlocal done
+        done += 1
+        if done in bad:
+            gradients["layers.0.q.weight"][3, 2] = math.nan
+        return norm(gradients)
+
+    monkeypatch.setattr(trainer, "global_norm", poisoned)
+    return bad
+
+
+def test_a_skipped_step_changes_nothing(work, run_file, bad_steps, monkeypatch):
+    states = []
+    step = trainer._Loop._step
+
+    def remember(loop, number, *rest):
+        def copy():
+            return {name: t.clone() for name, t in loop._state.optimizer.state().items()}
+
+        before = copy()
+        metrics = step(loop, number, *rest)
+        states.append((before, copy()))
+        return metrics
+
+    monkeypatch.setattr(trainer._Loop, "_step", remember)
+    bad_steps.update({2, 3})
+    run = load_run(run_file(train={"steps": 5, "dtype": "bf16"}))
+    screen = io.StringIO()
+    trainer.train(run, check_before_training(run), console=Console(file=screen, width=500))
+    changed = [
+        any(not torch.equal(before[name], after[name]) for name in before)
+        for before, after in states
+    ]
+    assert changed == [True, False, False, True, True]
+    said = [line for line in screen.getvalue().splitlines() if "skipped" in line]
+    assert said[0].startswith("step 2: loss 3.")
+    assert "not finite in the gradients of layers.0.q.weight. The update is skipped" in said[0]
+    assert "(not finite: update skipped)" in said[1]
+    records = [json.loads(line) for line in (work / "out/metrics.jsonl").read_text().splitlines()]
+    assert [record["skipped"] for record in records] == [False, True, True, False, False]
+    assert records[1]["grad_norm"] is None
+
+
+def test_the_summary_counts_skipped_steps(work, bad_steps):
+    bad_steps.add(2)
+    result = call("train", "run.yaml")
+    assert result.exit_code == 0
+    assert "4 (1 skipped)" in result.stdout
+    assert json.loads((work / "out/run_summary.json").read_text())["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "last"),
+    [
+        (["train.nonfinite=stop"], 5),
+        (["train.max_nonfinite_steps=0"], 5),
+        (["train.max_nonfinite_steps=2"], 7),
+    ],
+)
+def test_too_many_end_the_run(work, bad_steps, extra, last):
+    bad_steps.update(range(5, 100))
+    result = call("train", "run.yaml", "train.steps=20", "checkpoint.every=1", *extra)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith(f"error: step {last}: loss 3.")
+    assert len(result.stderr.splitlines()) == 1
+    names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
+    assert names == ["step_000002", "step_000003", "step_000004"]  # from before, all of them
+
+
+def test_the_run_can_go_on_where_it_stopped(work, bad_steps):
+    bad_steps.add(5)
+    words = ("train", "run.yaml", "train.steps=6", "checkpoint.every=2")
+    assert call(*words, "train.nonfinite=stop").exit_code == 1
+    before = tree(work / "out/checkpoints")
+    result = call(*words)  # the poison was for the fifth step of the process
+    assert result.exit_code == 0
+    after = tree(work / "out/checkpoints")
+    assert {name: after[name] for name in before} == before
+    assert read_model("out")[0]["step"] == 6
+
+
+def test_a_run_without_checkpoints_keeps_what_it_has(work, bad_steps):
+    bad_steps.update(range(4, 100))
+    result = call("train", "run.yaml", "train.steps=20", "train.nonfinite=stop")
+    assert result.exit_code == 1
+    metadata, weights = read_model("out")
+    assert metadata["step"] == 3
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+def test_weights_that_blew_up_are_never_saved(work, bad_steps, monkeypatch):
+    update, done = AdamW.step, 0
+
+    def blow_up(optimizer, gradients, *, lr):
+        nonlocal done
+        done += 1
+        update(optimizer, gradients, lr=lr)
+        if done == 3:
+            optimizer.state()["model.head.weight"][0, 0] = math.inf
+
+    monkeypatch.setattr(AdamW, "step", blow_up)
+    result = call("train", "run.yaml", "train.steps=20", "checkpoint.every=1")
+    assert result.exit_code == 1
+    assert "the state after step 3 is not saved; not finite: model.head.weight" in result.stdout
+    names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
+    assert names == ["step_000001", "step_000002"]
+
+
+def test_a_huge_learning_rate(work, monkeypatch):
+    monkeypatch.setattr(trainer, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    words = ("optimizer.lr=1e38", "optimizer.schedule=constant", "train.steps=20")
+    result = call("train", "run.yaml", *words)
+    assert result.exit_code == 1
+    assert "6 such steps in a row" in result.stderr
+    assert "not finite in the gradients of" in result.stdout

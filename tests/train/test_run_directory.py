@@ -1,0 +1,105 @@
+"""Which directories a run may have; the command line's tests show it from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+
+import pytest
+
+from sppo.config import load_run
+from sppo.train.run_directory import check_output, locked_output, note_configuration
+from tests.conftest import tree
+
+
+@pytest.fixture
+def run(work, run_file):
+    return load_run(run_file())
+
+
+def with_output(run_file, output):
+    return load_run(run_file(train={"output": str(output)}))
+
+
+def test_looking_changes_nothing(work, run):
+    before = tree(work)
+    check_output(run)
+    assert tree(work) == before
+
+
+def test_a_new_directory_is_made_with_its_parents(work, run_file):
+    run = with_output(run_file, "a/b/c")
+    check_output(run)
+    with locked_output(run) as output:
+        note_configuration(run, output)
+    assert json.loads((work / "a/b/c/run.json").read_text()) == run.model_dump(mode="json")
+
+
+def test_an_empty_directory_will_do(work, run):
+    (work / "out").mkdir()
+    check_output(run)
+
+
+def test_a_link_to_a_directory_will_do(work, run):
+    (work / "elsewhere").mkdir()
+    (work / "out").symlink_to("elsewhere")
+    with locked_output(run) as output:
+        note_configuration(run, output)
+    check_output(run)
+    assert (work / "elsewhere/run.json").exists()
+
+
+def test_a_link_to_nowhere_is_refused(work, run):
+    (work / "out").symlink_to("nowhere")
+    before = tree(work)
+    with pytest.raises(ValueError, match="out cannot be made"), locked_output(run):
+        pass
+    assert tree(work) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_is_not_writable(work, run):
+    (work / "out").mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(ValueError, match="not writable"):
+        check_output(run)
+
+
+def test_not_writable_as_the_system_says(work, run, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="is not writable; choose another place"):
+        check_output(run)
+
+
+def test_two_runs_in_one_directory(run):
+    with locked_output(run):
+        with pytest.raises(ValueError, match="in use by another run"), locked_output(run):
+            pass
+        with pytest.raises(ValueError, match="in use"), locked_output(run):
+            pass
+    with locked_output(run):
+        pass
+
+
+def test_a_run_that_came_between_looking_and_locking(run, run_file):
+    other = load_run(run_file(optimizer={"lr": 0.5}))
+    check_output(run)
+    check_output(other)
+    with locked_output(run) as output:
+        note_configuration(run, output)
+    said = r"optimizer.lr: 0.01 there, 0.5 here"
+    with pytest.raises(ValueError, match=said), locked_output(other):
+        pass
+
+
+def test_keys_that_one_version_knows_and_another_does_not(work, run):
+    with locked_output(run) as output:
+        note_configuration(run, output)
+    noted = json.loads((work / "out/run.json").read_text())
+    noted["optimizer"]["momentum"] = 0.5
+    del noted["model"]["qk_norm"]
+    (work / "out/run.json").write_text(json.dumps(noted))
+    with pytest.raises(ValueError, match="another configuration") as caught:
+        check_output(run)
+    assert "model.qk_norm: None there, False here" in str(caught.value)
+    assert "optimizer.momentum: 0.5 there, None here" in str(caught.value)
