@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+NATIVE_FILES = ["CMakeLists.txt", *(f"csrc/{p.name}" for p in sorted((ROOT / "csrc").glob("*.*")))]
+NATIVE_PLACE = "sppo/kernels/_native"
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "sppo/__init__.py").read_text())
 assert VERSION is not None, "sppo/__init__.py names the version"
 
@@ -22,6 +26,29 @@ DEV = [
 ]
 HF = ["tokenizers>=0.19"]
 TRACK = ["tensorboard>=2.16"]
+
+
+class BuildWithNative(build_py):
+    """Copies the Python files, then builds the native library beside them where that works."""
+
+    def run(self) -> None:
+        """An editable installation runs from the sources, so there the library joins those."""
+        super().run()
+        top = ROOT if self.editable_mode else Path(self.build_lib)
+        runpy.run_path(str(ROOT / "csrc/build_native.py"))["build_native"](top / NATIVE_PLACE)
+
+    def get_source_files(self) -> list[str]:
+        """What a source distribution needs to build the library."""
+        return [*super().get_source_files(), *NATIVE_FILES]
+
+
+class PlatformDistribution(Distribution):
+    """A wheel that may hold a library is good for this platform only, and is named so."""
+
+    def has_ext_modules(self) -> bool:
+        """Yes, although no setuptools extension module is listed."""
+        return True
+
 
 setup(
     name="sppo",
@@ -51,4 +78,6 @@ setup(
         "dev": [*DEV, *HF, *TRACK, "transformers>=4.51"],
     },
     entry_points={"console_scripts": ["sppo = sppo.cli.app:main"]},
+    cmdclass={"build_py": BuildWithNative},
+    distclass=PlatformDistribution,
 )

@@ -1,0 +1,136 @@
+"""How much memory there is to take: the machine's, the control groups', one NUMA node's.
+
+Containers limit memory by control groups, of which two versions are in use; a limit of any group
+above the process holds.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from sppo.units import format_bytes
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_NODES = Path("/sys/devices/system/node")
+_NO_LIMIT_BYTES = 1 << 60  # version 1 has no word for it and names the largest number instead
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRoom:
+    """Bytes that this process may still take; None where nothing sets that limit."""
+
+    machine_bytes: int
+    control_group_bytes: int | None = None
+    numa_node: int | None = None
+    numa_node_bytes: int | None = None
+
+    @property
+    def least_bytes(self) -> int:
+        """What all limits leave together."""
+        rooms = (self.machine_bytes, self.control_group_bytes, self.numa_node_bytes)
+        return max(0, min(room for room in rooms if room is not None))
+
+    def __str__(self) -> str:
+        group = self.control_group_bytes
+        parts = [
+            f"{format_bytes(self.machine_bytes)} available on the machine",
+            "no control group limit"
+            if group is None
+            else f"{format_bytes(max(0, group))} left in the control group",
+        ]
+        if self.numa_node_bytes is not None:
+            parts.append(f"{format_bytes(self.numa_node_bytes)} free on node {self.numa_node}")
+        return ", ".join(parts)
+
+
+def memory_room(*, numa_node: int | None = None) -> MemoryRoom:
+    """What may be taken now, on ``numa_node`` if one is named.
+
+    Raises:
+        ValueError: the machine has no such node.
+    """
+    return MemoryRoom(
+        machine_bytes=int(psutil.virtual_memory().available),
+        control_group_bytes=control_group_room(),
+        numa_node=numa_node,
+        numa_node_bytes=None if numa_node is None else numa_node_room(numa_node),
+    )
+
+
+def control_group_room(*, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> int | None:
+    """Least bytes left in this process's control groups; None without a limit.
+
+    Args:
+        membership: the file that names the groups.
+        cgroups: where the groups' files are mounted.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    rooms: list[int | None] = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if not controllers:
+            rooms += [_room_v2(group) for group in _groups(cgroups, name)]
+        elif "memory" in controllers.split(","):
+            rooms += [_room_v1(group) for group in _groups(cgroups / "memory", name)]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def _groups(top: Path, name: str) -> list[Path]:
+    """Group ``name`` and all above it; in a container only ``top`` may be visible."""
+    own = top / name.lstrip("/")
+    return [own, *(group for group in own.parents if group.is_relative_to(top))]
+
+
+def _room_v2(group: Path) -> int | None:
+    """What ``group`` may still take; files it has cached make way and do not count."""
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" where there is no limit
+        current = int((group / "memory.current").read_text())
+        stat = _statistics(group)
+        return limit - current + stat["active_file"] + stat["inactive_file"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _room_v1(group: Path) -> int | None:
+    try:
+        limit = int((group / "memory.limit_in_bytes").read_text())
+        current = int((group / "memory.usage_in_bytes").read_text())
+        stat = _statistics(group)
+        if limit >= _NO_LIMIT_BYTES:
+            return None
+        return limit - current + stat["total_active_file"] + stat["total_inactive_file"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _statistics(group: Path) -> dict[str, int]:
+    lines = (group / "memory.stat").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split() for line in lines)}
+
+
+def numa_node_room(node: int, *, nodes: Path = _NODES) -> int | None:
+    """Bytes free on NUMA node ``node``, cached files included; None where it cannot be read.
+
+    Raises:
+        ValueError: the machine has no such node.
+    """
+    present = sorted(int(path.name[4:]) for path in nodes.glob("node[0-9]*"))
+    if not present:
+        return None
+    if node not in present:
+        raise ValueError(f"numa_node={node}; this machine has {', '.join(map(str, present))}")
+    try:
+        text = (nodes / f"node{node}" / "meminfo").read_text()
+    except OSError:
+        return None
+    kib = {name: int(value) for name, value in re.findall(r"(\S+):\s+(\d+)", text)}
+    return 1024 * (kib["MemFree"] + kib["Active(file)"] + kib["Inactive(file)"])

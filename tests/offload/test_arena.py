@@ -1,0 +1,308 @@
+"""The host arena, native and in Python: exactly the planned bytes, safe views, clear refusals."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import mmap
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sppo.kernels.extension import NativeLibrary
+from sppo.kernels.machine_memory import MemoryRoom
+from sppo.offload import arena as arena_module
+from sppo.offload.arena import ALIGNMENT_BYTES, HostArena
+from sppo.offload.host_mapping import NativeMapping, PythonMapping
+from tests.native_builds import ROOT, library
+
+MIB = 1 << 20
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(params=["native", "python"])
+def implementation(request, monkeypatch) -> NativeLibrary | None:
+    """Every test runs on both; what they promise does not differ."""
+    chosen = library() if request.param == "native" else None
+    monkeypatch.setattr(arena_module, "native_library", lambda: chosen)
+    return chosen
+
+
+def resident_pages(address: int, size_bytes: int) -> int:
+    """Exact for anonymous memory, unlike the counters of the whole process."""
+    pages = -(-size_bytes // PAGE)
+    found = (ctypes.c_ubyte * pages)()
+    code = ctypes.CDLL(None, use_errno=True).mincore(
+        ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), found
+    )
+    assert code == 0, ctypes.get_errno()
+    return sum(byte & 1 for byte in found)
+
+
+def is_mapped(address: int) -> bool:
+    found = (ctypes.c_ubyte * 1)()
+    return not ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), found)
+
+
+def resident_set_bytes() -> int:
+    rollup = Path("/proc/self/smaps_rollup")
+    if not rollup.exists():
+        pytest.skip("the system counts no resident set per mapping")
+    match = re.search(r"^Rss:\s+(\d+) kB", rollup.read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+@pytest.mark.parametrize("huge_pages", [False, True])
+@pytest.mark.parametrize("threads", [None, 1, 3, 200])
+@pytest.mark.parametrize("size", [1, PAGE, PAGE + 1, 2 * MIB, 5 * MIB + 12345])
+def test_every_planned_byte_is_resident_and_zero(implementation, size, threads, huge_pages):
+    with HostArena(size, threads=threads, huge_pages=huge_pages) as arena:
+        assert arena.size_bytes == size
+        assert arena.mapped_bytes == -(-size // PAGE) * PAGE
+        whole = arena.tensor(0, (size,), torch.uint8)
+        assert whole.data_ptr() % PAGE == 0
+        assert resident_pages(whole.data_ptr(), arena.mapped_bytes) * PAGE == arena.mapped_bytes
+        assert not whole.any()
+
+
+def test_nothing_is_resident_before_the_first_touch(implementation):
+    mapping = (
+        PythonMapping(3 * MIB, huge_pages=False)
+        if implementation is None
+        else NativeMapping(implementation, 3 * MIB, huge_pages=False, numa_node=None)
+    )
+    address = mapping.array().ctypes.data
+    assert resident_pages(address, 3 * MIB) == 0
+    mapping.touch(threads=2)
+    assert resident_pages(address, 3 * MIB) * PAGE == 3 * MIB
+
+
+def test_the_resident_set_grows_by_the_arena_and_falls_again(implementation):
+    size, noise = 96 * MIB + 3, 2 * MIB
+    HostArena(MIB).close()  # what is loaded with the first one is not the arena's
+    gc.collect()
+    before = resident_set_bytes()
+    arena = HostArena(size)
+    assert abs(resident_set_bytes() - before - arena.mapped_bytes) < noise
+    for _ in range(3):
+        arena.tensor(0, (size,), torch.uint8).fill_(255)
+    assert abs(resident_set_bytes() - before - arena.mapped_bytes) < noise
+    arena.close()
+    assert arena.released
+    assert abs(resident_set_bytes() - before) < noise
+
+
+def test_memory_comes_back_clean(implementation):
+    """A poisoned arena leaves nothing in the next one, even where the system reuses the place."""
+    for _ in range(4):
+        with HostArena(4 * MIB) as arena:
+            values = arena.tensor(0, (MIB,), torch.float32)
+            assert not values.any()
+            values.fill_(float("nan"))
+            del values
+
+
+def test_views_share_the_memory_and_nothing_else(implementation):
+    with HostArena(MIB) as arena:
+        whole = arena.tensor(0, (MIB // 4,), torch.float32)
+        part = arena.tensor(4096, (3, 5), torch.float32)
+        part.copy_(torch.arange(15.0).view(3, 5))
+        assert torch.equal(whole[1024:1039], torch.arange(15.0))
+        assert whole.count_nonzero() == 14
+        assert part.is_contiguous()
+        assert part.untyped_storage().nbytes() == 60
+        assert whole._version == 0  # writing a part is no news to what autograd saved elsewhere
+        assert arena.tensor(4096, (15,), torch.float32).data_ptr() == part.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("shape", [(), (7,), (2, 0, 3), (4, 3, 2)])
+def test_every_type_and_shape(implementation, dtype, shape):
+    with HostArena(PAGE) as arena:
+        view = arena.tensor(ALIGNMENT_BYTES, shape, dtype)
+        assert (view.dtype, view.shape) == (dtype, torch.Size(shape))
+        view.fill_(1)
+        used = view.numel() * dtype.itemsize
+        stored = arena.tensor(0, (PAGE,), torch.uint8)
+        assert not stored[:ALIGNMENT_BYTES].any()
+        assert not stored[ALIGNMENT_BYTES + used :].any()
+        again = arena.tensor(ALIGNMENT_BYTES, shape, dtype)
+        assert torch.equal(again, torch.ones(shape, dtype=dtype))
+
+
+def test_the_bounds_are_the_planned_ones(implementation):
+    size = PAGE + 64
+    with HostArena(size) as arena:
+        assert arena.tensor(PAGE, (16,), torch.float32).numel() == 16
+        assert arena.tensor(size, (0,), torch.float32).numel() == 0
+        past = rf"bytes {PAGE} to {PAGE + 68} are not within the arena's {size}"
+        with pytest.raises(ValueError, match=past):
+            arena.tensor(PAGE, (17,), torch.float32)
+        with pytest.raises(ValueError, match="not within"):
+            arena.tensor(2 * PAGE, (0,), torch.float32)
+        with pytest.raises(ValueError, match="not within"):
+            arena.tensor(-64, (1,), torch.float32)
+        with pytest.raises(ValueError, match="not within"):
+            arena.tensor(0, (1 << 40, 1 << 40), torch.float32)
+        with pytest.raises(ValueError, match="offset 32 is not a multiple of 64 bytes"):
+            arena.tensor(32, (1,), torch.float32)
+        with pytest.raises(ValueError, match="negative size"):
+            arena.tensor(0, (-1, -1), torch.float32)
+
+
+def test_closing_waits_for_the_last_view(implementation):
+    arena = HostArena(MIB)
+    first = arena.tensor(0, (PAGE,), torch.uint8)
+    rows = arena.tensor(PAGE, (4, 16), torch.float32)[1:3].t()
+    address = first.data_ptr()
+    arena.close()
+    assert arena.closed
+    assert not arena.released
+    rows.fill_(2.0)
+    assert rows.sum() == 64.0
+    del first
+    assert is_mapped(address)
+    del rows
+    assert arena.released
+    assert not is_mapped(address)
+
+
+def test_closing_twice_is_closing_once(implementation):
+    arena = HostArena(MIB)
+    assert not arena.closed
+    arena.close()
+    arena.close()
+    assert arena.released
+    with pytest.raises(ValueError, match="closed"):
+        arena.tensor(0, (1,), torch.uint8)
+
+
+def test_an_exception_ends_the_arena_and_stays_itself(implementation):
+    """The traceback holds the view, and with it the memory, until it is gone."""
+    arena = HostArena(MIB)
+
+    def layer() -> None:
+        with arena:
+            view = arena.tensor(0, (16,), torch.float32)
+            raise RuntimeError(f"layer {view.numel()}")
+
+    with pytest.raises(RuntimeError, match="layer 16") as caught:
+        layer()
+    assert arena.closed
+    assert not arena.released
+    del caught
+    gc.collect()
+    assert arena.released
+
+
+def test_a_dropped_arena_gives_its_memory_back(implementation):
+    arena = HostArena(MIB)
+    address = arena.tensor(0, (1,), torch.uint8).data_ptr()
+    assert is_mapped(address)
+    del arena
+    assert not is_mapped(address)
+
+
+def test_what_does_not_fit_is_refused_before_it_is_mapped(implementation, monkeypatch):
+    def never(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("mapped")
+
+    room = MemoryRoom(8 * MIB, control_group_bytes=2 * MIB)
+    monkeypatch.setattr(arena_module, "memory_room", lambda *, numa_node: room)
+    monkeypatch.setattr(arena_module, "_map", never)
+    message = (
+        "a host arena of 3.0 MiB does not fit: 8.0 MiB available on the machine, "
+        "2.0 MiB left in the control group"
+    )
+    with pytest.raises(MemoryError, match=re.escape(message)):
+        HostArena(3 * MIB)
+
+
+def test_more_than_the_machine_has_is_refused(implementation):
+    with pytest.raises(MemoryError, match=r"1024\.0 TiB does not fit: .* available on the machine"):
+        HostArena(1 << 50)
+
+
+@pytest.mark.parametrize("size", [1 << 60, (1 << 63) - 1, 1 << 63])
+def test_a_mapping_that_fails_leaves_nothing(implementation, monkeypatch, size):
+    monkeypatch.setattr(arena_module, "memory_room", lambda *, numa_node: MemoryRoom(1 << 64))
+    before = resident_set_bytes()
+    with pytest.raises(MemoryError, match="the system refuses to map a host arena of .*TiB"):
+        HostArena(size)
+    assert abs(resident_set_bytes() - before) < MIB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size_bytes": 0}, "size_bytes=0; an arena has at least 1 byte"),
+        ({"size_bytes": -5}, "size_bytes=-5"),
+        ({"size_bytes": 1, "threads": 0}, "threads=0; at least one thread"),
+    ],
+)
+def test_sizes_and_threads_start_at_one(implementation, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HostArena(**arguments)
+
+
+def test_memory_is_bound_to_its_node(implementation):
+    if not Path("/sys/devices/system/node/node0").exists():
+        pytest.skip("the system shows no NUMA nodes")
+    if implementation is None:
+        with pytest.raises(OSError, match="needs the native library") as caught:
+            HostArena(MIB, numa_node=0)
+        assert caught.value.errno == errno.ENOSYS
+        return
+    try:
+        arena = HostArena(MIB, numa_node=0)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS):
+            raise
+        pytest.skip(f"memory cannot be bound here: {error.strerror}")
+    address = arena.tensor(0, (1,), torch.uint8).data_ptr()
+    line = re.search(rf"^{address:x} (\S+)", Path("/proc/self/numa_maps").read_text(), re.MULTILINE)
+    assert line is not None
+    assert line[1] == "bind:0"
+
+
+def test_a_node_that_is_not_there_is_refused(implementation):
+    if not Path("/sys/devices/system/node/node0").exists():
+        pytest.skip("the system shows no NUMA nodes")
+    with pytest.raises(ValueError, match="numa_node=4096; this machine has 0"):
+        HostArena(MIB, numa_node=4096)
+
+
+def test_a_failed_binding_unmaps(monkeypatch):
+    """A node that passes the check and not the system: what was mapped goes again."""
+    native = library()
+    monkeypatch.setattr(arena_module, "native_library", lambda: native)
+    room = MemoryRoom(1 << 40)
+    monkeypatch.setattr(arena_module, "memory_room", lambda *, numa_node: room)
+    before = Path("/proc/self/maps").read_text().count("\n")
+    for _ in range(50):
+        with pytest.raises(OSError, match="no host arena on NUMA node 1000"):
+            HostArena(MIB, numa_node=1000)
+    assert Path("/proc/self/maps").read_text().count("\n") - before < 25
+
+
+def test_a_view_outlives_the_program_without_harm():
+    """At exit nothing is unmapped under a thread or a tensor that is still there."""
+    code = (
+        "import sys, torch; from sppo.offload import arena as a; from tests.native_builds import"
+        " library\nfor chosen in (library(), None):\n"
+        "    a.native_library = lambda: chosen\n"
+        "    kept = a.HostArena(1 << 20)\n"
+        "    sys.kept = getattr(sys, 'kept', []) + [kept.tensor(0, (64,), torch.float32)]\n"
+        "print(sum(view.sum().item() for view in sys.kept))"
+    )
+    library()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "0.0\n"), done.stderr
