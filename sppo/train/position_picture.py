@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
-from sppo.train.evaluation import Evaluation
-from sppo.units import format_tokens
+from sppo.train.evaluation import Evaluation, PositionLoss
+from sppo.units import format_count, format_tokens
+
+_LINE, _PALE = "#1f5fa8", "#a9c7e8"
+_INK, _QUIET, _GRID = "#222222", "#6b6b6b", "#e6e6e6"
+_SMALL_PT, _TITLE_PT = 9, 15
+
+# Shares of the picture: left edge, bottom edge, width, height.
+_AREA = (0.07, 0.13, 0.88, 0.66)
+_ROOM = 0.15
+"""Share of the range of losses that stays free above and below."""
 
 
 def position_picture(result: Evaluation, path: Path) -> None:
-    """Write a PNG: one step per bin of positions, on a logarithmic axis.
+    """Draw ``result`` into ``path``, a PNG of 1600 by 900 pixels.
+
+    One column for each bin of positions, all equally wide though each bin holds twice the positions
+    of the one before: what happens far out in the context is seen as well as its beginning.
 
     Raises:
         OSError: the file cannot be written.
@@ -17,34 +31,72 @@ def position_picture(result: Evaluation, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(10, 5.625), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    edges = [max(row.start, 1) for row in result.by_position] + [result.by_position[-1].end]
-    losses = [row.loss for row in result.by_position]
-    axes.stairs(losses, edges, baseline=None, linewidth=2, color="#1f5fa8")
-    for row, left, right in zip(result.by_position, edges, edges[1:], strict=False):
+    axes = figure.add_axes(_AREA)
+    _draw_columns(axes, result.by_position)
+    _clean(axes)
+    _write_title(figure, result)
+    figure.savefig(path, format="png")
+
+
+def _draw_columns(axes: Any, rows: tuple[PositionLoss, ...]) -> None:
+    bottom, top = _limits([row.loss for row in rows if math.isfinite(row.loss)])
+    axes.set_ylim(bottom, top)
+    axes.set_xlim(-0.1, len(rows) + 0.1)
+    for column, row in enumerate(rows):
+        if not math.isfinite(row.loss):
+            axes.text(column + 0.5, bottom, "NaN", ha="center", va="bottom", color=_QUIET)
+            continue
+        if column:
+            axes.plot([column, column], [rows[column - 1].loss, row.loss], color=_PALE, lw=1.1)
+        axes.plot([column, column + 1], [row.loss] * 2, color=_LINE, lw=2.8)
         axes.annotate(
             f"{row.loss:.3f}",
-            ((left * right) ** 0.5, row.loss),
+            (column + 0.5, row.loss),
             textcoords="offset points",
-            xytext=(0, 6),
+            xytext=(0, 5),
             ha="center",
-            fontsize=8,
+            color=_LINE,
+            fontsize=_SMALL_PT,
         )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(edges, [format_tokens(edge) for edge in edges])
-    axes.minorticks_off()
-    axes.set_xlabel("position in the context (tokens)")
-    axes.set_ylabel("loss (nats per token)")
-    axes.margins(y=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    kind = "held-out" if result.held_out else "training"
-    axes.set_title(
-        f"Loss by position: {result.loss:.3f} over {result.num_tokens} {kind} tokens, "
-        f"step {result.step}",
-        loc="left",
-        fontsize=11,
+    edges = [row.start for row in rows] + [rows[-1].end]
+    axes.set_xticks(range(len(edges)), [format_tokens(edge) for edge in edges])
+
+
+def _limits(losses: list[float]) -> tuple[float, float]:
+    """Where the axis of losses begins and ends: small differences are the point, not 0."""
+    if not losses:
+        return 0.0, 1.0
+    spread = max(max(losses) - min(losses), 0.02 * abs(max(losses)), 1e-6)
+    return min(losses) - _ROOM * spread, max(losses) + _ROOM * spread
+
+
+def _clean(axes: Any) -> None:
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#bbbbbb")
+    axes.tick_params(colors=_QUIET, labelsize=_SMALL_PT, length=0)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_title("loss, nats per token", loc="left", color=_INK, fontsize=_SMALL_PT + 1, pad=10)
+    axes.set_xlabel(
+        "position in the context, tokens (columns double in length)",
+        color=_INK,
+        fontsize=_SMALL_PT + 1,
     )
-    figure.savefig(path, dpi=120)
+
+
+def _write_title(figure: Any, result: Evaluation) -> None:
+    kind = "held-out" if result.held_out else "training"
+    facts = (
+        f"loss {result.loss:.3f}",
+        f"perplexity {result.perplexity:.2f}",
+        f"{format_count(result.num_tokens)} {kind} tokens of {result.tokens_from}",
+        f"weights of step {result.step}",
+    )
+    left = _AREA[0]
+    title = "Loss by position in the context"
+    figure.text(left, 0.938, title, color=_INK, fontsize=_TITLE_PT, fontweight="bold")
+    below = figure.text(left, 0.897, "  ·  ".join(facts), color=_QUIET, fontsize=_SMALL_PT + 1)
+    below.set_parse_math(False)  # a directory may be called $HOME
