@@ -48,7 +48,9 @@ def main() -> None:
     """Parse arguments, run the sides, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", default="16384", help="comma-separated sequence lengths")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each side")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="measured steps of each side; 0 times the first one"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--sides", default=",".join(SIDES), help="which sides, comma-separated")
     parser.add_argument("--output", type=Path, help="write the measurements here as JSON")
@@ -68,7 +70,7 @@ def main() -> None:
 
 
 def compare(sides: list[str], length: int, *, steps: int, threads: int) -> list[Measurement]:
-    """Start every side, then let them take turns; the first turn warms up and is not timed."""
+    """Start every side, then let them take turns; the first warms up, unless it is the only one."""
     workers = {side: _start(side, length, threads) for side in sides}
     results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for turn in range(steps + 1):
@@ -84,7 +86,7 @@ def compare(sides: list[str], length: int, *, steps: int, threads: int) -> list[
         Measurement(
             side,
             length,
-            statistics.median(answer["step_s"] for answer in answers[1:]),
+            statistics.median(answer["step_s"] for answer in answers[1:] or answers),
             max(answer["peak_bytes"] for answer in answers),
             answers[-1]["loss"],
         )
@@ -175,9 +177,7 @@ class _Sppo:
         from sppo.planning.flops import partition_costs
         from sppo.planning.partition import automatic_pieces, boundaries_by_flops
         from sppo.train.optimizer import AdamW
-        from sppo.train.process_memory import return_freed_tensors
 
-        return_freed_tensors()  # as `sppo train` does
         model = ModelConfig(
             vocab_size=VOCAB,
             hidden_size=HIDDEN,

@@ -2,12 +2,23 @@
 #
 #   SPPO_VENV    where the environment goes (default: .venv in the repository)
 #   SPPO_PYTHON  the interpreter to make it with (default: python3)
+#   SPPO_SKIP_INSTALL  set: the environment is there and complete, use it as it is
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=${SPPO_VENV:-$repository/.venv}
+venv=$(realpath -m "${SPPO_VENV:-$repository/.venv}")
+
+# Threads that wait for work should not spin: on busy cores that makes small steps many times slower.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
 make_environment() { # EXTRAS, e.g. [dev] or nothing
-    local extras=${1:-} python=${SPPO_PYTHON:-python3} stamp="$venv/.sppo-installed"
+    [ -z "${SPPO_SKIP_INSTALL:-}" ] || return 0
+    local extras=${1:-} python=${SPPO_PYTHON:-python3} stamp="$venv/.sppo-installed" wanted
+    # One line for each set of extras that is installed; [dev] holds everything the others have.
+    wanted=$(cat "$repository"/setup.py "$repository"/CMakeLists.txt "$repository"/csrc/*.[ch] \
+        "$repository"/csrc/*.py | cksum)
+    if grep -qxF -e "$wanted $extras" -e "$wanted [dev]" "$stamp" 2>/dev/null; then
+        return 0
+    fi
     if ! command -v "$python" >/dev/null; then
         echo "error: $python not found; SPPO needs Python 3.11 or newer (set SPPO_PYTHON)" >&2
         return 1
@@ -16,17 +27,16 @@ make_environment() { # EXTRAS, e.g. [dev] or nothing
         echo "error: $("$python" --version) is too old; SPPO needs Python 3.11 or newer (set SPPO_PYTHON)" >&2
         return 1
     fi
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-    local wanted
-    wanted="$extras $(cksum <"$repository/setup.py")"
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-        echo "installing into $venv"
-        "$venv/bin/pip" install --quiet --disable-pip-version-check --upgrade pip
-        # The CPU build where there is no GPU; an installed torch of the right age is left alone.
-        if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
-            "$venv/bin/pip" install --quiet --disable-pip-version-check torch==2.13.0
-        fi
-        "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$repository$extras"
-        echo "$wanted" >"$stamp"
+    if [ ! -x "$venv/bin/pip" ] && ! "$python" -m venv "$venv"; then
+        echo "error: $python cannot make a virtual environment; on Debian: apt install python3-venv" >&2
+        return 1
     fi
+    echo "installing into $venv"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check --upgrade pip
+    # torch is pinned: every machine computes with the same version.
+    if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+        "$venv/bin/pip" install --quiet --disable-pip-version-check torch==2.13.0
+    fi
+    "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$repository$extras"
+    echo "$wanted $extras" >>"$stamp"
 }

@@ -3,10 +3,14 @@
 # Python's standard library as training text, trains a byte-level model on 16Ki-token sequences cut into
 # eight subsequences, evaluates it on held-out files, and says where the pictures are.
 #
-#   bash scripts/quickstart.sh [DIR]     DIR: where data and results go (default: quickstart)
+#   bash scripts/quickstart.sh [DIR [KEY=VALUE...]]
+#
+# DIR is where data and results go (default: quickstart); the rest replaces values of the run file.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 target=${1:-quickstart}
+overrides=(data.eval_tokens=data/held_out "${@:2}")
+run=$repository/configs/run/tiny_cpu.yaml
 
 make_environment
 sppo="$venv/bin/sppo"
@@ -15,8 +19,8 @@ cd "$target"
 
 # Text that every machine with Python has: packages to learn from, others held out.
 stdlib=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')
-learn=(asyncio collections concurrent ctypes distutils email encodings html http idlelib importlib
-    json lib2to3 logging multiprocessing pydoc_data tkinter unittest urllib wsgiref xml xmlrpc)
+learn=(asyncio collections concurrent ctypes distutils email html http idlelib importlib
+    json lib2to3 logging multiprocessing tkinter unittest urllib wsgiref xml xmlrpc)
 held_out=(argparse.py ast.py calendar.py datetime.py dis.py enum.py inspect.py pathlib.py typing.py)
 existing() { for name in "$@"; do [ -e "$stdlib/$name" ] && echo "$stdlib/$name"; done; }
 mapfile -t learn_paths < <(existing "${learn[@]}")
@@ -24,12 +28,11 @@ mapfile -t held_out_paths < <(existing "${held_out[@]}")
 "$sppo" data prepare --tokenizer bytes --glob '*.py' --out data/stdlib "${learn_paths[@]}"
 "$sppo" data prepare --tokenizer bytes --glob '*.py' --out data/held_out "${held_out_paths[@]}"
 
-"$sppo" train "$repository/configs/run/tiny_cpu.yaml" data.eval_tokens=data/held_out
-"$sppo" eval "$repository/configs/run/tiny_cpu.yaml" data.eval_tokens=data/held_out \
-    --sequences 2 --png runs/tiny_cpu/loss_by_position.png
+"$sppo" train "$run" "${overrides[@]}"
+"$sppo" eval "$run" "${overrides[@]}" --sequences 2 --png loss_by_position.png
 
 echo
 echo "loss picture       $PWD/runs/tiny_cpu/loss.png"
-echo "loss by position   $PWD/runs/tiny_cpu/loss_by_position.png"
+echo "loss by position   $PWD/loss_by_position.png"
 echo "summary            $PWD/runs/tiny_cpu/run_summary.json"
 echo "next               $sppo --help, README.md"

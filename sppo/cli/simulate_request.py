@@ -195,7 +195,7 @@ def _run(words: Words, *, flags: Flags, names: Sequence[str]) -> Simulation:
     from sppo.config import load_run
     from sppo.planning.simulated_run import RunShape, simulated_run
 
-    run = load_run(words.run_file, words.overrides)
+    run = load_run(words.run_file, words.overrides, to_train=False)
     shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
     runs = [simulated_run(run, shape=shape) for shape in shapes]
     first = runs[0].forward if flags.forward_only else runs[0].case

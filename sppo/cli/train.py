@@ -49,6 +49,7 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
     """What is about to happen, before it does."""
     import torch
 
+    from sppo.kernels.extension import describe
     from sppo.planning.parameters import num_parameters
     from sppo.planning.partition import lengths_of
     from sppo.units import format_bytes, format_count, format_tokens
@@ -73,6 +74,7 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
         f"{format_bytes(preflight.resolved.memory.total_bytes)} "
         f"({format_bytes(preflight.resolved.memory.activations_bytes)} activations, "
         f"{format_bytes(preflight.resolved.memory.kv_bytes)} K/V)",
+        f"native    {describe()}",
         f"output    {run.train.output}",
     )
     for line in lines:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from sppo.config.capabilities import check_trainable
 from sppo.config.huggingface import read_model_fields
 from sppo.config.presets import PRESETS
 from sppo.config.problems import (
@@ -29,12 +30,15 @@ _SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")
 """What a model without preset or from_hf must say."""
 
 
-def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(
+    path: Path | str, overrides: Sequence[str] = (), *, to_train: bool = True
+) -> RunConfig:
     """Read, merge and check one run file.
 
     Args:
         path: RUN.yaml.
         overrides: ``section.key=value`` words from the command line, values in YAML.
+        to_train: also refuse what this version cannot train; False to plan and simulate.
 
     Raises:
         ConfigError: every problem of the file and the overrides, at once.
@@ -43,7 +47,7 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     raw = read_yaml(path)
     problems: list[Problem] = []
     merged = apply_overrides(raw, overrides, problems)
-    return check_run(merged, source=str(path), problems=problems)
+    return check_run(merged, source=str(path), problems=problems, to_train=to_train)
 
 
 def apply_overrides(
@@ -81,7 +85,13 @@ def _write(target: dict[str, Any], keys: list[str], value: Any) -> bool:
     return True
 
 
-def check_run(raw: dict[str, Any], *, source: str, problems: Sequence[Problem] = ()) -> RunConfig:
+def check_run(
+    raw: dict[str, Any],
+    *,
+    source: str,
+    problems: Sequence[Problem] = (),
+    to_train: bool = True,
+) -> RunConfig:
     """Parse each section on its own, then the rules across sections.
 
     Raises:
@@ -101,6 +111,9 @@ def check_run(raw: dict[str, Any], *, source: str, problems: Sequence[Problem] =
         if parsed is not None:
             sections[name] = parsed
     found.extend(check_sections(sections))
+    if to_train:
+        told = {problem.path for problem in found}
+        found.extend(p for p in check_trainable(sections) if p.path not in told)
     if found:
         raise ConfigError(source, found)
     return RunConfig(**sections)

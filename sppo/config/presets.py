@@ -1,7 +1,8 @@
 """Built-in model shapes, as published in each model's own config.json.
 
 The ``gpt-*`` shapes are those of the SPPO paper, Table 2; the paper prints layers, hidden size and
-heads, the rest (vocabulary, learned positions, 4x MLP) is GPT-2's.
+heads, the rest (vocabulary, biases, 4x MLP) is GPT-2's. Positions are rotary: a learned table of 4M
+rows would hold more parameters than the model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _GPT: dict[str, Any] = {
     "vocab_size": 50257,
     "mlp": "gelu_tanh",
     "norm": "layernorm",
-    "position": "learned",
+    "position": "rotary",
     "max_positions": 4 * MIB,
     "qkv_bias": True,
     "output_bias": True,
@@ -90,8 +91,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "family": "mistral",
     },
     # Byte-level shapes for a laptop: the quickstart trains `tiny`, the tests use `tiny-test`.
-    "tiny": {**_TINY, **_shape(4, 256, 2, 1, 704), "head_size": 64, "tie_embeddings": True},
-    "tiny-gpt": {**_GPT, **_TINY, **_shape(4, 256, 4, 4, 1024)},
+    "tiny": {**_TINY, **_shape(2, 256, 2, 1, 704), "head_size": 64, "tie_embeddings": True},
+    "tiny-gpt": {**_GPT, **_TINY, **_shape(4, 256, 4, 4, 1024), "position": "learned"},
     "tiny-test": {**_TINY, **_shape(2, 32, 4, 2, 64)},
 }
 """Fields of :class:`sppo.config.model.ModelConfig` by preset name."""

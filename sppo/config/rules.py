@@ -1,4 +1,4 @@
-"""Rules that concern more than one key, and what this version cannot run yet.
+"""Rules that concern more than one key, or more than its type says.
 
 Each rule takes the sections that could be parsed and yields problems, so that a fault in one
 section does not hide the faults of another.
@@ -11,12 +11,7 @@ from typing import Any
 
 from sppo.config.model import ModelConfig
 from sppo.config.problems import Problem, nearest, show_value
-from sppo.config.run import (
-    ActivationsConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    SequenceConfig,
-)
+from sppo.config.run import ParallelConfig, SequenceConfig
 
 SCHEDULES = (
     "auto",
@@ -69,56 +64,13 @@ def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
         )
 
 
-def _partition_runs(sequence: SequenceConfig) -> Iterator[Problem]:
-    if sequence.partition == "cost_model":
-        yield Problem(
-            "sequence.partition",
-            "'cost_model'",
-            "needs a measured machine description, which this version cannot use; write flops",
-        )
-
-
-def _one_rank(parallel: ParallelConfig) -> Iterator[Problem]:
-    for key in ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree"):
-        degree = getattr(parallel, key)
-        if degree != 1:
-            yield Problem(
-                f"parallel.{key}", str(degree), "this version trains on one rank; write 1"
-            )
+def _schedule_exists(parallel: ParallelConfig) -> Iterator[Problem]:
     if parallel.schedule not in SCHEDULES:
         yield Problem(
             "parallel.schedule",
             repr(parallel.schedule),
             f"not one of {', '.join(SCHEDULES)}.{nearest(parallel.schedule, SCHEDULES)}",
         )
-
-
-def _in_memory(activations: ActivationsConfig) -> Iterator[Problem]:
-    runs = ("auto", "retain", "keep_attention", "recompute")
-    if activations.policy not in runs:
-        yield Problem(
-            "activations.policy",
-            repr(activations.policy),
-            f"moves activations to another tier, which this version cannot; "
-            f"write one of {', '.join(runs)}",
-        )
-    if activations.tier not in ("auto", "device"):
-        yield Problem(
-            "activations.tier",
-            repr(activations.tier),
-            "this version keeps activations on the device; write auto or device",
-        )
-    if activations.offload_ratio not in ("auto", 0.0):
-        yield Problem(
-            "activations.offload_ratio",
-            str(activations.offload_ratio),
-            "this version moves nothing; write auto or 0",
-        )
-
-
-def _optimizer_resident(optimizer: OptimizerConfig) -> Iterator[Problem]:
-    if optimizer.offload:
-        yield Problem("optimizer.offload", "true", "not in this version; write false")
 
 
 def _window_fits(model: ModelConfig) -> Iterator[Problem]:
@@ -143,8 +95,5 @@ def _positions_reach(model: ModelConfig, sequence: SequenceConfig) -> Iterator[P
 _RULES = (
     ("model", _window_fits),
     ("sequence", _cuts_tile),
-    ("sequence", _partition_runs),
-    ("parallel", _one_rank),
-    ("activations", _in_memory),
-    ("optimizer", _optimizer_resident),
+    ("parallel", _schedule_exists),
 )

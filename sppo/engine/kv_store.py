@@ -44,6 +44,7 @@ class KVStore:
         self._tail = (model.kv_heads, model.head_dim)
         self._dtype, self._device = dtype, device
         self._entries: dict[tuple[int, int], _Entry] = {}
+        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._bytes = 0
         self.peak_bytes = 0
         """Most bytes ever held at once."""
@@ -92,15 +93,21 @@ class KVStore:
         return entry.dk[:end], entry.dv[:end]
 
     def release(self, sequence: int) -> None:
-        """Free a sequence whose backward is complete (or that needs none)."""
+        """Free a sequence whose backward is complete (or that needs none).
+
+        Its buffers serve the next sequence of the same length, so that no step allocates anew.
+        """
         for key in [key for key in self._entries if key[1] == sequence]:
             entry = self._entries.pop(key)
-            buffers = (entry.k, entry.v, entry.dk, entry.dv)
-            self._bytes -= sum(t.numel() * t.element_size() for t in buffers if t is not None)
+            for buffer in (entry.k, entry.v, entry.dk, entry.dv):
+                if buffer is not None:
+                    self._bytes -= buffer.numel() * buffer.element_size()
+                    self._spare.setdefault((buffer.shape[0], buffer.dtype), []).append(buffer)
 
     def discard(self) -> None:
         """Forget everything: the step failed."""
         self._entries.clear()
+        self._spare.clear()
         self._bytes = 0
 
     @property
@@ -114,7 +121,12 @@ class KVStore:
         return self._bytes
 
     def _new(self, length: int, dtype: torch.dtype) -> Tensor:
-        buffer = torch.empty((length, *self._tail), dtype=dtype, device=self._device)
+        if not self._spare.get((length, dtype)):
+            # Sequences of other lengths are over: their buffers would never be asked for again.
+            self._spare = {key: spare for key, spare in self._spare.items() if key[0] == length}
+            buffer = torch.empty((length, *self._tail), dtype=dtype, device=self._device)
+        else:
+            buffer = self._spare[length, dtype].pop()
         self._bytes += buffer.numel() * buffer.element_size()
         self.peak_bytes = max(self.peak_bytes, self._bytes)
         return buffer

@@ -13,7 +13,8 @@ from sppo.engine.executor import Executor, StepOutput
 from sppo.engine.stage import Stage
 from sppo.engine.unit import SequenceData, Unit, units_of
 from sppo.kernels.attention import Backend
-from sppo.offload.store import ResidentStore
+from sppo.offload.stack_store import StackStore
+from sppo.offload.store import ActivationStore, ResidentStore
 from sppo.planning.activation_policy import saved_tensors
 from sppo.planning.partition import lengths_of
 from sppo.schedule.actions import ActionKind
@@ -29,6 +30,7 @@ class EnginePeaks:
     """Most bytes held at once, by bucket, since the last :meth:`SingleRankEngine.take_peaks`."""
 
     activations_bytes: int
+    """Saved tensors of the layers, and the gradient of the last one's output."""
     kv_bytes: int
     """K, V and their fp32 gradients."""
 
@@ -65,7 +67,8 @@ class SingleRankEngine:
         policy: str = "retain",
         attention_backend: Backend = "auto",
     ) -> None:
-        self._store = ResidentStore()
+        on_cpu = next(iter(weights.values())).device.type == "cpu"
+        self._store: ActivationStore = StackStore() if on_cpu else ResidentStore()
         self._stage = Stage(
             model,
             weights=weights,
@@ -121,6 +124,13 @@ class SingleRankEngine:
         kv.peak_bytes = kv.device_bytes
         return peaks
 
+    def _largest_sequence_bytes(self, units: Mapping[tuple[int, int], Unit]) -> int:
+        """What waits between forward and backward: one sequence at a time, the largest of them."""
+        by_sequence: dict[int, list[Unit]] = {}
+        for unit in units.values():
+            by_sequence.setdefault(unit.sequence, []).append(unit)
+        return max(self._stage.saved_bytes(own) for own in by_sequence.values())
+
     def _run(
         self,
         sequences: Sequence[SequenceData],
@@ -138,5 +148,7 @@ class SingleRankEngine:
             lengths=tuple(lengths_of(tuple(cuts)) for cuts in boundaries),
             forward_only=loss_scale is None,
         )
+        if loss_scale is not None:
+            self._store.reserve(self._largest_sequence_bytes(units))
         executor = Executor(schedule, rank=0, stages={0: self._stage})
         return executor.run(units, loss_scale=loss_scale, before_action=before_action)

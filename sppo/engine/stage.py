@@ -9,7 +9,7 @@ Legend: C tokens of the subsequence, E hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from torch import Tensor
@@ -25,7 +25,9 @@ from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import GradientSum
 from sppo.model.layer import Layer, norm, norm_backward
 from sppo.model.rope import rotary_table
+from sppo.offload.stack_store import slot_bytes
 from sppo.offload.store import ActivationKey, ActivationStore
+from sppo.planning.activation_policy import tensor_bytes_per_token
 
 
 class Stage:
@@ -63,7 +65,6 @@ class Stage:
         self._layer = Layer(model)
         self._layer_weights = {i: _local(weights, f"layers.{i}.") for i in self._layers}
         self._layer_gradients = {i: _local(gradients or {}, f"layers.{i}.") for i in self._layers}
-        self._dx_of_loss: dict[tuple[int, int], Tensor] = {}
         self._token_losses: dict[tuple[int, int], Tensor] = {}
 
     @cached_property
@@ -119,7 +120,7 @@ class Stage:
         """
         assert self._gradients is not None, "a stage without gradient buffers runs forward only"
         if dy_CE is None:
-            dy_CE = self._dx_of_loss.pop((unit.sequence, unit.subsequence))
+            dy_CE = self._activations.take(self._head_key(unit))["dx"]
         dx = dy_CE
         rotary = self._rotary(unit)
         for index in reversed(self._layers):
@@ -153,7 +154,6 @@ class Stage:
         leftovers = {
             "activations": self._activations.num_entries,
             "sequences in the KV store": self.kv.num_sequences,
-            "loss gradients": len(self._dx_of_loss),
             "token losses": len(self._token_losses),
         }
         assert not any(leftovers.values()), f"left over after the step: {leftovers}"
@@ -162,8 +162,22 @@ class Stage:
         """Forget all state of a step that failed."""
         self._activations.discard()
         self.kv.discard()
-        self._dx_of_loss.clear()
         self._token_losses.clear()
+
+    def saved_bytes(self, units: Iterable[Unit]) -> int:
+        """Bytes that the activation store holds once all of ``units`` ran forward."""
+        element_bytes = self._dtype.itemsize
+        sizes = tensor_bytes_per_token(self.model, element_bytes=element_bytes)
+        total = 0
+        for unit in units:
+            tokens = unit.tokens_C.shape[0]
+            layer = sum(slot_bytes((tokens,), sizes[name]) for name in self._keep)
+            head = slot_bytes((tokens, self.model.hidden_size), element_bytes)
+            total += layer * len(self._layers) + (head if self.is_last else 0)
+        return total
+
+    def _head_key(self, unit: Unit) -> ActivationKey:
+        return _key(unit, self.model.num_layers)
 
     @property
     def _head(self) -> str:
@@ -209,9 +223,8 @@ class Stage:
         )
         self._token_losses[key] = losses
         sink = GradientSum(self._gradients)
-        self._dx_of_loss[key] = norm_backward(
-            self.model, "final_norm", dhidden, x_CE, self._weights, sink
-        )
+        dx = norm_backward(self.model, "final_norm", dhidden, x_CE, self._weights, sink)
+        self._activations.save(self._head_key(unit), {"dx": dx})
 
 
 def _key(unit: Unit, layer: int) -> ActivationKey:

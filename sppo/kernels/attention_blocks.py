@@ -20,7 +20,7 @@ from functools import lru_cache
 
 # A causal square is worth halving (two half squares and a full rectangle) above this many
 # tokens: kernels waste about half a tile along the diagonal, and full rectangles take whole groups.
-MAX_CAUSAL_TOKENS = 1024
+MAX_CAUSAL_TOKENS = 2048
 BAND_TILE_TOKENS = 512
 
 
@@ -56,7 +56,7 @@ class Block:
         return self.k1 - self.k0
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def attention_blocks(
     num_queries: int,
     num_keys: int,

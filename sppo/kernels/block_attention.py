@@ -144,7 +144,7 @@ class _Merged:
             return
         both = torch.logaddexp(lse, lse_Nr)
         o.mul_((lse - both).exp_().unsqueeze(-1))
-        o.addcmul_(o_NrD, (lse_Nr - both).exp_().unsqueeze(-1).to(o_NrD.dtype))
+        o.add_(o_NrD * (lse_Nr - both).exp_().unsqueeze(-1))
         lse.copy_(both)
 
     def result(self) -> tuple[Tensor, Tensor]:

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from sppo.kernels.elementwise import wide_dtype
 from sppo.kernels.linear import accumulate_weight_gradient, linear
+from sppo.planning.memory import LEAST_TILE_TOKENS
 from sppo.planning.resolve import LOGITS_TILE_BYTES
 
 IGNORED_LABEL = -100
 TILE_BYTES = LOGITS_TILE_BYTES
-_MIN_TILE_TOKENS = 64
 
 
 def tile_tokens(vocab_size: int, *, tile_bytes: int = TILE_BYTES) -> int:
     """Tokens of a tile whose fp32 logits take about ``tile_bytes``."""
-    return max(_MIN_TILE_TOKENS, tile_bytes // (4 * vocab_size))
+    return max(LEAST_TILE_TOKENS, tile_bytes // (4 * vocab_size))
 
 
 def linear_cross_entropy(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ActivationKey(NamedTuple):
-    """One layer's share of one unit of work."""
+    """One layer's share of one unit of work; the head counts as the layer after the last."""
 
     sequence: int
     subsequence: int
@@ -22,6 +22,13 @@ class ActivationKey(NamedTuple):
 
 class ActivationStore(Protocol):
     """Keeps the tensors a layer saves; every key is saved once and taken once."""
+
+    peak_bytes: int
+    """Most bytes held on the device at once."""
+
+    def reserve(self, capacity_bytes: int) -> None:
+        """Nothing is held, and up to ``capacity_bytes`` will be: make room."""
+        ...
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
         """Take over ``tensors``; the caller keeps no other reference."""
@@ -51,13 +58,16 @@ class ActivationStore(Protocol):
 
 
 class ResidentStore:
-    """Keeps every saved tensor where it is."""
+    """Keeps every saved tensor where it is, in memory of the device's own allocator."""
 
     def __init__(self) -> None:
         self._entries: dict[ActivationKey, dict[str, Tensor]] = {}
         self._bytes = 0
         self.peak_bytes = 0
         """Most bytes ever held at once."""
+
+    def reserve(self, capacity_bytes: int) -> None:
+        """Nothing to do: tensors bring their memory along."""
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
         """See :class:`ActivationStore`."""

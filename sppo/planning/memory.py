@@ -7,11 +7,14 @@ heads, D head size, L layers, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import prod
 
 from sppo.config.model import ModelConfig
 from sppo.planning.activation_policy import saved_bytes_per_token, tensor_bytes_per_token
-from sppo.planning.parameters import num_parameters
+from sppo.planning.parameters import num_parameters, parameter_shapes
 
+LEAST_TILE_TOKENS = 64
+"""Tokens of a tile of logits, however large the vocabulary."""
 WIDE_BYTES = 4
 """Masters, gradients, optimizer moments and dK/dV are fp32."""
 
@@ -71,8 +74,17 @@ def memory_of_rank(
         kv_bytes=kv_elements * (element_bytes + WIDE_BYTES),
         activations_bytes=saved * length * model.num_layers,
         loss_gradient_bytes=length * model.hidden_size * element_bytes,
-        working_bytes=_working_bytes(model, longest, element_bytes) + 2 * tile_bytes,
+        working_bytes=_working_bytes(model, longest, element_bytes)
+        + 2 * max(tile_bytes, LEAST_TILE_TOKENS * model.vocab_size * WIDE_BYTES)
+        + _gradient_bytes(model, element_bytes),
     )
+
+
+def _gradient_bytes(model: ModelConfig, element_bytes: int) -> int:
+    """The largest weight gradient before it is added to its fp32 sum; fp32 weights add in place."""
+    if element_bytes >= WIDE_BYTES:
+        return 0
+    return max(prod(shape) for shape in parameter_shapes(model).values()) * element_bytes
 
 
 def _working_bytes(model: ModelConfig, longest: int, element_bytes: int) -> int:

@@ -46,6 +46,7 @@ def simulated_run(run: RunConfig, *, shape: RunShape | None = None) -> Simulated
     Raises:
         ValueError: degrees or a schedule that do not fit the run, with what to change.
     """
+    _check_priced(run)
     shape = shape or RunShape()
     hardware = hardware_for(run.hardware)
     name = shape.schedule or _schedule_name(run)
@@ -62,6 +63,20 @@ def simulated_run(run: RunConfig, *, shape: RunShape | None = None) -> Simulated
     costs = _with_run_offload(run, costs=costs, request=request)
     schedule = generate(name, num_ranks=request.num_ranks, lengths=request.lengths, costs=costs)
     return SimulatedRun(Case(lower(schedule, costs=costs), costs), forward_case, hardware)
+
+
+def _check_priced(run: RunConfig) -> None:
+    """Refuse what has no costs yet rather than simulate something else in its place."""
+    if run.activations.policy == "hybrid":
+        raise ValueError(
+            "activations.policy 'hybrid' is chosen by the planner, which this version does not "
+            "have: simulate retain, keep_attention, recompute, offload_all or sppo"
+        )
+    if run.sequence.partition == "cost_model" and run.sequence.boundaries is None:
+        raise ValueError(
+            "sequence.partition 'cost_model' needs a measured machine description, which this "
+            "version does not have: simulate flops or length"
+        )
 
 
 def _schedule_name(run: RunConfig) -> str:

@@ -73,15 +73,19 @@ class Checkpoint:
     """See :func:`run_metadata`; ``step`` is added."""
 
 
-def run_metadata(config: RunConfig, *, sequences_consumed: int) -> dict[str, Any]:
+def run_metadata(
+    config: RunConfig, *, sequences_consumed: int, tokens_sha256: str | None = None
+) -> dict[str, Any]:
     """What a checkpoint says about its run: all that is needed to go on, besides the tensors.
 
     Args:
         config: of the run.
         sequences_consumed: the position in the data, the only state of its order.
+        tokens_sha256: of the token data, so that a run goes on with the same one.
     """
     return {
         "sequences_consumed": sequences_consumed,
+        "tokens_sha256": tokens_sha256,
         "sppo_version": __version__,
         "config_digest": config.digest(),
         "config": config.model_dump(mode="json"),

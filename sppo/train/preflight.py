@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sppo.config import RunConfig
+from sppo.kernels.machine_memory import memory_room
 from sppo.planning.resolve import Resolved, resolve
 from sppo.train.data import TrainingData
-from sppo.train.process_memory import available_bytes
 from sppo.train.run_directory import check_output
 from sppo.train.tokens import TokenData, check_fits, open_tokens
 from sppo.units import format_bytes
@@ -42,7 +42,7 @@ def check_before_training(run: RunConfig) -> Preflight:
         shuffle=run.data.shuffle,
         isolate_documents=run.data.isolate_documents,
     )
-    available = available_bytes()
+    available = memory_room().least_bytes
     resolved = resolve(run, available_bytes=available)
     _check_memory(resolved, available)
     return Preflight(training, resolved)

@@ -78,7 +78,10 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
         "gradients": (predicted.gradients_bytes, measured.gradients_bytes),
         "optimizer": (predicted.optimizer_bytes, measured.optimizer_bytes),
         "K/V and gradients": (predicted.kv_bytes, measured.kv_bytes),
-        "activations": (predicted.activations_bytes, measured.activations_bytes),
+        "activations": (
+            predicted.activations_bytes + predicted.loss_gradient_bytes,
+            measured.activations_bytes,
+        ),
         "process growth": (
             predicted.total_bytes,
             outcome.peak_bytes - outcome.baseline_bytes,

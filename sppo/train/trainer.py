@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sppo.config import RunConfig
 from sppo.engine.single import EnginePeaks
+from sppo.kernels.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.planning.flops import executed_step_flops, step_flops
 from sppo.planning.partition import lengths_of
@@ -33,16 +34,15 @@ from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from sppo.train.optimizer import clip_, global_norm
 from sppo.train.preflight import Preflight
 from sppo.train.process_memory import (
-    available_bytes,
     peak_resident_bytes,
     reset_peak,
     resident_bytes,
-    return_freed_tensors,
 )
 from sppo.train.run_directory import locked_output, note_configuration
 from sppo.train.state import DTYPES, TrainingState, build_state
 from sppo.train.step_line import step_line
 from sppo.train.tensorboard_sink import TensorBoardSink
+from sppo.train.tokens import TokenData
 
 _log = logging.getLogger(__name__)
 
@@ -121,9 +121,10 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
         NonFiniteError: too many steps in a row with NaN or inf.
     """
     started = time.perf_counter()
-    return_freed_tensors()
+    # Measured first: it also loads the matrix library, which belongs to the baseline.
+    peak_flops_per_s = measure_matmul_flops_per_s(DTYPES[run.train.dtype])
     baseline = resident_bytes()
-    capacity = available_bytes() + baseline
+    capacity = memory_room().least_bytes + baseline
     with locked_output(run) as output:
         state = build_state(run, policy=preflight.resolved.policy)
         manager = CheckpointManager(
@@ -131,21 +132,39 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
             keep=run.checkpoint.keep,
             async_save=run.checkpoint.async_save,
         )
-        first_step = _resume(manager, state)
+        first_step = _resume(manager, state, tokens=preflight.data.data)
         note_configuration(run, output)
         outcome = TrainingOutcome(output, first_step, first_step, baseline_bytes=baseline)
         outcome.buckets.count_state(state)
-        loop = _Loop(run, preflight, state, manager, outcome, capacity_bytes=capacity)
+        loop = _Loop(
+            run,
+            preflight,
+            state,
+            manager,
+            outcome,
+            capacity_bytes=capacity,
+            peak_flops_per_s=peak_flops_per_s,
+        )
         loop.run(console)
     outcome.wall_s = time.perf_counter() - started
     return outcome
 
 
-def _resume(manager: CheckpointManager, state: TrainingState) -> int:
-    """Load the newest valid checkpoint into ``state``; steps done so far."""
+def _resume(manager: CheckpointManager, state: TrainingState, *, tokens: TokenData) -> int:
+    """Load the newest valid checkpoint into ``state``; steps done so far.
+
+    Raises:
+        ValueError: the token data is not what the run began with.
+    """
     checkpoint = manager.latest_valid()
     if checkpoint is None:
         return 0
+    began_with = checkpoint.metadata.get("tokens_sha256")
+    if began_with not in (None, tokens.meta.tokens_sha256):
+        raise ValueError(
+            f"{tokens.directory} holds other tokens than the run began with ({checkpoint.path}); "
+            "prepare the old ones again, or choose another train.output"
+        )
     live = state.optimizer.state()
     manager.load_into(checkpoint, live)
     state.optimizer.load_state(live)
@@ -165,6 +184,7 @@ class _Loop:
         outcome: TrainingOutcome,
         *,
         capacity_bytes: int,
+        peak_flops_per_s: float,
     ) -> None:
         self._run, self._state = run, state
         self._data, self._resolved = preflight.data, preflight.resolved
@@ -182,7 +202,7 @@ class _Loop:
             sequences=self._sequences,
             policy=self._resolved.policy,
         )
-        self._peak_flops_per_s = measure_matmul_flops_per_s(DTYPES[run.train.dtype])
+        self._peak_flops_per_s = peak_flops_per_s
 
     def run(self, console: Console) -> None:
         """All remaining steps; saves at the end, also when interrupted."""
@@ -321,7 +341,11 @@ class _Loop:
         if problem is not None:
             display.say(f"the state after step {done} is not saved; {problem}")
             return
-        metadata = run_metadata(self._run, sequences_consumed=done * self._sequences)
+        metadata = run_metadata(
+            self._run,
+            sequences_consumed=done * self._sequences,
+            tokens_sha256=self._data.data.meta.tokens_sha256,
+        )
         self._manager.save(state, step=done, metadata=metadata)
 
     def _sinks(self) -> list[MetricSink]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sppo.kernels.machine_memory import MemoryRoom
 from sppo.train import checkpoint, trainer
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 
@@ -99,7 +100,7 @@ def test_broken_token_data(work, name, fault):
 
 
 def test_not_enough_memory(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.preflight.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("sppo.train.preflight.memory_room", lambda: MemoryRoom(1 << 20))
     error = refuse_unchanged(work, code=4)
     assert "even with activations.policy=recompute" in error
     assert "of 1.0 MiB" in error
@@ -109,7 +110,7 @@ def test_not_enough_memory(work, monkeypatch):
 
 
 def test_a_policy_that_was_asked_for_is_taken_as_long_as_it_fits(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.preflight.available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("sppo.train.preflight.memory_room", lambda: MemoryRoom(1 << 30))
     assert "keep      retain: " in succeed("train", "run.yaml", "activations.policy=retain")
 
 

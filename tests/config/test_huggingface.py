@@ -18,6 +18,9 @@ SIZES = {
 }
 GPT2_SIZES = {"vocab_size": 61, "n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions": 32}
 
+EXPORTABLE = [name for name in PRESETS if name not in ("gpt-7b", "gpt-13b", "gpt-65b")]
+"""The paper's shapes have GPT-2's layers with rotary positions, which no family computes."""
+
 
 def config_json(family: str, **keys: Any) -> dict[str, Any]:
     sizes = GPT2_SIZES if family == "gpt2" else {**SIZES, "num_key_value_heads": 2}
@@ -272,7 +275,7 @@ def test_reads_a_directory(tmp_path):
 # Export
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", EXPORTABLE)
 def test_presets_survive_the_round_trip(name):
     model = ModelConfig.model_validate(PRESETS[name])
     back = ModelConfig.model_validate(model_fields(hf_config(model, dtype="bf16")))
@@ -396,7 +399,9 @@ def test_missing_keys_mean_what_they_mean_in_transformers(auto_config, family):
     assert model_fields({"model_type": family, **sizes}) == model_fields(full)
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-7b", "qwen3-4b", "mistral-7b", "gpt-7b"])
+@pytest.mark.parametrize(
+    "name", ["llama-3.2-1b", "qwen2.5-7b", "qwen3-4b", "mistral-7b", "tiny-gpt"]
+)
 def test_transformers_reads_what_we_write(auto_config, name, tmp_path):
     model = ModelConfig.model_validate(PRESETS[name])
     written = hf_config(model, dtype="bf16")

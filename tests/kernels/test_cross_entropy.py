@@ -40,7 +40,7 @@ def by_autograd(hidden, weight, labels, scale):
 
 def small_tiles(tokens):
     """Tiles of at least ``tokens`` tokens rather than 64."""
-    return mock.patch.object(cross_entropy, "_MIN_TILE_TOKENS", tokens)
+    return mock.patch.object(cross_entropy, "LEAST_TILE_TOKENS", tokens)
 
 
 @settings(deadline=None, max_examples=40)

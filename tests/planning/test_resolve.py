@@ -95,13 +95,13 @@ def test_partition_by_length_and_alignment():
 
 
 def test_partition_by_flops_uses_the_model():
-    """tiny: 4 layers of 256, two heads of 64 on one key head, MLP 704, vocabulary 257."""
+    """tiny: 2 layers of 256, two heads of 64 on one key head, MLP 704, vocabulary 257."""
     layer = 256 * (128 + 64 + 64 + 128) + 3 * 256 * 704
     expected = boundaries_by_flops(
         16384,
         pieces=5,
-        linear=2 * (4 * layer + 257 * 256),
-        quadratic=4 * 4 * 128,
+        linear=2 * (2 * layer + 257 * 256),
+        quadratic=2 * 4 * 128,
         alignment=128,
     )
     cuts = sequence_boundaries(run_config(num_subsequences=5))

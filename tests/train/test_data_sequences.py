@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sppo.train.data import (
     IGNORED_LABEL,
-    TrainingData,
     SequenceData,
+    TrainingData,
     count_sequences,
     training_sequence,
 )

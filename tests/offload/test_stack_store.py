@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from sppo.offload.stack_store import StackStore, slot_bytes
+from sppo.offload.store import ActivationKey
+
+KEYS = [ActivationKey(0, subsequence, layer) for subsequence in range(2) for layer in range(3)]
+
+
+def saved(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(7, 5, generator=generator).bfloat16(),
+        "lse": torch.randn(3, 7, generator=generator),
+    }
+
+
+def capacity(times):
+    return times * (slot_bytes((7, 5), 2) + slot_bytes((3, 7), 4))
+
+
+def test_tensors_come_back_bit_for_bit_last_in_first_out():
+    store = StackStore()
+    store.reserve(capacity(len(KEYS)))
+    for seed, key in enumerate(KEYS):
+        store.save(key, saved(seed))
+    for seed, key in reversed(list(enumerate(KEYS))):
+        store.prefetch(key)
+        taken = store.take(key)
+        assert all(torch.equal(taken[name], tensor) for name, tensor in saved(seed).items())
+    assert (store.num_entries, store.device_bytes) == (0, 0)
+    assert store.peak_bytes == len(KEYS) * (70 + 84)
+
+
+def test_what_is_saved_is_a_copy():
+    store, tensors = StackStore(), saved(0)
+    store.reserve(capacity(1))
+    store.save(KEYS[0], tensors)
+    tensors["x"].zero_()
+    assert torch.equal(store.take(KEYS[0])["x"], saved(0)["x"])
+
+
+def test_more_than_was_reserved_is_refused():
+    store = StackStore()
+    store.reserve(capacity(1))
+    store.save(KEYS[0], saved(0))
+    with pytest.raises(ValueError, match="not within the arena"):
+        store.save(KEYS[1], {"x": torch.zeros(10_000)})
+
+
+def test_the_order_is_kept():
+    store = StackStore()
+    store.reserve(capacity(2))
+    store.save(KEYS[0], saved(0))
+    store.save(KEYS[1], saved(1))
+    with pytest.raises(AssertionError, match="saved already"):
+        store.save(KEYS[1], saved(1))
+    with pytest.raises(AssertionError, match="saved later"):
+        store.take(KEYS[0])
+
+
+def test_a_larger_step_gets_more_room_and_a_smaller_one_keeps_it():
+    store = StackStore()
+    for times in (1, 4, 2):
+        store.reserve(capacity(times))
+        for seed, key in enumerate(KEYS[:times]):
+            store.save(key, saved(seed))
+        store.discard()
+        assert (store.num_entries, store.device_bytes) == (0, 0)
