@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -66,7 +67,13 @@ def main() -> None:
         _print_table([m for m in measurements if m.length_tokens == length])
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps([asdict(m) for m in measurements], indent=1) + "\n")
+        report = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": f"{platform.machine()} CPU, {arguments.threads} threads",
+            "command": " ".join(["bash scripts/compare_cpu.sh", *sys.argv[1:]]),
+            "measurements": [asdict(m) for m in measurements],
+        }
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def compare(sides: list[str], length: int, *, steps: int, threads: int) -> list[Measurement]:
