@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-# A causal square is worth halving (two half squares and a full rectangle) above this many
-# tokens: kernels waste about half a tile along the diagonal, and full rectangles take whole groups.
+# A causal square of more tokens than this is halved: two half squares and a full rectangle, which
+# folds whole query groups. Limits from 1024 to 8192 measured alike on a CPU, within its noise.
 MAX_CAUSAL_TOKENS = 2048
 BAND_TILE_TOKENS = 512
 

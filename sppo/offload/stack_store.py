@@ -1,9 +1,8 @@
 """Saved activations of a CPU run in one mapping of exactly their size, last in, first out.
 
 Forward saves layer after layer, unit after unit; backward takes them in the opposite order, so a
-stack pointer is all the bookkeeping there is. Copying a tensor in costs a pass over it, under one
-per cent of a step. It keeps what lives long out of the C heap, where temporaries come and go
-between it: freed space is used again instead of growing the resident set, and no page is returned
+stack pointer is all the bookkeeping there is. Copying a tensor in costs a pass over it. It keeps
+what lives long out of the C heap, where temporaries come and go between it: freed space is used again instead of growing the resident set, and no page is returned
 to the system only to be asked for again.
 """
 
@@ -26,7 +25,7 @@ class StackStore:
 
     def __init__(self) -> None:
         self._arena: HostArena | None = None
-        self._entries: list[tuple[ActivationKey, int, dict[str, Tensor]]] = []
+        self._entries: dict[ActivationKey, tuple[int, dict[str, Tensor]]] = {}
         self._top_bytes = 0
         self._held_bytes = 0
         self.peak_bytes = 0
@@ -50,7 +49,7 @@ class StackStore:
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
         """See :class:`sppo.offload.store.ActivationStore`."""
-        assert all(saved != key for saved, _, _ in self._entries), f"{key} is saved already"
+        assert key not in self._entries, f"{key} is saved already"
         assert self._arena is not None, "reserve() comes before save()"
         start = self._top_bytes
         slots = {}
@@ -58,7 +57,7 @@ class StackStore:
             slots[name] = self._arena.tensor(self._top_bytes, tuple(tensor.shape), tensor.dtype)
             slots[name].copy_(tensor)
             self._top_bytes += slot_bytes(tensor.shape, tensor.element_size())
-        self._entries.append((key, start, slots))
+        self._entries[key] = (start, slots)
         self._held_bytes += _total_bytes(slots)
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
@@ -68,7 +67,7 @@ class StackStore:
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
         """See :class:`sppo.offload.store.ActivationStore`; the last key saved comes first."""
         assert self._entries, f"{key} is taken from an empty stack"
-        saved, start, slots = self._entries.pop()
+        saved, (start, slots) = self._entries.popitem()
         assert saved == key, f"{key} is taken before {saved}, which was saved later"
         self._top_bytes = start
         self._held_bytes -= _total_bytes(slots)
