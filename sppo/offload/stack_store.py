@@ -2,8 +2,9 @@
 
 Forward saves layer after layer, unit after unit; backward takes them in the opposite order, so a
 stack pointer is all the bookkeeping there is. Copying a tensor in costs a pass over it. It keeps
-what lives long out of the C heap, where temporaries come and go between it: freed space is used again instead of growing the resident set, and no page is returned
-to the system only to be asked for again.
+what lives long out of the C heap, where temporaries come and go between it: freed space is used
+again instead of growing the resident set, and no page is returned to the system only to be asked
+for again.
 """
 
 from __future__ import annotations
