@@ -152,9 +152,12 @@ def gang_seconds(
     """Seconds of every gang by (F or B, slot), with everything that moves inside it.
 
     While the pieces compute, the owner broadcasts the stage's weights and whatever K/V prefix the
-    helpers have not seen; in backward the helpers return weight gradients and the prefix's dK/dV
-    at the same time in the other direction. The unit's own K/V goes round the gang where every
-    piece waits for it, so that is added. A broadcast is pipelined and costs its bytes once.
+    helpers have not seen; the unit's own K/V goes round the gang where every piece waits for it,
+    so that is added. In backward the weights come again, and the helpers return weight gradients
+    at the same time in the other direction. Everyone sums dK/dV of the prefix where the K/V is;
+    a unit's own share is summed over the gang when its turn comes, which is waited for, and what
+    belongs to units before the first gang goes home to the owner behind that gang's compute. A
+    broadcast is pipelined and costs its bytes once.
     """
     seconds = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
@@ -178,12 +181,12 @@ def gang_seconds(
             max(forward, latency_s + stream / bytes_per_s) + latency_s + own_kv / bytes_per_s
         )
         back = float(costs.weight_gradient_bytes[stage]) + sum(
-            float(costs.kv_gradient_bytes.flat[s]) for s in prefix
+            float(costs.kv_gradient_bytes.flat[s]) for s in unseen
         )
-        own_kv += float(costs.kv_gradient_bytes[stage, unit]) * others
+        own_gradients = float(costs.kv_gradient_bytes[stage, unit]) * others
         backward = float(costs.backward_s[stage, unit] + costs.weight_s[stage, unit]) * share
         moved_s = latency_s + max(weights, back) / bytes_per_s
-        seconds[encoding.B, slot] = max(backward, moved_s) + latency_s + own_kv / bytes_per_s
+        seconds[encoding.B, slot] = max(backward, moved_s) + latency_s + own_gradients / bytes_per_s
     return seconds
 
 

@@ -11,15 +11,16 @@ space, over the ranks that would wait (paper section 6, Table 3). For stage i of
 Backward is the mirror image, on the same ranks, because they hold the activations. With unit costs
 and free messages P=4, N=8 takes 8 1/3 forward units against 11.
 
-Cutting a unit moves weights, K/V and gradients (`gangs.gang_seconds`), so it is a choice per
-unit: a gang stays only if it pays for itself and if the step is longer without it. When nothing
-pays, the schedule is the plain program.
+Cutting a unit moves weights, K/V and gradients (`gangs.gang_seconds`), so it is a choice: what the
+first of a run of units brings to the helpers serves the whole run, so a run stays only if it pays
+for itself and if the step is longer without it. When nothing pays, the schedule is the plain
+program.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sppo.schedule import encoding
@@ -31,8 +32,9 @@ from sppo.schedule.gangs import Gang, balanced_pieces, gang_seconds
 from sppo.schedule.generators import generate, with_reductions
 from sppo.schedule.orders import Lengths
 
-# Up to this many gangs each is tried on its own; of more, the best eighths of them; of gangs with
-# so many pieces that one trial takes seconds, all, the better half and none.
+# Up to this many gangs, runs and single gangs are dropped one by one; of more, the best eighths of
+# the runs are tried; of gangs with so many pieces that one trial takes seconds, all, the better
+# half and none.
 _TRIED_ALONE = 64
 _NESTED_CHOICES = 8
 _MANY_PIECES = 20_000
@@ -229,26 +231,40 @@ class _Builder:
         clock = run_clock(schedule, programs=encode(schedule), costs=self.costs)
         return max(max(times, default=0.0) for times in clock.finishes_s)
 
-    def choose(self, paying: Mapping[int, Gang]) -> Schedule:
-        """Of the gangs that pay for themselves, those without which the step is longer.
+    def choose(self, paying: Sequence[Mapping[int, Gang]]) -> Schedule:
+        """Of the runs of gangs that pay for themselves, those without which the step is longer.
 
-        Few gangs are dropped one by one while that costs nothing; of many, the better halves,
-        quarters and so on are compared, because each trial simulates a whole step.
+        The best runs, the best two and so on are compared, then single runs and single gangs are
+        dropped while that costs nothing, unless a trial, which simulates a whole step, takes long.
         """
-        ranked = self._by_gain(paying)
-        pieces = sum(len(gang.ranks) for gang in paying.values())
-        parts = _NESTED_CHOICES if pieces <= _MANY_PIECES else 2
-        choices = [dict(ranked[: len(ranked) * part // parts]) for part in range(parts, -1, -1)]
+        ranked = sorted(paying, key=self.gain, reverse=True)
+        pieces = sum(len(gang.ranks) for run in paying for gang in run.values())
+        parts = min(len(ranked), _NESTED_CHOICES if pieces <= _MANY_PIECES else 2)
+        sizes = {len(ranked) * part // parts for part in range(parts + 1)} if parts else {0}
+        choices = [_together(ranked[:size]) for size in sorted(sizes, reverse=True)]
         timed = [(self.makespan_s(self.build(choice)), n) for n, choice in enumerate(choices)]
         shortest, which = min(timed)
         chosen = choices[which]
-        if len(chosen) <= _TRIED_ALONE:
-            for slot, _ in reversed(self._by_gain(chosen)):
-                without = {s: gang for s, gang in chosen.items() if s != slot}
-                makespan = self.makespan_s(self.build(without))
-                if makespan <= shortest + _TOLERANCE:
-                    chosen, shortest = without, min(shortest, makespan)
+        single = [{slot: gang} for slot, gang in self._by_gain(chosen)]
+        for part in (*reversed(ranked), *reversed(single)):
+            if not part.keys() <= chosen.keys() or len(chosen) > _TRIED_ALONE:
+                continue
+            without = {s: gang for s, gang in chosen.items() if s not in part}
+            makespan = self.makespan_s(self.build(without))
+            if makespan <= shortest + _TOLERANCE:
+                chosen, shortest = without, min(shortest, makespan)
         return self.build(chosen)
+
+    def gain(self, run: Mapping[int, Gang]) -> float:
+        """Seconds that a run of gangs saves against its units on one rank."""
+        seconds = self.seconds(run)
+        saved = 0.0
+        for slot in run:
+            forward, backward = self.serial_seconds(slot)
+            saved += forward - seconds[encoding.F, slot]
+            if not self.forward_only:
+                saved += backward - seconds[encoding.B, slot]
+        return saved
 
     def _by_gain(self, gangs: Mapping[int, Gang]) -> list[tuple[int, Gang]]:
         """Gangs with the most seconds saved first, ties in order of their slots."""
@@ -262,16 +278,22 @@ class _Builder:
         return sorted(gangs.items(), key=lambda item: (-gain(item[0]), item[0]))
 
 
-def _paying(gangs: Mapping[int, Gang], *, builder: _Builder) -> dict[int, Gang]:
-    """Gangs that are faster than their unit on one rank, all that moves included."""
-    seconds = builder.seconds(gangs)
-    paying = {}
-    for slot, gang in gangs.items():
-        forward, backward = builder.serial_seconds(slot)
-        together = seconds[encoding.F, slot]
-        if not builder.forward_only:
-            together += seconds[encoding.B, slot]
-            forward += backward
-        if together < forward - _TOLERANCE:
-            paying[slot] = gang
-    return paying
+def _runs(gangs: Mapping[int, Gang]) -> list[dict[int, Gang]]:
+    """Gangs of consecutive units of one stage on the same ranks: what one brings, all use."""
+    runs: list[dict[int, Gang]] = []
+    for slot, gang in sorted(gangs.items()):
+        before = runs[-1] if runs else {}
+        if slot - 1 in before and before[slot - 1].ranks == gang.ranks:
+            before[slot] = gang
+        else:
+            runs.append({slot: gang})
+    return runs
+
+
+def _paying(gangs: Mapping[int, Gang], *, builder: _Builder) -> list[dict[int, Gang]]:
+    """Runs of gangs that are faster than their units on one rank, all that moves included."""
+    return [run for run in _runs(gangs) if builder.gain(run) > _TOLERANCE]
+
+
+def _together(runs: Sequence[Mapping[int, Gang]]) -> dict[int, Gang]:
+    return {slot: gang for run in runs for slot, gang in run.items()}
