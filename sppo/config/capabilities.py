@@ -13,7 +13,6 @@ from typing import Any
 from sppo.config.problems import Problem, show_value
 
 _TRAINABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
-    ("sequence", "partition", ("flops", "length"), "needs a measured machine description"),
     ("parallel", "data_parallel_degree", (1,), "training runs on one rank"),
     ("parallel", "pipeline_parallel_degree", (1,), "training runs on one rank"),
     ("parallel", "sequence_parallel_degree", (1,), "training runs on one rank"),
@@ -22,7 +21,7 @@ _TRAINABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     (
         "activations",
         "policy",
-        ("auto", "retain", "keep_attention", "recompute"),
+        ("auto", "retain", "keep_attention", "recompute", "hybrid"),
         "moves activations to another tier",
     ),
     ("activations", "tier", ("auto", "device"), "activations stay on the device"),

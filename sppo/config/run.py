@@ -35,8 +35,9 @@ class SequenceConfig(Section):
     """S: tokens of one training sequence."""
     num_subsequences: Auto | Degree = "auto"
     """N: pieces each sequence is cut into."""
-    partition: Literal["flops", "length", "cost_model"] = "flops"
-    """What the pieces share equally: model FLOPs, tokens, or measured time."""
+    partition: Literal["auto", "flops", "length", "cost_model"] = "auto"
+    """What the pieces share equally: model FLOPs, tokens, or predicted time. auto: FLOPs where
+    pipeline stages wait for each other, tokens, which need the least memory, where none do."""
     alignment: Degree = 128
     """Cuts fall on multiples of this where N pieces fit; halved until they do."""
     boundaries: Cuts | None = None
@@ -62,8 +63,12 @@ class ActivationsConfig(Section):
         "auto", "retain", "keep_attention", "recompute", "offload_all", "sppo", "hybrid"
     ] = "auto"
     """retain: keep every saved tensor; keep_attention: keep the layer input and attention's (o,
-    lse), rebuild the linear parts; recompute: keep the layer input only; auto: the first of these
-    that fits in memory."""
+    lse), rebuild the linear parts; recompute: keep the layer input only; offload_all: move
+    everything; sppo: move what hides behind compute; hybrid, and auto: keep what fits, move what
+    hides, rebuild the rest."""
+    input_every: Degree = 1
+    """Layers that share one saved input: the others rebuild it from the layer below, whose
+    attention output is kept, at the price of one product of the MLP."""
     offload_ratio: Auto | Fraction = "auto"
     tier: Literal["auto", "device", "host", "disk"] = "auto"
     host_memory: Auto | Size = "auto"

@@ -15,7 +15,7 @@ from sppo.engine.unit import SequenceData, Unit, units_of
 from sppo.kernels.attention import Backend
 from sppo.offload.stack_store import StackStore
 from sppo.offload.store import ActivationStore, ResidentStore
-from sppo.planning.activation_policy import saved_tensors
+from sppo.planning.activation_policy import saved_tensors, tensors_of
 from sppo.planning.partition import lengths_of
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import generate
@@ -55,6 +55,8 @@ class SingleRankEngine:
         weights: all parameters by global name, in the compute dtype.
         gradients: fp32 (float64) buffers by global name, added to; None evaluates only.
         policy: activation policy, see :mod:`sppo.planning.activation_policy`.
+        kept_classes: what to keep of each subsequence instead, as tensor classes by its index.
+        input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
     """
 
@@ -65,6 +67,8 @@ class SingleRankEngine:
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor] | None,
         policy: str = "retain",
+        kept_classes: Sequence[tuple[int, ...]] = (),
+        input_every: int = 1,
         attention_backend: Backend = "auto",
     ) -> None:
         on_cpu = next(iter(weights.values())).device.type == "cpu"
@@ -75,6 +79,8 @@ class SingleRankEngine:
             gradients=gradients,
             activations=self._store,
             keep=saved_tensors(policy, model),
+            input_every=input_every,
+            keep_of={n: tensors_of(kept, model) for n, kept in enumerate(kept_classes)},
             attention_backend=attention_backend,
         )
 

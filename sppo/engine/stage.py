@@ -23,7 +23,7 @@ from sppo.kernels.attention import Backend
 from sppo.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_with_gradient
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import GradientSum
-from sppo.model.layer import Layer, norm, norm_backward
+from sppo.model.layer import Layer, Saved, norm, norm_backward
 from sppo.model.rope import rotary_table
 from sppo.offload.stack_store import slot_bytes
 from sppo.offload.store import ActivationKey, ActivationStore
@@ -39,6 +39,9 @@ class Stage:
         gradients: fp32 (float64) buffers by global name, added to; None for forward only.
         activations: where saved tensors wait.
         keep: names of the tensors each layer saves.
+        keep_of: the same for subsequences that differ, by their index.
+        input_every: layers that keep their attention output save their input only in every so
+            manyth layer; the others get it from the layer below, see :meth:`_rebuild_input`.
         layers: half-open range of layers; None for all.
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
     """
@@ -51,13 +54,16 @@ class Stage:
         gradients: Mapping[str, Tensor] | None,
         activations: ActivationStore,
         keep: frozenset[str],
+        keep_of: Mapping[int, frozenset[str]] | None = None,
+        input_every: int = 1,
         layers: range | None = None,
         attention_backend: Backend = "auto",
     ) -> None:
         self.model = model
         self._layers = range(model.num_layers) if layers is None else layers
         self._weights, self._gradients = weights, gradients
-        self._activations, self._keep = activations, keep
+        self._activations, self._keep, self._keep_of = activations, keep, keep_of or {}
+        self._input_every = input_every
         self._backend: Backend = attention_backend
         first = next(iter(weights.values()))
         self._dtype = first.dtype
@@ -99,7 +105,7 @@ class Stage:
                 self._layer_weights[index],
                 rotary=rotary,
                 attention=self._attention(unit, index),
-                keep=self._keep if training else frozenset(),
+                keep=self._kept(unit, index) if training else frozenset(),
             )
             if training:
                 self._activations.save(_key(unit, index), saved)
@@ -123,13 +129,17 @@ class Stage:
             dy_CE = self._activations.take(self._head_key(unit))["dx"]
         dx = dy_CE
         rotary = self._rotary(unit)
+        taken: dict[int, Saved] = {}
         for index in reversed(self._layers):
-            if index > self._layers.start:
+            if index > self._layers.start and index - 1 not in taken:
                 self._activations.prefetch(_key(unit, index - 1))
+            saved = taken.pop(index, None) or self._activations.take(_key(unit, index))
+            if "x_in" not in saved:
+                self._rebuild_input(unit, index, saved, taken)
             dx = self._layer.backward(
                 dx,
                 self._layer_weights[index],
-                saved=self._activations.take(_key(unit, index)),
+                saved=saved,
                 gradients=GradientSum(self._layer_gradients[index]),
                 rotary=rotary,
                 attention=self._attention(unit, index),
@@ -140,6 +150,20 @@ class Stage:
             return dx
         self._embed_backward(unit, dx)
         return None
+
+    def _rebuild_input(self, unit: Unit, index: int, saved: Saved, taken: dict[int, Saved]) -> None:
+        """Put x_in into ``saved`` of layer ``index``: the output of the layers below it.
+
+        Given a layer's o, the residual stream goes on without attention: x_mid = x_in + o W_o,
+        y = x_mid + MLP(x_mid), one product more per token than rebuilding the layer itself. What
+        is taken out of the store on the way waits in ``taken`` for its own turn.
+        """
+        below = index - 1
+        if below not in taken:
+            taken[below] = self._activations.take(_key(unit, below))
+        if "x_in" not in taken[below]:
+            self._rebuild_input(unit, below, taken[below], taken)
+        saved["x_in"] = self._layer.output_again(taken[below], self._layer_weights[below])
 
     def pop_losses(self, sequence: int, subsequence: int) -> Tensor:
         """Unscaled loss of each token of a unit, ``[C]``; last stage only, once per unit."""
@@ -171,10 +195,17 @@ class Stage:
         total = 0
         for unit in units:
             tokens = unit.tokens_C.shape[0]
-            layer = sum(slot_bytes((tokens,), sizes[name]) for name in self._keep)
+            for index in self._layers:
+                total += sum(slot_bytes((tokens,), sizes[n]) for n in self._kept(unit, index))
             head = slot_bytes((tokens, self.model.hidden_size), element_bytes)
-            total += layer * len(self._layers) + (head if self.is_last else 0)
+            total += head if self.is_last else 0
         return total
+
+    def _kept(self, unit: Unit, index: int) -> frozenset[str]:
+        """Names of the tensors that layer ``index`` saves of a unit."""
+        keep = self._keep_of.get(unit.subsequence, self._keep)
+        has_own_input = (index - self._layers.start) % self._input_every == 0
+        return keep if has_own_input or "o" not in keep else keep - {"x_in"}
 
     def _head_key(self, unit: Unit) -> ActivationKey:
         return _key(unit, self.model.num_layers)

@@ -21,6 +21,9 @@ from functools import lru_cache
 # A causal square of more tokens than this is halved: two half squares and a full rectangle, which
 # folds whole query groups. Limits from 1024 to 8192 measured alike on a CPU, within its noise.
 MAX_CAUSAL_TOKENS = 2048
+# A longer prefix is read in parts of this many keys. Temporaries of a kernel are as long as its
+# keys; were they to grow with every subsequence, an allocator could never use freed ones again.
+MAX_FULL_KEYS = 8192
 BAND_TILE_TOKENS = 512
 
 
@@ -100,11 +103,12 @@ def _documents(start: int, end: int, document_starts: tuple[int, ...]) -> Iterat
 
 def _staircase(q0: int, q1: int, *, key_offset: int, first_key: int) -> list[Block]:
     """Full prefix, then the diagonal, of one document."""
-    blocks = []
-    if key_offset + q0 > first_key:
-        blocks.append(Block(BlockKind.FULL, q0, q1, first_key, key_offset + q0))
-    blocks += _triangle(q0, q1, key_offset)
-    return blocks
+    last_key = key_offset + q0
+    blocks = [
+        Block(BlockKind.FULL, q0, q1, first, min(first + MAX_FULL_KEYS, last_key))
+        for first in range(first_key, last_key, MAX_FULL_KEYS)
+    ]
+    return blocks + _triangle(q0, q1, key_offset)
 
 
 def _triangle(q0: int, q1: int, key_offset: int) -> list[Block]:

@@ -119,6 +119,19 @@ class Layer:
         dx_in = self._norm_backward("attention_norm", dn1, x_in, weights, gradients)
         return dx_in.add_(dx_mid)
 
+    def output_again(self, saved: Saved, weights: Weights) -> Tensor:
+        """Output ``[C, E]`` from the saved x_in and o, without attending again.
+
+        Leaves x_mid, gate and up in ``saved``, so that :meth:`backward` need not rebuild them.
+        """
+        if "x_mid" not in saved:
+            saved["x_mid"] = self._after_attention(saved["x_in"], saved["o"], weights)
+        if "up" not in saved:
+            gate, saved["up"] = self._mlp_inputs(saved["x_mid"], weights)
+            if gate is not None:
+                saved["gate"] = gate
+        return self._after_mlp(saved["x_mid"], saved.get("gate"), saved["up"], weights)
+
     def _queries(
         self, n1_CE: Tensor, saved: Saved, weights: Weights, rotary: RotaryTable | None
     ) -> _Queries:

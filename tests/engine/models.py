@@ -102,10 +102,10 @@ def random_sequence(model, length, *, seed=0, ignored=0.15, starts=(0,)):
 class Trained:
     """An engine with its own gradient buffers."""
 
-    def __init__(self, model, weights, *, policy="retain"):
+    def __init__(self, model, weights, *, policy="retain", **options):
         self.gradients = zero_gradients(weights)
         self.engine = SingleRankEngine(
-            model, weights=weights, gradients=self.gradients, policy=policy
+            model, weights=weights, gradients=self.gradients, policy=policy, **options
         )
 
     def step(self, sequences, cuts, **options):

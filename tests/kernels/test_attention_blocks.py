@@ -66,7 +66,11 @@ def covered(blocks, num_queries, num_keys, window):
 def blocks_with(tiles, span):
     """Blocks with small limits, so that short spans reach every branch."""
     causal, band = tiles
-    limits = {"MAX_CAUSAL_TOKENS": causal, "BAND_TILE_TOKENS": band}
+    limits = {
+        "MAX_CAUSAL_TOKENS": causal,
+        "BAND_TILE_TOKENS": band,
+        "MAX_FULL_KEYS": 2 * causal + 1,
+    }
     with mock.patch.multiple(attention_blocks, **limits):
         return attention_blocks.attention_blocks.__wrapped__(**span)
 
@@ -87,6 +91,8 @@ def test_blocks_have_the_form_their_kind_promises(span, tiles):
         assert block.num_keys >= 1
         if block.kind is BlockKind.CAUSAL:
             assert block.num_queries == block.num_keys <= tiles[0]
+        if block.kind is BlockKind.FULL:
+            assert block.num_keys <= max(2 * tiles[0] + 1, span["num_queries"])
         if block.kind is BlockKind.BAND:
             assert block.num_queries <= tiles[1]
             assert block.num_keys <= tiles[1] + span["window"] - 1
