@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -61,19 +62,25 @@ def main() -> None:
         _serve(arguments.worker, int(arguments.lengths), arguments.threads)
         return
     sides = arguments.sides.split(",")
-    measurements = []
+    measurements: list[Measurement] = []
     for length in (int(text) for text in arguments.lengths.split(",")):
         measurements += compare(sides, length, steps=arguments.steps, threads=arguments.threads)
         _print_table([m for m in measurements if m.length_tokens == length])
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        report = {
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": f"{platform.machine()} CPU, {arguments.threads} threads",
-            "command": " ".join(["bash scripts/compare_cpu.sh", *sys.argv[1:]]),
-            "measurements": [asdict(m) for m in measurements],
-        }
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+        if arguments.output is not None:
+            _write_report(arguments.output, measurements, threads=arguments.threads)
+    for side in sides:
+        _print_growth([m for m in measurements if m.side == side])
+
+
+def _write_report(path: Path, measurements: list[Measurement], *, threads: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()} CPU, {threads} threads",
+        "command": shlex.join(["bash", "scripts/compare_cpu.sh", *sys.argv[1:]]),
+        "measurements": [asdict(m) for m in measurements],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def compare(sides: list[str], length: int, *, steps: int, threads: int) -> list[Measurement]:
@@ -181,8 +188,7 @@ class _Sppo:
         from sppo.engine.unit import SequenceData
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
-        from sppo.planning.flops import partition_costs
-        from sppo.planning.partition import automatic_pieces, boundaries_by_flops
+        from sppo.planning.partition import automatic_pieces, boundaries_by_length
         from sppo.train.optimizer import AdamW
 
         model = ModelConfig(
@@ -194,21 +200,20 @@ class _Sppo:
             mlp_size=MLP,
         )
         length = len(tokens) - 1
-        linear, quadratic = partition_costs(model)
-        self._cuts = boundaries_by_flops(
-            length,
-            pieces=automatic_pieces(length, target_tokens=2048),
-            linear=linear,
-            quadratic=quadratic,
-            alignment=128,
-        )
+        pieces = automatic_pieces(length, target_tokens=2048)
+        self._cuts = boundaries_by_length(length, pieces=pieces, alignment=128)
         self._data = SequenceData(tokens[:-1], tokens[1:])
         weights = {
             name: weight.bfloat16() for name, weight in initial_weights(model, seed=0).items()
         }
         self._gradients = zero_gradients(weights)
         self._engine = SingleRankEngine(
-            model, weights=weights, gradients=self._gradients, policy=policy
+            model,
+            weights=weights,
+            gradients=self._gradients,
+            policy=policy,
+            # Three layers share a saved input; `retain` keeps everything.
+            input_every=3 if policy == "keep_attention" else 1,
         )
         self._optimizer = AdamW(weights, config=OptimizerConfig())
         self._torch = torch
@@ -307,6 +312,34 @@ def _print_table(measurements: list[Measurement]) -> None:
                 f"peak memory {a.peak_bytes / b.peak_bytes:.3f}"
             )
     print(flush=True)
+
+
+def _print_growth(measurements: list[Measurement]) -> None:
+    """How one side grows with the sequence: memory a straight line, time a·S + b·S² through 0.
+
+    Least squares over relative errors, so that the shortest length counts as much as the longest.
+    Nothing is printed for fewer lengths than would leave a residual.
+    """
+    import numpy as np
+
+    if len(measurements) < 3:
+        return
+    tokens = np.array([m.length_tokens / 1024 for m in measurements])
+    for name, values, terms in (
+        ("time s", [m.step_s for m in measurements], (tokens, tokens**2)),
+        (
+            "peak MiB",
+            [m.peak_bytes / 2**20 for m in measurements],
+            (np.ones_like(tokens), tokens),
+        ),
+    ):
+        measured = np.array(values)
+        design = np.stack(terms, axis=1) / measured[:, None]
+        fit, *_ = np.linalg.lstsq(design, np.ones_like(measured), rcond=None)
+        worst = float(np.abs(design @ fit - 1).max())
+        powers = ("S", "S²") if name == "time s" else ("1", "S")
+        formula = " + ".join(f"{c:.4g}·{p}" for c, p in zip(fit, powers, strict=True))
+        print(f"{measurements[0].side}: {name} = {formula} (S in Ki tokens), off by {worst:.1%}")
 
 
 if __name__ == "__main__":

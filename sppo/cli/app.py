@@ -9,8 +9,11 @@ import typer
 
 from sppo import __version__
 from sppo.cli import config, convert, data
+from sppo.cli.bench import bench
+from sppo.cli.estimate import estimate
 from sppo.cli.evaluate import evaluate
 from sppo.cli.simulate import simulate
+from sppo.cli.solve import solve
 from sppo.cli.train import train
 
 app = typer.Typer(
@@ -38,7 +41,10 @@ def sppo(
 
 app.command("train")(train)
 app.command("eval")(evaluate)
+app.command("solve")(solve)
+app.command("estimate")(estimate)
 app.command("simulate")(simulate)
+app.command("bench")(bench)
 app.add_typer(data.app, name="data")
 app.add_typer(convert.app, name="convert")
 app.add_typer(config.app, name="config")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import typer
 
 BAD_INPUT = 2
+NO_PLAN = 3
 NO_ROOM = 4
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from sppo.planning.simulated_run import SimulatedRun
     from sppo.schedule.abstract import AbstractCase, AbstractOffload, OffloadRatios
     from sppo.schedule.prepare import Case
 
@@ -81,10 +82,10 @@ _SHAPE = ("schedule", "ranks", "virtual", "sequences", "subsequences", "hop")
 
 
 def sort_words(words: Sequence[str]) -> Words:
-    """A run file, overrides, and schedule names that follow --compare.
+    """A run file or plan, overrides, and schedule names that follow --compare.
 
     Raises:
-        ValueError: two run files, or a word that is none of these.
+        ValueError: two files, or a word that is none of these.
     """
     from sppo.schedule.generators import schedule_names
 
@@ -98,11 +99,11 @@ def sort_words(words: Sequence[str]) -> Words:
             overrides.append(word)
         else:
             raise ValueError(
-                f"{word!r} is neither a run file (.yaml, .json) nor section.key=value nor a "
-                f"schedule to compare with: {', '.join(schedule_names())}"
+                f"{word!r} is neither a run file (.yaml) nor a plan (.json), neither "
+                f"section.key=value nor a schedule to compare with: {', '.join(schedule_names())}"
             )
     if len(files) > 1:
-        raise ValueError(f"two run files, {files[0]} and {files[1]}: simulate one at a time")
+        raise ValueError(f"two files, {files[0]} and {files[1]}: simulate one at a time")
     return Words(files[0] if files else None, tuple(overrides), tuple(names))
 
 
@@ -120,12 +121,14 @@ def read_request(words: Words, *, flags: Flags, compare: Sequence[str]) -> Simul
                 "--program simulates the file alone: leave out the run file and --compare"
             )
         return _program(flags)
+    if words.run_file and words.run_file.suffix == ".json":
+        return _plan(words, flags=flags, names=names)
     if words.run_file:
         return _run(words, flags=flags, names=names)
     if flags.schedule is None:
         raise ValueError(
-            "nothing to simulate: give RUN.yaml, or --schedule NAME --ranks P --sequences M "
-            "--subsequences N, or --program FILE"
+            "nothing to simulate: give RUN.yaml or plan.json, or --schedule NAME --ranks P "
+            "--sequences M --subsequences N, or --program FILE"
         )
     if words.overrides:
         raise ValueError(f"{words.overrides[0]!r} changes a run file, but none is given")
@@ -180,24 +183,47 @@ def _program(flags: Flags) -> Simulation:
 
 
 def _run(words: Words, *, flags: Flags, names: Sequence[str]) -> Simulation:
+    from sppo.config import load_run
+    from sppo.planning.simulated_run import RunShape, simulated_run
+
+    _refuse_abstract_costs(words, flags)
+    assert words.run_file is not None, "only called for a run file"
+    run = load_run(words.run_file, words.overrides, to_train=False)
+    shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
+    return _simulation([simulated_run(run, shape=shape) for shape in shapes], flags)
+
+
+def _plan(words: Words, *, flags: Flags, names: Sequence[str]) -> Simulation:
+    """A plan under its own schedule or the one asked for; everything else it says is fixed."""
+    from dataclasses import replace
+
+    from sppo.planning.plan import read_plan
+    from sppo.planning.simulated_run import simulated_plan
+
+    _refuse_abstract_costs(words, flags)
+    assert words.run_file is not None, "only called for a plan"
+    fixed = [f"--{name}" for name in ("ranks", "subsequences") if getattr(flags, name) is not None]
+    fixed += words.overrides
+    if fixed:
+        raise ValueError(
+            f"{fixed[0]}: a plan has fixed it; make another plan with sppo solve, or simulate the "
+            "RUN.yaml"
+        )
+    plan = read_plan(words.run_file)
+    schedules = [flags.schedule or plan.schedule, *names]
+    return _simulation([simulated_plan(replace(plan, schedule=name)) for name in schedules], flags)
+
+
+def _refuse_abstract_costs(words: Words, flags: Flags) -> None:
     wrong = [name for name in _ABSTRACT_ONLY if getattr(flags, name) is not None]
     if wrong:
         raise ValueError(
             f"--{wrong[0].replace('_', '-')} sets an abstract cost, but {words.run_file} has real "
             "ones: leave it out, or simulate --schedule NAME without a run file"
         )
-    assert words.run_file is not None, "only called for a run file"
-    if words.run_file.suffix == ".json":
-        raise ValueError(
-            f"{words.run_file}: this version cannot simulate a plan; give the RUN.yaml it was "
-            "made from"
-        )
-    from sppo.config import load_run
-    from sppo.planning.simulated_run import RunShape, simulated_run
 
-    run = load_run(words.run_file, words.overrides, to_train=False)
-    shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
-    runs = [simulated_run(run, shape=shape) for shape in shapes]
+
+def _simulation(runs: Sequence[SimulatedRun], flags: Flags) -> Simulation:
     first = runs[0].forward if flags.forward_only else runs[0].case
     hardware = runs[0].hardware
     return Simulation(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from sppo.cli.arguments import Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes, fail
@@ -13,8 +16,13 @@ if TYPE_CHECKING:
     from sppo.config import RunConfig
     from sppo.train.preflight import Preflight
 
+PlanFile = Annotated[
+    Path | None,
+    typer.Option("--plan", help="Follow this plan of sppo solve.", show_default=False),
+]
 
-def train(run_file: RunFile, overrides: Overrides = None) -> None:
+
+def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None) -> None:
     """Train; the same command goes on where a killed or stopped run left off.
 
     Writes metrics.jsonl, loss.png, run_summary.json and checkpoints into train.output.
@@ -36,7 +44,7 @@ def train(run_file: RunFile, overrides: Overrides = None) -> None:
         from sppo.train.report import report
         from sppo.train.trainer import train as train_run
 
-        preflight = check_before_training(run)
+        preflight = check_before_training(run, plan_file=plan)
         _announce(run, preflight, console)
         try:
             outcome = train_run(run, preflight, console=console)
@@ -51,10 +59,10 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
 
     from sppo.kernels.extension import describe
     from sppo.planning.parameters import num_parameters
-    from sppo.planning.partition import lengths_of
     from sppo.units import format_bytes, format_count, format_tokens
 
-    lengths = lengths_of(preflight.resolved.boundaries)
+    lengths = preflight.plan.lengths
+    memory = preflight.plan.stages[0].memory.device
     cut = (
         f"cut       {len(lengths)} subsequences of {max(lengths)} to {min(lengths)} tokens "
         f"(sequence.partition={_cut_by(run)})"
@@ -70,10 +78,9 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
         f"data      {format_count(data.data.num_tokens)} tokens in {data.data.num_documents} "
         f"documents: {data.num_sequences} sequences of {format_tokens(data.length)} an epoch",
         cut,
-        f"keep      {preflight.resolved.policy}: predicted peak "
-        f"{format_bytes(preflight.resolved.memory.total_bytes)} "
-        f"({format_bytes(preflight.resolved.memory.activations_bytes)} activations, "
-        f"{format_bytes(preflight.resolved.memory.kv_bytes)} K/V)",
+        f"keep      {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
+        f"({format_bytes(memory.activations_bytes)} activations, "
+        f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
         f"native    {describe()}",
         f"output    {run.train.output}",
     )

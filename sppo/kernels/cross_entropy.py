@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sppo.kernels.elementwise import wide_dtype
 from sppo.kernels.linear import accumulate_weight_gradient, linear
-from sppo.planning.memory import LEAST_TILE_TOKENS
-from sppo.planning.resolve import LOGITS_TILE_BYTES
+from sppo.planning.memory import LEAST_TILE_TOKENS, LOGITS_TILE_BYTES
 
 IGNORED_LABEL = -100
 TILE_BYTES = LOGITS_TILE_BYTES

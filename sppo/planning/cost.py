@@ -1,9 +1,7 @@
-"""What each stage and subsequence costs on a machine: seconds and bytes, analytic.
+"""What each stage and subsequence costs on a machine, as the tables that schedules are played with.
 
-Seconds are FLOPs over the rate a device reaches: matrix products and attention each at their
-share of the peak, less for short subsequences. A flash backward executes 2.5 times its forward,
-matrix products twice theirs, half of it for the weights. Element-wise work, norms and the
-communication inside a stage (sequence parallelism) are not in these figures yet.
+Built from :mod:`sppo.planning.layer_cost`, stage by stage; what the activation policy decided
+adds the copies and the time of what is rebuilt.
 """
 
 from __future__ import annotations
@@ -11,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from math import prod
 
 import numpy as np
 
-from sppo.config.model import ModelConfig
-from sppo.planning.activation_policy import saved_bytes_per_token
-from sppo.planning.flops import (
-    FLASH_BACKWARD_RATIO,
-    causal_pairs,
-    head_flops,
-    layer_flops,
-    partition_costs,
+from sppo.planning.activation_decisions import ATTENTION, LINEAR, X_IN, Decisions
+from sppo.planning.activation_policy import class_bytes_per_token
+from sppo.planning.flops import partition_costs, rebuilt_linear_flops
+from sppo.planning.layer_cost import (
+    WIDE_BYTES,
+    LayerSeconds,
+    Workload,
+    head_seconds,
+    layer_seconds,
+    update_seconds,
 )
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.parameters import parameter_shapes
+from sppo.planning.parameters import layer_shapes, outer_shapes
+from sppo.planning.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, Link, Links, Table
-
-_WIDE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +34,22 @@ class CostRequest:
     """What to price.
 
     Attributes:
-        model: Its shape.
-        hardware: The machine.
+        workload: Model, machine, precision, sequence parallelism.
         lengths: Tokens of every subsequence of every sequence of one data-parallel rank.
         num_ranks: Pipeline ranks.
         num_virtual: Stages per rank.
-        policy: Activation policy without copies: retain, keep_attention, recompute.
-        dtype: "bf16" or "fp32".
-        sequence_parallel_degree: Devices that share each subsequence.
         data_parallel_degree: Replicas that reduce gradients once per step.
+        zero: How much of the state the replicas share out: 0, 1 or 3.
+        input_every: Layers that share one saved input; the others rebuild it.
     """
 
-    model: ModelConfig
-    hardware: HardwareSpec
+    workload: Workload
     lengths: tuple[tuple[int, ...], ...]
     num_ranks: int = 1
     num_virtual: int = 1
-    policy: str = "retain"
-    dtype: str = "bf16"
-    sequence_parallel_degree: int = 1
     data_parallel_degree: int = 1
+    zero: int = 1
+    input_every: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -62,9 +57,24 @@ class CostRequest:
         return self.num_ranks * self.num_virtual
 
     @property
-    def element_bytes(self) -> int:
-        """Of the compute dtype."""
-        return 2 if self.dtype == "bf16" else 4
+    def stages(self) -> tuple[range, ...]:
+        """The layers of each stage."""
+        return layers_of_stages(self.workload.model.num_layers, num_stages=self.num_stages)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageSeconds:
+    """Seconds of each stage: tables [stages, units], units counted through all sequences.
+
+    Attributes:
+        units: What the layers and the head of a stage take.
+        update_s: The optimizer step, [stages].
+        reduce_s: Reducing gradients over the replicas, [stages].
+    """
+
+    units: LayerSeconds
+    update_s: Table
+    reduce_s: Table
 
 
 def layers_of_stages(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
@@ -87,80 +97,164 @@ def layers_of_stages(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
     return tuple(range(begin, end) for begin, end in zip(ends, ends[1:], strict=False))
 
 
-def analytic_costs(request: CostRequest) -> Costs:
-    """Costs of every action of a schedule for this request; nothing is offloaded yet.
+def stage_seconds(request: CostRequest) -> StageSeconds:
+    """Seconds of every stage and unit when everything is kept.
 
     Raises:
-        ValueError: more stages than layers, or an unknown activation policy.
+        ValueError: more stages than layers.
     """
-    stages = layers_of_stages(request.model.num_layers, num_stages=request.num_stages)
-    spans = [_spans(parts) for parts in request.lengths]
-    units = [span for sequence in spans for span in sequence]
-    linear, attention = _forward_seconds(request, stages=stages, units=units)
-    rebuild = {"retain": 0.0, "keep_attention": 1.0, "recompute": 1.0}[request.policy]
-    rebuilt_attention = attention if request.policy == "recompute" else 0.0 * attention
-    ratio = request.hardware.attention_efficiency / request.hardware.attention_backward_efficiency
-    tokens = np.array([end - begin for begin, end in units], dtype=np.float64)
-    layers = np.array([len(stage) for stage in stages], dtype=np.float64)[:, None]
-    saved, kv = _bytes_per_token(request)
-    share = request.sequence_parallel_degree
-    weights = stage_parameters(request.model, stages=stages) / share
-    slope_linear, slope_quadratic = partition_costs(request.model)
-    return Costs(
-        forward_s=linear + attention,
-        # A rebuild happens inside B, so it is priced there; R is for programs that have one.
-        backward_s=linear * (1 + rebuild)
-        + FLASH_BACKWARD_RATIO * ratio * attention
-        + rebuilt_attention,
-        weight_s=linear,
-        rebuild_s=np.zeros_like(linear),
+    workload, stages = request.workload, request.stages
+    priced: dict[tuple[int, ...], LayerSeconds] = {}
+    sequences = []
+    for lengths in request.lengths:
+        if lengths not in priced:
+            priced[lengths] = _sequence_seconds(workload, stages=stages, lengths=lengths)
+        sequences.append(priced[lengths])
+    units = LayerSeconds(
+        *(
+            np.concatenate([getattr(sequence, name) for sequence in sequences], axis=1)
+            for name in ("forward", "backward", "weight", "linear_rebuild", "attention_rebuild")
+        )
+    )
+    weights = device_parameters(request)
+    shards = request.data_parallel_degree * same_weights_degree(workload) if request.zero else 1
+    return StageSeconds(
+        units,
+        update_s=update_seconds(workload, parameters=weights, shards=shards),
         reduce_s=_reduce_seconds(request, weights=weights),
-        message_bytes=tokens * request.model.hidden_size * request.element_bytes / share,
-        activation_bytes=layers * tokens * saved / share,
-        offload_bytes=np.zeros_like(linear),
-        kv_bytes=layers * tokens * kv / share,
-        kv_gradient_bytes=layers * tokens * kv / request.element_bytes * _WIDE_BYTES / share,
-        weight_bytes=weights * request.element_bytes,
-        weight_gradient_bytes=weights * _WIDE_BYTES,
-        context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
-        links=pipeline_links(request),
-        copies=CopyEngines(request.hardware.d2h_bytes_per_s, request.hardware.h2d_bytes_per_s),
     )
 
 
-def hiding_ratios(costs: Costs, *, num_subsequences: Sequence[int]) -> Table:
-    """The paper's offload ratios: each unit sends away what its own forward hides.
+def stage_costs(
+    request: CostRequest, *, seconds: StageSeconds, decisions: Decisions | None = None
+) -> Costs:
+    """Costs of every action of a schedule for this request.
 
-    alpha_i * A_i = bandwidth * T_c (SPPO section 5.2), at most 1; the last subsequence of each
-    sequence stays, because its backward comes at once.
+    Args:
+        request: what is priced.
+        seconds: of the same request.
+        decisions: of the activation policy, [stages, subsequences] of each sequence; None keeps
+            everything. Rebuilding happens inside B, so it is priced there.
     """
-    hidden = costs.forward_s * costs.copies.d2h_bytes_per_s
-    ratios = np.minimum(1.0, hidden / np.maximum(costs.activation_bytes, 1.0))
-    ratios[:, np.cumsum(num_subsequences) - 1] = 0.0
-    return ratios
+    workload = request.workload
+    units, lengths = seconds.units, np.array([n for parts in request.lengths for n in parts])
+    rows = _unit_rows(request, decisions=decisions, lengths=lengths)
+    row_bytes = row_bytes_of(request)[:, None, :]
+    rebuilt = rows.rebuilt / lengths[None, :, None]
+    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)[:, None]
+    # Devices of a group each send their share of a stage's weights to a helper group, which
+    # gathers them over its fast links.
+    link_weights = stage_parameters(request) / workload.sequence_parallel_degree
+    slope_linear, slope_quadratic = partition_costs(workload.model)
+    kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
+    return Costs(
+        forward_s=units.forward,
+        backward_s=units.backward
+        + units.linear_rebuild * (rebuilt[:, :, LINEAR] + _input_rebuild_share(request))
+        + units.attention_rebuild * rebuilt[:, :, ATTENTION],
+        weight_s=units.weight,
+        rebuild_s=np.zeros_like(units.forward),
+        reduce_s=seconds.reduce_s + seconds.update_s,
+        message_bytes=lengths
+        * workload.model.hidden_size
+        * workload.element_bytes
+        / workload.sequence_parallel_degree,
+        activation_bytes=((rows.kept + rows.moved) * row_bytes).sum(axis=2),
+        offload_bytes=(rows.moved * row_bytes).sum(axis=2),
+        kv_bytes=layers * lengths * kv_bytes,
+        kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
+        weight_bytes=link_weights * workload.element_bytes,
+        weight_gradient_bytes=link_weights * WIDE_BYTES,
+        context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
+        links=pipeline_links(request),
+        copies=copy_engines(request),
+    )
 
 
-def stage_parameters(model: ModelConfig, *, stages: Sequence[range]) -> Table:
+def _input_rebuild_share(request: CostRequest) -> Table:
+    """Products that rebuild shared inputs over those of the linear class, [stages, 1].
+
+    A layer that rebuilds its input does the down projection of the one below once more.
+    """
+    model = request.workload.model
+    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)[:, None]
+    shared = 1 - np.ceil(layers / request.input_every) / layers
+    down = 2 * model.hidden_size * model.mlp_size
+    share: Table = shared * down / rebuilt_linear_flops(model)
+    return share
+
+
+def row_bytes_of(request: CostRequest) -> Table:
+    """Bytes of one row of each tensor class on one device, all layers of a stage, [stages, 3]."""
+    workload = request.workload
+    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)
+    classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
+    result: Table = layers[:, None] * classes / workload.sequence_parallel_degree
+    result[:, X_IN] *= np.ceil(layers / request.input_every) / layers
+    return result
+
+
+def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
+    """Bytes per token and layer on one device: K and V, and their fp32 gradients.
+
+    A group larger than the K/V heads holds each head several times.
+    """
+    model = workload.model
+    share = min(workload.sequence_parallel_degree, model.kv_heads)
+    elements = 2 * model.kv_heads * model.head_dim / share
+    return elements * workload.element_bytes, elements * WIDE_BYTES
+
+
+def copy_bytes_per_s(request: CostRequest) -> tuple[float, float]:
+    """Rates (out, back) of a device's copies to its next tier; 0 where there is none."""
+    node = request.workload.hardware.node
+    if node.host_memory_bytes:
+        return node.d2h_bytes_per_s, node.h2d_bytes_per_s
+    if node.disk_bytes:
+        share = node.num_devices
+        return node.disk_write_bytes_per_s / share, node.disk_read_bytes_per_s / share
+    return 0.0, 0.0
+
+
+def copy_engines(request: CostRequest) -> CopyEngines:
+    """Copies as schedules are played with them."""
+    out, back = copy_bytes_per_s(request)
+    return CopyEngines(out, back) if out > 0 and back > 0 else CopyEngines()
+
+
+def stage_parameters(request: CostRequest) -> Table:
     """Parameters of each stage: its layers, the embedding on the first, the head on the last."""
-    shapes = parameter_shapes(model)
-    counts = np.zeros(len(stages))
-    stage_of = {layer: n for n, layers in enumerate(stages) for layer in layers}
-    for name, shape in shapes.items():
-        parts = name.split(".")
-        if parts[0] == "layers":
-            stage = stage_of[int(parts[1])]
-        else:
-            stage = 0 if parts[0] in ("embed", "positions") else len(stages) - 1
-        counts[stage] += float(np.prod(shape))
+    model, stages = request.workload.model, request.stages
+    layer = sum(prod(shape) for shape in layer_shapes(model).values())
+    counts = np.array([float(layer * len(layers)) for layers in stages])
+    for name, shape in outer_shapes(model).items():
+        counts[0 if name.startswith(("embed.", "positions.")) else -1] += prod(shape)
+    if model.tie_embeddings and len(stages) > 1:
+        # The last stage projects with its own copy of the embedding.
+        counts[-1] += model.vocab_size * model.hidden_size
     return counts
+
+
+def device_parameters(request: CostRequest) -> Table:
+    """Parameters a device computes with: Megatron shares them out, Ulysses repeats them."""
+    counts = stage_parameters(request)
+    if request.workload.sequence_parallel == "megatron":
+        counts = counts / request.workload.sequence_parallel_degree
+    return counts
+
+
+def same_weights_degree(workload: Workload) -> int:
+    """Devices of a sequence-parallel group that hold the same weights, and can share out state."""
+    return workload.sequence_parallel_degree if workload.sequence_parallel == "ulysses" else 1
 
 
 def pipeline_links(request: CostRequest) -> Links:
     """Links between pipeline ranks, with sequence-parallel devices next to each other."""
-    hardware, width = request.hardware, request.sequence_parallel_degree
-    inside = Link(hardware.intra_node_latency_s, hardware.intra_node_bytes_per_s)
-    outside = Link(hardware.inter_node_latency_s, hardware.inter_node_bytes_per_s)
-    node_of = [rank * width // hardware.devices_per_node for rank in range(request.num_ranks)]
+    hardware, width = request.workload.hardware, request.workload.sequence_parallel_degree
+    network = hardware.network
+    inside = Link(network.intra_node_latency_s, network.intra_node_bytes_per_s)
+    outside = Link(network.inter_node_latency_s, network.inter_node_bytes_per_s)
+    node_of = [rank * width // hardware.node.num_devices for rank in range(request.num_ranks)]
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(node_of):
         members.setdefault(node, []).append(rank)
@@ -168,46 +262,63 @@ def pipeline_links(request: CostRequest) -> Links:
     return Links(outside, between)
 
 
-def _spans(parts: Sequence[int]) -> list[tuple[int, int]]:
-    ends = np.cumsum((0, *parts)).tolist()
-    return list(zip(ends, ends[1:], strict=False))
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnitRows:
+    kept: Floats
+    moved: Floats
+    rebuilt: Floats
 
 
-def _forward_seconds(
-    request: CostRequest, *, stages: Sequence[range], units: Sequence[tuple[int, int]]
-) -> tuple[Table, Table]:
-    """Forward seconds in matrix products and in attention, [num_stages, num_units]."""
-    model, hardware = request.model, request.hardware
-    peak = hardware.flops_per_s(request.dtype) * request.sequence_parallel_degree
-    layer = layer_flops(model)
-    windows = [model.window_of(index) for index in range(model.num_layers)]
-    linear = np.zeros((len(stages), len(units)))
-    attention = np.zeros_like(linear)
-    for unit, (begin, end) in enumerate(units):
-        tokens = end - begin
-        fill = tokens / (tokens + hardware.half_efficiency_tokens)
-        pairs = {w: causal_pairs(begin, end, window=w) for w in set(windows)}
-        for stage, layers in enumerate(stages):
-            flops = layer.linear_flops * len(layers) * tokens
-            if stage == len(stages) - 1:
-                flops += head_flops(model) * tokens
-            linear[stage, unit] = flops / (peak * hardware.gemm_efficiency * fill)
-            seen = sum(pairs[windows[index]] for index in layers)
-            reached = peak * hardware.attention_efficiency * fill
-            attention[stage, unit] = layer.attention_flops * seen / reached
-    return linear, attention
+def _unit_rows(request: CostRequest, *, decisions: Decisions | None, lengths: Table) -> _UnitRows:
+    """Rows by unit, [stages, units, 3], from decisions by subsequence."""
+    if decisions is None:
+        shape = (request.num_stages, len(lengths), 3)
+        kept = np.broadcast_to(lengths[None, :, None], shape).astype(np.float64)
+        return _UnitRows(kept, np.zeros(shape), np.zeros(shape))
+    repeats = len(lengths) // decisions.kept.shape[1]
+    tables = (decisions.kept, decisions.moved, decisions.rebuilt)
+    return _UnitRows(*(np.tile(table, (1, repeats, 1)).astype(np.float64) for table in tables))
 
 
-def _bytes_per_token(request: CostRequest) -> tuple[int, int]:
-    """Bytes per token and layer of saved activations and of K/V."""
-    model, element = request.model, request.element_bytes
-    saved = saved_bytes_per_token(request.policy, model, element_bytes=element)
-    return saved, 2 * model.kv_heads * model.head_dim * element
+def _sequence_seconds(
+    workload: Workload, *, stages: Sequence[range], lengths: tuple[int, ...]
+) -> LayerSeconds:
+    """Tables [stages, subsequences] of one sequence."""
+    model = workload.model
+    ends = np.cumsum(lengths).astype(np.float64)
+    begins = ends - np.array(lengths)
+    by_window: dict[int | None, LayerSeconds] = {}
+    for layer in range(model.num_layers):
+        window = model.window_of(layer)
+        if window not in by_window:
+            by_window[window] = layer_seconds(workload, begins=begins, ends=ends, window=window)
+    rows = []
+    for layers in stages:
+        windows = [model.window_of(layer) for layer in layers]
+        row = LayerSeconds(*(np.zeros(len(lengths)) for _ in range(5)))
+        for window in dict.fromkeys(windows):
+            row += by_window[window].times(windows.count(window))
+        rows.append(row)
+    last = rows[-1]
+    rows[-1] = LayerSeconds(
+        last.forward + head_seconds(workload, tokens=ends - begins),
+        last.backward,
+        last.weight,
+        last.linear_rebuild,
+        last.attention_rebuild,
+    )
+    names = ("forward", "backward", "weight", "linear_rebuild", "attention_rebuild")
+    return LayerSeconds(*(np.stack([getattr(row, name) for row in rows]) for name in names))
 
 
 def _reduce_seconds(request: CostRequest, *, weights: Table) -> Table:
-    """A ring all-reduce of fp32 gradients over the data-parallel replicas, once per step."""
+    """A ring all-reduce of fp32 gradients over everyone with the same weights, once per step."""
+    workload = request.workload
+    network = workload.hardware.network
     replicas = request.data_parallel_degree
-    moved = weights * _WIDE_BYTES * 2 * (replicas - 1) / replicas
-    seconds: Table = moved / request.hardware.inter_node_bytes_per_s
+    group = same_weights_degree(workload)
+    moved = weights * WIDE_BYTES * 2
+    inside = moved * (group - 1) / group / network.intra_node_bytes_per_s
+    outside = moved * (replicas - 1) / replicas / network.inter_node_bytes_per_s
+    seconds: Table = inside + outside
     return seconds

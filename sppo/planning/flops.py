@@ -10,6 +10,7 @@ than 2 times the attention forward, which a flash backward executes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -87,26 +88,53 @@ def partition_costs(model: ModelConfig) -> tuple[float, float]:
     return linear, quadratic
 
 
-def executed_step_flops(model: ModelConfig, *, length: int, sequences: int, policy: str) -> int:
+def executed_step_flops(
+    model: ModelConfig,
+    *,
+    boundaries: Sequence[int],
+    sequences: int,
+    linear_rebuilt: Sequence[float],
+    attention_rebuilt: Sequence[float],
+) -> int:
     """FLOPs that a step really executes under an activation policy (the numerator of ``hfu``).
 
-    ``keep_attention`` rebuilds the q, o, gate and up projections; ``recompute`` attention as well.
     K and V stay in their store and are never rebuilt.
+
+    Args:
+        model: its shape.
+        boundaries: cuts of a sequence.
+        sequences: sequences of the step.
+        linear_rebuilt: share of each subsequence whose linear class is rebuilt.
+        attention_rebuilt: share of each subsequence that attends again.
     """
     layer = layer_flops(model)
-    pairs = sum(
-        causal_pairs(0, length, window=model.window_of(index)) for index in range(model.num_layers)
+    spans = list(zip(boundaries, boundaries[1:], strict=False))
+    attention = [layer.attention_flops * _visible_pairs(model, span) for span in spans]
+    linear = forward_flops(model, start=0, end=boundaries[-1]) - sum(attention)
+    rebuilt = sum(
+        share * rebuilt_linear_flops(model) * model.num_layers * (end - start)
+        for share, (start, end) in zip(linear_rebuilt, spans, strict=True)
     )
-    attention = layer.attention_flops * pairs
-    linear = forward_flops(model, start=0, end=length) - attention
-    rebuilt = 0 if policy == "retain" else _rebuilt_linear_flops(model) * length
-    attended_again = attention if policy == "recompute" else 0
-    backward = BACKWARD_RATIO * linear + FLASH_BACKWARD_RATIO * attention
-    return int((linear + attention + backward + rebuilt + attended_again) * sequences)
+    again = sum(share * flops for share, flops in zip(attention_rebuilt, attention, strict=True))
+    backward = BACKWARD_RATIO * linear + FLASH_BACKWARD_RATIO * sum(attention)
+    return int((linear + sum(attention) + backward + rebuilt + again) * sequences)
 
 
-def _rebuilt_linear_flops(model: ModelConfig) -> int:
-    """Per token: projections done again in backward, all layers."""
+def _visible_pairs(model: ModelConfig, span: tuple[int, int]) -> int:
+    """Visible pairs of a subsequence in all layers."""
+    start, end = span
+    return sum(
+        causal_pairs(start, end, window=model.window_of(index)) for index in range(model.num_layers)
+    )
+
+
+def rebuilt_linear_names(model: ModelConfig) -> tuple[str, ...]:
+    """Projections that rebuild the linear class in backward."""
+    gate, k = ("gate",) if model.gated else (), ("k",) if model.qk_norm else ()
+    return ("q", "o", "up", *gate, *k)
+
+
+def rebuilt_linear_flops(model: ModelConfig) -> int:
+    """Per token and layer: what the products of :func:`rebuilt_linear_names` cost."""
     shapes = layer_shapes(model)
-    names = ["q", "o", "up", *(["gate"] if model.gated else []), *(["k"] if model.qk_norm else [])]
-    return 2 * sum(prod(shapes[f"{name}.weight"]) for name in names) * model.num_layers
+    return 2 * sum(prod(shapes[f"{name}.weight"]) for name in rebuilt_linear_names(model))

@@ -1,4 +1,4 @@
-"""The machine a plan is made for: what its devices, links and copies can do.
+"""The machine a plan is made for: what its devices, their node and its network can do.
 
 Presets are *analytic*: vendors' figures, times the share of them that well-made kernels reach on
 long sequences. `sppo bench` writes a file with what a machine measures; plans prefer that.
@@ -6,19 +6,211 @@ long sequences. `sppo bench` writes a file with what a machine measures; plans p
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, get_args
 
-from sppo.config.run import HardwareConfig
-from sppo.units import GIB
+import numpy as np
+from pydantic import ConfigDict
+
+from sppo.planning.rates import (
+    AttentionPoint,
+    ElementwisePoint,
+    Floats,
+    GemmPoint,
+    Product,
+    attention_blocks,
+    attention_grids,
+    between_head_sizes,
+    elementwise_grid,
+    gemm_blocks,
+    gemm_grid,
+    wave_fill,
+)
 
 Provenance = Literal["measured", "calibrated", "analytic"]
 
-_GB = 1e9
-_TFLOPS = 1e12
+_SHARES = ("gemm_efficiency", "attention_efficiency", "attention_backward_efficiency")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """One accelerator, or the CPU of one machine.
+
+    Attributes:
+        kind: "cuda" or "cpu"; on a CPU, device memory is the machine's memory.
+        memory_bytes: What the vendor prints on it.
+        reserved_bytes: Of those, what no plan may use: context, communicators, fragments.
+        bf16_flops_per_s: Peak of the matrix units in bf16.
+        fp32_flops_per_s: The same in fp32 (tf32 where the device has it).
+        gemm_efficiency: Share of the peak that endless matrix products reach.
+        attention_efficiency: Share of it that the attention forward reaches.
+        attention_backward_efficiency: Share of it that the attention backward reaches.
+        num_multiprocessors: What thread blocks are spread over.
+        memory_bytes_per_s: What element-wise kernels read and write.
+        kernel_s: Fixed cost of one kernel: its launch where that is not hidden.
+        gemm_points: Measured matrix products; empty where the shares above must do.
+        attention_points: Measured attention; empty where the shares above must do.
+        elementwise_points: Measured element-wise kernels; empty where memory bandwidth must do.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int
+    reserved_bytes: int
+    bf16_flops_per_s: float
+    fp32_flops_per_s: float
+    gemm_efficiency: float
+    attention_efficiency: float
+    attention_backward_efficiency: float
+    num_multiprocessors: int
+    memory_bytes_per_s: float
+    kernel_s: float
+    gemm_points: tuple[GemmPoint, ...] = ()
+    attention_points: tuple[AttentionPoint, ...] = ()
+    elementwise_points: tuple[ElementwisePoint, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_figures(self, above_zero=("memory_bytes", "bf16_flops_per_s", "fp32_flops_per_s"))
+        for name in _SHARES:
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(
+                    f"hardware device.{name} is {getattr(self, name)}: must be within 0 and 1"
+                )
+        self._check_points()
+
+    def _check_points(self) -> None:
+        """Every grid is complete, every rate above 0."""
+        for dtype in sorted({point.dtype for point in self.gemm_points}):
+            for product in get_args(Product):
+                gemm_grid(self.gemm_points, dtype, product=product)
+        for dtype in sorted({point.dtype for point in self.attention_points}):
+            for backward in (False, True):
+                attention_grids(self.attention_points, dtype, backward=backward)
+        for kernel, dtype in sorted({(p.kernel, p.dtype) for p in self.elementwise_points}):
+            elementwise_grid(self.elementwise_points, dtype, kernel=kernel)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that a plan may fill."""
+        return max(0, self.memory_bytes - self.reserved_bytes)
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Peak for `dtype`, "bf16" or "fp32"."""
+        return self.bf16_flops_per_s if dtype == "bf16" else self.fp32_flops_per_s
+
+    def measured_gemm(self, dtype: str) -> bool:
+        """Whether matrix products of `dtype` were measured."""
+        return gemm_grid(self.gemm_points, dtype, product="forward") is not None
+
+    def gemm_flops_per_s(
+        self, dtype: str, *, tokens: Floats, width: float, product: Product = "forward"
+    ) -> Floats:
+        """Rate of products with `tokens` rows and matrices about `width` wide."""
+        grid = gemm_grid(self.gemm_points, dtype, product=product)
+        if grid is not None:
+            return grid.at(tokens, np.full_like(tokens, width))
+        blocks = gemm_blocks(tokens, outputs=width)
+        fill = wave_fill(blocks, num_multiprocessors=self.num_multiprocessors)
+        rate: Floats = self.flops_per_s(dtype) * self.gemm_efficiency * fill
+        return rate
+
+    def attention_flops_per_s(
+        self,
+        dtype: str,
+        *,
+        queries: Floats,
+        keys: Floats,
+        heads: float,
+        head_size: int = 128,
+        backward: bool = False,
+    ) -> Floats:
+        """Rate of attention of `queries` rows over `keys` keys.
+
+        A backward spreads over the tiles of the keys, a forward over those of its queries: short
+        subsequences of a long sequence leave only the forward without enough blocks.
+        """
+        grids = attention_grids(self.attention_points, dtype, backward=backward)
+        if grids:
+            return between_head_sizes(
+                grids, head_size=head_size, queries=queries, keys_per_query=keys / queries
+            )
+        share = self.attention_backward_efficiency if backward else self.attention_efficiency
+        blocks = attention_blocks(keys if backward else queries, heads=heads)
+        fill = wave_fill(blocks, num_multiprocessors=self.num_multiprocessors)
+        rate: Floats = self.flops_per_s(dtype) * share * fill
+        return rate
+
+    def elementwise_bytes_per_s(self, kernel: str, dtype: str, *, elements: Floats) -> Floats:
+        """Rate of one element-wise kernel on tensors of `elements` elements.
+
+        Over the bytes that :mod:`sppo.planning.elementwise_cost` counts.
+        """
+        grid = elementwise_grid(self.elementwise_points, dtype, kernel=kernel)
+        if grid is not None:
+            return grid.at(elements, np.ones_like(elements))
+        return np.full_like(elements, self.memory_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """What devices of a node share.
+
+    Attributes:
+        num_devices: Devices of a node.
+        host_memory_bytes: Memory of the node; 0 where it is the device's own (a CPU).
+        numa_nodes: Memory domains; a device's copies want the nearest.
+        d2h_bytes_per_s: Copies to the host per device, both directions busy.
+        h2d_bytes_per_s: Copies back per device, both directions busy.
+        d2h_alone_bytes_per_s: The first with nothing coming back.
+        h2d_alone_bytes_per_s: The second with nothing leaving.
+        disk_bytes: Room on the node's disks; 0 without a disk tier.
+        disk_write_bytes_per_s: Writes past the page cache, for all devices of a node.
+        disk_read_bytes_per_s: Reads past the page cache, for all devices of a node.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    num_devices: int
+    host_memory_bytes: int
+    numa_nodes: int
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    d2h_alone_bytes_per_s: float
+    h2d_alone_bytes_per_s: float
+    disk_bytes: int = 0
+    disk_write_bytes_per_s: float = 0.0
+    disk_read_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        above: tuple[str, ...] = ("num_devices", "numa_nodes")
+        if self.host_memory_bytes:
+            above += ("d2h_bytes_per_s", "h2d_bytes_per_s")
+        if self.disk_bytes:
+            above += ("disk_write_bytes_per_s", "disk_read_bytes_per_s")
+        _check_figures(self, above_zero=above)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSpec:
+    """Links between devices, one direction each.
+
+    Attributes:
+        intra_node_bytes_per_s: From one device to another of its node.
+        intra_node_latency_s: Of a message inside a node.
+        inter_node_bytes_per_s: From one device to one of another node.
+        inter_node_latency_s: Of a message between nodes.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    intra_node_bytes_per_s: float
+    intra_node_latency_s: float
+    inter_node_bytes_per_s: float
+    inter_node_latency_s: float
+
+    def __post_init__(self) -> None:
+        _check_figures(self, above_zero=("intra_node_bytes_per_s", "inter_node_bytes_per_s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,174 +220,48 @@ class HardwareSpec:
     Attributes:
         name: What reports call it.
         provenance: Where the figures come from.
-        device_memory_bytes: Of one device; on a CPU, the memory of the machine.
-        bf16_flops_per_s: Peak of one device's matrix units in bf16.
-        fp32_flops_per_s: The same in fp32 (tf32 where the device has it).
-        gemm_efficiency: Share of the peak that long matrix products reach.
-        attention_efficiency: Share of it that the attention forward reaches.
-        attention_backward_efficiency: Share of it that the attention backward reaches.
-        half_efficiency_tokens: Tokens per kernel at which half of these shares is left; kernels
-            of C tokens reach C / (C + this) of them.
-        d2h_bytes_per_s: Copies to the host, both directions busy, per device.
-        h2d_bytes_per_s: Copies back, both directions busy, per device.
-        host_memory_bytes: Of one node, for all its devices.
-        intra_node_bytes_per_s: From one device to another of its node, one direction.
-        intra_node_latency_s: Of a message inside a node.
-        inter_node_bytes_per_s: From one device to one of another node, one direction.
-        inter_node_latency_s: Of a message between nodes.
-        devices_per_node: Devices of a node.
+        device: One of its devices.
+        node: What the devices of a node share.
+        network: What connects them.
         num_nodes: Nodes.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     name: str
     provenance: Provenance
-    device_memory_bytes: int
-    bf16_flops_per_s: float
-    fp32_flops_per_s: float
-    gemm_efficiency: float
-    attention_efficiency: float
-    attention_backward_efficiency: float
-    half_efficiency_tokens: int
-    d2h_bytes_per_s: float
-    h2d_bytes_per_s: float
-    host_memory_bytes: int
-    intra_node_bytes_per_s: float
-    intra_node_latency_s: float
-    inter_node_bytes_per_s: float
-    inter_node_latency_s: float
-    devices_per_node: int = 8
+    device: DeviceSpec
+    node: NodeSpec
+    network: NetworkSpec
     num_nodes: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and value < 0:
-                raise ValueError(f"hardware {field.name} is {value}: must be at least 0")
-        for name in ("gemm_efficiency", "attention_efficiency", "attention_backward_efficiency"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(
-                    f"hardware {name} is {getattr(self, name)}: must be within 0 and 1"
-                )
+        if self.num_nodes < 1:
+            raise ValueError(f"hardware num_nodes is {self.num_nodes}: must be at least 1")
 
     @property
     def num_devices(self) -> int:
         """Devices of the whole cluster."""
-        return self.num_nodes * self.devices_per_node
+        return self.num_nodes * self.node.num_devices
 
-    def flops_per_s(self, dtype: str) -> float:
-        """Peak of one device for `dtype`, "bf16" or "fp32"."""
-        return self.bf16_flops_per_s if dtype == "bf16" else self.fp32_flops_per_s
+    @property
+    def host_bytes_per_device(self) -> int:
+        """A device's share of its node's memory."""
+        return self.node.host_memory_bytes // self.node.num_devices
 
-
-def _accelerator(
-    name: str,
-    *,
-    memory_gib: int,
-    bf16_tflops: float,
-    fp32_tflops: float,
-    pcie_gb_per_s: float,
-    nvlink_gb_per_s: float,
-    network_gb_per_s: float,
-    attention: tuple[float, float] = (0.6, 0.5),
-    host_gib: int = 2048,
-) -> HardwareSpec:
-    return HardwareSpec(
-        name=name,
-        provenance="analytic",
-        device_memory_bytes=memory_gib * GIB,
-        bf16_flops_per_s=bf16_tflops * _TFLOPS,
-        fp32_flops_per_s=fp32_tflops * _TFLOPS,
-        gemm_efficiency=0.75,
-        attention_efficiency=attention[0],
-        attention_backward_efficiency=attention[1],
-        half_efficiency_tokens=256,
-        d2h_bytes_per_s=pcie_gb_per_s * _GB,
-        h2d_bytes_per_s=pcie_gb_per_s * _GB,
-        host_memory_bytes=host_gib * GIB,
-        intra_node_bytes_per_s=nvlink_gb_per_s * _GB,
-        intra_node_latency_s=10e-6,
-        inter_node_bytes_per_s=network_gb_per_s * _GB,
-        inter_node_latency_s=25e-6,
-    )
+    @property
+    def disk_bytes_per_device(self) -> int:
+        """A device's share of its node's disks."""
+        return self.node.disk_bytes // self.node.num_devices
 
 
-# Bandwidths are per direction and device. A100 nodes have 4 x 200 Gb/s for 8 devices, as in the
-# SPPO paper; H100-class nodes one 400 Gb/s port per device. PCIe is what a pinned copy reaches
-# with both directions busy, not the bus figure.
-PRESETS: Mapping[str, HardwareSpec] = {
-    spec.name: spec
-    for spec in (
-        _accelerator(
-            "a100-40g", memory_gib=40, bf16_tflops=312, fp32_tflops=156,
-            pcie_gb_per_s=22, nvlink_gb_per_s=250, network_gb_per_s=12.5,
-        ),
-        _accelerator(
-            "a100-80g", memory_gib=80, bf16_tflops=312, fp32_tflops=156,
-            pcie_gb_per_s=22, nvlink_gb_per_s=250, network_gb_per_s=12.5,
-        ),
-        _accelerator(
-            "a800", memory_gib=80, bf16_tflops=312, fp32_tflops=156,
-            pcie_gb_per_s=22, nvlink_gb_per_s=170, network_gb_per_s=12.5,
-        ),
-        _accelerator(
-            "h100", memory_gib=80, bf16_tflops=989, fp32_tflops=494,
-            pcie_gb_per_s=45, nvlink_gb_per_s=380, network_gb_per_s=45,
-            attention=(0.55, 0.42),
-        ),
-        _accelerator(
-            "h200", memory_gib=141, bf16_tflops=989, fp32_tflops=494,
-            pcie_gb_per_s=45, nvlink_gb_per_s=380, network_gb_per_s=45,
-            attention=(0.55, 0.42),
-        ),
-        _accelerator(
-            "b200", memory_gib=180, bf16_tflops=2250, fp32_tflops=1125,
-            pcie_gb_per_s=50, nvlink_gb_per_s=760, network_gb_per_s=45,
-            attention=(0.5, 0.38),
-        ),
-        HardwareSpec(
-            name="laptop-cpu", provenance="analytic", device_memory_bytes=16 * GIB,
-            bf16_flops_per_s=2e11, fp32_flops_per_s=1e11, gemm_efficiency=0.6,
-            attention_efficiency=0.3, attention_backward_efficiency=0.25,
-            half_efficiency_tokens=32, d2h_bytes_per_s=1.5e9, h2d_bytes_per_s=1.5e9,
-            host_memory_bytes=0, intra_node_bytes_per_s=2e9, intra_node_latency_s=50e-6,
-            inter_node_bytes_per_s=1e8, inter_node_latency_s=200e-6, devices_per_node=2,
-        ),
-    )
-}  # fmt: skip
-
-
-def hardware_for(config: Literal["auto"] | HardwareConfig) -> HardwareSpec:
-    """The machine a run file names; "auto" is a laptop until something is measured.
-
-    Raises:
-        ValueError: an unknown preset, or a file that is no hardware description.
-    """
-    if config == "auto":
-        return PRESETS["laptop-cpu"]
-    if config.file is not None:
-        return read_hardware(Path(config.file))
-    name = config.preset or "laptop-cpu"
-    if name not in PRESETS:
-        raise ValueError(f"hardware.preset {name!r} is not one of {', '.join(PRESETS)}")
-    return replace(PRESETS[name], num_nodes=config.nodes, devices_per_node=config.devices_per_node)
-
-
-def read_hardware(path: Path) -> HardwareSpec:
-    """A hardware description from a JSON file with the fields of `HardwareSpec`.
-
-    Raises:
-        ValueError: not JSON, or a field is missing or unknown; names them.
-        OSError: the file cannot be read.
-    """
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"hardware file {path} is not JSON: {error}") from error
-    known = {field.name for field in fields(HardwareSpec)}
-    if not isinstance(values, dict) or set(values) - known:
-        extra = sorted(set(values) - known) if isinstance(values, dict) else ["no object"]
-        raise ValueError(f"hardware file {path}: unknown {', '.join(extra)}; see sppo bench all")
-    missing = sorted(known - set(values) - {"devices_per_node", "num_nodes"})
-    if missing:
-        raise ValueError(f"hardware file {path}: {', '.join(missing)} missing; see sppo bench all")
-    return HardwareSpec(**values)
+def _check_figures(spec: object, *, above_zero: tuple[str, ...]) -> None:
+    where = type(spec).__name__.removesuffix("Spec").lower()
+    for field in fields(spec):  # type: ignore[arg-type]
+        value = getattr(spec, field.name)
+        if not isinstance(value, int | float):
+            continue
+        if not value >= 0 or value == float("inf"):
+            raise ValueError(f"hardware {where}.{field.name} is {value}: must be at least 0")
+        if field.name in above_zero and value == 0:
+            raise ValueError(f"hardware {where}.{field.name} is 0: must be above 0")

@@ -1,27 +1,48 @@
-"""Memory of one rank by bucket, before the run.
+"""Memory of every device by bucket, and of the tiers behind it, before the run.
 
 Legend: S tokens of a sequence, C of its longest subsequence, E hidden, F MLP width, K key/value
-heads, D head size, L layers, V vocabulary.
+heads, D head size, V vocabulary, g sequence-parallel degree.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 
-from sppo.config.model import ModelConfig
-from sppo.planning.activation_policy import saved_bytes_per_token, tensor_bytes_per_token
-from sppo.planning.parameters import num_parameters, parameter_shapes
+import numpy as np
 
+from sppo.config.model import ModelConfig
+from sppo.planning.activation_decisions import (
+    Counts,
+    Decisions,
+    Situation,
+    held_bytes,
+    tier_bytes_held,
+)
+from sppo.planning.activation_policy import tensor_bytes_per_token
+from sppo.planning.cost import (
+    CostRequest,
+    device_parameters,
+    kv_bytes_per_token,
+    row_bytes_of,
+    same_weights_degree,
+)
+from sppo.planning.layer_cost import WIDE_BYTES
+from sppo.planning.parameters import layer_shapes, outer_shapes
+from sppo.schedule.costs import Table
+from sppo.units import MIB
+
+LOGITS_TILE_BYTES = 16 * MIB
+"""Bound of one tile of fp32 logits."""
 LEAST_TILE_TOKENS = 64
 """Tokens of a tile of logits, however large the vocabulary."""
-WIDE_BYTES = 4
-"""Masters, gradients, optimizer moments and dK/dV are fp32."""
+RING_LAYERS = 3
+"""Layers whose moved tensors may be on their way back at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBuckets:
-    """Bytes held at the peak of a step, by what holds them."""
+    """Bytes on one device at the peak of a step, by what holds them."""
 
     weights_bytes: int
     """Parameters in the compute dtype."""
@@ -30,64 +51,183 @@ class MemoryBuckets:
     optimizer_bytes: int
     """AdamW's two moments, and fp32 masters where the weights are narrower."""
     kv_bytes: int
-    """K, V and their fp32 gradients, all layers, one sequence."""
+    """K and V of all layers and of every sequence in flight."""
+    kv_gradients_bytes: int
+    """Their fp32 gradients, of the sequence in backward."""
     activations_bytes: int
-    """What the policy saves of one sequence, all layers."""
+    """Saved tensors that stay on the device."""
+    copies_bytes: int
+    """Saved tensors on their way out or back."""
     loss_gradient_bytes: int
     """Gradient of the last layer's output, formed in forward."""
     working_bytes: int
     """Of the running subsequence: a layer's tensors and their gradients, a tile of logits."""
+    communication_bytes: int
+    """Messages between stages, and what a sequence-parallel group exchanges."""
 
     @property
     def total_bytes(self) -> int:
         """All buckets together."""
         return sum(getattr(self, field.name) for field in fields(self))
 
+    @property
+    def largest(self) -> str:
+        """Name of the largest bucket."""
+        return max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
 
-def memory_of_rank(
-    model: ModelConfig,
-    *,
-    length: int,
-    longest: int,
-    policy: str,
-    element_bytes: int,
-    tile_bytes: int,
-) -> MemoryBuckets:
-    """Buckets of one rank that holds the whole model and runs its sequences one after another.
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """One device of a stage and what it puts elsewhere."""
+
+    device: MemoryBuckets
+    tier_activations_bytes: int
+    """Moved tensors in the next tier."""
+    host_optimizer_bytes: int
+    """Optimizer states in host memory."""
+
+
+def state_memory(
+    request: CostRequest, *, in_flight: Counts, offload_optimizer: bool = False
+) -> tuple[StageMemory, ...]:
+    """Memory of each stage without any saved activation.
 
     Args:
-        model: the shape.
-        length: S.
-        longest: C, tokens of the longest subsequence.
-        policy: activation policy.
-        element_bytes: of the compute dtype, 2 for bf16.
-        tile_bytes: of one tile of fp32 logits.
+        request: what is priced.
+        in_flight: how often each subsequence is held at once, [stages, subsequences].
+        offload_optimizer: optimizer states live in host memory.
     """
-    parameters = num_parameters(model)
-    kv_elements = 2 * length * model.kv_heads * model.head_dim * model.num_layers
-    saved = saved_bytes_per_token(policy, model, element_bytes=element_bytes)
-    masters = WIDE_BYTES if element_bytes < WIDE_BYTES else 0
-    return MemoryBuckets(
-        weights_bytes=parameters * element_bytes,
-        gradients_bytes=parameters * WIDE_BYTES,
-        optimizer_bytes=parameters * (2 * WIDE_BYTES + masters),
-        kv_bytes=kv_elements * (element_bytes + WIDE_BYTES),
-        activations_bytes=saved * length * model.num_layers,
-        loss_gradient_bytes=length * model.hidden_size * element_bytes,
-        working_bytes=_working_bytes(model, longest, element_bytes)
-        + 2 * max(tile_bytes, LEAST_TILE_TOKENS * model.vocab_size * WIDE_BYTES)
-        + _gradient_bytes(model, element_bytes),
-    )
+    workload = request.workload
+    parameters = device_parameters(request)
+    element = workload.element_bytes
+    masters = WIDE_BYTES if element < WIDE_BYTES else 0
+    copies = request.data_parallel_degree * same_weights_degree(workload)
+    state_shards = copies if request.zero >= 1 else 1
+    weight_shards = copies if request.zero >= 3 else 1
+    gathered = _gathered_bytes(request) if weight_shards > 1 else 0
+    kv, kv_gradients = _kv_bytes(request, in_flight=in_flight)
+    working, last_working = _working_bytes(request), _loss_bytes(request)
+    communication = _communication_bytes(request)
+    stages = []
+    for stage, count in enumerate(parameters.tolist()):
+        is_last = stage == request.num_stages - 1
+        optimizer = int(count * (2 * WIDE_BYTES + masters) / state_shards)
+        buckets = MemoryBuckets(
+            weights_bytes=int(count * element / weight_shards) + gathered,
+            gradients_bytes=int(count * WIDE_BYTES / weight_shards),
+            optimizer_bytes=0 if offload_optimizer else optimizer,
+            kv_bytes=int(kv[stage]),
+            kv_gradients_bytes=int(kv_gradients[stage]),
+            activations_bytes=0,
+            copies_bytes=0,
+            loss_gradient_bytes=_loss_gradient_bytes(request, in_flight) if is_last else 0,
+            working_bytes=working + (last_working if is_last else 0),
+            communication_bytes=communication,
+        )
+        stages.append(StageMemory(buckets, 0, optimizer if offload_optimizer else 0))
+    return tuple(stages)
+
+
+def with_activations(
+    states: tuple[StageMemory, ...], *, decisions: Decisions, situation: Situation
+) -> tuple[StageMemory, ...]:
+    """Memory of each stage with what the activation policy keeps and moves."""
+    kept = (decisions.kept * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
+    held = held_bytes(decisions, situation)
+    tier = tier_bytes_held(decisions, situation)
+    ring = ring_bytes(decisions, situation)
+    stages = []
+    for stage, state in enumerate(states):
+        resident = float(kept[stage].sum())
+        device = replace(
+            state.device,
+            activations_bytes=round(resident),
+            copies_bytes=round(max(0.0, held[stage] - resident) + ring[stage]),
+        )
+        stages.append(replace(state, device=device, tier_activations_bytes=round(tier[stage])))
+    return tuple(stages)
+
+
+def ring_bytes(decisions: Decisions, situation: Situation) -> Table:
+    """Room for what comes back ahead of its use, [stages]."""
+    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
+    share: Table = moved * np.minimum(1.0, RING_LAYERS / situation.layers)
+    return share
+
+
+def most_ring_bytes(request: CostRequest) -> Table:
+    """The ring if the longest subsequence moved whole, [stages]."""
+    longest = max(tokens for parts in request.lengths for tokens in parts)
+    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)
+    whole: Table = row_bytes_of(request).sum(axis=1) * longest
+    return whole * np.minimum(1.0, RING_LAYERS / layers)
+
+
+def helper_bytes(request: CostRequest) -> int:
+    """What helping another stage takes under MSP.
+
+    Two of its layers' weights, and one layer's K/V prefix with its gradient.
+    """
+    workload = request.workload
+    tokens = max(sum(parts) for parts in request.lengths)
+    return _gathered_bytes(request) + round(tokens * sum(kv_bytes_per_token(workload)))
+
+
+def _kv_bytes(request: CostRequest, *, in_flight: Counts) -> tuple[Table, Table]:
+    """K/V buffers hold a whole sequence each, from its first forward to its last backward."""
+    tokens = max(sum(parts) for parts in request.lengths)
+    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)
+    narrow, wide = kv_bytes_per_token(request.workload)
+    sequences = in_flight.max(axis=1)
+    return layers * tokens * narrow * sequences, layers * tokens * wide
+
+
+def _loss_gradient_bytes(request: CostRequest, in_flight: Counts) -> int:
+    lengths = np.array(request.lengths[0])
+    tokens = int((lengths * in_flight[-1]).sum()) // request.workload.sequence_parallel_degree
+    return tokens * request.workload.model.hidden_size * request.workload.element_bytes
+
+
+def _working_bytes(request: CostRequest) -> int:
+    """A layer's named tensors, their gradients, and the MLP's output once more; a weight gradient.
+
+    The weight gradient exists in the compute dtype before it is added to its fp32 sum.
+    """
+    workload = request.workload
+    model, element = workload.model, workload.element_bytes
+    longest = max(tokens for parts in request.lengths for tokens in parts)
+    per_token = sum(tensor_bytes_per_token(model, element_bytes=element).values())
+    here = longest * (2 * per_token + 2 * model.mlp_size * element)
+    return here // workload.sequence_parallel_degree + _gradient_bytes(model, element)
+
+
+def _loss_bytes(request: CostRequest) -> int:
+    """Two tiles of logits: themselves and their gradient."""
+    vocab = request.workload.model.vocab_size
+    return 2 * max(LOGITS_TILE_BYTES, LEAST_TILE_TOKENS * vocab * WIDE_BYTES)
 
 
 def _gradient_bytes(model: ModelConfig, element_bytes: int) -> int:
     """The largest weight gradient before it is added to its fp32 sum; fp32 weights add in place."""
     if element_bytes >= WIDE_BYTES:
         return 0
-    return max(prod(shape) for shape in parameter_shapes(model).values()) * element_bytes
+    shapes = {**outer_shapes(model), **layer_shapes(model)}
+    return max(prod(shape) for shape in shapes.values()) * element_bytes
 
 
-def _working_bytes(model: ModelConfig, longest: int, element_bytes: int) -> int:
-    """A layer's named tensors, their gradients, and the MLP's output once more."""
-    per_token = sum(tensor_bytes_per_token(model, element_bytes=element_bytes).values())
-    return longest * (2 * per_token + 2 * model.mlp_size * element_bytes)
+def _gathered_bytes(request: CostRequest) -> int:
+    """Two layers' weights gathered at once where every device holds a share of them (ZeRO-3)."""
+    model = request.workload.model
+    layer = sum(prod(shape) for shape in layer_shapes(model).values())
+    return 2 * layer * request.workload.element_bytes
+
+
+def _communication_bytes(request: CostRequest) -> int:
+    """Two messages each way between stages; q, k, v and o twice inside a group."""
+    workload = request.workload
+    model, degree = workload.model, workload.sequence_parallel_degree
+    longest = max(tokens for parts in request.lengths for tokens in parts)
+    here = longest // degree * workload.element_bytes
+    messages = 4 * here * model.hidden_size if request.num_stages > 1 else 0
+    heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
+    return messages + (here * heads if degree > 1 else 0)

@@ -35,19 +35,27 @@ def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """All parameters by global name, in a fixed order: embedding, layers, final norm, head."""
+def outer_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Parameters outside the layers: embedding, learned positions, final norm, head."""
     shapes: dict[str, Shape] = {"embed.weight": (model.vocab_size, model.hidden_size)}
     if model.position == "learned":
         assert model.max_positions is not None, "ModelConfig checks this"
         shapes["positions.weight"] = (model.max_positions, model.hidden_size)
-    layer = layer_shapes(model)
-    for index in range(model.num_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes |= _norm("final_norm", model)
     if not model.tie_embeddings:
         shapes["head.weight"] = (model.vocab_size, model.hidden_size)
     return shapes
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """All parameters by global name, in a fixed order: embedding, layers, final norm, head."""
+    outer = outer_shapes(model)
+    before = ("embed.weight", "positions.weight")
+    shapes = {name: shape for name, shape in outer.items() if name in before}
+    layer = layer_shapes(model)
+    for index in range(model.num_layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes | {name: shape for name, shape in outer.items() if name not in before}
 
 
 def num_parameters(model: ModelConfig) -> int:

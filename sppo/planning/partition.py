@@ -4,6 +4,11 @@ The cost of the first x tokens of a causal sequence is ``a*x + b*x^2/2``: ``a`` 
 the projections, ``b`` FLOPs per (query, key) pair in attention. Equal shares then have boundaries
 in closed form, ``x_k = (sqrt(a^2 + 2 b C k / N) - a) / b`` with C the cost of the whole sequence.
 Each boundary is rounded, not each length, so rounding errors never pile up in one piece.
+
+We count the pairs that a causal kernel visits. The SPPO paper's figures for LLaMA-65B at 128K
+tokens (10.59 to 2.87 GB from first to last piece at N = 8, 6.04 to 1.3 GB at N = 16) are those of
+the full square, b twice as large: with 38 bytes per token and hidden unit of one undivided layer
+they come out within 9 percent, over causal pairs no count of bytes comes closer than 20 percent.
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
-"""A run file as something to simulate: its schedule, and its costs on a machine."""
+"""A run file or a plan as something to simulate: its schedule, and its costs on a machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sppo.config.run import RunConfig
-from sppo.planning.cost import CostRequest, analytic_costs, hiding_ratios
-from sppo.planning.hardware import HardwareSpec, hardware_for
-from sppo.planning.partition import lengths_of
-from sppo.planning.resolve import sequence_boundaries
-from sppo.schedule.costs import Costs, with_offload
+from sppo.planning.activation_decisions import Decisions
+from sppo.planning.candidate import Candidate, assess
+from sppo.planning.cost import stage_costs, stage_seconds
+from sppo.planning.hardware import HardwareSpec
+from sppo.planning.hardware_file import hardware_for
+from sppo.planning.layer_cost import Workload
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.run_plan import run_candidate
+from sppo.schedule.costs import Costs
 from sppo.schedule.generators import WHOLE_SEQUENCES, generate
 from sppo.schedule.prepare import Case, lower
 
@@ -46,37 +50,81 @@ def simulated_run(run: RunConfig, *, shape: RunShape | None = None) -> Simulated
     Raises:
         ValueError: degrees or a schedule that do not fit the run, with what to change.
     """
-    _check_priced(run)
     shape = shape or RunShape()
+    if shape.num_subsequences is not None:
+        cut = {"num_subsequences": shape.num_subsequences, "boundaries": None}
+        run = run.model_copy(update={"sequence": run.sequence.model_copy(update=cut)})
+    if shape.num_ranks is not None:
+        degree = {"pipeline_parallel_degree": shape.num_ranks}
+        run = run.model_copy(update={"parallel": run.parallel.model_copy(update=degree)})
     hardware = hardware_for(run.hardware)
     name = shape.schedule or _schedule_name(run)
-    request = _cost_request(run, shape=shape, hardware=hardware, name=name)
-    costs = analytic_costs(request)
-    forward = generate(
-        name,
-        num_ranks=request.num_ranks,
-        lengths=request.lengths,
-        forward_only=True,
-        costs=costs,
+    candidate = replace(run_candidate(run, hardware=hardware), schedule=name)
+    if name in WHOLE_SEQUENCES:
+        candidate = replace(candidate, lengths=(sum(candidate.lengths),))
+    return _simulated(candidate, costs=assess(candidate).costs)
+
+
+def simulated_plan(plan: ExecutionPlan) -> SimulatedRun:
+    """What one step of one data-parallel replica does under `plan`."""
+    candidate = plan_candidate(plan)
+    request = candidate.request
+    costs = stage_costs(request, seconds=stage_seconds(request), decisions=plan_decisions(plan))
+    return _simulated(candidate, costs=costs)
+
+
+def plan_candidate(plan: ExecutionPlan) -> Candidate:
+    """The candidate that `plan` was made from."""
+    workload = Workload(
+        plan.model,
+        plan.hardware,
+        dtype=plan.run["train"]["dtype"],
+        sequence_parallel_degree=plan.sequence_parallel_degree,
+        sequence_parallel="megatron" if plan.sequence_parallel == "megatron" else "ulysses",
     )
-    forward_case = Case(lower(forward, costs=costs), costs)
-    costs = _with_run_offload(run, costs=costs, request=request)
-    schedule = generate(name, num_ranks=request.num_ranks, lengths=request.lengths, costs=costs)
-    return SimulatedRun(Case(lower(schedule, costs=costs), costs), forward_case, hardware)
+    return Candidate(
+        workload,
+        plan.lengths,
+        sequences=plan.sequences,
+        pipeline_parallel_degree=plan.pipeline_parallel_degree,
+        data_parallel_degree=plan.data_parallel_degree,
+        schedule=plan.schedule,
+        policy=plan.policy,
+        zero=plan.zero,
+        offload_optimizer=plan.run["optimizer"]["offload"],
+        input_every=plan.run["activations"]["input_every"],
+    )
 
 
-def _check_priced(run: RunConfig) -> None:
-    """Refuse what has no costs yet rather than simulate something else in its place."""
-    if run.activations.policy == "hybrid":
-        raise ValueError(
-            "activations.policy 'hybrid' is chosen by the planner, which this version does not "
-            "have: simulate retain, keep_attention, recompute, offload_all or sppo"
+def plan_decisions(plan: ExecutionPlan) -> Decisions:
+    """What `plan` does to every saved tensor."""
+    tables = (
+        np.array(
+            [[getattr(part, name) for part in stage.subsequences] for stage in plan.stages],
+            dtype=np.int64,
         )
-    if run.sequence.partition == "cost_model" and run.sequence.boundaries is None:
-        raise ValueError(
-            "sequence.partition 'cost_model' needs a measured machine description, which this "
-            "version does not have: simulate flops or length"
+        for name in ("kept", "moved", "rebuilt")
+    )
+    return Decisions(*tables)
+
+
+def _simulated(candidate: Candidate, *, costs: Costs) -> SimulatedRun:
+    schedule_of = {
+        forward_only: generate(
+            candidate.schedule,
+            num_ranks=candidate.pipeline_parallel_degree,
+            lengths=candidate.request.lengths,
+            forward_only=forward_only,
+            costs=costs,
         )
+        for forward_only in (False, True)
+    }
+    alone = replace(costs, offload_bytes=np.zeros_like(costs.offload_bytes))
+    return SimulatedRun(
+        Case(lower(schedule_of[False], costs=costs), costs),
+        Case(lower(schedule_of[True], costs=alone), alone),
+        candidate.workload.hardware,
+    )
 
 
 def _schedule_name(run: RunConfig) -> str:
@@ -84,50 +132,3 @@ def _schedule_name(run: RunConfig) -> str:
     if run.parallel.schedule != "auto":
         return run.parallel.schedule
     return "sppo_msp" if run.parallel.multiplexed == "on" else "sppo"
-
-
-def _cost_request(
-    run: RunConfig, *, shape: RunShape, hardware: HardwareSpec, name: str
-) -> CostRequest:
-    replicas = run.parallel.data_parallel_degree
-    sequences, rest = divmod(run.train.sequences_per_step, replicas)
-    if rest:
-        raise ValueError(
-            f"train.sequences_per_step {run.train.sequences_per_step} on "
-            f"{replicas} data-parallel replicas: must be a multiple of the replicas"
-        )
-    if shape.num_subsequences is not None:
-        cut = run.sequence.model_copy(
-            update={"num_subsequences": shape.num_subsequences, "boundaries": None}
-        )
-        run = run.model_copy(update={"sequence": cut})
-    device = "cpu" if hardware.host_memory_bytes == 0 else "cuda"
-    lengths = lengths_of(sequence_boundaries(run, device=device))
-    if name in WHOLE_SEQUENCES:
-        lengths = (sum(lengths),)
-    policy = run.activations.policy
-    return CostRequest(
-        run.model,
-        hardware,
-        (lengths,) * sequences,
-        num_ranks=shape.num_ranks or run.parallel.pipeline_parallel_degree,
-        policy=policy if policy in ("keep_attention", "recompute") else "retain",
-        dtype=run.train.dtype,
-        sequence_parallel_degree=run.parallel.sequence_parallel_degree,
-        data_parallel_degree=replicas,
-    )
-
-
-def _with_run_offload(run: RunConfig, *, costs: Costs, request: CostRequest) -> Costs:
-    """`costs` with what the run's activation policy sends away."""
-    given = run.activations.offload_ratio
-    if given != "auto":
-        ratios = np.full(costs.activation_bytes.shape, float(given))
-    elif run.activations.policy == "offload_all":
-        ratios = np.ones(costs.activation_bytes.shape)
-    elif run.activations.policy == "sppo":
-        counts = [len(parts) for parts in request.lengths]
-        ratios = hiding_ratios(costs, num_subsequences=counts)
-    else:
-        return costs
-    return with_offload(costs, ratios=ratios, copies=costs.copies)

@@ -17,7 +17,8 @@ from torch import Tensor
 from sppo.config import RunConfig
 from sppo.engine.single import SingleRankEngine
 from sppo.kernels.cross_entropy import IGNORED_LABEL
-from sppo.planning.resolve import sequence_boundaries
+from sppo.planning.hardware_file import hardware_for
+from sppo.planning.run_plan import run_boundaries
 from sppo.train.checkpoint import find_checkpoint, read_model
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.train.data import count_sequences, training_sequence
@@ -82,7 +83,7 @@ def evaluate(
     data = open_data(run, directory)
     weights, source, step = _weights(run, checkpoint)
     engine = SingleRankEngine(run.model, weights=weights, gradients=None)
-    boundaries = sequence_boundaries(run)
+    boundaries = run_boundaries(run, hardware=hardware_for(run.hardware))
     length = run.sequence.length
     total = count_sequences(data, length=length)
     if max_sequences is not None:

@@ -7,9 +7,13 @@ from pathlib import Path
 
 from sppo.config import RunConfig
 from sppo.kernels.machine_memory import memory_room
-from sppo.planning.resolve import Resolved, resolve
+from sppo.planning.hardware_file import hardware_for
+from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
+from sppo.planning.run_plan import plan_run
+from sppo.planning.this_machine import detect_machine
 from sppo.train.data import TrainingData
 from sppo.train.run_directory import check_output
+from sppo.train.state import kept_classes
 from sppo.train.tokens import TokenData, check_fits, open_tokens
 from sppo.units import format_bytes
 
@@ -19,16 +23,21 @@ class Preflight:
     """A run whose inputs are known to fit together."""
 
     data: TrainingData
-    resolved: Resolved
+    plan: ExecutionPlan
 
 
-def check_before_training(run: RunConfig) -> Preflight:
+def check_before_training(run: RunConfig, *, plan_file: Path | None = None) -> Preflight:
     """Open the data, check weights and output, decide what was left to ``auto``.
+
+    Args:
+        run: checked.
+        plan_file: a plan to follow instead of deciding here.
 
     Raises:
         ValueError: what is wrong, with the rule and the fix; nothing was changed.
         MemoryError: the run does not fit in this machine's memory.
     """
+    plan = None if plan_file is None else _given_plan(run, plan_file)
     data = open_data(run, run.data.tokens)
     check_weights(run)
     check_output(run)
@@ -43,9 +52,11 @@ def check_before_training(run: RunConfig) -> Preflight:
         isolate_documents=run.data.isolate_documents,
     )
     available = memory_room().least_bytes
-    resolved = resolve(run, available_bytes=available)
-    _check_memory(resolved, available)
-    return Preflight(training, resolved)
+    if plan is None:
+        hardware = hardware_for(run.hardware, this_machine=detect_machine())
+        plan = plan_run(run, hardware=hardware, available_bytes=available)
+    _check_memory(plan, available)
+    return Preflight(training, plan)
 
 
 def open_data(run: RunConfig, directory: str) -> TokenData:
@@ -71,14 +82,31 @@ def check_weights(run: RunConfig) -> None:
         open_hf_weights(Path(run.model.from_hf), run.model)
 
 
-def _check_memory(resolved: Resolved, available: int) -> None:
-    """A policy that was asked for is taken as long as it can work at all."""
-    needed = resolved.memory.total_bytes
+def _given_plan(run: RunConfig, plan_file: Path) -> ExecutionPlan:
+    """The plan in ``plan_file``, if it is for this run and this version can follow it."""
+    plan = read_plan(plan_file)
+    check_plan_fits(plan, run)
+    devices = (
+        plan.data_parallel_degree * plan.pipeline_parallel_degree * plan.sequence_parallel_degree
+    )
+    if devices > 1:
+        raise ValueError(
+            f"{plan_file} is a plan for {devices} devices (data parallel "
+            f"{plan.data_parallel_degree}, pipeline {plan.pipeline_parallel_degree}, sequence "
+            f"parallel {plan.sequence_parallel_degree}), and this version trains on one: solve "
+            "for one device, or keep the plan for sppo simulate"
+        )
+    kept_classes(plan)
+    return plan
+
+
+def _check_memory(plan: ExecutionPlan, available: int) -> None:
+    needed = plan.stages[0].memory.device.total_bytes
     if needed > available:
         raise MemoryError(
-            f"activations.policy={resolved.policy} needs {format_bytes(needed)} for a sequence of "
-            f"{resolved.boundaries[-1]} tokens, and {format_bytes(available)} are available; write "
-            "activations.policy=auto, shorten sequence.length or take a smaller model"
+            f"the plan needs {format_bytes(needed)} for a sequence of {plan.boundaries[-1]} "
+            f"tokens, and {format_bytes(available)} are available: end other programs, or solve "
+            "again on this machine"
         )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 
 from sppo.config import RunConfig
+from sppo.planning.plan import Prediction
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from sppo.train.loss_picture import loss_picture
 from sppo.train.metrics import METRICS_FILE, read_metrics
@@ -35,8 +36,10 @@ def report(
         name=outcome.output.name,
         wall_s=outcome.wall_s,
         memory_bytes=_memory(preflight, outcome),
-        phases_s=_phases(outcome),
+        phases_s=_phases(preflight.plan.predicted, outcome),
     )
+    hardware = preflight.plan.hardware
+    summary["predicted_for"] = f"{hardware.name} ({hardware.provenance})"
     summary["interrupted_by"] = outcome.interrupted_by
     write_summary(summary, outcome.output / SUMMARY_FILE)
     if steps:
@@ -70,14 +73,14 @@ def _say(text: str, console: Console) -> None:
 
 def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
     """Buckets that were measured, beside their prediction."""
-    predicted, measured = preflight.resolved.memory, outcome.buckets
+    predicted, measured = preflight.plan.stages[0].memory.device, outcome.buckets
     if not outcome.phases:
         return {}
     return {
         "weights": (predicted.weights_bytes, measured.weights_bytes),
         "gradients": (predicted.gradients_bytes, measured.gradients_bytes),
         "optimizer": (predicted.optimizer_bytes, measured.optimizer_bytes),
-        "K/V and gradients": (predicted.kv_bytes, measured.kv_bytes),
+        "K/V and gradients": (predicted.kv_bytes + predicted.kv_gradients_bytes, measured.kv_bytes),
         "activations": (
             predicted.activations_bytes + predicted.loss_gradient_bytes,
             measured.activations_bytes,
@@ -89,16 +92,16 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
     }
 
 
-def _phases(outcome: TrainingOutcome) -> dict[str, Pair]:
-    """Median time of each phase; nothing predicts them before there is a machine description."""
+def _phases(predicted: Prediction, outcome: TrainingOutcome) -> dict[str, Pair]:
+    """Median time of each phase beside its prediction."""
     if not outcome.phases:
         return {}
-    read: Mapping[str, Callable[[StepPhases], float]] = {
-        "forward": lambda phases: phases.forward_s,
-        "backward": lambda phases: phases.backward_s,
-        "data and update": lambda phases: phases.rest_s,
+    read: Mapping[str, tuple[float, Callable[[StepPhases], float]]] = {
+        "forward": (predicted.forward_s, lambda phases: phases.forward_s),
+        "backward": (predicted.backward_s, lambda phases: phases.backward_s),
+        "data and update": (predicted.update_s, lambda phases: phases.rest_s),
     }
     return {
-        name: (None, statistics.median(of(phases) for phases in outcome.phases))
-        for name, of in read.items()
+        name: (expected, statistics.median(of(phases) for phases in outcome.phases))
+        for name, (expected, of) in read.items()
     }

@@ -85,7 +85,7 @@ def print_summary(summary: Mapping[str, Any], *, console: Console | None = None)
     console.print(_reached(summary))
     rows = list(_comparisons(summary))
     if rows:
-        console.print(_compared(rows))
+        console.print(_compared(rows, predicted_for=summary.get("predicted_for")))
 
 
 def _reached(summary: Mapping[str, Any]) -> Table:
@@ -120,8 +120,9 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             yield label, show(summary[key])
 
 
-def _compared(rows: Iterable[tuple[str, str, str, str]]) -> Table:
-    table = _table(title="Predicted against measured")
+def _compared(rows: Iterable[tuple[str, str, str, str]], *, predicted_for: str | None) -> Table:
+    machine = f", predicted for {predicted_for}" if predicted_for else ""
+    table = _table(title=f"Predicted against measured{machine}")
     table.add_column()
     for heading in ("predicted", "measured", "measured / predicted"):
         table.add_column(heading, justify="right")

@@ -22,8 +22,8 @@ from sppo.config import RunConfig
 from sppo.engine.single import EnginePeaks
 from sppo.kernels.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
+from sppo.planning.activation_decisions import ATTENTION, LINEAR
 from sppo.planning.flops import executed_step_flops, step_flops
-from sppo.planning.partition import lengths_of
 from sppo.train.checkpoint import CheckpointManager, run_metadata
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.train.display import TrainingDisplay
@@ -126,7 +126,7 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
     baseline = resident_bytes()
     capacity = memory_room().least_bytes + baseline
     with locked_output(run) as output:
-        state = build_state(run, policy=preflight.resolved.policy)
+        state = build_state(run, plan=preflight.plan)
         manager = CheckpointManager(
             output / CHECKPOINTS_DIRECTORY,
             keep=run.checkpoint.keep,
@@ -187,7 +187,7 @@ class _Loop:
         peak_flops_per_s: float,
     ) -> None:
         self._run, self._state = run, state
-        self._data, self._resolved = preflight.data, preflight.resolved
+        self._data, self._plan = preflight.data, preflight.plan
         self._manager, self._outcome = manager, outcome
         self._capacity_bytes = capacity_bytes
         self._guard = NonFiniteGuard(
@@ -198,16 +198,17 @@ class _Loop:
         self._model_flops = step_flops(run.model, length=length, sequences=self._sequences)
         self._executed_flops = executed_step_flops(
             run.model,
-            length=length,
+            boundaries=self._plan.boundaries,
             sequences=self._sequences,
-            policy=self._resolved.policy,
+            linear_rebuilt=self._plan.rebuilt_shares(LINEAR),
+            attention_rebuilt=self._plan.rebuilt_shares(ATTENTION),
         )
         self._peak_flops_per_s = peak_flops_per_s
 
     def run(self, console: Console) -> None:
         """All remaining steps; saves at the end, also when interrupted."""
         outcome, total = self._outcome, self._run.train.steps
-        actions = 2 * self._sequences * len(lengths_of(self._resolved.boundaries))
+        actions = 2 * self._sequences * len(self._plan.lengths)
         started = time.perf_counter()
         with ExitStack() as stack:
             sinks = [self._close_later(stack, sink) for sink in self._sinks()]
@@ -251,7 +252,7 @@ class _Loop:
         torch._foreach_zero_(list(gradients.values()))
         accumulated = self._state.engine.accumulate(
             self._data.step(step),
-            [self._resolved.boundaries] * self._sequences,
+            [self._plan.boundaries] * self._sequences,
             before_action=before_action,
         )
         norm = global_norm(gradients)
@@ -298,6 +299,7 @@ class _Loop:
             tokens_per_s=tokens / seconds,
             mfu=self._model_flops / seconds / self._peak_flops_per_s,
             hfu=self._executed_flops / seconds / self._peak_flops_per_s,
+            predicted_step_s=self._plan.predicted.step_s,
             device_peak_bytes=peak,
             host_peak_bytes=0,
             skipped=skipped,

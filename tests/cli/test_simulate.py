@@ -149,7 +149,7 @@ def test_a_program_with_copies_is_offloaded(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "nothing to simulate: give RUN.yaml, or --schedule"),
+        ([], "nothing to simulate: give RUN.yaml or plan.json, or --schedule"),
         (["--schedule", "sppo"], "--schedule sppo needs --ranks, --sequences, --subsequences"),
         (["--schedule", "zbv", *SHAPE], "'zbv' is not known: choose one of"),
         (["--schedule", "1f1b", *SHAPE], "use seq1f1b, or 1 subsequence"),
@@ -165,8 +165,8 @@ def test_a_program_with_copies_is_offloaded(tmp_path):
         (["--schedule", "sppo", *SHAPE, "seq1f"], "'seq1f' is neither a run file"),
         (["--schedule", "sppo", *SHAPE, "--compare", "x"], "'x' is not known"),
         (["--schedule", "sppo", *SHAPE, "a.b=1"], "'a.b=1' changes a run file, but none"),
-        (["a.yaml", "b.yaml"], "two run files, a.yaml and b.yaml"),
-        (["plan.json"], "cannot simulate a plan; give the RUN.yaml"),
+        (["a.yaml", "b.yaml"], "two files, a.yaml and b.yaml"),
+        (["plan.json"], "plan.json: No such file"),
         (["missing.yaml"], "missing.yaml"),
         (["run.yaml", "--latency", "1"], "--latency sets an abstract cost"),
         (["--program", "missing.txt"], "missing.txt: No such file"),
@@ -198,7 +198,7 @@ def test_a_run_file_with_the_costs_of_a_machine(tmp_path):
     file.write_text(RUN, encoding="utf-8")
     alone = report(file)
     assert alone["num_ranks"] == 1
-    assert alone["bubble_fraction"] == pytest.approx(0)
+    assert 0 < alone["bubble_fraction"] < 0.01  # the optimizer's step, in which no unit computes
     assert alone["hardware"] == "a100-80g (analytic)"
     four = report(file, "--ranks", 4, "--schedule", "sppo", "--compare", "sppo_msp", "1f1b")
     assert four["num_units"] == 8

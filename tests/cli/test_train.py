@@ -102,7 +102,7 @@ def test_broken_token_data(work, name, fault):
 def test_not_enough_memory(work, monkeypatch):
     monkeypatch.setattr("sppo.train.preflight.memory_room", lambda: MemoryRoom(1 << 20))
     error = refuse_unchanged(work, code=4)
-    assert "even with activations.policy=recompute" in error
+    assert "even with everything rebuilt" in error
     assert "of 1.0 MiB" in error
     error = refuse_unchanged(work, "activations.policy=retain", code=4)
     assert "activations.policy=retain needs" in error
@@ -316,7 +316,7 @@ def test_the_screen(work):
     for start in ("model ", "data ", "cut ", "keep ", "output ", "step 1/4 | loss ", "step 4/4 "):
         assert any(line.startswith(start) for line in text.splitlines()), start
     assert "20 sequences of 64 an epoch" in text
-    assert "4 subsequences of 16 to 16 tokens (sequence.partition=flops)" in text
+    assert "4 subsequences of 16 to 16 tokens (sequence.partition=auto)" in text
     assert "out: metrics.jsonl, run_summary.json, loss.png, checkpoints" in text
 
 

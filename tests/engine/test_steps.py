@@ -5,7 +5,6 @@ import torch
 
 from sppo.engine.single import SingleRankEngine
 from sppo.planning.activation_policy import POLICIES
-from sppo.planning.memory import memory_of_rank
 from tests.engine.models import (
     VARIANTS,
     Trained,
@@ -15,6 +14,7 @@ from tests.engine.models import (
     random_weights,
     tiny_model,
 )
+from tests.planning.one_device import predicted
 
 CUTS = (0, 4, 5, 17)
 
@@ -144,26 +144,20 @@ def test_what_is_left_over_is_noticed(trained):
         trained.step(data, TWO_CUTS[1:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_peaks_are_those_predicted(variant, policy, dtype):
     model = tiny_model(variant)
-    made = Trained(model, random_weights(model, dtype=dtype), policy=policy)
-    predicted = memory_of_rank(
-        model,
-        length=17,
-        longest=12,
-        policy=policy,
-        element_bytes=dtype.itemsize,
-        tile_bytes=1,
-    )
+    weights = random_weights(model, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    made = Trained(model, weights, policy=policy)
+    buckets = predicted(model, dtype=dtype, policy=policy, lengths=(4, 1, 12))
     for seed in range(2):
         made.step(two_sequences(model, seed=seed), TWO_CUTS)  # the longer one decides
         peaks = made.engine.take_peaks()
-        saved = predicted.activations_bytes + predicted.loss_gradient_bytes
+        saved = buckets.activations_bytes + buckets.loss_gradient_bytes
         assert peaks.activations_bytes == saved
-        assert peaks.kv_bytes == predicted.kv_bytes
+        assert peaks.kv_bytes == buckets.kv_bytes + buckets.kv_gradients_bytes
     made.engine.evaluate(random_sequence(model, 17), CUTS)
     assert made.engine.take_peaks().activations_bytes == 0
 

@@ -56,7 +56,16 @@ def test_executed_products_are_those_counted(variant, policy):
         trained.step(sequences, [(0, 5, 6, 23), (0, 23)])
     attention = 2 * attention_flops(model, 23)
     passes = 1 + 2.5 + (policy == "recompute")
-    expected = executed_step_flops(model, length=23, sequences=2, policy=policy)
+    expected = sum(
+        executed_step_flops(
+            model,
+            boundaries=cuts,
+            sequences=1,
+            linear_rebuilt=[float(policy != "retain")] * (len(cuts) - 1),
+            attention_rebuilt=[float(policy == "recompute")] * (len(cuts) - 1),
+        )
+        for cuts in ((0, 5, 6, 23), (0, 23))
+    )
     assert counted.flops == expected - passes * attention
 
 

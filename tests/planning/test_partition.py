@@ -157,3 +157,25 @@ def test_automatic_pieces():
         2,
         32,
     ]
+
+
+def llama_65b(*, length, pieces, attention):
+    """80 layers, 8192 wide, 64 heads, MLP 22016, vocabulary 32000."""
+    layer = 2 * (4 * 8192**2 + 3 * 8192 * 22016)
+    return lengths_of(
+        cut(length, pieces, 128, 80.0 * layer + 2 * 32000 * 8192, 80.0 * attention * 8192)
+    )
+
+
+@pytest.mark.parametrize(("pieces", "first", "last"), [(8, 10.59, 2.87), (16, 6.04, 1.3)])
+def test_the_papers_partition_counts_attention_over_the_full_square(pieces, first, last):
+    """LLaMA-65B at 128K tokens, SPPO section 3.2: activations of the first and the last piece.
+
+    They are 38 bytes per token and hidden unit of one layer, which nothing divides, in GiB; pieces
+    are cut as if every query saw every key, 8 FLOPs per hidden unit and causal pair for our 4.
+    """
+    square = llama_65b(length=131072, pieces=pieces, attention=8)
+    found = [38 * 8192 * tokens / 2**30 for tokens in (square[0], square[-1])]
+    assert found == pytest.approx([first, last], rel=0.09)
+    causal = llama_65b(length=131072, pieces=pieces, attention=4)
+    assert causal[0] / causal[-1] < 0.75 * first / last

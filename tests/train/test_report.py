@@ -61,11 +61,14 @@ def test_a_whole_run(work, run):
     assert "stopped" not in text
     summary = json.loads((work / "out/run_summary.json").read_text())
     assert (summary["name"], summary["steps"], summary["interrupted_by"]) == ("out", 4, None)
-    predicted = check_before_training(run).resolved.memory
+    plan = check_before_training(run).plan
+    predicted = plan.stages[0].memory.device
     memory = summary["memory_bytes"]
-    assert memory["K/V and gradients"] == {"predicted": predicted.kv_bytes, "measured": 4}
+    kv_bytes = predicted.kv_bytes + predicted.kv_gradients_bytes
+    assert memory["K/V and gradients"] == {"predicted": kv_bytes, "measured": 4}
     assert memory["process growth"] == {"predicted": predicted.total_bytes, "measured": 250}
-    assert summary["phases_s"]["backward"] == {"predicted": None, "measured": 0.3}
+    expected = {"predicted": plan.predicted.backward_s, "measured": 0.3}
+    assert summary["phases_s"]["backward"] == expected
     assert summary["phases_s"]["data and update"]["measured"] == pytest.approx(0.075)
 
 

@@ -1,0 +1,165 @@
+"""Predicted against measured step time on this machine, phase by phase.
+
+Measures the machine with ``sppo bench``, trains several models for a few steps with ``sppo train``,
+which predicts each from that description before it begins, and compares. Run by
+``scripts/check_prediction.sh``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sppo.planning.hardware import HardwareSpec
+from sppo.planning.hardware_file import read_hardware
+
+PHASES = ("forward", "backward", "data and update")
+LLAMA = {
+    "vocab_size": 4096, "hidden_size": 512, "num_layers": 6, "num_heads": 8, "num_kv_heads": 2,
+    "mlp_size": 1792,
+}  # fmt: skip
+QWEN = {
+    "vocab_size": 4096, "hidden_size": 320, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2,
+    "head_size": 128, "mlp_size": 1024, "qk_norm": True,
+}  # fmt: skip
+GPT = {
+    "vocab_size": 4096, "hidden_size": 384, "num_layers": 4, "num_heads": 6, "mlp_size": 1536,
+    "mlp": "gelu_tanh", "norm": "layernorm", "position": "learned", "max_positions": 4096,
+    "qkv_bias": True, "output_bias": True, "mlp_bias": True, "tie_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One training run whose step is predicted."""
+
+    name: str
+    model: dict[str, Any]
+    length: int
+    pieces: int
+    dtype: str = "bf16"
+    policy: str = "retain"
+
+
+CASES = (
+    Case("tiny (quickstart)", {"preset": "tiny"}, 16384, 8),
+    Case("llama-like", LLAMA, 8192, 4),
+    Case("llama-like", LLAMA, 8192, 4, policy="keep_attention"),
+    Case("qwen3-like", QWEN, 4096, 2, dtype="fp32"),
+    Case("gpt-like", GPT, 4096, 2),
+)
+
+
+def main() -> None:
+    """Measure, train, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="where data, runs and results go")
+    parser.add_argument("--hardware", type=Path, help="a description to use instead of measuring")
+    parser.add_argument("--steps", type=int, default=7, help="steps of each run; medians count")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--output", type=Path, help="write the comparison here as JSON")
+    arguments = parser.parse_args()
+    directory: Path = arguments.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    hardware_file = arguments.hardware or directory / "hardware.json"
+    if arguments.hardware is None:
+        sppo("bench", "all", "-o", str(hardware_file), cwd=Path.cwd())
+    hardware = read_hardware(hardware_file)
+    prepare_tokens(directory / "tokens")
+    rows = []
+    for index, case in enumerate(CASES):
+        if arguments.only in case.name:
+            run_file = directory / f"case_{index}.yaml"
+            write_run(case, run_file, steps=arguments.steps, hardware=hardware_file.absolute())
+            rows.append({"case": title(case), "phases_s": train(run_file, directory)})
+            print_rows(rows[-1:])
+    print(f"\n{hardware.name}, {hardware.provenance}")
+    print_rows(rows)
+    if arguments.output is not None:
+        write_report(arguments.output, rows, hardware)
+
+
+def sppo(*words: str, cwd: Path) -> None:
+    """Run the command line of this installation; its output passes through."""
+    code = "from sppo.cli.app import main; main()"
+    subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=cwd)
+
+
+def prepare_tokens(tokens: Path) -> None:
+    """The source of Python's standard library as bytes."""
+    if tokens.exists():
+        return
+    library = Path(sysconfig.get_paths()["stdlib"])
+    sources = [str(library / name) for name in ("asyncio", "email", "http", "json", "unittest")]
+    options = ("--tokenizer", "bytes", "--glob", "*.py", "--out", str(tokens.absolute()))
+    sppo("data", "prepare", *options, *sources, cwd=Path.cwd())
+
+
+def write_run(case: Case, path: Path, *, steps: int, hardware: Path) -> None:
+    """The run file of a case; JSON is YAML."""
+    run = {
+        "model": case.model,
+        "data": {"tokens": "tokens"},
+        "sequence": {"length": case.length, "num_subsequences": case.pieces, "partition": "flops"},
+        "activations": {"policy": case.policy},
+        "hardware": {"file": str(hardware)},
+        "train": {
+            "steps": steps,
+            "dtype": case.dtype,
+            "output": f"runs/{path.stem}_{time.strftime('%H%M%S')}",
+        },
+    }
+    path.write_text(json.dumps(run, indent=1) + "\n")
+
+
+def train(run_file: Path, directory: Path) -> dict[str, dict[str, float]]:
+    """Predicted and median measured seconds of each phase, as the run's summary tells them."""
+    sppo("train", run_file.name, cwd=directory)
+    run = json.loads(run_file.read_text())
+    summary = json.loads((directory / run["train"]["output"] / "run_summary.json").read_text())
+    phases: dict[str, dict[str, float]] = summary["phases_s"]
+    return phases
+
+
+def title(case: Case) -> str:
+    """A case in one line."""
+    return f"{case.name} {case.length // 1024}Ki {case.dtype} {case.policy}"
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    """Predicted and measured seconds of each phase, and how far they are apart."""
+    print(f"\n{'':<44}" + "".join(f"{name:>22}" for name in (*PHASES, "step")))
+    for row in rows:
+        cells = []
+        for phase in (*PHASES, "step"):
+            chosen = PHASES if phase == "step" else (phase,)
+            predicted, measured = (
+                sum(row["phases_s"][name][kind] for name in chosen)
+                for kind in ("predicted", "measured")
+            )
+            cells.append(f"{predicted:7.3f} {measured:7.3f} {predicted / measured - 1:+6.1%}")
+        print(f"{row['case']:<44}" + "".join(f"{cell:>22}" for cell in cells))
+    print(f"{'':<44}" + f"{'predicted, measured s':>22}" * (len(PHASES) + 1), flush=True)
+
+
+def write_report(path: Path, rows: list[dict[str, Any]], hardware: HardwareSpec) -> None:
+    """The comparison with how it was made."""
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": hardware.name,
+        "command": shlex.join(["bash", "scripts/check_prediction.sh", *sys.argv[1:]]),
+        "cases": rows,
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""How far measuring is: a bar on a terminal, a line per subject elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+
+class BenchDisplay:
+    """:class:`sppo.bench.timing.Watcher` for people.
+
+    Args:
+        console: where to write.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                console=console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> BenchDisplay:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def begin(self, subject: str, *, total: int) -> None:
+        """See :class:`sppo.bench.timing.Watcher`."""
+        if self._progress is None:
+            self._console.print(f"measuring {subject}: {total} timings", highlight=False)
+        else:
+            self._progress.reset(self._task, total=total, description=subject)
+
+    def advance(self) -> None:
+        """See :class:`sppo.bench.timing.Watcher`."""
+        if self._progress is not None:
+            self._progress.advance(self._task)

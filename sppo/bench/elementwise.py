@@ -1,0 +1,69 @@
+"""Element-wise kernels, the loss and the optimizer: bytes per second by the planner's count.
+
+The bytes are those of :data:`sppo.planning.elementwise_cost.PASSES`, the least a kernel could move,
+so that time predicted from them and these rates is the time measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from sppo.bench.kernel_calls import MAKERS
+from sppo.bench.operands import DTYPES, Operands
+from sppo.bench.timing import Call, Case, Rounds, Timing, Watcher, time_cases
+from sppo.planning.elementwise_cost import PASSES, bytes_per_element
+from sppo.planning.rates import ElementwisePoint
+
+ElementwiseKey = tuple[str, str, int]
+"""(kernel, dtype, elements)."""
+
+_ELEMENTS = {"cpu": (1 << 16, 1 << 19, 1 << 22), "cuda": (1 << 20, 1 << 23, 1 << 26)}
+_QUICK_ELEMENTS = {"cpu": (1 << 18,), "cuda": (1 << 24,)}
+
+
+def measure_elementwise(
+    operands: Operands,
+    *,
+    dtypes: Sequence[str],
+    rounds: Rounds,
+    watcher: Watcher,
+    quick: bool = False,
+) -> tuple[Mapping[ElementwiseKey, Timing], tuple[ElementwisePoint, ...]]:
+    """Time every kernel on tensors of several sizes."""
+    sizes = (_QUICK_ELEMENTS if quick else _ELEMENTS)[operands.device]
+    cases = [
+        Case((kernel, dtype, elements), partial(_make, operands, kernel, dtype, elements))
+        for dtype in dtypes
+        for kernel in kernels_of(dtype, device=operands.device)
+        for elements in sizes
+    ]
+    watcher.begin("elementwise", total=len(cases) * rounds.count)
+    timings = time_cases(cases, rounds=rounds, watcher=watcher)
+    return timings, elementwise_points(timings)
+
+
+def elementwise_points(
+    timings: Mapping[ElementwiseKey, Timing],
+) -> tuple[ElementwisePoint, ...]:
+    """Rates over the planner's bytes."""
+    points = []
+    for (kernel, dtype, elements), timing in timings.items():
+        moved = elements * bytes_per_element(kernel, element_bytes=DTYPES[dtype].itemsize)
+        points.append(ElementwisePoint(kernel, dtype, elements, moved / timing.median_s))
+    return tuple(points)
+
+
+def kernels_of(dtype: str, *, device: str) -> Iterator[str]:
+    """Kernels that runs of this kind have.
+
+    fp32 weights are their own masters, and only a CPU run copies what it saves.
+    """
+    for kernel in PASSES:
+        if (kernel, dtype) != ("narrow", "fp32") and (kernel != "save" or device == "cpu"):
+            yield kernel
+
+
+def _make(operands: Operands, kernel: str, dtype: str, elements: int) -> Call:
+    operands.begin()
+    return MAKERS[kernel](operands, DTYPES[dtype], elements)

@@ -1,0 +1,180 @@
+"""Calls of element-wise kernels by the planner's names, with operands of a given size.
+
+A kernel works on ``elements`` elements of its operand, in rows as wide as a small model's on a CPU
+and a large one's on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from sppo.bench.operands import Operands
+from sppo.bench.timing import Call
+from sppo.kernels import elementwise
+from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
+from sppo.kernels.elementwise import Activation
+from sppo.kernels.linear import accumulate_bias_gradient
+from sppo.kernels.rotary import RotaryTable, rotate
+
+Maker = Callable[[Operands, torch.dtype, int], Call]
+
+_WIDTH = {"cpu": 512, "cuda": 4096}
+_HEAD_SIZE = {"cpu": 64, "cuda": 128}
+_HEADS = 8
+_VOCABULARY = 4096
+_NARROW_HIDDEN = 8
+"""Hidden width of the loss: so small that its matrix products take next to no time."""
+_PARAMETERS = 16
+"""Tensors the optimizer works on."""
+_STACK_BYTES = 1 << 28
+"""More than caches hold, so that what is saved leaves them as it does in training."""
+_EPS = 1e-6
+
+
+def _rows(operands: Operands, dtype: torch.dtype, elements: int) -> Tensor:
+    width = _WIDTH[operands.device]
+    return operands.take(elements // width, width, dtype=dtype)
+
+
+def _heads(operands: Operands, dtype: torch.dtype, elements: int) -> Tensor:
+    size = _HEAD_SIZE[operands.device]
+    return operands.take(elements // (_HEADS * size), _HEADS, size, dtype=dtype)
+
+
+def _rmsnorm(operands: Operands, dtype: torch.dtype, elements: int, *, by_head: bool) -> Call:
+    x = (_heads if by_head else _rows)(operands, dtype, elements)
+    weight = operands.take(x.shape[-1], dtype=dtype)
+    return lambda: elementwise.rms_norm(x, weight, eps=_EPS)
+
+
+def _rmsnorm_backward(
+    operands: Operands, dtype: torch.dtype, elements: int, *, by_head: bool
+) -> Call:
+    x, dy = ((_heads if by_head else _rows)(operands, dtype, elements) for _ in range(2))
+    weight = operands.take(x.shape[-1], dtype=dtype)
+    return lambda: elementwise.rms_norm_backward(dy, x, weight, eps=_EPS)
+
+
+def _layernorm(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    x = _rows(operands, dtype, elements)
+    weight, bias = (operands.take(x.shape[-1], dtype=dtype) for _ in range(2))
+    return lambda: elementwise.layer_norm(x, weight, bias, eps=_EPS)
+
+
+def _layernorm_backward(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    x, dy = (_rows(operands, dtype, elements) for _ in range(2))
+    weight, bias = (operands.take(x.shape[-1], dtype=dtype) for _ in range(2))
+    return lambda: elementwise.layer_norm_backward(dy, x, weight, bias, eps=_EPS)
+
+
+def _rotary(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    x = _heads(operands, dtype, elements)
+    cos, sin = (
+        operands.take(x.shape[0], 1, x.shape[2] // 2, dtype=torch.float32) for _ in range(2)
+    )
+    table = RotaryTable(cos, sin)
+    return lambda: rotate(x, table)
+
+
+def _activation(operands: Operands, dtype: torch.dtype, elements: int, *, kind: Activation) -> Call:
+    up = _rows(operands, dtype, elements)
+    gate = _rows(operands, dtype, elements) if kind == "swiglu" else None
+    return lambda: elementwise.activation(gate, up, kind=kind)
+
+
+def _activation_backward(
+    operands: Operands, dtype: torch.dtype, elements: int, *, kind: Activation
+) -> Call:
+    dhidden, up = (_rows(operands, dtype, elements) for _ in range(2))
+    gate = _rows(operands, dtype, elements) if kind == "swiglu" else None
+    return lambda: elementwise.activation_backward(dhidden, gate, up, kind=kind)
+
+
+def _add(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    total, x = (_rows(operands, dtype, elements) for _ in range(2))
+    return lambda: total.add_(x)
+
+
+def _copy(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    target, x = (_rows(operands, dtype, elements) for _ in range(2))
+    return lambda: target.copy_(x)
+
+
+def _narrow(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    target, x = (_rows(operands, of, elements) for of in (dtype, torch.float32))
+    return lambda: target.copy_(x)
+
+
+def _save(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    """Copies to place after place of a long stack."""
+    x = _rows(operands, dtype, elements)
+    places = max(2, _STACK_BYTES // (elements * dtype.itemsize))
+    stack = operands.zeros(places, *x.shape, dtype=dtype)
+    turn = iter(range(1 << 62))
+    return lambda: stack[next(turn) % places].copy_(x)
+
+
+def _bias_gradient(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    dy = _rows(operands, dtype, elements)
+    total = operands.zeros(dy.shape[1], dtype=torch.float32)
+    return lambda: accumulate_bias_gradient(total, dy)
+
+
+def _cross_entropy(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    tokens = elements // _VOCABULARY
+    hidden = operands.take(tokens, _NARROW_HIDDEN, dtype=dtype)
+    weight = operands.take(_VOCABULARY, _NARROW_HIDDEN, dtype=dtype)
+    total = operands.zeros(_VOCABULARY, _NARROW_HIDDEN, dtype=torch.float32)
+    labels = torch.arange(tokens, device=operands.device) % _VOCABULARY
+    return lambda: linear_cross_entropy_with_gradient(
+        hidden, weight, labels, scale=1.0 / tokens, dweight_VE=total
+    )
+
+
+def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    """A step's work on fp32 parameters: see ``adamw`` in PASSES."""
+    shape = (_PARAMETERS, elements // _PARAMETERS)
+    parameters = [row.clone() for row in operands.take(*shape, dtype=torch.float32)]
+    gradients = [torch.zeros_like(row) for row in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    factor = torch.ones((), device=operands.device)
+
+    def step() -> None:
+        torch._foreach_zero_(gradients)
+        get_total_norm(gradients)
+        torch._foreach_mul_(gradients, factor)
+        optimizer.step()
+
+    return step
+
+
+MAKERS: Mapping[str, Maker] = {
+    "rmsnorm": partial(_rmsnorm, by_head=False),
+    "rmsnorm_backward": partial(_rmsnorm_backward, by_head=False),
+    "layernorm": _layernorm,
+    "layernorm_backward": _layernorm_backward,
+    "head_norm": partial(_rmsnorm, by_head=True),
+    "head_norm_backward": partial(_rmsnorm_backward, by_head=True),
+    "rotary": _rotary,
+    "add": _add,
+    "copy": _copy,
+    "narrow": _narrow,
+    "save": _save,
+    "bias_gradient": _bias_gradient,
+    **{kind: partial(_activation, kind=kind) for kind in get_args(Activation)},
+    **{
+        f"{kind}_backward": partial(_activation_backward, kind=kind)
+        for kind in get_args(Activation)
+    },
+    "cross_entropy": _cross_entropy,
+    "adamw": _adamw,
+}
+"""What builds the call of each kernel in :data:`sppo.planning.elementwise_cost.PASSES`."""

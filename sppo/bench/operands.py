@@ -1,0 +1,47 @@
+"""Operands of kernels: random numbers that were drawn once.
+
+Random, because devices run faster on zeros; once, because drawing takes longer than most kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_POOL_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
+
+
+class Operands:
+    """Hands out random tensors of one device.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._random = torch.randn(_POOL_ELEMENTS[device], device=device)
+        self._pools: dict[torch.dtype, Tensor] = {torch.float32: self._random}
+        self._used = 0
+
+    def begin(self) -> None:
+        """Operands taken before are no longer in use."""
+        self._used = 0
+
+    def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of random numbers that shares memory with none taken since :meth:`begin`."""
+        elements = prod(shape)
+        if self._used + elements > self._random.numel():
+            return torch.randn(shape, device=self.device, dtype=dtype)
+        if dtype not in self._pools:
+            self._pools[dtype] = self._random.to(dtype)
+        self._used += elements
+        return self._pools[dtype][self._used - elements : self._used].view(shape)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of its own, for sums."""
+        return torch.zeros(shape, device=self.device, dtype=dtype)

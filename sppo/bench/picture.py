@@ -1,0 +1,139 @@
+"""A picture of what a machine reaches: linear layers, attention, element-wise kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sppo.bench.suite import Measurements
+from sppo.planning.rates import AttentionPoint, ElementwisePoint, GemmPoint
+from sppo.units import format_count, format_tokens
+
+_INK, _QUIET, _GRID = "#222222", "#6b6b6b", "#e6e6e6"
+_COLOURS = ("#1f5fa8", "#d1495b", "#2e8b57", "#b8860b")
+_SMALL_PT, _TITLE_PT = 8, 15
+_PANEL_INCHES = (5.2, 5.4)
+
+
+def write_picture(path: Path, *, name: str, measurements: Measurements) -> None:
+    """Draw one panel per subject into `path`, a PNG.
+
+    Args:
+        path: the file.
+        name: of the machine.
+        measurements: at least one subject.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels: list[Callable[[Any], None]] = []
+    if measurements.gemm:
+        panels.append(partial(_draw_gemm, points=measurements.gemm))
+    if measurements.attention:
+        panels.append(partial(_draw_attention, points=measurements.attention))
+    if measurements.elementwise:
+        panels.append(partial(_draw_elementwise, points=measurements.elementwise))
+    width, height = _PANEL_INCHES
+    figure = Figure(figsize=(width * len(panels) + 1, height), dpi=140, facecolor="white")
+    FigureCanvasAgg(figure)
+    for index, draw in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), index + 1)
+        draw(axes)
+        _clean(axes)
+    figure.suptitle(
+        f"{name}, measured", x=0.01, ha="left", color=_INK, fontsize=_TITLE_PT, parse_math=False
+    )
+    figure.tight_layout(rect=(0, 0, 1, 0.97), w_pad=2.5)
+    figure.savefig(path, format="png")
+
+
+def _draw_gemm(axes: Any, *, points: tuple[GemmPoint, ...]) -> None:
+    """Rate against tokens, a line per dtype and width; output solid, weight gradient dotted."""
+    axes.set_title("linear layers, GFLOP/s", loc="left")
+    dtypes = list(dict.fromkeys(point.dtype for point in points))
+    for dtype in dtypes:
+        colour = _COLOURS[dtypes.index(dtype)]
+        for width in sorted({p.width for p in points if p.dtype == dtype}):
+            row = [p for p in points if (p.dtype, p.width) == (dtype, width)]
+            tokens = [p.tokens for p in row]
+            axes.plot(tokens, [p.forward_flops_per_s / 1e9 for p in row], color=colour, lw=1.6)
+            weights = [p.weight_flops_per_s / 1e9 for p in row]
+            axes.plot(tokens, weights, color=colour, lw=1.0, ls=":")
+            _label(axes, tokens[-1], row[-1].forward_flops_per_s / 1e9, f"{dtype} {width}", colour)
+    _token_axis(axes, sorted({p.tokens for p in points}), "tokens; output solid, weights dotted")
+
+
+def _draw_attention(axes: Any, *, points: tuple[AttentionPoint, ...]) -> None:
+    """Rate against keys, a line per dtype and queries, at the middle head size."""
+    sizes = sorted({point.head_size for point in points})
+    size = sizes[len(sizes) // 2]
+    axes.set_title(f"attention, head size {size}, GFLOP/s", loc="left")
+    chosen = [point for point in points if point.head_size == size]
+    dtypes = list(dict.fromkeys(point.dtype for point in chosen))
+    for dtype in dtypes:
+        colour = _COLOURS[dtypes.index(dtype)]
+        for queries in sorted({p.queries for p in chosen if p.dtype == dtype}):
+            row = [p for p in chosen if (p.dtype, p.queries) == (dtype, queries)]
+            keys = [p.keys for p in row]
+            forward = [p.forward_flops_per_s / 1e9 for p in row]
+            backward = [p.backward_flops_per_s / 1e9 for p in row]
+            axes.plot(keys, forward, color=colour, lw=1.6, marker="o", ms=3)
+            axes.plot(keys, backward, color=colour, lw=1.0, ls=":", marker="o", ms=3)
+            _label(axes, keys[-1], forward[-1], f"{dtype} {format_tokens(queries)}", colour)
+    _token_axis(axes, sorted({p.keys for p in chosen}), "keys; forward solid, backward dotted")
+
+
+def _draw_elementwise(axes: Any, *, points: tuple[ElementwisePoint, ...]) -> None:
+    """A bar per kernel and dtype, at the largest size."""
+    largest = max(point.elements for point in points)
+    chosen = [point for point in points if point.elements == largest]
+    kernels = list(dict.fromkeys(point.kernel for point in chosen))[::-1]
+    dtypes = list(dict.fromkeys(point.dtype for point in chosen))
+    axes.set_title(f"element-wise kernels, {format_count(largest)} elements, GB/s", loc="left")
+    thickness = 0.8 / len(dtypes)
+    for point in chosen:
+        row = kernels.index(point.kernel)
+        place = row + 0.4 - thickness * (dtypes.index(point.dtype) + 0.5)
+        colour = _COLOURS[dtypes.index(point.dtype)]
+        axes.barh(place, point.bytes_per_s / 1e9, height=thickness, color=colour)
+    axes.set_yticks(range(len(kernels)), [kernel.replace("_", " ") for kernel in kernels])
+    axes.set_xlabel(f"of the bytes they must move; {', '.join(dtypes)} from above")
+    axes.grid(axis="x", color=_GRID, linewidth=0.8)
+
+
+def _label(axes: Any, x: float, y: float, text: str, colour: str) -> None:
+    axes.annotate(
+        text,
+        (x, y),
+        textcoords="offset points",
+        xytext=(5, 0),
+        va="center",
+        color=colour,
+        fontsize=_SMALL_PT - 1,
+    )
+
+
+def _token_axis(axes: Any, tokens: list[int], label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [format_tokens(count) for count in tokens], rotation=45)
+    axes.minorticks_off()
+    axes.set_xlim(tokens[0] / 1.3, tokens[-1] * 3)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(label)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+
+
+def _clean(axes: Any) -> None:
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#bbbbbb")
+    axes.tick_params(colors=_QUIET, labelsize=_SMALL_PT, length=0)
+    axes.set_axisbelow(True)
+    for text in (axes.title, axes.xaxis.label):
+        text.set_fontsize(_SMALL_PT + 1)
+        text.set_color(_INK)

@@ -1,0 +1,125 @@
+"""How long kernels take: warm, synchronised, in rounds over all of them, as medians.
+
+All cases of a subject are measured once, then once more, and so on: what disturbs the machine for
+a second falls on one round of some cases, and their medians do not notice.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+Call = Callable[[], object]
+Key = TypeVar("Key", bound=Hashable)
+
+_LONG_S = 0.05
+"""A call of this length needs no other before it in later rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case(Generic[Key]):
+    """One thing to time.
+
+    Attributes:
+        key: Names it in the results.
+        make: Builds its operands and returns the call to time; run anew in every round, so that
+            operands of one case live at a time.
+    """
+
+    key: Key
+    make: Callable[[], Call]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one call over all rounds."""
+
+    median_s: float
+    least_s: float
+    most_s: float
+
+    @property
+    def spread(self) -> float:
+        """Between the fastest and the slowest round, relative to the median."""
+        return (self.most_s - self.least_s) / self.median_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How thoroughly to measure.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        count: Rounds over all cases.
+        window_s: Calls are repeated for about this long in each round, at least once.
+    """
+
+    device: str
+    count: int = 5
+    window_s: float = 0.01
+
+
+class Watcher(Protocol):
+    """Is told how measuring goes on."""
+
+    def begin(self, subject: str, *, total: int) -> None:
+        """``total`` timings of ``subject`` follow."""
+        ...
+
+    def advance(self) -> None:
+        """One timing is done."""
+        ...
+
+
+@torch.no_grad()
+def time_cases(
+    cases: Sequence[Case[Key]], *, rounds: Rounds, watcher: Watcher
+) -> Mapping[Key, Timing]:
+    """Time every case in every round; the result by key."""
+    seconds: dict[Key, list[float]] = {case.key: [] for case in cases}
+    assert len(seconds) == len(cases), "every case has a key of its own"
+    for _ in range(rounds.count):
+        for case in cases:
+            so_far = seconds[case.key]
+            so_far.append(_time(case.make(), rounds=rounds, known_s=min(so_far, default=0.0)))
+            watcher.advance()
+    return {
+        key: Timing(statistics.median(values), min(values), max(values))
+        for key, values in seconds.items()
+    }
+
+
+def _time(call: Call, *, rounds: Rounds, known_s: float) -> float:
+    """Mean seconds of the calls of one round."""
+    if known_s < _LONG_S:
+        _timed(call, calls=1, device=rounds.device)  # caches filled, kernels chosen, memory taken
+    if known_s == 0.0:
+        known_s = _timed(call, calls=1, device=rounds.device)
+    calls = max(1, math.ceil(rounds.window_s / max(known_s, 1e-7)))
+    return _timed(call, calls=calls, device=rounds.device)
+
+
+def time_once(call: Call, *, device: str) -> float:
+    """Seconds of one warm call: enough to choose sizes by."""
+    _timed(call, calls=1, device=device)
+    return _timed(call, calls=1, device=device)
+
+
+def _timed(call: Call, *, calls: int, device: str) -> float:
+    _synchronise(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _synchronise(device)
+    return (time.perf_counter() - start) / calls
+
+
+def _synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,124 @@
+"""``sppo solve``: the best way to run a model on a machine, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sppo.cli.arguments import Json, Overrides, RunFile
+from sppo.cli.exit_codes import NO_PLAN, exit_codes
+from sppo.cli.output_file import check_writable
+
+if TYPE_CHECKING:
+    from sppo.planning.ablation import AblationRow
+    from sppo.planning.solver import Solution
+
+PlanOutput = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="Write the best plan here, for sppo train --plan and sppo simulate.",
+    ),
+]
+
+
+def solve(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    output: PlanOutput = None,
+    ablation: Annotated[
+        bool, typer.Option("--ablation", help="Also say what each part of SPPO is worth here.")
+    ] = False,
+    json_output: Json = False,
+) -> None:
+    """Recommend degrees of parallelism, cuts, schedule and policy; predict time and memory.
+
+    A key written in the run file is a condition, a key left out is the solver's to choose. Needs
+    neither data nor weights nor the machine. Exit code 3: nothing fits, and what would.
+
+        sppo solve configs/run/gpt_7b_512k_32gpu.yaml -o plan.json
+        sppo solve configs/run/gpt_7b_512k_32gpu.yaml sequence.length=1Mi --json
+    """
+    with exit_codes():
+        if output is not None:
+            check_writable("-o", output)
+        solution = _solution(run_file, overrides or [])
+        rows = _ablation(solution) if ablation and solution.best is not None else ()
+        if solution.best is not None and output is not None:
+            _write_plan(solution, output)
+    if solution.best is None:
+        _print_failure(solution, as_json=json_output)
+        raise typer.Exit(NO_PLAN)
+    _print_solution(solution, rows=rows, output=output, as_json=json_output)
+
+
+def _solution(run_file: Path, overrides: list[str]) -> Solution:
+    from sppo.cli.run_hardware import run_hardware
+    from sppo.config import load_run
+    from sppo.planning.solver import solve as solve_run
+
+    run = load_run(run_file, overrides, to_train=False)
+    return solve_run(run, hardware=run_hardware(run))
+
+
+def _ablation(solution: Solution) -> tuple[AblationRow, ...]:
+    from sppo.planning.ablation import ablation
+
+    return ablation(solution.run, hardware=solution.hardware)
+
+
+def _write_plan(solution: Solution, output: Path) -> None:
+    from sppo.planning.make_plan import make_plan
+    from sppo.planning.plan import plan_json
+    from sppo.train.durable_files import write_json
+
+    assert solution.best is not None, "only called with a plan to write"
+    write_json(output, plan_json(make_plan(solution.run, solution.best)))
+
+
+def _print_solution(
+    solution: Solution, *, rows: tuple[AblationRow, ...], output: Path | None, as_json: bool
+) -> None:
+    """One JSON object, or tables for people."""
+    if as_json:
+        from sppo.cli.solve_report import solution_report
+
+        _print_json(solution_report(solution, ablation=rows, output=output))
+        return
+    from rich.console import Console
+
+    from sppo.cli.solve_tables import print_ablation, print_solution
+
+    console = Console()
+    print_solution(solution, console=console)
+    if rows:
+        print_ablation(rows, console=console)
+    if output is not None:
+        typer.echo(f"written {output}: sppo simulate {output}, sppo train RUN.yaml --plan {output}")
+
+
+def _print_failure(solution: Solution, *, as_json: bool) -> None:
+    """What is short and what would fit: JSON on stdout, or a screen on stderr."""
+    from sppo.planning.feasibility import what_would_fit
+
+    changes = what_would_fit(solution.run, hardware=solution.hardware)
+    if as_json:
+        from sppo.cli.solve_report import failure_report
+
+        _print_json(failure_report(solution, changes=changes))
+        return
+    from rich.console import Console
+
+    from sppo.cli.solve_failure import print_failure
+
+    print_failure(solution, changes=changes, console=Console(stderr=True))
+
+
+def _print_json(report: dict[str, Any]) -> None:
+    import json
+
+    typer.echo(json.dumps(report, allow_nan=False))

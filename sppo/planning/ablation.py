@@ -1,0 +1,125 @@
+"""What each part of SPPO is worth for one request: the paper's ablation (its section 7), ours.
+
+Every row runs the same degrees and cuts. "none" is the paper's baseline: nothing is offloaded,
+whole layers are recomputed. The paper reports 0.91 for offloading everything, 1.23 for adaptive
+offload and 1.44 with MSP, for GPT-13B at 512K tokens on 64 A100s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sppo.config.run import RunConfig
+from sppo.planning.candidate import Assessment, Candidate, assess
+from sppo.planning.hardware import HardwareSpec
+from sppo.planning.option import Option, simulate_option
+from sppo.planning.solver import solve
+from sppo.schedule.costs import Costs, Links
+
+PAPER_SPEEDUPS = {"none": 1.0, "offload_all": 0.91, "sppo": 1.23, "sppo + MSP": 1.44}
+"""Of the SPPO paper; MSP on top of adaptive offload."""
+
+
+@dataclass(frozen=True, slots=True)
+class AblationRow:
+    """One configuration.
+
+    Attributes:
+        name: What is switched on.
+        policy: Activation policy.
+        schedule: Name of the schedule.
+        step_s: Simulated seconds of a step.
+        speedup: Over the first row.
+        device_peak_bytes: Of the fullest device.
+        fits: Whether that fits.
+        paper: The paper's figure, where it has one.
+        note: What to know about the row.
+    """
+
+    name: str
+    policy: str
+    schedule: str
+    step_s: float
+    speedup: float
+    device_peak_bytes: int
+    fits: bool
+    paper: float | None = None
+    note: str = ""
+
+
+def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ...]:
+    """Rows from nothing to everything, on the degrees and cuts that are best for `run`.
+
+    Raises:
+        ValueError: no way to run it fits.
+    """
+    best = solve(run, hardware=hardware).best
+    if best is None:
+        raise ValueError(
+            "nothing fits, so there is nothing to compare: sppo solve without --ablation says what "
+            "is short"
+        )
+    plain = replace(best.candidate, schedule="sppo")
+    rows: list[AblationRow] = []
+    rows.append(_row("none", _option(plain, "recompute"), rows, "no offload, layers recomputed"))
+    kept = _option(plain, "retain")
+    rows.append(_row("none, nothing recomputed", kept, rows, "where memory allows it"))
+    everything = _option(plain, "offload_all")
+    rows.append(_row("offload_all", everything, rows, _offload_note(everything.assessment)))
+    adaptive = _option(plain, "sppo")
+    rows.append(_row("sppo", adaptive, rows, "moves what hides"))
+    hybrid = _option(plain, "hybrid")
+    rows.append(
+        _row("hybrid", hybrid, rows, "keeps what fits, moves what hides, rebuilds the rest")
+    )
+    if plain.pipeline_parallel_degree > 1:
+        rows += _multiplexed_rows(adaptive, rows)
+    return tuple(rows)
+
+
+def _multiplexed_rows(adaptive: Option, rows: list[AblationRow]) -> list[AblationRow]:
+    """MSP with everything that moves priced, and as if moving were free."""
+    candidate = replace(adaptive.candidate, schedule="sppo_msp")
+    assessment = assess(candidate)
+    priced = simulate_option(assessment)
+    cuts = len(priced.timeline.schedule.cuts) if priced.timeline is not None else 0
+    note = f"{cuts} units cut over idle ranks" if cuts else "on these links no unit pays"
+    free = simulate_option(replace(assessment, costs=_without_links(assessment.costs)))
+    return [
+        _row("sppo + MSP", priced, rows, note),
+        _row("sppo + MSP, free links", free, rows, "the bound: weights and K/V move for nothing"),
+    ]
+
+
+def _option(candidate: Candidate, policy: str) -> Option:
+    return simulate_option(assess(replace(candidate, policy=policy)))
+
+
+def _row(name: str, option: Option, rows: list[AblationRow], note: str) -> AblationRow:
+    baseline = rows[0].step_s if rows else option.step_s
+    return AblationRow(
+        name,
+        option.candidate.policy,
+        option.candidate.schedule,
+        option.step_s,
+        baseline / option.step_s,
+        option.assessment.device_peak_bytes,
+        option.assessment.shortfall is None,
+        PAPER_SPEEDUPS.get(name),
+        note,
+    )
+
+
+def _offload_note(assessment: Assessment) -> str:
+    """The rate below which offloading everything would no longer hide."""
+    costs = assessment.costs
+    busiest = int(np.argmax(costs.offload_bytes.sum(axis=1)))
+    seconds = float(costs.forward_s[busiest].sum())
+    rate = float(costs.offload_bytes[busiest].sum()) / seconds
+    return f"hides behind forwards from {rate / 1e9:.1f} GB/s per device on average"
+
+
+def _without_links(costs: Costs) -> Costs:
+    return replace(costs, links=Links())

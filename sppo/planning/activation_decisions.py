@@ -1,0 +1,145 @@
+"""Rows of every tensor class by what happens to them, and what there is to decide from.
+
+A row is one token of one subsequence; the classes are those of
+:mod:`sppo.planning.activation_policy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sppo.schedule.costs import Table
+
+Counts = npt.NDArray[np.int64]
+
+CLASSES = ("x_in", "attention", "linear")
+"""Tensor classes, most valuable byte first."""
+X_IN, ATTENTION, LINEAR = range(3)
+ROW_ALIGNMENT = 128
+"""A cut class is cut at a multiple of this many rows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decisions:
+    """Rows of every class by what happens to them.
+
+    Attributes:
+        kept: [stages, subsequences, 3], rows that stay on the device.
+        moved: the same, rows that go to the next tier and come back.
+        rebuilt: the same, rows that backward computes again.
+    """
+
+    kept: Counts
+    moved: Counts
+    rebuilt: Counts
+
+    @property
+    def tokens(self) -> Counts:
+        """Tokens of every subsequence, [subsequences]."""
+        tokens: Counts = (self.kept + self.moved + self.rebuilt)[0, :, X_IN]
+        return tokens
+
+    @property
+    def moves_anything(self) -> bool:
+        """Whether any row leaves the device."""
+        return bool(self.moved.any())
+
+    def whole_classes_kept(self, stage: int, subsequence: int) -> tuple[int, ...] | None:
+        """Classes kept whole where the others are rebuilt whole; None if rows move or are cut."""
+        kept, rebuilt = self.kept[stage, subsequence], self.rebuilt[stage, subsequence]
+        if self.moved[stage, subsequence].any() or (np.minimum(kept, rebuilt) > 0).any():
+            return None
+        return tuple(int(index) for index in np.flatnonzero(kept))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Situation:
+    """What a policy decides from: bytes, seconds, and room. Tables are [stages, subsequences].
+
+    Attributes:
+        tokens: Tokens of every subsequence, [subsequences].
+        row_bytes: Bytes of one row of each class on one device, all layers, [stages, 3].
+        layers: Layers of each stage, [stages].
+        in_flight: How many times a subsequence is held at once at the worst moment; more than
+            once where several sequences overlap.
+        ring_share: Of the most bytes that one subsequence moves, those on their way back, [stages].
+        forward_s: Compute of a subsequence's forward, which copies hide behind: without the
+            exchanges of its group, which use the same wires.
+        hidden_bytes: What copies move out during it and back during the backward before its own.
+        linear_rebuild_s: Price of rebuilding the linear class of a whole subsequence.
+        attention_rebuild_s: Price of attending again.
+        copy_bytes_per_s: Rate of the slower copy direction; 0 without another tier.
+        device_bytes: Room for saved activations on each stage's device, [stages].
+        tier_bytes: Room in the next tier for each stage, [stages].
+        cut_rows: Whether a class may be cut; if not, all of it has one fate.
+    """
+
+    tokens: Counts
+    row_bytes: Table
+    layers: Table
+    in_flight: Counts
+    ring_share: Table
+    forward_s: Table
+    hidden_bytes: Table
+    linear_rebuild_s: Table
+    attention_rebuild_s: Table
+    copy_bytes_per_s: float
+    device_bytes: Table
+    tier_bytes: Table
+    cut_rows: bool = True
+
+    @property
+    def class_bytes(self) -> Table:
+        """Bytes of a whole class, [stages, subsequences, 3]."""
+        result: Table = self.tokens[None, :, None] * self.row_bytes[:, None, :]
+        return result
+
+
+def held_bytes(decisions: Decisions, situation: Situation) -> Table:
+    """Most bytes of saved activations on each device, and of the copies under way, [stages].
+
+    While a subsequence computes, the moved rows of the one before it drain: M_i = M_{i-1} + A_i -
+    alpha_{i-1} A_{i-1} (SPPO, section 5.2), so the larger of the two is still there.
+    """
+    kept = (decisions.kept * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
+    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2)
+    before = np.concatenate([np.zeros_like(moved[:, :1]), moved[:, :-1]], axis=1)
+    peak: Table = (np.cumsum(kept, axis=1) + np.maximum(moved, before)).max(axis=1)
+    return peak
+
+
+def tier_bytes_held(decisions: Decisions, situation: Situation) -> Table:
+    """Bytes in the next tier when all of them are there, [stages]."""
+    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
+    total: Table = moved.sum(axis=1)
+    return total
+
+
+def prefix_rows(
+    wanted: Table, *, tokens: Counts, row_bytes: Table, cut_rows: bool = True
+) -> Counts:
+    """Rows that make up at most ``wanted`` bytes, class after class; the last class may be cut.
+
+    Args:
+        wanted: bytes to make up, [..., subsequences].
+        tokens: of every subsequence, [subsequences].
+        row_bytes: of one row of each class, [..., 3].
+        cut_rows: whether the last class may be cut.
+
+    Returns:
+        [..., subsequences, 3].
+    """
+    rows = np.zeros((*wanted.shape, len(CLASSES)), dtype=np.int64)
+    left = wanted.astype(np.float64)
+    for index in range(len(CLASSES)):
+        size = np.maximum(row_bytes[..., index], 1e-300)[..., None]
+        exact = left / size
+        # A tolerance, so that a whole class counts as whole after the division.
+        whole = exact >= tokens * (1 - 1e-12)
+        cut = (exact // ROW_ALIGNMENT * ROW_ALIGNMENT * cut_rows).astype(np.int64)
+        rows[..., index] = np.where(whole, tokens, np.minimum(cut, tokens))
+        left = np.where(whole, left - tokens * size, 0.0)
+    return rows

@@ -1,0 +1,336 @@
+"""One way to run a model on a machine, and what comes of it: time, memory, whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sppo.planning.activation_decisions import Counts, Decisions, Situation
+from sppo.planning.activation_policy import POLICIES, decide, decide_ratio
+from sppo.planning.cost import (
+    CostRequest,
+    StageSeconds,
+    copy_bytes_per_s,
+    row_bytes_of,
+    stage_costs,
+    stage_seconds,
+)
+from sppo.planning.hybrid import choices
+from sppo.planning.layer_cost import Workload, exchange_seconds
+from sppo.planning.memory import (
+    RING_LAYERS,
+    StageMemory,
+    helper_bytes,
+    state_memory,
+    with_activations,
+)
+from sppo.planning.step_time import StepTime, step_time
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.costs import Costs, Table
+from sppo.schedule.generators import generate
+
+OVERLAPPING = ("sppo", "sppo_msp", "seq1f1b", "1f1b")
+"""Schedules that hold N + p - 1 - r units on rank r of p (Seq1F1B, section 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Degrees of parallelism, cuts, schedule and policy.
+
+    Attributes:
+        workload: Model, machine, precision, sequence parallelism.
+        lengths: Tokens of every subsequence; every sequence of a step is cut alike.
+        sequences: Sequences per step of one data-parallel replica.
+        pipeline_parallel_degree: Ranks of the pipeline.
+        data_parallel_degree: Replicas.
+        schedule: Name of the schedule.
+        policy: Activation policy.
+        offload_ratio: Share that every subsequence sends away; None leaves it to the policy.
+        zero: How much of the state the replicas share out.
+        offload_optimizer: Optimizer states live in host memory.
+        input_every: Layers that share one saved input.
+        cut_rows: Whether the policy may cut a tensor class.
+    """
+
+    workload: Workload
+    lengths: tuple[int, ...]
+    sequences: int = 1
+    pipeline_parallel_degree: int = 1
+    data_parallel_degree: int = 1
+    schedule: str = "sppo"
+    policy: str = "hybrid"
+    offload_ratio: float | None = None
+    zero: int = 1
+    offload_optimizer: bool = False
+    input_every: int = 1
+    cut_rows: bool = True
+
+    @property
+    def num_devices(self) -> int:
+        """Devices it occupies."""
+        return (
+            self.pipeline_parallel_degree
+            * self.data_parallel_degree
+            * self.workload.sequence_parallel_degree
+        )
+
+    @property
+    def request(self) -> CostRequest:
+        """As the cost model is asked."""
+        return CostRequest(
+            self.workload,
+            (self.lengths,) * self.sequences,
+            num_ranks=self.pipeline_parallel_degree,
+            data_parallel_degree=self.data_parallel_degree,
+            zero=self.zero,
+            input_every=self.input_every,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """The stage that lacks most memory, and of what.
+
+    Attributes:
+        place: "device", "host" or "disk".
+        stage: Which stage.
+        bucket: The largest bucket there, without "_bytes".
+        bucket_bytes: What it takes.
+        needed_bytes: All buckets together.
+        available_bytes: What there is.
+    """
+
+    place: str
+    stage: int
+    bucket: str
+    bucket_bytes: int
+    needed_bytes: int
+    available_bytes: int
+
+    @property
+    def short_bytes(self) -> int:
+        """By how much it does not fit."""
+        return self.needed_bytes - self.available_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assessment:
+    """What a candidate comes to.
+
+    Attributes:
+        candidate: What was assessed.
+        decisions: Of its activation policy.
+        memory: Of each stage.
+        time: Of a step, in closed form.
+        costs: Tables to simulate it with.
+        shortfall: Why it does not fit; None where it does.
+    """
+
+    candidate: Candidate
+    decisions: Decisions
+    memory: tuple[StageMemory, ...]
+    time: StepTime
+    costs: Costs
+    shortfall: Shortfall | None
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Of the fullest device."""
+        return max(stage.device.total_bytes for stage in self.memory)
+
+    @property
+    def tier_peak_bytes(self) -> int:
+        """In the tier behind the fullest device, optimizer states included."""
+        return max(s.tier_activations_bytes + s.host_optimizer_bytes for s in self.memory)
+
+    @property
+    def effective_policy(self) -> str:
+        """The policy by what it does: a hybrid that keeps everything is "retain"."""
+        if self.decisions.moved.any() or self.decisions.rebuilt.any():
+            return self.candidate.policy
+        return "retain"
+
+
+def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Assessment:
+    """Price `candidate` and see whether it fits.
+
+    Args:
+        candidate: what to assess.
+        seconds: of its request, where they are known already.
+
+    Raises:
+        ValueError: more stages than layers, or a policy the machine cannot serve.
+    """
+    request = candidate.request
+    seconds = seconds or stage_seconds(request)
+    in_flight = in_flight_counts(candidate)
+    states = state_memory(
+        request, in_flight=in_flight, offload_optimizer=candidate.offload_optimizer
+    )
+    if candidate.schedule == "sppo_msp":
+        states = _with_helpers(states, extra=helper_bytes(request))
+    situation = _situation(candidate, seconds=seconds, in_flight=in_flight, states=states)
+    priced = []
+    for decisions in _decisions(candidate, situation):
+        costs = stage_costs(request, seconds=seconds, decisions=decisions)
+        priced.append((step_time(costs, num_sequences=candidate.sequences), decisions, costs))
+    time, decisions, costs = min(priced, key=lambda item: item[0].step_s)
+    memory = with_activations(states, decisions=decisions, situation=situation)
+    return Assessment(candidate, decisions, memory, time, costs, _shortfall(candidate, memory))
+
+
+def _decisions(candidate: Candidate, situation: Situation) -> Iterable[Decisions]:
+    """What the activation policy may decide; of several the fastest is meant."""
+    policy, ratio = candidate.policy, candidate.offload_ratio
+    if ratio is not None:
+        if ratio > 0 and policy in POLICIES:
+            raise ValueError(
+                f"activations.offload_ratio {ratio:g} with activations.policy {policy!r}, which "
+                "moves nothing: leave one of the two keys out"
+            )
+        return [decide_ratio(situation, ratio=ratio)]
+    return choices(situation) if policy == "hybrid" else [decide(policy, situation)]
+
+
+def leaves_room(candidate: Candidate) -> bool:
+    """Whether it fits without any saved activation: quick to tell, and most do not."""
+    states = state_memory(
+        candidate.request,
+        in_flight=in_flight_counts(candidate),
+        offload_optimizer=candidate.offload_optimizer,
+    )
+    budget = candidate.workload.hardware.device.usable_bytes
+    return all(state.device.total_bytes <= budget for state in states)
+
+
+def _with_helpers(states: tuple[StageMemory, ...], *, extra: int) -> tuple[StageMemory, ...]:
+    """Every rank of a multiplexed schedule helps others."""
+    return tuple(
+        replace(
+            state,
+            device=replace(
+                state.device, communication_bytes=state.device.communication_bytes + extra
+            ),
+        )
+        for state in states
+    )
+
+
+def in_flight_counts(candidate: Candidate) -> Counts:
+    """How often each subsequence is held at once on each stage at most, [stages, N]."""
+    ranks, count = candidate.pipeline_parallel_degree, len(candidate.lengths)
+    if candidate.schedule not in OVERLAPPING:
+        return _walked_counts(candidate)
+    units = count * candidate.sequences
+    if ranks == 1:  # one sequence after another
+        units = count
+    stages = []
+    for rank in range(ranks):
+        held = min(units, count + ranks - 1 - rank)
+        whole, rest = divmod(held, count)
+        stages.append([whole + (index < rest) for index in range(count)])
+    return np.array(stages, dtype=np.int64)
+
+
+def _walked_counts(candidate: Candidate) -> Counts:
+    """The same for any schedule, from its programs."""
+    schedule = generate(
+        candidate.schedule,
+        num_ranks=candidate.pipeline_parallel_degree,
+        lengths=candidate.request.lengths,
+    )
+    shape = (candidate.pipeline_parallel_degree, len(candidate.lengths))
+    most = np.zeros(shape, dtype=np.int64)
+    for program in schedule.programs:
+        splits = any(action.kind is ActionKind.W for action in program)
+        releases = ActionKind.W if splits else ActionKind.B
+        held = np.zeros(shape, dtype=np.int64)
+        for action in program:
+            if action.kind not in (ActionKind.F, releases):
+                continue
+            place = action.stage, action.subsequence
+            held[place] += 1 if action.kind is ActionKind.F else -1
+            most[place] = max(most[place], held[place])
+    return most
+
+
+def _situation(
+    candidate: Candidate,
+    *,
+    seconds: StageSeconds,
+    in_flight: Counts,
+    states: tuple[StageMemory, ...],
+) -> Situation:
+    """What the activation policy decides from."""
+    request, hardware = candidate.request, candidate.workload.hardware
+    count = len(candidate.lengths)
+    tokens = np.array(candidate.lengths, dtype=np.int64)
+    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)
+    exchange = exchange_seconds(candidate.workload, tokens=tokens.astype(np.float64))
+    exchange = layers[:, None] * exchange
+    units = seconds.units
+    forward = units.forward[:, :count] - exchange
+    backward = (units.backward + units.weight)[:, :count] - exchange
+    out, back = copy_bytes_per_s(request)
+    used = np.array([state.device.total_bytes for state in states], dtype=np.float64)
+    host = np.array([state.host_optimizer_bytes for state in states], dtype=np.float64)
+    on_host = hardware.node.host_memory_bytes > 0
+    tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
+    return Situation(
+        tokens=tokens,
+        row_bytes=row_bytes_of(request),
+        layers=layers,
+        in_flight=in_flight,
+        ring_share=np.minimum(1.0, RING_LAYERS / layers),
+        forward_s=forward,
+        hidden_bytes=_hidden_bytes(forward, backward, copies=(out, back)),
+        linear_rebuild_s=seconds.units.linear_rebuild[:, :count],
+        attention_rebuild_s=seconds.units.attention_rebuild[:, :count],
+        copy_bytes_per_s=min(out, back),
+        device_bytes=np.maximum(0.0, hardware.device.usable_bytes - used),
+        tier_bytes=np.maximum(0.0, tier - (host if on_host else np.zeros_like(host))),
+        cut_rows=candidate.cut_rows,
+    )
+
+
+def _hidden_bytes(forward: Table, backward: Table, *, copies: tuple[float, float]) -> Table:
+    """What leaves during a subsequence's forward and is back during the backward before its own."""
+    out, back = copies
+    following = np.concatenate([backward[:, 1:], np.zeros_like(backward[:, :1])], axis=1)
+    hidden: Table = np.minimum(forward * out, following * back)
+    return hidden
+
+
+def _shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfall | None:
+    hardware = candidate.workload.hardware
+    found = []
+    for stage, held in enumerate(memory):
+        device = held.device
+        bucket = device.largest
+        found.append(
+            Shortfall(
+                "device",
+                stage,
+                bucket.removesuffix("_bytes"),
+                getattr(device, bucket),
+                device.total_bytes,
+                hardware.device.usable_bytes,
+            )
+        )
+        on_host = hardware.node.host_memory_bytes > 0
+        room = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
+        tier = held.tier_activations_bytes + (held.host_optimizer_bytes if on_host else 0)
+        found.append(
+            Shortfall(
+                "host" if on_host else "disk",
+                stage,
+                "moved activations",
+                held.tier_activations_bytes,
+                tier,
+                room,
+            )
+        )
+    worst = max(found, key=lambda shortfall: shortfall.short_bytes)
+    return worst if worst.short_bytes > 0 else None

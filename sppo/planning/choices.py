@@ -1,0 +1,168 @@
+"""What a run file leaves open, and which values are worth trying.
+
+A key that is written is a condition; a key that is left out is the solver's to choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from sppo.config.run import RunConfig
+from sppo.planning.flops import partition_costs
+from sppo.planning.hardware import HardwareSpec
+from sppo.planning.layer_cost import Workload, seconds_per_token_and_pair
+from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
+
+SUBSEQUENCE_TOKENS = {"cuda": (2048, 16384), "cpu": (1024, 4096)}
+"""Mean tokens of a subsequence worth trying. On accelerators the paper's sweet spot: below 2K
+kernels are too small, above 16K nothing is gained."""
+_MANTISSAS = (4, 5, 6, 7)
+_DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """One way to share out devices."""
+
+    data_parallel: int
+    pipeline_parallel: int
+    sequence_parallel: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices it occupies."""
+        return self.data_parallel * self.pipeline_parallel * self.sequence_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Degrees that cannot work, whatever else is chosen, and why."""
+
+    degrees: Degrees
+    reason: str
+
+
+def degrees_to_try(
+    run: RunConfig, *, hardware: HardwareSpec
+) -> tuple[list[Degrees], list[Refusal]]:
+    """Every way to share out the machine that the run allows, and those it rules out.
+
+    Sequence parallelism stays inside a node unless the run asks for more: its exchanges are on
+    the way of every layer. Devices may be left over where the model has too few layers, or a step
+    too few sequences, to use them.
+
+    Raises:
+        ValueError: degrees in the run that need more devices than there are.
+    """
+    given, total = run.parallel.model_fields_set, hardware.num_devices
+    fixed: dict[str, int] = {
+        name: getattr(run.parallel, name) for name in _DEGREES if name in given
+    }
+    asked = 1
+    for degree in fixed.values():
+        asked *= degree
+    if asked > total:
+        raise ValueError(
+            f"{' x '.join(f'parallel.{name} {value}' for name, value in fixed.items())} needs "
+            f"{asked} devices, and {hardware.name} has {total}: lower a degree, or raise "
+            "hardware.nodes"
+        )
+    possible, refused = [], []
+    for sequence in _sequence_degrees(run, hardware=hardware, fixed=fixed):
+        for pipeline in _pipeline_degrees(run, room=total // sequence, fixed=fixed):
+            data = _data_degree(run, room=total // sequence // pipeline, fixed=fixed)
+            degrees = Degrees(data, pipeline, sequence)
+            reason = _refusal(run, degrees=degrees, total=total)
+            if reason is None:
+                possible.append(degrees)
+            else:
+                refused.append(Refusal(degrees, reason))
+    return possible, refused
+
+
+def piece_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
+    """Values of N (num_subsequences) worth trying: quarter steps of powers of two."""
+    sequence = run.sequence
+    if sequence.boundaries is not None:
+        return (len(sequence.boundaries) - 1,)
+    if sequence.num_subsequences != "auto":
+        return (sequence.num_subsequences,)
+    shortest, longest = SUBSEQUENCE_TOKENS[hardware.device.kind]
+    fewest, most = ceil(sequence.length / longest), max(1, sequence.length // shortest)
+    steps = {m << k for k in range(20) for m in _MANTISSAS} | {1, 2, 3}
+    chosen = {n for n in steps if fewest <= n <= most}
+    return tuple(sorted(chosen | {min(fewest, most)}))
+
+
+def cut_sequence(
+    run: RunConfig, *, pieces: int, workload: Workload, num_stages: int
+) -> tuple[int, ...]:
+    """Tokens of each of `pieces` subsequences, as the run's partition asks.
+
+    Raises:
+        ValueError: more pieces than tokens.
+    """
+    sequence = run.sequence
+    if sequence.boundaries is not None:
+        return lengths_of(sequence.boundaries)
+    length, alignment = sequence.length, sequence.alignment
+    if sequence.partition == "length" or (sequence.partition == "auto" and num_stages == 1):
+        return lengths_of(boundaries_by_length(length, pieces=pieces, alignment=alignment))
+    if sequence.partition == "cost_model":
+        linear, quadratic = seconds_per_token_and_pair(workload, tokens=length / pieces)
+    else:
+        linear, quadratic = partition_costs(run.model)
+    cuts = boundaries_by_flops(
+        length, pieces=pieces, linear=linear, quadratic=quadratic, alignment=alignment
+    )
+    return lengths_of(cuts)
+
+
+def _sequence_degrees(
+    run: RunConfig, *, hardware: HardwareSpec, fixed: dict[str, int]
+) -> list[int]:
+    if "sequence_parallel_degree" in fixed:
+        return [fixed["sequence_parallel_degree"]]
+    return _divisors(hardware.node.num_devices)
+
+
+def _pipeline_degrees(run: RunConfig, *, room: int, fixed: dict[str, int]) -> list[int]:
+    if room < 1:
+        return []
+    if "pipeline_parallel_degree" in fixed:
+        return [fixed["pipeline_parallel_degree"]]
+    # Stages of equal size where that is possible, or no device left over.
+    equal = {n for n in _divisors(run.model.num_layers) if n <= room}
+    return sorted(equal | set(_divisors(room)))
+
+
+def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int]) -> int:
+    """As many replicas as have a sequence each and a place."""
+    if "data_parallel_degree" in fixed:
+        return fixed["data_parallel_degree"]
+    sequences = run.train.sequences_per_step
+    return max(n for n in range(1, max(1, min(room, sequences)) + 1) if sequences % n == 0)
+
+
+def _refusal(run: RunConfig, *, degrees: Degrees, total: int) -> str | None:
+    model = run.model
+    if degrees.num_devices > total:
+        return f"needs {degrees.num_devices} devices, there are {total}"
+    if degrees.pipeline_parallel > model.num_layers:
+        return f"{model.num_layers} layers cannot be shared by {degrees.pipeline_parallel} stages"
+    if model.num_heads % degrees.sequence_parallel:
+        return (
+            f"{model.num_heads} attention heads cannot be shared by a sequence-parallel group "
+            f"of {degrees.sequence_parallel}"
+        )
+    if run.train.sequences_per_step % degrees.data_parallel:
+        return (
+            f"train.sequences_per_step {run.train.sequences_per_step} is not a multiple of "
+            f"{degrees.data_parallel} replicas"
+        )
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

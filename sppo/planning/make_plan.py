@@ -1,0 +1,131 @@
+"""From an option the solver found to the plan that is run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+
+from sppo import __version__
+from sppo.config.run import RunConfig
+from sppo.planning.activation_decisions import Decisions
+from sppo.planning.candidate import Assessment
+from sppo.planning.cost import row_bytes_of
+from sppo.planning.flops import step_flops
+from sppo.planning.option import Option
+from sppo.planning.plan import (
+    PLAN_VERSION,
+    ExecutionPlan,
+    Prediction,
+    StagePlan,
+    SubsequencePlan,
+    boundaries_of,
+    digest_of,
+    planned_part,
+)
+from sppo.schedule.costs import Table
+
+
+def make_plan(run: RunConfig, option: Option) -> ExecutionPlan:
+    """The plan for `run` that does what `option` says."""
+    assessment, candidate = option.assessment, option.candidate
+    hardware = candidate.workload.hardware
+    part = planned_part(run)
+    return ExecutionPlan(
+        version=PLAN_VERSION,
+        made_by=__version__,
+        run=part,
+        run_digest=digest_of(part),
+        hardware=hardware,
+        hardware_digest=digest_of(asdict(hardware)),
+        data_parallel_degree=candidate.data_parallel_degree,
+        pipeline_parallel_degree=candidate.pipeline_parallel_degree,
+        sequence_parallel_degree=candidate.workload.sequence_parallel_degree,
+        sequence_parallel=candidate.workload.sequence_parallel,
+        zero=candidate.zero,
+        sequences=candidate.sequences,
+        boundaries=boundaries_of(candidate.lengths),
+        schedule=candidate.schedule,
+        policy=assessment.effective_policy,
+        stages=_stages(assessment),
+        predicted=predict(run, option),
+    )
+
+
+def predict(run: RunConfig, option: Option) -> Prediction:
+    """What a step of `option` takes."""
+    assessment, candidate, time = option.assessment, option.candidate, option.assessment.time
+    hardware = candidate.workload.hardware
+    length, sequences = run.sequence.length, run.train.sequences_per_step
+    flops = step_flops(run.model, length=length, sequences=sequences)
+    peak = hardware.device.flops_per_s(run.train.dtype) * candidate.num_devices
+    on_host = hardware.node.host_memory_bytes > 0
+    tier = assessment.tier_peak_bytes
+    costs = assessment.costs
+    busiest = int(np.argmax((costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)))
+    backward = (costs.backward_s + costs.weight_s)[busiest]
+    exposed = time.exposed_copy_s
+    if option.timeline is not None:
+        exposed = max(track.idle_s("copy") for track in option.timeline.ranks)
+    return Prediction(
+        provenance=hardware.provenance,
+        simulated=option.timeline is not None,
+        step_s=option.step_s,
+        forward_s=float(costs.forward_s[busiest].sum()),
+        backward_s=float(backward.sum()),
+        update_s=time.update_s,
+        exposed_copy_s=exposed,
+        tokens_per_s_per_gpu=length * sequences / option.step_s / candidate.num_devices,
+        mfu=flops / option.step_s / peak,
+        bubble_fraction=_bubble_fraction(option),
+        device_peak_bytes=assessment.device_peak_bytes,
+        host_peak_bytes=tier if on_host else 0,
+        disk_peak_bytes=0 if on_host else tier,
+        offload_ratios=offload_ratios(assessment),
+    )
+
+
+def offload_ratios(assessment: Assessment) -> tuple[float, ...]:
+    """Share of its saved bytes that each subsequence moves, on the first stage."""
+    row_bytes = row_bytes_of(assessment.candidate.request)[0]
+    moved = assessment.decisions.moved[0] @ row_bytes
+    whole = assessment.decisions.tokens * row_bytes.sum()
+    return tuple(float(round(share, 4)) for share in moved / whole)
+
+
+def _bubble_fraction(option: Option) -> float:
+    if option.timeline is not None:
+        return option.timeline.bubble_fraction
+    time, ranks = option.assessment.time, option.candidate.pipeline_parallel_degree
+    return max(0.0, 1 - time.busy_s / (ranks * time.step_s))
+
+
+def _stages(assessment: Assessment) -> tuple[StagePlan, ...]:
+    request = assessment.candidate.request
+    row_bytes = row_bytes_of(request)
+    stages = []
+    for stage, layers in enumerate(request.stages):
+        stages.append(
+            StagePlan(
+                first_layer=layers.start,
+                num_layers=len(layers),
+                subsequences=_subsequences(
+                    assessment.decisions, stage=stage, row_bytes=row_bytes[stage]
+                ),
+                memory=assessment.memory[stage],
+            )
+        )
+    return tuple(stages)
+
+
+def _subsequences(
+    decisions: Decisions, *, stage: int, row_bytes: Table
+) -> tuple[SubsequencePlan, ...]:
+    """Slots lie one behind the other: offsets are decided here, not at run time."""
+    sizes = np.ceil(decisions.moved[stage] @ row_bytes).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]).tolist()
+    kept, moved, rebuilt = (
+        [(int(x), int(a), int(rest)) for x, a, rest in table[stage].tolist()]
+        for table in (decisions.kept, decisions.moved, decisions.rebuilt)
+    )
+    return tuple(SubsequencePlan(*row) for row in zip(kept, moved, rebuilt, offsets, strict=True))

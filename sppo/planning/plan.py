@@ -1,0 +1,312 @@
+"""The execution plan: everything that was decided before the run, and what it was based on.
+
+The solver writes it, the simulator draws it, the trainer runs it and is held to its predictions.
+It is self-contained: the part of the run it was made for and the machine are in it, so it can be
+priced again anywhere, and a run that has changed since is told which key differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from sppo import __version__
+from sppo.config.model import ModelConfig
+from sppo.config.run import RunConfig
+from sppo.planning.hardware import HardwareSpec, Provenance
+from sppo.planning.memory import StageMemory
+
+PLAN_VERSION = 1
+"""Raised whenever the meaning of a field changes; other versions are refused."""
+
+Rows = tuple[int, int, int]
+"""Of x_in, attention and linear, see :mod:`sppo.planning.activation_policy`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubsequencePlan:
+    """What happens to the saved tensors of one subsequence on one stage, in rows (tokens).
+
+    Attributes:
+        kept: Rows of each class that stay on the device.
+        moved: Rows that go to the next tier and come back.
+        rebuilt: Rows that backward computes again.
+        slot_offset_bytes: Where the moved rows of all its layers begin in the tier.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    kept: Rows
+    moved: Rows
+    rebuilt: Rows
+    slot_offset_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage of the pipeline.
+
+    Attributes:
+        first_layer: Its first layer.
+        num_layers: How many it has.
+        subsequences: What it does with each subsequence's saved tensors.
+        memory: Predicted, of one of its devices.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    first_layer: int
+    num_layers: int
+    subsequences: tuple[SubsequencePlan, ...]
+    memory: StageMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one step will take.
+
+    Attributes:
+        provenance: Of the machine's figures it rests on.
+        simulated: Whether the step was simulated, rather than computed in closed form.
+        step_s: The whole step.
+        forward_s: Forwards of the busiest stage.
+        backward_s: Its backwards, with what they rebuild.
+        update_s: Reducing gradients and the optimizer step.
+        exposed_copy_s: Waiting for copies.
+        tokens_per_s_per_gpu: Of the whole step.
+        mfu: Model FLOPs over time and peak.
+        bubble_fraction: Idle share of all ranks.
+        device_peak_bytes: Of the fullest device.
+        host_peak_bytes: Of host memory behind it.
+        disk_peak_bytes: Of disk behind it.
+        offload_ratios: Share of its saved bytes that each subsequence moves, on the first stage.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    provenance: Provenance
+    simulated: bool
+    step_s: float
+    forward_s: float
+    backward_s: float
+    update_s: float
+    exposed_copy_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    bubble_fraction: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    disk_peak_bytes: int
+    offload_ratios: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    """What to run, and what will come of it.
+
+    Attributes:
+        version: Of this format.
+        made_by: Version of SPPO that made it.
+        run: The keys of the run file that the plan rests on, by section.
+        run_digest: Of the same.
+        hardware: The machine it is for.
+        hardware_digest: Of the same.
+        data_parallel_degree: Replicas.
+        pipeline_parallel_degree: Stages.
+        sequence_parallel_degree: Devices that share each subsequence.
+        sequence_parallel: "ulysses" or "megatron".
+        zero: How much of the state replicas share out.
+        sequences: Sequences per step of one replica.
+        boundaries: Cuts of a sequence.
+        schedule: Name of the schedule.
+        policy: Activation policy, by what it does.
+        stages: Each stage.
+        predicted: What a step takes.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    version: int
+    made_by: str
+    run: dict[str, Any]
+    run_digest: str
+    hardware: HardwareSpec
+    hardware_digest: str
+    data_parallel_degree: int
+    pipeline_parallel_degree: int
+    sequence_parallel_degree: int
+    sequence_parallel: str
+    zero: int
+    sequences: int
+    boundaries: tuple[int, ...]
+    schedule: str
+    policy: str
+    stages: tuple[StagePlan, ...]
+    predicted: Prediction
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model it is for."""
+        return ModelConfig.model_validate(self.run["model"])
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each subsequence."""
+        cuts = self.boundaries
+        return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+
+    def rebuilt_shares(self, tensor_class: int) -> tuple[float, ...]:
+        """Share of each subsequence in which a class is rebuilt, averaged over the layers."""
+        layers = sum(stage.num_layers for stage in self.stages)
+        shares = []
+        for index, tokens in enumerate(self.lengths):
+            rows = sum(
+                stage.num_layers * stage.subsequences[index].rebuilt[tensor_class]
+                for stage in self.stages
+            )
+            shares.append(rows / layers / tokens)
+        return tuple(shares)
+
+
+_ADAPTER = TypeAdapter(ExecutionPlan)
+_DIGEST = "digest"
+_PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
+    "model": None,
+    "sequence": None,
+    "parallel": None,
+    "activations": None,
+    "optimizer": ("offload",),
+    "train": ("sequences_per_step", "dtype"),
+}
+"""Sections of a run file that a plan rests on; None for all their keys."""
+
+
+def planned_part(run: RunConfig) -> dict[str, Any]:
+    """The keys of `run` that a plan rests on, as plain JSON values."""
+    whole = run.model_dump(mode="json")
+    part = {}
+    for section, keys in _PLANNED_KEYS.items():
+        values = whole[section]
+        part[section] = values if keys is None else {key: values[key] for key in keys}
+    return part
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """SHA-256 of the canonical JSON form."""
+    import hashlib
+
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def boundaries_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Cuts of a sequence whose subsequences have these lengths."""
+    return (0, *accumulate(lengths))
+
+
+def plan_json(plan: ExecutionPlan) -> dict[str, Any]:
+    """`plan` as plain values, the content of its file: its fields and their digest."""
+    values: dict[str, Any] = json.loads(_ADAPTER.dump_json(plan))
+    return {**values, _DIGEST: digest_of(values)}
+
+
+def read_plan(path: Path) -> ExecutionPlan:
+    """A plan from its file.
+
+    Raises:
+        ValueError: not a plan, of another version, changed by hand, or damaged.
+        OSError: the file cannot be read.
+    """
+    values = _parsed(path)
+    version = values.get("version") if isinstance(values, dict) else None
+    if version != PLAN_VERSION:
+        raise ValueError(
+            f"plan {path} has version {version!r}, this is sppo {__version__} with plans of "
+            f"version {PLAN_VERSION}: make it again with sppo solve RUN.yaml -o {path.name}"
+        )
+    digest = values.pop(_DIGEST, None)
+    try:
+        plan = _ADAPTER.validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"plan {path}: {where}: {first['msg']}; make it again with sppo solve"
+        ) from None
+    faults = [*_faults(plan)]
+    if digest != digest_of(values):
+        faults.append("its content does not match its digest")
+    if faults:
+        raise ValueError(
+            f"plan {path} was changed by hand or damaged: {faults[0]}; make it again with sppo "
+            "solve"
+        )
+    return plan
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"plan {path} is not JSON: {error}; make it again: sppo solve") from None
+
+
+def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:
+    """Refuse a plan that was made for another run.
+
+    Raises:
+        ValueError: names every key that differs, with both values.
+    """
+    differences = list(_differences(plan.run, planned_part(run)))
+    if differences:
+        raise ValueError(
+            f"the plan was made for another run: {'; '.join(differences)}. Make it again with "
+            "sppo solve, or undo the change"
+        )
+
+
+def _differences(
+    planned: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> Iterator[str]:
+    for key in sorted({*planned, *now}):
+        before, after = planned.get(key), now.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            yield f"{prefix}{key} was {json.dumps(before)}, is {json.dumps(after)}"
+
+
+def _faults(plan: ExecutionPlan) -> Iterator[str]:
+    """What the parts of a plan say that does not agree."""
+    if plan.run_digest != digest_of(plan.run):
+        yield "its run does not match its digest"
+        return
+    if plan.hardware_digest != digest_of(asdict(plan.hardware)):
+        yield "its hardware does not match its digest"
+    if plan.boundaries[:1] != (0,) or any(tokens < 1 for tokens in plan.lengths):
+        yield f"its boundaries {list(plan.boundaries)} do not rise from 0"
+    if len(plan.stages) != plan.pipeline_parallel_degree:
+        yield f"{len(plan.stages)} stages for {plan.pipeline_parallel_degree} ranks"
+    layers = 0
+    for number, stage in enumerate(plan.stages):
+        if stage.first_layer != layers:
+            yield f"stage {number} begins with layer {stage.first_layer}, not {layers}"
+        layers += stage.num_layers
+        yield from _stage_faults(stage, number=number, lengths=plan.lengths)
+    if layers != plan.model.num_layers:
+        yield f"its stages have {layers} layers, its model {plan.model.num_layers}"
+
+
+def _stage_faults(stage: StagePlan, *, number: int, lengths: tuple[int, ...]) -> Iterator[str]:
+    if len(stage.subsequences) != len(lengths):
+        yield f"stage {number} has {len(stage.subsequences)} subsequences, not {len(lengths)}"
+        return
+    for index, (tokens, part) in enumerate(zip(lengths, stage.subsequences, strict=True)):
+        rows = [*zip(part.kept, part.moved, part.rebuilt, strict=True)]
+        if any(min(row) < 0 or sum(row) != tokens for row in rows):
+            yield f"stage {number}, subsequence {index}: rows do not add up to {tokens}"

@@ -1,0 +1,111 @@
+"""The plan of a run as it stands: what ``sppo train`` makes when it is given none.
+
+Degrees of parallelism are those of the run file; only what it leaves to ``auto`` is decided here:
+the number of subsequences, and what happens to saved activations in the memory there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sppo.config.run import RunConfig
+from sppo.planning.candidate import Assessment, Candidate, assess
+from sppo.planning.choices import Degrees, cut_sequence
+from sppo.planning.hardware import HardwareSpec
+from sppo.planning.layer_cost import Workload
+from sppo.planning.make_plan import make_plan
+from sppo.planning.option import Option
+from sppo.planning.partition import automatic_pieces
+from sppo.planning.plan import ExecutionPlan, boundaries_of
+from sppo.planning.solver import candidate_of, workload_of
+from sppo.units import format_bytes
+
+TARGET_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Tokens of a subsequence for ``num_subsequences: auto``. On a CPU 1Ki and 2Ki took the same
+time; the larger makes fewer. On a GPU, not measured: the middle of the paper's 2K to 16K."""
+USABLE_SHARE = 0.85
+"""Of the memory that is free, what a policy left to ``auto`` fills."""
+
+
+def plan_run(run: RunConfig, *, hardware: HardwareSpec, available_bytes: int) -> ExecutionPlan:
+    """Decide what `run` leaves open, for a machine with so much memory free.
+
+    A policy that was asked for is taken as long as it can work at all.
+
+    Args:
+        run: checked.
+        hardware: the machine; its memory is not looked at.
+        available_bytes: what is free on a device.
+
+    Raises:
+        MemoryError: it does not fit, with what to change.
+    """
+    chosen = run.activations.policy in ("auto", "hybrid")
+    usable = int(available_bytes * USABLE_SHARE) if chosen else available_bytes
+    device = replace(hardware.device, memory_bytes=max(1, usable), reserved_bytes=0)
+    candidate = run_candidate(run, hardware=replace(hardware, device=device))
+    assessment = _keep_what_fits(candidate)
+    if assessment.shortfall is not None:
+        raise MemoryError(_too_large(run, assessment, usable=usable, available=available_bytes))
+    return make_plan(run, Option(assessment))
+
+
+def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
+    """The run with the degrees it writes and the cuts it asks for.
+
+    Raises:
+        ValueError: sequences that cannot be shared out over the replicas.
+    """
+    parallel = run.parallel
+    degrees = Degrees(
+        parallel.data_parallel_degree,
+        parallel.pipeline_parallel_degree,
+        parallel.sequence_parallel_degree,
+    )
+    if run.train.sequences_per_step % degrees.data_parallel:
+        raise ValueError(
+            f"train.sequences_per_step {run.train.sequences_per_step} on "
+            f"{degrees.data_parallel} data-parallel replicas: must be a multiple of the replicas"
+        )
+    workload = workload_of(run, hardware=hardware, degrees=degrees)
+    return candidate_of(run, workload, degrees, lengths=_lengths(run, workload))
+
+
+def run_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
+    """Cuts of a sequence as the run file asks."""
+    return boundaries_of(_lengths(run, Workload(run.model, hardware, dtype=run.train.dtype)))
+
+
+def _lengths(run: RunConfig, workload: Workload) -> tuple[int, ...]:
+    pieces = run.sequence.num_subsequences
+    if pieces == "auto":
+        target = TARGET_TOKENS[workload.hardware.device.kind]
+        pieces = automatic_pieces(run.sequence.length, target_tokens=target)
+    stages = run.parallel.pipeline_parallel_degree
+    return cut_sequence(run, pieces=pieces, workload=workload, num_stages=stages)
+
+
+def _keep_what_fits(candidate: Candidate) -> Assessment:
+    """A hybrid without another tier, in whole classes: what the engine can run."""
+    node = replace(candidate.workload.hardware.node, host_memory_bytes=0, disk_bytes=0)
+    hardware = replace(candidate.workload.hardware, node=node)
+    workload = replace(candidate.workload, hardware=hardware)
+    return assess(replace(candidate, workload=workload, cut_rows=False))
+
+
+def _too_large(run: RunConfig, assessment: Assessment, *, usable: int, available: int) -> str:
+    shortfall, policy = assessment.shortfall, run.activations.policy
+    assert shortfall is not None, "only called where something is short"
+    needed = format_bytes(shortfall.needed_bytes)
+    bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
+    if policy in ("auto", "hybrid"):
+        return (
+            f"a sequence of {run.sequence.length} tokens needs {needed} (most of it {bucket}) "
+            f"even with everything rebuilt, and {format_bytes(usable)} may be used of "
+            f"{format_bytes(available)}; shorten sequence.length or take a smaller model"
+        )
+    return (
+        f"activations.policy={policy} needs {needed} (most of it {bucket}) for a sequence of "
+        f"{run.sequence.length} tokens, and {format_bytes(available)} are available; write "
+        "activations.policy=auto, shorten sequence.length or take a smaller model"
+    )

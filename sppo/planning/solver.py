@@ -1,0 +1,242 @@
+"""The best way to run a model on a machine: degrees of parallelism, cuts, schedule, policy.
+
+Every way to share out the devices is tried with every number of subsequences worth trying, priced
+in closed form, and dropped with the reason where it does not fit. The best few are simulated; the
+simulation decides between them. Everything is deterministic: same request, same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sppo.config.run import RunConfig
+from sppo.planning.candidate import Assessment, Candidate, Shortfall, assess, leaves_room
+from sppo.planning.choices import (
+    Degrees,
+    cut_sequence,
+    degrees_to_try,
+    piece_counts_to_try,
+)
+from sppo.planning.cost import stage_costs, stage_seconds
+from sppo.planning.hardware import HardwareSpec
+from sppo.planning.layer_cost import Workload
+from sppo.planning.option import Option, simulate_option, with_best_schedule
+from sppo.planning.step_time import step_time
+
+RUNNERS_UP = 3
+_SIMULATED = 4
+_SIMULATED_UNITS = 6000
+"""Stages x units of all simulations together: what fits in a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Degrees that do not fit or cannot work.
+
+    Attributes:
+        degrees: Which.
+        num_subsequences: N that came nearest to fitting; None where it does not depend on N.
+        policy: Activation policy that came nearest.
+        reason: In words.
+        shortfall: Where memory is short.
+    """
+
+    degrees: Degrees
+    reason: str
+    num_subsequences: int | None = None
+    policy: str | None = None
+    shortfall: Shortfall | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solution:
+    """The answer to a request.
+
+    Attributes:
+        run: The request.
+        hardware: The machine.
+        best: The recommended way; None where nothing fits.
+        runners_up: The next best with other degrees, best first.
+        by_pieces: The best way's degrees with every N worth trying, by N.
+        rejected: What does not fit or cannot work.
+    """
+
+    run: RunConfig
+    hardware: HardwareSpec
+    best: Option | None
+    runners_up: tuple[Option, ...]
+    by_pieces: tuple[Option, ...]
+    rejected: tuple[Rejection, ...]
+
+
+def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
+    """The best way to train `run` on `hardware`, with the reasons for the rest.
+
+    Raises:
+        ValueError: the run asks for what the machine or the model cannot do.
+    """
+    fitting, rejected = enumerate_options(run, hardware=hardware)
+    leaders = _simulated(sorted(fitting, key=_rank))
+    if not leaders:
+        return Solution(run, hardware, None, (), (), tuple(rejected))
+    return Solution(
+        run,
+        hardware,
+        best=with_best_schedule(run, leaders[0]),
+        runners_up=tuple(leaders[1 : 1 + RUNNERS_UP]),
+        by_pieces=options_by_pieces(run, best=leaders[0]),
+        rejected=tuple(rejected),
+    )
+
+
+def enumerate_options(
+    run: RunConfig, *, hardware: HardwareSpec, piece_counts: Sequence[int] | None = None
+) -> tuple[list[Option], list[Rejection]]:
+    """The best option of every way to share out the devices, in closed form; and what fails."""
+    possible, refused = degrees_to_try(run, hardware=hardware)
+    counts = piece_counts or piece_counts_to_try(run, hardware=hardware)
+    fitting: list[Option] = []
+    rejected = [Rejection(refusal.degrees, refusal.reason) for refusal in refused]
+    for degrees in possible:
+        candidates = [
+            candidate_of_pieces(run, hardware=hardware, degrees=degrees, pieces=pieces)
+            for pieces in counts
+        ]
+        best = _fastest(candidates)
+        if best.shortfall is None:
+            fitting.append(Option(best))
+        else:
+            rejected.append(_rejection(degrees, best))
+    return fitting, rejected
+
+
+def options_by_pieces(run: RunConfig, *, best: Option) -> tuple[Option, ...]:
+    """The degrees of `best` with every N that is worth trying and fits, by N."""
+    hardware = best.candidate.workload.hardware
+    options = []
+    for pieces in piece_counts_to_try(run, hardware=hardware):
+        candidate = candidate_of_pieces(run, hardware=hardware, degrees=best.degrees, pieces=pieces)
+        assessment = assess(candidate)
+        if assessment.shortfall is None:
+            options.append(Option(assessment))
+    return tuple(options)
+
+
+def candidate_of_pieces(
+    run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, pieces: int
+) -> Candidate:
+    """The run with these degrees and so many subsequences."""
+    workload = workload_of(run, hardware=hardware, degrees=degrees)
+    lengths = cut_sequence(
+        run, pieces=pieces, workload=workload, num_stages=degrees.pipeline_parallel
+    )
+    return candidate_of(run, workload, degrees, lengths=lengths)
+
+
+def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> Workload:
+    """What a device computes."""
+    return Workload(
+        run.model,
+        hardware,
+        dtype=run.train.dtype,
+        sequence_parallel_degree=degrees.sequence_parallel,
+        sequence_parallel=run.parallel.sequence_parallel,
+    )
+
+
+def candidate_of(
+    run: RunConfig, workload: Workload, degrees: Degrees, *, lengths: tuple[int, ...]
+) -> Candidate:
+    """The run with these degrees and cuts, everything else as it asks."""
+    schedule, policy = run.parallel.schedule, run.activations.policy
+    ratio = run.activations.offload_ratio
+    return Candidate(
+        workload,
+        lengths,
+        sequences=run.train.sequences_per_step // degrees.data_parallel,
+        pipeline_parallel_degree=degrees.pipeline_parallel,
+        data_parallel_degree=degrees.data_parallel,
+        schedule="sppo" if schedule == "auto" else schedule,
+        policy="hybrid" if policy == "auto" else policy,
+        offload_ratio=None if ratio == "auto" else ratio,
+        zero=run.parallel.zero,
+        offload_optimizer=run.optimizer.offload,
+        input_every=run.activations.input_every,
+    )
+
+
+def _fastest(candidates: Sequence[Candidate]) -> Assessment:
+    """The fastest that fits of candidates that differ in N; the one short of least if none does.
+
+    Branch and bound: keeping everything bounds the time of every policy from below, so a candidate
+    whose bound is above the best found is never looked at. Without saved activations memory only
+    shrinks with the number of pieces, so where the last one leaves room for none, none does.
+    """
+    if not leaves_room(candidates[-1]):
+        return assess(candidates[-1])
+    priced = []
+    for candidate in candidates:
+        request = candidate.request
+        seconds = stage_seconds(request)
+        bound = step_time(stage_costs(request, seconds=seconds), num_sequences=candidate.sequences)
+        priced.append((bound.step_s, len(candidate.lengths), candidate, seconds))
+    best = nearest = None
+    for bound_s, _, candidate, seconds in sorted(priced, key=lambda item: item[:2]):
+        if best is not None and bound_s > best.time.step_s:
+            break
+        assessment = assess(candidate, seconds=seconds)
+        if assessment.shortfall is None:
+            best = min(best or assessment, assessment, key=lambda a: _rank(Option(a)))
+        else:
+            nearest = min(nearest or assessment, assessment, key=_short)
+    chosen = best or nearest
+    assert chosen is not None, "there is at least one number of pieces to try"
+    return chosen
+
+
+def _rank(option: Option) -> tuple[float, int, int, int]:
+    """Faster first; of equals the one with fewer devices, fewer stages, fewer pieces."""
+    degrees = option.degrees
+    return (
+        float(f"{option.step_s:.9g}"),
+        degrees.num_devices,
+        degrees.pipeline_parallel,
+        len(option.candidate.lengths),
+    )
+
+
+def _simulated(leaders: Sequence[Option]) -> list[Option]:
+    """`leaders` with the first few simulated, and all that might turn out faster; those first.
+
+    The closed form is never above the simulation, so from the first one that is not below the best
+    simulated on, none can be faster. Where simulating takes too long the closed form decides.
+    """
+    played: list[Option] = []
+    left = _SIMULATED_UNITS
+    for place, option in enumerate(leaders):
+        left -= option.assessment.costs.forward_s.size
+        fastest = min((other.step_s for other in played), default=float("inf"))
+        if left < 0 or (place >= _SIMULATED and option.step_s >= fastest):
+            break
+        played.append(simulate_option(option.assessment))
+    return sorted(played, key=_rank) + list(leaders[len(played) :])
+
+
+def _short(assessment: Assessment) -> int:
+    assert assessment.shortfall is not None, "only asked of what does not fit"
+    return assessment.shortfall.short_bytes
+
+
+def _rejection(degrees: Degrees, nearest: Assessment) -> Rejection:
+    from sppo.planning.advice import explain
+
+    assert nearest.shortfall is not None, "only made of what does not fit"
+    candidate = nearest.candidate
+    return Rejection(
+        degrees,
+        explain(nearest.shortfall),
+        num_subsequences=len(candidate.lengths),
+        policy=candidate.policy,
+        shortfall=nearest.shortfall,
+    )

@@ -1,0 +1,204 @@
+"""The machine this process runs on, described as far as it can be told without measuring.
+
+An NVIDIA GPU is matched with the preset of its name, and memory, devices and host are its own. On
+any other machine the CPU is the device and the machine's memory the device's. Rates stay those of
+the preset, *analytic*, until `sppo bench` measures them. The same machine always gives the same
+description: nothing in it depends on what else runs now.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sppo.planning.hardware import HardwareSpec
+from sppo.planning.hardware_file import read_hardware
+from sppo.planning.hardware_presets import PRESETS
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_NODES = Path("/sys/devices/system/node")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES = 1 << 60  # version 1 has no word for it and names the largest number instead
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The accelerators of this machine, all taken to be like the first.
+
+    Attributes:
+        name: As the driver calls it, e.g. ``NVIDIA H200``.
+        count: How many there are.
+        memory_bytes: Of one.
+    """
+
+    name: str
+    count: int
+    memory_bytes: int
+
+
+def this_machine(path: Path | None = None) -> HardwareSpec:
+    """The description in ``path`` if one is given, else what can be detected.
+
+    Raises:
+        ValueError: the file is no hardware description.
+        OSError: the file cannot be read.
+    """
+    return detect_machine() if path is None else read_hardware(path)
+
+
+def detect_machine() -> HardwareSpec:
+    """This machine with the analytic rates of the preset that is most like it."""
+    gpus = find_gpus()
+    host_bytes = usable_memory_bytes()
+    return describe_cpu(host_bytes) if gpus is None else describe_gpus(gpus, host_bytes=host_bytes)
+
+
+def describe_gpus(gpus: Gpus, *, host_bytes: int) -> HardwareSpec:
+    """A node of ``gpus`` with ``host_bytes`` of memory."""
+    preset, known = _nearest_preset(gpus)
+    how = f"preset {preset.name}" if known else f"unknown, nearest by memory: {preset.name}"
+    return replace(
+        preset,
+        name=f"{gpus.count} x {gpus.name} ({how})",
+        device=replace(preset.device, memory_bytes=gpus.memory_bytes),
+        node=replace(
+            preset.node,
+            num_devices=gpus.count,
+            host_memory_bytes=host_bytes,
+            numa_nodes=count_numa_nodes(),
+        ),
+    )
+
+
+def describe_cpu(memory_bytes: int) -> HardwareSpec:
+    """This machine's CPU as the device, ``memory_bytes`` as the device's memory."""
+    preset, cores = PRESETS["laptop-cpu"], count_cores()
+    device = preset.device
+    share = cores / device.num_multiprocessors
+    return replace(
+        preset,
+        name=f"{cpu_model()}, {cores} core{'' if cores == 1 else 's'} (preset {preset.name})",
+        device=replace(
+            device,
+            memory_bytes=memory_bytes,
+            # A small machine keeps at least half of its memory.
+            reserved_bytes=min(device.reserved_bytes, memory_bytes // 2),
+            num_multiprocessors=cores,
+            bf16_flops_per_s=device.bf16_flops_per_s * share,
+            fp32_flops_per_s=device.fp32_flops_per_s * share,
+        ),
+        node=replace(preset.node, numa_nodes=count_numa_nodes()),
+    )
+
+
+def find_gpus() -> Gpus | None:
+    """NVIDIA GPUs as the driver lists them; None without GPU, driver or its Python binding."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return _first_gpu(pynvml)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _first_gpu(nvml: Any) -> Gpus | None:
+    count = int(nvml.nvmlDeviceGetCount())
+    if count == 0:
+        return None
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    name = nvml.nvmlDeviceGetName(handle)
+    memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return Gpus(name.decode() if isinstance(name, bytes) else str(name), count, memory)
+
+
+def _nearest_preset(gpus: Gpus) -> tuple[HardwareSpec, bool]:
+    """The preset that stands for a GPU, and whether it is one of that name."""
+    accelerators = [spec for spec in PRESETS.values() if spec.device.kind == "cuda"]
+    words = set(re.findall(r"[a-z]+\d+", gpus.name.lower()))
+    named = [spec for spec in accelerators if spec.name.partition("-")[0] in words]
+    chosen = min(
+        named or accelerators, key=lambda spec: abs(spec.device.memory_bytes - gpus.memory_bytes)
+    )
+    return chosen, bool(named)
+
+
+def cpu_model(*, cpu_info: Path = _CPU_INFO) -> str:
+    """What the CPU calls itself, the architecture where it says nothing."""
+    try:
+        found = re.search(r"^model name\s*:\s*(\S.*)$", cpu_info.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return " ".join(found[1].split())
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def count_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def count_numa_nodes(*, nodes: Path = _NODES) -> int:
+    """Memory domains of the machine."""
+    return max(1, len(list(nodes.glob("node[0-9]*"))))
+
+
+def usable_memory_bytes() -> int:
+    """Memory of the machine, or of the control group this process is in where that is less."""
+    limit = control_group_limit_bytes()
+    total = int(psutil.virtual_memory().total)
+    return total if limit is None else min(total, limit)
+
+
+def control_group_limit_bytes(
+    *, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS
+) -> int | None:
+    """Least memory limit of this process's control groups; None without one.
+
+    :mod:`sppo.kernels.machine_memory` tells what is left now; this is the limit itself.
+
+    Args:
+        membership: the file that names the groups.
+        cgroups: where the groups' files are mounted.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    limits = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if not controllers:
+            limits += _limits(cgroups, name, file="memory.max")
+        elif "memory" in controllers.split(","):
+            limits += _limits(cgroups / "memory", name, file="memory.limit_in_bytes")
+    return min(limits, default=None)
+
+
+def _limits(top: Path, name: str, *, file: str) -> list[int]:
+    """Limits of group ``name`` and of all above it; in a container only ``top`` may be visible."""
+    own = top / name.lstrip("/")
+    limits = []
+    for group in (own, *(above for above in own.parents if above.is_relative_to(top))):
+        try:
+            limits.append(int((group / file).read_text()))  # "max" where there is no limit
+        except (OSError, ValueError):
+            continue
+    return [limit for limit in limits if 0 < limit < _NO_LIMIT_BYTES]

@@ -1,0 +1,158 @@
+"""What is measured is what the planner counts: predicting a measured call gives its time back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sppo.bench import attention, elementwise, gemm
+from sppo.bench.kernel_calls import MAKERS
+from sppo.bench.operands import DTYPES, Operands
+from sppo.bench.timing import Rounds, Timing
+from sppo.planning.elementwise_cost import PASSES, Work, bytes_per_element, work_seconds
+from sppo.planning.flops import causal_pairs
+from sppo.planning.hardware_presets import PRESETS
+from tests.bench.test_timing import Watcher
+
+CPU = PRESETS["laptop-cpu"].device
+ONCE = Rounds("cpu", count=1, window_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def operands():
+    return Operands("cpu")
+
+
+def timing(seconds):
+    return Timing(seconds, seconds, seconds)
+
+
+def test_gemm_rates_predict_the_time_they_came_from():
+    timings = {("bf16", 512, 256, "forward"): timing(1e-3)}
+    timings |= {
+        ("bf16", 512, 256, "input"): timing(2e-3),
+        ("bf16", 512, 256, "weight"): timing(3e-3),
+    }
+    device = replace(CPU, gemm_points=gemm.gemm_points(timings))
+    for product, seconds in (("forward", 1e-3), ("input", 2e-3), ("weight", 3e-3)):
+        rate = device.gemm_flops_per_s("bf16", tokens=np.array([512.0]), width=256, product=product)
+        assert 2 * 512 * 256**2 / rate == pytest.approx(seconds)
+
+
+def test_attention_rates_predict_the_time_they_came_from():
+    place = ("fp32", 64, 128, 512)
+    timings = {(*place, "forward"): timing(1e-3), (*place, "backward"): timing(4e-3)}
+    device = replace(CPU, attention_points=attention.attention_points(timings, heads=6))
+    flops = 4 * 6 * 64 * causal_pairs(384, 512)
+    for backward, ratio, seconds in ((False, 1.0, 1e-3), (True, 2.5, 4e-3)):
+        rate = device.attention_flops_per_s(
+            "fp32",
+            queries=np.array([128.0]),
+            keys=np.array([512.0]),
+            heads=6,
+            head_size=64,
+            backward=backward,
+        )
+        assert ratio * flops / rate == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elementwise_rates_predict_the_time_they_came_from(dtype):
+    kernels = list(elementwise.kernels_of(dtype, device="cpu"))
+    timings = {(kernel, dtype, 4096): timing(1e-3 * n) for n, kernel in enumerate(kernels, 1)}
+    device = replace(CPU, elementwise_points=elementwise.elementwise_points(timings))
+    for n, kernel in enumerate(kernels, 1):
+        seconds = work_seconds(
+            device,
+            dtype,
+            work=[Work(kernel, 8)],
+            tokens=np.array([512.0]),
+            element_bytes=DTYPES[dtype].itemsize,
+        )
+        assert seconds == pytest.approx(1e-3 * n)
+
+
+def test_every_kernel_of_the_planner_can_be_measured():
+    assert MAKERS.keys() == PASSES.keys()
+    assert set(elementwise.kernels_of("bf16", device="cpu")) == PASSES.keys()
+    assert "narrow" not in set(elementwise.kernels_of("fp32", device="cpu"))
+    assert "save" not in set(elementwise.kernels_of("bf16", device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", PASSES)
+@torch.no_grad()
+def test_kernels_run_on_operands_of_their_size(operands, kernel, dtype):
+    operands.begin()
+    result = MAKERS[kernel](operands, DTYPES[dtype], 1 << 14)()
+    if kernel in ("adamw", "cross_entropy", "bias_gradient"):
+        return
+    first = next(t for t in vars_of(result) if t.numel() == 1 << 14)
+    assert first.dtype == DTYPES[dtype]
+    assert torch.isfinite(first.float()).all()
+
+
+def vars_of(result):
+    """Tensors in what a kernel returned."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, tuple):
+        return list(result)
+    return [getattr(result, name) for name in ("hidden_CF", "dgate_CF", "dup_CF")]
+
+
+def test_bytes_are_the_least_a_kernel_moves():
+    assert bytes_per_element("copy", element_bytes=2) == 4
+    assert bytes_per_element("narrow", element_bytes=2) == 2 + 4
+    assert bytes_per_element("swiglu_backward", element_bytes=4) == 6 * 4
+    assert bytes_per_element("adamw", element_bytes=2) == 44
+
+
+def test_the_grids_are_complete(operands):
+    watcher = Watcher()
+    measured = {
+        "gemm_points": gemm.measure_gemm(
+            operands, dtypes=["bf16", "fp32"], rounds=ONCE, watcher=watcher, quick=True
+        )[1],
+        "attention_points": attention.measure_attention(
+            operands, dtypes=["fp32"], rounds=ONCE, watcher=watcher, quick=True
+        )[1],
+        "elementwise_points": elementwise.measure_elementwise(
+            operands, dtypes=["bf16"], rounds=ONCE, watcher=watcher, quick=True
+        )[1],
+    }
+    device = replace(CPU, **measured)
+    assert all(point.forward_flops_per_s > 1e6 for point in device.gemm_points)
+    assert [subject for subject, _ in watcher.begun] == ["gemm", "attention", "elementwise"]
+    assert watcher.advanced == sum(total for _, total in watcher.begun)
+
+
+def test_a_slow_device_gets_smaller_shapes(operands, monkeypatch):
+    for module in (gemm, attention):
+        monkeypatch.setattr(module, "time_once", lambda call, *, device: 10.0)
+        monkeypatch.setattr(
+            module,
+            "time_cases",
+            lambda cases, *, rounds, watcher: {c.key: timing(1) for c in cases},
+        )
+    _, points = gemm.measure_gemm(operands, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    assert len({point.width for point in points}) == 2
+    _, spans = attention.measure_attention(
+        operands, dtypes=["fp32"], rounds=ONCE, watcher=Watcher()
+    )
+    assert len({point.queries for point in spans}) == 2
+    replace(CPU, gemm_points=points, attention_points=spans)
+
+
+def test_operands_share_no_memory_until_they_are_given_back(operands):
+    operands.begin()
+    first, second = (operands.take(16, 16, dtype=torch.bfloat16) for _ in range(2))
+    assert first.data_ptr() != second.data_ptr()
+    assert first.std() > 0.5
+    operands.begin()
+    assert operands.take(4, dtype=torch.bfloat16).data_ptr() == first.data_ptr()
+    huge = operands.take((1 << 24) + 1, dtype=torch.bfloat16)
+    assert huge.numel() == (1 << 24) + 1

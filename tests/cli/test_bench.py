@@ -1,0 +1,126 @@
+"""``sppo bench``: the file, the JSON, the picture, and what it refuses before it measures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from sppo.bench import suite
+from sppo.planning.hardware_file import hardware_json, read_hardware
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.this_machine import detect_machine
+from tests.bench.test_description import EVERYTHING, GEMM, NOTHING
+from tests.conftest import call, refuse, succeed, tree
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """What was asked of the benchmarks, which answer at once."""
+    asked = []
+
+    def measure(subjects, *, dtypes, quick, watcher):
+        asked.append((tuple(subjects), tuple(dtypes), quick))
+        watcher.begin(subjects[0], total=1)
+        watcher.advance()
+        return EVERYTHING if len(subjects) > 1 else replace(NOTHING, gemm=GEMM)
+
+    monkeypatch.setattr(suite, "measure", measure)
+    return asked
+
+
+@pytest.fixture(autouse=True)
+def in_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_real_measurement_is_read_back_by_plans():
+    text = succeed("bench", "gemm", "--quick", "--dtype", "fp32", "-o", "hardware.json")
+    assert "written hardware.json" in text
+    assert "hardware: {file: hardware.json}" in text
+    spec = read_hardware_here()
+    assert spec.name == detect_machine().name
+    assert {point.dtype for point in spec.device.gemm_points} == {"fp32"}
+    assert spec.provenance == "calibrated"
+
+
+def read_hardware_here():
+    from pathlib import Path
+
+    return read_hardware(Path("hardware.json"))
+
+
+def test_all_is_every_subject_in_every_precision(measured):
+    text = succeed("bench", "all", "-o", "hardware.json")
+    assert measured == [(("gemm", "attention", "elementwise"), ("bf16", "fp32"), False)]
+    assert read_hardware_here().provenance == "measured"
+    assert "measuring gemm: 1 timings" in text
+    for heading in ("Linear layers", "Attention over visible pairs", "Element-wise kernels"):
+        assert heading in text
+
+
+def test_precisions_and_haste_are_passed_on(measured):
+    succeed("bench", "gemm", "--dtype", "fp32, bf16,fp32", "--quick")
+    assert measured == [(("gemm",), ("fp32", "bf16"), True)]
+
+
+def test_json_is_one_object_and_nothing_else(measured, tmp_path):
+    result = call("bench", "all", "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["hardware"]["provenance"] == "measured"
+    assert report["hardware"]["device"]["gemm_points"][0]["tokens"] == 512
+    assert (report["output"], report["worst_spread"]) == (None, 0.1)
+    assert tree(tmp_path) == {}
+
+
+def test_a_second_subject_joins_the_first(measured):
+    succeed("bench", "all", "-o", "hardware.json")
+    before = read_hardware_here()
+    succeed("bench", "gemm", "-o", "hardware.json")
+    assert read_hardware_here() == before
+
+
+def test_the_picture(measured):
+    from pathlib import Path
+
+    succeed("bench", "all", "--png", "rates.png")
+    assert Path("rates.png").read_bytes().startswith(b"\x89PNG")
+    succeed("bench", "gemm", "--png", "gemm.png")
+    assert Path("gemm.png").stat().st_size < Path("rates.png").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dtype", "fp64"], "--dtype 'fp64': fp64 is not one of bf16, fp32"),
+        (["--dtype", ","], "--dtype ',': nothing is not one of bf16, fp32"),
+        (["-o", "absent/hardware.json"], "-o absent/hardware.json: there is no directory absent"),
+        (["-o", "."], "-o .: is a directory; name a file in it"),
+        (["--png", "absent/a.png"], "--png absent/a.png: there is no directory absent"),
+        (["-o", "notes.txt"], "hardware file notes.txt: "),
+        (["-o", "other.json"], "other.json describes 'h100' and this machine is "),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_is_measured(measured, tmp_path, words, message):
+    (tmp_path / "notes.txt").write_text("important")
+    (tmp_path / "other.json").write_text(json.dumps(hardware_json(PRESETS["h100"])))
+    before = tree(tmp_path)
+    assert message in refuse("bench", "gemm", *words)
+    assert measured == []
+    assert tree(tmp_path) == before
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(measured, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "-o a.json: the directory . cannot be written to" in refuse(
+        "bench", "all", "-o", "a.json"
+    )
+    assert measured == []
+
+
+def test_an_unknown_subject_names_the_known():
+    result = call("bench", "gem")
+    assert result.exit_code == 2
+    assert "gemm" in result.output

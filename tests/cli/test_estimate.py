@@ -1,0 +1,161 @@
+"""``sppo estimate``: the paper's figures, buckets by stage, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import call, refuse, succeed
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "configs/run/gpt_7b_512k_32gpu.yaml"
+GIB = 1 << 30
+AS_IN_THE_PAPER = ("parallel.sequence_parallel_degree=8", "parallel.pipeline_parallel_degree=4")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = {
+        "model": {"preset": "llama-3.2-1b"},
+        "data": {"tokens": "there/is/no/such/directory"},
+        "sequence": {"length": "64Ki"},
+        "hardware": {"preset": "h100", "nodes": 1},
+    }
+    Path("run.yaml").write_text(yaml.safe_dump(values))
+    return "run.yaml"
+
+
+def report(*words):
+    result = call("estimate", *words, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+def one_line(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("preset", "states_gb", "activations_gib"),
+    # The paper prints 52600 for 13B; its own 32 B S H L is 25600.
+    [("gpt-7b", 120, 16384), ("gpt-13b", 234, 25600), ("gpt-65b", 1200, 81920)],
+)
+def test_table_2_of_the_paper(preset, states_gb, activations_gib):
+    model = report(EXAMPLE, f"model.preset={preset}", "sequence.length=4Mi")["model"]
+    assert model["state_bytes_per_parameter"] == 18
+    assert model["state_bytes"] == 18 * model["parameters"]
+    assert model["state_bytes"] / 1e9 == pytest.approx(states_gb, rel=0.03)
+    assert model["table_2_bytes"] / GIB == pytest.approx(activations_gib, rel=0.01)
+    assert model["section_5_1_bytes"] / model["table_2_bytes"] == pytest.approx(38 / 32)
+
+
+def test_the_table_states_both_counts_and_ours():
+    text = one_line(succeed("estimate", EXAMPLE, "sequence.length=4Mi"))
+    assert "model states 111.5 GiB 18 B a parameter" in text
+    assert "activations, paper Table 2 (32 S H L) 16,384.0 GiB 131,072 B" in text
+    assert "activations, paper §5.1 (38 S H L) 19,456.0 GiB 155,648 B" in text
+    assert "activations, here: retain" in text
+    assert "activations, here: recompute 1,024.0 GiB 8,192 B" in text
+
+
+def test_every_stage_by_bucket():
+    found = report(EXAMPLE, *AS_IN_THE_PAPER)
+    assert found["fits"] is True
+    assert found["shortfall"] is None
+    assert len(found["stages"]) == 4
+    for stage in found["stages"]:
+        assert sum(stage["device"].values()) == stage["device_bytes"]
+    assert found["device_peak_bytes"] == max(stage["device_bytes"] for stage in found["stages"])
+    # 2 x 2 bytes of K and V and 2 x 4 of their gradients, per token, hidden unit and layer.
+    kv = 2 * 512 * 1024 * 4096 * 8 // 8
+    assert [stage["device"]["kv_bytes"] for stage in found["stages"]] == [2 * kv] * 4
+    assert [stage["device"]["kv_gradients_bytes"] for stage in found["stages"]] == [4 * kv] * 4
+    text = one_line(succeed("estimate", EXAMPLE, *AS_IN_THE_PAPER))
+    assert "as it stands: SP 8 · PP 4 · DP 1" in text
+    assert "stage 0 stages 1-2 stage 3" in text
+    assert " fits memory of one device" in text
+
+
+def test_the_policy_that_is_written_is_taken(run):
+    kept = report(run, "activations.policy=retain")
+    rebuilt = report(run, "activations.policy=recompute")
+    assert (kept["policy"], rebuilt["policy"]) == ("retain", "recompute")
+    tensors = ("retain", "recompute")
+    for found, policy in zip((kept, rebuilt), tensors, strict=True):
+        saved = sum(stage["device"]["activations_bytes"] for stage in found["stages"])
+        assert saved == found["model"]["saved_bytes"][policy]
+
+
+def test_what_is_left_to_auto_is_what_fits(run):
+    assert report(run, "sequence.length=16Ki")["policy"] == "retain"
+    squeezed = report(run, "sequence.length=256Ki")
+    assert squeezed["fits"] is True
+    assert squeezed["policy"] == "hybrid"
+
+
+def test_grouped_queries_need_less_for_keys_and_values(run):
+    model = report(run)["model"]
+    assert model["multi_head_kv_bytes"] == 4 * model["kv_bytes"]
+    assert model["kv_gradients_bytes"] == 2 * model["kv_bytes"]
+    assert model["kv_bytes"] == 2 * 2 * 8 * 64 * 16 * 64 * 1024
+    assert "K and V, 8 heads for 32 (1/4)" in succeed("estimate", run)
+
+
+def test_what_does_not_fit_is_said_and_is_no_error():
+    found = report(EXAMPLE)
+    assert found["fits"] is False
+    assert found["shortfall"]["bucket"] == "kv_gradients"
+    text = one_line(succeed("estimate", EXAMPLE))
+    assert "does not fit: stage 0 needs" in text
+    assert "sppo solve says what would" in text
+
+
+def test_cut_stages_of_a_deep_pipeline(run):
+    words = (run, "parallel.pipeline_parallel_degree=8", "train.sequences_per_step=8")
+    assert len(report(*words)["stages"]) == 8
+    assert "more kinds of stages; --json lists all" in succeed("estimate", *words)
+
+
+def test_fp32_has_no_masters(run):
+    assert report(run, "train.dtype=fp32")["model"]["state_bytes_per_parameter"] == 16
+
+
+def test_baselines_on_request():
+    rows = {row["method"]: row for row in report(EXAMPLE, "--baselines")["baselines"]}
+    assert rows["SPPO"]["paper"] == "1Mi"
+    assert rows["SPPO"]["longest_tokens"] >= 1 << 20
+    assert rows["Megatron SP, recompute"]["paper"] == "896Ki"
+    text = one_line(succeed("estimate", EXAMPLE, "--baselines"))
+    assert "longest sequence that fits on these devices (analytic), and in the SPPO paper" in text
+    assert "baselines" not in report(EXAMPLE)
+
+
+def test_baselines_of_a_machine_the_paper_does_not_know(run):
+    text = succeed("estimate", run, "--baselines")
+    assert "longest sequence that fits on these devices (analytic)\n" in text
+    assert "paper  " not in text.partition("longest sequence")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["parallel.pipeline_parallel_degree=17"], "16 layers on 17 stages"),
+        (
+            ["parallel.data_parallel_degree=2", "train.sequences_per_step=3"],
+            "must be a multiple of the replicas",
+        ),
+        (["hardware.preset=x"], "hardware.preset 'x' is not one of"),
+        (["sequence.lenght=5"], "lenght"),
+    ],
+)
+def test_a_wrong_request_ends_with_2(run, words, message):
+    assert message in one_line(refuse("estimate", run, *words))
+
+
+def test_a_missing_run_file():
+    assert "none.yaml" in refuse("estimate", "none.yaml")

@@ -1,0 +1,115 @@
+"""``sppo simulate plan.json``: what the solver decided, played again; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import refuse, succeed
+
+RUN = {
+    "model": {"preset": "llama-3.2-1b"},
+    "data": {"tokens": "there/is/no/such/directory"},
+    "sequence": {"length": "64Ki"},
+    "parallel": {"pipeline_parallel_degree": 4},
+    "hardware": {"preset": "h100", "nodes": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def plan_text(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("solved")
+    (directory / "run.yaml").write_text(yaml.safe_dump(RUN))
+    succeed("solve", directory / "run.yaml", "parallel.schedule=sppo", "-o", directory / "p.json")
+    return (directory / "p.json").read_text()
+
+
+@pytest.fixture
+def plan(plan_text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(plan_text)
+    return json.loads(plan_text)
+
+
+def report(*words):
+    return json.loads(succeed("simulate", "plan.json", *words, "--json"))
+
+
+def one_line(text):
+    return " ".join(text.split())
+
+
+def test_the_simulation_is_the_prediction(plan):
+    numbers = report()
+    assert numbers["makespan_s"] == pytest.approx(plan["predicted"]["step_s"])
+    assert numbers["num_units"] == len(plan["boundaries"]) - 1
+    assert numbers["num_ranks"] == 4
+    assert numbers["schedule"] == "sppo"
+    assert numbers["hardware"] == "h100 (analytic)"
+    assert 0 < numbers["forward_makespan_s"] < numbers["makespan_s"]
+    assert "costs of h100 (analytic)" in succeed("simulate", "plan.json")
+
+
+def test_other_schedules_with_the_same_decisions(plan):
+    numbers = report("--compare", "seq1f1b", "sppo_msp")
+    assert [other["schedule"] for other in numbers["compare"]] == ["seq1f1b", "sppo_msp"]
+    assert numbers["compare"][1]["makespan_s"] <= numbers["makespan_s"]
+    replaced = report("--schedule", "sppo_msp")
+    assert replaced["makespan_s"] == numbers["compare"][1]["makespan_s"]
+
+
+def test_its_forward_alone(plan):
+    alone = report("--forward-only")
+    assert alone["makespan_s"] == pytest.approx(report()["forward_makespan_s"])
+
+
+def test_its_pictures(plan):
+    pictures = ("--png", "p.png", "--timeline", "p.html", "--trace", "t.json")
+    succeed("simulate", "plan.json", *pictures)
+    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("p.html").stat().st_size > 0
+    assert json.loads(Path("t.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "2"], "--ranks: a plan has fixed it"),
+        (["--subsequences", "2"], "--subsequences: a plan has fixed it"),
+        (["sequence.length=32Ki"], "sequence.length=32Ki: a plan has fixed it"),
+        (["--latency", "1"], "--latency sets an abstract cost, but plan.json has real ones"),
+        (["--compare", "1f1b"], "use seq1f1b"),
+        (["--compare", "x"], "'x' is not known"),
+        (["other.json"], "two files, plan.json and other.json"),
+    ],
+)
+def test_what_a_plan_has_fixed_cannot_be_asked_for(plan, words, message):
+    assert message in one_line(refuse("simulate", "plan.json", *words))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "plan.json is not JSON"),
+        (lambda text: "[]", "has version None"),
+        (lambda text: json.dumps({**json.loads(text), "version": 99}), "has version 99"),
+        (lambda text: json.dumps({**json.loads(text), "run_digest": "0"}), "does not match its"),
+        (lambda text: json.dumps({**json.loads(text), "colour": 1}), "colour"),
+        (lambda text: json.dumps({**json.loads(text), "stages": []}), "0 stages for 4 ranks"),
+    ],
+)
+def test_a_damaged_plan_is_one_clear_error(plan, plan_text, change, message):
+    Path("plan.json").write_text(change(plan_text))
+    error = refuse("simulate", "plan.json")
+    assert message in one_line(error)
+    assert "plan.json" in error
+    assert "sppo solve" in error or "make it again" in error
+
+
+def test_a_file_that_is_no_plan(plan):
+    Path("data.json").write_bytes(b"\xff\xfe\x00")
+    assert "plan data.json is not JSON" in refuse("simulate", "data.json")
+    assert "none.json: No such file" in refuse("simulate", "none.json")

@@ -1,0 +1,413 @@
+"""``sppo solve`` from a run file to its tables, its JSON, its plan and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sppo.planning.plan import read_plan
+from tests.conftest import SCREEN_LINES, call, refuse, succeed, tree
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "configs/run/gpt_7b_512k_32gpu.yaml"
+GIB = 1 << 30
+
+RUN = {
+    "model": {"preset": "llama-3.2-1b"},
+    "data": {"tokens": "there/is/no/such/directory"},
+    "sequence": {"length": "128Ki"},
+    "hardware": {"preset": "h100", "nodes": 1},
+}
+TOO_LONG = ("sequence.length=2Mi", "hardware.devices_per_node=2")
+PROMISED = {
+    "sequence_parallel_degree",
+    "pipeline_parallel_degree",
+    "data_parallel_degree",
+    "num_subsequences",
+    "subsequence_lengths",
+    "offload_ratios",
+    "schedule",
+    "predicted",
+}
+PREDICTED = {
+    "step_s",
+    "tokens_per_s_per_gpu",
+    "mfu",
+    "bubble_fraction",
+    "device_peak_bytes",
+    "host_peak_bytes",
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run file in the working directory, whose data does not exist."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(yaml.safe_dump(RUN))
+    return "run.yaml"
+
+
+def report(*words, code=0):
+    result = call("solve", *words, "--json")
+    assert result.exit_code == code, result.output
+    assert result.stdout.count("\n") == 1
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+@cache
+def example(*words):
+    """The report on the example, which takes a second."""
+    return report(EXAMPLE, *words)
+
+
+@cache
+def example_text(*words):
+    """The same for people, without line breaks."""
+    return one_line(succeed("solve", EXAMPLE, *words))
+
+
+def one_line(text):
+    return " ".join(text.split())
+
+
+def test_json_has_the_promised_keys(run):
+    found = report(run)
+    assert found["feasible"] is True
+    assert found["best"].keys() >= PROMISED
+    assert found["best"]["predicted"].keys() >= PREDICTED
+    assert found["candidates"][0] == found["best"]
+    assert 2 <= len(found["candidates"]) <= 4
+    assert all(candidate.keys() >= PROMISED for candidate in found["candidates"])
+    assert all(rejection["reason"] for rejection in found["rejected"])
+
+
+def test_what_is_reported_hangs_together(run):
+    found = report(run)
+    steps = [candidate["predicted"]["step_s"] for candidate in found["candidates"]]
+    assert steps[0] == min(steps)
+    for option in found["candidates"]:
+        predicted = option["predicted"]
+        devices = (
+            option["sequence_parallel_degree"]
+            * option["pipeline_parallel_degree"]
+            * option["data_parallel_degree"]
+        )
+        assert devices <= found["hardware"]["num_devices"] == 8
+        assert len(option["subsequence_lengths"]) == option["num_subsequences"]
+        assert sum(option["subsequence_lengths"]) == 128 * 1024
+        rate = 128 * 1024 / predicted["step_s"] / devices
+        assert predicted["tokens_per_s_per_gpu"] == pytest.approx(rate)
+        assert 0 < predicted["mfu"] < 1
+        assert predicted["provenance"] == "analytic"
+        stages = option["stages"]
+        assert len(stages) == option["pipeline_parallel_degree"]
+        assert sum(stage["num_layers"] for stage in stages) == 16
+        for stage in stages:
+            assert sum(stage["device"].values()) == stage["device_bytes"]
+        peak = max(stage["device_bytes"] for stage in stages)
+        assert predicted["device_peak_bytes"] == peak
+        assert peak <= found["hardware"]["device_budget_bytes"]
+    assert found["devices_left_over"] == 0
+    pieces = [entry["num_subsequences"] for entry in found["by_num_subsequences"]]
+    assert pieces == sorted(pieces)
+    assert found["best"]["num_subsequences"] in pieces
+
+
+def test_the_same_request_has_the_same_answer(run):
+    assert report(run) == report(run)
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("parallel.pipeline_parallel_degree=2", "pipeline_parallel_degree", 2),
+        ("parallel.sequence_parallel_degree=2", "sequence_parallel_degree", 2),
+        ("parallel.data_parallel_degree=1", "data_parallel_degree", 1),
+        ("sequence.num_subsequences=24", "num_subsequences", 24),
+        ("sequence.boundaries=[0,100000,131072]", "subsequence_lengths", [100000, 31072]),
+        ("parallel.schedule=seq1f1b", "schedule", "seq1f1b"),
+        ("activations.policy=recompute", "policy", "recompute"),
+    ],
+)
+def test_a_key_that_is_written_is_a_condition(run, word, key, value):
+    for candidate in report(run, word)["candidates"]:
+        assert candidate[key] == value
+
+
+def test_the_table_is_enough_to_decide_from(run):
+    text = succeed("solve", run)
+    shown = one_line(text)
+    assert "llama-3.2-1b (1.2B parameters), 1 sequence of 128Ki tokens a step, bf16" in shown
+    assert "on h100, 8 devices (rates analytic)" in shown
+    for row in (
+        "sequence parallel",
+        "pipeline parallel",
+        "data parallel",
+        "subsequences (N)",
+        "tokens of each",
+        "schedule",
+        "policy",
+        "offload ratio",
+        "step",
+        "tokens/s a device",
+        "tokens/s in total",
+        "MFU",
+        "bubble",
+        "exposed copies",
+        "device peak",
+        "host peak",
+    ):
+        assert f"\n {row} " in text
+    assert "best next 1 next 2 next 3" in shown
+    assert "simulated" in shown
+    assert "every saved tensor stays on the device until its backward" in shown
+    assert "MFU: causal model FLOPs, nothing recomputed" in shown
+    assert text.count("◀ chosen") == 1
+    assert "the line is its budget, 76.0 GiB" in shown
+    assert "dK and dV" in shown
+
+
+def test_offload_ratios_and_host_memory_are_shown():
+    text = example_text("sequence.length=1Mi")
+    assert "moves to host memory and back" in text
+    assert "offload ratio, first to last subsequence: 0." in text
+    assert "activations in host memory" in text
+    found = example("sequence.length=1Mi")
+    ratios = found["best"]["offload_ratios"]
+    assert len(ratios) == found["best"]["num_subsequences"]
+    assert ratios[-1] == 0 < max(ratios) <= 1
+    assert found["best"]["predicted"]["host_peak_bytes"] > 0
+
+
+def test_the_example_is_the_configuration_of_the_paper():
+    best = example()["best"]
+    assert best["sequence_parallel_degree"] == 8
+    assert best["pipeline_parallel_degree"] == 4
+    assert 32 / 1.5 <= best["num_subsequences"] <= 32 * 1.5
+
+
+def test_rejections_are_grouped_for_people_and_listed_for_programs():
+    text = example_text()
+    assert "10 other ways do not work (--json lists them):" in text
+    assert "10 short of device memory, most of it dK and dV nearest SP 2 · PP 4 · DP 1" in text
+    rejected = example()["rejected"]
+    assert len(rejected) == 10
+    for rejection in rejected:
+        shortfall = rejection["shortfall"]
+        assert shortfall["bucket"] == "kv_gradients"
+        assert shortfall["short_bytes"] > 0
+        assert f"stage {shortfall['stage']} needs" in rejection["reason"]
+
+
+def test_degrees_that_cannot_work_are_said(run):
+    words = (run, "model.num_layers=4", "parallel.sequence_parallel_degree=1")
+    reasons = [rejection["reason"] for rejection in report(*words)["rejected"]]
+    assert reasons == ["4 layers cannot be shared by 8 stages"]
+    text = one_line(succeed("solve", *words))
+    assert "1 … layers cannot be shared by … stages SP 1 · PP 8 · DP 1: 4 layers" in text
+
+
+def test_devices_left_over_are_said(run):
+    words = (run, "model.num_layers=1", "parallel.sequence_parallel_degree=4")
+    assert report(*words)["devices_left_over"] == 4
+    text = one_line(succeed("solve", *words))
+    assert "4 of 8 devices are left over" in text
+    assert "train.sequences_per_step" in text
+
+
+def test_an_auto_machine_is_this_one(run):
+    Path("here.yaml").write_text(yaml.safe_dump({**RUN, "hardware": "auto"}))
+    words = ("model.preset=tiny", "sequence.length=16Ki")
+    assert report("here.yaml", *words)["hardware"]["name"]
+    found = report("here.yaml", *words, "hardware.preset=laptop-cpu")
+    assert found["hardware"]["name"] == "laptop-cpu"
+    assert "disk peak" in succeed("solve", "here.yaml", *words, "hardware.preset=laptop-cpu")
+
+
+def test_the_example_of_a_hardware_file():
+    """A file with the figures of the preset gives what the preset gives."""
+    file = ROOT / "configs/hardware/a100_80g_4x8.json"
+    hardware = f"hardware={{file: {file}}}"
+    found = report(EXAMPLE, hardware)
+    assert found["hardware"]["name"] == "4 x 8 A100-80GB"
+    assert found["best"]["predicted"] == example()["best"]["predicted"]
+
+
+def test_a_plan_is_written_read_and_simulated(run):
+    text = succeed("solve", run, "-o", "plan.json", "parallel.pipeline_parallel_degree=4")
+    assert "written plan.json: sppo simulate plan.json" in text
+    plan = read_plan(Path("plan.json"))
+    found = report(run, "parallel.pipeline_parallel_degree=4")["best"]
+    assert plan.pipeline_parallel_degree == 4
+    assert list(plan.lengths) == found["subsequence_lengths"]
+    assert plan.predicted.step_s == found["predicted"]["step_s"]
+    assert sorted(tree(Path())) == ["plan.json", "run.yaml"]
+    numbers = json.loads(succeed("simulate", "plan.json", "--json"))
+    assert numbers["makespan_s"] == pytest.approx(plan.predicted.step_s)
+    assert numbers["bubble_fraction"] == pytest.approx(plan.predicted.bubble_fraction)
+    assert numbers["schedule"] == plan.schedule
+
+
+def test_json_names_the_plan_it_wrote(run):
+    assert report(run, "-o", "plan.json")["plan"] == "plan.json"
+    assert read_plan(Path("plan.json"))
+    assert report(run)["plan"] is None
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("no/plan.json", "-o no/plan.json: there is no directory no"),
+        (".", "-o .: is a directory; name a file in it"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_found_before_solving(run, output, message):
+    before = tree(Path())
+    # Nothing fits either, which would be exit code 3.
+    assert message in refuse("solve", run, *TOO_LONG, "-o", output)
+    assert tree(Path()) == before
+
+
+def test_a_directory_without_permission(run, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
+    assert "the directory . cannot be written to" in refuse("solve", run, "-o", "plan.json")
+
+
+def test_a_full_disk_leaves_the_old_plan(run, monkeypatch):
+    Path("plan.json").write_text("old")
+
+    def full(path, value):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("sppo.train.durable_files.write_json", full)
+    assert "No space left on device" in refuse("solve", run, "-o", "plan.json", code=4)
+    assert Path("plan.json").read_text() == "old"
+
+
+def test_what_does_not_fit_ends_with_3_on_one_screen(run):
+    Path("plan.json").write_text("old")
+    text = one_line(refuse("solve", run, *TOO_LONG, "-o", "plan.json", code=3))
+    assert "nothing fits: llama-3.2-1b (1.2B parameters), 1 sequence of 2Mi tokens" in text
+    assert "nearest: SP" in text
+    assert "of device memory: needs" in text
+    assert "dK and dV" in text
+    assert "what would fit (closed form):" in text
+    assert Path("plan.json").read_text() == "old"
+
+
+def test_json_says_the_same_where_nothing_fits(run):
+    found = report(run, *TOO_LONG, code=3)
+    assert found["feasible"] is False
+    assert found["best"] is None
+    assert found["candidates"] == []
+    nearest = found["nearest"]
+    short = [rejection["shortfall"]["short_bytes"] for rejection in found["rejected"]]
+    assert nearest["shortfall"]["short_bytes"] == min(short) > 0
+    assert {"place", "stage", "bucket", "bucket_bytes"} <= nearest["shortfall"].keys()
+    assert all(advice["change"] and advice["effect"] for advice in found["advice"])
+
+
+def test_advice_that_is_followed_helps(run):
+    advice = report(run, *TOO_LONG, code=3)["advice"]
+    changes = [advice["change"] for advice in advice]
+    assert any(change.startswith("sequence.length=") for change in changes)
+    assert any(change.startswith("hardware.nodes=") for change in changes)
+    for change in changes:
+        if "=" in change:
+            assert report(run, *TOO_LONG, change)["feasible"]
+
+
+def test_conditions_that_rule_everything_out_are_named(run):
+    words = (run, "sequence.length=1Mi", "parallel.sequence_parallel_degree=1")
+    words += ("parallel.pipeline_parallel_degree=1", "sequence.num_subsequences=2")
+    changes = [advice["change"] for advice in report(*words, code=3)["advice"]]
+    assert changes[0].startswith("leave out parallel.")
+    assert "what would fit" in refuse("solve", *words, code=3)
+
+
+def test_heads_that_cannot_be_shared_out(run):
+    words = (run, "parallel.sequence_parallel_degree=3", "hardware.devices_per_node=3")
+    text = one_line(refuse("solve", *words, code=3))
+    assert "32 attention heads cannot be shared by a sequence-parallel group of 3" in text
+    found = report(*words, code=3)
+    assert found["nearest"] is None
+    assert "leave out parallel.sequence_parallel_degree" in found["advice"][0]["change"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["hardware.preset=a100"], "hardware.preset 'a100' is not one of"),
+        (["hardware.file=none.json"], "none.json: No such file"),
+        (["parallel.sequence_parallel_degree=16"], "needs 16 devices, and h100 has 8"),
+        (["parallel.schedule=sppoo"], "not one of auto"),
+        (["parallel.shedule=sppo"], "shedule"),
+        (["sequence.num_subsequences=200000"], "more pieces than the 131072 tokens"),
+        (["activations.policy=sppo", "hardware.file=bare.json"], "no tier to move them to"),
+        (["hardware.file=run.yaml"], "hardware file run.yaml"),
+    ],
+)
+def test_a_wrong_request_ends_with_2(run, words, message):
+    from dataclasses import asdict, replace
+
+    from sppo.planning.hardware_presets import PRESETS
+
+    laptop = PRESETS["laptop-cpu"]
+    bare = replace(laptop, node=replace(laptop.node, disk_bytes=0))
+    Path("bare.json").write_text(json.dumps(asdict(bare)))
+    if any("hardware.file" in word for word in words):
+        Path(run).write_text(yaml.safe_dump({**RUN, "hardware": {}}))
+    assert message in one_line(refuse("solve", run, *words))
+
+
+def test_a_missing_run_file():
+    assert "none.yaml" in refuse("solve", "none.yaml")
+
+
+def test_ablation_beside_the_paper(run):
+    rows = report(run, "--ablation", "parallel.pipeline_parallel_degree=4")["ablation"]
+    assert rows[0]["speedup"] == 1
+    assert {row["paper"] for row in rows} >= {0.91, 1.23, 1.44}
+    text = one_line(succeed("solve", run, "--ablation"))
+    assert "step speedup paper device peak" in text
+    assert "0.91x" in text
+    assert "ablation" not in report(run)
+
+
+def test_ablation_of_what_does_not_fit(run):
+    refuse("solve", run, *TOO_LONG, "--ablation", code=3)
+
+
+@pytest.mark.parametrize("words", [(), TOO_LONG, ("--ablation",), ("-o", "plan.json")])
+def test_solving_never_loads_torch(run, words):
+    code = (
+        "import sys\nfrom sppo.cli.app import app\n"
+        f"try:\n    app({['solve', run, *words]!r})\n"
+        "except SystemExit as end:\n    assert end.code in (0, 3), end.code\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "False"
+
+
+def test_asking_for_help_loads_nothing_heavy():
+    code = (
+        "import sys, sppo.cli.solve, sppo.cli.estimate; "
+        "print([m for m in ('numpy', 'matplotlib', 'torch', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_screens_are_screens(run):
+    assert len(refuse("solve", run, *TOO_LONG, code=3).splitlines()) <= SCREEN_LINES
+    wide = [line for line in succeed("solve", run).splitlines() if len(line) > 80]
+    assert all(line.startswith(("MFU:", "policy ", "     nearest", "step over")) for line in wide)

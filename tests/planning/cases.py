@@ -1,0 +1,71 @@
+"""Short ways to make requests, machines and assessments, for the tests of this folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sppo.config.loading import check_run
+from sppo.config.run import RunConfig
+from sppo.planning.cost import CostRequest, stage_costs, stage_seconds
+from sppo.planning.hardware import HardwareSpec
+from sppo.planning.hardware_file import hardware_for
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.solver import Solution, solve
+from sppo.schedule.costs import Costs
+from sppo.schedule.generators import generate
+from sppo.schedule.prepare import lower
+from sppo.schedule.simulate import simulate
+from sppo.schedule.timeline import Timeline
+
+A100 = PRESETS["a100-80g"]
+PERFECT = replace(
+    A100,
+    device=replace(
+        A100.device,
+        gemm_efficiency=1.0,
+        attention_efficiency=1.0,
+        attention_backward_efficiency=1.0,
+        num_multiprocessors=0,
+        memory_bytes_per_s=1e30,
+        kernel_s=0.0,
+    ),
+)
+"""Every kernel runs at the peak, whatever its shape, and memory is never waited for."""
+
+
+def run_config(model: str | dict[str, Any] = "gpt-7b", *, length: int | str = 65536, **sections):
+    """A run of `model` on one node of A100s, with `sections` written over it."""
+    raw = {
+        "model": {"preset": model} if isinstance(model, str) else model,
+        "data": {"tokens": "data"},
+        "hardware": {"preset": "a100-80g"},
+        **sections,
+        "sequence": {"length": length, **sections.get("sequence", {})},
+    }
+    return check_run(raw, source="test", to_train=False)
+
+
+def solved(run: RunConfig, *, hardware: HardwareSpec | None = None) -> Solution:
+    """The solver's answer, for the machine that the run names unless another is given."""
+    return solve(run, hardware=hardware or hardware_for(run.hardware))
+
+
+def machine(hardware: HardwareSpec = A100, *, nodes: int | None = None, **change) -> HardwareSpec:
+    """`hardware` with some of its figures changed, each named by its attribute."""
+    for part in ("device", "node", "network"):
+        spec = getattr(hardware, part)
+        own = {name: value for name, value in change.items() if hasattr(spec, name)}
+        hardware = replace(hardware, **{part: replace(spec, **own)})
+    return hardware if nodes is None else replace(hardware, num_nodes=nodes)
+
+
+def price(request: CostRequest, *, decisions=None) -> Costs:
+    """What each action costs."""
+    return stage_costs(request, seconds=stage_seconds(request), decisions=decisions)
+
+
+def play(costs: Costs, *, lengths, schedule: str = "sppo") -> Timeline:
+    """Simulate a step of `lengths` with one stage per rank."""
+    programs = generate(schedule, num_ranks=costs.num_stages, lengths=lengths, costs=costs)
+    return simulate(lower(programs, costs=costs), costs=costs)

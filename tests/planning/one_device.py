@@ -1,0 +1,12 @@
+"""Memory of a run on one CPU device, as the planner predicts it."""
+
+from sppo.planning.candidate import Candidate, assess
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.layer_cost import Workload
+
+
+def predicted(model, *, dtype="bf16", policy="retain", lengths=(30, 30, 40), sequences=1):
+    """Buckets of one device that runs sequences of subsequences of these lengths."""
+    workload = Workload(model, PRESETS["laptop-cpu"], dtype=dtype)
+    candidate = Candidate(workload, tuple(lengths), sequences=sequences, policy=policy)
+    return assess(candidate).memory[0].device

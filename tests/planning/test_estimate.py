@@ -1,0 +1,81 @@
+"""What a model and one sequence of it take, against the paper's figures and closed forms."""
+
+from __future__ import annotations
+
+import pytest
+
+from sppo.config import check_run
+from sppo.planning.estimate import estimate, model_counts
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.parameters import num_parameters
+
+GIB = 1 << 30
+LENGTH = 4 << 20
+
+
+def run_of(preset, *, length=LENGTH, **sections):
+    raw = {"model": {"preset": preset}, "data": {"tokens": "none"}, "sequence": {"length": length}}
+    return check_run({**raw, **sections}, source="test", to_train=False)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "hidden", "paper_gib"),
+    [("gpt-7b", 32, 4096, 16384), ("gpt-13b", 40, 5120, 25600), ("gpt-65b", 80, 8192, 81920)],
+)
+def test_both_counts_of_the_paper(preset, layers, hidden, paper_gib):
+    counts = model_counts(run_of(preset))
+    assert counts.table_2_bytes == 32 * LENGTH * hidden * layers
+    assert counts.section_5_1_bytes == 38 * LENGTH * hidden * layers
+    assert counts.table_2_bytes / GIB == pytest.approx(paper_gib, rel=0.01)
+    # Of the 38, K and V are 4: two elements of two bytes.
+    assert counts.kv_bytes == 4 * LENGTH * hidden * layers
+    assert counts.kv_gradients_bytes == 8 * LENGTH * hidden * layers
+
+
+def test_13b_of_table_2_is_a_misprint():
+    """52600 GB is no multiple of anything in the table; 32 B S H L, which gives the other two
+    rows to the digit, gives 25600."""
+    counts = model_counts(run_of("gpt-13b"))
+    assert counts.table_2_bytes == 25600 * GIB
+    assert counts.section_5_1_bytes == 30400 * GIB
+    assert counts.section_5_1_bytes < 52600 * GIB
+
+
+def test_18_bytes_per_parameter():
+    counts = model_counts(run_of("gpt-7b"))
+    assert counts.parameters == num_parameters(run_of("gpt-7b").model)
+    assert counts.state_bytes_per_parameter == 18
+    assert counts.state_bytes / 1e9 == pytest.approx(120, rel=0.01)
+    in_fp32 = model_counts(run_of("gpt-7b", train={"dtype": "fp32"}))
+    assert in_fp32.state_bytes_per_parameter == 16
+
+
+def test_less_is_saved_than_the_paper_counts():
+    saved = model_counts(run_of("gpt-7b")).saved_bytes
+    tokens = LENGTH * 32
+    # x_in, q, o, x_mid, the MLP's 4 E, and an fp32 lse per head: everything else is formed again.
+    assert saved["retain"] == tokens * (2 * 8 * 4096 + 4 * 32)
+    assert saved["keep_attention"] == tokens * (2 * 2 * 4096 + 4 * 32)
+    assert saved["recompute"] == tokens * 2 * 4096
+
+
+def test_grouped_queries():
+    counts = model_counts(run_of("llama-3.1-8b", length=1 << 17))
+    assert counts.kv_bytes * 4 == counts.multi_head_kv_bytes
+    assert counts.kv_bytes == 2 * 2 * 8 * 128 * 32 * (1 << 17)
+
+
+def test_stages_add_up_to_the_model():
+    parallel = {"pipeline_parallel_degree": 4}
+    run = run_of(
+        "llama-3.2-1b", length=1 << 16, parallel=parallel, activations={"policy": "retain"}
+    )
+    found = estimate(run, hardware=PRESETS["h200"])
+    stages = [held.device for held in found.assessment.memory]
+    assert sum(s.activations_bytes for s in stages) == found.counts.saved_bytes["retain"]
+    assert sum(s.kv_bytes for s in stages) == found.counts.kv_bytes
+    assert sum(s.kv_gradients_bytes for s in stages) == found.counts.kv_gradients_bytes
+    states = sum(s.weights_bytes + s.gradients_bytes + s.optimizer_bytes for s in stages)
+    # The tied vocabulary projection is a second copy on the last stage.
+    copied = run.model.vocab_size * run.model.hidden_size
+    assert states == 18 * (found.counts.parameters + copied)

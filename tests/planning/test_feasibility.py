@@ -1,0 +1,87 @@
+"""Quick answers agree with the solver's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sppo.config import check_run
+from sppo.planning.feasibility import fits_at_all, quick_step_s, what_would_fit
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.solver import solve
+
+KIB = 1 << 10
+NODE = PRESETS["h100"]
+
+
+def run_of(preset="llama-3.2-1b", *, length=128 * KIB, **sections):
+    raw = {"model": {"preset": preset}, "data": {"tokens": "none"}}
+    raw["sequence"] = {"length": length, **sections.pop("sequence", {})}
+    return check_run({**raw, **sections}, source="test", to_train=False)
+
+
+@pytest.mark.parametrize(
+    ("run", "hardware"),
+    [
+        (run_of(), NODE),
+        (run_of(length=1024 * KIB), NODE),
+        (run_of("gpt-7b", length=512 * KIB), replace(PRESETS["a100-80g"], num_nodes=4)),
+        (run_of("tiny", length=16 * KIB), PRESETS["laptop-cpu"]),
+        (run_of(length=64 * KIB, parallel={"sequence_parallel_degree": 2}), NODE),
+    ],
+)
+def test_the_quick_time_is_near_the_solvers(run, hardware):
+    # The quick answer knows the plain program only.
+    parallel = run.parallel.model_copy(update={"schedule": "sppo"})
+    run = run.model_copy(update={"parallel": parallel})
+    best = solve(run, hardware=hardware).best
+    assert best is not None
+    assert fits_at_all(run, hardware)
+    quick = quick_step_s(run, hardware)
+    assert best.step_s * 0.98 <= quick <= best.step_s * 1.1
+
+
+@pytest.mark.parametrize("length", [3 << 20, 4 << 20, 6 << 20])
+@pytest.mark.parametrize("activations", [{}, {"policy": "recompute"}, {"policy": "retain"}])
+def test_fitting_is_what_the_solver_calls_fitting(length, activations):
+    run = run_of(length=length, activations=activations)
+    fits = solve(run, hardware=NODE).best is not None
+    assert fits_at_all(run, NODE) is fits
+    assert (quick_step_s(run, NODE) is not None) is fits
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"sequence": {"num_subsequences": 64 * KIB}, "length": 32 * KIB},
+        {"parallel": {"sequence_parallel_degree": 16}},
+        {"activations": {"policy": "sppo"}},
+    ],
+)
+def test_what_cannot_be_asked_does_not_fit(sections):
+    sections = dict(sections)
+    pieces = sections.get("sequence", {}).get("num_subsequences")
+    run = run_of(**{**sections, "length": 64 * KIB})
+    if pieces is not None:
+        shorter = run.sequence.model_copy(update={"length": sections["length"]})
+        run = run.model_copy(update={"sequence": shorter})
+    bare = replace(NODE, node=replace(NODE.node, host_memory_bytes=0))
+    assert not fits_at_all(run, bare)
+    assert quick_step_s(run, bare) is None
+
+
+def test_fewest_conditions_are_given_up():
+    narrow = {"pipeline_parallel_degree": 1, "sequence_parallel_degree": 1}
+    whole = run_of(length=1024 * KIB, sequence={"num_subsequences": 1})
+    found = what_would_fit(whole, hardware=NODE)
+    assert found[0].change == "leave out sequence.num_subsequences"
+    alone = run_of(length=1024 * KIB, parallel=narrow)
+    found = what_would_fit(alone, hardware=NODE)
+    assert found[0].change == (
+        "leave out parallel.pipeline_parallel_degree, parallel.sequence_parallel_degree"
+    )
+    small = replace(NODE, device=replace(NODE.device, memory_bytes=16 << 30))
+    found = what_would_fit(run_of(length=1024 * KIB), hardware=small)
+    assert found
+    assert not any("leave out" in advice.change for advice in found)

@@ -1,0 +1,219 @@
+"""The plan's file: exact, and refused where it is not what was written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sppo.planning.candidate import assess
+from sppo.planning.choices import Degrees
+from sppo.planning.hardware_file import hardware_for
+from sppo.planning.make_plan import make_plan
+from sppo.planning.option import Option
+from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
+from sppo.planning.simulated_run import plan_candidate, plan_decisions, simulated_plan
+from sppo.planning.solver import candidate_of_pieces
+from sppo.schedule.simulate import simulate
+from sppo.units import GIB
+from tests.planning.cases import machine, run_config, solved
+
+
+def moving_run(**sections):
+    return run_config("llama-3.2-1b", length="128Ki", **sections)
+
+
+def moving_option(run=None, *, degrees=(1, 2, 4), pieces=12, memory_gib=18.0):
+    """On little memory, so that something of each fate is in the plan."""
+    candidate = candidate_of_pieces(
+        run or moving_run(),
+        hardware=machine(memory_bytes=int(memory_gib * GIB), d2h_bytes_per_s=4e9),
+        degrees=Degrees(*degrees),
+        pieces=pieces,
+    )
+    return Option(assess(candidate))
+
+
+RUN = moving_run()
+PLAN = make_plan(RUN, moving_option())
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_json(PLAN)), encoding="utf-8")
+    return path
+
+
+def changed(path, change):
+    """The plan's file after `change`, which edits its values or gives others for them."""
+    values = json.loads(path.read_text())
+    replaced = change(values)
+    values = values if replaced is None else replaced
+    path.write_text(values if isinstance(values, str) else json.dumps(values), encoding="utf-8")
+    return path
+
+
+def test_the_plan_under_test_fits_and_keeps_moves_and_rebuilds():
+    assert moving_option().assessment.shortfall is None
+    decisions = plan_decisions(PLAN)
+    assert decisions.kept.any()
+    assert decisions.moved.any()
+    assert decisions.rebuilt.any()
+
+
+def test_what_is_written_is_read(path):
+    plan = read_plan(path)
+    assert plan == PLAN
+    assert plan_json(plan) == plan_json(PLAN)
+    assert plan.lengths == PLAN.lengths
+    assert plan.model == RUN.model
+    check_plan_fits(plan, RUN)
+
+
+def test_only_its_content_counts(path):
+    path.write_text(json.dumps(plan_json(PLAN), indent=3, sort_keys=True), encoding="utf-8")
+    assert read_plan(path) == PLAN
+
+
+def test_a_plan_holds_the_candidate_it_was_made_of():
+    option = moving_option()
+    candidate = option.candidate
+    assert plan_candidate(PLAN) == replace(candidate, policy=PLAN.policy)
+    decisions = plan_decisions(PLAN)
+    for name in ("kept", "moved", "rebuilt"):
+        assert (getattr(decisions, name) == getattr(option.assessment.decisions, name)).all()
+    again = assess(plan_candidate(PLAN))
+    assert again.device_peak_bytes == PLAN.predicted.device_peak_bytes
+
+
+def test_slots_lie_one_behind_the_other():
+    for stage in PLAN.stages:
+        offsets = [part.slot_offset_bytes for part in stage.subsequences]
+        assert offsets == sorted(offsets)
+        assert offsets[0] == 0
+        assert offsets[-1] <= stage.memory.tier_activations_bytes
+
+
+def _set(*keys, value):
+    def change(values):
+        for key in keys[:-1]:
+            values = values[key]
+        values[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: "{", "is not JSON"),
+        (lambda values: "", "is not JSON"),
+        (lambda values: "[" * 100_000, "is not JSON"),
+        (lambda values: [values], f"version None, this is sppo .* version {PLAN_VERSION}: make"),
+        (lambda values: "null", "has version None"),
+        (_set("version", value=0), "has version 0, this is"),
+        (_set("speed", value=3), "speed: Unexpected keyword"),
+        (_set("stages", 0, "speed", value=3), "stages.0.speed: Unexpected"),
+        (
+            _set("predicted", "step_s", value="soon"),
+            "predicted.step_s: Input should be a valid num",
+        ),
+        (lambda values: values.pop("boundaries") and None, "boundaries: Field required"),
+        (_set("run", "sequence", "length", value=7), "its run does not match its digest"),
+        (_set("hardware", "num_nodes", value=7), "its hardware does not match its digest"),
+        (_set("boundaries", 0, value=1), "boundaries .* do not rise from 0"),
+        (_set("pipeline_parallel_degree", value=1), "2 stages for 1 ranks"),
+        (_set("stages", 1, "first_layer", value=3), "stage 1 begins with layer 3, not 8"),
+        (_set("stages", 1, "num_layers", value=3), "stages have 11 layers, its model 16"),
+        (
+            lambda v: v["stages"][1]["subsequences"].pop() and None,
+            "stage 1 has 11 subsequences, no",
+        ),
+        (
+            _set("stages", 1, "subsequences", 2, "kept", value=[1, 1, 1]),
+            "stage 1, subsequence 2: rows do not add up to",
+        ),
+        (_set("predicted", "step_s", value=1.0), "its content does not match its digest"),
+        (_set("schedule", value="1f1b"), "its content does not match its digest"),
+        (lambda values: values.pop("digest") and None, "its content does not match its digest"),
+    ],
+)
+def test_what_is_no_plan_or_another_is_refused(path, change, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read_plan(changed(path, change))
+    assert str(path) in str(caught.value)
+    assert "make it again" in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_refused(path):
+    path.write_bytes(b"\x00\xff" * 9)
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_plan(path)
+
+
+def test_every_difference_from_the_run_is_named_with_both_values():
+    other = moving_run(
+        sequence={"num_subsequences": 4},
+        train={"dtype": "fp32", "steps": 7},
+        activations={"policy": "retain"},
+    )
+    with pytest.raises(ValueError, match="was made for another run") as caught:
+        check_plan_fits(PLAN, other)
+    for difference in (
+        'activations.policy was "auto", is "retain"',
+        'sequence.num_subsequences was "auto", is 4',
+        'train.dtype was "bf16", is "fp32"',
+    ):
+        assert difference in str(caught.value)
+    assert "steps" not in str(caught.value)
+    deeper = moving_run()
+    scaling = deeper.model.rope_scaling.model_copy(update={"factor": 2.0})
+    deeper = deeper.model_copy(
+        update={"model": deeper.model.model_copy(update={"rope_scaling": scaling})}
+    )
+    with pytest.raises(ValueError, match=r"model.rope_scaling.factor was 32.0, is 2.0"):
+        check_plan_fits(PLAN, deeper)
+
+
+def test_what_a_plan_does_not_rest_on_may_change():
+    check_plan_fits(PLAN, moving_run(train={"steps": 7, "seed": 3}, optimizer={"lr": 1.0}))
+    assert "lr" not in json.dumps(planned_part(RUN))
+
+
+@pytest.mark.parametrize("sections", [{}, {"train": {"sequences_per_step": 2}}])
+def test_a_plan_simulated_takes_what_it_predicts(sections):
+    """To the last digit where copies hide; the closed form waits longer where they do not."""
+    run = moving_run(**sections)
+    solution = solved(run, hardware=hardware_for(run.hardware))
+    plan = make_plan(run, solution.best)
+    case = simulated_plan(plan).case
+    assert simulate(case.schedule, costs=case.costs).makespan_s == pytest.approx(
+        plan.predicted.step_s, rel=1e-9
+    )
+    assert plan.predicted.simulated
+
+
+def test_a_plan_that_waits_for_copies_predicts_the_wait():
+    option = moving_option(memory_gib=22)
+    assert option.assessment.time.exposed_copy_s > 0
+    plan = make_plan(RUN, option)
+    case = simulated_plan(plan).case
+    played = simulate(case.schedule, costs=case.costs).makespan_s
+    assert played <= plan.predicted.step_s * (1 + 1e-9)
+    assert plan.predicted.step_s == option.step_s
+
+
+def test_predictions_agree_with_each_other():
+    predicted = PLAN.predicted
+    tokens = RUN.sequence.length / predicted.step_s / 8
+    assert predicted.tokens_per_s_per_gpu == pytest.approx(tokens)
+    assert 0 < predicted.mfu < 1
+    assert 0 <= predicted.bubble_fraction < 1
+    assert predicted.forward_s + predicted.backward_s < predicted.step_s
+    assert len(predicted.offload_ratios) == len(PLAN.lengths)
+    assert predicted.offload_ratios[-1] == 0
+    assert predicted.host_peak_bytes == max(s.memory.tier_activations_bytes for s in PLAN.stages)
+    assert predicted.disk_peak_bytes == 0

@@ -1,0 +1,167 @@
+"""The plan of a run as it stands: what is free decides what is kept, what is written stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sppo.planning.activation_decisions import ATTENTION, LINEAR
+from sppo.planning.activation_policy import POLICIES
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.partition import boundaries_by_flops, boundaries_by_length
+from sppo.planning.run_plan import USABLE_SHARE, plan_run, run_boundaries
+from tests.planning.cases import A100
+from tests.planning.cases import run_config as any_run
+
+LAPTOP = PRESETS["laptop-cpu"]
+PLENTY = 1 << 40
+
+
+def run_config(*, policy="auto", dtype="bf16", **sequence):
+    return any_run(
+        "tiny",
+        length=sequence.pop("length", 16384),
+        sequence=sequence,
+        activations={"policy": policy},
+        train={"dtype": dtype},
+        hardware="auto",
+    )
+
+
+def plan(run=None, *, available_bytes=PLENTY):
+    return plan_run(run or run_config(), hardware=LAPTOP, available_bytes=available_bytes)
+
+
+def peak_bytes(policy):
+    """What the run needs under a policy that was asked for."""
+    return plan(run_config(policy=policy)).predicted.device_peak_bytes
+
+
+def test_policies_need_less_and_less():
+    peaks = [peak_bytes(policy) for policy in POLICIES]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+
+
+def test_no_more_is_rebuilt_than_must_be():
+    """85 percent of what is free may be used; a little less and a subsequence is rebuilt."""
+    everything = peak_bytes("retain") / USABLE_SHARE
+    assert plan(available_bytes=int(everything) + 5).policy == "retain"
+    less = plan(available_bytes=int(everything) - 5)
+    assert less.policy == "hybrid"
+    (stage,) = less.stages
+    assert [part.rebuilt for part in stage.subsequences[1:]] == [(0, 0, 0)] * 7
+    assert stage.subsequences[0].rebuilt == (0, 0, less.lengths[0])
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_linear_layers_are_rebuilt_before_attention(share):
+    kept, least = peak_bytes("keep_attention"), peak_bytes("recompute")
+    between = plan(available_bytes=int((least + share * (kept - least)) / USABLE_SHARE) + 5)
+    assert between.rebuilt_shares(LINEAR) == (1.0,) * 8
+    assert 0 < sum(between.rebuilt_shares(ATTENTION)) < 8
+    assert set(between.rebuilt_shares(ATTENTION)) == {0.0, 1.0}
+
+
+def test_less_memory_is_never_faster():
+    least, most = (peak_bytes(policy) for policy in ("recompute", "retain"))
+    steps = [
+        plan(available_bytes=int((least + share * (most - least)) / USABLE_SHARE) + 5)
+        for share in (0, 0.2, 0.4, 0.6, 0.8, 1)
+    ]
+    seconds = [each.predicted.step_s for each in steps]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+
+
+def test_nothing_is_ever_moved():
+    """Nothing but whole classes that are kept or rebuilt: what one device alone can do."""
+    for available in (PLENTY, int(peak_bytes("recompute") / USABLE_SHARE) + 5):
+        for part in plan(available_bytes=available).stages[0].subsequences:
+            assert part.moved == (0, 0, 0)
+            assert all(min(rows) == 0 for rows in zip(part.kept, part.rebuilt, strict=True))
+
+
+def test_nothing_that_fits_is_said_with_numbers():
+    least = int(peak_bytes("recompute") / USABLE_SHARE)
+    assert plan(available_bytes=least + 5).predicted.device_peak_bytes <= least
+    with pytest.raises(MemoryError, match="16384 tokens needs .* even with everything rebuilt"):
+        plan(available_bytes=least - 5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_that_was_asked_for_is_taken_or_refused(policy):
+    needed = peak_bytes(policy)
+    chosen = plan(run_config(policy=policy), available_bytes=needed)
+    assert chosen.stages[0].subsequences[0].rebuilt[LINEAR] == (
+        0 if policy == "retain" else chosen.lengths[0]
+    )
+    with pytest.raises(MemoryError, match=f"policy={policy} needs .* are available; write .*auto"):
+        plan(run_config(policy=policy), available_bytes=needed - 1)
+
+
+def test_fp32_is_predicted_as_fp32():
+    narrow, wide = (
+        plan(run_config(dtype=dtype, policy="retain")).stages[0].memory.device
+        for dtype in ("bf16", "fp32")
+    )
+    assert wide.weights_bytes == 2 * narrow.weights_bytes
+    assert wide.kv_bytes == 2 * narrow.kv_bytes
+    assert wide.gradients_bytes == narrow.gradients_bytes
+    assert wide.optimizer_bytes * 12 == narrow.optimizer_bytes * 8
+
+
+def test_explicit_boundaries_are_kept():
+    cuts = (0, 1, 9000, 16384)
+    made = plan(run_config(boundaries=list(cuts)))
+    assert made.boundaries == cuts
+    equal = plan(run_config(boundaries=[0, 8192, 16384]))
+    assert made.stages[0].memory.device.working_bytes > equal.stages[0].memory.device.working_bytes
+
+
+def cuts_of(run, *, hardware=LAPTOP):
+    return run_boundaries(run, hardware=hardware)
+
+
+def test_pieces_are_automatic_by_device():
+    assert len(cuts_of(run_config())) == 8 + 1
+    assert len(cuts_of(run_config(), hardware=A100)) == 2 + 1
+    assert len(cuts_of(run_config(length=100))) == 1 + 1
+
+
+def test_partition_by_length_and_alignment():
+    run = run_config(partition="length", num_subsequences=3, alignment=1000)
+    expected = boundaries_by_length(16384, pieces=3, alignment=1000)
+    assert cuts_of(run) == expected == (0, 5000, 11000, 16384)
+
+
+def test_partition_by_flops_uses_the_model():
+    """tiny: 2 layers of 256, two heads of 64 on one key head, MLP 704, vocabulary 257."""
+    layer = 256 * (128 + 64 + 64 + 128) + 3 * 256 * 704
+    expected = boundaries_by_flops(
+        16384,
+        pieces=5,
+        linear=2 * (2 * layer + 257 * 256),
+        quadratic=2 * 4 * 128,
+        alignment=128,
+    )
+    cuts = cuts_of(run_config(num_subsequences=5, partition="flops"))
+    assert cuts == expected
+    assert cuts != boundaries_by_length(16384, pieces=5, alignment=128)
+
+
+def test_a_stage_alone_waits_for_nobody_so_its_pieces_are_equal():
+    alone = run_config(num_subsequences=4)
+    assert cuts_of(alone) == boundaries_by_length(16384, pieces=4, alignment=128)
+    parallel = alone.parallel.model_copy(update={"pipeline_parallel_degree": 2})
+    piped = alone.model_copy(update={"parallel": parallel})
+    assert cuts_of(piped) == cuts_of(run_config(num_subsequences=4, partition="flops"))
+
+
+def test_what_pieces_share_may_be_measured_time():
+    """Cut by time, the later pieces of a machine that is slow at attention are shorter."""
+    slow = replace(LAPTOP, device=replace(LAPTOP.device, attention_efficiency=0.01))
+    run = run_config(num_subsequences=4, partition="cost_model")
+    usual, shorter = (cuts_of(run, hardware=machine) for machine in (LAPTOP, slow))
+    assert shorter[-1] - shorter[-2] < usual[-1] - usual[-2]
