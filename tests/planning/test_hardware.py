@@ -29,8 +29,8 @@ def test_a_run_names_a_preset_and_its_size():
     spec = hardware_for(HardwareConfig(preset="h100", nodes=4, devices_per_node=4))
     assert (spec.name, spec.num_devices) == ("h100", 16)
     assert spec.host_bytes_per_device == spec.node.host_memory_bytes // 4
-    with pytest.raises(ValueError, match="'h900' is not one of a100-40g.* Did you mean 'h100'"):
-        hardware_for(HardwareConfig(preset="h900"))
+    with pytest.raises(ValueError, match="'h20' is not one of a100-40g.* Did you mean 'h200'"):
+        hardware_for(HardwareConfig(preset="h20"))
 
 
 def test_what_a_run_leaves_out_is_the_presets():
