@@ -15,6 +15,7 @@ from sppo.planning.hardware import HardwareSpec
 from sppo.planning.make_plan import predict
 from sppo.planning.memory import StageMemory
 from sppo.planning.option import Option
+from sppo.planning.simulated_memory import simulated_device_bytes
 from sppo.planning.solver import Rejection, Solution
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def option_report(run: RunConfig, option: Option) -> dict[str, Any]:
     """One way to run it."""
     candidate, assessment = option.candidate, option.assessment
     predicted = asdict(predict(run, option))
+    simulated = simulated_device_bytes(option)
     return {
         **degrees_report(option.degrees),
         "num_subsequences": len(candidate.lengths),
@@ -94,6 +96,7 @@ def option_report(run: RunConfig, option: Option) -> dict[str, Any]:
         "policy": assessment.effective_policy,
         "sequences_per_replica": candidate.sequences,
         "predicted": predicted,
+        "simulated_device_bytes": None if simulated is None else list(simulated),
         "stages": stage_reports(assessment),
     }
 

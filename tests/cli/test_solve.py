@@ -411,3 +411,13 @@ def test_the_screens_are_screens(run):
     assert len(refuse("solve", run, *TOO_LONG, code=3).splitlines()) <= SCREEN_LINES
     wide = [line for line in succeed("solve", run).splitlines() if len(line) > 80]
     assert all(line.startswith(("MFU:", "policy ", "     nearest", "step over")) for line in wide)
+
+
+def test_a_plan_whose_simulation_is_over_budget_says_so(run, monkeypatch):
+    found = report(run)["best"]
+    assert len(found["simulated_device_bytes"]) == len(found["stages"])
+    monkeypatch.setattr("sppo.cli.solve_tables.simulated_excess", lambda option: (3, 90 * GIB))
+    text = one_line(succeed("solve", run))
+    assert "warning: the simulation of this plan fills a device of stage 3 to 90.0 GiB" in text
+    monkeypatch.setattr("sppo.cli.solve_tables.simulated_excess", lambda option: None)
+    assert "warning" not in succeed("solve", run)

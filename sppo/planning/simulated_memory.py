@@ -1,0 +1,37 @@
+"""Memory of a simulated option: what its schedule really holds at once, beside the closed form.
+
+The closed form counts what is in flight at most; the simulation follows every unit, copy and piece.
+Where the two differ, the simulation is what a run would see.
+"""
+
+from __future__ import annotations
+
+from sppo.planning.memory import MemoryBuckets
+from sppo.planning.option import Option
+
+_IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "copies_bytes")
+"""Buckets that a simulation follows; the others do not change during a step."""
+
+
+def simulated_device_bytes(option: Option) -> tuple[int, ...] | None:
+    """Peak of one device of each stage as simulated; None where nothing was simulated."""
+    if option.timeline is None:
+        return None
+    return tuple(
+        _steady_bytes(held.device) + round(track.memory["total"].peak_bytes)
+        for track, held in zip(option.timeline.ranks, option.assessment.memory, strict=True)
+    )
+
+
+def simulated_excess(option: Option) -> tuple[int, int] | None:
+    """The fullest stage and its bytes as simulated, where that is over the budget."""
+    peaks = simulated_device_bytes(option)
+    if peaks is None:
+        return None
+    peak, stage = max((peak, stage) for stage, peak in enumerate(peaks))
+    budget = option.candidate.workload.hardware.device.usable_bytes
+    return (stage, peak) if peak > budget else None
+
+
+def _steady_bytes(device: MemoryBuckets) -> int:
+    return device.total_bytes - sum(int(getattr(device, name)) for name in _IN_TIMELINES)

@@ -1,0 +1,53 @@
+"""Simulated peaks beside the closed form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sppo.config import check_run
+from sppo.planning.candidate import assess
+from sppo.planning.choices import Degrees
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.option import Option, simulate_option
+from sppo.planning.simulated_memory import simulated_device_bytes, simulated_excess
+from sppo.planning.solver import candidate_of_pieces
+
+NODE = PRESETS["h100"]
+
+
+def option_of(pieces, degrees, *, hardware=NODE, simulated=True):
+    raw = {
+        "model": {"preset": "llama-3.2-1b"},
+        "data": {"tokens": "none"},
+        "sequence": {"length": 64 << 10},
+        "parallel": {"schedule": "sppo"},
+        "activations": {"policy": "retain"},
+    }
+    run = check_run(raw, source="test", to_train=False)
+    candidate = candidate_of_pieces(run, hardware=hardware, degrees=degrees, pieces=pieces)
+    assessment = assess(candidate)
+    return simulate_option(assessment) if simulated else Option(assessment)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(1, 1, 8), Degrees(1, 4, 2), Degrees(1, 8, 1)])
+def test_one_sequence_that_keeps_everything_holds_what_the_closed_form_says(degrees):
+    option = option_of(8, degrees)
+    closed = [held.device.total_bytes for held in option.assessment.memory]
+    assert simulated_device_bytes(option) == pytest.approx(closed, rel=1e-6)
+    assert simulated_excess(option) is None
+
+
+def test_without_a_simulation_nothing_is_said():
+    option = option_of(8, Degrees(1, 4, 2), simulated=False)
+    assert simulated_device_bytes(option) is None
+    assert simulated_excess(option) is None
+
+
+def test_the_fullest_stage_over_the_budget_is_named():
+    small = replace(NODE, device=replace(NODE.device, memory_bytes=8 << 30, reserved_bytes=0))
+    option = option_of(8, Degrees(1, 4, 2), hardware=small)
+    peaks = simulated_device_bytes(option)
+    assert simulated_excess(option) == (peaks.index(max(peaks)), max(peaks))
+    assert max(peaks) > 8 << 30
