@@ -55,7 +55,7 @@ def test_the_table_of_degrees_is_there():
 
 @pytest.mark.parametrize(("length", "sequence", "pipeline", "pieces"), rows())
 def test_a_row_of_the_table_of_degrees(length, sequence, pipeline, pieces):
-    best = report("solve", CASE, f"sequence.length={length}")["best"]
+    best = report("solve", CASE, "parallel.schedule=sppo", f"sequence.length={length}")["best"]
     assert best["sequence_parallel_degree"] == sequence
     assert best["pipeline_parallel_degree"] == pipeline
     assert best["num_subsequences"] == pieces
