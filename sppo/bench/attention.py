@@ -22,15 +22,14 @@ AttentionKey = tuple[str, int, int, int, Direction]
 """(dtype, head size, queries, keys, direction)."""
 
 _QUERIES = {"cpu": (256, 1024, 2048), "cuda": (1024, 4096, 16384)}
-_PREFIXES = (1, 2, 8)
+_PREFIXES = (1, 2, 4, 8)
 """Keys of a span relative to its queries."""
-_HEAD_SIZES = {"cpu": (32, 64, 128), "cuda": (64, 128)}
-_HEADS = {"cpu": (4, 2), "cuda": (32, 8)}
-"""Query and key/value heads."""
+_HEAD_SIZES = (64, 128)
+_CUDA_HEADS = (32, 8)
 _QUICK_QUERIES = {"cpu": (256, 1024), "cuda": (2048, 8192)}
 _QUICK_PREFIXES = (1, 4)
-_QUICK_HEAD_SIZES = {"cpu": (64,), "cuda": (128,)}
-_LONGEST_S = 0.3
+_QUICK_HEAD_SIZES = (64,)
+_LONGEST_S = 0.4
 
 
 def measure_attention(
@@ -42,7 +41,7 @@ def measure_attention(
     quick: bool = False,
 ) -> tuple[Mapping[AttentionKey, Timing], tuple[AttentionPoint, ...]]:
     """Time spans at the end of prefixes of several lengths; a slow device gets shorter spans."""
-    sizes = (_QUICK_HEAD_SIZES if quick else _HEAD_SIZES)[operands.device]
+    sizes = _QUICK_HEAD_SIZES if quick else _HEAD_SIZES
     cases = [
         case
         for dtype in dtypes
@@ -51,7 +50,7 @@ def measure_attention(
     ]
     watcher.begin("attention", total=len(cases) * rounds.count)
     timings = time_cases(cases, rounds=rounds, watcher=watcher)
-    heads, _ = _HEADS[operands.device]
+    heads, _ = _heads(operands.device)
     return timings, attention_points(timings, heads=heads)
 
 
@@ -88,6 +87,12 @@ def _cases(
                 yield Case(key, partial(_make, operands, *key))
 
 
+def _heads(device: str) -> tuple[int, int]:
+    """Query and key/value heads: on a CPU as few as keep all threads busy, for they take long."""
+    threads = max(2, torch.get_num_threads())
+    return _CUDA_HEADS if device == "cuda" else (threads, threads)
+
+
 @torch.no_grad()
 def _make(
     operands: Operands,
@@ -98,7 +103,7 @@ def _make(
     direction: Direction,
 ) -> Call:
     operands.begin()
-    heads, kv_heads = _HEADS[operands.device]
+    heads, kv_heads = _heads(operands.device)
     of = DTYPES[dtype]
     q, do = (operands.take(queries, heads, head_size, dtype=of) for _ in range(2))
     k, v = (operands.take(keys, kv_heads, head_size, dtype=of) for _ in range(2))

@@ -11,6 +11,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from sppo.planning.logits_tile import LOGITS_TILE_BYTES
+
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _POOL_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
@@ -24,6 +26,9 @@ class Operands:
 
     def __init__(self, device: str) -> None:
         self.device = device
+        # The C library serves blocks up to the largest one freed so far from its heap, and asks the
+        # system for larger ones anew each time. A training run frees a tile of logits early on.
+        torch.empty(LOGITS_TILE_BYTES, dtype=torch.uint8).fill_(0)
         self._random = torch.randn(_POOL_ELEMENTS[device], device=device)
         self._pools: dict[torch.dtype, Tensor] = {torch.float32: self._random}
         self._used = 0

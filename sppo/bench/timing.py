@@ -18,8 +18,9 @@ import torch
 Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
 
-_LONG_S = 0.05
+_WARM_S = 0.05
 """A call of this length needs no other before it in later rounds."""
+_LONG_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,13 @@ class Rounds:
     Attributes:
         device: "cpu" or "cuda".
         count: Rounds over all cases.
+        count_long: Rounds for cases whose call takes longer than 0.1 s.
         window_s: Calls are repeated for about this long in each round, at least once.
     """
 
     device: str
     count: int = 5
+    count_long: int = 3
     window_s: float = 0.01
 
 
@@ -84,10 +87,12 @@ def time_cases(
     """Time every case in every round; the result by key."""
     seconds: dict[Key, list[float]] = {case.key: [] for case in cases}
     assert len(seconds) == len(cases), "every case has a key of its own"
-    for _ in range(rounds.count):
+    for turn in range(rounds.count):
         for case in cases:
             so_far = seconds[case.key]
-            so_far.append(_time(case.make(), rounds=rounds, known_s=min(so_far, default=0.0)))
+            known_s = min(so_far, default=0.0)
+            if turn < rounds.count_long or known_s <= _LONG_S:
+                so_far.append(_time(case.make(), rounds=rounds, known_s=known_s))
             watcher.advance()
     return {
         key: Timing(statistics.median(values), min(values), max(values))
@@ -97,7 +102,7 @@ def time_cases(
 
 def _time(call: Call, *, rounds: Rounds, known_s: float) -> float:
     """Mean seconds of the calls of one round."""
-    if known_s < _LONG_S:
+    if known_s < _WARM_S:
         _timed(call, calls=1, device=rounds.device)  # caches filled, kernels chosen, memory taken
     if known_s == 0.0:
         known_s = _timed(call, calls=1, device=rounds.device)

@@ -20,7 +20,7 @@ from sppo.planning.rates import (
     Product,
     attention_blocks,
     attention_grids,
-    between_head_sizes,
+    attention_rates,
     elementwise_grid,
     gemm_blocks,
     gemm_grid,
@@ -132,9 +132,7 @@ class DeviceSpec:
         """
         grids = attention_grids(self.attention_points, dtype, backward=backward)
         if grids:
-            return between_head_sizes(
-                grids, head_size=head_size, queries=queries, keys_per_query=keys / queries
-            )
+            return attention_rates(grids, head_size=head_size, queries=queries, keys=keys)
         share = self.attention_backward_efficiency if backward else self.attention_efficiency
         blocks = attention_blocks(keys if backward else queries, heads=heads)
         fill = wave_fill(blocks, num_multiprocessors=self.num_multiprocessors)

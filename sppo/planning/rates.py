@@ -201,17 +201,26 @@ def _attention_grids(same: _Same[AttentionPoint], dtype: str, backward: bool) ->
     return {size: grid for size, grid in grids.items() if grid is not None}
 
 
-def between_head_sizes(
-    grids: Mapping[int, Grid], *, head_size: float, queries: Floats, keys_per_query: Floats
+def attention_rates(
+    grids: Mapping[int, Grid], *, head_size: float, queries: Floats, keys: Floats
 ) -> Floats:
-    """Rates at ``head_size``: between the nearest two that were measured, in logarithms."""
+    """Rates of spans of ``queries`` that end at ``keys``, between the nearest two head sizes.
+
+    A span longer than any measured is a row of such spans, and runs as the middle one of them does.
+    """
     sizes = np.array(list(grids), dtype=np.float64)
     low, share = _place(sizes, np.array(head_size, dtype=np.float64))
     names = list(grids)
-    below = grids[names[int(low)]].at(queries, keys_per_query)
-    above = grids[names[min(int(low) + 1, len(names) - 1)]].at(queries, keys_per_query)
+    near = (names[int(low)], names[min(int(low) + 1, len(names) - 1)])
+    below, above = (_span_rates(grids[name], queries=queries, keys=keys) for name in near)
     rates: Floats = below ** (1 - share) * above**share
     return rates
+
+
+def _span_rates(grid: Grid, *, queries: Floats, keys: Floats) -> Floats:
+    known = np.clip(queries, grid.rows[0], grid.rows[-1])
+    middle = keys - (queries - np.minimum(queries, known)) / 2
+    return grid.at(known, np.maximum(middle / known, 1.0))
 
 
 def elementwise_grid(

@@ -67,9 +67,10 @@ def test_short_calls_are_warmed_up_and_repeated(monkeypatch):
 
 def test_long_calls_are_not_repeated(monkeypatch):
     machine = Machine(monkeypatch)
-    rounds = Rounds("cpu", count=4, window_s=0.01)
-    time_cases([machine.case("a", 1.0, 1.0, 1.0, 1.0)], rounds=rounds, watcher=Watcher())
-    assert machine.log.count("a") == 3 + 1 + 1 + 1
+    rounds, watcher = Rounds("cpu", count=4, count_long=3, window_s=0.01), Watcher()
+    time_cases([machine.case("a", 1.0, 1.0, 1.0)], rounds=rounds, watcher=watcher)
+    assert machine.log.count("a") == 3 + 1 + 1
+    assert watcher.advanced == 4
 
 
 def test_one_call_is_measured_warm(monkeypatch):

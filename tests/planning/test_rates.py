@@ -80,6 +80,18 @@ def test_attention_is_looked_up_by_keys_per_query():
     assert backward == pytest.approx(1e9 * 512)
 
 
+def test_a_longer_span_runs_as_the_middle_one_of_its_parts():
+    """4096 queries over 4096 keys: spans of 1024 over 1024 to 4096, on average 2560."""
+    found, middle = (
+        MEASURED.attention_flops_per_s(
+            "bf16", queries=array(queries), keys=array(keys), heads=4, head_size=64
+        )
+        for queries, keys in ((4096, 4096), (1024, 2560))
+    )
+    assert found == pytest.approx(middle)
+    assert found == pytest.approx(1e9 * 64 * 2.5)
+
+
 @pytest.mark.parametrize(("size", "met"), [(32, 64), (64, 64), (96, 96), (128, 128), (256, 128)])
 def test_attention_lies_between_the_nearest_head_sizes(size, met):
     found = MEASURED.attention_flops_per_s(
