@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ _INK, _QUIET, _GRID = "#222222", "#6b6b6b", "#e6e6e6"
 _COLOURS = ("#1f5fa8", "#d1495b", "#2e8b57", "#b8860b")
 _SMALL_PT, _TITLE_PT = 8, 15
 _PANEL_INCHES = (5.2, 5.4)
+_LABEL_HEIGHT = 0.035
+"""Of the height of a panel."""
+_HEADROOM = 1.1
 
 
 def write_picture(path: Path, *, name: str, measurements: Measurements) -> None:
@@ -55,28 +59,27 @@ def write_picture(path: Path, *, name: str, measurements: Measurements) -> None:
 def _draw_gemm(axes: Any, *, points: tuple[GemmPoint, ...]) -> None:
     """Rate against tokens, a line per dtype and width; output solid, weight gradient dotted."""
     axes.set_title("linear layers, GFLOP/s", loc="left")
-    dtypes = list(dict.fromkeys(point.dtype for point in points))
-    for dtype in dtypes:
-        colour = _COLOURS[dtypes.index(dtype)]
+    labels = []
+    for colour, dtype in _coloured(points):
         for width in sorted({p.width for p in points if p.dtype == dtype}):
             row = [p for p in points if (p.dtype, p.width) == (dtype, width)]
             tokens = [p.tokens for p in row]
-            axes.plot(tokens, [p.forward_flops_per_s / 1e9 for p in row], color=colour, lw=1.6)
+            outputs = [p.forward_flops_per_s / 1e9 for p in row]
+            axes.plot(tokens, outputs, color=colour, lw=1.6)
             weights = [p.weight_flops_per_s / 1e9 for p in row]
             axes.plot(tokens, weights, color=colour, lw=1.0, ls=":")
-            _label(axes, tokens[-1], row[-1].forward_flops_per_s / 1e9, f"{dtype} {width}", colour)
+            labels.append(_Label(tokens[-1], outputs[-1], f"{dtype}, width {width}", colour))
     _token_axis(axes, sorted({p.tokens for p in points}), "tokens; output solid, weights dotted")
+    _write_labels(axes, labels)
 
 
 def _draw_attention(axes: Any, *, points: tuple[AttentionPoint, ...]) -> None:
-    """Rate against keys, a line per dtype and queries, at the middle head size."""
-    sizes = sorted({point.head_size for point in points})
-    size = sizes[len(sizes) // 2]
+    """Rate against keys, a line per dtype and queries, at the smallest head size."""
+    size = min(point.head_size for point in points)
     axes.set_title(f"attention, head size {size}, GFLOP/s", loc="left")
     chosen = [point for point in points if point.head_size == size]
-    dtypes = list(dict.fromkeys(point.dtype for point in chosen))
-    for dtype in dtypes:
-        colour = _COLOURS[dtypes.index(dtype)]
+    labels = []
+    for colour, dtype in _coloured(chosen):
         for queries in sorted({p.queries for p in chosen if p.dtype == dtype}):
             row = [p for p in chosen if (p.dtype, p.queries) == (dtype, queries)]
             keys = [p.keys for p in row]
@@ -84,8 +87,10 @@ def _draw_attention(axes: Any, *, points: tuple[AttentionPoint, ...]) -> None:
             backward = [p.backward_flops_per_s / 1e9 for p in row]
             axes.plot(keys, forward, color=colour, lw=1.6, marker="o", ms=3)
             axes.plot(keys, backward, color=colour, lw=1.0, ls=":", marker="o", ms=3)
-            _label(axes, keys[-1], forward[-1], f"{dtype} {format_tokens(queries)}", colour)
+            text = f"{dtype}, {format_tokens(queries)} queries"
+            labels.append(_Label(keys[-1], forward[-1], text, colour))
     _token_axis(axes, sorted({p.keys for p in chosen}), "keys; forward solid, backward dotted")
+    _write_labels(axes, labels)
 
 
 def _draw_elementwise(axes: Any, *, points: tuple[ElementwisePoint, ...]) -> None:
@@ -106,16 +111,38 @@ def _draw_elementwise(axes: Any, *, points: tuple[ElementwisePoint, ...]) -> Non
     axes.grid(axis="x", color=_GRID, linewidth=0.8)
 
 
-def _label(axes: Any, x: float, y: float, text: str, colour: str) -> None:
-    axes.annotate(
-        text,
-        (x, y),
-        textcoords="offset points",
-        xytext=(5, 0),
-        va="center",
-        color=colour,
-        fontsize=_SMALL_PT - 1,
-    )
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """Names a line at its end."""
+
+    x: float
+    y: float
+    text: str
+    colour: str
+
+
+def _write_labels(axes: Any, labels: Sequence[_Label]) -> None:
+    """Labels at the ends of lines, moved apart where they would cover each other."""
+    least = _LABEL_HEIGHT * axes.get_ylim()[1]
+    for x in {label.x for label in labels}:
+        place = -least
+        for label in sorted((la for la in labels if la.x == x), key=lambda la: la.y):
+            place = max(label.y, place + least)
+            axes.annotate(
+                label.text,
+                (x, place),
+                textcoords="offset points",
+                xytext=(5, 0),
+                va="center",
+                color=label.colour,
+                fontsize=_SMALL_PT - 1,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+            )
+
+
+def _coloured(points: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """(colour, dtype) of every dtype."""
+    yield from zip(_COLOURS, dict.fromkeys(point.dtype for point in points), strict=False)
 
 
 def _token_axis(axes: Any, tokens: list[int], label: str) -> None:
@@ -123,7 +150,7 @@ def _token_axis(axes: Any, tokens: list[int], label: str) -> None:
     axes.set_xticks(tokens, [format_tokens(count) for count in tokens], rotation=45)
     axes.minorticks_off()
     axes.set_xlim(tokens[0] / 1.3, tokens[-1] * 3)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, axes.get_ylim()[1] * _HEADROOM)
     axes.set_xlabel(label)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
 
