@@ -61,7 +61,7 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
             "nothing fits, so there is nothing to compare: sppo solve without --ablation says what "
             "is short"
         )
-    plain = replace(best.candidate, schedule="sppo")
+    plain = replace(best.candidate, schedule="sppo", offload_ratio=None)
     rows: list[AblationRow] = []
     rows.append(_row("none", _option(plain, "recompute"), rows, "no offload, layers recomputed"))
     kept = _option(plain, "retain")

@@ -66,9 +66,10 @@ class Situation:
         in_flight: How many times a subsequence is held at once at the worst moment; more than
             once where several sequences overlap.
         ring_share: Of the most bytes that one subsequence moves, those on their way back, [stages].
-        forward_s: Compute of a subsequence's forward, which copies hide behind: without the
-            exchanges of its group, which use the same wires.
-        hidden_bytes: What copies move out during it and back during the backward before its own.
+        next_forward_s: Compute of the next subsequence's forward, behind which copies of this one
+            hide: without the exchanges of its group, which use the same wires.
+        hidden_bytes: What is out during that and back during the next subsequence's backward,
+            which comes before its own.
         linear_rebuild_s: Price of rebuilding the linear class of a whole subsequence.
         attention_rebuild_s: Price of attending again.
         copy_bytes_per_s: Rate of the slower copy direction; 0 without another tier.
@@ -82,7 +83,7 @@ class Situation:
     layers: Table
     in_flight: Counts
     ring_share: Table
-    forward_s: Table
+    next_forward_s: Table
     hidden_bytes: Table
     linear_rebuild_s: Table
     attention_rebuild_s: Table

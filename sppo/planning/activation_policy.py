@@ -14,7 +14,7 @@ rebuilt. At most one class of a subsequence is cut, at a multiple of 128 rows.
 - ``retain``, ``keep_attention``, ``recompute`` move nothing: they keep all three classes, the
   first two, or the first.
 - ``offload_all`` moves everything.
-- ``sppo`` (SPPO paper, section 5.2) moves what a subsequence's forward hides,
+- ``sppo`` (SPPO paper, section 5.2) moves what hides behind a subsequence's forward,
   alpha_i A_i = bandwidth * T_c, keeps the rest, and keeps the last subsequence whole.
 - ``hybrid`` keeps what fits, moves what hides of the rest, and rebuilds what neither fits nor
   hides, or waits for its copy where that is cheaper (:mod:`sppo.planning.hybrid`). When everything

@@ -52,6 +52,7 @@ class Candidate:
         offload_optimizer: Optimizer states live in host memory.
         input_every: Layers that share one saved input.
         cut_rows: Whether the policy may cut a tensor class.
+        spare_bytes: Device memory to leave for what only a simulation follows.
     """
 
     workload: Workload
@@ -66,6 +67,12 @@ class Candidate:
     offload_optimizer: bool = False
     input_every: int = 1
     cut_rows: bool = True
+    spare_bytes: int = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        """Device memory that it may fill."""
+        return max(0, self.workload.hardware.device.usable_bytes - self.spare_bytes)
 
     @property
     def num_devices(self) -> int:
@@ -164,6 +171,12 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Asse
         ValueError: more stages than layers, or a policy the machine cannot serve.
     """
     request = candidate.request
+    hardware = candidate.workload.hardware
+    if candidate.offload_optimizer and not hardware.node.host_memory_bytes:
+        raise ValueError(
+            f"optimizer.offload keeps optimizer states in host memory, and {hardware.name} has "
+            "none beside its devices': write optimizer.offload=false"
+        )
     seconds = seconds or stage_seconds(request)
     in_flight = in_flight_counts(candidate)
     states = state_memory(
@@ -201,7 +214,7 @@ def leaves_room(candidate: Candidate) -> bool:
         in_flight=in_flight_counts(candidate),
         offload_optimizer=candidate.offload_optimizer,
     )
-    budget = candidate.workload.hardware.device.usable_bytes
+    budget = candidate.budget_bytes
     return all(state.device.total_bytes <= budget for state in states)
 
 
@@ -219,18 +232,26 @@ def _with_helpers(states: tuple[StageMemory, ...], *, extra: int) -> tuple[Stage
 
 
 def in_flight_counts(candidate: Candidate) -> Counts:
-    """How often each subsequence is held at once on each stage at most, [stages, N]."""
+    """How often each subsequence is held on each stage when most tokens are, [stages, N].
+
+    Rank r of p holds N + p - 1 - r units: after j backwards the first N - j of one sequence, and
+    the first p - 1 - r + j of those that follow it. The first are the longest where cuts share
+    FLOPs, so the worst moment is in the middle of a backward.
+    """
     ranks, count = candidate.pipeline_parallel_degree, len(candidate.lengths)
     if candidate.schedule not in OVERLAPPING:
         return _walked_counts(candidate)
-    units = count * candidate.sequences
-    if ranks == 1:  # one sequence after another
-        units = count
+    # A single rank runs one sequence after another.
+    following = 0 if ranks == 1 else count * (candidate.sequences - 1)
+    before = np.concatenate([[0], np.cumsum(candidate.lengths)])
+    done = np.arange(count + 1)
     stages = []
     for rank in range(ranks):
-        held = min(units, count + ranks - 1 - rank)
-        whole, rest = divmod(held, count)
-        stages.append([whole + (index < rest) for index in range(count)])
+        ahead = np.minimum(ranks - 1 - rank + done, following)
+        held = before[count - done] + ahead // count * before[-1] + before[ahead % count]
+        worst = int(np.argmax(held))
+        whole, rest = divmod(int(ahead[worst]), count)
+        stages.append([whole + (n < rest) + (n < count - worst) for n in range(count)])
     return np.array(stages, dtype=np.int64)
 
 
@@ -271,8 +292,8 @@ def _situation(
     exchange = exchange_seconds(candidate.workload, tokens=tokens.astype(np.float64))
     exchange = layers[:, None] * exchange
     units = seconds.units
-    forward = units.forward[:, :count] - exchange
-    backward = (units.backward + units.weight)[:, :count] - exchange
+    forward = _following(units.forward[:, :count] - exchange)
+    backward = _following((units.backward + units.weight)[:, :count] - exchange)
     out, back = copy_bytes_per_s(request)
     used = np.array([state.device.total_bytes for state in states], dtype=np.float64)
     host = np.array([state.host_optimizer_bytes for state in states], dtype=np.float64)
@@ -284,23 +305,21 @@ def _situation(
         layers=layers,
         in_flight=in_flight,
         ring_share=np.minimum(1.0, RING_LAYERS / layers),
-        forward_s=forward,
-        hidden_bytes=_hidden_bytes(forward, backward, copies=(out, back)),
+        next_forward_s=forward,
+        hidden_bytes=np.minimum(forward * out, backward * back),
         linear_rebuild_s=seconds.units.linear_rebuild[:, :count],
         attention_rebuild_s=seconds.units.attention_rebuild[:, :count],
         copy_bytes_per_s=min(out, back),
-        device_bytes=np.maximum(0.0, hardware.device.usable_bytes - used),
+        device_bytes=np.maximum(0.0, candidate.budget_bytes - used),
         tier_bytes=np.maximum(0.0, tier - (host if on_host else np.zeros_like(host))),
         cut_rows=candidate.cut_rows,
     )
 
 
-def _hidden_bytes(forward: Table, backward: Table, *, copies: tuple[float, float]) -> Table:
-    """What leaves during a subsequence's forward and is back during the backward before its own."""
-    out, back = copies
-    following = np.concatenate([backward[:, 1:], np.zeros_like(backward[:, :1])], axis=1)
-    hidden: Table = np.minimum(forward * out, following * back)
-    return hidden
+def _following(seconds: Table) -> Table:
+    """Of the next subsequence of a sequence; the last one's own."""
+    following: Table = np.concatenate([seconds[:, 1:], seconds[:, -1:]], axis=1)
+    return following
 
 
 def _shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfall | None:
@@ -316,7 +335,7 @@ def _shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfa
                 bucket.removesuffix("_bytes"),
                 getattr(device, bucket),
                 device.total_bytes,
-                hardware.device.usable_bytes,
+                candidate.budget_bytes,
             )
         )
         on_host = hardware.node.host_memory_bytes > 0

@@ -5,7 +5,7 @@ A key that is written is a condition; a key that is left out is the solver's to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from sppo.config.run import RunConfig
@@ -13,6 +13,7 @@ from sppo.planning.flops import partition_costs
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.layer_cost import Workload, seconds_per_token_and_pair
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
+from sppo.schedule.generators import WHOLE_SEQUENCES
 
 SUBSEQUENCE_TOKENS = {"cuda": (2048, 16384), "cpu": (1024, 4096)}
 """Mean tokens of a subsequence worth trying. On accelerators the paper's sweet spot: below 2K
@@ -41,6 +42,30 @@ class Refusal:
 
     degrees: Degrees
     reason: str
+
+
+def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec:
+    """The machine with the tiers behind its devices that the run allows.
+
+    Raises:
+        ValueError: the run asks for a tier that the machine does not have.
+    """
+    asked, node = run.activations, hardware.node
+    host, disk = node.host_memory_bytes, node.disk_bytes
+    if asked.host_memory != "auto":
+        host = min(host, asked.host_memory)
+    if asked.disk_memory != "auto":
+        disk = min(disk, asked.disk_memory)
+    if asked.tier in ("device", "disk"):
+        host = 0
+    if asked.tier in ("device", "host"):
+        disk = 0
+    if asked.tier not in ("auto", "device") and not host + disk:
+        raise ValueError(
+            f"activations.tier={asked.tier}: {hardware.name} has no {asked.tier} memory that may "
+            "be used; leave the key out, or raise activations.host_memory or disk_memory"
+        )
+    return replace(hardware, node=replace(node, host_memory_bytes=host, disk_bytes=disk))
 
 
 def degrees_to_try(
@@ -88,6 +113,8 @@ def piece_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int,
         return (len(sequence.boundaries) - 1,)
     if sequence.num_subsequences != "auto":
         return (sequence.num_subsequences,)
+    if run.parallel.schedule in WHOLE_SEQUENCES:
+        return (1,)
     shortest, longest = SUBSEQUENCE_TOKENS[hardware.device.kind]
     fewest, most = ceil(sequence.length / longest), max(1, sequence.length // shortest)
     steps = {m << k for k in range(20) for m in _MANTISSAS} | {1, 2, 3}

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 from sppo.config.run import RunConfig
 from sppo.planning.advice import Advice, advise
-from sppo.planning.candidate import Candidate, assess, in_flight_counts
+from sppo.planning.candidate import assess, leaves_room
 from sppo.planning.choices import degrees_to_try, piece_counts_to_try
 from sppo.planning.hardware import HardwareSpec
-from sppo.planning.memory import state_memory
 from sppo.planning.solver import candidate_of_pieces, enumerate_options
 from sppo.units import format_duration
 
@@ -48,22 +47,11 @@ def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
             for degrees in possible
         )
         return any(
-            _leaves_room(candidate) and assess(candidate).shortfall is None
+            leaves_room(candidate) and assess(candidate).shortfall is None
             for candidate in candidates
         )
     except ValueError:
         return False
-
-
-def _leaves_room(candidate: Candidate) -> bool:
-    """Whether it fits without any saved activation: quick to tell, and most do not."""
-    states = state_memory(
-        candidate.request,
-        in_flight=in_flight_counts(candidate),
-        offload_optimizer=candidate.offload_optimizer,
-    )
-    budget = candidate.workload.hardware.device.usable_bytes
-    return all(state.device.total_bytes <= budget for state in states)
 
 
 def what_would_fit(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Advice, ...]:

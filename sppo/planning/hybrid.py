@@ -1,7 +1,7 @@
 """The ``hybrid`` activation policy: keep what fits, move what hides, rebuild the rest.
 
 Bytes freed by a copy that hides cost nothing, so a stage first tries that alone: every subsequence
-moves what a copy of some rate takes away while it computes, alpha_i A_i = rate * T_i, with the
+moves what a copy of some rate takes away behind it, alpha_i A_i = rate * T_(i+1), with the
 least rate that makes the rest fit. If none will do, a share of all there is goes, waited for where
 that must be, and what is still too much is rebuilt: the linear class first, then attention, the
 earliest subsequence first, for its bytes are held longest.
@@ -48,7 +48,7 @@ class StageProblem:
     row_bytes: Table
     ring_share: float
     in_flight: Counts
-    forward_s: Table
+    next_forward_s: Table
     hidden_bytes: Table
     device_bytes: float
     tier_bytes: float
@@ -64,7 +64,7 @@ class StageProblem:
     def key(self) -> bytes:
         """Equal exactly for equal problems of one situation."""
         single = np.array([self.ring_share, self.device_bytes, self.tier_bytes])
-        tables = (self.row_bytes, self.forward_s, self.hidden_bytes, single)
+        tables = (self.row_bytes, self.next_forward_s, self.hidden_bytes, single)
         return b"".join(table.tobytes() for table in tables) + self.in_flight.tobytes()
 
 
@@ -95,7 +95,7 @@ def without_waiting(problem: StageProblem) -> Rows | None:
         return rows, nothing, nothing.copy()
 
     def wanted(rate: float) -> Table:
-        hidden = np.minimum(rate * problem.forward_s, problem.hidden_bytes)
+        hidden = np.minimum(rate * problem.next_forward_s, problem.hidden_bytes)
         result: Table = np.minimum(hidden, problem.saved_bytes)
         return result
 
@@ -104,7 +104,7 @@ def without_waiting(problem: StageProblem) -> Rows | None:
         return _fits(rows - moved, moved, problem)
 
     # A little more than the largest rate, so that at it every subsequence moves all that hides.
-    most = float((problem.hidden_bytes / problem.forward_s).max()) * (1 + 1e-9)
+    most = float((problem.hidden_bytes / problem.next_forward_s).max()) * (1 + 1e-9)
     if not _in_tier(wanted(most), problem):
         most, _ = _bisected(0.0, most, lambda rate: not _in_tier(wanted(rate), problem))
     if most <= 0 or not serves(most):
@@ -163,8 +163,8 @@ def _whole(problem: StageProblem) -> Counts:
 def _shared(problem: StageProblem, share: float) -> Table:
     """Bytes in proportion to the time they may take, up to all there are."""
     saved = problem.saved_bytes
-    most = float((saved / problem.forward_s).max())
-    result: Table = np.minimum(share * most * problem.forward_s, saved)
+    most = float((saved / problem.next_forward_s).max())
+    result: Table = np.minimum(share * most * problem.next_forward_s, saved)
     return result
 
 
@@ -223,7 +223,7 @@ def _problem(situation: Situation, stage: int) -> StageProblem:
         row_bytes=situation.row_bytes[stage],
         ring_share=float(situation.ring_share[stage]),
         in_flight=situation.in_flight[stage],
-        forward_s=situation.forward_s[stage],
+        next_forward_s=situation.next_forward_s[stage],
         hidden_bytes=situation.hidden_bytes[stage],
         device_bytes=float(situation.device_bytes[stage]),
         tier_bytes=float(situation.tier_bytes[stage]),

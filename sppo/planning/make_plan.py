@@ -23,6 +23,7 @@ from sppo.planning.plan import (
     digest_of,
     planned_part,
 )
+from sppo.planning.simulated_memory import simulated_device_bytes
 from sppo.schedule.costs import Table
 
 
@@ -78,7 +79,9 @@ def predict(run: RunConfig, option: Option) -> Prediction:
         tokens_per_s_per_gpu=length * sequences / option.step_s / candidate.num_devices,
         mfu=flops / option.step_s / peak,
         bubble_fraction=_bubble_fraction(option),
-        device_peak_bytes=assessment.device_peak_bytes,
+        device_peak_bytes=max(
+            assessment.device_peak_bytes, *(simulated_device_bytes(option) or (0,))
+        ),
         host_peak_bytes=tier if on_host else 0,
         disk_peak_bytes=0 if on_host else tier,
         offload_ratios=offload_ratios(assessment),

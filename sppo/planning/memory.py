@@ -24,7 +24,6 @@ from sppo.planning.cost import (
     CostRequest,
     device_parameters,
     kv_bytes_per_token,
-    row_bytes_of,
     same_weights_degree,
 )
 from sppo.planning.layer_cost import WIDE_BYTES
@@ -153,14 +152,6 @@ def ring_bytes(decisions: Decisions, situation: Situation) -> Table:
     moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
     share: Table = moved * np.minimum(1.0, RING_LAYERS / situation.layers)
     return share
-
-
-def most_ring_bytes(request: CostRequest) -> Table:
-    """The ring if the longest subsequence moved whole, [stages]."""
-    longest = max(tokens for parts in request.lengths for tokens in parts)
-    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)
-    whole: Table = row_bytes_of(request).sum(axis=1) * longest
-    return whole * np.minimum(1.0, RING_LAYERS / layers)
 
 
 def helper_bytes(request: CostRequest) -> int:

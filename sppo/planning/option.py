@@ -1,11 +1,10 @@
-"""A candidate that fits, simulated; and the schedule that makes it fastest."""
+"""A candidate that fits, and its simulation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from sppo.config.run import RunConfig
-from sppo.planning.candidate import Assessment, Candidate, assess
+from sppo.planning.candidate import Assessment, Candidate
 from sppo.planning.choices import Degrees
 from sppo.schedule.generators import generate
 from sppo.schedule.prepare import lower
@@ -74,34 +73,3 @@ def simulate_option(assessment: Assessment) -> Option:
         costs=costs,
     )
     return Option(assessment, simulate(lower(schedule, costs=costs), costs=costs))
-
-
-def with_best_schedule(run: RunConfig, best: Option) -> Option:
-    """`best` with the schedule that makes it fastest, where the run leaves the choice.
-
-    Tried are the zero-bubble program and multiplexed sequence partitioning (MSP), each with the
-    memory it needs. MSP is taken however little it gains where the run asks for it.
-    """
-    candidate = best.candidate
-    size = best.assessment.costs.forward_s.size
-    if run.parallel.schedule != "auto" or candidate.pipeline_parallel_degree == 1:
-        return best
-    forced = run.parallel.multiplexed == "on"
-    if size > _SCHEDULED_UNITS and not forced:
-        return best
-    if best.timeline is None:
-        best = simulate_option(best.assessment)
-    if forced:
-        return _scheduled(candidate, "sppo_msp") or best
-    names = ["seq_zb_h1"] + (["sppo_msp"] if run.parallel.multiplexed == "auto" else [])
-    for name in names:
-        other = _scheduled(candidate, name)
-        if other is not None and other.step_s <= best.step_s * _WORTH_IT:
-            best = other
-    return best
-
-
-def _scheduled(candidate: Candidate, name: str) -> Option | None:
-    """The candidate under another schedule, None where it does not fit."""
-    assessment = assess(replace(candidate, schedule=name))
-    return simulate_option(assessment) if assessment.shortfall is None else None

@@ -18,6 +18,7 @@ from sppo.planning.option import Option
 from sppo.planning.partition import automatic_pieces
 from sppo.planning.plan import ExecutionPlan, boundaries_of
 from sppo.planning.solver import candidate_of, workload_of
+from sppo.schedule.generators import WHOLE_SEQUENCES
 from sppo.units import format_bytes
 
 TARGET_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -81,6 +82,7 @@ def _lengths(run: RunConfig, workload: Workload) -> tuple[int, ...]:
     if pieces == "auto":
         target = TARGET_TOKENS[workload.hardware.device.kind]
         pieces = automatic_pieces(run.sequence.length, target_tokens=target)
+        pieces = 1 if run.parallel.schedule in WHOLE_SEQUENCES else pieces
     stages = run.parallel.pipeline_parallel_degree
     return cut_sequence(run, pieces=pieces, workload=workload, num_stages=stages)
 

@@ -6,11 +6,15 @@ Where the two differ, the simulation is what a run would see.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from sppo.planning.candidate import assess
 from sppo.planning.memory import MemoryBuckets
-from sppo.planning.option import Option
+from sppo.planning.option import Option, simulate_option
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "copies_bytes")
 """Buckets that a simulation follows; the others do not change during a step."""
+_ATTEMPTS = 4
 
 
 def simulated_device_bytes(option: Option) -> tuple[int, ...] | None:
@@ -31,6 +35,26 @@ def simulated_excess(option: Option) -> tuple[int, int] | None:
     peak, stage = max((peak, stage) for stage, peak in enumerate(peaks))
     budget = option.candidate.workload.hardware.device.usable_bytes
     return (stage, peak) if peak > budget else None
+
+
+def simulate_within_budget(option: Option) -> Option | None:
+    """The simulated option; with more memory left free where its simulation needs it.
+
+    None where even that does not fit.
+    """
+    for _ in range(_ATTEMPTS):
+        option = simulate_option(option.assessment)
+        excess = simulated_excess(option)
+        if excess is None:
+            return option
+        candidate = option.candidate
+        over = excess[1] - candidate.workload.hardware.device.usable_bytes
+        spare = candidate.spare_bytes + over + over // 4
+        assessment = assess(replace(candidate, spare_bytes=spare))
+        if assessment.shortfall is not None:
+            return None
+        option = Option(assessment)
+    return None
 
 
 def _steady_bytes(device: MemoryBuckets) -> int:

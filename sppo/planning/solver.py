@@ -11,17 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sppo.config.run import RunConfig
+from sppo.planning.best_schedule import with_best_schedule
 from sppo.planning.candidate import Assessment, Candidate, Shortfall, assess, leaves_room
 from sppo.planning.choices import (
     Degrees,
     cut_sequence,
     degrees_to_try,
+    machine_asked_for,
     piece_counts_to_try,
 )
 from sppo.planning.cost import stage_costs, stage_seconds
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.layer_cost import Workload
-from sppo.planning.option import Option, simulate_option, with_best_schedule
+from sppo.planning.option import Option
+from sppo.planning.simulated_memory import simulate_within_budget
 from sppo.planning.step_time import step_time
 
 RUNNERS_UP = 3
@@ -135,10 +138,10 @@ def candidate_of_pieces(
 
 
 def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> Workload:
-    """What a device computes."""
+    """What a device computes, with the tiers behind it that the run allows."""
     return Workload(
         run.model,
-        hardware,
+        machine_asked_for(run, hardware=hardware),
         dtype=run.train.dtype,
         sequence_parallel_degree=degrees.sequence_parallel,
         sequence_parallel=run.parallel.sequence_parallel,
@@ -209,6 +212,9 @@ def _rank(option: Option) -> tuple[float, int, int, int]:
 def _simulated(leaders: Sequence[Option]) -> list[Option]:
     """`leaders` with the first few simulated, and all that might turn out faster; those first.
 
+    In a simulation copies run as early as they can and pile up; where even with memory left free
+    for them they do not fit, the closed form stays, in which a unit waits until there is room.
+
     The closed form is never above the simulation, so from the first one that is not below the best
     simulated on, none can be faster. Where simulating takes too long the closed form decides.
     """
@@ -219,7 +225,7 @@ def _simulated(leaders: Sequence[Option]) -> list[Option]:
         fastest = min((other.step_s for other in played), default=float("inf"))
         if left < 0 or (place >= _SIMULATED and option.step_s >= fastest):
             break
-        played.append(simulate_option(option.assessment))
+        played.append(simulate_within_budget(option) or option)
     return sorted(played, key=_rank) + list(leaders[len(played) :])
 
 

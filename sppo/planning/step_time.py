@@ -9,10 +9,10 @@ without copies exactly what the simulator does.
 Several sequences overlap: then the step is at least the longest way through one stage, the ramp of
 the first unit down to it, all its work, and the ramp of the last backward up from it.
 
-A copy out that takes longer than its unit holds up the next one, which would have no room; a copy
-back that takes longer than the backward before it holds up its own. So in both flow shops a unit
-takes the longer of its compute and the copy beside it. For given decisions a step is therefore
-never slower with faster copies or links.
+A copy out that outlasts the forward behind its own holds up the one after that, for which there
+would be no room; a copy back that outlasts the backward in front of its own holds up that. So in
+both flow shops a unit takes the longer of its compute and the copy beside it. The simulator, which
+lets copies lag behind, is never slower; and faster copies or links never make for a slower step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def step_time(costs: Costs, *, num_sequences: int) -> StepTime:
     exposed = 0.0
     if costs.offload_bytes.any():
         slowed = _parts(
-            *_beside_copies(forward, backward, costs=costs),
+            *_beside_copies(forward, backward, costs=costs, num_sequences=num_sequences),
             costs=costs,
             num_sequences=num_sequences,
         )
@@ -111,15 +111,22 @@ def _queue(ready: Floats, seconds: Floats) -> Floats:
     return ends
 
 
-def _beside_copies(forward: Table, backward: Table, *, costs: Costs) -> tuple[Table, Table]:
+def _beside_copies(
+    forward: Table, backward: Table, *, costs: Costs, num_sequences: int
+) -> tuple[Table, Table]:
     """Seconds of each unit, or of the copy beside it if that is longer.
 
-    A unit leaves while the next one computes, and comes back during the backward before its own.
+    A unit leaves during the forward behind its own, and is back after the backward in front of its
+    own. Behind the last of a sequence there is none: it is gone and back before its backward.
     """
-    out = costs.offload_bytes / costs.copies.d2h_bytes_per_s
-    back = costs.offload_bytes / costs.copies.h2d_bytes_per_s
-    before = np.concatenate([np.zeros_like(back[:, :1]), back[:, :-1]], axis=1)
-    return np.maximum(forward, out), np.maximum(backward, before)
+    moved = costs.offload_bytes.reshape(costs.num_stages, num_sequences, -1)
+    out, back = moved / costs.copies.d2h_bytes_per_s, moved / costs.copies.h2d_bytes_per_s
+    forward, backward = forward.reshape(moved.shape).copy(), backward.reshape(moved.shape).copy()
+    forward[:, :, 1:] = np.maximum(forward[:, :, 1:], out[:, :, :-1])
+    backward[:, :, 1:] = np.maximum(backward[:, :, 1:], back[:, :, :-1])
+    backward[:, :, -1] += out[:, :, -1] + back[:, :, -1]
+    shape = costs.offload_bytes.shape
+    return forward.reshape(shape), backward.reshape(shape)
 
 
 def _parts(

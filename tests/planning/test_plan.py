@@ -197,9 +197,10 @@ def test_a_plan_simulated_takes_what_it_predicts(sections):
 
 
 def test_a_plan_that_waits_for_copies_predicts_the_wait():
-    option = moving_option(memory_gib=22)
+    run = moving_run(activations={"policy": "offload_all"})
+    option = moving_option(run)
     assert option.assessment.time.exposed_copy_s > 0
-    plan = make_plan(RUN, option)
+    plan = make_plan(run, option)
     case = simulated_plan(plan).case
     played = simulate(case.schedule, costs=case.costs).makespan_s
     assert played <= plan.predicted.step_s * (1 + 1e-9)

@@ -267,6 +267,37 @@ def test_sequences_are_shared_out_over_replicas():
     assert "is not a multiple of 2 replicas" in refused.rejected[0].reason
 
 
+def test_schedules_for_whole_sequences_are_not_cut():
+    for schedule in ("1f1b", "zb_h1"):
+        solution = solved(small(parallel={"schedule": schedule}))
+        assert {o.candidate.lengths for o in all_options(solution)} == {(65536,)}
+
+
+def test_tiers_that_are_written_are_kept():
+    def used(**activations):
+        asked = small(length="256Ki", activations=activations)
+        best = solved(asked, hardware=machine(memory_bytes=20 * GIB)).best
+        return best.assessment.tier_peak_bytes
+
+    free = used()
+    assert free > 0
+    assert used(host_memory=8 * (free // 2)) <= free // 2
+    assert used(tier="device") == used(host_memory=0) == 0
+    with pytest.raises(ValueError, match="tier=disk: a100-80g has no disk memory that may be used"):
+        used(tier="disk")
+    with pytest.raises(ValueError, match="tier=host: a100-80g has no host memory that may be used"):
+        used(tier="host", host_memory=0)
+
+
+def test_optimizer_states_need_a_host_to_go_to():
+    run = small(optimizer={"offload": True})
+    assert solved(run).best.assessment.tier_peak_bytes > 0
+    with pytest.raises(
+        ValueError, match="optimizer.offload keeps .* host memory, and a100-80g has"
+    ):
+        solved(run, hardware=machine(host_memory_bytes=0))
+
+
 def test_more_devices_than_there_are_is_refused():
     parallel = {"pipeline_parallel_degree": 8, "sequence_parallel_degree": 8}
     with pytest.raises(ValueError, match="degree 8 x parallel.*degree 8 needs 64 devices, and"):

@@ -1,0 +1,53 @@
+"""The schedule that makes an option fastest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sppo.config.run import RunConfig
+from sppo.planning.candidate import Candidate, assess
+from sppo.planning.option import Option, simulate_option
+from sppo.planning.simulated_memory import simulate_within_budget
+
+_SCHEDULED_UNITS = 1200
+"""Stages x units up to which other schedules are tried: making and playing them takes a second."""
+_WORTH_IT = 0.99
+"""Another schedule is taken if it leaves at most this share of the step: predictions are not so
+exact that less would count, and the plain program is the simplest to run."""
+
+
+def with_best_schedule(run: RunConfig, best: Option) -> Option:
+    """`best` with the schedule that makes it fastest, where the run leaves the choice.
+
+    Tried are the zero-bubble program and multiplexed sequence partitioning (MSP), each with the
+    memory it needs. MSP is taken however little it gains where the run asks for it.
+    """
+    candidate = best.candidate
+    size = best.assessment.costs.forward_s.size
+    if run.parallel.schedule != "auto" or candidate.pipeline_parallel_degree == 1:
+        return best
+    forced = run.parallel.multiplexed == "on"
+    if size > _SCHEDULED_UNITS and not forced:
+        return best
+    if best.timeline is None:
+        best = simulate_option(best.assessment)
+    if forced:
+        return _scheduled(candidate, "sppo_msp") or best
+    names = ["seq_zb_h1"] + (["sppo_msp"] if run.parallel.multiplexed == "auto" else [])
+    for name in names:
+        other = _scheduled(candidate, name)
+        if other is not None and other.step_s <= best.step_s * _WORTH_IT:
+            best = other
+    return best
+
+
+def _scheduled(candidate: Candidate, name: str) -> Option | None:
+    """The candidate under another schedule, None where it does not fit.
+
+    Memory is that of the simulation too: helpers hold pieces of others' units, and a delayed weight
+    half holds what came back from another tier, which closed forms do not follow.
+    """
+    assessment = assess(replace(candidate, schedule=name))
+    if assessment.shortfall is not None:
+        return None
+    return simulate_within_budget(Option(assessment))
