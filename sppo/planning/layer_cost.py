@@ -158,7 +158,7 @@ def layer_seconds(
 
 
 def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
-    """Vocabulary projection, loss, and both gradients, all formed in F of the last stage.
+    """Last norm, vocabulary projection, loss, and their gradients, all formed in F.
 
     On a CPU tile by tile, so that is the shape of its products.
     """
@@ -180,8 +180,9 @@ def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
         tokens=tile,
         element_bytes=workload.element_bytes,
     )
+    norms = [Work(model.norm, model.hidden_size), Work(f"{model.norm}_backward", model.hidden_size)]
     seconds: Table = (products + loss) * here / tile
-    return seconds
+    return seconds + _elementwise_seconds(workload, norms, tokens=tokens)
 
 
 def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Table:
