@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 SHORTER = {
     "bash scripts/quickstart.sh": " quickstart sequence.length=2Ki train.steps=2",
     "bash scripts/compare_cpu.sh": " --lengths 512 --steps 1",
+    "sppo bench all": " --quick",
+    "sppo train configs/run/tiny_cpu.yaml": " sequence.length=2Ki train.steps=2",
 }
 """Arguments appended to a command that takes minutes."""
 NOT_RUN = {"bash scripts/test.sh": "it is what runs this test"}
@@ -64,7 +66,7 @@ def test_command_of_the_readme(command: str, directory: Path) -> None:
 
 def test_readme_has_its_main_commands() -> None:
     text = "\n".join(commands())
-    for command in ("scripts/quickstart.sh", "scripts/test.sh", "sppo train", "sppo eval"):
+    for command in ("scripts/quickstart.sh", "scripts/test.sh", "sppo train", "sppo eval", "sppo solve"):
         assert command in text
 
 
