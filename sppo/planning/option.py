@@ -11,11 +11,6 @@ from sppo.schedule.prepare import lower
 from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline import Timeline
 
-_SCHEDULED_UNITS = 1200
-"""Stages x units up to which other schedules are tried: making and playing them takes a second."""
-_WORTH_IT = 0.99
-"""Another schedule is taken if it leaves at most this share of the step: predictions are not so
-exact that less would count, and the plain program is the simplest to run."""
 _CLOSED_FORM = ("sppo", "seq1f1b", "1f1b")
 """Schedules that `sppo.planning.step_time` is about."""
 
