@@ -74,7 +74,7 @@ def is_whole(decisions, tokens):
     return (fates == tokens[:, None]).any(axis=0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_every_row_has_one_fate_and_inputs_are_never_rebuilt(seed):
     situation = random_situation(seed)
@@ -87,7 +87,7 @@ def test_every_row_has_one_fate_and_inputs_are_never_rebuilt(seed):
         assert not decisions.rebuilt[:, :, X_IN].any()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_at_most_one_class_is_cut_and_at_a_multiple_of_rows(seed):
     situation = random_situation(seed)
@@ -126,7 +126,7 @@ def test_hybrid_leaves_everything_where_it_fits(seed):
     assert not decisions.moves_anything
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(seeds)
 def test_hybrid_stays_within_its_room_or_does_all_it_can(seed):
     situation = random_situation(seed)
@@ -137,7 +137,7 @@ def test_hybrid_stays_within_its_room_or_does_all_it_can(seed):
         assert not decisions.kept[stage, :, ATTENTION:].any()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_what_hides_is_what_the_paper_moves(seed):
     """alpha_i A_i = BW T_c, in whole rows: at most that, and less than a cut below it."""
@@ -219,7 +219,7 @@ def assessed(candidate, seconds):
     }
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(candidates())
 def test_hybrid_is_never_slower_than_what_else_fits(candidate):
     found = assessed(candidate, stage_seconds(candidate.request))
@@ -230,7 +230,7 @@ def test_hybrid_is_never_slower_than_what_else_fits(candidate):
             assert hybrid.time.step_s <= other.time.step_s * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(candidates())
 def test_what_fits_stays_within_every_budget(candidate):
     hardware = candidate.workload.hardware
@@ -242,7 +242,7 @@ def test_what_fits_stays_within_every_budget(candidate):
             assert found.shortfall.short_bytes > 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(candidates())
 def test_hybrid_waits_and_rebuilds_only_where_moving_what_hides_does_not_do(candidate):
     assume(candidate.workload.hardware.node.host_memory_bytes)

@@ -36,7 +36,7 @@ def test_every_module_can_be_the_first_to_be_imported():
     program = (
         "import importlib, sys\n"
         f"for name in {MODULES!r}:\n"
-        "    for loaded in [n for n in sys.modules if n.startswith('sppo')]:\n"
+        "    for loaded in [n for n in sys.modules if n.startswith('sppo.planning')]:\n"
         "        del sys.modules[loaded]\n"
         "    importlib.import_module(f'sppo.planning.{name}')\n"
     )
