@@ -43,6 +43,7 @@ from sppo.train.state import DTYPES, TrainingState, build_state
 from sppo.train.step_line import step_line
 from sppo.train.tensorboard_sink import TensorBoardSink
 from sppo.train.tokens import TokenData
+from sppo.train.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
@@ -121,8 +122,9 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
         NonFiniteError: too many steps in a row with NaN or inf.
     """
     started = time.perf_counter()
-    # Measured first: it also loads the matrix library, which belongs to the baseline.
+    # First, for both load libraries, which belong to the baseline.
     peak_flops_per_s = measure_matmul_flops_per_s(DTYPES[run.train.dtype])
+    warm_up(run)
     baseline = resident_bytes()
     capacity = memory_room().least_bytes + baseline
     with locked_output(run) as output:
