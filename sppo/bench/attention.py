@@ -21,12 +21,12 @@ Direction = Literal["forward", "backward"]
 AttentionKey = tuple[str, int, int, int, Direction]
 """(dtype, head size, queries, keys, direction)."""
 
-_QUERIES = {"cpu": (256, 1024, 2048), "cuda": (1024, 4096, 16384)}
+_QUERIES = {"cpu": (256, 1024), "cuda": (1024, 4096, 16384)}
 _PREFIXES = (1, 2, 4, 8)
 """Keys of a span relative to its queries."""
 _HEAD_SIZES = (64, 128)
 _CUDA_HEADS = (32, 8)
-_QUICK_QUERIES = {"cpu": (256, 1024), "cuda": (2048, 8192)}
+_QUICK_QUERIES = {"cpu": (256, 512), "cuda": (2048, 8192)}
 _QUICK_PREFIXES = (1, 4)
 _QUICK_HEAD_SIZES = (64,)
 _LONGEST_S = 0.4

@@ -206,7 +206,7 @@ def attention_rates(
 ) -> Floats:
     """Rates of spans of ``queries`` that end at ``keys``, between the nearest two head sizes.
 
-    A span longer than any measured is a row of such spans, and runs as the middle one of them does.
+    A span longer than any measured is a row of such spans: see :func:`typical_keys`.
     """
     sizes = np.array(list(grids), dtype=np.float64)
     low, share = _place(sizes, np.array(head_size, dtype=np.float64))
@@ -218,9 +218,22 @@ def attention_rates(
 
 
 def _span_rates(grid: Grid, *, queries: Floats, keys: Floats) -> Floats:
-    known = np.clip(queries, grid.rows[0], grid.rows[-1])
-    middle = keys - (queries - np.minimum(queries, known)) / 2
-    return grid.at(known, np.maximum(middle / known, 1.0))
+    part = np.clip(queries, grid.rows[0], grid.rows[-1])
+    return grid.at(part, typical_keys(queries, keys=keys, part=part) / part)
+
+
+def typical_keys(queries: Floats, *, keys: Floats, part: Floats) -> Floats:
+    """Keys that the parts of a span see on average, each part counted by its visible pairs.
+
+    Of n parts of q queries after a prefix of a keys, part j sees a + j q keys and has
+    q (a + (j - 1/2) q) pairs. The sums over j are those of a square and a line.
+    """
+    n = np.maximum(queries / part, 1.0)
+    a = np.maximum(keys - np.maximum(queries, part), 0.0)
+    pairs = n * a + part * n**2 / 2
+    squares = n * a**2 + a * part * n**2 + part**2 * (n**3 / 3 - n / 12)
+    typical: Floats = squares / pairs + part / 2
+    return typical
 
 
 def elementwise_grid(

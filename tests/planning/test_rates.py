@@ -18,6 +18,7 @@ from sppo.planning.rates import (
     elementwise_grid,
     gemm_blocks,
     gemm_grid,
+    typical_keys,
     wave_fill,
 )
 
@@ -80,16 +81,32 @@ def test_attention_is_looked_up_by_keys_per_query():
     assert backward == pytest.approx(1e9 * 512)
 
 
-def test_a_longer_span_runs_as_the_middle_one_of_its_parts():
-    """4096 queries over 4096 keys: spans of 1024 over 1024 to 4096, on average 2560."""
-    found, middle = (
+@pytest.mark.parametrize(
+    ("prefix", "queries", "part"), [(0, 4096, 1024), (3000, 2048, 256), (5000, 700, 700)]
+)
+def test_parts_of_a_span_count_by_their_pairs(prefix, queries, part):
+    ends = np.arange(prefix + part, prefix + queries + 1, part)
+    pairs = ends - part / 2
+    found = typical_keys(array(queries), keys=array(prefix + queries), part=array(part))
+    assert found == pytest.approx((ends * pairs).sum() / pairs.sum())
+
+
+def test_a_span_longer_than_any_measured_runs_as_its_parts_do():
+    found, part = (
         MEASURED.attention_flops_per_s(
             "bf16", queries=array(queries), keys=array(keys), heads=4, head_size=64
         )
-        for queries, keys in ((4096, 4096), (1024, 2560))
+        for queries, keys in ((4096, 4096), (1024, 3200))
     )
-    assert found == pytest.approx(middle)
-    assert found == pytest.approx(1e9 * 64 * 2.5)
+    assert found == pytest.approx(part)
+    assert found == pytest.approx(1e9 * 64 * 3200 / 1024)
+
+
+def test_a_span_shorter_than_any_measured_runs_as_the_shortest_over_its_keys():
+    found = MEASURED.attention_flops_per_s(
+        "bf16", queries=array(1, 64), keys=array(1, 512), heads=4, head_size=64
+    )
+    assert found == pytest.approx(1e9 * 64 * array(1, 2))
 
 
 @pytest.mark.parametrize(("size", "met"), [(32, 64), (64, 64), (96, 96), (128, 128), (256, 128)])
