@@ -11,8 +11,29 @@ from sppo.bench.suite import Measurements
 from sppo.planning.hardware import DeviceSpec, HardwareSpec
 from sppo.planning.hardware_file import read_hardware
 from sppo.planning.rates import AttentionPoint, ElementwisePoint, GemmPoint
+from sppo.planning.this_machine import describe_cpu, detect_machine, usable_memory_bytes
 
 _DTYPES = ("bf16", "fp32")
+
+
+def described_machine(device: str) -> HardwareSpec:
+    """This machine as it is before measuring, with the device that will be measured.
+
+    Args:
+        device: "cpu" or "cuda", whichever torch runs on.
+
+    Raises:
+        ValueError: torch runs on a GPU that cannot be asked what it is.
+    """
+    detected = detect_machine()
+    if detected.device.kind == device:
+        return detected
+    if device == "cpu":  # the GPU is hidden from torch, or torch was built without CUDA
+        return describe_cpu(usable_memory_bytes())
+    raise ValueError(
+        "torch runs on a GPU here, and nothing tells which: pip install nvidia-ml-py, or hide the "
+        "GPU with CUDA_VISIBLE_DEVICES= to measure the CPU"
+    )
 
 
 def starting_description(detected: HardwareSpec, *, path: Path | None) -> HardwareSpec:

@@ -39,19 +39,29 @@ class Measurements:
     wall_s: float
 
 
+def device_to_measure() -> str:
+    """What torch runs on here: "cuda" where it can, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def measure(
-    subjects: Sequence[str], *, dtypes: Sequence[str], quick: bool, watcher: Watcher
+    subjects: Sequence[str],
+    *,
+    device: str,
+    dtypes: Sequence[str],
+    quick: bool,
+    watcher: Watcher,
 ) -> Measurements:
-    """Measure ``subjects`` on the GPU if there is one, else on the CPU.
+    """Measure ``subjects``.
 
     Args:
         subjects: of gemm, attention, elementwise.
+        device: "cpu" or "cuda".
         dtypes: of bf16, fp32.
         quick: fewer shapes and rounds: to see that everything works, not to plan with.
         watcher: is told of every timing.
     """
     start = time.perf_counter()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     operands = Operands(device)
     rounds = Rounds(device, count=_QUICK_ROUNDS if quick else _ROUNDS)
     timings: list[Timing] = []

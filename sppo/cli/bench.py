@@ -73,14 +73,16 @@ def bench(
         for option, path in (("-o", output), ("--png", png)):
             if path is not None:
                 _check_writable(option, path)
-        from sppo.bench.description import describe, starting_description
+        from sppo.bench.description import describe, described_machine, starting_description
         from sppo.bench.display import BenchDisplay
-        from sppo.bench.suite import measure
-        from sppo.planning.this_machine import detect_machine
+        from sppo.bench.suite import device_to_measure, measure
 
-        base = starting_description(detect_machine(), path=output)
+        device = device_to_measure()
+        base = starting_description(described_machine(device), path=output)
         with BenchDisplay(console) as display:
-            found = measure(subject.parts, dtypes=dtypes, quick=quick, watcher=display)
+            found = measure(
+                subject.parts, device=device, dtypes=dtypes, quick=quick, watcher=display
+            )
         spec = describe(base, found)
         _write(spec, found, output=output, png=png)
     _print(spec, found, output=output, png=png, as_json=json_output)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.bench.description import describe, starting_description
+from sppo.bench import description
+from sppo.bench.description import describe, described_machine, starting_description
 from sppo.bench.suite import Measurements
 from sppo.planning.hardware_file import hardware_json, read_hardware
 from sppo.planning.hardware_presets import PRESETS
@@ -103,3 +104,13 @@ def test_a_file_of_another_machine_is_left_alone(tmp_path):
     path.write_text("important notes", encoding="utf-8")
     with pytest.raises(ValueError, match="sppo bench all -o FILE writes a good one"):
         starting_description(LAPTOP, path=path)
+
+
+def test_the_machine_is_described_with_the_device_that_is_measured(monkeypatch):
+    monkeypatch.setattr(description, "detect_machine", lambda: GPU)
+    assert described_machine("cuda") is GPU
+    assert described_machine("cpu").device.kind == "cpu"
+    monkeypatch.setattr(description, "detect_machine", lambda: LAPTOP)
+    assert described_machine("cpu") is LAPTOP
+    with pytest.raises(ValueError, match="pip install nvidia-ml-py, or hide the GPU"):
+        described_machine("cuda")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sppo.bench import suite
+from sppo.planning import this_machine
 from sppo.planning.hardware_file import hardware_json, read_hardware
 from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.this_machine import detect_machine
@@ -20,13 +21,15 @@ def measured(monkeypatch):
     """What was asked of the benchmarks, which answer at once."""
     asked = []
 
-    def measure(subjects, *, dtypes, quick, watcher):
+    def measure(subjects, *, device, dtypes, quick, watcher):
+        assert device == "cpu"
         asked.append((tuple(subjects), tuple(dtypes), quick))
         watcher.begin(subjects[0], total=1)
         watcher.advance()
         return EVERYTHING if len(subjects) > 1 else replace(NOTHING, gemm=GEMM)
 
     monkeypatch.setattr(suite, "measure", measure)
+    monkeypatch.setattr(suite, "device_to_measure", lambda: "cpu")
     return asked
 
 
@@ -117,6 +120,13 @@ def test_a_directory_that_cannot_be_written_to_is_refused(measured, monkeypatch)
     assert "-o a.json: the directory . cannot be written to" in refuse(
         "bench", "all", "-o", "a.json"
     )
+    assert measured == []
+
+
+def test_a_gpu_that_cannot_be_asked_what_it_is_is_refused(measured, monkeypatch):
+    monkeypatch.setattr(suite, "device_to_measure", lambda: "cuda")
+    monkeypatch.setattr(this_machine, "find_gpus", lambda: None)
+    assert "pip install nvidia-ml-py" in refuse("bench", "all")
     assert measured == []
 
 
