@@ -21,6 +21,7 @@ SHORTER = {
     "sppo train configs/run/tiny_cpu.yaml": " sequence.length=2Ki train.steps=2",
 }
 """Arguments appended to a command that takes minutes."""
+SUBCOMMANDS = ("sppo train", "sppo eval", "sppo solve", "sppo bench")
 NOT_RUN = {"bash scripts/test.sh": "it is what runs this test"}
 
 
@@ -66,7 +67,13 @@ def test_command_of_the_readme(command: str, directory: Path) -> None:
 
 def test_readme_has_its_main_commands() -> None:
     text = "\n".join(commands())
-    for command in ("scripts/quickstart.sh", "scripts/test.sh", "sppo train", "sppo eval", "sppo solve"):
+    for command in (
+        "scripts/quickstart.sh",
+        "scripts/test.sh",
+        "sppo train",
+        "sppo eval",
+        "sppo solve",
+    ):
         assert command in text
 
 

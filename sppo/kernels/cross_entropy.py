@@ -15,15 +15,10 @@ from torch import Tensor
 
 from sppo.kernels.elementwise import wide_dtype
 from sppo.kernels.linear import accumulate_weight_gradient, linear
-from sppo.planning.memory import LEAST_TILE_TOKENS, LOGITS_TILE_BYTES
+from sppo.planning.logits_tile import LOGITS_TILE_BYTES, tile_tokens
 
 IGNORED_LABEL = -100
 TILE_BYTES = LOGITS_TILE_BYTES
-
-
-def tile_tokens(vocab_size: int, *, tile_bytes: int = TILE_BYTES) -> int:
-    """Tokens of a tile whose fp32 logits take about ``tile_bytes``."""
-    return max(LEAST_TILE_TOKENS, tile_bytes // (4 * vocab_size))
 
 
 def linear_cross_entropy(

@@ -103,12 +103,18 @@ def held_bytes(decisions: Decisions, situation: Situation) -> Table:
     """Most bytes of saved activations on each device, and of the copies under way, [stages].
 
     While a subsequence computes, the moved rows of the one before it drain: M_i = M_{i-1} + A_i -
-    alpha_{i-1} A_{i-1} (SPPO, section 5.2), so the larger of the two is still there.
+    alpha_{i-1} A_{i-1} (SPPO, section 5.2). Layer by layer the larger of the two is still there. A
+    simulation moves whole subsequences, so that both are: what of that is beyond the ring for what
+    comes back (:func:`sppo.planning.memory.ring_bytes`), which adds to this, counts here.
     """
     kept = (decisions.kept * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
     moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2)
     before = np.concatenate([np.zeros_like(moved[:, :1]), moved[:, :-1]], axis=1)
-    peak: Table = (np.cumsum(kept, axis=1) + np.maximum(moved, before)).max(axis=1)
+    held = np.cumsum(kept, axis=1)
+    ring = situation.ring_share * moved.max(axis=1)
+    by_layer = (held + np.maximum(moved, before)).max(axis=1)
+    whole = (held + moved + before).max(axis=1)
+    peak: Table = np.maximum(by_layer, whole - ring)
     return peak
 
 

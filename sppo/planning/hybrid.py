@@ -190,8 +190,8 @@ def _needed(kept: Counts, moved: Counts, problem: StageProblem) -> float:
     held = np.cumsum((kept @ problem.row_bytes) * problem.in_flight)
     draining = moved @ problem.row_bytes
     before = np.concatenate([[0.0], draining[:-1]])
-    ring = problem.ring_share * draining.max()
-    return float((held + np.maximum(draining, before)).max() + ring)
+    by_layer = (held + np.maximum(draining, before)).max() + problem.ring_share * draining.max()
+    return float(max(by_layer, (held + draining + before).max()))
 
 
 def _freed(kept: Counts, count: int) -> Counts:

@@ -27,14 +27,10 @@ from sppo.planning.cost import (
     same_weights_degree,
 )
 from sppo.planning.layer_cost import WIDE_BYTES
-from sppo.planning.parameters import layer_shapes, outer_shapes
+from sppo.planning.logits_tile import tile_tokens
+from sppo.planning.parameters import layer_shapes
 from sppo.schedule.costs import Table
-from sppo.units import MIB
 
-LOGITS_TILE_BYTES = 16 * MIB
-"""Bound of one tile of fp32 logits."""
-LEAST_TILE_TOKENS = 64
-"""Tokens of a tile of logits, however large the vocabulary."""
 RING_LAYERS = 3
 """Layers whose moved tensors may be on their way back at once."""
 
@@ -60,7 +56,9 @@ class MemoryBuckets:
     loss_gradient_bytes: int
     """Gradient of the last layer's output, formed in forward."""
     working_bytes: int
-    """Of the running subsequence: a layer's tensors and their gradients, a tile of logits."""
+    """Of the running subsequence: a layer's tensors and their gradients, or tiles of logits."""
+    heap_bytes: int
+    """What the allocator holds beyond that."""
     communication_bytes: int
     """Messages between stages, and what a sequence-parallel group exchanges."""
 
@@ -105,11 +103,13 @@ def state_memory(
     weight_shards = copies if request.zero >= 3 else 1
     gathered = _gathered_bytes(request) if weight_shards > 1 else 0
     kv, kv_gradients = _kv_bytes(request, in_flight=in_flight)
-    working, last_working = _working_bytes(request), _loss_bytes(request)
+    layer, loss = _working_bytes(request), _loss_bytes(request)
+    heap_share = workload.hardware.device.heap_share(workload.dtype)
     communication = _communication_bytes(request)
     stages = []
     for stage, count in enumerate(parameters.tolist()):
         is_last = stage == request.num_stages - 1
+        working = max(layer, loss) if is_last else layer
         optimizer = int(count * (2 * WIDE_BYTES + masters) / state_shards)
         buckets = MemoryBuckets(
             weights_bytes=int(count * element / weight_shards) + gathered,
@@ -120,7 +120,8 @@ def state_memory(
             activations_bytes=0,
             copies_bytes=0,
             loss_gradient_bytes=_loss_gradient_bytes(request, in_flight) if is_last else 0,
-            working_bytes=working + (last_working if is_last else 0),
+            working_bytes=working,
+            heap_bytes=round(working * heap_share),
             communication_bytes=communication,
         )
         stages.append(StageMemory(buckets, 0, optimizer if offload_optimizer else 0))
@@ -193,17 +194,20 @@ def _working_bytes(request: CostRequest) -> int:
 
 
 def _loss_bytes(request: CostRequest) -> int:
-    """Two tiles of logits: themselves and their gradient."""
-    vocab = request.workload.model.vocab_size
-    return 2 * max(LOGITS_TILE_BYTES, LEAST_TILE_TOKENS * vocab * WIDE_BYTES)
+    """The head's input, its norm and their gradients, a tile of logits and its gradient."""
+    workload = request.workload
+    longest = max(tokens for parts in request.lengths for tokens in parts)
+    here = -(-longest // workload.sequence_parallel_degree)
+    tile = min(here, tile_tokens(workload.model.vocab_size))
+    hidden = 4 * here * workload.model.hidden_size * workload.element_bytes
+    return hidden + 2 * tile * workload.model.vocab_size * WIDE_BYTES
 
 
 def _gradient_bytes(model: ModelConfig, element_bytes: int) -> int:
     """The largest weight gradient before it is added to its fp32 sum; fp32 weights add in place."""
     if element_bytes >= WIDE_BYTES:
         return 0
-    shapes = {**outer_shapes(model), **layer_shapes(model)}
-    return max(prod(shape) for shape in shapes.values()) * element_bytes
+    return max(prod(shape) for shape in layer_shapes(model).values()) * element_bytes
 
 
 def _gathered_bytes(request: CostRequest) -> int:

@@ -76,6 +76,7 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
     predicted, measured = preflight.plan.stages[0].memory.device, outcome.buckets
     if not outcome.phases:
         return {}
+    growth = outcome.peak_bytes - outcome.baseline_bytes
     return {
         "weights": (predicted.weights_bytes, measured.weights_bytes),
         "gradients": (predicted.gradients_bytes, measured.gradients_bytes),
@@ -85,10 +86,11 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
             predicted.activations_bytes + predicted.loss_gradient_bytes,
             measured.activations_bytes,
         ),
-        "process growth": (
-            predicted.total_bytes,
-            outcome.peak_bytes - outcome.baseline_bytes,
+        "working set and heap": (
+            predicted.working_bytes + predicted.heap_bytes,
+            growth - measured.counted_bytes,
         ),
+        "all": (predicted.total_bytes, growth),
     }
 
 

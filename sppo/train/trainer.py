@@ -68,6 +68,12 @@ class MeasuredBuckets:
     kv_bytes: int = 0
     activations_bytes: int = 0
 
+    @property
+    def counted_bytes(self) -> int:
+        """All that is counted tensor by tensor."""
+        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state + self.kv_bytes + self.activations_bytes
+
     def count_state(self, state: TrainingState) -> None:
         """Take in what does not change from step to step."""
         self.weights_bytes = _tensor_bytes(state.weights)

@@ -16,6 +16,7 @@ from sppo.kernels.cross_entropy import (
     linear_cross_entropy_with_gradient,
     tile_tokens,
 )
+from sppo.planning import logits_tile
 from tests.kernels.allocations import peak_bytes
 
 
@@ -40,7 +41,7 @@ def by_autograd(hidden, weight, labels, scale):
 
 def small_tiles(tokens):
     """Tiles of at least ``tokens`` tokens rather than 64."""
-    return mock.patch.object(cross_entropy, "LEAST_TILE_TOKENS", tokens)
+    return mock.patch.object(logits_tile, "LEAST_TILE_TOKENS", tokens)
 
 
 @settings(deadline=None, max_examples=40)

@@ -66,7 +66,7 @@ def test_a_whole_run(work, run):
     memory = summary["memory_bytes"]
     kv_bytes = predicted.kv_bytes + predicted.kv_gradients_bytes
     assert memory["K/V and gradients"] == {"predicted": kv_bytes, "measured": 4}
-    assert memory["process growth"] == {"predicted": predicted.total_bytes, "measured": 250}
+    assert memory["all"] == {"predicted": predicted.total_bytes, "measured": 250}
     expected = {"predicted": plan.predicted.backward_s, "measured": 0.3}
     assert summary["phases_s"]["backward"] == expected
     assert summary["phases_s"]["data and update"]["measured"] == pytest.approx(0.075)
