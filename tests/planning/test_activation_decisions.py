@@ -24,6 +24,8 @@ from sppo.planning.candidate import Candidate, assess
 from sppo.planning.choices import Degrees
 from sppo.planning.cost import row_bytes_of, stage_seconds
 from sppo.planning.layer_cost import Workload
+from sppo.planning.option import simulate_option
+from sppo.planning.simulated_memory import simulated_device_bytes
 from sppo.planning.solver import candidate_of_pieces
 from sppo.units import GIB
 from tests.planning.cases import A100, machine, run_config
@@ -253,6 +255,20 @@ def test_hybrid_waits_and_rebuilds_only_where_moving_what_hides_does_not_do(cand
         assert not hybrid.decisions.rebuilt.any()
     if found["retain"].shortfall is None:
         assert hybrid.effective_policy == "retain"
+
+
+@settings(deadline=None, max_examples=15)
+@given(candidates())
+def test_where_copies_hide_a_simulation_holds_no_more_than_predicted(candidate):
+    option = simulate_option(assess(replace(candidate, sequences=1)))
+    costs = option.assessment.costs
+    moved = costs.offload_bytes[:, :-1]
+    assume(moved.any())
+    assume((moved / costs.copies.d2h_bytes_per_s <= costs.forward_s[:, 1:]).all())
+    assume((moved / costs.copies.h2d_bytes_per_s <= costs.backward_s[:, 1:]).all())
+    predicted = [stage.device.total_bytes for stage in option.assessment.memory]
+    simulated = simulated_device_bytes(option)
+    assert all(a <= b + 8 for a, b in zip(simulated, predicted, strict=True))
 
 
 def test_the_papers_ratio_rises_along_the_sequence():

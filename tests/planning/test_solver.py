@@ -15,14 +15,15 @@ from sppo.planning.hardware_file import hardware_for
 from sppo.planning.make_plan import make_plan
 from sppo.planning.option import Option, simulate_option
 from sppo.planning.plan import plan_json
-from sppo.planning.solver import candidate_of_pieces, solve
+from sppo.planning.solver import candidate_of_pieces, enumerate_options, solve
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config, solved
 
 PAPER = {"512Ki": 32, "640Ki": 64, "768Ki": 80, "896Ki": 128, "1Mi": 160}
 """N of the SPPO paper for GPT-7B on 32 A100-80GB, with SP 8 and PP 4 at every length."""
 SEVERAL = 1.02
-"""By what the simulation of several sequences may differ from the closed form that ranks them."""
+"""By what the simulation of several sequences may differ from the closed form that ranks them, and
+by what memory for copies that pile up in it may slow a step."""
 
 
 def request(model="gpt-7b", *, length="512Ki", nodes=4, **sections):
@@ -172,22 +173,35 @@ def better(hardware, *, what, factor):
     return machine(hardware, **{what: getattr(node, what) * factor})
 
 
-@settings(deadline=None, max_examples=10)
-@given(
+better_machines = (
     requests(),
     st.sampled_from(["device", "host", "network", "d2h_bytes_per_s", "h2d_bytes_per_s"]),
     st.sampled_from([1.01, 1.3, 4.0]),
 )
+
+
+@settings(deadline=None, max_examples=15)
+@given(*better_machines)
 def test_a_better_machine_is_never_slower(asked, what, factor):
+    """By construction: the choices are the same everywhere, only what fits and its time differ."""
+    run, hardware = asked
+    before, after = (
+        min((o.step_s for o in enumerate_options(run, hardware=each)[0]), default=None)
+        for each in (hardware, better(hardware, what=what, factor=factor))
+    )
+    assert before is None or after <= before * (1 + 1e-6)
+
+
+@settings(deadline=None, max_examples=5)
+@given(*better_machines)
+def test_nor_by_more_than_closed_forms_are_off_once_simulated(asked, what, factor):
+    """Nothing waits for room in a simulation; where its copies pile up, memory is left for them."""
     run, hardware = asked
     before = solve(run, hardware=hardware)
-    if before.best is None:
-        return
-    assert_sound(before)
-    after = solve(run, hardware=better(hardware, what=what, factor=factor))
-    allowed = SEVERAL if run.train.sequences_per_step > 1 else 1 + 1e-6
-    assert after.best is not None
-    assert after.best.step_s <= before.best.step_s * allowed
+    if before.best is not None:
+        assert_sound(before)
+        after = solve(run, hardware=better(hardware, what=what, factor=factor))
+        assert after.best.step_s <= before.best.step_s * SEVERAL
 
 
 def test_the_same_request_has_the_same_answer():
