@@ -83,7 +83,9 @@ class ForkedSppo:
 def signal_in_step(step: int, action: int, signals: Sequence[int]) -> None:
     """Send this process ``signals`` before pass number ``action`` of step number ``step``."""
     from sppo.engine.single import SingleRankEngine
+    from sppo.train import trainer
 
+    trainer.warm_up = lambda run: None  # a step of another model, not to be counted
     steps = 0
     accumulate = SingleRankEngine.accumulate
 
