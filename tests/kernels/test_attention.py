@@ -51,7 +51,8 @@ def assert_close(actual, expected, *, tolerance):
 def assert_exact_in_float64(inputs, **options):
     ours = attend(inputs, backend="cpu_flash", **options)
     assert all(value.dtype is torch.float64 for value in ours.values())
-    assert_close(ours, attend(inputs, backend="reference", **options), tolerance=1e-12)
+    # Scores of a thousand times a thousand cancel to nearly nothing behind a peaked softmax.
+    assert_close(ours, attend(inputs, backend="reference", **options), tolerance=1e-11)
 
 
 def relative_errors(actual, expected):
