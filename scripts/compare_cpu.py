@@ -186,11 +186,13 @@ class _Sppo:
         from sppo.config.run import OptimizerConfig
         from sppo.engine.single import SingleRankEngine
         from sppo.engine.unit import SequenceData
+        from sppo.kernels.cpu_allocator import install_cpu_allocator
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
         from sppo.planning.partition import automatic_pieces, boundaries_by_length
         from sppo.train.optimizer import AdamW
 
+        install_cpu_allocator()  # as `sppo train` does
         model = ModelConfig(
             vocab_size=VOCAB,
             hidden_size=HIDDEN,

@@ -35,6 +35,14 @@ def c_compiler() -> str:
     return found
 
 
+def cxx_compiler() -> str:
+    """A C++ compiler; without one the test is skipped."""
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no C++ compiler (c++, g++, clang++)")
+    return found
+
+
 def library() -> NativeLibrary:
     """The library of the present sources; without a compiler the test is skipped."""
     c_compiler()
@@ -46,5 +54,5 @@ def _library() -> NativeLibrary:
     build = build_module()
     with tempfile.TemporaryDirectory() as directory:
         # Loaded libraries outlive their files.
-        built = build._with_compiler(Path(directory))
+        built = build._with_compiler(build._native(), Path(directory))
         return NativeLibrary(built)

@@ -91,9 +91,12 @@ def _activation(operands: Operands, dtype: torch.dtype, elements: int, *, kind: 
 def _activation_backward(
     operands: Operands, dtype: torch.dtype, elements: int, *, kind: Activation
 ) -> Call:
-    dhidden, up = (_rows(operands, dtype, elements) for _ in range(2))
-    gate = _rows(operands, dtype, elements) if kind == "swiglu" else None
-    return lambda: elementwise.activation_backward(dhidden, gate, up, kind=kind)
+    """Zeros: it works in place, and anything else would shrink into slow denormals call by call."""
+    shape = _rows(operands, dtype, elements).shape
+    dhidden, gate, up = (operands.zeros(*shape, dtype=dtype) for _ in range(3))
+    return lambda: elementwise.activation_backward_(
+        dhidden, gate if kind == "swiglu" else None, up, kind=kind
+    )
 
 
 def _add(operands: Operands, dtype: torch.dtype, elements: int) -> Call:

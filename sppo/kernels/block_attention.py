@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.attention_blocks import Block, BlockKind
+from sppo.kernels.row_tiles import row_tiles
 
 
 class BlockKernel(Protocol):
@@ -76,17 +77,17 @@ def forward(
     """(o_CND in q's dtype, lse_NC in fp32 or better)."""
     shape = _shape(q_CND, k_TKD)
     q_NCD = q_CND.transpose(0, 1).contiguous()
-    merged = _Merged(q_NCD)
+    merged = _Merged(q_NCD, shape)
     for block in blocks:
         q, k, v = _operands(block, q_NCD, k_TKD, v_TKD, shape)
         mask = _band_mask(block, q_CND, k_TKD, window)
         o, lse = kernel.forward(
             q, k, v, causal=block.kind is BlockKind.CAUSAL, mask=mask, scale=scale
         )
-        rows = block.num_queries
-        merged.add(block, o.reshape(shape.heads, rows, -1), lse.reshape(shape.heads, rows))
+        merged.add(block, _by_group(block, o, shape), _by_group(block, lse, shape))
+    del q_NCD
     o_NCD, lse_NC = merged.result()
-    return o_NCD.to(q_CND.dtype).transpose(0, 1).contiguous(), lse_NC
+    return _tokens_first(o_NCD, q_CND.dtype), lse_NC
 
 
 def backward(
@@ -108,6 +109,7 @@ def backward(
     shape = _shape(q_CND, k_TKD)
     q_NCD, o_NCD, do_NCD = (x.transpose(0, 1).contiguous() for x in (q_CND, o_CND, do_CND))
     dq_NCD = torch.zeros_like(q_NCD, dtype=lse_NC.dtype)
+    dq_KGCD = dq_NCD.view(shape.kv_heads, shape.group, *dq_NCD.shape[1:])
     for block in blocks:
         q, k, v = _operands(block, q_NCD, k_TKD, v_TKD, shape)
         o, do = (_rows(block, x, shape) for x in (o_NCD, do_NCD))
@@ -116,41 +118,46 @@ def backward(
         dq, dk, dv = kernel.backward(
             do, q, k, v, o, lse, causal=block.kind is BlockKind.CAUSAL, mask=mask, scale=scale
         )
-        dq_NCD[:, block.q0 : block.q1] += dq.reshape(shape.heads, block.num_queries, -1)
+        _add_queries(dq_KGCD[:, :, block.q0 : block.q1], _by_group(block, dq, shape))
         _add_keys(dk_TKD[block.k0 : block.k1], dk)
         _add_keys(dv_TKD[block.k0 : block.k1], dv)
-    return dq_NCD.to(q_CND.dtype).transpose(0, 1).contiguous()
+        del dq, dk, dv  # before the next block's
+    return _tokens_first(dq_NCD, q_CND.dtype)
 
 
 class _Merged:
     """Running output of a span: ``o`` and ``lse`` over the blocks seen so far."""
 
-    def __init__(self, q_NCD: Tensor) -> None:
+    def __init__(self, q_NCD: Tensor, shape: Shape) -> None:
         wide = torch.promote_types(q_NCD.dtype, torch.float32)
-        self._o = torch.empty_like(q_NCD, dtype=wide)
-        self._lse = torch.empty(q_NCD.shape[:-1], dtype=wide, device=q_NCD.device)
+        groups = (shape.kv_heads, shape.group, q_NCD.shape[1])
+        self._o_KGCD = q_NCD.new_empty((*groups, shape.head_size), dtype=wide)
+        self._lse_KGC = q_NCD.new_empty(groups, dtype=wide)
         self._seen = [False] * q_NCD.shape[1]
 
-    def add(self, block: Block, o_NrD: Tensor, lse_Nr: Tensor) -> None:
+    def add(self, block: Block, o_KGrD: Tensor, lse_KGr: Tensor) -> None:
         """Merge one block; rows seen for the first time are copied."""
         rows = slice(block.q0, block.q1)
         seen = set(self._seen[rows])
         assert len(seen) == 1, f"rows of {block} were merged unevenly"
-        o, lse = self._o[:, rows], self._lse[:, rows]
+        so_far, lse = self._o_KGCD[:, :, rows], self._lse_KGC[:, :, rows]
         if not seen.pop():
-            o.copy_(o_NrD)
-            lse.copy_(lse_Nr)
+            so_far.copy_(o_KGrD)
+            lse.copy_(lse_KGr)
             self._seen[rows] = [True] * block.num_queries
             return
-        both = torch.logaddexp(lse, lse_Nr)
-        o.mul_((lse - both).exp_().unsqueeze(-1))
-        o.add_(o_NrD * (lse_Nr - both).exp_().unsqueeze(-1))
+        both = torch.logaddexp(lse, lse_KGr)
+        kept, added = ((part - both).exp_().unsqueeze(-1) for part in (lse, lse_KGr))
+        for o, o_new, old_share, new_share in zip(so_far, o_KGrD, kept, added, strict=True):
+            for heads in row_tiles(o):  # mixing dtypes casts: not all of it at once
+                o[heads].mul_(old_share[heads])
+                o[heads].addcmul_(o_new[heads].to(o.dtype), new_share[heads])
         lse.copy_(both)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(o, lse) of all rows."""
+        """(o_NCD, lse_NC) of all rows."""
         assert all(self._seen), "every query sees at least itself"
-        return self._o, self._lse
+        return self._o_KGCD.flatten(0, 1), self._lse_KGC.flatten(0, 1)
 
 
 def _shape(q_CND: Tensor, k_TKD: Tensor) -> Shape:
@@ -176,12 +183,38 @@ def _operands(
     return q, k.unsqueeze(1).expand(groups), v.unsqueeze(1).expand(groups)
 
 
-def _add_keys(target_tKD: Tensor, gradient: Tensor) -> None:
+def _tokens_first(x_NCD: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[C, N, D]`` in ``dtype``, in one pass."""
+    heads, tokens, size = x_NCD.shape
+    x_CND = torch.empty((tokens, heads, size), dtype=dtype, device=x_NCD.device)
+    x_CND.transpose(0, 1).copy_(x_NCD)
+    return x_CND
+
+
+def _by_group(block: Block, x: Tensor, shape: Shape) -> Tensor:
+    """Rows of a block, ``[1, K, G*r, ...]`` or ``[K, G, r, ...]``, as ``[K, G, r, ...]``."""
+    return x if block.kind is not BlockKind.FULL else x[0].unflatten(1, (shape.group, -1))
+
+
+def _add_queries(total_KGrD: Tensor, gradient_KGrD: Tensor) -> None:
+    for total_GrD, gradient_GrD in zip(total_KGrD, gradient_KGrD, strict=True):
+        _add_heads(total_GrD, gradient_GrD)
+
+
+def _add_keys(total_tKD: Tensor, gradient: Tensor) -> None:
     """Add ``[1, K, t, D]`` or ``[K, G, t, D]`` key gradients, summed over the group, in fp32."""
-    if gradient.shape[0] == 1 and gradient.shape[1] == target_tKD.shape[1]:
-        target_tKD.add_(gradient[0].transpose(0, 1))
-    else:
-        target_tKD.add_(gradient.sum(1, dtype=target_tKD.dtype).transpose(0, 1))
+    total_KtD = total_tKD.transpose(0, 1)
+    if gradient.shape[0] == 1 and gradient.shape[1] == total_KtD.shape[0]:
+        _add_heads(total_KtD, gradient[0])
+        return
+    for heads in row_tiles(gradient):
+        total_KtD[heads].add_(gradient[heads].sum(1, dtype=total_tKD.dtype))
+
+
+def _add_heads(total_HtD: Tensor, gradient_HtD: Tensor) -> None:
+    """Some heads at a time: adding casts the gradient."""
+    for heads in row_tiles(gradient_HtD):
+        total_HtD[heads].add_(gradient_HtD[heads])
 
 
 def _band_mask(block: Block, q_CND: Tensor, k_TKD: Tensor, window: int | None) -> Tensor | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sppo.kernels.elementwise import wide_dtype
 from sppo.kernels.linear import accumulate_weight_gradient, linear
+from sppo.kernels.row_tiles import row_tiles
 from sppo.planning.logits_tile import LOGITS_TILE_BYTES, tile_tokens
 
 IGNORED_LABEL = -100
@@ -28,7 +29,7 @@ def linear_cross_entropy(
     losses = []
     for rows in _tiles(hidden_CE.shape[0], weight_VE.shape[0], tile_bytes):
         logits_tV = linear(hidden_CE[rows], weight_VE).to(wide_dtype(hidden_CE.dtype))
-        losses.append(_token_losses(logits_tV, logits_tV.logsumexp(-1), labels_C[rows]))
+        losses.append(_token_losses(logits_tV, _log_sum_exp(logits_tV), labels_C[rows]))
         del logits_tV  # before the next tile is made
     return torch.cat(losses)
 
@@ -59,7 +60,7 @@ def linear_cross_entropy_with_gradient(
     for rows in _tiles(hidden_CE.shape[0], weight_VE.shape[0], tile_bytes):
         hidden_tE, labels_t = hidden_CE[rows], labels_C[rows]
         logits_tV = linear(hidden_tE, weight_VE).to(wide_dtype(hidden_CE.dtype))
-        lse_t = logits_tV.logsumexp(-1)
+        lse_t = _log_sum_exp(logits_tV)
         losses.append(_token_losses(logits_tV, lse_t, labels_t))
         dlogits_tV = _logit_gradient_(logits_tV, lse_t, labels_t, scale).to(hidden_CE.dtype)
         torch.mm(dlogits_tV, weight_VE, out=dhidden_CE[rows])
@@ -72,6 +73,11 @@ def _tiles(tokens: int, vocab_size: int, tile_bytes: int) -> Iterator[slice]:
     size = tile_tokens(vocab_size, tile_bytes=tile_bytes)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
+
+
+def _log_sum_exp(logits_tV: Tensor) -> Tensor:
+    """Of each row, ``[t]``; torch's own makes a second tile of exponentials."""
+    return torch.cat([logits_tV[rows].logsumexp(-1) for rows in row_tiles(logits_tV)])
 
 
 def _token_losses(logits_tV: Tensor, lse_t: Tensor, labels_t: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Statistics and parameter gradients are computed in fp32 (float64 for float64 inputs) whatever the
 dtype of the activations. Nothing here is saved for backward: inputs are, by name, and the rest is
-rebuilt.
+rebuilt. On a CPU the work goes by tiles of rows, see :mod:`sppo.kernels.row_tiles`.
 
 Legend: C tokens, E hidden, F MLP width.
 """
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sppo.kernels.row_tiles import row_tiles
+
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 
@@ -24,28 +26,40 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm(x_E: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
+def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
     """``x / rms(x) * weight`` over the last dimension, in x's dtype."""
-    normed = torch.empty_like(x_E)
-    torch.mul(x_E, _inverse_rms(x_E, eps), out=normed)
+    normed = torch.empty_like(x_CE)
+    for rows in row_tiles(x_CE):
+        torch.mul(x_CE[rows], _inverse_rms(x_CE[rows], eps), out=normed[rows])
     return normed.mul_(weight_E)
 
 
 def rms_norm_backward(
-    dy_E: Tensor, x_E: Tensor, weight_E: Tensor, *, eps: float
+    dy_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(dx in x's dtype, dweight ``[E]`` in fp32) of :func:`rms_norm`.
 
     With n = x / rms(x) and g = dy * weight: dx = (g - n mean(g n)) / rms(x), dweight = sum dy n.
     """
-    inverse = _inverse_rms(x_E, eps)
-    normed = x_E * inverse
-    product = dy_E * normed
+    dx = torch.empty_like(x_CE)
+    dweight = torch.zeros_like(weight_E, dtype=wide_dtype(x_CE.dtype))
+    for rows in row_tiles(x_CE):
+        dx[rows], of_tile = _rms_norm_backward(dy_CE[rows], x_CE[rows], weight_E, eps=eps)
+        dweight += of_tile
+    return dx, dweight
+
+
+def _rms_norm_backward(
+    dy_tE: Tensor, x_tE: Tensor, weight_E: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Both gradients of one tile, in fp32 or better."""
+    inverse = _inverse_rms(x_tE, eps)
+    normed = x_tE * inverse
+    product = dy_tE * normed
     dweight = product.flatten(0, -2).sum(0)
     mean = product.mul_(weight_E).mean(-1, keepdim=True)
-    dx = dy_E.to(normed.dtype) * weight_E
-    dx.addcmul_(normed, mean, value=-1.0).mul_(inverse)
-    return dx.to(x_E.dtype), dweight
+    dx = dy_tE.to(normed.dtype) * weight_E
+    return dx.addcmul_(normed, mean, value=-1.0).mul_(inverse), dweight
 
 
 def _inverse_rms(x_E: Tensor, eps: float) -> Tensor:
@@ -64,13 +78,18 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx in x's dtype, dweight, dbias in fp32) of :func:`layer_norm`."""
     wide = wide_dtype(x_CE.dtype)
-    dy, x, weight, bias = (t.to(wide) for t in (dy_CE, x_CE, weight_E, bias_E))
-    shape = [x.shape[-1]]
-    _, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        dy, x, shape, mean, rstd, weight, bias, [True, True, True]
-    )
-    return dx.to(x_CE.dtype), dweight, dbias
+    weight, bias = weight_E.to(wide), bias_E.to(wide)
+    dx, dweight, dbias = torch.empty_like(x_CE), torch.zeros_like(weight), torch.zeros_like(bias)
+    shape = [x_CE.shape[-1]]
+    for rows in row_tiles(x_CE):
+        dy, x = dy_CE[rows].to(wide), x_CE[rows].to(wide)
+        _, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        dx[rows], dweight_tile, dbias_tile = torch.ops.aten.native_layer_norm_backward(
+            dy, x, shape, mean, rstd, weight, bias, [True, True, True]
+        )
+        dweight += dweight_tile
+        dbias += dbias_tile
+    return dx, dweight, dbias
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +112,34 @@ def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation) -> Te
     return functional.gelu(up_CF, approximate=_APPROXIMATE[kind])
 
 
-def activation_backward(
+def activation_backward_(
     dhidden_CF: Tensor, gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation
 ) -> ActivationGradient:
-    """Gradient of :func:`activation`; rebuilds its output on the way."""
+    """Gradient of :func:`activation`, which it rebuilds; all three in the place of its operands.
+
+    The largest tensors of a layer are these: nothing else is as wide as the MLP, and none of the
+    operands is needed again.
+    """
+    for rows in row_tiles(up_CF):
+        gate = None if gate_CF is None else gate_CF[rows]
+        _activation_backward_(dhidden_CF[rows], gate, up_CF[rows], kind=kind)
+    return ActivationGradient(up_CF, gate_CF, dhidden_CF)
+
+
+def _activation_backward_(
+    dhidden_tF: Tensor, gate_tF: Tensor | None, up_tF: Tensor, *, kind: Activation
+) -> None:
+    """Of one tile: dhidden becomes dup, gate becomes dgate, up becomes the activation's output."""
     if kind == "swiglu":
-        assert gate_CF is not None, "swiglu has a gate"
-        silu = functional.silu(gate_CF)
-        dgate = torch.ops.aten.silu_backward(dhidden_CF * up_CF, gate_CF)
-        dup = dhidden_CF * silu
-        return ActivationGradient(silu.mul_(up_CF), dgate, dup)
+        assert gate_tF is not None, "swiglu has a gate"
+        silu = functional.silu(gate_tF)
+        gate_tF.copy_(torch.ops.aten.silu_backward(dhidden_tF * up_tF, gate_tF))
+        dhidden_tF.mul_(silu)
+        up_tF.mul_(silu)
+        return
     approximate = _APPROXIMATE[kind]
-    dup = torch.ops.aten.gelu_backward(dhidden_CF, up_CF, approximate=approximate)
-    return ActivationGradient(functional.gelu(up_CF, approximate=approximate), None, dup)
+    dhidden_tF.copy_(torch.ops.aten.gelu_backward(dhidden_tF, up_tF, approximate=approximate))
+    up_tF.copy_(functional.gelu(up_tF, approximate=approximate))
 
 
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}

@@ -8,6 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from sppo.kernels.row_tiles import row_tiles
+
 
 def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, ``[C, O]``."""
@@ -21,8 +23,10 @@ def accumulate_weight_gradient(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) ->
     """
     if total_OI.dtype == x_CI.dtype:
         total_OI.addmm_(dy_CO.t(), x_CI)
-    else:
-        total_OI.add_(dy_CO.t() @ x_CI)
+        return
+    product_OI = dy_CO.t() @ x_CI
+    for rows in row_tiles(total_OI):  # adding casts the product
+        total_OI[rows].add_(product_OI[rows])
 
 
 def accumulate_bias_gradient(total_O: Tensor, dy_CO: Tensor) -> None:

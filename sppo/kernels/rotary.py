@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sppo.kernels.row_tiles import row_tiles
+
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
@@ -32,11 +34,19 @@ def rotate_backward(dy_CHD: Tensor, table: RotaryTable) -> Tensor:
 
 
 def _turn(x_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    first, second = x_CHD.chunk(2, dim=-1)
-    turned = torch.empty(x_CHD.shape, dtype=cos.dtype, device=x_CHD.device)
+    turned = torch.empty_like(x_CHD, memory_format=torch.contiguous_format)
+    for rows in row_tiles(x_CHD):
+        turned[rows] = _turn_tile(x_CHD[rows], cos[rows], sin[rows], sign=sign)
+    return turned
+
+
+def _turn_tile(x_tHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
+    """In fp32 or better."""
+    first, second = x_tHD.chunk(2, dim=-1)
+    turned = torch.empty(x_tHD.shape, dtype=cos.dtype, device=x_tHD.device)
     left, right = turned.chunk(2, dim=-1)
     torch.mul(first, cos, out=left)
     left.addcmul_(second.to(cos.dtype), sin, value=-sign)
     torch.mul(second, cos, out=right)
     right.addcmul_(first.to(cos.dtype), sin, value=sign)
-    return turned.to(x_CHD.dtype)
+    return turned

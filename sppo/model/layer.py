@@ -18,7 +18,7 @@ Legend: C tokens, E hidden, N query heads, K key/value heads, D head size, F MLP
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,21 +68,23 @@ class Layer:
         keep: frozenset[str],
     ) -> tuple[Tensor, Saved]:
         """Output ``[C, E]`` and the saved tensors named in ``keep``."""
-        n1 = self._norm("attention_norm", x_CE, weights)
-        q_projected, k_projected, v = (self._heads(name, n1, weights) for name in ("q", "k", "v"))
-        q = self._norm_and_rotate("q", q_projected, weights, rotary)
-        k = self._norm_and_rotate("k", k_projected, weights, rotary)
+        saved: Saved = {}
+
+        def save(**tensors: Tensor) -> None:
+            """Names let go of what nobody keeps as soon as the next step has used it."""
+            saved.update({name: tensor for name, tensor in tensors.items() if name in keep})
+
+        save(x_in=x_CE)
+        q, k, v = self._attention_inputs(x_CE, weights, rotary, save)
         o_CND, lse = attention.forward(q, k, v)
-        o = o_CND.flatten(1)
-        x_mid = self._after_attention(x_CE, o, weights)
+        del q, k, v
+        save(o=o_CND.flatten(1), lse=lse)
+        x_mid = self._after_attention(x_CE, o_CND.flatten(1), weights)
+        del o_CND, lse
+        save(x_mid=x_mid)
         gate, up = self._mlp_inputs(x_mid, weights)
-        y = self._after_mlp(x_mid, gate, up, weights)
-        tensors = {"x_in": x_CE, "q": q, "o": o, "lse": lse, "x_mid": x_mid, "up": up}
-        if gate is not None:
-            tensors["gate"] = gate
-        if self.model.qk_norm:
-            tensors |= {"q": q_projected, "k": k_projected}
-        return y, {name: tensor for name, tensor in tensors.items() if name in keep}
+        save(up=up, **({} if gate is None else {"gate": gate}))
+        return self._after_mlp(x_mid, gate, up, weights), saved
 
     def backward(
         self,
@@ -193,9 +195,28 @@ class Layer:
         if up is None:
             up = linear(n2, weights["up.weight"], weights.get("up.bias"))
         if gate is None and self.model.gated:
+    def _attention_inputs(
+        self,
+        x_CE: Tensor,
+        weights: Weights,
+        rotary: RotaryTable | None,
+        save: Callable[..., None],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(q_CND, k_CKD, v_CKD) as attention takes them."""
+        n1 = self._norm("attention_norm", x_CE, weights)
+        q, k, v = (self._heads(name, n1, weights) for name in ("q", "k", "v"))
+        del n1
+        if self.model.qk_norm:
+            save(q=q, k=k)
+        q = self._norm_and_rotate("q", q, weights, rotary)
+        k = self._norm_and_rotate("k", k, weights, rotary)
+        if not self.model.qk_norm:
+            save(q=q)
+        return q, k, v
+
             gate = linear(n2, weights["gate.weight"], weights.get("gate.bias"))
         dhidden = dy_CE @ weights["down.weight"]
-        inner = elementwise.activation_backward(dhidden, gate, up, kind=self.model.mlp)
+        inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
         del dhidden, gate, up
         gradients.linear("down", dy_CO=dy_CE, x_CI=inner.hidden_CF)
         gradients.linear("up", dy_CO=inner.dup_CF, x_CI=n2)

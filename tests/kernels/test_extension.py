@@ -65,7 +65,7 @@ def test_a_compiler_alone_builds_it(place, monkeypatch, capfd, tmp_path):
     monkeypatch.setenv("PATH", only("gcc", "as", "ld", directory=tmp_path / "bin"))
     assert build_module().build_native(place)
     assert "built with a compiler" in capfd.readouterr().out
-    assert [path.name for path in place.iterdir()] == [extension.LIBRARY_NAME]
+    assert extension.LIBRARY_NAME in {path.name for path in place.iterdir()}
     assert native_library() is not None
 
 
@@ -73,8 +73,9 @@ def test_without_a_compiler_python_serves(place, without_programs, capfd):
     place.mkdir()
     (place / extension.LIBRARY_NAME).write_text("of an earlier build")
     assert not build_module().build_native(place)
-    reason = "no cmake; no C compiler (cc, gcc, clang)"
-    assert capfd.readouterr().out == f"sppo: no native library, Python serves instead: {reason}\n"
+    reason = "no cmake; no compiler (cc, gcc, clang)"
+    said = f"sppo: no sppo_native.so, the program does without: {reason}\n"
+    assert capfd.readouterr().out.startswith(said)
     assert not (place / extension.LIBRARY_NAME).exists()
     assert native_library() is None
     assert describe() == f"python fallback: not built: {reason}"
@@ -95,7 +96,7 @@ def test_a_place_that_cannot_be_written_stops_nothing(tmp_path, capfd):
     occupied = tmp_path / "file"
     occupied.write_text("")
     assert not build_module().build_native(occupied / "native")
-    assert "Python serves instead" in capfd.readouterr().out
+    assert "the program does without" in capfd.readouterr().out
 
 
 def test_an_installation_without_a_compiler_succeeds(tmp_path, without_programs):
@@ -114,10 +115,10 @@ def test_an_installation_without_a_compiler_succeeds(tmp_path, without_programs)
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "no C compiler" in done.stdout
+    assert "no compiler" in done.stdout
     [lib] = (tmp_path / "build").glob("lib*")
     assert (lib / "sppo/kernels/extension.py").exists()
-    assert "no C compiler" in (lib / "sppo/kernels/_native/not_built.txt").read_text()
+    assert "no compiler" in (lib / "sppo/kernels/_native/not_built.txt").read_text()
     assert not (tmp_path / "src/sppo/kernels/_native").exists()
 
 

@@ -113,7 +113,7 @@ def test_any_choice_of_saved_tensors_gives_the_same_bits(variant, data):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_backward_consumes_what_was_saved_and_changes_no_operand(variant):
+def test_backward_consumes_what_was_saved_and_changes_no_other_operand(variant):
     run = Run(variant)
     _, saved = run.forward(everything(run.model))
     before = {name: tensor.clone() for name, tensor in saved.items()}
@@ -121,8 +121,8 @@ def test_backward_consumes_what_was_saved_and_changes_no_operand(variant):
     weights = {name: weight.clone() for name, weight in run.weights.items()}
     run.backward(saved)
     assert saved == {}, "a tensor left in the dictionary is memory held too long"
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, before[name]), name
+    for name in tensors.keys() - {"gate", "up"}:  # their gradients take their place
+        assert torch.equal(tensors[name], before[name]), name
     for name, weight in weights.items():
         assert torch.equal(run.weights[name], weight), name
 

@@ -97,7 +97,7 @@ def counted(monkeypatch):
     watch(elementwise, "activation", lambda gate, up, *, kind: (kind, up.numel()))
     watch(
         elementwise,
-        "activation_backward",
+        "activation_backward_",
         lambda d, gate, up, *, kind: (f"{kind}_backward", up.numel()),
     )
     watch(layer, "rotate", lambda x, table: ("rotary", x.numel()))

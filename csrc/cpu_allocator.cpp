@@ -1,0 +1,78 @@
+/* See cpu_allocator.h. */
+#include "cpu_allocator.h"
+
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <new>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+
+#include "memory_pool.h"
+
+namespace {
+
+constexpr size_t ALIGNMENT = 64; /* as torch's own allocator gives */
+
+std::atomic<sppo::MemoryPool *> pool{nullptr};
+size_t least_pooled_bytes = 0;
+
+void deallocate(void *block) {
+    /* What was allocated before the pool was there, or was too small for it, is the heap's. */
+    if (block != nullptr && !pool.load()->deallocate(block)) std::free(block);
+}
+
+struct PoolAllocator final : c10::Allocator {
+    c10::DataPtr allocate(size_t size) override {
+        void *block = nullptr;
+        if (size >= least_pooled_bytes) block = pool.load()->allocate(size);
+        if (block == nullptr && size > 0 && posix_memalign(&block, ALIGNMENT, size) != 0) {
+            TORCH_CHECK(false, "not enough memory: a tensor of ", size, " bytes was asked for");
+        }
+        return {block, block, &deallocate, c10::Device(c10::DeviceType::CPU)};
+    }
+    c10::DeleterFnPtr raw_deleter() const override { return &deallocate; }
+    void copy_data(void *to, const void *from, size_t count) const override {
+        default_copy_data(to, from, count);
+    }
+};
+
+} // namespace
+
+const char *sppo_cpu_allocator_torch(void) { return SPPO_TORCH_VERSION; }
+
+int sppo_cpu_allocator_install(uint64_t reserve_bytes, uint64_t least_bytes) {
+    if (pool.load() != nullptr) return 0;
+    try {
+        pool = new sppo::MemoryPool(reserve_bytes); /* lives as long as the process */
+    } catch (const std::bad_alloc &) {
+        return ENOMEM;
+    }
+    least_pooled_bytes = least_bytes;
+    pthread_atfork([] { pool.load()->lock(); }, [] { pool.load()->unlock(); },
+                   [] { pool.load()->unlock(); });
+    /* Never destroyed: tensors outlive static objects at exit. */
+    c10::SetCPUAllocator(new PoolAllocator, /*priority=*/1);
+    return 0;
+}
+
+void sppo_cpu_allocator_statistics(sppo_cpu_memory *memory) {
+    const auto *installed = pool.load();
+    if (installed == nullptr) {
+        *memory = {};
+        return;
+    }
+    const auto now = pool.load()->statistics();
+    *memory = {now.used_bytes,          now.used_peak_bytes, now.resident_bytes,
+               now.resident_peak_bytes, now.returned_bytes,  now.blocks};
+}
+
+void sppo_cpu_allocator_reset_peak(void) {
+    if (pool.load() != nullptr) pool.load()->reset_peak();
+}
+
+void sppo_cpu_allocator_trim(void) {
+    if (pool.load() != nullptr) pool.load()->trim();
+}
