@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("host_arena.c",)
+SOURCES = ("host_arena.c", "file_tier.c")
 LIBRARY_NAME = "sppo_native.so"
 REASON_NAME = "not_built.txt"
 """Both names are known to sppo/kernels/extension.py, which reads what is left here."""

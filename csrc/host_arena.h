@@ -15,9 +15,9 @@ extern "C" {
 
 #define SPPO_EXPORT __attribute__((visibility("default")))
 
-/* Raised with every change of a signature or struct below; sppo/kernels/extension.py names the
- * number it was written for and refuses any other. */
-#define SPPO_INTERFACE_VERSION 1
+/* Raised with every change of a signature or struct here or in file_tier.h;
+ * sppo/kernels/extension.py names the number it was written for and refuses any other. */
+#define SPPO_INTERFACE_VERSION 2
 
 /* sppo_arena.numa_node where the memory is bound to no node. */
 #define SPPO_ANY_NODE (-1)

@@ -14,10 +14,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from sppo.kernels.native_file import FileFunctions
+
 LIBRARY_NAME = "sppo_native.so"
 REASON_NAME = "not_built.txt"
-INTERFACE_VERSION = 1
-"""SPPO_INTERFACE_VERSION of the csrc/host_arena.h that this file was written for."""
+INTERFACE_VERSION = 2
+"""SPPO_INTERFACE_VERSION of the csrc/host_arena.h and csrc/file_tier.h that this file was written for."""
 
 _PLACE = Path(__file__).parent / "_native"
 _ANY_NODE = -1
@@ -47,7 +49,10 @@ class ReservedMemory:
 
 
 class NativeLibrary:
-    """The functions of csrc/host_arena.h; each raises ``OSError`` with the errno it gets back."""
+    """The functions of csrc/host_arena.h; each raises ``OSError`` with the errno it gets back.
+
+    Those of csrc/file_tier.h are :attr:`files`.
+    """
 
     def __init__(self, path: Path) -> None:
         """Load ``path``.
@@ -59,17 +64,19 @@ class NativeLibrary:
         self.path = path
         self._library = ctypes.CDLL(str(path))
         try:
+            version = int(self._library.sppo_interface_version())
+            # Before the functions: a library of an earlier interface lacks some.
+            if version != INTERFACE_VERSION:
+                raise ValueError(
+                    f"the library has interface {version}, this package needs {INTERFACE_VERSION}; "
+                    "install again to rebuild it"
+                )
             self._reserve = self._library.sppo_arena_reserve
             self._touch = self._library.sppo_arena_touch
             self._release = self._library.sppo_arena_release
-            version = int(self._library.sppo_interface_version())
+            self.files = FileFunctions(self._library)
         except AttributeError as error:
             raise OSError(errno.ENOEXEC, f"not SPPO's library: {error}") from None
-        if version != INTERFACE_VERSION:
-            raise ValueError(
-                f"the library has interface {version}, this package needs {INTERFACE_VERSION}; "
-                "install again to rebuild it"
-            )
         arena = ctypes.POINTER(ArenaStruct)
         self._reserve.argtypes = (ctypes.c_uint64, ctypes.c_int, ctypes.c_int, arena)
         self._touch.argtypes = (arena, ctypes.c_int)
