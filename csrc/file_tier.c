@@ -93,7 +93,7 @@ static double now_s(void) {
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* ---- Transfers: any offset, address and length, on a file that may take whole sectors only ---- */
+/* ---- Transfers: any offset, address and length, of files that take whole sectors only ---- */
 
 static int64_t system_io(void *context, int write, int fd, void *address, uint64_t bytes,
                          uint64_t offset) {

@@ -19,7 +19,7 @@ from sppo.kernels.native_file import FileFunctions
 LIBRARY_NAME = "sppo_native.so"
 REASON_NAME = "not_built.txt"
 INTERFACE_VERSION = 2
-"""SPPO_INTERFACE_VERSION of the csrc/host_arena.h and csrc/file_tier.h that this file was written for."""
+"""SPPO_INTERFACE_VERSION of the csrc/host_arena.h that this package was written for."""
 
 _PLACE = Path(__file__).parent / "_native"
 _ANY_NODE = -1
