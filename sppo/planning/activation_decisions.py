@@ -76,6 +76,11 @@ class Situation:
         device_bytes: Room for saved activations on each stage's device, [stages].
         tier_bytes: Room in the next tier for each stage, [stages].
         cut_rows: Whether a class may be cut; if not, all of it has one fate.
+        slot_row_bytes: Where copies pass through slots of device memory that are reserved once:
+            what these take for every row of the subsequence that moves most, [stages, 3]. None
+            where only what is on its way takes memory.
+        slot_padding_bytes: What alignment adds to that at most, [stages].
+        joined_bytes: What putting a cut class of one layer together takes at most, [stages].
     """
 
     tokens: Counts
@@ -91,6 +96,9 @@ class Situation:
     device_bytes: Table
     tier_bytes: Table
     cut_rows: bool = True
+    slot_row_bytes: Table | None = None
+    slot_padding_bytes: Table | None = None
+    joined_bytes: Table | None = None
 
     @property
     def class_bytes(self) -> Table:
@@ -105,10 +113,17 @@ def held_bytes(decisions: Decisions, situation: Situation) -> Table:
     While a subsequence computes, the moved rows of the one before it drain: M_i = M_{i-1} + A_i -
     alpha_{i-1} A_{i-1} (SPPO, section 5.2). Layer by layer the larger of the two is still there. A
     simulation moves whole subsequences, so that both are: what of that is beyond the ring for what
-    comes back (:func:`sppo.planning.memory.ring_bytes`), which adds to this, counts here.
+    comes back (:func:`sppo.planning.memory.ring_bytes`), which adds to this, counts here. Slots
+    that are reserved once are there all the time.
     """
     kept = (decisions.kept * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
     moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2)
+    if situation.slot_row_bytes is not None and situation.slot_padding_bytes is not None:
+        slots = (decisions.moved * situation.slot_row_bytes[:, None, :]).sum(axis=2).max(axis=1)
+        padding = situation.slot_padding_bytes * (slots > 0)
+        counted_by_ring = situation.ring_share * moved.max(axis=1)
+        reserved: Table = kept.sum(axis=1) + slots + padding - counted_by_ring
+        return reserved
     before = np.concatenate([np.zeros_like(moved[:, :1]), moved[:, :-1]], axis=1)
     held = np.cumsum(kept, axis=1)
     ring = situation.ring_share * moved.max(axis=1)

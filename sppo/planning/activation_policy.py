@@ -59,9 +59,18 @@ def saved_tensors(policy: str, model: ModelConfig) -> frozenset[str]:
     Raises:
         ValueError: not one of :data:`POLICIES`.
     """
+    return tensors_of(classes_kept(policy), model)
+
+
+def classes_kept(policy: str) -> tuple[int, ...]:
+    """Classes kept by a policy that moves nothing; it rebuilds the others.
+
+    Raises:
+        ValueError: not one of :data:`POLICIES`.
+    """
     if policy not in POLICIES:
         raise ValueError(f"activation policy {policy!r} is not one of {', '.join(POLICIES)}")
-    return tensors_of(_KEPT[policy], model)
+    return _KEPT[policy]
 
 
 def tensors_of(classes: tuple[int, ...], model: ModelConfig) -> frozenset[str]:

@@ -9,6 +9,13 @@ import numpy as np
 
 from sppo.planning.activation_decisions import Counts, Decisions, Situation
 from sppo.planning.activation_policy import POLICIES, decide, decide_ratio
+from sppo.planning.copy_room import (
+    most_joined_bytes,
+    passes_through_slots,
+    slot_row_bytes,
+    tier_padding_bytes,
+    with_exact_room,
+)
 from sppo.planning.cost import (
     CostRequest,
     StageSeconds,
@@ -190,7 +197,12 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Asse
         costs = stage_costs(request, seconds=seconds, decisions=decisions)
         priced.append((step_time(costs, num_sequences=candidate.sequences), decisions, costs))
     time, decisions, costs = min(priced, key=lambda item: item[0].step_s)
-    memory = with_activations(states, decisions=decisions, situation=situation)
+    memory = with_exact_room(
+        with_activations(states, decisions=decisions, situation=situation),
+        request=request,
+        decisions=decisions,
+        in_flight=in_flight,
+    )
     return Assessment(candidate, decisions, memory, time, costs, _shortfall(candidate, memory))
 
 
@@ -299,6 +311,8 @@ def _situation(
     host = np.array([state.host_optimizer_bytes for state in states], dtype=np.float64)
     on_host = hardware.node.host_memory_bytes > 0
     tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
+    tier_used = tier_padding_bytes(request, in_flight=in_flight) + (host if on_host else 0)
+    slots, padding = slot_row_bytes(request) if passes_through_slots(request) else (None, None)
     return Situation(
         tokens=tokens,
         row_bytes=row_bytes_of(request),
@@ -311,8 +325,11 @@ def _situation(
         attention_rebuild_s=seconds.units.attention_rebuild[:, :count],
         copy_bytes_per_s=min(out, back),
         device_bytes=np.maximum(0.0, candidate.budget_bytes - used),
-        tier_bytes=np.maximum(0.0, tier - (host if on_host else np.zeros_like(host))),
+        tier_bytes=np.maximum(0.0, tier - tier_used),
         cut_rows=candidate.cut_rows,
+        slot_row_bytes=slots,
+        slot_padding_bytes=padding,
+        joined_bytes=most_joined_bytes(request) if slots is not None else None,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import accumulate
 
 import numpy as np
 
 from sppo import __version__
 from sppo.config.run import RunConfig
-from sppo.planning.activation_decisions import Decisions
 from sppo.planning.candidate import Assessment
+from sppo.planning.copy_room import parcel_shape, stage_parcels, staging_bytes
 from sppo.planning.cost import row_bytes_of
 from sppo.planning.flops import step_flops
 from sppo.planning.option import Option
@@ -24,7 +25,6 @@ from sppo.planning.plan import (
     planned_part,
 )
 from sppo.planning.simulated_memory import simulated_device_bytes
-from sppo.schedule.costs import Table
 
 
 def make_plan(run: RunConfig, option: Option) -> ExecutionPlan:
@@ -82,10 +82,15 @@ def predict(run: RunConfig, option: Option) -> Prediction:
         device_peak_bytes=max(
             assessment.device_peak_bytes, *(simulated_device_bytes(option) or (0,))
         ),
-        host_peak_bytes=tier if on_host else 0,
+        host_peak_bytes=tier if on_host else _staging_bytes(assessment),
         disk_peak_bytes=0 if on_host else tier,
         offload_ratios=offload_ratios(assessment),
     )
+
+
+def _staging_bytes(assessment: Assessment) -> int:
+    """Host memory in front of a disk; part of the device's where that is RAM."""
+    return staging_bytes(assessment.candidate.request, decisions=assessment.decisions)
 
 
 def offload_ratios(assessment: Assessment) -> tuple[float, ...]:
@@ -105,28 +110,25 @@ def _bubble_fraction(option: Option) -> float:
 
 def _stages(assessment: Assessment) -> tuple[StagePlan, ...]:
     request = assessment.candidate.request
-    row_bytes = row_bytes_of(request)
     stages = []
     for stage, layers in enumerate(request.stages):
         stages.append(
             StagePlan(
                 first_layer=layers.start,
                 num_layers=len(layers),
-                subsequences=_subsequences(
-                    assessment.decisions, stage=stage, row_bytes=row_bytes[stage]
-                ),
+                subsequences=_subsequences(assessment, stage=stage),
                 memory=assessment.memory[stage],
             )
         )
     return tuple(stages)
 
 
-def _subsequences(
-    decisions: Decisions, *, stage: int, row_bytes: Table
-) -> tuple[SubsequencePlan, ...]:
-    """Slots lie one behind the other: offsets are decided here, not at run time."""
-    sizes = np.ceil(decisions.moved[stage] @ row_bytes).astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]).tolist()
+def _subsequences(assessment: Assessment, *, stage: int) -> tuple[SubsequencePlan, ...]:
+    """Parcels lie one behind the other: offsets are decided here, not at run time."""
+    decisions = assessment.decisions
+    shape = parcel_shape(assessment.candidate.request, stage=stage)
+    sizes = [sum(parcels) for parcels in stage_parcels(decisions, shape, stage=stage)]
+    offsets = [0, *accumulate(sizes[:-1])]
     kept, moved, rebuilt = (
         [(int(x), int(a), int(rest)) for x, a, rest in table[stage].tolist()]
         for table in (decisions.kept, decisions.moved, decisions.rebuilt)

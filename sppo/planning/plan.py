@@ -161,6 +161,11 @@ class ExecutionPlan:
         cuts = self.boundaries
         return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
 
+    @property
+    def moves_anything(self) -> bool:
+        """Whether any saved tensor leaves the device."""
+        return any(any(part.moved) for stage in self.stages for part in stage.subsequences)
+
     def rebuilt_shares(self, tensor_class: int) -> tuple[float, ...]:
         """Share of each subsequence in which a class is rebuilt, averaged over the layers."""
         layers = sum(stage.num_layers for stage in self.stages)
@@ -180,7 +185,15 @@ _PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
     "model": None,
     "sequence": None,
     "parallel": None,
-    "activations": None,
+    "activations": (
+        "policy",
+        "input_every",
+        "offload_ratio",
+        "tier",
+        "host_memory",
+        "disk",
+        "disk_memory",
+    ),
     "optimizer": ("offload",),
     "train": ("sequences_per_step", "dtype"),
 }

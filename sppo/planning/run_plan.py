@@ -11,7 +11,9 @@ from dataclasses import replace
 from sppo.config.run import RunConfig
 from sppo.planning.candidate import Assessment, Candidate, assess
 from sppo.planning.choices import Degrees, cut_sequence
-from sppo.planning.hardware import HardwareSpec
+from sppo.planning.cost import row_bytes_of
+from sppo.planning.hardware import HardwareSpec, NodeSpec
+from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.layer_cost import Workload
 from sppo.planning.make_plan import make_plan
 from sppo.planning.option import Option
@@ -28,7 +30,9 @@ USABLE_SHARE = 0.85
 """Of the memory that is free, what a policy left to ``auto`` fills."""
 
 
-def plan_run(run: RunConfig, *, hardware: HardwareSpec, available_bytes: int) -> ExecutionPlan:
+def plan_run(
+    run: RunConfig, *, hardware: HardwareSpec, available_bytes: int, disk_bytes: int = 0
+) -> ExecutionPlan:
     """Decide what `run` leaves open, for a machine with so much memory free.
 
     A policy that was asked for is taken as long as it can work at all.
@@ -37,15 +41,19 @@ def plan_run(run: RunConfig, *, hardware: HardwareSpec, available_bytes: int) ->
         run: checked.
         hardware: the machine; its memory is not looked at.
         available_bytes: what is free on a device.
+        disk_bytes: what may be taken of the disk behind `activations.disk`.
 
     Raises:
+        ValueError: it asks for a tier that is not there.
         MemoryError: it does not fit, with what to change.
     """
     chosen = run.activations.policy in ("auto", "hybrid")
     usable = int(available_bytes * USABLE_SHARE) if chosen else available_bytes
     device = replace(hardware.device, memory_bytes=max(1, usable), reserved_bytes=0)
-    candidate = run_candidate(run, hardware=replace(hardware, device=device))
-    assessment = _keep_what_fits(candidate)
+    node = _tiers(run, hardware=hardware, disk_bytes=disk_bytes)
+    candidate = run_candidate(run, hardware=replace(hardware, device=device, node=node))
+    # Without a tier whole classes: nothing is gained by putting tensors together from parts.
+    assessment = assess(replace(candidate, cut_rows=node.disk_bytes > 0))
     if assessment.shortfall is not None:
         raise MemoryError(_too_large(run, assessment, usable=usable, available=available_bytes))
     return make_plan(run, Option(assessment))
@@ -87,18 +95,39 @@ def _lengths(run: RunConfig, workload: Workload) -> tuple[int, ...]:
     return cut_sequence(run, pieces=pieces, workload=workload, num_stages=stages)
 
 
-def _keep_what_fits(candidate: Candidate) -> Assessment:
-    """A hybrid without another tier, in whole classes: what the engine can run."""
-    node = replace(candidate.workload.hardware.node, host_memory_bytes=0, disk_bytes=0)
-    hardware = replace(candidate.workload.hardware, node=node)
-    workload = replace(candidate.workload, hardware=hardware)
-    return assess(replace(candidate, workload=workload, cut_rows=False))
+def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int) -> NodeSpec:
+    """The node with the tiers that the run may use: a disk, if it names a directory on one."""
+    asked, node = run.activations, hardware.node
+    if asked.tier == "disk" and asked.disk is None:
+        raise ValueError(
+            "activations.tier=disk without a directory: write activations.disk=DIR, on a fast "
+            "local disk, or leave activations.tier out"
+        )
+    if asked.disk is None or asked.tier == "device":
+        return replace(node, host_memory_bytes=0, disk_bytes=0)
+    room = disk_bytes if asked.disk_memory == "auto" else min(disk_bytes, asked.disk_memory)
+    rates = node if node.disk_write_bytes_per_s > 0 else PRESETS["laptop-cpu"].node
+    return replace(
+        node,
+        host_memory_bytes=0,
+        disk_bytes=room,
+        disk_write_bytes_per_s=rates.disk_write_bytes_per_s,
+        disk_read_bytes_per_s=rates.disk_read_bytes_per_s,
+    )
 
 
 def _too_large(run: RunConfig, assessment: Assessment, *, usable: int, available: int) -> str:
     shortfall, policy = assessment.shortfall, run.activations.policy
     assert shortfall is not None, "only called where something is short"
     needed = format_bytes(shortfall.needed_bytes)
+    if shortfall.place == "disk":
+        fits = shortfall.available_bytes / shortfall.needed_bytes
+        return (
+            f"activations.policy={policy} moves {needed} to activations.disk="
+            f"{run.activations.disk}, of which {format_bytes(shortfall.available_bytes)} may be "
+            f"used; activations.offload_ratio={_floor(fits * _moved_share(assessment))} would "
+            "fit, or name a directory on a larger disk"
+        )
     bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
     if policy in ("auto", "hybrid"):
         return (
@@ -111,3 +140,16 @@ def _too_large(run: RunConfig, assessment: Assessment, *, usable: int, available
         f"{run.sequence.length} tokens, and {format_bytes(available)} are available; write "
         "activations.policy=auto, shorten sequence.length or take a smaller model"
     )
+
+
+def _moved_share(assessment: Assessment) -> float:
+    """Of what all subsequences but the last save, what is moved; the ratio that is asked for."""
+    row_bytes = row_bytes_of(assessment.candidate.request)[0]
+    moved = float((assessment.decisions.moved[0] @ row_bytes).sum())
+    movable = float((assessment.decisions.tokens[:-1] * row_bytes.sum()).sum())
+    return min(1.0, moved / movable) if movable else 0.0
+
+
+def _floor(ratio: float) -> str:
+    """To two places, never up."""
+    return f"{int(ratio * 100) / 100:.2f}"

@@ -1,0 +1,52 @@
+"""What copies did in one step: bytes by class and direction, rates, and what compute waited."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sppo.planning.activation_decisions import CLASSES, LINEAR
+
+_CLASS_OF = {"x_in": "x_in", "o": "attention", "lse": "attention"}
+
+
+def class_of(tensor: str) -> str:
+    """The class of a layer's saved tensor, see :mod:`sppo.planning.activation_policy`."""
+    return _CLASS_OF.get(tensor, CLASSES[LINEAR])
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """One step; all measured."""
+
+    out_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Sent away, by class."""
+    back_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Brought back, by class."""
+    out_s: float = 0.0
+    """In which the slowest queue out was busy."""
+    back_s: float = 0.0
+    """In which the slowest queue back was busy."""
+    exposed_s: float = 0.0
+    """Compute waited for copies."""
+    host_bytes: int = 0
+    """Host memory set aside: all moved tensors, or those on their way to and from a disk."""
+    ring_bytes: int = 0
+    """Device memory set aside for what comes back."""
+    disk_bytes: int = 0
+    """Size of the file."""
+
+    @property
+    def total_out_bytes(self) -> int:
+        """Sent away in all."""
+        return sum(self.out_bytes.values())
+
+    @property
+    def out_bytes_per_s(self) -> float:
+        """While the slowest queue out was busy; 0 if nothing was sent."""
+        return self.total_out_bytes / self.out_s if self.out_s > 0 else 0.0
+
+    @property
+    def back_bytes_per_s(self) -> float:
+        """While the slowest queue back was busy; 0 if nothing came back."""
+        return sum(self.back_bytes.values()) / self.back_s if self.back_s > 0 else 0.0

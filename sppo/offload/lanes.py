@@ -1,0 +1,160 @@
+"""Queues of host work, each with a thread of its own: what comes first is done first.
+
+An operation waits for the events it depends on, runs, and is then itself an event. If one of those
+failed, it fails with it, and nothing that depends on it ever runs on wrong data.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Protocol, runtime_checkable
+
+_CANCELLED = "left out: the step failed"
+
+
+class CancelledError(Exception):
+    """The operation was left out because the step had failed."""
+
+
+@runtime_checkable
+class HostEvent(Protocol):
+    """An event that host threads can wait for."""
+
+    def wait(self) -> None:
+        """Until it is reached.
+
+        Raises:
+            Exception: what went wrong on the way.
+        """
+        ...
+
+
+class Reached:
+    """An event that has been reached."""
+
+    @property
+    def done(self) -> bool:
+        """Yes."""
+        return True
+
+    def wait(self) -> None:
+        """Not at all."""
+
+
+class Operation:
+    """One piece of work in a lane, and the event of its end."""
+
+    def __init__(self, work: Callable[[], None], after: Sequence[HostEvent]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._after: Sequence[HostEvent] = after
+        self._ended = threading.Event()
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Until it has ended.
+
+        Raises:
+            OSError: a disk failed.
+            CancelledError: it was left out.
+        """
+        self._ended.wait()
+        if self.error is not None:
+            raise _again(self.error)
+
+    def run(self, *, cancelled: Callable[[], bool]) -> float:
+        """Do it; seconds of work, waiting not counted."""
+        busy_s = 0.0
+        try:
+            for event in self._after:
+                event.wait()
+            if cancelled():
+                raise CancelledError(_CANCELLED)
+            start = time.perf_counter()
+            assert self._work is not None, "an operation runs once"
+            self._work()
+            busy_s = time.perf_counter() - start
+        except BaseException as error:
+            self.error = error.with_traceback(None)  # frames would keep tensors alive
+        finally:
+            # What it worked on is free before anyone hears that it has ended.
+            self._work, self._after = None, ()
+            self._ended.set()
+        return busy_s
+
+
+class Lane:
+    """A thread and its queue.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Operation | None] = SimpleQueue()
+        self._last: Operation | None = None
+        self._failed: BaseException | None = None
+        self._cancelled = False
+        self._busy_s = 0.0
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, work: Callable[[], None], *, after: Sequence[HostEvent]) -> Operation:
+        """Enqueue ``work``; it runs after what is there already and after those events."""
+        operation = Operation(work, after)
+        self._last = operation
+        self._queue.put(operation)
+        return operation
+
+    def check(self) -> None:
+        """Raise the error of the first operation that failed, if one did."""
+        if self._failed is not None:
+            raise _again(self._failed)
+
+    def cancel(self) -> None:
+        """From now on leave out what has not begun."""
+        self._cancelled = True
+
+    def settle(self) -> None:
+        """Wait for all there is; then forget errors and take work again."""
+        if self._last is not None:
+            self._last._ended.wait()
+        self._last = self._failed = None
+        self._cancelled = False
+
+    def take_busy_s(self) -> float:
+        """Seconds of work since the last call."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    def close(self) -> None:
+        """Leave out what has not begun, and end the thread."""
+        self._cancelled = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            operation = self._queue.get()
+            if operation is None:
+                return
+            self._busy_s += operation.run(cancelled=lambda: self._cancelled)
+            if operation.error is not None and self._failed is None:
+                self._failed = operation.error
+            del operation  # or it would stay, with its event, until the next one comes
+
+
+def _again(error: BaseException) -> BaseException:
+    """An error of a lane's thread for another thread, which adds its own traceback."""
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror or str(error), error.filename)
+    if isinstance(error, CancelledError):
+        return CancelledError(_CANCELLED)
+    return error

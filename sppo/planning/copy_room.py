@@ -1,0 +1,135 @@
+"""Memory and room that moving takes, exactly as the run sets it aside: slots, ring, and file.
+
+On a machine whose device memory is RAM and whose next tier is a disk, what is on its way there or
+back passes through slots that are reserved once, so they count whole, whatever moves when. On an
+accelerator a tensor on its way out is its own source, and only the ring is reserved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from sppo.planning.activation_decisions import ATTENTION, CLASSES, X_IN, Counts, Decisions
+from sppo.planning.activation_policy import class_bytes_per_token
+from sppo.planning.cost import CostRequest
+from sppo.planning.memory import StageMemory
+from sppo.planning.parcels import ParcelShape, Rows
+from sppo.schedule.costs import Table
+
+
+def parcel_shape(request: CostRequest, *, stage: int) -> ParcelShape:
+    """The parcels of one stage."""
+    workload = request.workload
+    return ParcelShape(
+        workload.model,
+        workload.element_bytes,
+        layers=len(request.stages[stage]),
+        input_every=request.input_every,
+        shared_by=workload.sequence_parallel_degree,
+    )
+
+
+def passes_through_slots(request: CostRequest) -> bool:
+    """Whether copies go through memory of the device that is reserved once."""
+    hardware = request.workload.hardware
+    return hardware.device.kind == "cpu" and hardware.node.host_memory_bytes == 0
+
+
+def stage_parcels(
+    decisions: Decisions, shape: ParcelShape, *, stage: int
+) -> tuple[tuple[int, ...], ...]:
+    """Bytes of the parcel of every layer of every subsequence."""
+    moved = decisions.moved[stage].tolist()
+    rebuilt = decisions.rebuilt[stage, :, ATTENTION].tolist()
+    sizes: dict[tuple[Rows, bool], tuple[int, ...]] = {}
+    parcels = []
+    for (x_in, attention, linear), attention_rebuilt in zip(moved, rebuilt, strict=True):
+        key = (x_in, attention, linear), attention_rebuilt == 0
+        if key not in sizes:
+            sizes[key] = shape.parcels(key[0], attention_saved=key[1])
+        parcels.append(sizes[key])
+    return tuple(parcels)
+
+
+def slot_row_bytes(request: CostRequest) -> tuple[Table, Table]:
+    """What slots take for every row that the subsequence that moves most moves, at most.
+
+    Returns:
+        ([stages, 3] by class, [stages] of padding where anything moves).
+    """
+    shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
+    counts = np.array([shape.staging_slots + shape.ring_slots for shape in shapes], dtype=float)
+    workload = request.workload
+    classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
+    padding = counts * np.array([shape.most_padding_bytes for shape in shapes])
+    rows: Table = counts[:, None] * classes / workload.sequence_parallel_degree
+    return rows, padding
+
+
+def most_joined_bytes(request: CostRequest) -> Table:
+    """The largest class of one layer of the longest subsequence, [stages]."""
+    workload = request.workload
+    longest = max(tokens for parts in request.lengths for tokens in parts)
+    classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
+    most = longest * float(classes.max()) / workload.sequence_parallel_degree
+    return np.full(request.num_stages, most)
+
+
+def tier_padding_bytes(request: CostRequest, *, in_flight: Counts) -> Table:
+    """What alignment adds to the moved tensors in the tier at most, [stages]."""
+    shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
+    parcels = np.array([shape.layers * shape.most_padding_bytes for shape in shapes])
+    padding: Table = parcels * in_flight.sum(axis=1).astype(np.float64)
+    return padding
+
+
+def with_exact_room(
+    memory: tuple[StageMemory, ...],
+    *,
+    request: CostRequest,
+    decisions: Decisions,
+    in_flight: Counts,
+) -> tuple[StageMemory, ...]:
+    """`memory` with what moving takes as the run will take it."""
+    exact = []
+    for stage, held in enumerate(memory):
+        shape = parcel_shape(request, stage=stage)
+        parcels = stage_parcels(decisions, shape, stage=stage)
+        tier = sum(
+            int(times) * sum(sizes) for times, sizes in zip(in_flight[stage], parcels, strict=True)
+        )
+        device = held.device
+        if passes_through_slots(request):
+            largest = max(max(sizes) for sizes in parcels)
+            slots = (shape.staging_slots + shape.ring_slots) * largest
+            joined = _joined_bytes(decisions, shape, stage=stage)
+            device = replace(device, copies_bytes=slots + joined)
+        exact.append(replace(held, device=device, tier_activations_bytes=tier))
+    return tuple(exact)
+
+
+def staging_bytes(request: CostRequest, *, decisions: Decisions) -> int:
+    """Host memory of the slots in front of a disk, of the stage with most."""
+    most = 0
+    for stage in range(request.num_stages):
+        shape = parcel_shape(request, stage=stage)
+        parcels = stage_parcels(decisions, shape, stage=stage)
+        most = max(most, shape.staging_slots * max(max(sizes) for sizes in parcels))
+    return most
+
+
+def _joined_bytes(decisions: Decisions, shape: ParcelShape, *, stage: int) -> int:
+    """Tensors of one layer that are put together again from parts, which stay until it is done."""
+    parts = np.stack([decisions.kept[stage], decisions.moved[stage], decisions.rebuilt[stage]])
+    is_cut = (parts > 0).sum(axis=0) > 1
+    most = 0
+    for index, tokens in enumerate(decisions.tokens.tolist()):
+        x_in, attention, linear = (
+            tokens if is_cut[index, of_class] else 0 for of_class in range(len(CLASSES))
+        )
+        rows = (x_in, attention, linear)
+        own_input = bool(is_cut[index, X_IN])
+        most = max(most, sum(shape.tensor_bytes(rows, own_input=own_input).values()))
+    return most

@@ -1,0 +1,55 @@
+"""What happens to the saved tensors of each subsequence, for sequences however they are cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from sppo.planning.activation_decisions import CLASSES
+from sppo.planning.activation_policy import classes_kept
+from sppo.planning.plan import SubsequencePlan
+
+
+class RowPlan(Protocol):
+    """Decides for one stage."""
+
+    def subsequences(self, lengths: tuple[int, ...]) -> tuple[SubsequencePlan, ...]:
+        """Rows kept, moved and rebuilt of each subsequence of a sequence cut into ``lengths``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRows:
+    """A policy that moves nothing, for any cuts."""
+
+    policy: str
+
+    def subsequences(self, lengths: tuple[int, ...]) -> tuple[SubsequencePlan, ...]:
+        """See :class:`RowPlan`."""
+        kept_classes = classes_kept(self.policy)
+        plans = []
+        for tokens in lengths:
+            x_in, attention, linear = (
+                tokens * (index in kept_classes) for index in range(len(CLASSES))
+            )
+            plans.append(
+                SubsequencePlan(
+                    kept=(x_in, attention, linear),
+                    moved=(0, 0, 0),
+                    rebuilt=(tokens - x_in, tokens - attention, tokens - linear),
+                )
+            )
+        return tuple(plans)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRows:
+    """One stage of a plan, for sequences cut as it says."""
+
+    planned: tuple[SubsequencePlan, ...]
+
+    def subsequences(self, lengths: tuple[int, ...]) -> tuple[SubsequencePlan, ...]:
+        """See :class:`RowPlan`."""
+        found = tuple(plan.kept[0] + plan.moved[0] + plan.rebuilt[0] for plan in self.planned)
+        assert found == lengths, f"the plan is for subsequences of {found}, not {lengths} tokens"
+        return self.planned

@@ -1,0 +1,242 @@
+"""Copy queues whose copies run when a scheduler says so, on memory whose every access is checked.
+
+Compute runs at once, as in the tests' process it does, but it is an actor of its own, as on an
+accelerator: nothing that was issued to it is ordered before a copy but by an event.
+"""
+
+import itertools
+import random
+from collections import deque
+
+import torch
+
+from sppo.offload.queues import Ordering, QueueTimes
+from sppo.planning.parcels import PARCEL_ALIGNMENT_BYTES
+from tests.offload.vector_clocks import AccessChecker, Actor
+
+LANES = ("copy out", "write", "read", "copy back")
+POISON = 0xFF
+
+
+class Eager:
+    """Every copy at once."""
+
+    def enqueued(self, queues, operation):
+        queues.force(operation)
+
+
+class Lazy:
+    """No copy before something waits for it: the most hostile of all legal orders."""
+
+    def enqueued(self, queues, operation):
+        pass
+
+
+class Random:
+    """Copies at random moments, from random queues."""
+
+    def __init__(self, seed):
+        self._random = random.Random(seed)
+
+    def enqueued(self, queues, operation):
+        while self._random.random() < 0.7:
+            queues.run_head(self._random.choice(LANES))
+
+
+SCHEDULERS = {
+    "eager": Eager,
+    "lazy": Lazy,
+    **{f"random {seed}": lambda seed=seed: Random(seed) for seed in range(3)},
+}
+
+
+class Mark:
+    """A moment in compute."""
+
+    done = True
+
+    def __init__(self, clock):
+        self.clock = clock
+
+
+class Operation:
+    def __init__(self, lane, after, accesses, work, sources=()):
+        self.lane, self.after, self.accesses, self.work = lane, after, accesses, work
+        self.sources = sources
+        self.clock = None
+
+    @property
+    def done(self):
+        return self.clock is not None
+
+
+class EmulatedQueues:
+    """:class:`sppo.offload.queues.CopyQueues` for tests.
+
+    Args:
+        scheduler: when copies run.
+        ignored: an ordering that is dropped wherever it is asked for.
+        checked: whether unordered accesses are errors.
+        fail: called with the name of every copy that runs, to raise an error of a disk.
+    """
+
+    def __init__(self, scheduler, *, ignored=None, checked=True, fail=None):
+        self._scheduler, self._ignored, self._fail = scheduler, ignored, fail
+        self._checker = AccessChecker() if checked else None
+        self._compute = Actor("compute")
+        self._actors = {lane: Actor(lane) for lane in LANES}
+        self._pending = {lane: deque() for lane in LANES}
+        self._file = torch.empty(0, dtype=torch.uint8)
+        self._serial = itertools.count()
+        self._names = {}
+        self.seen = set()
+        self.error = None
+        self.closed = False
+
+    def host_memory(self, size_bytes):
+        return torch.full((size_bytes,), POISON, dtype=torch.uint8)
+
+    device_memory = host_memory
+
+    def open_file(self, directory, size_bytes):
+        self._file = self.host_memory(size_bytes)
+
+    def produced(self, sources):
+        self._compute.tick()
+        for source in sources:
+            self._names[id(source)] = ("source", next(self._serial))
+            self._access("write", self._compute, self._names[id(source)])
+        return Mark(self._compute.now())
+
+    def copy_out(self, host, pieces, *, after):
+        sources = [(self._names.pop(id(source)), source) for _, source in pieces]
+
+        def work():
+            for offset, source in pieces:
+                data = source.view(-1).view(torch.uint8)
+                host.data[offset : offset + data.numel()] = data
+
+        accesses = [("read", name) for name, _ in sources] + [("write", _place(host))]
+        return self._enqueue("copy out", after, accesses, work, sources)
+
+    def reusable(self, copied):
+        self._compute_after(Ordering.OUT_BEFORE_SOURCE_REUSE, copied)
+        for name, source in copied.sources:
+            self._access("write", self._compute, name)
+            source.view(-1).view(torch.uint8).fill_(POISON)
+
+    def write(self, offset_bytes, host, size_bytes, *, after):
+        def work():
+            self._file[offset_bytes : offset_bytes + size_bytes] = host.data[:size_bytes]
+            host.data.fill_(POISON)
+
+        accesses = [("read", _place(host)), *_blocks("write", offset_bytes, size_bytes)]
+        return self._enqueue("write", after, [*accesses, ("write", _place(host))], work)
+
+    def read(self, host, offset_bytes, size_bytes, *, after):
+        def work():
+            host.data[:size_bytes] = self._file[offset_bytes : offset_bytes + size_bytes]
+
+        accesses = [*_blocks("read", offset_bytes, size_bytes), ("write", _place(host))]
+        return self._enqueue("read", after, accesses, work)
+
+    def copy_back(self, ring, host, size_bytes, *, after):
+        def work():
+            ring.data[:size_bytes] = host.data[:size_bytes]
+            host.data[:size_bytes] = POISON
+
+        accesses = [("read", _place(host)), ("write", _place(ring)), ("write", _place(host))]
+        return self._enqueue("copy back", after, accesses, work)
+
+    def use(self, ring, back):
+        self._compute_after(Ordering.BACK_BEFORE_USE, back)
+        self._access("read", self._compute, _place(ring))
+
+    def used(self, ring):
+        self._compute.tick()
+        self._access("read", self._compute, _place(ring))
+        self._access("write", self._compute, _place(ring))
+        ring.data.fill_(POISON)
+        return Mark(self._compute.now())
+
+    def check(self):
+        if self.error is not None:
+            raise self.error
+
+    def discard(self):
+        for pending in self._pending.values():
+            pending.clear()
+        self.error = None
+        for actor in self._actors.values():
+            self._compute.learn(actor.clock)  # what was discarded has ended
+        for actor in self._actors.values():
+            actor.learn(self._compute.clock)
+
+    def take_times(self):
+        return QueueTimes()
+
+    def close(self):
+        self.closed = True
+
+    def force(self, operation):
+        """Run it, and first what comes before it in its queue or by an event."""
+        while not operation.done:
+            head = self._pending[operation.lane][0]
+            for ordering, event in head.after:
+                if ordering is not self._ignored and isinstance(event, Operation):
+                    self.force(event)
+            if not head.done:
+                self._run(head)
+
+    def run_head(self, lane):
+        """Run the first of a queue if all it waits for has run."""
+        if not self._pending[lane]:
+            return
+        head = self._pending[lane][0]
+        if all(event.done for ordering, event in head.after if ordering is not self._ignored):
+            self._run(head)
+
+    def _enqueue(self, lane, after, accesses, work, sources=()):
+        self.seen.update(ordering for ordering, _ in after)
+        operation = Operation(lane, list(after), accesses, work, sources)
+        self._pending[lane].append(operation)
+        self._scheduler.enqueued(self, operation)
+        return operation
+
+    def _run(self, operation):
+        assert self._pending[operation.lane].popleft() is operation
+        actor = self._actors[operation.lane]
+        for ordering, event in operation.after:
+            if ordering is not self._ignored:
+                actor.learn(event.clock)
+        actor.tick()
+        if self._fail is not None:
+            try:
+                self._fail(operation.lane)
+            except OSError as error:
+                self.error = self.error or error
+        for kind, place in operation.accesses:
+            self._access(kind, actor, place)
+        operation.work()
+        operation.clock = actor.now()
+
+    def _compute_after(self, ordering, operation):
+        self.seen.add(ordering)
+        if ordering is not self._ignored:
+            self.force(operation)
+            self.check()
+            self._compute.learn(operation.clock)
+        self._compute.tick()
+
+    def _access(self, kind, actor, place):
+        if self._checker is not None:
+            getattr(self._checker, kind)(actor, place)
+
+
+def _place(region):
+    return region.place, region.index
+
+
+def _blocks(kind, offset_bytes, size_bytes):
+    first, last = offset_bytes, offset_bytes + size_bytes
+    return [(kind, ("file", block)) for block in range(first, last, PARCEL_ALIGNMENT_BYTES)]

@@ -1,0 +1,267 @@
+"""Parcels go out and come back bit for bit, whatever the queues do in the meantime."""
+
+import errno
+from functools import cache
+
+import pytest
+import torch
+
+from sppo.offload.integrity import CorruptActivationError
+from sppo.offload.moving_store import Itinerary, MovingStore, Place
+from sppo.offload.queues import Ordering
+from sppo.offload.slots import Slot
+from sppo.offload.store import ActivationKey
+from sppo.offload.tiers import Tier
+from sppo.planning.parcels import packed_bytes
+from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues, Lazy
+from tests.offload.vector_clocks import RaceError
+
+LAYERS, SUBSEQUENCES, SEQUENCES = 3, 4, 3
+
+
+def tensors_of(key, *, step=0):
+    """Two tensors whose sizes are no multiples of anything; every third layer moves nothing."""
+    if key.layer == 1:
+        return {}
+    generator = torch.Generator().manual_seed(hash((step, *key)) % 2**31)
+    rows = 5 + 3 * key.subsequence
+    return {
+        "x_in": torch.randn(rows, 7, generator=generator).bfloat16(),
+        "lse": torch.randn(3, rows, generator=generator),
+    }
+
+
+def itinerary(order, *, ring_slots=3, staging_slots=3):
+    places, end = {}, 0
+    for key in sorted(set(order)):
+        tensors = tensors_of(key).values()
+        size = packed_bytes(t.numel() * t.element_size() for t in tensors)
+        places[key] = Place(end, size)
+        end += size
+    return Itinerary(places, order, staging_slots=staging_slots, ring_slots=ring_slots)
+
+
+def unit_keys(sequence, subsequence, *, backward=False):
+    layers = range(LAYERS)
+    return [
+        ActivationKey(sequence, subsequence, layer)
+        for layer in (reversed(layers) if backward else layers)
+    ]
+
+
+def program(*, interleaved):
+    """(is_forward, sequence, subsequence) of a step, one sequence after another or overlapping."""
+    forward = [(True, s, n) for s in range(SEQUENCES) for n in range(SUBSEQUENCES)]
+    backward = [(False, s, n) for s in range(SEQUENCES) for n in reversed(range(SUBSEQUENCES))]
+    if not interleaved:
+        return [
+            unit
+            for s in range(SEQUENCES)
+            for unit in [*(f for f in forward if f[1] == s), *(b for b in backward if b[1] == s)]
+        ]
+    ahead = SUBSEQUENCES + 2  # as on the first rank of a pipeline of three
+    mixed, forward = forward[:ahead], forward[ahead:]
+    for unit in backward:
+        mixed += [unit, *forward[:1]]
+        forward = forward[1:]
+    return mixed
+
+
+@cache
+def step_itinerary(*, interleaved, staging_slots):
+    """The same object every time, as a run gives the same to every step."""
+    units = program(interleaved=interleaved)
+    order = [k for f, s, n in units if not f for k in unit_keys(s, n, backward=True)]
+    return itinerary(order, staging_slots=staging_slots)
+
+
+def run_step(store, *, interleaved, step=0, staging_slots=3, alter=lambda key, tensors: None):
+    units = program(interleaved=interleaved)
+    store.prepare(step_itinerary(interleaved=interleaved, staging_slots=staging_slots))
+    for is_forward, sequence, subsequence in units:
+        for key in unit_keys(sequence, subsequence, backward=not is_forward):
+            if is_forward:
+                store.save(key, tensors_of(key, step=step))
+                continue
+            taken, wanted = store.take(key), tensors_of(key, step=step)
+            alter(key, taken)
+            assert taken.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert taken[name].dtype == tensor.dtype
+                assert torch.equal(taken[name], tensor), f"{key} {name}"
+            store.release(key)
+    assert store.num_entries == 0
+
+
+TIERS = {"host": Tier("host"), "disk": Tier("disk", directory="anywhere")}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("lag", [0, 1, 5])
+def test_every_order_of_copies_brings_back_what_was_sent(scheduler, tier, interleaved, lag):
+    queues = EmulatedQueues(SCHEDULERS[scheduler]())
+    store = MovingStore(queues, tier=TIERS[tier], source_lag=lag, checksums=True)
+    for step in range(3):
+        run_step(store, interleaved=interleaved, step=step)
+    on_disk = {Ordering.WRITTEN_BEFORE_SLOT_REUSE, Ordering.READ_BEFORE_BACK}
+    wanted = set(Ordering) if tier == "disk" else set(Ordering) - on_disk
+    assert queues.seen >= wanted
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("ordering", list(Ordering), ids=lambda o: f"{o.value} {o.name.lower()}")
+def test_no_ordering_can_be_dropped(ordering, scheduler):
+    """The checker finds each of the eight missing, whenever the copies happen to run."""
+    queues = EmulatedQueues(SCHEDULERS[scheduler](), ignored=ordering)
+    store = MovingStore(queues, tier=TIERS["disk"])
+    with pytest.raises(RaceError, match="nothing (orders the two|was written there before)"):
+        run_step(store, interleaved=False)
+
+
+OF_COMPUTE = {Ordering.PRODUCED_BEFORE_OUT, Ordering.USED_BEFORE_RING_REWRITE}
+"""Compute runs at once in these tests: what it does is never late, though nothing ensures it."""
+
+
+@pytest.mark.parametrize(
+    "ordering", [o for o in Ordering if o not in OF_COMPUTE], ids=lambda o: o.name.lower()
+)
+def test_checksums_find_what_a_dropped_ordering_breaks(ordering):
+    """Without the checker: copies as late as can be, released slots poisoned."""
+    queues = EmulatedQueues(Lazy(), ignored=ordering, checked=False)
+    late = ordering is Ordering.FILLED_BEFORE_READ  # so late that no other ordering steps in
+    lag, slots = (50, 50) if late else (0, 3)
+    store = MovingStore(queues, tier=TIERS["disk"], source_lag=lag, checksums=True)
+    with pytest.raises(CorruptActivationError, match=r"(x_in|lse) of layer \d, subsequence \d"):
+        run_step(store, interleaved=True, staging_slots=slots)
+
+
+def test_a_corrupted_tensor_is_named():
+    queues = EmulatedQueues(Lazy())
+    store = MovingStore(queues, tier=TIERS["disk"], checksums=True)
+    order = unit_keys(0, 0, backward=True)
+    store.prepare(itinerary(order))
+    for key in unit_keys(0, 0):
+        store.save(key, tensors_of(key))
+    queues.force(queues._pending["write"][-1])
+    queues._file[3] ^= 1
+    for key in order[:-1]:
+        store.take(key)
+        store.release(key)
+    with pytest.raises(CorruptActivationError, match="x_in of layer 0, subsequence 0, sequence 0"):
+        store.take(order[-1])
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_step_given_up_anywhere_leaves_the_store_clean(scheduler):
+    class GiveUpError(Exception):
+        pass
+
+    queues = EmulatedQueues(SCHEDULERS[scheduler]())
+    store = MovingStore(queues, tier=TIERS["disk"], checksums=True)
+
+    def give_up_at(position):
+        count = iter(range(10_000))
+
+        def alter(key, tensors):
+            if next(count) == position:
+                raise GiveUpError
+
+        return alter
+
+    for position in (0, 1, 7, 20):
+        with pytest.raises(GiveUpError):
+            run_step(store, interleaved=True, alter=give_up_at(position))
+        assert store.num_entries > 0
+        store.discard()
+        assert store.num_entries == 0
+        run_step(store, interleaved=True, step=position)
+
+
+@pytest.mark.parametrize("lane", ["copy out", "write", "read", "copy back"])
+def test_an_error_of_a_disk_reaches_compute(lane):
+    count = iter(range(10_000))
+
+    def fail(name):
+        if name == lane and next(count) == 5:
+            raise OSError(errno.EIO, "the disk failed")
+
+    store = MovingStore(EmulatedQueues(Lazy(), fail=fail), tier=TIERS["disk"])
+    with pytest.raises(OSError, match="the disk failed"):
+        run_step(store, interleaved=False)
+    store.discard()
+    run_step(store, interleaved=False, step=1)
+
+
+def test_keys_are_taken_in_the_planned_order():
+    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
+    order = unit_keys(0, 0, backward=True)
+    store.prepare(itinerary(order))
+    for key in unit_keys(0, 0):
+        store.save(key, tensors_of(key))
+    with pytest.raises(AssertionError, match="is taken before"):
+        store.take(order[1])
+    with pytest.raises(AssertionError, match="stay as they are"):
+        store.prepare(itinerary(order))
+
+
+def test_a_parcel_of_another_size_than_planned_is_refused():
+    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
+    order = unit_keys(0, 0, backward=True)
+    store.prepare(itinerary(order))
+    with pytest.raises(AssertionError, match="moves 8192 bytes, planned 4096"):
+        store.save(order[0], {"x_in": torch.zeros(2048)})
+
+
+def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
+    """Layers that rebuild one another's input are in use together."""
+    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["disk"])
+    order = [ActivationKey(0, n, layer) for n in (3, 2, 1, 0) for layer in (2, 0)]
+    store.prepare(itinerary(order, ring_slots=2 + 3))
+    for key in reversed(order):
+        store.save(key, tensors_of(key))
+    for first in range(0, 6, 3):
+        for key in order[first : first + 3]:
+            wanted = tensors_of(key)
+            assert torch.equal(store.take(key)["lse"], wanted["lse"])
+        for key in order[first : first + 3]:
+            store.release(key)
+
+
+def test_bytes_are_counted_by_class():
+    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["disk"])
+    run_step(store, interleaved=False)
+    report = store.take_report()
+    keys = [k for s in range(SEQUENCES) for n in range(SUBSEQUENCES) for k in unit_keys(s, n)]
+    sizes = [{n: t.numel() * t.element_size() for n, t in tensors_of(k).items()} for k in keys]
+    wanted = {
+        "x_in": sum(size.get("x_in", 0) for size in sizes),
+        "attention": sum(size.get("lse", 0) for size in sizes),
+    }
+    assert report.out_bytes == wanted
+    assert report.back_bytes == wanted
+    assert report.host_bytes == 3 * 4096
+    assert report.ring_bytes == 3 * 4096
+    assert report.disk_bytes == SEQUENCES * SUBSEQUENCES * 2 * 4096
+    assert store.take_report().out_bytes == {}
+
+
+def test_slots_go_round_in_one_direction():
+    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
+    order = unit_keys(0, 0, backward=True)
+    store.prepare(itinerary(order))
+    (slot, *_) = store._ring
+    assert isinstance(slot, Slot)
+    assert slot.state.value == "free"
+    for key in unit_keys(0, 0):
+        store.save(key, tensors_of(key))
+    assert slot.state.value == "filling"
+    with pytest.raises(AssertionError, match="nobody has read yet"):
+        slot.before_filling()
+    store.take(order[0])
+    assert slot.state.value == "reading"
+    store.release(order[0])
+    assert slot.state.value == "free"
+    with pytest.raises(AssertionError, match="nothing is in it"):
+        slot.begin_reading()
