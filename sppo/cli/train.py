@@ -81,11 +81,26 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
         f"keep      {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
         f"({format_bytes(memory.activations_bytes)} activations, "
         f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
+        *_moves(run, preflight),
         f"native    {describe()}",
         f"output    {run.train.output}",
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _moves(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
+    """What goes to the disk, if anything does."""
+    from sppo.units import format_bytes
+
+    plan = preflight.plan
+    if not plan.moves_anything:
+        return ()
+    size, ratios = plan.predicted.disk_peak_bytes, plan.predicted.offload_ratios
+    return (
+        f"move      {format_bytes(size)} to {run.activations.disk} and back: {min(ratios):.0%} to "
+        f"{max(ratios):.0%} of what a subsequence saves",
+    )
 
 
 def _cut_by(run: RunConfig) -> str:

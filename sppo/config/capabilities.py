@@ -18,15 +18,7 @@ _TRAINABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("parallel", "sequence_parallel_degree", (1,), "training runs on one rank"),
     ("parallel", "schedule", ("auto", "sppo"), "one rank runs one sequence after another"),
     ("parallel", "multiplexed", ("auto", "off"), "needs several ranks"),
-    (
-        "activations",
-        "policy",
-        ("auto", "retain", "keep_attention", "recompute", "hybrid"),
-        "moves activations to another tier",
-    ),
-    ("activations", "tier", ("auto", "device"), "activations stay on the device"),
-    ("activations", "offload_ratio", ("auto", 0.0), "nothing is moved"),
-    ("activations", "disk", (None,), "nothing is moved"),
+    ("activations", "tier", ("auto", "device", "disk"), "a CPU's host memory is the device's"),
     ("optimizer", "offload", (False,), "optimizer states stay on the device"),
 )
 """(section, key, values that train, why others do not)."""

@@ -73,7 +73,10 @@ class ActivationsConfig(Section):
     tier: Literal["auto", "device", "host", "disk"] = "auto"
     host_memory: Auto | Size = "auto"
     disk: Directory | None = None
+    """Directory on a fast local disk, where moved activations wait; nothing in it has a name."""
     disk_memory: Auto | Size = "auto"
+    debug: bool = False
+    """Verify every moved tensor by checksum, and overwrite with NaN what is done with; slow."""
 
 
 class OptimizerConfig(Section):

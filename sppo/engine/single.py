@@ -13,10 +13,12 @@ from sppo.engine.executor import Executor, StepOutput
 from sppo.engine.stage import Stage
 from sppo.engine.unit import SequenceData, Unit, units_of
 from sppo.kernels.attention import Backend
+from sppo.offload.copy_report import CopyReport
+from sppo.offload.moving_store import MovingStore
 from sppo.offload.stack_store import StackStore
 from sppo.offload.store import ActivationStore, ResidentStore
-from sppo.planning.activation_policy import saved_tensors, tensors_of
 from sppo.planning.partition import lengths_of
+from sppo.planning.row_plan import PolicyRows, RowPlan
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import generate
 
@@ -55,7 +57,8 @@ class SingleRankEngine:
         weights: all parameters by global name, in the compute dtype.
         gradients: fp32 (float64) buffers by global name, added to; None evaluates only.
         policy: activation policy, see :mod:`sppo.planning.activation_policy`.
-        kept_classes: what to keep of each subsequence instead, as tensor classes by its index.
+        rows: what to keep, move and rebuild instead.
+        moved: where moved tensors go; closed with the engine.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
     """
@@ -67,20 +70,22 @@ class SingleRankEngine:
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor] | None,
         policy: str = "retain",
-        kept_classes: Sequence[tuple[int, ...]] = (),
+        rows: RowPlan | None = None,
+        moved: MovingStore | None = None,
         input_every: int = 1,
         attention_backend: Backend = "auto",
     ) -> None:
         on_cpu = next(iter(weights.values())).device.type == "cpu"
         self._store: ActivationStore = StackStore() if on_cpu else ResidentStore()
+        self._moved = moved
         self._stage = Stage(
             model,
             weights=weights,
             gradients=gradients,
             activations=self._store,
-            keep=saved_tensors(policy, model),
+            rows=rows or PolicyRows(policy),
+            moved=moved,
             input_every=input_every,
-            keep_of={n: tensors_of(kept, model) for n, kept in enumerate(kept_classes)},
             attention_backend=attention_backend,
         )
 
@@ -130,12 +135,14 @@ class SingleRankEngine:
         kv.peak_bytes = kv.device_bytes
         return peaks
 
-    def _largest_sequence_bytes(self, units: Mapping[tuple[int, int], Unit]) -> int:
-        """What waits between forward and backward: one sequence at a time, the largest of them."""
-        by_sequence: dict[int, list[Unit]] = {}
-        for unit in units.values():
-            by_sequence.setdefault(unit.sequence, []).append(unit)
-        return max(self._stage.saved_bytes(own) for own in by_sequence.values())
+    def take_copies(self) -> CopyReport:
+        """What was moved since the last call."""
+        return CopyReport() if self._moved is None else self._moved.take_report()
+
+    def close(self) -> None:
+        """Give back what moved tensors took: threads, memory, file. Twice is once."""
+        if self._moved is not None:
+            self._moved.close()
 
     def _run(
         self,
@@ -155,6 +162,7 @@ class SingleRankEngine:
             forward_only=loss_scale is None,
         )
         if loss_scale is not None:
-            self._store.reserve(self._largest_sequence_bytes(units))
+            backwards = [a.unit for a in schedule.programs[0] if a.kind is ActionKind.B]
+            self._stage.prepare(units, backward_order=backwards)
         executor = Executor(schedule, rank=0, stages={0: self._stage})
         return executor.run(units, loss_scale=loss_scale, before_action=before_action)

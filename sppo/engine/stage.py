@@ -9,7 +9,7 @@ Legend: C tokens of the subsequence, E hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from sppo.config.model import ModelConfig
 from sppo.engine.kv_store import KVStore
+from sppo.engine.saved_rows import TensorRows, cut, join, tensor_rows
 from sppo.engine.span_attention import StoredAttention
 from sppo.engine.unit import Unit
 from sppo.kernels.attention import Backend
@@ -25,9 +26,14 @@ from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import GradientSum
 from sppo.model.layer import Layer, Saved, norm, norm_backward
 from sppo.model.rope import rotary_table
+from sppo.offload.moving_store import Itinerary, MovingStore, Place
 from sppo.offload.stack_store import slot_bytes
 from sppo.offload.store import ActivationKey, ActivationStore
+from sppo.planning.activation_decisions import ATTENTION
 from sppo.planning.activation_policy import tensor_bytes_per_token
+from sppo.planning.parcels import ParcelShape, parcel_offsets
+from sppo.planning.plan import SubsequencePlan
+from sppo.planning.row_plan import RowPlan
 
 
 class Stage:
@@ -37,9 +43,10 @@ class Stage:
         model: the shape.
         weights: all parameters of the stage by global name, in the compute dtype.
         gradients: fp32 (float64) buffers by global name, added to; None for forward only.
-        activations: where saved tensors wait.
-        keep: names of the tensors each layer saves.
-        keep_of: the same for subsequences that differ, by their index.
+        activations: where saved tensors wait that stay on the device.
+        moved: where those wait that leave it; None where none does.
+        rows: what is kept, moved and rebuilt of each subsequence.
+        sequences_in_flight: sequences that hold moved tensors at once.
         input_every: layers that keep their attention output save their input only in every so
             manyth layer; the others get it from the layer below, see :meth:`_rebuild_input`.
         layers: half-open range of layers; None for all.
@@ -53,8 +60,9 @@ class Stage:
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor] | None,
         activations: ActivationStore,
-        keep: frozenset[str],
-        keep_of: Mapping[int, frozenset[str]] | None = None,
+        rows: RowPlan,
+        moved: MovingStore | None = None,
+        sequences_in_flight: int = 1,
         input_every: int = 1,
         layers: range | None = None,
         attention_backend: Backend = "auto",
@@ -62,11 +70,16 @@ class Stage:
         self.model = model
         self._layers = range(model.num_layers) if layers is None else layers
         self._weights, self._gradients = weights, gradients
-        self._activations, self._keep, self._keep_of = activations, keep, keep_of or {}
-        self._input_every = input_every
+        self._activations, self._moved, self._row_plan = activations, moved, rows
+        self._sequences_in_flight = sequences_in_flight
         self._backend: Backend = attention_backend
         first = next(iter(weights.values()))
         self._dtype = first.dtype
+        self._parcels = ParcelShape(
+            model, first.dtype.itemsize, layers=len(self._layers), input_every=input_every
+        )
+        self._plans: dict[tuple[int, int], SubsequencePlan] = {}
+        self._itinerary: tuple[object, Itinerary] | None = None
         self.kv = KVStore(model, dtype=first.dtype, device=first.device)
         self._layer = Layer(model)
         self._layer_weights = {i: _local(weights, f"layers.{i}.") for i in self._layers}
@@ -82,6 +95,39 @@ class Stage:
     def is_last(self) -> bool:
         """Whether the stage holds the final norm and the head."""
         return self._layers.stop == self.model.num_layers
+
+    def prepare(
+        self,
+        units: Mapping[tuple[int, int], Unit],
+        *,
+        backward_order: Sequence[tuple[int, int]],
+    ) -> None:
+        """Make room for what ``units`` save, before the first of them runs.
+
+        Args:
+            units: of one training step, whole sequences.
+            backward_order: the units in the order of their backwards.
+
+        Raises:
+            MemoryError: there is not that much memory.
+            OSError: the disk cannot take what is moved.
+        """
+        lengths: dict[int, tuple[int, ...]] = {}
+        for sequence, subsequence in sorted(units):
+            tokens = units[sequence, subsequence].tokens_C.shape[0]
+            lengths[sequence] = (*lengths.get(sequence, ()), tokens)
+        self._plans = {
+            (sequence, index): plan
+            for sequence, parts in lengths.items()
+            for index, plan in enumerate(self._row_plan.subsequences(parts))
+        }
+        by_sequence = dict.fromkeys(lengths, 0)
+        for unit in units.values():
+            by_sequence[unit.sequence] += self._kept_bytes(unit)
+        # One sequence at a time.
+        self._activations.reserve(max(by_sequence.values()))
+        if self._moved is not None:
+            self._moved.prepare(self._places(tuple(lengths.items()), tuple(backward_order)))
 
     def forward(
         self, unit: Unit, x_CE: Tensor | None, *, loss_scale: float | None
@@ -100,15 +146,17 @@ class Stage:
         x = self._embed(unit) if x_CE is None else x_CE
         rotary = self._rotary(unit)
         for index in self._layers:
+            rows = self._rows(unit, index) if training else {}
             x, saved = self._layer.forward(
                 x,
                 self._layer_weights[index],
                 rotary=rotary,
                 attention=self._attention(unit, index),
-                keep=self._kept(unit, index) if training else frozenset(),
+                keep=frozenset(rows),
             )
             if training:
-                self._activations.save(_key(unit, index), saved)
+                self._save(_key(unit, index), saved, rows)
+            del saved  # or it would stay while the next layer runs
         if not self.is_last:
             return x
         self._loss(unit, x, loss_scale)
@@ -131,11 +179,10 @@ class Stage:
         rotary = self._rotary(unit)
         taken: dict[int, Saved] = {}
         for index in reversed(self._layers):
-            if index > self._layers.start and index - 1 not in taken:
-                self._activations.prefetch(_key(unit, index - 1))
-            saved = taken.pop(index, None) or self._activations.take(_key(unit, index))
+            saved = taken.pop(index, None) or self._take(_key(unit, index))
             if "x_in" not in saved:
-                self._rebuild_input(unit, index, saved, taken)
+                self._rebuild_input(unit, index, saved, taken, rotary)
+            self._complete(unit, index, saved, rotary)
             dx = self._layer.backward(
                 dx,
                 self._layer_weights[index],
@@ -144,6 +191,7 @@ class Stage:
                 rotary=rotary,
                 attention=self._attention(unit, index),
             )
+            self._release(_key(unit, index))
         if unit.span.start == 0:
             self.kv.release(unit.sequence)
         if not self.is_first:
@@ -151,7 +199,14 @@ class Stage:
         self._embed_backward(unit, dx)
         return None
 
-    def _rebuild_input(self, unit: Unit, index: int, saved: Saved, taken: dict[int, Saved]) -> None:
+    def _rebuild_input(
+        self,
+        unit: Unit,
+        index: int,
+        saved: Saved,
+        taken: dict[int, Saved],
+        rotary: RotaryTable | None,
+    ) -> None:
         """Put x_in into ``saved`` of layer ``index``: the output of the layers below it.
 
         Given a layer's o, the residual stream goes on without attention: x_mid = x_in + o W_o,
@@ -160,9 +215,10 @@ class Stage:
         """
         below = index - 1
         if below not in taken:
-            taken[below] = self._activations.take(_key(unit, below))
+            taken[below] = self._take(_key(unit, below))
         if "x_in" not in taken[below]:
-            self._rebuild_input(unit, below, taken[below], taken)
+            self._rebuild_input(unit, below, taken[below], taken, rotary)
+        self._complete(unit, below, taken[below], rotary)
         saved["x_in"] = self._layer.output_again(taken[below], self._layer_weights[below])
 
     def pop_losses(self, sequence: int, subsequence: int) -> Tensor:
@@ -177,6 +233,7 @@ class Stage:
         """Nothing may be left after a step: every saved tensor was used exactly once."""
         leftovers = {
             "activations": self._activations.num_entries,
+            "moved activations": 0 if self._moved is None else self._moved.num_entries,
             "sequences in the KV store": self.kv.num_sequences,
             "token losses": len(self._token_losses),
         }
@@ -184,28 +241,89 @@ class Stage:
 
     def discard(self) -> None:
         """Forget all state of a step that failed."""
+        if self._moved is not None:
+            self._moved.discard()  # first: copies under way may read what the others free
         self._activations.discard()
         self.kv.discard()
         self._token_losses.clear()
 
-    def saved_bytes(self, units: Iterable[Unit]) -> int:
-        """Bytes that the activation store holds once all of ``units`` ran forward."""
+    def _save(self, key: ActivationKey, saved: Saved, rows: Mapping[str, TensorRows]) -> None:
+        moved, kept = cut(saved, rows)
+        self._activations.save(key, kept)
+        if self._moved is not None:
+            self._moved.save(key, moved)
+
+    def _take(self, key: ActivationKey) -> Saved:
+        moved = {} if self._moved is None else self._moved.take(key)
+        return join(moved, self._activations.take(key))
+
+    def _release(self, key: ActivationKey) -> None:
+        self._activations.release(key)
+        if self._moved is not None:
+            self._moved.release(key)
+
+    def _complete(self, unit: Unit, index: int, saved: Saved, rotary: RotaryTable | None) -> None:
+        self._layer.complete(
+            saved,
+            self._layer_weights[index],
+            rotary=rotary,
+            attention=self._attention(unit, index),
+        )
+
+    def _kept_bytes(self, unit: Unit) -> int:
+        """Bytes that stay in the activation store once ``unit`` ran forward."""
         element_bytes = self._dtype.itemsize
         sizes = tensor_bytes_per_token(self.model, element_bytes=element_bytes)
         total = 0
-        for unit in units:
-            tokens = unit.tokens_C.shape[0]
-            for index in self._layers:
-                total += sum(slot_bytes((tokens,), sizes[n]) for n in self._kept(unit, index))
-            head = slot_bytes((tokens, self.model.hidden_size), element_bytes)
-            total += head if self.is_last else 0
-        return total
+        for index in self._layers:
+            rows = self._rows(unit, index)
+            total += sum(slot_bytes((rows[name].kept,), sizes[name]) for name in rows)
+        head = slot_bytes((unit.tokens_C.shape[0], self.model.hidden_size), element_bytes)
+        return total + (head if self.is_last else 0)
 
-    def _kept(self, unit: Unit, index: int) -> frozenset[str]:
-        """Names of the tensors that layer ``index`` saves of a unit."""
-        keep = self._keep_of.get(unit.subsequence, self._keep)
-        has_own_input = (index - self._layers.start) % self._input_every == 0
-        return keep if has_own_input or "o" not in keep else keep - {"x_in"}
+    def _places(
+        self,
+        lengths: tuple[tuple[int, tuple[int, ...]], ...],
+        backward_order: tuple[tuple[int, int], ...],
+    ) -> Itinerary:
+        """Where the moved tensors of a step lie; the same object for the same step again."""
+        if self._itinerary is not None and self._itinerary[0] == (lengths, backward_order):
+            return self._itinerary[1]
+        offsets: dict[tuple[int, int], list[Place]] = {}
+        for unit, plan in self._plans.items():
+            sizes = self._parcels.parcels(plan.moved, attention_saved=_attention_saved(plan))
+            starts = parcel_offsets(sizes, start=plan.slot_offset_bytes)
+            offsets[unit] = [Place(*place) for place in zip(starts, sizes, strict=True)]
+        stride = max(sum(places[-1]) for places in offsets.values())
+        places = {
+            ActivationKey(*unit, self._layers[i]): Place(
+                place.offset_bytes + unit[0] % self._sequences_in_flight * stride,
+                place.size_bytes,
+            )
+            for unit, of_layers in offsets.items()
+            for i, place in enumerate(of_layers)
+        }
+        order = [
+            ActivationKey(*unit, index)
+            for unit in backward_order
+            for index in reversed(self._layers)
+        ]
+        itinerary = Itinerary(
+            places,
+            order,
+            staging_slots=self._parcels.staging_slots,
+            ring_slots=self._parcels.ring_slots,
+        )
+        self._itinerary = (lengths, backward_order), itinerary
+        return itinerary
+
+    def _rows(self, unit: Unit, index: int) -> dict[str, TensorRows]:
+        """Rows that layer ``index`` saves of a unit, by tensor."""
+        plan = self._plans[unit.sequence, unit.subsequence]
+        own_input = self._parcels.has_own_input(
+            index - self._layers.start, attention_saved=_attention_saved(plan)
+        )
+        return tensor_rows(plan, self.model, own_input=own_input)
 
     def _head_key(self, unit: Unit) -> ActivationKey:
         return _key(unit, self.model.num_layers)
@@ -260,6 +378,11 @@ class Stage:
 
 def _key(unit: Unit, layer: int) -> ActivationKey:
     return ActivationKey(unit.sequence, unit.subsequence, layer)
+
+
+def _attention_saved(plan: SubsequencePlan) -> bool:
+    """Whether every layer's attention output is there for backward."""
+    return plan.rebuilt[ATTENTION] == 0
 
 
 def _local(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
@@ -121,6 +122,66 @@ class Layer:
         dx_in = self._norm_backward("attention_norm", dn1, x_in, weights, gradients)
         return dx_in.add_(dx_mid)
 
+    def complete(
+        self,
+        saved: Saved,
+        weights: Weights,
+        *,
+        rotary: RotaryTable | None,
+        attention: SpanAttention,
+    ) -> None:
+        """Rebuild the last rows of tensors of which only the first were saved.
+
+        What was not saved at all stays for :meth:`backward`, unless another tensor needs it here.
+        Each product has fewer rows than it had in forward, which some kernels round differently.
+        """
+        x_in = saved["x_in"]
+        tokens = x_in.shape[0]
+        cut = {name: rows for name, t in saved.items() if (rows := rows_of(name, t)) < tokens}
+        for name in cut.keys() & {"q", "k"}:
+            n1 = self._norm("attention_norm", x_in[cut[name] :], weights)
+            rest = self._heads(name, n1, weights)
+            if not self.model.qk_norm:
+                rest = self._norm_and_rotate(name, rest, weights, _later(rotary, cut[name]))
+            saved[name] = torch.cat([saved[name], rest])
+        if "o" in cut or ("x_mid" in cut and "o" not in saved):
+            self._attend_rest(saved, weights, rotary=rotary, attention=attention)
+        if "x_mid" in cut:
+            rows = cut["x_mid"]
+            rest = self._after_attention(x_in[rows:], saved["o"][rows:], weights)
+            saved["x_mid"] = torch.cat([saved["x_mid"], rest])
+        if "up" in cut:
+            gate, up = self._mlp_inputs(saved["x_mid"][cut["up"] :], weights)
+            saved["up"] = torch.cat([saved["up"], up])
+            if gate is not None:
+                saved["gate"] = torch.cat([saved["gate"], gate])
+
+    def _attend_rest(
+        self,
+        saved: Saved,
+        weights: Weights,
+        *,
+        rotary: RotaryTable | None,
+        attention: SpanAttention,
+    ) -> None:
+        """Complete o and lse, or make them."""
+        done = saved["o"].shape[0] if "o" in saved else 0
+        q = saved.get("q")
+        if q is None:
+            q = self._heads(
+                "q", self._norm("attention_norm", saved["x_in"][done:], weights), weights
+            )
+        else:
+            q = q[done:]
+        if self.model.qk_norm or "q" not in saved:
+            q = self._norm_and_rotate("q", q, weights, _later(rotary, done))
+        o_CND, lse_NC = attention.again(q)
+        if done:
+            saved["o"] = torch.cat([saved["o"], o_CND.flatten(1)])
+            saved["lse"] = torch.cat([saved["lse"], lse_NC], dim=1)
+        else:
+            saved["o"], saved["lse"] = o_CND.flatten(1), lse_NC
+
     def output_again(self, saved: Saved, weights: Weights) -> Tensor:
         """Output ``[C, E]`` from the saved x_in and o, without attending again.
 
@@ -133,6 +194,25 @@ class Layer:
             if gate is not None:
                 saved["gate"] = gate
         return self._after_mlp(saved["x_mid"], saved.get("gate"), saved["up"], weights)
+
+    def _attention_inputs(
+        self,
+        x_CE: Tensor,
+        weights: Weights,
+        rotary: RotaryTable | None,
+        save: Callable[..., None],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(q_CND, k_CKD, v_CKD) as attention takes them."""
+        n1 = self._norm("attention_norm", x_CE, weights)
+        q, k, v = (self._heads(name, n1, weights) for name in ("q", "k", "v"))
+        del n1
+        if self.model.qk_norm:
+            save(q=q, k=k)
+        q = self._norm_and_rotate("q", q, weights, rotary)
+        k = self._norm_and_rotate("k", k, weights, rotary)
+        if not self.model.qk_norm:
+            save(q=q)
+        return q, k, v
 
     def _queries(
         self, n1_CE: Tensor, saved: Saved, weights: Weights, rotary: RotaryTable | None
@@ -195,25 +275,6 @@ class Layer:
         if up is None:
             up = linear(n2, weights["up.weight"], weights.get("up.bias"))
         if gate is None and self.model.gated:
-    def _attention_inputs(
-        self,
-        x_CE: Tensor,
-        weights: Weights,
-        rotary: RotaryTable | None,
-        save: Callable[..., None],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q_CND, k_CKD, v_CKD) as attention takes them."""
-        n1 = self._norm("attention_norm", x_CE, weights)
-        q, k, v = (self._heads(name, n1, weights) for name in ("q", "k", "v"))
-        del n1
-        if self.model.qk_norm:
-            save(q=q, k=k)
-        q = self._norm_and_rotate("q", q, weights, rotary)
-        k = self._norm_and_rotate("k", k, weights, rotary)
-        if not self.model.qk_norm:
-            save(q=q)
-        return q, k, v
-
             gate = linear(n2, weights["gate.weight"], weights.get("gate.bias"))
         dhidden = dy_CE @ weights["down.weight"]
         inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
@@ -280,6 +341,21 @@ class _Queries:
 
     projected: Tensor | None
     rotated: Tensor
+
+
+def token_dimension(name: str) -> int:
+    """Along which a saved tensor has its tokens."""
+    return 1 if name == "lse" else 0
+
+
+def rows_of(name: str, tensor: Tensor) -> int:
+    """Tokens that a saved tensor holds."""
+    return tensor.shape[token_dimension(name)]
+
+
+def _later(rotary: RotaryTable | None, row: int) -> RotaryTable | None:
+    """Angles of the tokens from ``row`` on."""
+    return None if rotary is None else RotaryTable(rotary.cos[row:], rotary.sin[row:])
 
 
 def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Weights) -> Tensor:

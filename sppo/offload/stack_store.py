@@ -62,9 +62,6 @@ class StackStore:
         self._held_bytes += _total_bytes(slots)
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
-    def prefetch(self, key: ActivationKey) -> None:
-        """Nothing to do: it never left."""
-
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
         """See :class:`sppo.offload.store.ActivationStore`; the last key saved comes first."""
         assert self._entries, f"{key} is taken from an empty stack"
@@ -73,6 +70,9 @@ class StackStore:
         self._top_bytes = start
         self._held_bytes -= _total_bytes(slots)
         return slots
+
+    def release(self, key: ActivationKey) -> None:
+        """Nothing to do: the next :meth:`save` writes over it."""
 
     def discard(self) -> None:
         """See :class:`sppo.offload.store.ActivationStore`."""

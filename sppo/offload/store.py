@@ -1,8 +1,8 @@
 """Where saved activations wait between forward and backward.
 
 The engine saves named tensors under a key and takes them back once. Which names are saved is the
-policy's business, where they live is the store's: this one leaves them on the device; one that
-moves them to another tier keeps the same four verbs.
+policy's business, where they live is the store's: the one here leaves them on the device;
+:mod:`sppo.offload.moving_store` sends them to another tier.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class ActivationStore(Protocol):
         """Take over ``tensors``; the caller keeps no other reference."""
         ...
 
-    def prefetch(self, key: ActivationKey) -> None:
-        """Backward will take ``key`` soon: start bringing it back."""
+    def take(self, key: ActivationKey) -> dict[str, Tensor]:
+        """The saved tensors, on the device, bit for bit, good until :meth:`release`."""
         ...
 
-    def take(self, key: ActivationKey) -> dict[str, Tensor]:
-        """The saved tensors, on the device, bit for bit; the store forgets them."""
+    def release(self, key: ActivationKey) -> None:
+        """Compute has read what :meth:`take` gave: its memory may hold something else."""
         ...
 
     def discard(self) -> None:
-        """Forget everything: the step failed."""
+        """Forget everything: the step failed. Nothing is read or written any more afterwards."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class ActivationStore(Protocol):
 
     @property
     def num_entries(self) -> int:
-        """Keys saved and not yet taken."""
+        """Keys saved and not yet taken, or not yet released where that matters."""
         ...
 
 
@@ -76,14 +76,14 @@ class ResidentStore:
         self._bytes += _total_bytes(tensors)
         self.peak_bytes = max(self.peak_bytes, self._bytes)
 
-    def prefetch(self, key: ActivationKey) -> None:
-        """Nothing to do: it never left."""
-
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
         """See :class:`ActivationStore`."""
         tensors = self._entries.pop(key)
         self._bytes -= _total_bytes(tensors)
         return tensors
+
+    def release(self, key: ActivationKey) -> None:
+        """Nothing to do: tensors take their memory along."""
 
     def discard(self) -> None:
         """See :class:`ActivationStore`."""

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from sppo.config import RunConfig
 from sppo.kernels.machine_memory import memory_room
+from sppo.offload.disk_room import DiskRoom
+from sppo.offload.spill_directory import usable_directory
 from sppo.planning.hardware_file import hardware_for
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.run_plan import plan_run
 from sppo.planning.this_machine import detect_machine
 from sppo.train.data import TrainingData
 from sppo.train.run_directory import check_output
-from sppo.train.state import kept_classes
 from sppo.train.tokens import TokenData, check_fits, open_tokens
 from sppo.units import format_bytes
 
@@ -51,11 +52,15 @@ def check_before_training(run: RunConfig, *, plan_file: Path | None = None) -> P
         shuffle=run.data.shuffle,
         isolate_documents=run.data.isolate_documents,
     )
-    available = memory_room().least_bytes
+    available, disk = memory_room().least_bytes, _disk_room(run)
     if plan is None:
         hardware = hardware_for(run.hardware, this_machine=detect_machine())
-        plan = plan_run(run, hardware=hardware, available_bytes=available)
+        plan = plan_run(
+            run, hardware=hardware, available_bytes=available, disk_bytes=disk.usable_bytes
+        )
     _check_memory(plan, available)
+    if plan.moves_anything:
+        _check_disk(run, plan, disk)
     return Preflight(training, plan)
 
 
@@ -96,7 +101,11 @@ def _given_plan(run: RunConfig, plan_file: Path) -> ExecutionPlan:
             f"parallel {plan.sequence_parallel_degree}), and this version trains on one: solve "
             "for one device, or keep the plan for sppo simulate"
         )
-    kept_classes(plan)
+    if plan.moves_anything and run.activations.disk is None:
+        raise ValueError(
+            f"{plan_file} moves saved activations to another tier, and this run names no directory "
+            "for them: write activations.disk=DIR and solve again"
+        )
     return plan
 
 
@@ -107,6 +116,25 @@ def _check_memory(plan: ExecutionPlan, available: int) -> None:
             f"the plan needs {format_bytes(needed)} for a sequence of {plan.boundaries[-1]} "
             f"tokens, and {format_bytes(available)} are available: end other programs, or solve "
             "again on this machine"
+        )
+
+
+def _disk_room(run: RunConfig) -> DiskRoom:
+    """Of the disk that the run names, none if it names none."""
+    if run.activations.disk is None:
+        return DiskRoom(free_bytes=0)
+    return usable_directory(Path(run.activations.disk))
+
+
+def _check_disk(run: RunConfig, plan: ExecutionPlan, disk: DiskRoom) -> None:
+    """A plan made elsewhere, or before, may move more than there is room for now."""
+    needed = plan.stages[0].memory.tier_activations_bytes
+    if needed > disk.usable_bytes:
+        share = disk.usable_bytes / needed * max(plan.predicted.offload_ratios)
+        raise MemoryError(
+            f"the plan moves {format_bytes(needed)} to activations.disk={run.activations.disk}: "
+            f"{disk}; activations.offload_ratio={int(share * 100) / 100:.2f} would fit, or name a "
+            "directory on a larger disk"
         )
 
 

@@ -9,14 +9,16 @@ from collections.abc import Callable, Mapping
 from rich.console import Console
 
 from sppo.config import RunConfig
+from sppo.planning.memory import MemoryBuckets
 from sppo.planning.plan import Prediction
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY
+from sppo.train.copies_summary import copies_summary
 from sppo.train.loss_picture import loss_picture
 from sppo.train.metrics import METRICS_FILE, read_metrics
 from sppo.train.preflight import Preflight
 from sppo.train.run_directory import LOSS_PICTURE
 from sppo.train.run_summary import SUMMARY_FILE, Pair, print_summary, run_summary, write_summary
-from sppo.train.trainer import StepPhases, TrainingOutcome
+from sppo.train.trainer import MeasuredBuckets, StepPhases, TrainingOutcome
 
 
 def report(
@@ -40,6 +42,7 @@ def report(
     )
     hardware = preflight.plan.hardware
     summary["predicted_for"] = f"{hardware.name} ({hardware.provenance})"
+    summary["copies"] = copies_summary(preflight.plan, outcome.copies)
     summary["interrupted_by"] = outcome.interrupted_by
     write_summary(summary, outcome.output / SUMMARY_FILE)
     if steps:
@@ -86,12 +89,19 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
             predicted.activations_bytes + predicted.loss_gradient_bytes,
             measured.activations_bytes,
         ),
+        **_copies(predicted, measured),
         "working set and heap": (
             predicted.working_bytes + predicted.heap_bytes,
             growth - measured.counted_bytes,
         ),
         "all": (predicted.total_bytes, growth),
     }
+
+
+def _copies(predicted: MemoryBuckets, measured: MeasuredBuckets) -> dict[str, Pair]:
+    """Slots of moved tensors, where there are any."""
+    pair = predicted.copies_bytes, measured.copies_bytes
+    return {"copies": pair} if any(pair) else {}
 
 
 def _phases(predicted: Prediction, outcome: TrainingOutcome) -> dict[str, Pair]:

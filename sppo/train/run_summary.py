@@ -118,6 +118,8 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for key, (label, show) in formats.items():
         if summary[key] is not None:
             yield label, show(summary[key])
+    if summary["offloaded_bytes_per_step"]:
+        yield "moved out per step", format_bytes(int(summary["offloaded_bytes_per_step"]))
 
 
 def _compared(rows: Iterable[tuple[str, str, str, str]], *, predicted_for: str | None) -> Table:
@@ -133,9 +135,16 @@ def _compared(rows: Iterable[tuple[str, str, str, str]], *, predicted_for: str |
 
 def _comparisons(summary: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
     times = {"step": summary["step_s"]} | summary["phases_s"]
+    copies = summary.get("copies")
+    if copies is not None:
+        times["waiting for copies"] = copies["exposed_s"]
     for name, pair in times.items():
         if pair["measured"] is not None or pair["predicted"] is not None:
             yield _row(f"{name} time", pair, show=format_duration)
+    if copies is not None:
+        for name, key in (("copies out", "out_bytes_per_s"), ("copies back", "back_bytes_per_s")):
+            yield _row(f"{name} rate", copies[key], show=_rate)
+        yield _row("disk file", copies["disk_bytes"], show=format_bytes)
     for name, pair in summary["memory_bytes"].items():
         yield _row(f"{name} memory", pair, show=format_bytes)
 
@@ -161,6 +170,10 @@ def _table(*, title: Any) -> Table:
 def _labelled(pair: Pair) -> dict[str, float | None]:
     predicted, measured = pair
     return {"predicted": finite_or_none(predicted), "measured": finite_or_none(measured)}
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(int(bytes_per_s))}/s"
 
 
 def _percent(share: float) -> str:

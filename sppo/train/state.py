@@ -14,7 +14,11 @@ from sppo.engine.single import SingleRankEngine
 from sppo.model.gradients import zero_gradients
 from sppo.model.hf import load_hf_weights
 from sppo.model.initialize import initial_weights
+from sppo.offload.moving_store import MovingStore
+from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.tiers import Tier
 from sppo.planning.plan import ExecutionPlan
+from sppo.planning.row_plan import PlannedRows
 from sppo.train.optimizer import AdamW
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -40,33 +44,26 @@ def build_state(run: RunConfig, *, plan: ExecutionPlan) -> TrainingState:
     narrow = None if dtype is torch.float32 else masters
     gradients = zero_gradients(weights)
     optimizer = AdamW(weights, config=run.optimizer, masters=narrow)
+    (stage,) = plan.stages
     engine = SingleRankEngine(
         run.model,
         weights=weights,
         gradients=gradients,
-        kept_classes=kept_classes(plan),
+        rows=PlannedRows(stage.subsequences),
+        moved=moving_store(run, plan=plan),
         input_every=run.activations.input_every,
     )
     return TrainingState(weights, gradients, optimizer, engine)
 
 
-def kept_classes(plan: ExecutionPlan) -> tuple[tuple[int, ...], ...]:
-    """Tensor classes that the plan's only stage keeps of each subsequence.
-
-    Raises:
-        ValueError: the plan moves activations or cuts a class, which this version cannot run.
-    """
-    classes = []
-    for index, part in enumerate(plan.stages[0].subsequences):
-        cut = any(0 < kept < plan.lengths[index] for kept in part.kept)
-        if any(part.moved) or cut:
-            raise ValueError(
-                f"the plan moves or cuts saved activations of subsequence {index}, which this "
-                "version cannot train with yet: solve again with activations.policy=retain, "
-                "keep_attention or recompute"
-            )
-        classes.append(tuple(c for c, kept in enumerate(part.kept) if kept))
-    return tuple(classes)
+def moving_store(run: RunConfig, *, plan: ExecutionPlan) -> MovingStore | None:
+    """Where moved activations go; None for a plan that moves none."""
+    if not plan.moves_anything:
+        return None
+    directory, debug = run.activations.disk, run.activations.debug
+    assert directory is not None, "checked before training"
+    tier = Tier("disk", Path(directory))
+    return MovingStore(ThreadQueues(poison=debug), tier=tier, checksums=debug)
 
 
 def starting_weights(run: RunConfig) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from sppo.config import RunConfig
 from sppo.engine.single import EnginePeaks
 from sppo.kernels.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
+from sppo.offload.copy_report import CopyReport
 from sppo.planning.activation_decisions import ATTENTION, LINEAR
 from sppo.planning.flops import executed_step_flops, step_flops
 from sppo.train.checkpoint import CheckpointManager, run_metadata
@@ -67,12 +68,14 @@ class MeasuredBuckets:
     optimizer_bytes: int = 0
     kv_bytes: int = 0
     activations_bytes: int = 0
+    copies_bytes: int = 0
+    """Slots that moved tensors pass through."""
 
     @property
     def counted_bytes(self) -> int:
         """All that is counted tensor by tensor."""
         state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return state + self.kv_bytes + self.activations_bytes
+        return state + self.kv_bytes + self.activations_bytes + self.copies_bytes
 
     def count_state(self, state: TrainingState) -> None:
         """Take in what does not change from step to step."""
@@ -87,6 +90,10 @@ class MeasuredBuckets:
         """Take in the peaks of one step."""
         self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
         self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
+
+    def count_copies(self, copies: CopyReport) -> None:
+        """Take in what one step's copies passed through; on a CPU that is all device memory."""
+        self.copies_bytes = max(self.copies_bytes, copies.host_bytes + copies.ring_bytes)
 
 
 def _tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -112,6 +119,8 @@ class TrainingOutcome:
     phases: list[StepPhases] = field(default_factory=list)
     """One entry per step of this process."""
     buckets: MeasuredBuckets = field(default_factory=lambda: MeasuredBuckets())
+    copies: list[CopyReport] = field(default_factory=list)
+    """One entry per step of this process."""
 
 
 def train(run: RunConfig, preflight: Preflight, *, console: Console) -> TrainingOutcome:
@@ -153,7 +162,8 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
             capacity_bytes=capacity,
             peak_flops_per_s=peak_flops_per_s,
         )
-        loop.run(console)
+        with closing(state.engine):
+            loop.run(console)
     outcome.wall_s = time.perf_counter() - started
     return outcome
 
@@ -296,6 +306,9 @@ class _Loop:
         peak = peak_resident_bytes()
         self._outcome.peak_bytes = max(self._outcome.peak_bytes, peak)
         self._outcome.buckets.count_step(self._state.engine.take_peaks())
+        copies = self._state.engine.take_copies()
+        self._outcome.copies.append(copies)
+        self._outcome.buckets.count_copies(copies)
         tokens = self._sequences * self._run.sequence.length
         return StepMetrics(
             step=step + 1,
@@ -309,7 +322,9 @@ class _Loop:
             hfu=self._executed_flops / seconds / self._peak_flops_per_s,
             predicted_step_s=self._plan.predicted.step_s,
             device_peak_bytes=peak,
-            host_peak_bytes=0,
+            host_peak_bytes=copies.host_bytes,
+            offloaded_bytes=copies.total_out_bytes,
+            exposed_copy_s=copies.exposed_s,
             skipped=skipped,
         )
 

@@ -25,8 +25,8 @@ def test_tensors_come_back_bit_for_bit_last_in_first_out():
     for seed, key in enumerate(KEYS):
         store.save(key, saved(seed))
     for seed, key in reversed(list(enumerate(KEYS))):
-        store.prefetch(key)
         taken = store.take(key)
+        store.release(key)
         assert all(torch.equal(taken[name], tensor) for name, tensor in saved(seed).items())
     assert (store.num_entries, store.device_bytes) == (0, 0)
     assert store.peak_bytes == len(KEYS) * (70 + 84)

@@ -1,0 +1,61 @@
+"""Rows of a unit's saved tensors by what the plan does with them: cutting, and joining again.
+
+A tensor's first rows are moved, the next are kept, the last are rebuilt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from sppo.config.model import ModelConfig
+from sppo.model.layer import Saved, rows_of, token_dimension
+from sppo.planning.activation_decisions import CLASSES
+from sppo.planning.activation_policy import tensors_of
+from sppo.planning.plan import SubsequencePlan
+
+
+class TensorRows(NamedTuple):
+    """How many rows of one tensor are moved, and how many kept."""
+
+    moved: int
+    kept: int
+
+
+def tensor_rows(
+    plan: SubsequencePlan, model: ModelConfig, *, own_input: bool
+) -> dict[str, TensorRows]:
+    """By name, without the tensors of which nothing is saved."""
+    rows = {}
+    for index in range(len(CLASSES)):
+        of_class = TensorRows(plan.moved[index], plan.kept[index])
+        for name in sorted(tensors_of((index,), model)):
+            if sum(of_class) and (own_input or name != "x_in"):
+                rows[name] = of_class
+    return rows
+
+
+def cut(saved: Saved, rows: Mapping[str, TensorRows]) -> tuple[Saved, Saved]:
+    """(moved, kept) rows of ``saved``, which is emptied."""
+    moved: Saved = {}
+    kept: Saved = {}
+    for name, of_tensor in rows.items():
+        tensor, dim = saved.pop(name), token_dimension(name)
+        if of_tensor.moved:
+            moved[name] = tensor.narrow(dim, 0, of_tensor.moved)
+        if of_tensor.kept == rows_of(name, tensor):
+            kept[name] = tensor
+        elif of_tensor.kept:
+            # A copy, or all of the tensor would be kept for the sake of a part.
+            kept[name] = tensor.narrow(dim, of_tensor.moved, of_tensor.kept).clone()
+    return moved, kept
+
+
+def join(moved: Saved, kept: Saved) -> Saved:
+    """What :func:`cut` cut, as far as it was saved."""
+    joined = {**moved, **kept}
+    for name in moved.keys() & kept.keys():
+        joined[name] = torch.cat([moved[name], kept[name]], dim=token_dimension(name))
+    return joined

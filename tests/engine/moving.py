@@ -1,0 +1,97 @@
+"""Engines whose saved tensors move: decisions for any cuts, and every place to move them to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sppo.offload.moving_store import MovingStore
+from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.tiers import Tier
+from sppo.planning.activation_decisions import ATTENTION, ROW_ALIGNMENT, prefix_rows
+from sppo.planning.activation_policy import class_bytes_per_token
+from sppo.planning.parcels import ParcelShape
+from sppo.planning.plan import SubsequencePlan
+from tests.engine.models import Trained
+from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues
+
+RATIOS = [i / 16 for i in range(17)]
+
+
+def with_offsets(model, rows, *, element_bytes, input_every=1):
+    """Plans of subsequences from their (kept, moved, rebuilt), parcels one behind the other."""
+    shape = ParcelShape(model, element_bytes, layers=model.num_layers, input_every=input_every)
+    plans, offset = [], 0
+    for kept, moved, rebuilt in rows:
+        plans.append(SubsequencePlan(kept, moved, rebuilt, offset))
+        offset += sum(shape.parcels(moved, attention_saved=rebuilt[ATTENTION] == 0))
+    return tuple(plans)
+
+
+@dataclass(frozen=True)
+class RatioRows:
+    """The first ``ratio`` of what each subsequence but the last saves moves, most valuable first.
+
+    ``alignment`` replaces the 128 rows of real plans, so that tiny subsequences can be cut.
+    """
+
+    model: object
+    element_bytes: int
+    ratio: float
+    rest: str = "kept"
+    last_too: bool = False
+    alignment: int = ROW_ALIGNMENT
+    input_every: int = 1
+
+    def subsequences(self, lengths):
+        sizes = class_bytes_per_token(self.model, element_bytes=self.element_bytes)
+        rows = []
+        for index, tokens in enumerate(lengths):
+            stays = index == len(lengths) - 1 and not self.last_too
+            moved = self._moved(tokens, sizes) if not stays else (0, 0, 0)
+            left = tuple(tokens - m for m in moved)
+            nothing = (0, 0, 0)
+            if self.rest == "kept" or stays:
+                rows.append((left, moved, nothing))
+            else:  # the input can not be rebuilt
+                rows.append(((left[0], 0, 0), moved, (0, *left[1:])))
+        return with_offsets(
+            self.model, rows, element_bytes=self.element_bytes, input_every=self.input_every
+        )
+
+    def _moved(self, tokens, sizes):
+        wanted = np.array([self.ratio * tokens * sizes.sum()])
+        if self.alignment == ROW_ALIGNMENT:
+            found = prefix_rows(wanted, tokens=np.array([tokens]), row_bytes=sizes)
+            return tuple(int(n) for n in found[0])
+        left, moved = float(wanted[0]), []
+        for size in sizes:
+            rows = min(tokens, int(left / size + 1e-9))
+            rows = rows if rows == tokens else rows // self.alignment * self.alignment
+            moved.append(rows)
+            left = left - rows * size if rows == tokens else 0.0
+        return tuple(moved)
+
+
+@dataclass(frozen=True)
+class FixedRows:
+    """The same (kept, moved, rebuilt) for every sequence of these cuts."""
+
+    model: object
+    element_bytes: int
+    rows: tuple
+
+    def subsequences(self, lengths):
+        return with_offsets(self.model, self.rows, element_bytes=self.element_bytes)
+
+
+def queues_of(name, *, directory=None, poison=True):
+    return ThreadQueues(poison=poison) if name == "threads" else EmulatedQueues(SCHEDULERS[name]())
+
+
+def moving_trained(model, weights, rows, *, directory=None, queues="threads", lag=1, **options):
+    """An engine that moves what ``rows`` says, to a disk if there is a directory."""
+    tier = Tier("host") if directory is None else Tier("disk", directory)
+    store = MovingStore(queues_of(queues), tier=tier, source_lag=lag, checksums=True)
+    return Trained(model, weights, rows=rows, moved=store, **options)

@@ -1,0 +1,227 @@
+"""Saved tensors that move, or are cut: the gradients are those of keeping everything."""
+
+import errno
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.offload.file_tier import FileTier
+from tests.engine.models import (
+    VARIANTS,
+    Trained,
+    assert_equal_bits,
+    assert_same_step,
+    random_sequence,
+    random_weights,
+    tiny_model,
+)
+from tests.engine.moving import RATIOS, FixedRows, RatioRows, moving_trained
+from tests.offload.emulated_queues import SCHEDULERS
+
+CUTS = [(0, 4, 5, 17, 30, 37), (0, 13, 20)]
+DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}
+ELEMENT = 8
+
+
+@pytest.fixture(params=["host", "disk"])
+def directory(request, tmp_path):
+    return tmp_path if request.param == "disk" else None
+
+
+def two_sequences(model, *, seed=0):
+    return [
+        random_sequence(model, 37, seed=seed),
+        random_sequence(model, 20, seed=seed + 1, starts=(0, 8)),
+    ]
+
+
+def assert_idle(trained):
+    trained.engine._stage.assert_idle()
+    trained.engine.take_peaks()
+    assert trained.engine.take_peaks().activations_bytes == 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_everything_moved_is_everything_kept(variant, directory):
+    model = tiny_model(variant)
+    weights, data = random_weights(model), two_sequences(model)
+    kept = Trained(model, weights).step(data, CUTS)
+    rows = RatioRows(model, ELEMENT, 1.0, last_too=True)
+    moving = moving_trained(model, weights, rows, directory=directory)
+    for _ in range(2):
+        assert_equal_bits(moving.step(data, CUTS), kept)
+        assert_idle(moving)
+    moving.engine.close()
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_any_offload_ratio_is_everything_kept(ratio, directory):
+    """Odd lengths, GQA, E = 12 is not N D = 24; what does not move stays."""
+    model = tiny_model("gqa, q/k-norm")
+    for dtype in DTYPES:
+        weights, data = random_weights(model, dtype=dtype), two_sequences(model)
+        kept = Trained(model, weights).step(data, CUTS)
+        rows = RatioRows(model, dtype.itemsize, ratio, alignment=3)
+        moving = moving_trained(model, weights, rows, directory=directory)
+        assert_equal_bits(moving.step(data, CUTS), kept)
+        moving.engine.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cut_tensors_whose_rest_is_rebuilt_agree_within_a_rounding(variant, dtype):
+    """A product with fewer rows may round differently; nothing else may differ."""
+    model = tiny_model(variant)
+    weights, data = random_weights(model, dtype=dtype), two_sequences(model)
+    kept = Trained(model, weights).step(data, CUTS)
+    zero = [n for n in kept[1] if n.endswith("k.bias") and variant.startswith("gpt")]
+    for ratio in (0.25, 0.4, 0.6, 0.9):
+        rows = RatioRows(model, dtype.itemsize, ratio, rest="rebuilt", alignment=1)
+        moving = moving_trained(model, weights, rows, queues="lazy")
+        step = moving.step(data, CUTS)
+        for name in zero:  # no key bias changes a softmax: all of its gradient is rounding
+            step[1][name] = kept[1][name]
+        assert_same_step(step, kept, tolerance=DTYPES[dtype])
+        assert_idle(moving)
+
+
+@st.composite
+def row_splits(draw, lengths):
+    """Any kept, moved and rebuilt rows; of the input none are rebuilt."""
+    rows = []
+    for tokens in lengths:
+        parts = []
+        for rebuilds in (False, True, True):
+            moved = draw(st.integers(0, tokens))
+            kept = draw(st.integers(0, tokens - moved)) if rebuilds else tokens - moved
+            parts.append((kept, moved, tokens - moved - kept))
+        rows.append(tuple(zip(*parts, strict=True)))
+    return tuple(rows)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_any_rows_give_the_gradients_of_keeping_everything(data):
+    model = tiny_model(
+        data.draw(st.sampled_from(sorted(VARIANTS))), num_layers=data.draw(st.integers(1, 3))
+    )
+    length = data.draw(st.integers(1, 40))
+    inner = data.draw(st.sets(st.integers(1, 39), max_size=5))
+    cuts = (0, *sorted(n for n in inner if n < length), length)
+    lengths = tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+    rows = FixedRows(model, ELEMENT, data.draw(row_splits(lengths)))
+    weights, sequence = random_weights(model), random_sequence(model, length, starts=(0, 3))
+    moving = moving_trained(
+        model,
+        weights,
+        rows,
+        directory=data.draw(st.sampled_from([None, "emulated"])),
+        queues=data.draw(st.sampled_from(sorted(SCHEDULERS))),
+        lag=data.draw(st.integers(0, 4)),
+    )
+    kept = Trained(model, weights).step([sequence] * 2, [cuts] * 2)
+    assert_same_step(moving.step([sequence] * 2, [cuts] * 2), kept, tolerance=1e-10)
+    assert_idle(moving)
+
+
+@pytest.mark.parametrize("input_every", [1, 2, 3, 5])
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0])
+def test_shared_inputs_move_too(input_every, ratio, directory):
+    model = tiny_model("gqa, q/k-norm", num_layers=5)
+    weights, data = random_weights(model), two_sequences(model)
+    rows = RatioRows(model, ELEMENT, ratio, last_too=True, alignment=1, input_every=input_every)
+    kept = Trained(model, weights, input_every=input_every).step(data, CUTS)
+    moving = moving_trained(model, weights, rows, directory=directory, input_every=input_every)
+    assert_equal_bits(moving.step(data, CUTS), kept)
+    assert_idle(moving)
+    moving.engine.close()
+
+
+def test_steps_of_other_lengths_each_make_their_room(tmp_path):
+    model = tiny_model("gqa, q/k-norm")
+    weights = random_weights(model)
+    rows = RatioRows(model, ELEMENT, 0.7, alignment=1)
+    moving = moving_trained(model, weights, rows, directory=tmp_path)
+    for length, cuts in [
+        (20, (0, 9, 20)),
+        (61, (0, 20, 40, 61)),
+        (7, (0, 7)),
+        (61, (0, 1, 2, 61)),
+        (40, (0, 39, 40)),
+    ]:
+        data = [random_sequence(model, length, seed=length)]
+        assert_equal_bits(moving.step(data, [cuts]), Trained(model, weights).step(data, [cuts]))
+        assert_idle(moving)
+    moving.engine.close()
+
+
+def test_a_layer_that_fails_leaves_the_engine_clean(tmp_path, monkeypatch):
+    """Forward or backward of layer 7, copies under way: the next step is as if it never was."""
+    model = tiny_model("gqa, q/k-norm", num_layers=9)
+    weights, data = random_weights(model), two_sequences(model)
+    moving = moving_trained(
+        model, weights, RatioRows(model, ELEMENT, 0.9, alignment=1), directory=tmp_path
+    )
+    expected = Trained(model, weights).step(data, CUTS)
+    layer = type(moving.engine._stage._layer)
+    for verb in ("forward", "backward"):
+        for at in (7, 9 + 7, 9 * 4 + 2):
+            original, calls = getattr(layer, verb), iter(range(1000))
+
+            def failing(self, *args, original=original, calls=calls, at=at, **options):
+                if next(calls) == at:
+                    raise RuntimeError("layer on fire")
+                return original(self, *args, **options)
+
+            monkeypatch.setattr(layer, verb, failing)
+            with pytest.raises(RuntimeError, match="layer on fire"):
+                moving.step(data, CUTS)
+            monkeypatch.setattr(layer, verb, original)
+            assert_idle(moving)
+            assert_equal_bits(moving.step(data, CUTS), expected)
+    moving.engine.close()
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path, monkeypatch):
+    model = tiny_model("gqa, q/k-norm")
+    weights, data = random_weights(model), two_sequences(model)
+    moving = moving_trained(model, weights, RatioRows(model, ELEMENT, 1.0), directory=tmp_path)
+    expected = Trained(model, weights).step(data, CUTS)
+    assert_equal_bits(moving.step(data, CUTS), expected)
+    original = getattr(FileTier, verb)
+
+    def failing(self, offset_bytes, array):
+        if offset_bytes > 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(self, offset_bytes, array)
+
+    monkeypatch.setattr(FileTier, verb, failing)
+    with pytest.raises(OSError, match="the disk failed while (writing|reading)") as caught:
+        moving.step(data, CUTS)
+    assert caught.value.errno == errno.EIO
+    assert caught.value.filename == str(tmp_path)
+    assert_idle(moving)
+    monkeypatch.setattr(FileTier, verb, original)
+    assert_equal_bits(moving.step(data, CUTS), expected)
+    moving.engine.close()
+
+
+def test_what_moves_is_reported(tmp_path):
+    model = tiny_model("gqa, q/k-norm")
+    weights, data = random_weights(model, dtype=torch.float32), two_sequences(model)[:1]
+    moving = moving_trained(model, weights, RatioRows(model, 4, 1.0), directory=tmp_path)
+    moving.step(data, CUTS[:1])
+    copies, peaks = moving.engine.take_copies(), moving.engine.take_peaks()
+    sizes = {"x_in": 12, "attention": 24 + 4, "linear": 24 + 12 + 2 * 6 + 2 * 18}
+    tokens = 30  # all but the last seven
+    assert copies.out_bytes == {c: 4 * 2 * tokens * size for c, size in sizes.items()}
+    assert copies.back_bytes == copies.out_bytes
+    assert copies.exposed_s >= 0
+    assert copies.out_s > 0 < copies.back_s
+    # The last subsequence stays, with the gradient of every subsequence's output.
+    assert peaks.activations_bytes == 4 * (2 * 7 * sum(sizes.values()) + 37 * 12)
+    moving.engine.close()

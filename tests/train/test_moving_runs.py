@@ -1,0 +1,158 @@
+"""Runs whose saved activations go to a disk: the same training, said and counted; bad disks."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from sppo.config import load_run
+from sppo.offload import spill_directory
+from sppo.offload.disk_room import DiskRoom
+from sppo.offload.file_tier import FileTier
+from sppo.train import trainer
+from sppo.train.preflight import check_before_training
+from sppo.train.report import report
+from tests.conftest import call, refuse, succeed, write_run
+
+MOVING = {
+    "offload_all": {"policy": "offload_all"},
+    "sppo": {"policy": "sppo"},
+    "a ratio": {"offload_ratio": 0.6},
+    "everything by ratio": {"offload_ratio": 1.0, "tier": "disk"},
+    "debug": {"policy": "offload_all", "debug": True},
+    "input_every": {"policy": "offload_all", "input_every": 2},
+}
+MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
+
+
+@pytest.fixture(autouse=True)
+def _quick(work, monkeypatch):
+    monkeypatch.setattr(trainer, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    (work / "spill").mkdir()
+
+
+def moving_run(work, output="out", **activations):
+    sections = {"activations": {"disk": "spill", **activations}, "train": {"output": output}}
+    return write_run(work / "run.yaml", model=MODEL, **sections)
+
+
+def records(work, output="out"):
+    lines = (work / output / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses(work, output="out"):
+    return [(record["loss"], record["grad_norm"]) for record in records(work, output)]
+
+
+@pytest.mark.parametrize("activations", MOVING.values(), ids=MOVING)
+def test_training_is_that_of_keeping_everything(work, activations):
+    every = {"input_every": activations.get("input_every", 1)}
+    succeed("train", moving_run(work, output="kept", policy="retain", **every))
+    said = succeed("train", moving_run(work, **activations))
+    assert losses(work) == losses(work, "kept")
+    assert "to spill and back: " in said
+    assert "waiting for copies time" in said
+    for record in records(work):
+        assert record["offloaded_bytes"] > 0
+        assert record["exposed_copy_s"] >= 0
+        assert record["host_peak_bytes"] > 0
+    assert {record["offloaded_bytes"] for record in records(work, "kept")} == {0}
+    assert list((work / "spill").iterdir()) == []
+
+
+def test_a_plan_that_moves_is_followed(work):
+    """Made by the solver for a machine with too little memory to keep everything."""
+    run_file = moving_run(work, offload_ratio=0.5)
+    succeed("solve", run_file, "-o", "plan.json")
+    succeed("train", run_file, "--plan", "plan.json")
+    succeed("train", moving_run(work, output="kept", policy="retain"))
+    assert losses(work) == losses(work, "kept")
+    assert records(work)[0]["offloaded_bytes"] > 0
+
+
+def test_a_plan_that_moves_needs_a_directory(work):
+    run_file = write_run(work / "run.yaml", model=MODEL, activations={"offload_ratio": 0.5})
+    succeed("solve", run_file, "-o", "plan.json")
+    error = refuse("train", run_file, "--plan", "plan.json")
+    assert "plan.json moves saved activations" in error
+    assert "write activations.disk=DIR" in error
+
+
+def test_buckets_and_copies_are_those_predicted(work):
+    run = load_run(moving_run(work, policy="offload_all"))
+    preflight = check_before_training(run)
+    outcome = trainer.train(run, preflight, console=Console(file=io.StringIO()))
+    report(run, preflight, outcome, console=Console(file=io.StringIO()))
+    device = preflight.plan.stages[0].memory.device
+    assert outcome.buckets.copies_bytes == device.copies_bytes > 0
+    saved = device.activations_bytes + device.loss_gradient_bytes
+    assert outcome.buckets.activations_bytes == saved
+    summary = json.loads((work / "out" / "run_summary.json").read_text())
+    copies = summary["copies"]
+    for key in ("host_bytes", "disk_bytes"):
+        assert copies[key]["measured"] == copies[key]["predicted"] > 0
+    assert copies["out_bytes"].keys() == {"x_in", "attention", "linear"}
+    assert copies["out_bytes"] == copies["back_bytes"]
+    pair = summary["memory_bytes"]["copies"]
+    assert pair["measured"] == pair["predicted"]
+
+
+def test_what_fits_is_not_moved(work):
+    succeed("train", moving_run(work))
+    assert {record["offloaded_bytes"] for record in records(work)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("activations", "says"),
+    [
+        ({"disk": "nowhere"}, "activations.disk=nowhere: no such directory; make it"),
+        ({"disk": "run.yaml"}, "activations.disk=run.yaml: not a directory"),
+        ({"disk": None, "policy": "sppo"}, "name a disk directory (activations.disk)"),
+        ({"disk": None, "offload_ratio": 0.5}, "name a disk directory (activations.disk)"),
+        ({"disk": None, "tier": "disk"}, "activations.tier=disk without a directory"),
+        ({"tier": "host"}, "activations.tier"),
+    ],
+)
+def test_what_cannot_be_moved_to_is_refused(work, activations, says):
+    assert says in refuse("train", moving_run(work, **activations))
+    assert not (work / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_cannot_be_written_is_refused(work):
+    (work / "spill").chmod(0o500)
+    error = refuse("train", moving_run(work, policy="offload_all"))
+    assert "no file can be made there (Permission denied)" in error
+
+
+def test_a_disk_that_is_too_small_is_refused(work, monkeypatch):
+    monkeypatch.setattr(
+        spill_directory, "disk_room", lambda directory: DiskRoom(free_bytes=100_000)
+    )
+    error = refuse("train", moving_run(work, policy="offload_all"), code=4)
+    assert "activations.policy=offload_all moves" in error
+    assert "activations.offload_ratio=0." in error
+    ratio = float(error.split("offload_ratio=")[1].split(" ")[0])
+    succeed("train", moving_run(work, offload_ratio=ratio))
+
+
+def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch):
+    original = FileTier.write
+
+    def failing(self, offset_bytes, array):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(FileTier, "write", failing)
+    result = call("train", moving_run(work, policy="offload_all"))
+    assert isinstance(result.exception, OSError)
+    assert "the disk failed while writing" in str(result.exception)
+    monkeypatch.setattr(FileTier, "write", original)
+    succeed("train", moving_run(work, policy="offload_all"))
+    succeed("train", moving_run(work, output="kept", policy="retain"))
+    assert losses(work) == losses(work, "kept")
