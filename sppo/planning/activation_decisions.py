@@ -56,6 +56,35 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CopySlots:
+    """Device memory that copies pass through, reserved for as long as a run lasts.
+
+    Attributes:
+        row_bytes: What the slots take for every row of the subsequence that moves most,
+            [stages, 3].
+        padding_bytes: What alignment adds to that at most, [stages].
+        joined_bytes: What putting a cut class of one layer together takes at most, [stages].
+    """
+
+    row_bytes: Table
+    padding_bytes: Table
+    joined_bytes: Table
+
+    def of_stage(self, stage: int) -> CopySlots:
+        """The same of one stage."""
+        only = slice(stage, stage + 1)
+        return CopySlots(self.row_bytes[only], self.padding_bytes[only], self.joined_bytes[only])
+
+    def reserved(self, decisions: Decisions) -> Table:
+        """What `decisions` need at most, [stages]."""
+        slots = (decisions.moved * self.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
+        parts = np.stack([decisions.kept, decisions.moved, decisions.rebuilt])
+        is_cut = ((parts > 0).sum(axis=0) > 1).any(axis=(1, 2))
+        needed: Table = slots + self.padding_bytes * (slots > 0) + self.joined_bytes * is_cut
+        return needed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Situation:
     """What a policy decides from: bytes, seconds, and room. Tables are [stages, subsequences].
 
@@ -76,11 +105,8 @@ class Situation:
         device_bytes: Room for saved activations on each stage's device, [stages].
         tier_bytes: Room in the next tier for each stage, [stages].
         cut_rows: Whether a class may be cut; if not, all of it has one fate.
-        slot_row_bytes: Where copies pass through slots of device memory that are reserved once:
-            what these take for every row of the subsequence that moves most, [stages, 3]. None
-            where only what is on its way takes memory.
-        slot_padding_bytes: What alignment adds to that at most, [stages].
-        joined_bytes: What putting a cut class of one layer together takes at most, [stages].
+        slots: Where copies pass through slots of device memory that are reserved once; None where
+            only what is on its way takes memory.
     """
 
     tokens: Counts
@@ -96,9 +122,7 @@ class Situation:
     device_bytes: Table
     tier_bytes: Table
     cut_rows: bool = True
-    slot_row_bytes: Table | None = None
-    slot_padding_bytes: Table | None = None
-    joined_bytes: Table | None = None
+    slots: CopySlots | None = None
 
     @property
     def class_bytes(self) -> Table:
@@ -118,11 +142,9 @@ def held_bytes(decisions: Decisions, situation: Situation) -> Table:
     """
     kept = (decisions.kept * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
     moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2)
-    if situation.slot_row_bytes is not None and situation.slot_padding_bytes is not None:
-        slots = (decisions.moved * situation.slot_row_bytes[:, None, :]).sum(axis=2).max(axis=1)
-        padding = situation.slot_padding_bytes * (slots > 0)
+    if situation.slots is not None:
         counted_by_ring = situation.ring_share * moved.max(axis=1)
-        reserved: Table = kept.sum(axis=1) + slots + padding - counted_by_ring
+        reserved: Table = kept.sum(axis=1) + situation.slots.reserved(decisions) - counted_by_ring
         return reserved
     before = np.concatenate([np.zeros_like(moved[:, :1]), moved[:, :-1]], axis=1)
     held = np.cumsum(kept, axis=1)

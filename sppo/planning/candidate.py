@@ -10,9 +10,7 @@ import numpy as np
 from sppo.planning.activation_decisions import Counts, Decisions, Situation
 from sppo.planning.activation_policy import POLICIES, decide, decide_ratio
 from sppo.planning.copy_room import (
-    most_joined_bytes,
-    passes_through_slots,
-    slot_row_bytes,
+    copy_slots,
     tier_padding_bytes,
     with_exact_room,
 )
@@ -192,17 +190,27 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Asse
     if candidate.schedule == "sppo_msp":
         states = _with_helpers(states, extra=helper_bytes(request))
     situation = _situation(candidate, seconds=seconds, in_flight=in_flight, states=states)
+
+    def memory_of(decisions: Decisions) -> tuple[StageMemory, ...]:
+        return with_exact_room(
+            with_activations(states, request=request, decisions=decisions, situation=situation),
+            request=request,
+            decisions=decisions,
+            in_flight=in_flight,
+        )
+
+    possible = _decisions(candidate, situation)
+    if candidate.policy == "hybrid" and candidate.offload_ratio is None:
+        # The room that decisions are made in allows for the working set of any decision.
+        everything = decide("retain", situation)
+        if _shortfall(candidate, memory_of(everything)) is None:
+            possible = [everything]
     priced = []
-    for decisions in _decisions(candidate, situation):
+    for decisions in possible:
         costs = stage_costs(request, seconds=seconds, decisions=decisions)
         priced.append((step_time(costs, num_sequences=candidate.sequences), decisions, costs))
     time, decisions, costs = min(priced, key=lambda item: item[0].step_s)
-    memory = with_exact_room(
-        with_activations(states, decisions=decisions, situation=situation),
-        request=request,
-        decisions=decisions,
-        in_flight=in_flight,
-    )
+    memory = memory_of(decisions)
     return Assessment(candidate, decisions, memory, time, costs, _shortfall(candidate, memory))
 
 
@@ -312,7 +320,6 @@ def _situation(
     on_host = hardware.node.host_memory_bytes > 0
     tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
     tier_used = tier_padding_bytes(request, in_flight=in_flight) + (host if on_host else 0)
-    slots, padding = slot_row_bytes(request) if passes_through_slots(request) else (None, None)
     return Situation(
         tokens=tokens,
         row_bytes=row_bytes_of(request),
@@ -327,9 +334,7 @@ def _situation(
         device_bytes=np.maximum(0.0, candidate.budget_bytes - used),
         tier_bytes=np.maximum(0.0, tier - tier_used),
         cut_rows=candidate.cut_rows,
-        slot_row_bytes=slots,
-        slot_padding_bytes=padding,
-        joined_bytes=most_joined_bytes(request) if slots is not None else None,
+        slots=copy_slots(request),
     )
 
 

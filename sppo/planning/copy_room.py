@@ -11,7 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from sppo.planning.activation_decisions import ATTENTION, CLASSES, X_IN, Counts, Decisions
+from sppo.planning.activation_decisions import (
+    ATTENTION,
+    CLASSES,
+    X_IN,
+    CopySlots,
+    Counts,
+    Decisions,
+)
 from sppo.planning.activation_policy import class_bytes_per_token
 from sppo.planning.cost import CostRequest
 from sppo.planning.memory import StageMemory
@@ -53,28 +60,21 @@ def stage_parcels(
     return tuple(parcels)
 
 
-def slot_row_bytes(request: CostRequest) -> tuple[Table, Table]:
-    """What slots take for every row that the subsequence that moves most moves, at most.
-
-    Returns:
-        ([stages, 3] by class, [stages] of padding where anything moves).
-    """
+def copy_slots(request: CostRequest) -> CopySlots | None:
+    """What slots take, from the rows that move; None where copies pass through none."""
+    if not passes_through_slots(request):
+        return None
+    workload = request.workload
     shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
     counts = np.array([shape.staging_slots + shape.ring_slots for shape in shapes], dtype=float)
-    workload = request.workload
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
-    padding = counts * np.array([shape.most_padding_bytes for shape in shapes])
-    rows: Table = counts[:, None] * classes / workload.sequence_parallel_degree
-    return rows, padding
-
-
-def most_joined_bytes(request: CostRequest) -> Table:
-    """The largest class of one layer of the longest subsequence, [stages]."""
-    workload = request.workload
+    classes = classes / workload.sequence_parallel_degree
     longest = max(tokens for parts in request.lengths for tokens in parts)
-    classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
-    most = longest * float(classes.max()) / workload.sequence_parallel_degree
-    return np.full(request.num_stages, most)
+    return CopySlots(
+        row_bytes=counts[:, None] * classes,
+        padding_bytes=counts * np.array([shape.most_padding_bytes for shape in shapes]),
+        joined_bytes=np.full(len(shapes), longest * float(classes.max())),
+    )
 
 
 def tier_padding_bytes(request: CostRequest, *, in_flight: Counts) -> Table:

@@ -22,6 +22,7 @@ from sppo.planning.activation_decisions import (
     ATTENTION,
     LINEAR,
     ROW_ALIGNMENT,
+    CopySlots,
     Counts,
     Decisions,
     Situation,
@@ -53,9 +54,8 @@ class StageProblem:
     device_bytes: float
     tier_bytes: float
     cut_rows: bool = True
-    slot_row_bytes: Table | None = None
-    slot_padding_bytes: float = 0.0
-    joined_bytes: float = 0.0
+    slots: CopySlots | None = None
+    """Of this stage alone."""
 
     @property
     def saved_bytes(self) -> Table:
@@ -67,7 +67,7 @@ class StageProblem:
     def key(self) -> bytes:
         """Equal exactly for equal problems of one situation."""
         single = np.array([self.ring_share, self.device_bytes, self.tier_bytes])
-        slots = np.zeros(0) if self.slot_row_bytes is None else self.slot_row_bytes
+        slots = np.zeros(0) if self.slots is None else self.slots.row_bytes
         tables = (self.row_bytes, self.next_forward_s, self.hidden_bytes, single, slots)
         return b"".join(table.tobytes() for table in tables) + self.in_flight.tobytes()
 
@@ -192,12 +192,10 @@ def _fits(kept: Counts, moved: Counts, problem: StageProblem) -> bool:
 def _needed(kept: Counts, moved: Counts, problem: StageProblem) -> float:
     """Device bytes at the worst moment, see `activation_decisions.held_bytes`, and the ring."""
     held = np.cumsum((kept @ problem.row_bytes) * problem.in_flight)
-    if problem.slot_row_bytes is not None:
-        slots = float((moved @ problem.slot_row_bytes).max())
-        reserved = float(held[-1]) + slots + (problem.slot_padding_bytes if slots else 0.0)
-        whole = problem.tokens[:, None]
-        is_cut = ((kept > 0) & (kept < whole)) | ((moved > 0) & (moved < whole))
-        return reserved + (problem.joined_bytes if is_cut.any() else 0.0)
+    if problem.slots is not None:
+        rebuilt = problem.tokens[:, None] - kept - moved
+        decisions = Decisions(kept[None], moved[None], rebuilt[None])
+        return float(held[-1] + problem.slots.reserved(decisions)[0])
     draining = moved @ problem.row_bytes
     before = np.concatenate([[0.0], draining[:-1]])
     by_layer = (held + np.maximum(draining, before)).max() + problem.ring_share * draining.max()
@@ -224,12 +222,12 @@ def _last_in_part(before: Counts, after: Counts, moved: Counts, problem: StagePr
     rows = int(np.ceil(short / row_bytes / ROW_ALIGNMENT)) * ROW_ALIGNMENT
     left = before.copy()
     left[index, tensor_class] -= min(rows, int(before[index, tensor_class]))
-    return left
+    # A cut takes memory to join what it cut.
+    return left if _fits(left, moved, problem) else after
 
 
 def _problem(situation: Situation, stage: int) -> StageProblem:
-    slots, padding = situation.slot_row_bytes, situation.slot_padding_bytes
-    joined = situation.joined_bytes
+    slots = situation.slots
     return StageProblem(
         tokens=situation.tokens,
         row_bytes=situation.row_bytes[stage],
@@ -240,9 +238,7 @@ def _problem(situation: Situation, stage: int) -> StageProblem:
         device_bytes=float(situation.device_bytes[stage]),
         tier_bytes=float(situation.tier_bytes[stage]),
         cut_rows=situation.cut_rows,
-        slot_row_bytes=None if slots is None else slots[stage],
-        slot_padding_bytes=0.0 if padding is None else float(padding[stage]),
-        joined_bytes=0.0 if joined is None else float(joined[stage]),
+        slots=None if slots is None else slots.of_stage(stage),
     )
 
 

@@ -14,6 +14,7 @@ from sppo.planning.activation_decisions import (
     LINEAR,
     ROW_ALIGNMENT,
     X_IN,
+    CopySlots,
     Situation,
     held_bytes,
     prefix_rows,
@@ -61,7 +62,14 @@ def random_situation(seed, *, cut_rows=True, room=None):
         device_bytes=everything * (random.random(stages) if room is None else room),
         tier_bytes=everything * random.choice([0.1, 0.5, 1.5]),
         cut_rows=cut_rows,
+        slots=_slots(row_bytes, random) if random.random() < 0.5 else None,
     )
+
+
+def _slots(row_bytes, random):
+    """Seven layers' worth of the subsequence that moves most, of four."""
+    stages = len(row_bytes)
+    return CopySlots(row_bytes * 7 / 4, 100 * random.random(stages), 1e4 * random.random(stages))
 
 
 def every_decision(situation, policies=EVERY_POLICY):

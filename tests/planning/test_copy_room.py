@@ -1,0 +1,161 @@
+"""Parcels, their places and the memory they pass through, as the run will take them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.planning.activation_decisions import ATTENTION
+from sppo.planning.activation_policy import tensor_bytes_per_token
+from sppo.planning.candidate import Candidate, assess
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.layer_cost import Workload
+from sppo.planning.parcels import (
+    PARCEL_ALIGNMENT_BYTES,
+    ParcelShape,
+    packed_bytes,
+    packed_offsets,
+    parcel_offsets,
+)
+from sppo.planning.run_plan import plan_run
+from sppo.units import GIB, MIB
+from tests.planning.cases import run_config
+
+LAPTOP = PRESETS["laptop-cpu"]
+PLENTY = 1 << 44
+
+
+def run_of(*, length=8192, pieces=8, **activations):
+    return run_config(
+        "tiny",
+        length=length,
+        sequence={"num_subsequences": pieces},
+        activations={"disk": "spill", **activations},
+        hardware="auto",
+    )
+
+
+def plan(run=None, *, available=PLENTY, disk=PLENTY):
+    return plan_run(run or run_of(), hardware=LAPTOP, available_bytes=available, disk_bytes=disk)
+
+
+def shape_of(model, **options):
+    return ParcelShape(model, 2, layers=model.num_layers, **options)
+
+
+def test_tensors_are_packed_one_behind_the_other():
+    offsets, size = packed_offsets({"x_in": 100, "lse": 64, "o": 1})
+    assert offsets == {"x_in": 0, "lse": 128, "o": 192}
+    assert size == PARCEL_ALIGNMENT_BYTES == packed_bytes([100, 64, 1])
+    assert packed_offsets({}) == ({}, 0)
+    assert packed_bytes([]) == 0
+    assert packed_bytes([4096, 1]) == 8192
+    assert parcel_offsets([4096, 0, 8192], start=100) == (100, 4196, 4196)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.tuples(*[st.integers(0, 500)] * 3), st.integers(1, 4), st.integers(1, 3))
+def test_a_parcel_holds_the_rows_of_its_classes(rows, every, shared_by):
+    model = run_of().model
+    shape = shape_of(model, input_every=every, shared_by=shared_by)
+    sizes = tensor_bytes_per_token(model, element_bytes=2)
+    found = shape.parcels(rows, attention_saved=True)
+    assert len(found) == model.num_layers
+    for layer, size in enumerate(found):
+        own = rows if layer % every == 0 else (0, *rows[1:])
+        wanted = own[0] * sizes["x_in"] + own[1] * (sizes["o"] + sizes["lse"])
+        rest = set(sizes) - {"x_in", "o", "lse"}
+        wanted += own[2] * sum(sizes[name] for name in rest)
+        assert wanted / shared_by <= size
+        assert size <= wanted / shared_by + shape.most_padding_bytes + len(sizes)
+        assert size % PARCEL_ALIGNMENT_BYTES == 0
+    # A layer that must attend again needs its own input.
+    if every > 1 and rows[0]:
+        assert len(set(shape.parcels(rows, attention_saved=False))) == 1
+
+
+@pytest.mark.parametrize("policy", ["offload_all", "sppo"])
+def test_places_lie_one_behind_the_other_and_fill_the_file(policy):
+    found = plan(run_of(policy=policy))
+    (stage,) = found.stages
+    shape, end = shape_of(found.model), 0
+    for part in stage.subsequences:
+        assert part.slot_offset_bytes == end
+        end += sum(shape.parcels(part.moved, attention_saved=part.rebuilt[ATTENTION] == 0))
+    assert stage.memory.tier_activations_bytes == end > 0
+    assert found.predicted.disk_peak_bytes == end
+    largest = max(shape.parcels(stage.subsequences[0].moved, attention_saved=True))
+    layers = found.model.num_layers
+    assert stage.memory.device.copies_bytes == (layers + 3) * largest
+    assert found.predicted.host_peak_bytes == layers * largest
+
+
+def test_what_is_cut_has_room_to_be_put_together():
+    found = plan(run_of(offload_ratio=0.5))
+    (stage,) = found.stages
+    part, tokens = stage.subsequences[0], found.lengths[0]
+    assert 0 < part.moved[2] < tokens
+    sizes = tensor_bytes_per_token(found.model, element_bytes=2)
+    linear = tokens * (sum(sizes.values()) - sizes["x_in"] - sizes["o"] - sizes["lse"])
+    shape = shape_of(found.model)
+    slots = (found.model.num_layers + 3) * max(shape.parcels(part.moved, attention_saved=True))
+    assert stage.memory.device.copies_bytes == slots + linear
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    available=st.integers(20, 3000),
+    disk=st.sampled_from([0, 1, 50, PLENTY // MIB]),
+    length=st.integers(1, 65536),
+    pieces=st.integers(1, 40),
+)
+def test_what_is_planned_never_exceeds_what_there_is(available, disk, length, pieces):
+    run = run_of(length=length, pieces=min(pieces, length))
+    try:
+        found = plan(run, available=available * MIB, disk=disk * MIB)
+    except MemoryError:
+        return
+    (stage,) = found.stages
+    assert stage.memory.device.total_bytes <= available * MIB
+    assert found.predicted.device_peak_bytes == stage.memory.device.total_bytes
+    assert stage.memory.tier_activations_bytes <= disk * MIB
+
+
+def test_a_disk_lets_longer_sequences_run():
+    run = run_of(length=65536, pieces=32)
+    everything = plan(run_of(length=65536, pieces=32, policy="retain"))
+    available = int(everything.predicted.device_peak_bytes * 0.6)
+    found = plan(run, available=available)
+    assert found.moves_anything
+    assert not any(any(part.rebuilt) for part in found.stages[0].subsequences)
+    assert not any(found.stages[0].subsequences[-1].moved)
+    rebuilding = plan(run, available=available, disk=0)
+    assert not rebuilding.moves_anything
+    assert found.predicted.step_s < rebuilding.predicted.step_s
+
+
+def test_without_a_directory_nothing_is_moved():
+    everything = plan(run_of(policy="retain")).predicted.device_peak_bytes
+    for activations in ({"disk": None}, {"tier": "device"}):
+        found = plan(run_of(**activations), available=int(everything * 0.9))
+        assert not found.moves_anything
+
+
+def test_an_accelerator_keeps_what_is_on_its_way_where_it_is():
+    """Only the ring is reserved there; a tensor going out is its own source."""
+    hardware = PRESETS["h100"]
+    run = run_of()
+    workload = Workload(run.model, hardware)
+    for memory in (hardware.device.memory_bytes, 1 * GIB):
+        device = replace(hardware.device, memory_bytes=memory, reserved_bytes=0)
+        candidate = Candidate(
+            replace(workload, hardware=replace(hardware, device=device)),
+            lengths=(1024,) * 8,
+            policy="offload_all",
+        )
+        held = assess(candidate).memory[0]
+        assert held.tier_activations_bytes > 0
+        assert held.device.copies_bytes < held.tier_activations_bytes
