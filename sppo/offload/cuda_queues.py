@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sppo.offload.arena import HostArena
 from sppo.offload.file_tier import FileTier
-from sppo.offload.lanes import HostEvent, Lane, Operation
+from sppo.offload.lanes import HostEvent, Lane, Operation, close_lanes
 from sppo.offload.queues import Dependency, Event, QueueTimes, Region
 from sppo.offload.thread_queues import POISON
 from sppo.units import MIB
@@ -236,8 +236,7 @@ class CudaQueues:
         if self._closed:
             return
         self._closed = True
-        for lane in self._lanes.values():
-            lane.close()
+        close_lanes(self._lanes.values())
         torch.cuda.synchronize(self._device)
         self._sources.clear()
         if self._file is not None:

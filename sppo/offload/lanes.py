@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
@@ -149,6 +149,15 @@ class Lane:
             if operation.error is not None and self._failed is None:
                 self._failed = operation.error
             del operation  # or it would stay, with its event, until the next one comes
+
+
+def close_lanes(lanes: Iterable[Lane]) -> None:
+    """End the threads of several lanes, which may wait for one another."""
+    lanes = list(lanes)
+    for lane in lanes:
+        lane.cancel()
+    for lane in lanes:
+        lane.close()
 
 
 def _again(error: BaseException) -> BaseException:

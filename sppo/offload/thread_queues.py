@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from sppo.offload.arena import HostArena
 from sppo.offload.file_tier import FileTier
-from sppo.offload.lanes import HostEvent, Lane, Reached
+from sppo.offload.lanes import HostEvent, Lane, Reached, close_lanes
 from sppo.offload.queues import Dependency, Event, QueueTimes, Region
 
 POISON = 0xFF
@@ -36,11 +37,13 @@ class ThreadQueues:
     def __init__(self, *, poison: bool = False) -> None:
         self._poison = poison
         names = ("copy out", "write", "read", "copy back")
-        self._out, self._write, self._read, self._back = (Lane(f"sppo {name}") for name in names)
+        self._lanes = tuple(Lane(f"sppo {name}") for name in names)
+        self._out, self._write, self._read, self._back = self._lanes
+        # Also where the queues are just dropped: their threads would wait for work for ever.
+        self._end = weakref.finalize(self, close_lanes, self._lanes)
         self._file: FileTier | None = None
         self._directory: Path | None = None
         self._exposed_s = 0.0
-        self._closed = False
 
     def host_memory(self, size_bytes: int) -> Tensor:
         """See :class:`sppo.offload.queues.CopyQueues`."""
@@ -140,17 +143,9 @@ class ThreadQueues:
 
     def close(self) -> None:
         """See :class:`sppo.offload.queues.CopyQueues`."""
-        if self._closed:
-            return
-        self._closed = True
-        for lane in self._lanes:
-            lane.close()
+        self._end()
         if self._file is not None:
             self._file.close()
-
-    @property
-    def _lanes(self) -> tuple[Lane, ...]:
-        return self._out, self._write, self._read, self._back
 
     def _wait(self, event: Event) -> None:
         """Block until ``event``; what that takes is exposed."""

@@ -11,10 +11,12 @@ import pytest
 from rich.console import Console
 
 from sppo.config import load_run
+from sppo.kernels.machine_memory import MemoryRoom
 from sppo.offload import spill_directory
 from sppo.offload.disk_room import DiskRoom
 from sppo.offload.file_tier import FileTier
-from sppo.train import trainer
+from sppo.planning.run_plan import USABLE_SHARE
+from sppo.train import preflight, trainer
 from sppo.train.preflight import check_before_training
 from sppo.train.report import report
 from tests.conftest import call, refuse, succeed, write_run
@@ -36,8 +38,10 @@ def _quick(work, monkeypatch):
     (work / "spill").mkdir()
 
 
-def moving_run(work, output="out", **activations):
+def moving_run(work, output="out", *, sequence=None, **activations):
     sections = {"activations": {"disk": "spill", **activations}, "train": {"output": output}}
+    if sequence is not None:
+        sections |= {"sequence": sequence}
     return write_run(work / "run.yaml", model=MODEL, **sections)
 
 
@@ -86,10 +90,10 @@ def test_a_plan_that_moves_needs_a_directory(work):
 
 def test_buckets_and_copies_are_those_predicted(work):
     run = load_run(moving_run(work, policy="offload_all"))
-    preflight = check_before_training(run)
-    outcome = trainer.train(run, preflight, console=Console(file=io.StringIO()))
-    report(run, preflight, outcome, console=Console(file=io.StringIO()))
-    device = preflight.plan.stages[0].memory.device
+    checked = check_before_training(run)
+    outcome = trainer.train(run, checked, console=Console(file=io.StringIO()))
+    report(run, checked, outcome, console=Console(file=io.StringIO()))
+    device = checked.plan.stages[0].memory.device
     assert outcome.buckets.copies_bytes == device.copies_bytes > 0
     saved = device.activations_bytes + device.loss_gradient_bytes
     assert outcome.buckets.activations_bytes == saved
@@ -156,3 +160,22 @@ def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch):
     succeed("train", moving_run(work, policy="offload_all"))
     succeed("train", moving_run(work, output="kept", policy="retain"))
     assert losses(work) == losses(work, "kept")
+
+
+def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
+    """Memory for two thirds of what is saved: some of it moves, and nothing is rebuilt."""
+    long = {"length": 512, "num_subsequences": 16}
+    keeping = moving_run(work, sequence=long, policy="retain")
+    device = check_before_training(load_run(keeping)).plan.stages[0].memory.device
+    succeed("train", moving_run(work, output="kept", sequence=long, policy="retain"))
+    usable = device.total_bytes - device.activations_bytes // 3
+    room = MemoryRoom(int(usable / USABLE_SHARE) + 1)
+    monkeypatch.setattr(preflight, "memory_room", lambda: room)
+    run_file = moving_run(work, sequence=long)
+    plan = check_before_training(load_run(run_file)).plan
+    assert plan.policy == "hybrid"
+    assert plan.predicted.device_peak_bytes <= usable
+    assert not any(any(part.rebuilt) for part in plan.stages[0].subsequences)
+    succeed("train", run_file)
+    assert losses(work) == losses(work, "kept")
+    assert 0 < records(work)[0]["offloaded_bytes"] < device.activations_bytes

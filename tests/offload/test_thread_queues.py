@@ -1,0 +1,174 @@
+"""Real threads and a real file: the queues themselves, and a disk that is slow."""
+
+import errno
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from sppo.offload.file_tier import FileTier
+from sppo.offload.lanes import CancelledError, Lane, Reached
+from sppo.offload.moving_store import MovingStore
+from sppo.offload.queues import Ordering, Region
+from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.tiers import Tier
+from tests.offload.test_moving_store import run_step
+
+
+@pytest.fixture
+def lane():
+    made = Lane("test")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("lag", [0, 1, 4])
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_threads_bring_back_what_was_sent(kind, lag, interleaved, tmp_path):
+    tier = Tier(kind, tmp_path if kind == "disk" else None)
+    store = MovingStore(ThreadQueues(poison=True), tier=tier, source_lag=lag, checksums=True)
+    for step in range(5):
+        run_step(store, interleaved=interleaved, step=step)
+    store.close()
+    store.close()
+
+
+def test_a_slow_disk_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypatch):
+    """What the step takes longer is what is reported as exposed."""
+    store = MovingStore(ThreadQueues(), tier=Tier("disk", tmp_path))
+
+    def step_s(step):
+        start = time.perf_counter()
+        run_step(store, interleaved=False, step=step)
+        return time.perf_counter() - start
+
+    step_s(0)
+    store.take_report()
+    fast_s, fast = step_s(1), store.take_report()
+    for verb in ("write", "read"):
+        original = getattr(FileTier, verb)
+
+        def slow(self, offset_bytes, array, original=original):
+            time.sleep(0.02)
+            return original(self, offset_bytes, array)
+
+        monkeypatch.setattr(FileTier, verb, slow)
+    slow_s, slow_report = step_s(2), store.take_report()
+    assert slow_s - fast_s > 0.5
+    exposed_s = slow_report.exposed_s - fast.exposed_s
+    assert exposed_s == pytest.approx(slow_s - fast_s, rel=0.25)
+    assert slow_report.out_s > 0.02 * 20
+    assert slow_report.back_s > 0.02 * 20
+    store.close()
+
+
+def test_threads_end_with_the_queues():
+    before = threading.active_count()
+    queues = ThreadQueues()
+    assert threading.active_count() == before + 4
+    queues.close()
+    assert threading.active_count() == before
+    dropped = ThreadQueues()
+    assert threading.active_count() == before + 4
+    del dropped
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_a_tensor_that_was_copied_out_is_let_go():
+    """Nothing holds its memory any more, even where nobody waits for the copy."""
+    import weakref
+
+    queues = ThreadQueues()
+    region = Region("host", 0, queues.host_memory(4096))
+    source = torch.arange(8.0)
+    alive = weakref.ref(source)
+    copied = queues.copy_out(region, [(64, source)], after=())
+    queues.reusable(copied)
+    del source
+    gc.collect()
+    assert alive() is None
+    assert torch.equal(region.data[64:96].view(torch.float32), torch.arange(8.0))
+    queues.close()
+
+
+def test_work_is_done_in_the_order_of_its_coming(lane):
+    done = []
+    for number in range(50):
+        last = lane.add(lambda number=number: done.append(number), after=[])
+    last.wait()
+    assert done == list(range(50))
+    assert last.done
+
+
+def test_work_waits_for_its_events(lane):
+    other, gate = Lane("other"), threading.Event()
+    first = other.add(gate.wait, after=[])
+    second = lane.add(lambda: None, after=[Reached(), first])
+    assert not second.done
+    gate.set()
+    second.wait()
+    assert first.done
+    other.close()
+
+
+def test_what_depends_on_failed_work_fails_with_it(lane):
+    def fail():
+        raise OSError(errno.EIO, "the disk failed", "spill")
+
+    other, ran = Lane("other"), []
+    first = other.add(fail, after=[])
+    second = lane.add(lambda: ran.append(1), after=[first])
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk failed") as caught:
+            second.wait()
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, "spill")
+    assert not ran
+    with pytest.raises(OSError, match="the disk failed"):
+        lane.check()
+    lane.settle()
+    lane.check()
+    lane.add(lambda: ran.append(1), after=[]).wait()
+    assert ran
+    other.close()
+
+
+def test_cancelled_work_is_left_out(lane):
+    gate, ran = threading.Event(), []
+    lane.add(gate.wait, after=[])
+    waiting = lane.add(lambda: ran.append(1), after=[])
+    lane.cancel()
+    gate.set()
+    lane.settle()
+    with pytest.raises(CancelledError):
+        waiting.wait()
+    assert not ran
+    lane.add(lambda: ran.append(1), after=[]).wait()
+    assert ran
+
+
+def test_busy_seconds_are_those_of_the_work_alone(lane):
+    gate, other = threading.Event(), Lane("other")
+    late = other.add(gate.wait, after=[])
+    lane.add(lambda: time.sleep(0.05), after=[]).wait()
+    waiting = lane.add(lambda: None, after=[late])
+    time.sleep(0.05)
+    gate.set()
+    waiting.wait()
+    assert 0.05 <= lane.take_busy_s() < 0.09
+    assert lane.take_busy_s() == 0
+    other.close()
+
+
+def test_only_events_of_these_queues_are_waited_for():
+    class Foreign:
+        done = True
+
+    queues = ThreadQueues()
+    region = Region("host", 0, queues.host_memory(64))
+    with pytest.raises(AssertionError, match="is not of these queues"):
+        queues.copy_out(region, [], after=[(Ordering.PRODUCED_BEFORE_OUT, Foreign())])
+    queues.close()
