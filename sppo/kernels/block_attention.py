@@ -75,16 +75,10 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(o_CND in q's dtype, lse_NC in fp32 or better)."""
-    shape = _shape(q_CND, k_TKD)
     q_NCD = q_CND.transpose(0, 1).contiguous()
-    merged = _Merged(q_NCD, shape)
+    merged = _Merged(q_NCD, kv_heads=k_TKD.shape[1])
     for block in blocks:
-        q, k, v = _operands(block, q_NCD, k_TKD, v_TKD, shape)
-        mask = _band_mask(block, q_CND, k_TKD, window)
-        o, lse = kernel.forward(
-            q, k, v, causal=block.kind is BlockKind.CAUSAL, mask=mask, scale=scale
-        )
-        merged.add(block, _by_group(block, o, shape), _by_group(block, lse, shape))
+        _forward_block(kernel, block, q_NCD, k_TKD, v_TKD, merged, window=window, scale=scale)
     del q_NCD
     o_NCD, lse_NC = merged.result()
     return _tokens_first(o_NCD, q_CND.dtype), lse_NC
@@ -106,32 +100,102 @@ def backward(
     scale: float,
 ) -> Tensor:
     """dq_CND; adds into ``dk_TKD`` and ``dv_TKD`` (fp32 or better) in place."""
-    shape = _shape(q_CND, k_TKD)
     q_NCD, o_NCD, do_NCD = (x.transpose(0, 1).contiguous() for x in (q_CND, o_CND, do_CND))
     dq_NCD = torch.zeros_like(q_NCD, dtype=lse_NC.dtype)
-    dq_KGCD = dq_NCD.view(shape.kv_heads, shape.group, *dq_NCD.shape[1:])
     for block in blocks:
-        q, k, v = _operands(block, q_NCD, k_TKD, v_TKD, shape)
-        o, do = (_rows(block, x, shape) for x in (o_NCD, do_NCD))
-        lse = lse_NC[:, block.q0 : block.q1].reshape(q.shape[:-1])
-        mask = _band_mask(block, q_CND, k_TKD, window)
-        dq, dk, dv = kernel.backward(
-            do, q, k, v, o, lse, causal=block.kind is BlockKind.CAUSAL, mask=mask, scale=scale
+        _backward_block(
+            kernel,
+            block,
+            (do_NCD, q_NCD, o_NCD, lse_NC),
+            k_TKD,
+            v_TKD,
+            (dq_NCD, dk_TKD, dv_TKD),
+            window=window,
+            scale=scale,
         )
-        _add_queries(dq_KGCD[:, :, block.q0 : block.q1], _by_group(block, dq, shape))
-        _add_keys(dk_TKD[block.k0 : block.k1], dk)
-        _add_keys(dv_TKD[block.k0 : block.k1], dv)
-        del dq, dk, dv  # before the next block's
+    del q_NCD, o_NCD, do_NCD
     return _tokens_first(dq_NCD, q_CND.dtype)
+
+
+def _forward_block(
+    kernel: BlockKernel,
+    block: Block,
+    q_NCD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    merged: _Merged,
+    *,
+    window: int | None,
+    scale: float,
+) -> None:
+    shape = Shape(q_NCD.shape[0], k_TKD.shape[1], q_NCD.shape[2])
+    q, k, v = _operands(block, q_NCD, k_TKD, v_TKD, shape)
+    o, lse = kernel.forward(
+        q,
+        k,
+        v,
+        causal=block.kind is BlockKind.CAUSAL,
+        mask=_band_mask(block, q_NCD, k_TKD, window),
+        scale=scale,
+    )
+    merged.add(block, _by_group(block, o, shape), _by_group(block, lse, shape))
+
+
+def _backward_block(
+    kernel: BlockKernel,
+    block: Block,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    totals: tuple[Tensor, Tensor, Tensor],
+    *,
+    window: int | None,
+    scale: float,
+) -> None:
+    """Add one block's gradients.
+
+    Args:
+        kernel: computes them.
+        block: which rectangle.
+        rows: (do_NCD, q_NCD, o_NCD, lse_NC) of the span.
+        k_TKD: keys of the prefix.
+        v_TKD: values of the prefix.
+        totals: (dq_NCD, dk_TKD, dv_TKD), added to in place.
+        window: keys a query sees.
+        scale: of the scores.
+    """
+    do_NCD, q_NCD, o_NCD, lse_NC = rows
+    dq_NCD, dk_TKD, dv_TKD = totals
+    shape = Shape(q_NCD.shape[0], k_TKD.shape[1], q_NCD.shape[2])
+    q, k, v = _operands(block, q_NCD, k_TKD, v_TKD, shape)
+    dq, dk, dv = kernel.backward(
+        _rows(block, do_NCD, shape),
+        q,
+        k,
+        v,
+        _rows(block, o_NCD, shape),
+        lse_NC[:, block.q0 : block.q1].reshape(q.shape[:-1]),
+        causal=block.kind is BlockKind.CAUSAL,
+        mask=_band_mask(block, q_NCD, k_TKD, window),
+        scale=scale,
+    )
+    dq_KGCD = dq_NCD.view(shape.kv_heads, shape.group, *dq_NCD.shape[1:])
+    for total_GrD, dq_GrD in zip(
+        dq_KGCD[:, :, block.q0 : block.q1], _by_group(block, dq, shape), strict=True
+    ):
+        _add_heads(total_GrD, dq_GrD)
+    _add_keys(dk_TKD[block.k0 : block.k1], dk)
+    _add_keys(dv_TKD[block.k0 : block.k1], dv)
 
 
 class _Merged:
     """Running output of a span: ``o`` and ``lse`` over the blocks seen so far."""
 
-    def __init__(self, q_NCD: Tensor, shape: Shape) -> None:
+    def __init__(self, q_NCD: Tensor, *, kv_heads: int) -> None:
         wide = torch.promote_types(q_NCD.dtype, torch.float32)
-        groups = (shape.kv_heads, shape.group, q_NCD.shape[1])
-        self._o_KGCD = q_NCD.new_empty((*groups, shape.head_size), dtype=wide)
+        heads, tokens, head_size = q_NCD.shape
+        groups = (kv_heads, heads // kv_heads, tokens)
+        self._o_KGCD = q_NCD.new_empty((*groups, head_size), dtype=wide)
         self._lse_KGC = q_NCD.new_empty(groups, dtype=wide)
         self._seen = [False] * q_NCD.shape[1]
 
@@ -158,10 +222,6 @@ class _Merged:
         """(o_NCD, lse_NC) of all rows."""
         assert all(self._seen), "every query sees at least itself"
         return self._o_KGCD.flatten(0, 1), self._lse_KGC.flatten(0, 1)
-
-
-def _shape(q_CND: Tensor, k_TKD: Tensor) -> Shape:
-    return Shape(q_CND.shape[1], k_TKD.shape[1], q_CND.shape[2])
 
 
 def _rows(block: Block, x_NCD: Tensor, shape: Shape) -> Tensor:
@@ -193,12 +253,9 @@ def _tokens_first(x_NCD: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _by_group(block: Block, x: Tensor, shape: Shape) -> Tensor:
     """Rows of a block, ``[1, K, G*r, ...]`` or ``[K, G, r, ...]``, as ``[K, G, r, ...]``."""
-    return x if block.kind is not BlockKind.FULL else x[0].unflatten(1, (shape.group, -1))
-
-
-def _add_queries(total_KGrD: Tensor, gradient_KGrD: Tensor) -> None:
-    for total_GrD, gradient_GrD in zip(total_KGrD, gradient_KGrD, strict=True):
-        _add_heads(total_GrD, gradient_GrD)
+    if block.kind is not BlockKind.FULL:
+        return x
+    return x[0].view(shape.kv_heads, shape.group, block.num_queries, *x.shape[3:])
 
 
 def _add_keys(total_tKD: Tensor, gradient: Tensor) -> None:
@@ -217,14 +274,14 @@ def _add_heads(total_HtD: Tensor, gradient_HtD: Tensor) -> None:
         total_HtD[heads].add_(gradient_HtD[heads])
 
 
-def _band_mask(block: Block, q_CND: Tensor, k_TKD: Tensor, window: int | None) -> Tensor | None:
+def _band_mask(block: Block, q_NCD: Tensor, k_TKD: Tensor, window: int | None) -> Tensor | None:
     """Additive mask ``[1, 1, r, t]`` of a band block, None for the other kinds."""
     if block.kind is not BlockKind.BAND:
         return None
     assert window is not None, "a band block comes from a window"
-    start = k_TKD.shape[0] - q_CND.shape[0]
-    query = torch.arange(start + block.q0, start + block.q1, device=q_CND.device).unsqueeze(1)
-    key = torch.arange(block.k0, block.k1, device=q_CND.device)
+    start = k_TKD.shape[0] - q_NCD.shape[1]
+    query = torch.arange(start + block.q0, start + block.q1, device=q_NCD.device).unsqueeze(1)
+    key = torch.arange(block.k0, block.k1, device=q_NCD.device)
     hidden = (key > query) | (key <= query - window)
-    mask = torch.zeros(hidden.shape, dtype=q_CND.dtype, device=q_CND.device)
+    mask = torch.zeros(hidden.shape, dtype=q_NCD.dtype, device=q_NCD.device)
     return mask.masked_fill_(hidden, float("-inf"))[None, None]

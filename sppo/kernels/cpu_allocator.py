@@ -30,20 +30,20 @@ _ADDRESSES_PER_BYTE = 4
 """Addresses are free; several times the memory there is, so that holes never use them up."""
 
 
+_FIGURES = (
+    "used_bytes",
+    "used_peak_bytes",
+    "resident_bytes",
+    "resident_peak_bytes",
+    "returned_bytes",
+    "blocks",
+)
+
+
 class _MemoryStruct(ctypes.Structure):
     """``sppo_cpu_memory`` of csrc/cpu_allocator.h."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "used_bytes",
-            "used_peak_bytes",
-            "resident_bytes",
-            "resident_peak_bytes",
-            "returned_bytes",
-            "blocks",
-        )
-    )
+    _fields_ = tuple((name, ctypes.c_uint64) for name in _FIGURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class CpuAllocator:
         """Present figures."""
         struct = _MemoryStruct()
         self._library.sppo_cpu_allocator_statistics(ctypes.byref(struct))
-        return CpuMemory(*(int(getattr(struct, name)) for name, _ in _MemoryStruct._fields_))
+        return CpuMemory(*(int(getattr(struct, name)) for name in _FIGURES))
 
     def reset_peak(self) -> None:
         """Start new peaks from the present."""

@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from sppo.kernels.row_tiles import row_tiles
+
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _MIN_PART_TOKENS = 512
@@ -67,7 +69,7 @@ def _backward_in_parts(
     do_p, q_p, o_p, lse_p = rows
     k_p, v_p = (_parted(x[:, :, :even], parts) for x in (k, v))
     dq_p, dk_p, dv_p = _BACKWARD(do_p, q_p, k_p, v_p, o_p, lse_p, 0.0, False, scale=scale)
-    dq = dq_p.sum(0, keepdim=True, dtype=lse.dtype)
+    dq = _sum(dq_p, dtype=lse.dtype)
     dk, dv = (torch.cat(x.unbind(0), dim=1).unsqueeze(0) for x in (dk_p, dv_p))
     if even < k.shape[2]:
         dq_r, dk_r, dv_r = _BACKWARD(
@@ -76,6 +78,16 @@ def _backward_in_parts(
         dq = dq + dq_r
         dk, dv = torch.cat((dk, dk_r), 2), torch.cat((dv, dv_r), 2)
     return dq, dk, dv
+
+
+def _sum(x: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """``[parts, K, r, D]`` as ``[1, K, r, D]`` in ``dtype``; torch's own would cast it whole."""
+    total = x[:1].to(dtype)
+    for part in x[1:]:
+        for of_head, part_of_head in zip(total[0], part, strict=True):
+            for rows in row_tiles(of_head):
+                of_head[rows].add_(part_of_head[rows])
+    return total
 
 
 def _parted(x: Tensor, parts: int) -> Tensor:

@@ -31,4 +31,5 @@ def accumulate_weight_gradient(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) ->
 
 def accumulate_bias_gradient(total_O: Tensor, dy_CO: Tensor) -> None:
     """Add the sum of ``dy`` over tokens to ``total_O`` (fp32 or better)."""
-    total_O.add_(dy_CO.sum(0, dtype=total_O.dtype))
+    for rows in row_tiles(dy_CO):  # a sum in another dtype casts
+        total_O.add_(dy_CO[rows].sum(0, dtype=total_O.dtype))

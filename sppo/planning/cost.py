@@ -56,6 +56,10 @@ class CostRequest:
         """Stages of the pipeline."""
         return self.num_ranks * self.num_virtual
 
+    def is_last_stage(self, stage: int) -> bool:
+        """Whether it holds the head and the loss."""
+        return stage == self.num_stages - 1
+
     @property
     def stages(self) -> tuple[range, ...]:
         """The layers of each stage."""

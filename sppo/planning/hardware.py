@@ -48,10 +48,8 @@ class DeviceSpec:
         num_multiprocessors: What thread blocks are spread over.
         memory_bytes_per_s: What element-wise kernels read and write.
         kernel_s: Fixed cost of one kernel: its launch where that is not hidden.
-        bf16_heap_share: What the allocator holds beyond live temporaries, as a share of them:
-            holes between them, and chains of kernels that work in a wider dtype. 0 where a caching
-            allocator's part is in `reserved_bytes`.
-        fp32_heap_share: The same in fp32, where there is no wider dtype.
+        heap_share: What the allocator holds beyond live temporaries, as a share of them: holes. 0
+            where it follows what is in use, or where its part is in `reserved_bytes`.
         gemm_points: Measured matrix products; empty where the shares above must do.
         attention_points: Measured attention; empty where the shares above must do.
         elementwise_points: Measured element-wise kernels; empty where memory bandwidth must do.
@@ -70,8 +68,7 @@ class DeviceSpec:
     num_multiprocessors: int
     memory_bytes_per_s: float
     kernel_s: float
-    bf16_heap_share: float = 0.0
-    fp32_heap_share: float = 0.0
+    heap_share: float = 0.0
     gemm_points: tuple[GemmPoint, ...] = ()
     attention_points: tuple[AttentionPoint, ...] = ()
     elementwise_points: tuple[ElementwisePoint, ...] = ()
@@ -100,10 +97,6 @@ class DeviceSpec:
     def usable_bytes(self) -> int:
         """Memory that a plan may fill."""
         return max(0, self.memory_bytes - self.reserved_bytes)
-
-    def heap_share(self, dtype: str) -> float:
-        """What the allocator holds beyond live temporaries, as a share of them."""
-        return self.bf16_heap_share if dtype == "bf16" else self.fp32_heap_share
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak for `dtype`, "bf16" or "fp32"."""
@@ -175,6 +168,8 @@ class NodeSpec:
         disk_bytes: Room on the node's disks; 0 without a disk tier.
         disk_write_bytes_per_s: Writes past the page cache, for all devices of a node.
         disk_read_bytes_per_s: Reads past the page cache, for all devices of a node.
+        copy_compute_s_per_byte: What a byte that is copied adds to the compute it runs behind, on
+            one device; 0 where copies do not disturb it, or nothing was measured.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -189,6 +184,7 @@ class NodeSpec:
     disk_bytes: int = 0
     disk_write_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
+    copy_compute_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         above: tuple[str, ...] = ("num_devices", "numa_nodes")

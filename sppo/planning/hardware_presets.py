@@ -72,9 +72,6 @@ _LAPTOP = HardwareSpec(
         num_multiprocessors=2,
         memory_bytes_per_s=10 * _GB,
         kernel_s=10e-6,
-        # Calibrated: what the C heap held beyond the temporaries of small Llama shapes, two cores.
-        bf16_heap_share=2.2,
-        fp32_heap_share=1.2,
     ),
     NodeSpec(
         num_devices=1,

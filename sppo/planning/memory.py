@@ -6,12 +6,12 @@ heads, D head size, V vocabulary, g sequence-parallel degree.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import prod
 
 import numpy as np
 
-from sppo.config.model import ModelConfig
 from sppo.planning.activation_decisions import (
     Counts,
     Decisions,
@@ -19,7 +19,6 @@ from sppo.planning.activation_decisions import (
     held_bytes,
     tier_bytes_held,
 )
-from sppo.planning.activation_policy import tensor_bytes_per_token
 from sppo.planning.cost import (
     CostRequest,
     device_parameters,
@@ -27,8 +26,13 @@ from sppo.planning.cost import (
     same_weights_degree,
 )
 from sppo.planning.layer_cost import WIDE_BYTES
-from sppo.planning.logits_tile import tile_tokens
 from sppo.planning.parameters import layer_shapes
+from sppo.planning.working_set import (
+    PREFIX_KEYS,
+    loss_working_set,
+    most_working_set,
+    working_set,
+)
 from sppo.schedule.costs import Table
 
 RING_LAYERS = 3
@@ -56,9 +60,9 @@ class MemoryBuckets:
     loss_gradient_bytes: int
     """Gradient of the last layer's output, formed in forward."""
     working_bytes: int
-    """Of the running subsequence: a layer's tensors and their gradients, or tiles of logits."""
+    """Of the running subsequence, see :mod:`sppo.planning.working_set`."""
     heap_bytes: int
-    """What the allocator holds beyond that."""
+    """What a C heap holds beyond that."""
     communication_bytes: int
     """Messages between stages, and what a sequence-parallel group exchanges."""
 
@@ -87,7 +91,7 @@ class StageMemory:
 def state_memory(
     request: CostRequest, *, in_flight: Counts, offload_optimizer: bool = False
 ) -> tuple[StageMemory, ...]:
-    """Memory of each stage without any saved activation.
+    """Memory of each stage without any saved activation, whatever will be rebuilt.
 
     Args:
         request: what is priced.
@@ -103,12 +107,13 @@ def state_memory(
     weight_shards = copies if request.zero >= 3 else 1
     gathered = _gathered_bytes(request) if weight_shards > 1 else 0
     kv, kv_gradients = _kv_bytes(request, in_flight=in_flight)
-    layer, loss = _working_bytes(request), _loss_bytes(request)
-    heap_share = workload.hardware.device.heap_share(workload.dtype)
+    layer = _most_working_bytes(request)
+    loss = loss_working_set(workload, tokens=_longest(request)).live_bytes
+    heap_share = workload.hardware.device.heap_share
     communication = _communication_bytes(request)
     stages = []
     for stage, count in enumerate(parameters.tolist()):
-        is_last = stage == request.num_stages - 1
+        is_last = request.is_last_stage(stage)
         working = max(layer, loss) if is_last else layer
         optimizer = int(count * (2 * WIDE_BYTES + masters) / state_shards)
         buckets = MemoryBuckets(
@@ -129,20 +134,28 @@ def state_memory(
 
 
 def with_activations(
-    states: tuple[StageMemory, ...], *, decisions: Decisions, situation: Situation
+    states: tuple[StageMemory, ...],
+    *,
+    request: CostRequest,
+    decisions: Decisions,
+    situation: Situation,
 ) -> tuple[StageMemory, ...]:
-    """Memory of each stage with what the activation policy keeps and moves."""
+    """Memory of each stage with what the activation policy keeps, moves and rebuilds."""
     kept = (decisions.kept * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
     held = held_bytes(decisions, situation)
     tier = tier_bytes_held(decisions, situation)
     ring = ring_bytes(decisions, situation)
+    heap_share = request.workload.hardware.device.heap_share
     stages = []
     for stage, state in enumerate(states):
         resident = float(kept[stage].sum())
+        working = _working_bytes(request, decisions, stage=stage)
         device = replace(
             state.device,
             activations_bytes=round(resident),
             copies_bytes=round(max(0.0, held[stage] - resident) + ring[stage]),
+            working_bytes=working,
+            heap_bytes=round(working * heap_share),
         )
         stages.append(replace(state, device=device, tier_activations_bytes=round(tier[stage])))
     return tuple(stages)
@@ -180,34 +193,67 @@ def _loss_gradient_bytes(request: CostRequest, in_flight: Counts) -> int:
     return tokens * request.workload.model.hidden_size * request.workload.element_bytes
 
 
-def _working_bytes(request: CostRequest) -> int:
-    """A layer's named tensors, their gradients, and the MLP's output once more; a weight gradient.
+def _most_working_bytes(request: CostRequest) -> int:
+    """Of the longest subsequence, whatever is rebuilt."""
+    tokens = _longest(request)
+    return most_working_set(
+        request.workload,
+        tokens=tokens,
+        prefix=max(sum(parts) for parts in request.lengths) - 1,
+        input_every=request.input_every,
+        layers=max(len(stage) for stage in request.stages),
+    ).live_bytes
 
-    The weight gradient exists in the compute dtype before it is added to its fp32 sum.
+
+def _working_bytes(request: CostRequest, decisions: Decisions, *, stage: int) -> int:
+    """Of the subsequence that needs most, with what is rebuilt of each."""
+    degree = request.workload.sequence_parallel_degree
+    most = 0
+    if request.is_last_stage(stage):
+        most = loss_working_set(request.workload, tokens=_longest(request)).live_bytes
+    for rebuilt, tokens, prefix in _heaviest(request, decisions, stage=stage):
+        moment = working_set(
+            request.workload,
+            tokens=-(-tokens // degree),
+            prefix=prefix,
+            rebuilt=rebuilt,
+            input_every=request.input_every,
+            layers=len(request.stages[stage]),
+        )
+        most = max(most, moment.live_bytes)
+    return most
+
+
+def _heaviest(
+    request: CostRequest, decisions: Decisions, *, stage: int
+) -> Iterator[tuple[frozenset[int], int, int]]:
+    """(classes rebuilt, tokens, prefix) of the subsequences that none other outweighs.
+
+    A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
+    that is read at once.
     """
-    workload = request.workload
-    model, element = workload.model, workload.element_bytes
+    rebuilt_rows = decisions.rebuilt[stage].tolist()
+    best: dict[frozenset[int], dict[int, int]] = {}
+    for parts in request.lengths:
+        before = 0
+        for tokens, rows in zip(parts, rebuilt_rows, strict=True):
+            rebuilt = frozenset(index for index, count in enumerate(rows) if count)
+            prefix = min(before, PREFIX_KEYS)
+            by_prefix = best.setdefault(rebuilt, {})
+            by_prefix[prefix] = max(by_prefix.get(prefix, 0), tokens)
+            before += tokens
+    for rebuilt, by_prefix in best.items():
+        longest = 0
+        for prefix in sorted(by_prefix, reverse=True):
+            if by_prefix[prefix] > longest:
+                longest = by_prefix[prefix]
+                yield rebuilt, longest, prefix
+
+
+def _longest(request: CostRequest) -> int:
+    """Tokens of the longest subsequence on one device."""
     longest = max(tokens for parts in request.lengths for tokens in parts)
-    per_token = sum(tensor_bytes_per_token(model, element_bytes=element).values())
-    here = longest * (2 * per_token + 2 * model.mlp_size * element)
-    return here // workload.sequence_parallel_degree + _gradient_bytes(model, element)
-
-
-def _loss_bytes(request: CostRequest) -> int:
-    """The head's input, its norm and their gradients, a tile of logits and its gradient."""
-    workload = request.workload
-    longest = max(tokens for parts in request.lengths for tokens in parts)
-    here = -(-longest // workload.sequence_parallel_degree)
-    tile = min(here, tile_tokens(workload.model.vocab_size))
-    hidden = 4 * here * workload.model.hidden_size * workload.element_bytes
-    return hidden + 2 * tile * workload.model.vocab_size * WIDE_BYTES
-
-
-def _gradient_bytes(model: ModelConfig, element_bytes: int) -> int:
-    """The largest weight gradient before it is added to its fp32 sum; fp32 weights add in place."""
-    if element_bytes >= WIDE_BYTES:
-        return 0
-    return max(prod(shape) for shape in layer_shapes(model).values()) * element_bytes
+    return -(-longest // request.workload.sequence_parallel_degree)
 
 
 def _gathered_bytes(request: CostRequest) -> int:

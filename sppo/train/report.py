@@ -80,6 +80,18 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
     if not outcome.phases:
         return {}
     growth = outcome.peak_bytes - outcome.baseline_bytes
+    if measured.working_bytes is None:
+        rest = {
+            "working set and heap": (
+                predicted.working_bytes + predicted.heap_bytes,
+                growth - measured.counted_bytes,
+            )
+        }
+    else:
+        rest = {
+            "working set": (predicted.working_bytes, measured.working_bytes),
+            "heap and libraries": (predicted.heap_bytes, growth - measured.counted_bytes),
+        }
     return {
         "weights": (predicted.weights_bytes, measured.weights_bytes),
         "gradients": (predicted.gradients_bytes, measured.gradients_bytes),
@@ -90,10 +102,7 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
             measured.activations_bytes,
         ),
         **_copies(predicted, measured),
-        "working set and heap": (
-            predicted.working_bytes + predicted.heap_bytes,
-            growth - measured.counted_bytes,
-        ),
+        **rest,
         "all": (predicted.total_bytes, growth),
     }
 

@@ -20,6 +20,11 @@ from torch import Tensor
 
 from sppo.config import RunConfig
 from sppo.engine.single import EnginePeaks
+from sppo.kernels.cpu_allocator import (
+    CpuMemory,
+    describe_cpu_allocator,
+    install_cpu_allocator,
+)
 from sppo.kernels.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.copy_report import CopyReport
@@ -70,12 +75,15 @@ class MeasuredBuckets:
     activations_bytes: int = 0
     copies_bytes: int = 0
     """Slots that moved tensors pass through."""
+    working_bytes: int | None = None
+    """None where torch's CPU tensors live in the C heap, which does not tell."""
 
     @property
     def counted_bytes(self) -> int:
         """All that is counted tensor by tensor."""
         state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return state + self.kv_bytes + self.activations_bytes + self.copies_bytes
+        saved = self.kv_bytes + self.activations_bytes + self.copies_bytes
+        return state + saved + (self.working_bytes or 0)
 
     def count_state(self, state: TrainingState) -> None:
         """Take in what does not change from step to step."""
@@ -94,6 +102,11 @@ class MeasuredBuckets:
     def count_copies(self, copies: CopyReport) -> None:
         """Take in what one step's copies passed through; on a CPU that is all device memory."""
         self.copies_bytes = max(self.copies_bytes, copies.host_bytes + copies.ring_bytes)
+
+    def count_pool(self, memory: CpuMemory) -> None:
+        """Take in one step's peak of torch's CPU memory beyond what outlives the step."""
+        working = memory.used_peak_bytes - memory.used_bytes
+        self.working_bytes = max(self.working_bytes or 0, working)
 
 
 def _tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -137,7 +150,9 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
         NonFiniteError: too many steps in a row with NaN or inf.
     """
     started = time.perf_counter()
-    # First, for both load libraries, which belong to the baseline.
+    install_cpu_allocator()  # first: what is allocated before stays in the C heap
+    _log.info("CPU tensors: %s", describe_cpu_allocator())
+    # Next, for both load libraries, which belong to the baseline.
     peak_flops_per_s = measure_matmul_flops_per_s(DTYPES[run.train.dtype])
     warm_up(run)
     baseline = resident_bytes()
@@ -208,6 +223,7 @@ class _Loop:
         self._data, self._plan = preflight.data, preflight.plan
         self._manager, self._outcome = manager, outcome
         self._capacity_bytes = capacity_bytes
+        self._allocator = install_cpu_allocator()
         self._guard = NonFiniteGuard(
             stop_at_once=run.train.nonfinite == "stop", limit=run.train.max_nonfinite_steps
         )
@@ -266,6 +282,8 @@ class _Loop:
 
         start = time.perf_counter()
         reset_peak()
+        if self._allocator is not None:
+            self._allocator.reset_peak()
         gradients = self._state.gradients
         torch._foreach_zero_(list(gradients.values()))
         accumulated = self._state.engine.accumulate(
@@ -306,6 +324,8 @@ class _Loop:
         peak = peak_resident_bytes()
         self._outcome.peak_bytes = max(self._outcome.peak_bytes, peak)
         self._outcome.buckets.count_step(self._state.engine.take_peaks())
+        if self._allocator is not None:
+            self._outcome.buckets.count_pool(self._allocator.memory())
         copies = self._state.engine.take_copies()
         self._outcome.copies.append(copies)
         self._outcome.buckets.count_copies(copies)

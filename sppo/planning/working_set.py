@@ -1,0 +1,290 @@
+"""What the running subsequence needs beside everything that is saved: its working set, exactly.
+
+Every tensor of :mod:`sppo.model.layer`, :mod:`sppo.kernels` and the head has a name and a size; a
+moment of a pass is the set of those that live at it, and the working set is the largest moment.
+Chains of element-wise operations count as tiles (:mod:`sppo.kernels.row_tiles`), and torch's CPU
+kernels with the scratch they were seen to take; on a GPU both are fused away (until its kernels
+are there, chains take more). Saved tensors are not counted: they have a bucket of their own, from
+which backward reads them in place.
+
+Legend: C tokens of the subsequence on one device, E hidden, Q = N D query width, K D key width, F
+MLP width, V vocabulary, e element bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import gcd, prod
+
+from sppo.config.model import ModelConfig
+from sppo.planning.activation_decisions import ATTENTION, LINEAR
+from sppo.planning.layer_cost import WIDE_BYTES, Workload
+from sppo.planning.logits_tile import tile_tokens
+from sppo.planning.parameters import layer_shapes
+from sppo.units import MIB
+
+TILE_BYTES = MIB
+"""Of one fp32 operand of an element-wise chain on a CPU, as in :mod:`sppo.kernels.row_tiles`."""
+CAUSAL_TOKENS = 2048
+"""Rows of the largest causal square, as in :mod:`sppo.kernels.attention_blocks`."""
+PREFIX_KEYS = 8192
+"""Keys of the longest part of a prefix, as there."""
+LEAST_PART_KEYS = 512
+"""Of the parts that a prefix is cut into where it has fewer heads than there are threads, as in
+:mod:`sppo.kernels.cpu_flash`."""
+
+_FLASH_KEYS = 512
+_FLASH_ROWS = ((768, 256), (192, 64), (1, 32))
+"""Rows that torch's CPU flash kernels take at once, by the rows there are at least."""
+_FLASH_NARROW_BYTES = 450 << 10
+"""What its backward takes beyond that per thread, in bf16; measured with torch 2.13."""
+_PRODUCT_BYTES = 400 << 10
+_WEIGHT_PRODUCT_BYTES = 2 * MIB
+"""Scratch of oneDNN's bf16 products, ours and those with transposed operands; the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point of a pass and the bytes of the tensors that live at it."""
+
+    name: str
+    live_bytes: int
+
+
+def working_set(
+    workload: Workload,
+    *,
+    tokens: int,
+    prefix: int,
+    rebuilt: frozenset[int],
+    input_every: int = 1,
+    layers: int,
+) -> Moment:
+    """The largest moment of a layer's forward and backward.
+
+    Args:
+        workload: what runs where.
+        tokens: of the subsequence, on one device.
+        prefix: tokens before it.
+        rebuilt: tensor classes that backward computes again.
+        input_every: layers that share one saved input.
+        layers: of the stage.
+    """
+    sizes = _sizes(workload, tokens, prefix=prefix)
+    forward = _forward(sizes, rebuilt=rebuilt)
+    backward = _backward(sizes, rebuilt=rebuilt, input_every=input_every, layers=layers)
+    return _largest([*forward, *backward])
+
+
+def most_working_set(
+    workload: Workload, *, tokens: int, prefix: int, input_every: int = 1, layers: int
+) -> Moment:
+    """No less than :func:`working_set`, whatever is rebuilt.
+
+    A forward needs most where all is saved, for what is saved leaves only when the layer is done;
+    a backward where all is rebuilt, or where layers that share an input are.
+    """
+    sizes = _sizes(workload, tokens, prefix=prefix)
+    moments = [*_forward(sizes, rebuilt=frozenset())]
+    for rebuilt in (frozenset((ATTENTION, LINEAR)), frozenset((LINEAR,)))[: min(2, input_every)]:
+        moments += _backward(sizes, rebuilt=rebuilt, input_every=input_every, layers=layers)
+    return _largest(moments)
+
+
+def loss_working_set(workload: Workload, *, tokens: int) -> Moment:
+    """The largest moment of the final norm, the head and the loss, both ways in one."""
+    return _largest(_loss(_sizes(workload, tokens)))
+
+
+def _largest(moments: Iterable[Moment]) -> Moment:
+    return max(moments, key=lambda moment: moment.live_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes of the tensors of one subsequence."""
+
+    model: ModelConfig
+    tokens: int
+    prefix: int
+    element: int
+    threads: int
+    """0 on a GPU, where neither tiles nor scratch are counted."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether sums need a wider dtype."""
+        return self.element < WIDE_BYTES
+
+    @property
+    def hidden(self) -> int:
+        """x_in, n1, x_mid, n2, y and their gradients."""
+        return self.tokens * self.model.hidden_size * self.element
+
+    @property
+    def query(self) -> int:
+        """Q, o and their gradients."""
+        return self.tokens * self.model.num_heads * self.model.head_dim * self.element
+
+    @property
+    def wide_query(self) -> int:
+        """Running o, or the sum of dq, in fp32."""
+        return self.query // self.element * WIDE_BYTES
+
+    @property
+    def key(self) -> int:
+        """K, v and their gradients, of the subsequence's own tokens."""
+        return self.tokens * self.model.kv_heads * self.model.head_dim * self.element
+
+    @property
+    def lse(self) -> int:
+        """Anything with one fp32 number per row and head."""
+        return self.tokens * self.model.num_heads * WIDE_BYTES
+
+    @property
+    def mlp(self) -> int:
+        """Gate, up, the activation's output, and their gradients."""
+        return self.tokens * self.model.mlp_size * self.element
+
+    @property
+    def gates(self) -> int:
+        """What the MLP's activation takes: gate and up, or up alone."""
+        return (2 if self.model.gated else 1) * self.mlp
+
+    @property
+    def rotary(self) -> int:
+        """Cosines and sines."""
+        rotary = self.model.position == "rotary"
+        return self.tokens * self.model.head_dim * WIDE_BYTES if rotary else 0
+
+    def tiles(self, count: int, *, width: int) -> int:
+        """``count`` fp32 tiles of a tensor ``[C, width]``."""
+        return count * min(TILE_BYTES, self.tokens * width * WIDE_BYTES) if self.threads else 0
+
+    def product(self, name: str) -> int:
+        """A weight gradient before it joins its fp32 sum; fp32 ones are added in place."""
+        if not self.narrow:
+            return 0
+        return prod(layer_shapes(self.model)[f"{name}.weight"]) * self.element + self.scratch(
+            _WEIGHT_PRODUCT_BYTES
+        )
+
+    def scratch(self, size: int) -> int:
+        """Of a bf16 product on a CPU."""
+        return size if self.threads and self.narrow else 0
+
+    @property
+    def key_parts(self) -> int:
+        """Parts of a prefix that give every thread the same work, as in its kernel."""
+        heads = self.model.kv_heads
+        return self.threads // gcd(heads, self.threads) if self.threads else 1
+
+    def flash_scratch(self, rows: int, *, buffers: int) -> int:
+        """Of torch's CPU flash kernels: per thread, ``buffers`` tiles of scores."""
+        if not self.threads:
+            return 0
+        at_once = next(size for least, size in _FLASH_ROWS if rows >= least)
+        widths = WIDE_BYTES + (self.element if self.narrow else 0)
+        return self.threads * buffers * min(at_once, rows) * _FLASH_KEYS * widths
+
+
+def _sizes(workload: Workload, tokens: int, *, prefix: int = 0) -> _Sizes:
+    device = workload.hardware.device
+    threads = device.num_multiprocessors if device.kind == "cpu" else 0
+    return _Sizes(workload.model, tokens, prefix, workload.element_bytes, threads)
+
+
+def _forward(s: _Sizes, *, rebuilt: frozenset[int]) -> Iterator[Moment]:
+    kept_queries = 0 if LINEAR in rebuilt else s.query + (s.key if s.model.qk_norm else 0)
+    kept_outputs = 0 if ATTENTION in rebuilt else s.query + s.lse
+    base = s.rotary + s.hidden
+    inputs = s.query + 2 * s.key
+    yield Moment("projections", base + s.hidden + inputs + s.scratch(_PRODUCT_BYTES))
+    normed = 1 if s.model.qk_norm else 0
+    turned = base + inputs + (1 + normed) * s.query + s.tiles(2, width=s.model.hidden_size)
+    yield Moment("rotation", turned)
+    base_attention = base + inputs + (kept_queries if s.model.qk_norm else 0)
+    for name, live in _attention_forward(s):
+        yield Moment(f"attention forward, {name}", base_attention + live)
+    base += kept_queries + kept_outputs + s.hidden
+    yield Moment("MLP inputs", base + s.hidden + s.gates + s.scratch(_PRODUCT_BYTES))
+    yield Moment("MLP output", base + s.gates + s.mlp + s.hidden + s.scratch(_PRODUCT_BYTES))
+
+
+def _attention_forward(s: _Sizes) -> Iterator[tuple[str, int]]:
+    """Beside q, k and v: queries by head, the running output, a block's output."""
+    merged, block = s.wide_query + s.lse, s.query + s.lse
+    yield "a block", s.query + merged + block + s.flash_scratch(s.tokens, buffers=1)
+    yield "merging", s.query + merged + block + 3 * s.lse + s.tiles(2, width=_query_width(s))
+    yield "output", merged + s.query
+
+
+def _backward(
+    s: _Sizes, *, rebuilt: frozenset[int], input_every: int, layers: int
+) -> Iterator[Moment]:
+    own_linear, own_attention = LINEAR in rebuilt, ATTENTION in rebuilt
+    sharing = 1 if own_attention else min(input_every, layers)
+    base = s.rotary + _waiting(s, rebuilt=rebuilt, others=sharing - 1) + s.hidden  # n1
+    if layers > sharing:  # the gradient that comes from above; the last layer's was saved
+        base += s.hidden
+    queries = s.query if own_linear or s.model.qk_norm else 0
+    if own_linear:
+        yield Moment("rotation again", base + 2 * s.query + s.tiles(2, width=_query_width(s)))
+    queries += s.query if own_linear and s.model.qk_norm else 0
+    if own_attention:
+        for name, live in _attention_forward(s):
+            yield Moment(f"attention again, {name}", base + queries + live)
+    outputs = s.query + s.lse if own_attention else 0
+    base += queries + outputs
+    inner = s.hidden + (s.hidden + s.gates if own_linear else 0)  # n2; x_mid, gate and up
+    inner += s.mlp  # dhidden
+    tiles = s.tiles(3, width=s.model.mlp_size) * s.element // WIDE_BYTES
+    yield Moment("activation backward", base + inner + tiles)
+    yield Moment("MLP backward", base + inner + s.hidden + s.product("down"))  # and dn2
+    base += 2 * s.hidden  # dx_mid, do
+    base += s.query - s.hidden
+    for name, live in _attention_backward(s):
+        yield Moment(f"attention backward, {name}", base + live)
+
+
+def _waiting(s: _Sizes, *, rebuilt: frozenset[int], others: int) -> int:
+    """Rebuilt tensors of the layers that share an input, until their own turn comes."""
+    return others * (s.hidden + (s.hidden + s.gates if LINEAR in rebuilt else 0))
+
+
+def _attention_backward(s: _Sizes) -> Iterator[tuple[str, int]]:
+    """Beside q, o and do: all three by head, the sum of dq, a block's gradients."""
+    base = 3 * s.query + s.wide_query + s.threads * (_FLASH_NARROW_BYTES if s.narrow else 0)
+    square = min(s.tokens, CAUSAL_TOKENS)
+    # dq, dk and dv of every query head, and the product of o and do.
+    of_square = 4 * (s.query * square // s.tokens)
+    yield "a causal square", base + of_square + s.flash_scratch(square, buffers=2)
+    if s.prefix:
+        keys = min(s.prefix, PREFIX_KEYS)
+        parts = max(1, min(s.key_parts, keys // LEAST_PART_KEYS))
+        key_gradients = 2 * keys * (s.key // s.tokens)
+        of_parts = parts * s.query + key_gradients
+        # And the product of o and do.
+        in_kernel = of_parts + parts * s.query + s.flash_scratch(s.tokens, buffers=2)
+        yield "the prefix", base + in_kernel
+        if parts > 1:
+            yield "parts of the prefix put together", base + of_parts + s.wide_query + key_gradients
+
+
+def _query_width(s: _Sizes) -> int:
+    return s.model.num_heads * s.model.head_dim
+
+
+def _loss(s: _Sizes) -> Iterator[Moment]:
+    vocabulary = s.model.vocab_size
+    tile = min(s.tokens, tile_tokens(vocabulary))
+    wide, narrow = tile * vocabulary * WIDE_BYTES, tile * vocabulary * s.element
+    base = 3 * s.hidden  # the last layer's output, its norm, and that one's gradient
+    if not s.narrow:
+        yield Moment("logits", base + wide + s.tiles(1, width=vocabulary))
+    else:
+        yield Moment("logits", base + wide + narrow)
+        product = vocabulary * s.model.hidden_size * s.element + s.scratch(_WEIGHT_PRODUCT_BYTES)
+        yield Moment("logit gradients", base + wide + narrow + product)
+    yield Moment("final norm", base + s.hidden + s.tiles(5, width=s.model.hidden_size))
