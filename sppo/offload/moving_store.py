@@ -160,6 +160,8 @@ class MovingStore:
         }
         parcel = _Parcel(place, pieces)
         if tensors:
+            occupant = self._occupied.setdefault(place.offset_bytes, key)
+            assert occupant == key, f"{key} is saved where {occupant} still lies"
             self._count(self._out_bytes, pieces)
             if self._checksums is not None:
                 self._checksums.note(key, tensors, step=self._step)
@@ -190,6 +192,7 @@ class MovingStore:
         assert parcel.back is not None, "a parcel in the ring is on its way back"
         self._queues.use(parcel.ring.region, parcel.back)
         parcel.ring.begin_reading()
+        del self._occupied[parcel.place.offset_bytes]
         self._in_use[key] = parcel.ring
         self._count(self._back_bytes, parcel.pieces)
         tensors = {
@@ -373,6 +376,7 @@ class MovingStore:
         """As before the first save of a step."""
         self._parcels: dict[ActivationKey, _Parcel] = {}
         self._in_use: dict[ActivationKey, Slot] = {}
+        self._occupied: dict[int, ActivationKey] = {}
         self._copied: deque[Event] = deque()
         self._next_take = self._next_back = self._brought_back = 0
 

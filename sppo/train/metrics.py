@@ -48,6 +48,12 @@ class StepMetrics:
     """Sent from the device to another tier in this step."""
     exposed_copy_s: float = 0.0
     """Time compute waited for copies."""
+    copy_out_bytes_per_s: float | None = None
+    """Rate of what was sent, while the slowest queue out was busy; None where nothing was."""
+    copy_back_bytes_per_s: float | None = None
+    """The same of what came back."""
+    disk_peak_bytes: int = 0
+    """Size of the file of a disk tier."""
     skipped: bool = False
     """The update was left out because loss or gradients were not finite."""
 

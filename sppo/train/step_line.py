@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sppo.train.metrics import StepMetrics
-from sppo.units import GIB, format_count, format_duration
+from sppo.units import GIB, format_bytes, format_count, format_duration
 
 
 def step_line(
@@ -28,6 +28,9 @@ def step_line(
         parts.append(f"mfu {metrics.mfu:.1%}")
     if metrics.device_peak_bytes is not None:
         parts.append(f"mem {_memory(metrics.device_peak_bytes, memory_capacity_bytes)}")
+    if metrics.offloaded_bytes:
+        moved = format_bytes(metrics.offloaded_bytes)
+        parts.append(f"moved {moved} (waited {format_duration(metrics.exposed_copy_s)})")
     parts.append(_duration(metrics.step_s, predicted_s=metrics.predicted_step_s))
     if eta_s is not None:
         parts.append(f"eta {_short(eta_s)}")

@@ -18,6 +18,8 @@ _TAGS = {
     "mfu": "speed/mfu",
     "hfu": "speed/hfu",
     "exposed_copy_s": "speed/exposed_copy_s",
+    "copy_out_bytes_per_s": "speed/copy_out_bytes_per_s",
+    "copy_back_bytes_per_s": "speed/copy_back_bytes_per_s",
     "device_peak_bytes": "memory/device_peak_bytes",
     "host_peak_bytes": "memory/host_peak_bytes",
     "offloaded_bytes": "memory/offloaded_bytes",

@@ -345,6 +345,9 @@ class _Loop:
             host_peak_bytes=copies.host_bytes,
             offloaded_bytes=copies.total_out_bytes,
             exposed_copy_s=copies.exposed_s,
+            copy_out_bytes_per_s=copies.out_bytes_per_s or None,
+            copy_back_bytes_per_s=copies.back_bytes_per_s or None,
+            disk_peak_bytes=copies.disk_bytes,
             skipped=skipped,
         )
 

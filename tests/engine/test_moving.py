@@ -8,7 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.engine.stage import Stage
+from sppo.engine.unit import units_of
+from sppo.model.gradients import zero_gradients
 from sppo.offload.file_tier import FileTier
+from sppo.offload.moving_store import MovingStore
+from sppo.offload.store import ResidentStore
+from sppo.offload.tiers import Tier
 from tests.engine.models import (
     VARIANTS,
     Trained,
@@ -18,7 +24,7 @@ from tests.engine.models import (
     random_weights,
     tiny_model,
 )
-from tests.engine.moving import RATIOS, FixedRows, RatioRows, moving_trained
+from tests.engine.moving import RATIOS, FixedRows, RatioRows, moving_trained, queues_of
 from tests.offload.emulated_queues import SCHEDULERS
 
 CUTS = [(0, 4, 5, 17, 30, 37), (0, 13, 20)]
@@ -225,3 +231,56 @@ def test_what_moves_is_reported(tmp_path):
     # The last subsequence stays, with the gradient of every subsequence's output.
     assert peaks.activations_bytes == 4 * (2 * 7 * sum(sizes.values()) + 37 * 12)
     moving.engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ratio", [1 / 16, 3 / 16, 10 / 16, 15 / 16])
+def test_classes_are_cut_at_128_rows(ratio, dtype, tmp_path):
+    """As plans cut them, uneven subsequences of odd length, one of them shorter than that."""
+    model = tiny_model("gqa, q/k-norm", hidden_size=48, head_size=16, mlp_size=96)
+    weights = random_weights(model, dtype=dtype)
+    data, cuts = [random_sequence(model, 803)], [(0, 301, 390, 701, 803)]
+    rows = RatioRows(model, dtype.itemsize, ratio)
+    plans = rows.subsequences((301, 89, 311, 102))
+    assert any(0 < moved < 301 for moved in plans[0].moved)
+    assert all(moved in (0, 89) for moved in plans[1].moved)
+    moving = moving_trained(model, weights, rows, directory=tmp_path)
+    assert_equal_bits(moving.step(data, cuts), Trained(model, weights).step(data, cuts))
+    moving.engine.close()
+
+
+@pytest.mark.parametrize("queues", ["lazy", "random 1", "threads"])
+def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
+    """Forwards of the next sequences between the backwards of the first, as in a pipeline."""
+    model = tiny_model("gqa, q/k-norm", num_layers=3)
+    weights = random_weights(model)
+    data = [random_sequence(model, 23, seed=seed) for seed in range(5)]
+    cuts = (0, 4, 9, 17, 23)
+    gradients = zero_gradients(weights)
+    store = MovingStore(queues_of(queues), tier=Tier("disk", tmp_path), checksums=True)
+    stage = Stage(
+        model,
+        weights=weights,
+        gradients=gradients,
+        activations=ResidentStore(),
+        moved=store,
+        rows=RatioRows(model, ELEMENT, 0.8, last_too=True, alignment=1),
+        sequences_in_flight=3,
+    )
+    units = {key: unit for s, d in enumerate(data) for key, unit in units_of(s, d, cuts).items()}
+    forwards = [(s, n) for s in range(5) for n in range(4)]
+    backwards = [(s, n) for s in range(5) for n in reversed(range(4))]
+    scale = 1 / sum(d.num_valid for d in data)
+    with torch.no_grad():
+        stage.prepare(units, backward_order=backwards)
+        for key in forwards[:6]:
+            stage.forward(units[key], None, loss_scale=scale)
+        for i, key in enumerate(backwards):
+            stage.backward(units[key], None)
+            for later in forwards[6 + i : 7 + i]:
+                stage.forward(units[later], None, loss_scale=scale)
+    losses = sum(stage.pop_losses(*key).sum() for key in forwards)
+    stage.assert_idle()
+    kept = Trained(model, weights).step(data, [cuts] * 5)
+    assert_same_step((losses * scale, gradients), kept, tolerance=1e-12)
+    store.close()

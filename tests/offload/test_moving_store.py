@@ -214,6 +214,17 @@ def test_a_parcel_of_another_size_than_planned_is_refused():
         store.save(order[0], {"x_in": torch.zeros(2048)})
 
 
+def test_a_place_that_is_taken_is_refused():
+    """Two sequences in flight where the plan has places for one."""
+    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
+    first, second = ActivationKey(0, 0, 0), ActivationKey(1, 0, 0)
+    places = dict.fromkeys((first, second), Place(0, 4096))
+    store.prepare(Itinerary(places, [first, second], staging_slots=3, ring_slots=3))
+    store.save(first, {"x_in": torch.zeros(1024)})
+    with pytest.raises(AssertionError, match="is saved where ActivationKey.* still lies"):
+        store.save(second, {"x_in": torch.zeros(1024)})
+
+
 def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
     """Layers that rebuild one another's input are in use together."""
     store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["disk"])
