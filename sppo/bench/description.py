@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from sppo.bench.copies import CopyMeasurements
 from sppo.bench.suite import Measurements
-from sppo.planning.hardware import DeviceSpec, HardwareSpec
+from sppo.planning.hardware import DeviceSpec, HardwareSpec, NodeSpec, Provenance
 from sppo.planning.hardware_file import read_hardware
 from sppo.planning.rates import AttentionPoint, ElementwisePoint, GemmPoint
 from sppo.planning.this_machine import describe_cpu, detect_machine, usable_memory_bytes
@@ -57,7 +58,7 @@ def starting_description(detected: HardwareSpec, *, path: Path | None) -> Hardwa
 
 
 def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
-    """``base`` with measured points and the peaks that follow from them.
+    """``base`` with measured points, the peaks that follow from them, and rates of copies.
 
     "measured" once matrix products, attention and element-wise kernels are, "calibrated" before.
     """
@@ -74,8 +75,33 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
         device = _with_attention(device, measurements.attention)
     if measurements.elementwise:
         device = _with_bandwidth(device, measurements.elementwise)
+    node = base.node
+    for copies in measurements.copies:
+        node = _with_copies(node, copies)
+    if measurements.overlap is not None:
+        node = replace(node, copy_compute_s_per_byte=measurements.overlap.added_s_per_byte)
     complete = device.gemm_points and device.attention_points and device.elementwise_points
-    return replace(base, device=device, provenance="measured" if complete else "calibrated")
+    provenance: Provenance = "measured" if complete else "calibrated"
+    return replace(base, device=device, node=node, provenance=provenance)
+
+
+def _with_copies(node: NodeSpec, copies: CopyMeasurements) -> NodeSpec:
+    """Rates with both directions busy, as a plan wants them."""
+    planned = copies.planned
+    if copies.tier == "disk":
+        return replace(
+            node,
+            disk_bytes=copies.room_bytes,
+            disk_write_bytes_per_s=planned.out_bytes_per_s,
+            disk_read_bytes_per_s=planned.back_bytes_per_s,
+        )
+    return replace(
+        node,
+        d2h_bytes_per_s=planned.out_bytes_per_s,
+        h2d_bytes_per_s=planned.back_bytes_per_s,
+        d2h_alone_bytes_per_s=planned.out_alone_bytes_per_s,
+        h2d_alone_bytes_per_s=planned.back_alone_bytes_per_s,
+    )
 
 
 class _Point(Protocol):

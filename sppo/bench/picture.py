@@ -1,24 +1,20 @@
-"""A picture of what a machine reaches: linear layers, attention, element-wise kernels."""
+"""A picture of what a machine reaches: kernels, copies, and copies behind compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sppo.bench.copy_picture import draw_copies, draw_overlap
+from sppo.bench.panels import COLOURS, GRID, INK, Label, clean, token_axis, write_labels
 from sppo.bench.suite import Measurements
 from sppo.planning.rates import AttentionPoint, ElementwisePoint, GemmPoint
 from sppo.units import format_count, format_tokens
 
-_INK, _QUIET, _GRID = "#222222", "#6b6b6b", "#e6e6e6"
-_COLOURS = ("#1f5fa8", "#d1495b", "#2e8b57", "#b8860b")
-_SMALL_PT, _TITLE_PT = 8, 15
+_TITLE_PT = 15
 _PANEL_INCHES = (5.2, 5.4)
-_LABEL_HEIGHT = 0.035
-"""Of the height of a panel."""
-_HEADROOM = 1.1
 
 
 def write_picture(path: Path, *, name: str, measurements: Measurements) -> None:
@@ -42,15 +38,18 @@ def write_picture(path: Path, *, name: str, measurements: Measurements) -> None:
         panels.append(partial(_draw_attention, points=measurements.attention))
     if measurements.elementwise:
         panels.append(partial(_draw_elementwise, points=measurements.elementwise))
+    panels += [partial(draw_copies, found=found) for found in measurements.copies]
+    if measurements.overlap is not None:
+        panels.append(partial(draw_overlap, found=measurements.overlap))
     width, height = _PANEL_INCHES
     figure = Figure(figsize=(width * len(panels) + 1, height), dpi=140, facecolor="white")
     FigureCanvasAgg(figure)
     for index, draw in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), index + 1)
         draw(axes)
-        _clean(axes)
+        clean(axes)
     figure.suptitle(
-        f"{name}, measured", x=0.01, ha="left", color=_INK, fontsize=_TITLE_PT, parse_math=False
+        f"{name}, measured", x=0.01, ha="left", color=INK, fontsize=_TITLE_PT, parse_math=False
     )
     figure.tight_layout(rect=(0, 0, 1, 0.97), w_pad=2.5)
     figure.savefig(path, format="png")
@@ -68,9 +67,9 @@ def _draw_gemm(axes: Any, *, points: tuple[GemmPoint, ...]) -> None:
             axes.plot(tokens, outputs, color=colour, lw=1.6)
             weights = [p.weight_flops_per_s / 1e9 for p in row]
             axes.plot(tokens, weights, color=colour, lw=1.0, ls=":")
-            labels.append(_Label(tokens[-1], outputs[-1], f"{dtype}, width {width}", colour))
-    _token_axis(axes, sorted({p.tokens for p in points}), "tokens; output solid, weights dotted")
-    _write_labels(axes, labels)
+            labels.append(Label(tokens[-1], outputs[-1], f"{dtype}, width {width}", colour))
+    token_axis(axes, sorted({p.tokens for p in points}), "tokens; output solid, weights dotted")
+    write_labels(axes, labels)
 
 
 def _draw_attention(axes: Any, *, points: tuple[AttentionPoint, ...]) -> None:
@@ -88,9 +87,9 @@ def _draw_attention(axes: Any, *, points: tuple[AttentionPoint, ...]) -> None:
             axes.plot(keys, forward, color=colour, lw=1.6, marker="o", ms=3)
             axes.plot(keys, backward, color=colour, lw=1.0, ls=":", marker="o", ms=3)
             text = f"{dtype}, {format_tokens(queries)} queries"
-            labels.append(_Label(keys[-1], forward[-1], text, colour))
-    _token_axis(axes, sorted({p.keys for p in chosen}), "keys; forward solid, backward dotted")
-    _write_labels(axes, labels)
+            labels.append(Label(keys[-1], forward[-1], text, colour))
+    token_axis(axes, sorted({p.keys for p in chosen}), "keys; forward solid, backward dotted")
+    write_labels(axes, labels)
 
 
 def _draw_elementwise(axes: Any, *, points: tuple[ElementwisePoint, ...]) -> None:
@@ -104,63 +103,13 @@ def _draw_elementwise(axes: Any, *, points: tuple[ElementwisePoint, ...]) -> Non
     for point in chosen:
         row = kernels.index(point.kernel)
         place = row + 0.4 - thickness * (dtypes.index(point.dtype) + 0.5)
-        colour = _COLOURS[dtypes.index(point.dtype)]
+        colour = COLOURS[dtypes.index(point.dtype)]
         axes.barh(place, point.bytes_per_s / 1e9, height=thickness, color=colour)
     axes.set_yticks(range(len(kernels)), [kernel.replace("_", " ") for kernel in kernels])
     axes.set_xlabel(f"of the bytes they must move; {', '.join(dtypes)} from above")
-    axes.grid(axis="x", color=_GRID, linewidth=0.8)
-
-
-@dataclass(frozen=True, slots=True)
-class _Label:
-    """Names a line at its end."""
-
-    x: float
-    y: float
-    text: str
-    colour: str
-
-
-def _write_labels(axes: Any, labels: Sequence[_Label]) -> None:
-    """Labels at the ends of lines, moved apart where they would cover each other."""
-    least = _LABEL_HEIGHT * axes.get_ylim()[1]
-    for x in {label.x for label in labels}:
-        place = -least
-        for label in sorted((la for la in labels if la.x == x), key=lambda la: la.y):
-            place = max(label.y, place + least)
-            axes.annotate(
-                label.text,
-                (x, place),
-                textcoords="offset points",
-                xytext=(5, 0),
-                va="center",
-                color=label.colour,
-                fontsize=_SMALL_PT - 1,
-                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
-            )
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
 
 
 def _coloured(points: Iterable[Any]) -> Iterator[tuple[str, str]]:
     """(colour, dtype) of every dtype."""
-    yield from zip(_COLOURS, dict.fromkeys(point.dtype for point in points), strict=False)
-
-
-def _token_axis(axes: Any, tokens: list[int], label: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, [format_tokens(count) for count in tokens], rotation=45)
-    axes.minorticks_off()
-    axes.set_xlim(tokens[0] / 1.3, tokens[-1] * 3)
-    axes.set_ylim(0, axes.get_ylim()[1] * _HEADROOM)
-    axes.set_xlabel(label)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-
-
-def _clean(axes: Any) -> None:
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#bbbbbb")
-    axes.tick_params(colors=_QUIET, labelsize=_SMALL_PT, length=0)
-    axes.set_axisbelow(True)
-    for text in (axes.title, axes.xaxis.label):
-        text.set_fontsize(_SMALL_PT + 1)
-        text.set_color(_INK)
+    yield from zip(COLOURS, dict.fromkeys(point.dtype for point in points), strict=False)

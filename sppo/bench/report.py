@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from sppo.bench.copy_report import print_copies, print_overlap
 from sppo.bench.suite import Measurements
 from sppo.planning.rates import AttentionPoint, ElementwisePoint, GemmPoint
 from sppo.units import format_count, format_duration, format_tokens
@@ -23,6 +24,10 @@ def print_measurements(measurements: Measurements, *, console: Console) -> None:
         console.print(_attention_table(measurements.attention))
     if measurements.elementwise:
         console.print(_elementwise_table(measurements.elementwise))
+    for copies in measurements.copies:
+        print_copies(copies, console=console)
+    if measurements.overlap is not None:
+        print_overlap(measurements.overlap, console=console)
     console.print(summary_line(measurements), highlight=False, soft_wrap=True)
 
 
@@ -30,7 +35,7 @@ def summary_line(measurements: Measurements) -> str:
     """How long it took, and how far the rounds of a timing lay apart."""
     spreads = measurements.spreads
     return (
-        f"measured {len(spreads)} kernels and shapes on {measurements.device} in "
+        f"measured {len(spreads)} kernels, copies and shapes on {measurements.device} in "
         f"{format_duration(measurements.wall_s)}; slowest round over fastest: "
         f"{statistics.median(spreads):.0%} apart in the median, {max(spreads):.0%} at worst"
     )

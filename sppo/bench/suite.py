@@ -5,13 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from sppo.bench.attention import measure_attention
+from sppo.bench.copies import CopyMeasurements
+from sppo.bench.disk import measure_disk
 from sppo.bench.elementwise import measure_elementwise
 from sppo.bench.gemm import measure_gemm
 from sppo.bench.operands import Operands
+from sppo.bench.overlap import Layer, OverlapMeasurements, measure_overlap
+from sppo.bench.pcie import measure_pcie
 from sppo.bench.timing import Rounds, Timing, Watcher
 from sppo.planning.rates import AttentionPoint, ElementwisePoint, GemmPoint
 
@@ -29,6 +34,8 @@ class Measurements:
         elementwise: Element-wise kernels, the loss, the optimizer.
         spreads: Of every timing, between its fastest and slowest round, relative to the median.
         wall_s: The whole run.
+        copies: One entry per tier behind the device.
+        overlap: Copies behind compute; None where not asked for.
     """
 
     device: str
@@ -37,6 +44,21 @@ class Measurements:
     elementwise: tuple[ElementwisePoint, ...]
     spreads: tuple[float, ...]
     wall_s: float
+    copies: tuple[CopyMeasurements, ...] = ()
+    overlap: OverlapMeasurements | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopySetup:
+    """Where copies go, and what they run behind.
+
+    Attributes:
+        directory: On the disk to measure; None where only host memory is.
+        layer: Whose forward copies run behind.
+    """
+
+    directory: Path | None
+    layer: Layer
 
 
 def device_to_measure() -> str:
@@ -51,15 +73,22 @@ def measure(
     dtypes: Sequence[str],
     quick: bool,
     watcher: Watcher,
+    copying: CopySetup | None = None,
 ) -> Measurements:
     """Measure ``subjects``.
 
     Args:
-        subjects: of gemm, attention, elementwise.
+        subjects: of gemm, attention, elementwise, pcie, overlap; the last two need ``copying``.
         device: "cpu" or "cuda".
         dtypes: of bf16, fp32.
         quick: fewer shapes and rounds: to see that everything works, not to plan with.
         watcher: is told of every timing.
+        copying: where copies go, and what they run behind.
+
+    Raises:
+        ValueError: there is no such directory.
+        OSError: the disk has not the room, or failed.
+        MemoryError: the host has not the memory, or may not lock it.
     """
     start = time.perf_counter()
     operands = Operands(device)
@@ -83,5 +112,23 @@ def measure(
             operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick
         )
         timings += kernels.values()
-    spreads = tuple(timing.spread for timing in timings)
-    return Measurements(device, gemm, attention, elementwise, spreads, time.perf_counter() - start)
+    copies: tuple[CopyMeasurements, ...] = ()
+    overlap: OverlapMeasurements | None = None
+    if "pcie" in subjects:
+        assert copying is not None, "copies go somewhere"
+        if device == "cuda":
+            copies += (measure_pcie(quick=quick, watcher=watcher),)
+        if copying.directory is not None:
+            copies += (measure_disk(copying.directory, quick=quick, watcher=watcher),)
+    if "overlap" in subjects:
+        assert copying is not None, "copies go somewhere"
+        overlap = measure_overlap(
+            operands, copying.layer, directory=copying.directory, quick=quick, watcher=watcher
+        )
+    spreads = [timing.spread for timing in timings]
+    spreads += [point.spread for measured in copies for point in measured.points]
+    spreads += [] if overlap is None else [point.spread for point in overlap.points]
+    wall_s = time.perf_counter() - start
+    return Measurements(
+        device, gemm, attention, elementwise, tuple(spreads), wall_s, copies, overlap
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from sppo.cli.arguments import Json
 from sppo.cli.exit_codes import exit_codes
 
 if TYPE_CHECKING:
-    from sppo.bench.suite import Measurements
+    from sppo.bench.suite import CopySetup, Measurements
     from sppo.planning.hardware import HardwareSpec
 
 _DTYPES = ("bf16", "fp32")
@@ -24,6 +24,8 @@ class Subject(StrEnum):
     GEMM = "gemm"
     ATTENTION = "attention"
     ELEMENTWISE = "elementwise"
+    PCIE = "pcie"
+    OVERLAP = "overlap"
     ALL = "all"
 
     @property
@@ -37,7 +39,11 @@ class Subject(StrEnum):
 def bench(
     subject: Annotated[
         Subject,
-        typer.Argument(metavar="SUBJECT", help="gemm, attention, elementwise, or all of them."),
+        typer.Argument(
+            metavar="SUBJECT",
+            help="gemm, attention, elementwise, pcie (copies to host memory, or to disk), overlap "
+            "(copies behind compute), or all of them.",
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -57,9 +63,26 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few shapes and rounds: a trial, not to plan with.")
     ] = False,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Measure the disk that holds DIR: without a GPU always, then by default the run's "
+            "activations.disk, else the current directory. Takes 1 GiB while it runs.",
+            show_default=False,
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.yaml",
+            help="Let copies run behind a layer of this run's model, in its precision.",
+            show_default=False,
+        ),
+    ] = None,
     json_output: Json = False,
 ) -> None:
-    """Measure kernels on the GPU if there is one, else on the CPU; a minute or less on a laptop.
+    """Measure kernels and copies on the GPU if there is one, else on CPU and disk; two minutes.
 
     The file is what `hardware: {file: hardware.json}` in a run file reads.
 
@@ -78,14 +101,48 @@ def bench(
         from sppo.bench.suite import device_to_measure, measure
 
         device = device_to_measure()
+        copying = _copying(subject, device=device, disk=disk, run_file=run, quick=quick)
         base = starting_description(described_machine(device), path=output)
         with BenchDisplay(console) as display:
             found = measure(
-                subject.parts, device=device, dtypes=dtypes, quick=quick, watcher=display
+                subject.parts,
+                device=device,
+                dtypes=dtypes,
+                quick=quick,
+                watcher=display,
+                copying=copying,
             )
         spec = describe(base, found)
         _write(spec, found, output=output, png=png)
     _print(spec, found, output=output, png=png, as_json=json_output)
+
+
+def _copying(
+    subject: Subject, *, device: str, disk: Path | None, run_file: Path | None, quick: bool
+) -> CopySetup | None:
+    """Where copies go and what they run behind; None where none are measured.
+
+    Raises:
+        ValueError: the run file is wrong, or there is no such directory.
+        OSError: the disk has not the room.
+    """
+    if not {Subject.PCIE, Subject.OVERLAP} & set(map(Subject, subject.parts)):
+        return None
+    from sppo.bench.disk import check_disk
+    from sppo.bench.overlap import Layer, default_layer
+    from sppo.bench.suite import CopySetup
+    from sppo.config import load_run
+
+    loaded = None if run_file is None else load_run(run_file, ())
+    if device == "cpu" and disk is None:
+        named = None if loaded is None else loaded.activations.disk
+        disk = Path(named or ".")
+    if disk is not None:
+        check_disk(disk, quick=quick)
+    if loaded is None:
+        return CopySetup(disk, default_layer(device))
+    name = loaded.model.preset or loaded.model.from_hf or str(run_file)
+    return CopySetup(disk, Layer(name, loaded.model, loaded.train.dtype))
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
@@ -145,10 +202,11 @@ def _print(
     """One JSON object, or tables for people."""
     if as_json:
         import json
+        from dataclasses import asdict
 
         from sppo.planning.hardware_file import hardware_json
 
-        report = {
+        report: dict[str, Any] = {
             "device": found.device,
             "wall_s": found.wall_s,
             "num_timings": len(found.spreads),
@@ -156,6 +214,10 @@ def _print(
             "output": None if output is None else str(output),
             "hardware": hardware_json(spec),
         }
+        if found.copies:
+            report["copies"] = [asdict(copies) for copies in found.copies]
+        if found.overlap is not None:
+            report["overlap"] = asdict(found.overlap)
         typer.echo(json.dumps(report, allow_nan=False))
         return
     from rich.console import Console

@@ -151,9 +151,12 @@ def stage_costs(
     link_weights = stage_parameters(request) / workload.sequence_parallel_degree
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
+    moved = (rows.moved * row_bytes).sum(axis=2)
+    disturbed_s = moved * workload.hardware.node.copy_compute_s_per_byte
     return Costs(
-        forward_s=units.forward,
+        forward_s=units.forward + disturbed_s,
         backward_s=units.backward
+        + disturbed_s
         + units.linear_rebuild * (rebuilt[:, :, LINEAR] + _input_rebuild_share(request))
         + units.attention_rebuild * rebuilt[:, :, ATTENTION],
         weight_s=units.weight,
@@ -164,7 +167,7 @@ def stage_costs(
         * workload.element_bytes
         / workload.sequence_parallel_degree,
         activation_bytes=((rows.kept + rows.moved) * row_bytes).sum(axis=2),
-        offload_bytes=(rows.moved * row_bytes).sum(axis=2),
+        offload_bytes=moved,
         kv_bytes=layers * lengths * kv_bytes,
         kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
         weight_bytes=link_weights * workload.element_bytes,

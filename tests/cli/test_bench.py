@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.bench import suite
+from sppo.bench import disk, suite
+from sppo.offload.disk_room import DiskRoom
 from sppo.planning import this_machine
 from sppo.planning.hardware_file import hardware_json, read_hardware
 from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.this_machine import detect_machine
+from tests.bench.test_copies import DISK
 from tests.bench.test_description import EVERYTHING, GEMM, NOTHING
-from tests.conftest import call, refuse, succeed, tree
+from tests.bench.test_overlap import OVERLAP
+from tests.conftest import call, refuse, succeed, tree, write_run
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def measured(monkeypatch):
     """What was asked of the benchmarks, which answer at once."""
     asked = []
 
-    def measure(subjects, *, device, dtypes, quick, watcher):
+    def measure(subjects, *, device, dtypes, quick, watcher, copying):
         assert device == "cpu"
         asked.append((tuple(subjects), tuple(dtypes), quick))
         watcher.begin(subjects[0], total=1)
@@ -56,7 +59,8 @@ def read_hardware_here():
 
 def test_all_is_every_subject_in_every_precision(measured):
     text = succeed("bench", "all", "-o", "hardware.json")
-    assert measured == [(("gemm", "attention", "elementwise"), ("bf16", "fp32"), False)]
+    subjects = ("gemm", "attention", "elementwise", "pcie", "overlap")
+    assert measured == [(subjects, ("bf16", "fp32"), False)]
     assert read_hardware_here().provenance == "measured"
     assert "measuring gemm: 1 timings" in text
     for heading in ("Linear layers", "Attention over visible pairs", "Element-wise kernels"):
@@ -127,6 +131,54 @@ def test_a_gpu_that_cannot_be_asked_what_it_is_is_refused(measured, monkeypatch)
     monkeypatch.setattr(suite, "device_to_measure", lambda: "cuda")
     monkeypatch.setattr(this_machine, "find_gpus", lambda: None)
     assert "pip install nvidia-ml-py" in refuse("bench", "all")
+    assert measured == []
+
+
+def test_copies_go_where_they_are_told(monkeypatch, tmp_path):
+    setups = []
+
+    def measure(subjects, *, device, dtypes, quick, watcher, copying):
+        setups.append(copying)
+        return replace(NOTHING, copies=(DISK,), overlap=OVERLAP)
+
+    monkeypatch.setattr(suite, "measure", measure)
+    write_run(tmp_path / "run.yaml", activations={"disk": "fast"})
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "slow").mkdir()
+    succeed("bench", "pcie", "--quick")
+    succeed("bench", "overlap", "--quick", "--run", "run.yaml")
+    text = succeed("bench", "all", "--run", "run.yaml", "--disk", "slow", "--png", "copies.png")
+    assert [str(setup.directory) for setup in setups] == [".", "fast", "slow"]
+    assert [setup.layer.dtype for setup in setups] == ["bf16", "fp32", "fp32"]
+    assert setups[1].layer.model.vocab_size == 32
+    for words in (
+        "write or read alone",
+        "both at once: 0.00 GB/s out",
+        "Break-even",
+        "any",
+        "~300",
+    ):
+        assert words in text
+    assert (tmp_path / "copies.png").read_bytes().startswith(b"\x89PNG")
+    succeed("bench", "gemm")
+    assert setups[-1] is None
+
+
+def test_json_of_copies(monkeypatch, measured):
+    found = replace(NOTHING, copies=(DISK,), overlap=OVERLAP)
+    monkeypatch.setattr(suite, "measure", lambda *words, **options: found)
+    result = call("bench", "all", "--json")
+    report = json.loads(result.stdout)
+    assert report["hardware"]["node"]["disk_write_bytes_per_s"] == 3e6
+    assert report["copies"][0]["planned"]["in_flight"] == 1
+    assert report["overlap"]["points"][0]["tokens"] == 256
+    assert report["overlap"]["break_evens"][0]["context"] == 0
+
+
+def test_no_room_on_the_disk_is_told_before_anything_is_measured(measured, monkeypatch):
+    monkeypatch.setattr(disk, "disk_room", lambda path: DiskRoom(free_bytes=1 << 20))
+    assert "takes 1.0 GiB in .: 1.0 MiB are free there" in refuse("bench", "all", code=4)
+    assert "no such directory" in refuse("bench", "pcie", "--disk", "absent")
     assert measured == []
 
 

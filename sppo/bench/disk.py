@@ -1,0 +1,203 @@
+"""The disk tier as training uses it: writes, reads, and both at once through a file tier.
+
+Space that was only set aside is slow the first time it is written, so a first pass over all of it
+comes before what is measured. What is written is random: some disks compress.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sppo.bench.copies import CopyMeasurements, CopyPoint, Directions, Times, measure_point
+from sppo.bench.timing import Watcher
+from sppo.offload.arena import HostArena
+from sppo.offload.disk_room import disk_room, is_memory
+from sppo.offload.file_tier import FileTier, Ticket
+from sppo.units import MIB, format_bytes
+
+_FILE_BYTES, _QUICK_FILE_BYTES = 1024 * MIB, 128 * MIB
+_REQUESTS = (MIB, 16 * MIB, 64 * MIB)
+_QUICK_REQUESTS = (MIB, 16 * MIB)
+_IN_FLIGHT, _QUICK_IN_FLIGHT = (1, 4), (1,)
+_WINDOW_S, _QUICK_WINDOW_S = 0.25, 0.05
+_ROUNDS, _QUICK_ROUNDS = 3, 1
+_PLANNED = (16 * MIB, 1)
+"""Request size and requests in flight per direction of a training run: a layer of a subsequence
+is tens of MiB, and each direction moves one after the other."""
+
+
+def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasurements:
+    """Measure the disk that holds ``directory``; nothing is left on it.
+
+    Args:
+        directory: exists and can be written.
+        quick: less space, shorter, fewer sizes.
+        watcher: is told of every round.
+
+    Raises:
+        ValueError: there is no such directory.
+        OSError: it cannot be written, its disk has not the room, or failed.
+    """
+    check_disk(directory, quick=quick)
+    file_bytes = file_size_bytes(quick=quick)
+    requests = _QUICK_REQUESTS if quick else _REQUESTS
+    depths = _QUICK_IN_FLIGHT if quick else _IN_FLIGHT
+    rounds = _QUICK_ROUNDS if quick else _ROUNDS
+    window_s = _QUICK_WINDOW_S if quick else _WINDOW_S
+    cases = [(size, depth) for size in requests for depth in depths]
+    watcher.begin("disk", total=1 + len(cases) * rounds)
+    with (
+        HostArena(2 * max(size * depth for size, depth in cases)) as arena,
+        FileTier(directory, file_bytes) as tier,
+    ):
+        memory = arena.tensor(0, (arena.size_bytes,), torch.uint8).numpy()
+        _fill_with_noise(memory)
+        halves = np.split(memory, 2)
+        first = first_write(tier, halves[0])
+        watcher.advance()
+        points = [
+            measure_point(
+                Directions(_Windows(tier, halves, size, depth, window_s).run),
+                how="disk",
+                request_bytes=size,
+                in_flight=depth,
+                rounds=rounds,
+                advance=watcher.advance,
+            )
+            for size, depth in cases
+        ]
+        where = _where(tier)
+    return CopyMeasurements(
+        "disk",
+        where,
+        tuple(points),
+        planned=_planned(points),
+        room_bytes=disk_room(directory).usable_bytes,
+        first_write_bytes_per_s=first,
+    )
+
+
+def file_size_bytes(*, quick: bool) -> int:
+    """Space on the disk that measuring takes."""
+    return _QUICK_FILE_BYTES if quick else _FILE_BYTES
+
+
+def check_disk(directory: Path, *, quick: bool) -> None:
+    """Find out before measuring whether ``directory`` will do.
+
+    Raises:
+        ValueError: there is no such directory.
+        OSError: its disk has not the room.
+    """
+    if not directory.is_dir():
+        raise ValueError(
+            f"--disk {directory}: there is no such directory; name one on the disk to measure"
+        )
+    room, needed = disk_room(directory), file_size_bytes(quick=quick)
+    if needed > room.usable_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"measuring the disk takes {format_bytes(needed)} in {directory}: {room}; free space, "
+            "or name a directory on another disk with --disk",
+        )
+
+
+def first_write(tier: FileTier, memory: NDArray[np.uint8]) -> float:
+    """Write all of ``tier`` once, in requests of 16 MiB; bytes/s."""
+    size = min(_PLANNED[0], len(memory))
+    start = time.perf_counter()
+    for offset in range(0, tier.size_bytes, size):
+        tier.write(offset, memory[: min(size, tier.size_bytes - offset)]).wait()
+    return tier.size_bytes / (time.perf_counter() - start)
+
+
+class _Windows:
+    """Requests of one size for a window of time: writes to one half of a file, reads of the other.
+
+    So no request waits for another of the same bytes, as in a run.
+    """
+
+    def __init__(
+        self,
+        tier: FileTier,
+        memory: list[NDArray[np.uint8]],
+        request_bytes: int,
+        in_flight: int,
+        window_s: float,
+    ) -> None:
+        self._tier, self._memory = tier, memory
+        self._request_bytes, self._in_flight = request_bytes, in_flight
+        self._window_s = window_s
+
+    def run(self, out: bool, back: bool) -> tuple[Times, Times]:
+        """Times of (writes, reads) in one window."""
+        times: tuple[list[float], list[float]] = ([], [])
+        errors: list[OSError] = []
+        start = time.perf_counter()
+
+        def move(index: int) -> None:
+            try:
+                self._move(index, start_s=start, times=times[index])
+            except OSError as error:
+                errors.append(error)
+
+        wanted = [index for index, asked in enumerate((out, back)) if asked]
+        threads = [threading.Thread(target=move, args=(index,)) for index in wanted]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return times
+
+    def _move(self, index: int, *, start_s: float, times: list[float]) -> None:
+        """Direction ``index`` until the window is over, at least one request."""
+        size, half = self._request_bytes, self._tier.size_bytes // 2
+        places = half // size
+        start = (self._tier.write, self._tier.read)[index]
+        under_way: deque[Ticket] = deque()
+        turn = 0
+        while turn == 0 or time.perf_counter() - start_s < self._window_s:
+            slot = turn % self._in_flight * size
+            place = index * half + turn % places * size
+            under_way.append(start(place, self._memory[index][slot : slot + size]))
+            turn += 1
+            if len(under_way) == self._in_flight:
+                under_way.popleft().wait()
+                times.append(time.perf_counter() - start_s)
+        while under_way:
+            under_way.popleft().wait()
+            times.append(time.perf_counter() - start_s)
+
+
+def _fill_with_noise(memory: NDArray[np.uint8]) -> None:
+    """Random bytes, a MiB of them repeated from another place each time."""
+    noise = np.frombuffer(os.urandom(MIB + 4099), dtype=np.uint8)
+    for number, offset in enumerate(range(0, len(memory), MIB)):
+        piece = memory[offset : offset + MIB]
+        begin = number % 4099
+        piece[:] = noise[begin : begin + len(piece)]
+
+
+def _planned(points: list[CopyPoint]) -> CopyPoint:
+    return next(point for point in points if (point.request_bytes, point.in_flight) == _PLANNED)
+
+
+def _where(tier: FileTier) -> str:
+    how = (
+        "past the page cache (O_DIRECT)"
+        if tier.direct
+        else "through the page cache, which cannot be passed by here: rates are memory's, too"
+    )
+    memory = "; this directory is memory, not a disk" if is_memory(tier.directory) else ""
+    return f"disk tier in {tier.directory}, {how}, {tier.threads} threads{memory}"

@@ -1,0 +1,340 @@
+"""Copies behind compute: what is still waited for, and what the copies cost the compute.
+
+A unit is the forward of one layer on one subsequence: the products with its weights and its
+attention over everything before it. While it runs, what it would save is moved to the next tier,
+through the same queues as in training. Backward has the same bytes to bring back and about twice
+the time, so forward is where copies hide last.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sppo.bench.break_even import BreakEven, OverlapPoint, break_evens
+from sppo.bench.operands import DTYPES, Operands
+from sppo.bench.timing import Watcher
+from sppo.config.model import ModelConfig
+from sppo.config.presets import PRESETS
+from sppo.kernels.attention import attention_forward
+from sppo.kernels.linear import linear
+from sppo.offload.cuda_queues import CudaQueues
+from sppo.offload.queues import CopyQueues, Dependency, Event, Ordering, Region
+from sppo.offload.thread_queues import ThreadQueues
+from sppo.planning.activation_policy import class_bytes_per_token
+from sppo.planning.parameters import layer_shapes
+from sppo.units import GIB
+
+_cuda: Any = torch.cuda  # parts of it have no types
+
+_TOKENS = {"cpu": (256, 1024, 4096), "cuda": (1024, 4096, 16384)}
+_CONTEXTS = {"cpu": (0, 4096, 16384), "cuda": (0, 32768, 131072)}
+_QUICK_TOKENS = {"cpu": (128, 256), "cuda": (2048, 4096)}
+_QUICK_CONTEXTS = {"cpu": (0, 512), "cuda": (0, 16384)}
+_ROUNDS, _QUICK_ROUNDS = 3, 1
+_WINDOW_S, _QUICK_WINDOW_S = 0.3, 0.03
+_LONGEST_S = 1.0
+"""A unit that takes longer is left out."""
+_FEWEST_UNITS, _MOST_UNITS = 3, 64
+_SLOTS = 2
+_MOST_FILE_BYTES = GIB
+_ALIGNMENT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapMeasurements:
+    """What one run of the overlap benchmark found.
+
+    Attributes:
+        model: What the layer is called.
+        dtype: Of weights and activations.
+        where: Where copies went.
+        points: By subsequence length and context.
+        break_evens: By context.
+        added_s_per_byte: Compute that every copied byte costs: the median over the points.
+    """
+
+    model: str
+    dtype: str
+    where: str
+    points: tuple[OverlapPoint, ...]
+    break_evens: tuple[BreakEven, ...]
+    added_s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Whose forward copies run behind.
+
+    Attributes:
+        name: For reports.
+        model: One layer of it.
+        dtype: "bf16" or "fp32".
+    """
+
+    name: str
+    model: ModelConfig
+    dtype: str
+
+
+_DEFAULT_CPU = ModelConfig(
+    vocab_size=4096,
+    hidden_size=512,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=2,
+    head_size=64,
+    mlp_size=1792,
+)
+_DEFAULT_CUDA = "llama-3.2-1b"
+
+
+def default_layer(device: str) -> Layer:
+    """What copies run behind where no run file says: small on a CPU."""
+    if device == "cuda":
+        return Layer(_DEFAULT_CUDA, ModelConfig(**PRESETS[_DEFAULT_CUDA]), "bf16")
+    return Layer("a Llama shape of width 512", _DEFAULT_CPU, "bf16")
+
+
+def measure_overlap(
+    operands: Operands, layer: Layer, *, directory: Path | None, quick: bool, watcher: Watcher
+) -> OverlapMeasurements:
+    """Measure copies behind the forward of ``layer``.
+
+    Args:
+        operands: of the device to measure.
+        layer: what is computed, and saves what is moved.
+        directory: on the disk that a CPU's copies go to; a GPU's go to host memory.
+        quick: short subsequences, one round.
+        watcher: is told of every round.
+
+    Raises:
+        OSError: the disk has not the room, or failed.
+    """
+    device = operands.device
+    assert device == "cuda" or directory is not None, "a CPU's next tier is a disk"
+    shapes = list(_shapes(operands, layer, quick=quick))
+    rounds = _QUICK_ROUNDS if quick else _ROUNDS
+    watcher.begin("overlap", total=len(shapes) * rounds)
+    points = []
+    for tokens, context in shapes:
+        unit = _Unit(operands, layer, tokens=tokens, context=context)
+        size = tokens * moved_bytes_per_token(layer)
+        with closing(_queues(device)) as queues:
+            mover = _Mover(queues, directory if device == "cpu" else None, size_bytes=size)
+            points.append(
+                _measure(unit, mover, rounds=rounds, quick=quick, advance=watcher.advance)
+            )
+    parts = class_bytes_per_token(layer.model, element_bytes=DTYPES[layer.dtype].itemsize)
+    return OverlapMeasurements(
+        layer.name,
+        layer.dtype,
+        f"to a disk, in {directory}" if device == "cpu" else "to page-locked host memory",
+        tuple(points),
+        break_evens(points, kept_share=float(parts[:2].sum() / parts.sum())),
+        added_s_per_byte=added_s_per_byte(points),
+    )
+
+
+def _queues(device: str) -> CopyQueues:
+    return CudaQueues(torch.device(device)) if device == "cuda" else ThreadQueues()
+
+
+def moved_bytes_per_token(layer: Layer) -> int:
+    """Everything one layer saves for a token: layer input, attention's output, linear parts."""
+    element_bytes = DTYPES[layer.dtype].itemsize
+    return int(class_bytes_per_token(layer.model, element_bytes=element_bytes).sum())
+
+
+def added_s_per_byte(points: Sequence[OverlapPoint]) -> float:
+    """Seconds of compute that a copied byte costs: the median over the points.
+
+    At least 0, where the copies are lost in the noise, and at most what compute would lose if it
+    stood still while they run: what is beyond came from elsewhere.
+    """
+    added = statistics.median((p.compute_copying_s - p.compute_s) / p.moved_bytes for p in points)
+    return min(max(0.0, added), statistics.median(p.copy_s / p.moved_bytes for p in points))
+
+
+def _shapes(operands: Operands, layer: Layer, *, quick: bool) -> Iterator[tuple[int, int]]:
+    """(tokens, context) to measure; the longest ones are left out on a slow device."""
+    device = operands.device
+    all_tokens = (_QUICK_TOKENS if quick else _TOKENS)[device]
+    contexts = (_QUICK_CONTEXTS if quick else _CONTEXTS)[device]
+    probe = _Unit(operands, layer, tokens=all_tokens[0], context=contexts[-1])
+    probe.time(1)
+    products_s, attention_s = probe.time(1)
+    for tokens in all_tokens:
+        for context in contexts:
+            attended = (context + tokens / 2) / (contexts[-1] + all_tokens[0] / 2)
+            expected_s = (products_s + attention_s * attended) * tokens / all_tokens[0]
+            if expected_s <= _LONGEST_S or tokens == all_tokens[0]:
+                yield tokens, context
+
+
+class _Unit:
+    """The forward of one layer on one subsequence, in two parts that are timed apart."""
+
+    def __init__(self, operands: Operands, layer: Layer, *, tokens: int, context: int) -> None:
+        operands.begin()
+        model, dtype = layer.model, DTYPES[layer.dtype]
+        self.tokens, self.context, self._device = tokens, context, operands.device
+        matrices = [shape for shape in layer_shapes(model).values() if len(shape) == 2]
+        self._weights = [operands.take(*shape, dtype=dtype) for shape in matrices]
+        widths = {weight.shape[1] for weight in self._weights}
+        self._inputs = {width: operands.take(tokens, width, dtype=dtype) for width in widths}
+        self._q = operands.take(tokens, model.num_heads, model.head_dim, dtype=dtype)
+        self._k, self._v = (
+            operands.take(context + tokens, model.kv_heads, model.head_dim, dtype=dtype)
+            for _ in range(2)
+        )
+
+    @torch.no_grad()
+    def time(
+        self,
+        units: int,
+        *,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> tuple[float, float]:
+        """Seconds of (products, attention) per unit, with calls around each unit that do not count.
+
+        Args:
+            units: times the unit is computed.
+            before: each of them.
+            after: each of them.
+        """
+        marks = []
+        for _ in range(units):
+            before()
+            marks.append([self._mark()])
+            for weight in self._weights:
+                linear(self._inputs[weight.shape[1]], weight)
+            marks[-1].append(self._mark())
+            attention_forward(self._q, self._k, self._v)
+            marks[-1].append(self._mark())
+            after()
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        products = sum(_between(begin, middle) for begin, middle, _ in marks)
+        attention = sum(_between(middle, end) for _, middle, end in marks)
+        return products / units, attention / units
+
+    def _mark(self) -> Any:
+        """Now, in the order of compute."""
+        if self._device == "cpu":
+            return time.perf_counter()
+        event = _cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
+
+
+class _Mover:
+    """Moves one unit's bytes after the other's through two slots, and on a CPU to a disk."""
+
+    def __init__(self, queues: CopyQueues, directory: Path | None, *, size_bytes: int) -> None:
+        self._queues, self._size_bytes = queues, size_bytes
+        slot_bytes = math.ceil(size_bytes / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        memory = queues.host_memory(_SLOTS * slot_bytes)
+        self._slots = [
+            Region("host", index, memory[index * slot_bytes : (index + 1) * slot_bytes])
+            for index in range(_SLOTS)
+        ]
+        device = "cpu" if directory is not None else "cuda"
+        noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
+        repeats = math.ceil(size_bytes / len(noise))
+        self._sources = [noise.repeat(repeats)[:size_bytes] for _ in range(2)]
+        self._places: list[int] = []
+        if directory is not None:
+            count = max(_SLOTS, min(8, _MOST_FILE_BYTES // slot_bytes))
+            self._places = [index * slot_bytes for index in range(count)]
+            queues.open_file(directory, count * slot_bytes)
+        self._turn = 0
+        self._copied: Event | None = None
+        self._written: list[Event | None] = [None] * _SLOTS
+
+    @property
+    def size_bytes(self) -> int:
+        """Of one copy."""
+        return self._size_bytes
+
+    @property
+    def num_places(self) -> int:
+        """Copies after which all of the file was written once; 1 without a file."""
+        return max(1, len(self._places))
+
+    def begin(self) -> None:
+        """Start to move one unit's bytes."""
+        slot = self._turn % _SLOTS
+        source, written = self._sources[slot], self._written[slot]
+        after: list[Dependency] = [
+            (Ordering.PRODUCED_BEFORE_OUT, self._queues.produced([source])),
+        ]
+        if written is not None:
+            after.append((Ordering.WRITTEN_BEFORE_SLOT_REUSE, written))
+        region = self._slots[slot]
+        self._copied = self._queues.copy_out(region, [(0, source)], after=after)
+        if self._places:
+            filled: list[Dependency] = [(Ordering.FILLED_BEFORE_READ, self._copied)]
+            place = self._places[self._turn % len(self._places)]
+            self._written[slot] = self._queues.write(place, region, self._size_bytes, after=filled)
+        self._turn += 1
+
+    def end(self) -> None:
+        """What was moved may be overwritten: compute waits until it has been copied out."""
+        assert self._copied is not None, "begin() comes first"
+        self._queues.reusable(self._copied)
+
+    def drain(self) -> float:
+        """Wait for everything; seconds that compute has waited since the last time."""
+        last = self._written[(self._turn - 1) % _SLOTS]
+        if last is not None:
+            self._queues.reusable(last)
+        self._queues.check()
+        return self._queues.take_times().exposed_s
+
+
+def _measure(
+    unit: _Unit, mover: _Mover, *, rounds: int, quick: bool, advance: Callable[[], None]
+) -> OverlapPoint:
+    unit.time(1)  # warm
+    once_s = sum(unit.time(1))
+    window_s = _QUICK_WINDOW_S if quick else _WINDOW_S
+    units = max(_FEWEST_UNITS, min(_MOST_UNITS, math.ceil(window_s / once_s)))
+    for _ in range(mover.num_places):  # space that was only set aside is slow the first time
+        _move(mover, 1)
+    found = []
+    for _ in range(rounds):
+        products_s, attention_s = unit.time(units)
+        copy_s = _move(mover, units) / units
+        with_copies = unit.time(units, before=mover.begin, after=mover.end)
+        exposed_s = mover.drain() / units
+        found.append((products_s, attention_s, copy_s, *with_copies, exposed_s))
+        advance()
+    medians = [statistics.median(column) for column in zip(*found, strict=True)]
+    behind = [products + attention for *_, products, attention, _ in found]
+    spread = (max(behind) - min(behind)) / statistics.median(behind)
+    point = OverlapPoint(unit.tokens, unit.context, mover.size_bytes, *medians)
+    return replace(point, spread=spread)
+
+
+def _move(mover: _Mover, units: int) -> float:
+    """Seconds of moving the bytes of ``units`` units with nothing computed."""
+    start = time.perf_counter()
+    for _ in range(units):
+        mover.begin()
+        mover.end()
+    mover.drain()
+    return time.perf_counter() - start

@@ -1,0 +1,83 @@
+"""What the panels of a picture share: colours, axes of tokens, labels at the ends of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sppo.units import format_tokens
+
+INK, QUIET, GRID = "#222222", "#6b6b6b", "#e6e6e6"
+COLOURS = ("#1f5fa8", "#d1495b", "#2e8b57", "#b8860b")
+SMALL_PT = 8
+_LABEL_HEIGHT = 0.035
+"""Of the height of a panel."""
+_HEADROOM = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Names a line at its end."""
+
+    x: float
+    y: float
+    text: str
+    colour: str
+
+
+def write_labels(axes: Any, labels: Sequence[Label]) -> None:
+    """Labels at the ends of lines, moved apart where they would cover each other.
+
+    The limits of the axes must be set before.
+    """
+
+    def height(label: Label) -> float:
+        """As a share of the panel's, whatever the scale."""
+        at = axes.transData.transform((label.x, label.y))
+        return float(axes.transAxes.inverted().transform(at)[1])
+
+    for x in {label.x for label in labels}:
+        place = -_LABEL_HEIGHT
+        for label in sorted((la for la in labels if la.x == x), key=height):
+            place = max(height(label), place + _LABEL_HEIGHT)
+            axes.annotate(
+                label.text,
+                (x, place),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                xytext=(5, 0),
+                va="center",
+                color=label.colour,
+                fontsize=SMALL_PT - 1,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+            )
+
+
+def token_axis(axes: Any, tokens: list[int], label: str, *, from_zero: bool = True) -> None:
+    """Numbers of tokens along x, room for labels right of them, y from 0 on where it is linear."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [format_tokens(count) for count in tokens], rotation=45)
+    axes.minorticks_off()
+    axes.set_xlim(tokens[0] / 1.3, tokens[-1] * 3)
+    if from_zero:
+        headroom(axes)
+    axes.set_xlabel(label)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+
+
+def headroom(axes: Any) -> None:
+    """Let y begin at 0 and end a little above the data."""
+    axes.set_ylim(0, axes.get_ylim()[1] * _HEADROOM)
+
+
+def clean(axes: Any) -> None:
+    """No frame but the line below, quiet small text."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#bbbbbb")
+    axes.tick_params(colors=QUIET, labelsize=SMALL_PT, length=0)
+    axes.set_axisbelow(True)
+    for text in (axes.title, axes.xaxis.label):
+        text.set_fontsize(SMALL_PT + 1)
+        text.set_color(INK)

@@ -1,0 +1,234 @@
+"""Copies between host memory and one CUDA device, by size, kind of host memory, and who asks.
+
+Host memory is pageable, page-locked by torch, or an arena as training uses it: huge pages, bound
+to a NUMA node where there are several, registered with CUDA in one piece. The arena is also copied
+with cupy's raw runtime where cupy is installed: what torch adds would show as a difference.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo.bench.copies import CopyMeasurements, CopyPoint, Directions, Times, measure_point
+from sppo.bench.timing import Watcher
+from sppo.kernels.extension import native_library
+from sppo.offload.arena import HostArena
+from sppo.planning.this_machine import count_numa_nodes
+from sppo.units import GIB, MIB
+
+_cuda: Any = torch.cuda  # parts of it have no types
+
+_REQUESTS = (MIB, 16 * MIB, 128 * MIB)
+_QUICK_REQUESTS = (16 * MIB,)
+_MOST_BYTES, _QUICK_MOST_BYTES = 2 * GIB, 256 * MIB
+_FEWEST, _MOST = 4, 256
+"""Requests of one direction in one round."""
+_ROUNDS, _QUICK_ROUNDS = 3, 1
+_ARENA = "arena"
+_TO_DEVICE, _TO_HOST = 1, 2
+"""cudaMemcpyKind."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Host:
+    """Host memory of one kind.
+
+    Attributes:
+        how: What it is called.
+        memory: Its bytes, a half per direction.
+        numa_node: That it is bound to.
+        raw: Copy it with cupy.
+    """
+
+    how: str
+    memory: Tensor
+    numa_node: int | None = None
+    raw: bool = False
+
+
+def measure_pcie(*, quick: bool, watcher: Watcher) -> CopyMeasurements:
+    """Measure copies between the host and the current CUDA device.
+
+    Args:
+        quick: one size and one round.
+        watcher: is told of every round.
+
+    Raises:
+        MemoryError: the host has not the memory, or may not lock it.
+    """
+    requests = _QUICK_REQUESTS if quick else _REQUESTS
+    rounds = _QUICK_ROUNDS if quick else _ROUNDS
+    most_bytes = _QUICK_MOST_BYTES if quick else _MOST_BYTES
+    half = max(requests)
+    kinds, nodes = ["pageable", "page-locked"], _numa_nodes()
+    arenas = len(nodes) * (2 if _cupy() is not None else 1)
+    watcher.begin("pcie", total=(len(kinds) + arenas) * len(requests) * rounds)
+    device = torch.empty(2 * half, dtype=torch.uint8, device="cuda")
+    points: list[CopyPoint] = []
+
+    def measure_host(host: _Host) -> None:
+        for size in requests:
+            count = max(_FEWEST, min(_MOST, most_bytes // size))
+            copies = _Streams(host, device, request_bytes=size, count=count)
+            copies.run(True, True)  # warm
+            points.append(
+                measure_point(
+                    Directions(copies.run),
+                    how=host.how,
+                    request_bytes=size,
+                    in_flight=1,
+                    rounds=rounds,
+                    numa_node=host.numa_node,
+                    advance=watcher.advance,
+                )
+            )
+
+    for how in kinds:
+        memory = torch.empty(2 * half, dtype=torch.uint8, pin_memory=how == "page-locked").fill_(1)
+        measure_host(_Host(how, memory))
+        del memory
+    register_s, refused = [], {}
+    for node in nodes:
+        try:
+            with _registered_arena(2 * half, numa_node=node) as (memory, seconds):
+                register_s.append(seconds * GIB / (2 * half))
+                measure_host(_Host(_ARENA, memory, node))
+                if _cupy() is not None:
+                    measure_host(_Host(f"{_ARENA}, cupy", memory, node, raw=True))
+        except (MemoryError, OSError) as error:
+            if node == nodes[-1] and not register_s:
+                raise
+            refused[node] = error  # a node may be without memory of its own, or a GPU's
+    without = "".join(f"; not on NUMA node {node}: {error}" for node, error in refused.items())
+    return CopyMeasurements(
+        "host",
+        f"host memory and {_cuda.get_device_name()}, NUMA nodes of the host: "
+        f"{count_numa_nodes()}{without}",
+        tuple(points),
+        planned=best_of_planned(points),
+        register_s_per_gib=min(register_s),
+    )
+
+
+def best_of_planned(points: list[CopyPoint]) -> CopyPoint:
+    """What training does: an arena through torch, on the best NUMA node, in long copies."""
+    arena = [point for point in points if point.how == _ARENA]
+    longest = max(point.request_bytes for point in arena)
+    return max(
+        (point for point in arena if point.request_bytes == longest),
+        key=lambda point: min(point.out_bytes_per_s, point.back_bytes_per_s),
+    )
+
+
+class _Streams:
+    """``count`` copies per direction, each direction on a stream and fed by a thread of its own.
+
+    Two threads, because copies of pageable memory hold up whoever asks for them.
+    """
+
+    def __init__(self, host: _Host, device: Tensor, *, request_bytes: int, count: int) -> None:
+        self._host, self._count = host, count
+        half = device.numel() // 2
+        ends = [(0, request_bytes), (half, half + request_bytes)]
+        self._host_parts = [host.memory[begin:end] for begin, end in ends]
+        self._device_parts = [device[begin:end] for begin, end in ends]
+        self._streams = [_cuda.Stream() for _ in range(2)]
+
+    def run(self, out: bool, back: bool) -> tuple[Times, Times]:
+        """Times of (copies out, copies back)."""
+        torch.cuda.synchronize()
+        begin = [_cuda.Event(enable_timing=True) for _ in range(2)]
+        done: list[list[Any]] = [[], []]
+        errors: list[Exception] = []
+        wanted = [index for index, asked in enumerate((out, back)) if asked]
+        ready = threading.Barrier(len(wanted))
+
+        def feed(index: int) -> None:
+            try:
+                self._feed(index, ready=ready, begin=begin[index], done=done[index])
+            except (RuntimeError, threading.BrokenBarrierError) as error:
+                errors.append(error)
+                ready.abort()
+
+        threads = [threading.Thread(target=feed, args=(index,)) for index in wanted]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        torch.cuda.synchronize()
+        # Both from the first begin: a direction that began later has had less time, not more speed.
+        first = min(wanted, key=lambda index: begin[wanted[0]].elapsed_time(begin[index]))
+        out_s, back_s = (
+            [begin[first].elapsed_time(event) / 1e3 for event in events] for events in done
+        )
+        return out_s, back_s
+
+    def _feed(self, index: int, *, ready: threading.Barrier, begin: Any, done: list[Any]) -> None:
+        stream = self._streams[index]
+        copy = self._copy(index)
+        ready.wait()
+        with _cuda.stream(stream):
+            begin.record(stream)
+            for _ in range(self._count):
+                copy()
+                event = _cuda.Event(enable_timing=True)
+                event.record(stream)
+                done.append(event)
+
+    def _copy(self, index: int) -> Callable[[], object]:
+        pair = self._host_parts[index], self._device_parts[index]
+        target, source = pair if index == 0 else pair[::-1]
+        if not self._host.raw:
+            return lambda: target.copy_(source, non_blocking=True)
+        runtime, kind = _cupy().runtime, _TO_HOST if index == 0 else _TO_DEVICE
+        stream = self._streams[index].cuda_stream
+        addresses = target.data_ptr(), source.data_ptr()
+        return lambda: runtime.memcpyAsync(*addresses, target.numel(), kind, stream)
+
+
+@contextmanager
+def _registered_arena(size_bytes: int, *, numa_node: int | None) -> Iterator[tuple[Tensor, float]]:
+    """An arena, page-locked by CUDA, and the seconds that took."""
+    with HostArena(size_bytes, numa_node=numa_node) as arena:
+        memory = arena.tensor(0, (size_bytes,), torch.uint8)
+        runtime = _cuda.cudart()
+        start = time.perf_counter()
+        failure = runtime.cudaHostRegister(memory.data_ptr(), size_bytes, 0)
+        seconds = time.perf_counter() - start
+        if int(failure) != 0:
+            raise MemoryError(
+                f"CUDA refuses to page-lock {size_bytes} bytes of host memory ({failure}); "
+                "raise ulimit -l"
+            )
+        try:
+            yield memory, seconds
+        finally:
+            torch.cuda.synchronize()
+            runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def _numa_nodes() -> list[int | None]:
+    """Nodes to bind to; None alone where there is one, or binding is not possible."""
+    count = count_numa_nodes()
+    if count == 1 or native_library() is None:
+        return [None]
+    return list(range(count))
+
+
+def _cupy() -> Any:
+    """Cupy's CUDA module, None where it is not installed."""
+    try:
+        import cupy
+    except ImportError:
+        return None
+    return cupy.cuda

@@ -1,0 +1,146 @@
+"""Copies behind compute: when they hide, what they cost, and a real run of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sppo.bench import overlap
+from sppo.bench.break_even import BreakEven, OverlapPoint, break_even_tokens, break_evens
+from sppo.bench.copy_report import break_even_text, overlap_lines
+from sppo.bench.description import describe
+from sppo.bench.operands import Operands
+from sppo.bench.overlap import Layer, OverlapMeasurements, added_s_per_byte, measure_overlap
+from sppo.bench.suite import Measurements
+from sppo.config.model import ModelConfig
+from sppo.planning.hardware_presets import PRESETS
+from tests.bench.test_timing import Watcher
+
+PRODUCTS_S, PAIR_S, COPY_S = 1e-6, 1e-8, 5e-6
+"""Per token, per (query, key) pair, per token: copies hide from a mean context of 400 on."""
+
+
+def point(tokens, context, *, slower=1.0):
+    """A unit whose times follow the closed form exactly."""
+    attention = PAIR_S * tokens * (context + tokens / 2)
+    products = PRODUCTS_S * tokens
+    return OverlapPoint(
+        tokens,
+        context,
+        1000 * tokens,
+        products,
+        attention,
+        COPY_S * tokens,
+        products * slower,
+        attention * slower,
+        0.0,
+    )
+
+
+OVERLAP = OverlapMeasurements(
+    "tiny",
+    "bf16",
+    "to a disk",
+    (point(256, 0), point(1024, 0), point(256, 500)),
+    (BreakEven(0, 800.0, 300.0, True, False), BreakEven(500, 0.0, 0.0, True, True)),
+    2e-10,
+)
+
+
+@pytest.mark.parametrize(("context", "length"), [(0, 800), (100, 600), (390, 20)])
+def test_the_break_even_length_lies_where_the_mean_context_is_enough(context, length):
+    """Beyond and between measured lengths alike: c = 2 (400 - p)."""
+    longer, shorter = ([point(c, context) for c in row] for row in ((1000, 2000), (4, 8)))
+    between = [point(c, context) for c in (length - 10, length + 10)]
+    assert break_even_tokens(longer, share=1.0) == (pytest.approx(length), False)
+    assert break_even_tokens(shorter, share=1.0) == (pytest.approx(length), False)
+    assert break_even_tokens(between, share=1.0) == (pytest.approx(length), True)
+
+
+def test_every_length_hides_after_enough_context():
+    assert break_even_tokens([point(64, 400), point(128, 400)], share=1.0) == (0.0, True)
+    # A fifth of the bytes hides behind the products alone.
+    assert break_even_tokens([point(64, 0), point(128, 0)], share=0.2) == (0.0, True)
+
+
+def test_break_evens_are_told_by_context():
+    points = [point(c, p) for p in (500, 0) for c in (256, 1024)]
+    found = break_evens(points, kept_share=0.4)
+    assert [row.context for row in found] == [0, 500]
+    assert found[0].everything_tokens == pytest.approx(800)
+    assert found[0].everything_measured
+    assert found[0].kept_tokens == pytest.approx(200)  # mean context 100
+    assert not found[0].kept_measured
+    assert (found[1].everything_tokens, found[1].kept_tokens) == (0.0, 0.0)
+    texts = [break_even_text(t, measured=m) for t, m in ((0.0, True), (799.6, True), (0.2, False))]
+    assert texts == ["any", "800", "~1"]
+    assert "~ beyond" in overlap_lines(OVERLAP)[-1]
+
+
+def test_what_copies_cost_is_within_reason():
+    assert added_s_per_byte([point(256, 0)]) == 0.0
+    assert added_s_per_byte([point(256, 0, slower=0.9)]) == 0.0
+    slower = point(256, 0, slower=1.5)
+    added = slower.compute_copying_s - slower.compute_s
+    assert added_s_per_byte([slower]) == pytest.approx(added / slower.moved_bytes)
+    # Compute cannot lose more than the time that copies take.
+    assert added_s_per_byte([point(256, 0, slower=99)]) == pytest.approx(COPY_S / 1000)
+    nothing = Measurements("cpu", (), (), (), (0.1,), 1.0, overlap=OVERLAP)
+    assert describe(PRESETS["laptop-cpu"], nothing).node.copy_compute_s_per_byte == 2e-10
+
+
+@pytest.fixture(scope="module")
+def operands():
+    return Operands("cpu")
+
+
+@pytest.fixture
+def small():
+    model = ModelConfig(
+        vocab_size=64, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, mlp_size=128
+    )
+    return Layer("small", model, "bf16")
+
+
+def test_a_real_layer_and_a_real_disk(operands, small, tmp_path):
+    watcher = Watcher()
+    found = measure_overlap(operands, small, directory=tmp_path, quick=True, watcher=watcher)
+    assert watcher.advanced == sum(total for _, total in watcher.begun) == len(found.points)
+    assert list(tmp_path.iterdir()) == []
+    # x_in, q, o, x_mid of 64, up and gate of 128, bf16; lse of 4 heads, fp32.
+    assert {p.moved_bytes / p.tokens for p in found.points} == {2 * (4 * 64 + 2 * 128) + 4 * 4}
+    assert {p.context for p in found.points} == {b.context for b in found.break_evens}
+    for measured in found.points:
+        times = (measured.compute_s, measured.copy_s, measured.compute_copying_s)
+        assert min(times) > 0 <= measured.exposed_s
+
+
+def test_copies_that_take_longer_than_compute_are_exposed(operands, small, tmp_path, monkeypatch):
+    """A disk that needs 30 ms for a write, behind a unit that takes less."""
+    from sppo.offload.thread_queues import ThreadQueues
+
+    class Slow(ThreadQueues):
+        def _transfer(self, offset_bytes, data, *, write):
+            import time
+
+            time.sleep(0.03)
+            super()._transfer(offset_bytes, data, write=write)
+
+    monkeypatch.setattr(overlap, "_queues", lambda device: Slow())
+    monkeypatch.setattr(overlap, "_MOST_UNITS", 4)
+    monkeypatch.setattr(overlap, "_QUICK_TOKENS", {"cpu": (64,)})
+    monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cpu": (0,)})
+    (found,) = measure_overlap(
+        operands, small, directory=tmp_path, quick=True, watcher=Watcher()
+    ).points
+    assert found.copy_s >= 0.03
+    waited = found.exposed_s + found.compute_copying_s
+    assert waited >= 0.03
+    assert found.exposed_s > 0.01
+
+
+def test_a_slow_device_gets_shorter_units(operands, small, monkeypatch):
+    monkeypatch.setattr(overlap._Unit, "time", lambda unit, units: (0.1, 0.8))
+    shapes = list(overlap._shapes(operands, replace(small, dtype="fp32"), quick=False))
+    assert set(shapes) == {(256, 0), (256, 4096), (256, 16384), (1024, 0)}
