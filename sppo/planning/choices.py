@@ -58,12 +58,15 @@ def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec
         disk = min(disk, asked.disk_memory)
     if asked.tier in ("device", "disk"):
         host = 0
-    if asked.tier in ("device", "host"):
+    # The disk of a laptop is not a run's to fill unless it is told where.
+    unnamed = hardware.device.kind == "cpu" and asked.disk is None
+    if asked.tier in ("device", "host") or unnamed:
         disk = 0
     if asked.tier not in ("auto", "device") and not host + disk:
         raise ValueError(
             f"activations.tier={asked.tier}: {hardware.name} has no {asked.tier} memory that may "
-            "be used; leave the key out, or raise activations.host_memory or disk_memory"
+            "be used; leave the key out, name a directory (activations.disk), or raise "
+            "activations.host_memory or disk_memory"
         )
     return replace(hardware, node=replace(node, host_memory_bytes=host, disk_bytes=disk))
 

@@ -197,7 +197,7 @@ def test_the_example_is_the_configuration_of_the_paper():
 def test_rejections_are_grouped_for_people_and_listed_for_programs():
     text = example_text()
     assert "10 other ways do not work (--json lists them):" in text
-    assert "10 short of device memory, most of it dK and dV nearest SP 2 · PP 4 · DP 1" in text
+    assert "10 short of device memory, most of it dK and dV nearest SP 1 · PP 8 · DP 1" in text
     rejected = example()["rejected"]
     assert len(rejected) == 10
     for rejection in rejected:

@@ -22,7 +22,7 @@ from sppo.planning.parcels import (
 )
 from sppo.planning.run_plan import plan_run
 from sppo.units import GIB, MIB
-from tests.planning.cases import run_config
+from tests.planning.cases import machine, run_config, solved
 
 LAPTOP = PRESETS["laptop-cpu"]
 PLENTY = 1 << 44
@@ -142,6 +142,17 @@ def test_without_a_directory_nothing_is_moved():
     for activations in ({"disk": None}, {"tier": "device"}):
         found = plan(run_of(**activations), available=int(everything * 0.9))
         assert not found.moves_anything
+
+
+def test_the_solver_moves_to_a_disk_only_where_it_is_told():
+    for disk, moves in ((None, False), ("spill", True)):
+        run = run_of(length=65536, pieces=32, disk=disk)
+        everything = plan(run_of(length=65536, pieces=32, policy="retain")).stages[0].memory
+        needed = everything.device.total_bytes - everything.device.activations_bytes // 4
+        hardware = machine(LAPTOP, memory_bytes=needed, reserved_bytes=0)
+        best = solved(run, hardware=hardware).best
+        assert best is not None
+        assert best.assessment.decisions.moves_anything == moves
 
 
 def test_an_accelerator_keeps_what_is_on_its_way_where_it_is():

@@ -55,7 +55,13 @@ def test_it_trains_in_a_fraction_of_the_memory(tmp_path, monkeypatch):
         available_bytes=1 << 50,
     )
     assert keeping.stages[0].memory.device.activations_bytes >= KEPT_BYTES
-    command = [sys.executable, "-c", "from sppo.cli.app import main; main()", "train", str(run_file)]
+    command = [
+        sys.executable,
+        "-c",
+        "from sppo.cli.app import main; main()",
+        "train",
+        str(run_file),
+    ]
     subprocess.run(command, check=True, timeout=600)
     summary = json.loads((tmp_path / "out" / "run_summary.json").read_text())
     assert summary["device_peak_bytes"] <= RUN_BYTES

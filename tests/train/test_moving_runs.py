@@ -81,7 +81,12 @@ def test_a_plan_that_moves_is_followed(work):
 
 
 def test_a_plan_that_moves_needs_a_directory(work):
-    run_file = write_run(work / "run.yaml", model=MODEL, activations={"offload_ratio": 0.5})
+    run_file = write_run(
+        work / "run.yaml",
+        model=MODEL,
+        activations={"offload_ratio": 0.5},
+        hardware={"preset": "h100", "devices_per_node": 1},
+    )
     succeed("solve", run_file, "-o", "plan.json")
     error = refuse("train", run_file, "--plan", "plan.json")
     assert "plan.json moves saved activations" in error
