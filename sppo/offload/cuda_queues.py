@@ -211,12 +211,12 @@ class CudaQueues:
             lane.cancel()
         for lane in self._lanes.values():
             lane.settle()
-        torch.cuda.synchronize(self._device)
+        _cuda.synchronize(self._device)
         self._sources.clear()
 
     def take_times(self) -> QueueTimes:
         """See :class:`sppo.offload.queues.CopyQueues`; waits for the device, at a step's end."""
-        torch.cuda.synchronize(self._device)
+        _cuda.synchronize(self._device)
         seconds = {
             name: sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
             for name, pairs in self._timings.items()
@@ -237,7 +237,7 @@ class CudaQueues:
             return
         self._closed = True
         close_lanes(self._lanes.values())
-        torch.cuda.synchronize(self._device)
+        _cuda.synchronize(self._device)
         self._sources.clear()
         if self._file is not None:
             self._file.close()
@@ -251,7 +251,7 @@ class CudaQueues:
 
     def _mark_compute(self) -> StreamEvent:
         event = _cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(_cuda.current_stream(self._device))
         return StreamEvent(event)
 
     def _compute_waits(self, copied: Event) -> None:
@@ -260,7 +260,7 @@ class CudaQueues:
         start = time.perf_counter()
         copied.wait_until_issued()
         self._host_wait_s += time.perf_counter() - start
-        stream = torch.cuda.current_stream(self._device)
+        stream = _cuda.current_stream(self._device)
         begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
         stream.wait_event(copied.event)
@@ -280,7 +280,7 @@ class CudaQueues:
             for event in in_streams:
                 event.wait_until_issued()
                 stream.wait_event(event.event)
-            with torch.no_grad(), torch.cuda.stream(stream):
+            with torch.no_grad(), _cuda.stream(stream):
                 if self._delay_cycles:
                     _cuda._sleep(self._delay_cycles)
                 begin.record(stream)

@@ -1,48 +1,138 @@
 """The copy streams of a GPU: what comes back is what was sent, however late every copy is."""
 
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from sppo.offload import cuda_queues
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.moving_store import MovingStore
 from sppo.offload.tiers import Tier
 from tests.offload import test_moving_store
 from tests.offload.test_moving_store import run_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 DELAYS = {"none": 0, "every copy 2 ms late": 4_000_000}
 
 
-@pytest.fixture(autouse=True)
-def _tensors_on_the_device(monkeypatch):
+def on_gpu(test):
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(skip(test))
+
+
+@contextmanager
+def stream_that_runs_at_once(stream):
+    yield
+
+
+class EventOfNow:
+    """Reached as soon as it is recorded."""
+
+    def __init__(self, enable_timing=False):
+        self.at_s = None
+
+    def record(self, stream):
+        self.at_s = time.perf_counter()
+
+    def query(self):
+        return self.at_s is not None
+
+    def synchronize(self):
+        assert self.at_s is not None, "waits for what nobody recorded"
+
+    def elapsed_time(self, end):
+        return (end.at_s - self.at_s) * 1e3
+
+
+class StreamOfNow:
+    """Runs everything at once; may only wait for what has been recorded."""
+
+    def __init__(self, device):
+        pass
+
+    def wait_event(self, event):
+        event.synchronize()
+
+
+def runtime_without_a_gpu(*, register_fails=False):
+    """What the queues ask of torch.cuda, on this process's memory: the bookkeeping is the same."""
+    locked = set()
+
+    def register(address, size_bytes, flags):
+        locked.add(address)
+        return int(register_fails)
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.remove)
+    return SimpleNamespace(
+        Event=EventOfNow,
+        Stream=StreamOfNow,
+        stream=stream_that_runs_at_once,
+        current_stream=StreamOfNow,
+        synchronize=lambda device: None,
+        cudart=lambda: runtime,
+        locked=locked,
+    )
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    runtime = runtime_without_a_gpu()
+    monkeypatch.setattr(cuda_queues, "_cuda", runtime)
+    return runtime
+
+
+@pytest.fixture
+def tensors_on_the_gpu(monkeypatch):
     original = test_moving_store.tensors_of
     monkeypatch.setattr(
         test_moving_store,
         "tensors_of",
         lambda key, **options: {n: t.cuda() for n, t in original(key, **options).items()},
     )
-    test_moving_store.step_itinerary.cache_clear()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("lag", [0, 1, 5])
-@pytest.mark.parametrize("kind", ["host", "disk"])
-@pytest.mark.parametrize("delay_cycles", DELAYS.values(), ids=DELAYS)
-def test_streams_bring_back_what_was_sent(delay_cycles, kind, lag, interleaved, tmp_path):
-    queues = CudaQueues(torch.device("cuda"), poison=True, delay_cycles=delay_cycles)
-    tier = Tier(kind, tmp_path if kind == "disk" else None)
+def bring_back(queues, *, kind, lag, interleaved, directory):
+    tier = Tier(kind, directory if kind == "disk" else None)
     store = MovingStore(queues, tier=tier, source_lag=lag)
     for step in range(3):
         run_step(store, interleaved=interleaved, step=step)
+    assert not queues._sources
     report = store.take_report()
     assert report.out_bytes == report.back_bytes
     assert report.out_s > 0 < report.back_s
     store.close()
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("lag", [0, 5])
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_the_bookkeeping_needs_no_gpu(no_gpu, kind, lag, interleaved, tmp_path):
+    queues = CudaQueues(torch.device("cpu"), poison=True)
+    bring_back(queues, kind=kind, lag=lag, interleaved=interleaved, directory=tmp_path)
+    assert not no_gpu.locked
+
+
+def test_memory_that_cannot_be_locked_is_said(monkeypatch):
+    monkeypatch.setattr(cuda_queues, "_cuda", runtime_without_a_gpu(register_fails=True))
+    with pytest.raises(MemoryError, match="refuses to page-lock 4096 bytes .*; raise ulimit -l"):
+        CudaQueues(torch.device("cpu")).host_memory(4096)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("lag", [0, 1, 5])
+@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("delay_cycles", DELAYS.values(), ids=DELAYS)
+@pytest.mark.usefixtures("tensors_on_the_gpu")
+@on_gpu
+def test_streams_bring_back_what_was_sent(delay_cycles, kind, lag, interleaved, tmp_path):
+    queues = CudaQueues(torch.device("cuda"), poison=True, delay_cycles=delay_cycles)
+    bring_back(queues, kind=kind, lag=lag, interleaved=interleaved, directory=tmp_path)
+
+
+@pytest.mark.usefixtures("tensors_on_the_gpu")
+@on_gpu
 def test_a_step_given_up_leaves_the_streams_idle():
     class GiveUpError(Exception):
         pass
@@ -59,6 +149,7 @@ def test_a_step_given_up_leaves_the_streams_idle():
     store.close()
 
 
+@on_gpu
 def test_host_memory_is_page_locked():
     queues = CudaQueues(torch.device("cuda"))
     memory = queues.host_memory(1 << 20)
