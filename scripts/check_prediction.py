@@ -1,4 +1,4 @@
-"""Predicted against measured step time on this machine, phase by phase.
+"""Predicted against measured step time and memory on this machine, phase by phase and by bucket.
 
 Measures the machine with ``sppo bench``, trains several models for a few steps with ``sppo train``,
 which predicts each from that description before it begins, and compares. Run by
@@ -79,10 +79,11 @@ def main() -> None:
         if arguments.only in case.name:
             run_file = directory / f"case_{index}.yaml"
             write_run(case, run_file, steps=arguments.steps, hardware=hardware_file.absolute())
-            rows.append({"case": title(case), "phases_s": train(run_file, directory)})
+            rows.append({"case": title(case), **train(run_file, directory)})
             print_rows(rows[-1:])
     print(f"\n{hardware.name}, {hardware.provenance}")
     print_rows(rows)
+    print_memory(rows)
     if arguments.output is not None:
         write_report(arguments.output, rows, hardware)
 
@@ -120,13 +121,12 @@ def write_run(case: Case, path: Path, *, steps: int, hardware: Path) -> None:
     path.write_text(json.dumps(run, indent=1) + "\n")
 
 
-def train(run_file: Path, directory: Path) -> dict[str, dict[str, float]]:
-    """Predicted and median measured seconds of each phase, as the run's summary tells them."""
+def train(run_file: Path, directory: Path) -> dict[str, Any]:
+    """Predicted and median measured seconds of each phase, and bytes of each bucket."""
     sppo("train", run_file.name, cwd=directory)
     run = json.loads(run_file.read_text())
     summary = json.loads((directory / run["train"]["output"] / "run_summary.json").read_text())
-    phases: dict[str, dict[str, float]] = summary["phases_s"]
-    return phases
+    return {key: summary[key] for key in ("phases_s", "memory_bytes")}
 
 
 def title(case: Case) -> str:
@@ -148,6 +148,16 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             cells.append(f"{predicted:7.3f} {measured:7.3f} {predicted / measured - 1:+6.1%}")
         print(f"{row['case']:<44}" + "".join(f"{cell:>22}" for cell in cells))
     print(f"{'':<44}" + f"{'predicted, measured s':>22}" * (len(PHASES) + 1), flush=True)
+
+
+def print_memory(rows: list[dict[str, Any]]) -> None:
+    """Predicted and measured MiB of each bucket, and how far they are apart."""
+    for row in rows:
+        print(f"\n{row['case']}")
+        for name, pair in row["memory_bytes"].items():
+            predicted, measured = (pair[kind] / 2**20 for kind in ("predicted", "measured"))
+            apart = f"{predicted / measured - 1:+6.1%}" if measured else ""
+            print(f"  {name:<24} {predicted:9.1f} {measured:9.1f} MiB {apart}")
 
 
 def write_report(path: Path, rows: list[dict[str, Any]], hardware: HardwareSpec) -> None:

@@ -90,7 +90,7 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
     else:
         rest = {
             "working set": (predicted.working_bytes, measured.working_bytes),
-            "heap and libraries": (predicted.heap_bytes, growth - measured.counted_bytes),
+            "everything else": (predicted.heap_bytes, growth - measured.counted_bytes),
         }
     return {
         "weights": (predicted.weights_bytes, measured.weights_bytes),

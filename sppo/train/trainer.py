@@ -154,7 +154,7 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
     _log.info("CPU tensors: %s", describe_cpu_allocator())
     # Next, for both load libraries, which belong to the baseline.
     peak_flops_per_s = measure_matmul_flops_per_s(DTYPES[run.train.dtype])
-    warm_up(run)
+    warm_up(run, lengths=preflight.plan.lengths)
     baseline = resident_bytes()
     capacity = memory_room().least_bytes + baseline
     with locked_output(run) as output:

@@ -1,11 +1,14 @@
-"""One step of a tiny model before anything is measured.
+"""One step of small models before anything is measured.
 
-The first step of a process loads libraries, starts threads and compiles kernels: tens of MiB and
-tenths of a second that belong to no bucket and no phase of a run. After this they are part of the
-baseline.
+The first step of a process loads libraries, starts threads, and compiles kernels for every shape of
+a product (on a CPU with bf16 two thirds of a MiB each): tens of MiB and tenths of a second that
+belong to no bucket and no phase of a run. After this they are part of the baseline.
 """
 
 from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
 
 import torch
 
@@ -13,12 +16,15 @@ from sppo.config import RunConfig
 from sppo.config.model import ModelConfig
 from sppo.engine.single import SingleRankEngine
 from sppo.engine.unit import SequenceData
+from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
-from sppo.model.initialize import initial_weights
+from sppo.planning.parameters import parameter_shapes
 from sppo.train.optimizer import AdamW, clip_, global_norm
 from sppo.train.state import DTYPES
 
 _TOKENS = 64
+_MOST_LENGTHS = 16
+"""Distinct lengths that are worth a step; equal cuts have one or two."""
 _SIZES = {
     "preset": None,
     "from_hf": None,
@@ -34,21 +40,48 @@ _SIZES = {
 }
 
 
-def warm_up(run: RunConfig) -> None:
-    """Train one step of a tiny model with the kinds of layers that `run` has; nothing is kept."""
-    model = run.model.model_copy(update=_SIZES)
+def warm_up(run: RunConfig, *, lengths: Sequence[int]) -> None:
+    """Train one step of a tiny model, then one of a single layer in the shapes that `run` has.
+
+    Nothing is kept.
+
+    Args:
+        run: checked.
+        lengths: of the subsequences.
+    """
+    tiny = run.model.model_copy(update=_SIZES)
+    _step(run, tiny, cuts=(0, _TOKENS, 2 * _TOKENS), with_optimizer=True)
+    for tokens in sorted({*lengths}, reverse=True)[:_MOST_LENGTHS]:
+        # Twice, so that the second has a prefix.
+        cuts = (0, tokens, 2 * tokens) if len(lengths) > 1 else (0, tokens)
+        update = {
+            "num_layers": 1,
+            "sliding_window_first_layer": 0,
+            "max_positions": max(run.model.max_positions or 0, cuts[-1]),
+        }
+        _step(run, run.model.model_copy(update=update), cuts=cuts, with_optimizer=False)
+    gc.collect()  # the engine's parts refer to each other
+    allocator = install_cpu_allocator()
+    if allocator is not None:
+        allocator.trim()
+
+
+def _step(
+    run: RunConfig, model: ModelConfig, *, cuts: tuple[int, ...], with_optimizer: bool
+) -> None:
+    dtype = DTYPES[run.train.dtype]
     weights = {
-        name: weight.to(DTYPES[run.train.dtype])
-        for name, weight in initial_weights(model, seed=0).items()
+        name: torch.zeros(shape, dtype=dtype) for name, shape in parameter_shapes(model).items()
     }
     gradients = zero_gradients(weights)
     engine = SingleRankEngine(model, weights=weights, gradients=gradients, policy="keep_attention")
-    optimizer = AdamW(weights, config=run.optimizer)
-    engine.accumulate([_sequence(model)], [(0, _TOKENS, 2 * _TOKENS)])
-    clip_(gradients, norm=global_norm(gradients), clip_norm=run.optimizer.clip_norm or 1.0)
-    optimizer.step(gradients, lr=0.0)
+    engine.accumulate([_sequence(model, cuts[-1])], [cuts])
+    if with_optimizer:
+        optimizer = AdamW(weights, config=run.optimizer)
+        clip_(gradients, norm=global_norm(gradients), clip_norm=run.optimizer.clip_norm or 1.0)
+        optimizer.step(gradients, lr=0.0)
 
 
-def _sequence(model: ModelConfig) -> SequenceData:
-    tokens = torch.arange(2 * _TOKENS + 1) % model.vocab_size
+def _sequence(model: ModelConfig, length: int) -> SequenceData:
+    tokens = torch.arange(length + 1) % model.vocab_size
     return SequenceData(tokens[:-1], tokens[1:])

@@ -85,7 +85,7 @@ def signal_in_step(step: int, action: int, signals: Sequence[int]) -> None:
     from sppo.engine.single import SingleRankEngine
     from sppo.train import trainer
 
-    trainer.warm_up = lambda run: None  # a step of another model, not to be counted
+    trainer.warm_up = lambda run, lengths: None  # a step of another model, not to be counted
     steps = 0
     accumulate = SingleRankEngine.accumulate
 

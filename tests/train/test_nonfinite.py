@@ -197,7 +197,7 @@ def test_weights_that_blew_up_are_never_saved(work, bad_steps, monkeypatch):
             optimizer.state()["model.head.weight"][0, 0] = math.inf
 
     monkeypatch.setattr(AdamW, "step", blow_up)
-    monkeypatch.setattr(trainer, "warm_up", lambda run: None)  # a step of another model
+    monkeypatch.setattr(trainer, "warm_up", lambda run, lengths: None)  # a step of another model
     result = call("train", "run.yaml", "train.steps=20", "checkpoint.every=1")
     assert result.exit_code == 1
     assert "the state after step 3 is not saved; not finite: model.head.weight" in result.stdout
