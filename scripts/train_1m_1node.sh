@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# A million tokens a sequence on all GPUs of one node: measures it once, solves, prints the plan, trains.
+#
+#   bash scripts/train_1m_1node.sh [KEY=VALUE...]      the rest replaces values of the run file
+#   SPPO_DRY_RUN=1 bash scripts/train_1m_1node.sh      plan only, on any machine
+set -euo pipefail
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+# shellcheck source=scripts/long_run.sh
+source "$repository/scripts/long_run.sh"
+
+run=${SPPO_RUN:-$repository/configs/run/llama_8b_1m_1node.yaml}
+devices=${SPPO_DEVICES:-8}                      # GPUs of the node
+model=${SPPO_MODEL:-}                           # a preset; empty: the run file's
+length=${SPPO_LENGTH:-1Mi}                      # tokens of a sequence
+steps=${SPPO_STEPS:-100}
+tokens=${SPPO_TOKENS:-data/llama3}              # a directory of sppo data prepare
+output=${SPPO_OUTPUT:-runs/llama_8b_1m_1node}   # checkpoints and metrics; the plan goes beside it
+hardware=${SPPO_HARDWARE:-hardware.json}        # of sppo bench; measured if it is not there
+preset=${SPPO_PRESET:-}                         # what to plan with until then; empty: the run file's
+disk=${SPPO_DISK:-$output.moved}                # CPU only: where moved activations wait
+
+make_environment
+sppo=$venv/bin/sppo
+train_long_run "$run" "hardware.devices_per_node=$devices" "$@"
