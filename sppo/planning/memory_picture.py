@@ -43,7 +43,7 @@ BUCKETS = (
     Bucket("copies_bytes", "C", "copies under way"),
     Bucket("loss_gradient_bytes", "L", "gradient of the loss"),
     Bucket("working_bytes", "R", "running layer"),
-    Bucket("heap_bytes", "H", "allocator"),
+    Bucket("heap_bytes", "H", "C heap"),
     Bucket("communication_bytes", "M", "messages"),
 )
 assert [bucket.field for bucket in BUCKETS] == [field.name for field in fields(MemoryBuckets)], (
