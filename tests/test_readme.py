@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 SHORTER = {
     "bash scripts/quickstart.sh": " quickstart sequence.length=2Ki train.steps=2",
     "bash scripts/compare_cpu.sh": " --lengths 512 --steps 1",
-    "sppo bench all": " --quick",
+    "sppo bench": " --quick",
     "sppo train configs/run/tiny_cpu.yaml": " sequence.length=2Ki train.steps=2",
 }
 """Arguments appended to a command that takes minutes."""
