@@ -127,7 +127,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         available_bytes=memory_room().least_bytes,
         disk_bytes=usable_directory(Path(arguments.disk)).usable_bytes,
     )
-    warm_up(run)
+    warm_up(run, lengths=plan.lengths)
     bare = resident_bytes()
     state = build_state(run, plan=plan)
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,31 @@
+"""The comparison of keeping with moving, on a sequence too short to say anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "offload_cpu.py"
+
+
+def test_both_sides_take_turns_and_agree(tmp_path):
+    words = ["--length", "512", "--pieces", "4", "--steps", "1", "--threads", "1"]
+    files = ["--output", "found.json", "--picture", "memory.png", "--disk", "."]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *words, *files],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "losses equal" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["same_loss"]
+    kept, moved = found["sides"]["retain"], found["sides"]["moved"]
+    assert kept["out_bytes"] == 0 < moved["out_bytes"]
+    assert moved["out_bytes_per_s"] > 0 < moved["back_bytes_per_s"]
+    assert moved["predicted_peak_bytes"] < kept["predicted_peak_bytes"]
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {"found.json", "memory.png"}
