@@ -25,10 +25,11 @@ from sppo.planning.cost import (
     kv_bytes_per_token,
     same_weights_degree,
 )
-from sppo.planning.layer_cost import WIDE_BYTES
-from sppo.planning.parameters import layer_shapes
+from sppo.planning.layer_cost import WIDE_BYTES, Workload
+from sppo.planning.parameters import layer_shapes, num_parameters
 from sppo.planning.working_set import (
     PREFIX_KEYS,
+    forward_working_set,
     loss_working_set,
     most_working_set,
     working_set,
@@ -159,6 +160,18 @@ def with_activations(
         )
         stages.append(replace(state, device=device, tier_activations_bytes=round(tier[stage])))
     return tuple(stages)
+
+
+def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
+    """Memory of a forward pass alone on one device: weights, K and V, the running subsequence."""
+    model, longest = workload.model, max(lengths)
+    narrow, _ = kv_bytes_per_token(workload)
+    running = max(
+        forward_working_set(workload, tokens=longest).live_bytes,
+        loss_working_set(workload, tokens=longest).live_bytes,
+    )
+    weights = num_parameters(model) * workload.element_bytes
+    return weights + round(model.num_layers * sum(lengths) * narrow) + running
 
 
 def ring_bytes(decisions: Decisions, situation: Situation) -> Table:

@@ -92,6 +92,12 @@ def most_working_set(
     return _largest(moments)
 
 
+def forward_working_set(workload: Workload, *, tokens: int) -> Moment:
+    """The largest moment of a layer's forward of which nothing is saved."""
+    sizes = _sizes(workload, tokens)
+    return _largest(_forward(sizes, rebuilt=frozenset((ATTENTION, LINEAR))))
+
+
 def loss_working_set(workload: Workload, *, tokens: int) -> Moment:
     """The largest moment of the final norm, the head and the loss, both ways in one."""
     return _largest(_loss(_sizes(workload, tokens)))

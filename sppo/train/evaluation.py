@@ -17,13 +17,20 @@ from torch import Tensor
 from sppo.config import RunConfig
 from sppo.engine.single import SingleRankEngine
 from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.kernels.cpu_allocator import install_cpu_allocator
+from sppo.kernels.machine_memory import memory_room
+from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import hardware_for
+from sppo.planning.layer_cost import Workload
+from sppo.planning.memory import evaluation_bytes
+from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import run_boundaries
 from sppo.train.checkpoint import find_checkpoint, read_model
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.train.data import count_sequences, training_sequence
 from sppo.train.preflight import check_weights, open_data
 from sppo.train.state import DTYPES, starting_weights
+from sppo.units import format_bytes
 
 _FIRST_BIN_TOKENS = 64
 _LARGEST_EXPONENT = 700
@@ -78,12 +85,16 @@ def evaluate(
 
     Raises:
         ValueError: data or weights that cannot be used, or no label that counts.
+        MemoryError: it does not fit in this machine's memory.
     """
     directory = run.data.eval_tokens or run.data.tokens
     data = open_data(run, directory)
+    hardware = hardware_for(run.hardware)
+    boundaries = run_boundaries(run, hardware=hardware)
+    install_cpu_allocator()
+    _check_memory(run, hardware=hardware, boundaries=boundaries)
     weights, source, step = _weights(run, checkpoint)
     engine = SingleRankEngine(run.model, weights=weights, gradients=None)
-    boundaries = run_boundaries(run, hardware=hardware_for(run.hardware))
     length = run.sequence.length
     total = count_sequences(data, length=length)
     if max_sequences is not None:
@@ -131,6 +142,17 @@ def loss_by_position(losses_S: Tensor, counts_S: Tensor) -> tuple[PositionLoss, 
             bins.append(PositionLoss(start, end, float(losses_S[start:end].sum()) / count, count))
         start, end = end, min(end * 2, length)
     return tuple(bins)
+
+
+def _check_memory(run: RunConfig, *, hardware: HardwareSpec, boundaries: tuple[int, ...]) -> None:
+    workload = Workload(run.model, hardware, dtype=run.train.dtype)
+    needed = evaluation_bytes(workload, lengths=lengths_of(boundaries))
+    room = memory_room()
+    if needed > room.least_bytes:
+        raise MemoryError(
+            f"evaluating a sequence of {run.sequence.length} tokens needs {format_bytes(needed)}: "
+            f"{room}; shorten sequence.length, or evaluate on a larger machine"
+        )
 
 
 def _weights(run: RunConfig, checkpoint: Path | None) -> tuple[dict[str, Tensor], str, int]:
