@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sppo.config import RunConfig
 from sppo.engine.single import SingleRankEngine
-from sppo.kernels.cross_entropy import IGNORED_LABEL
 from sppo.kernels.cpu_allocator import install_cpu_allocator
+from sppo.kernels.cross_entropy import IGNORED_LABEL
 from sppo.kernels.machine_memory import memory_room
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import hardware_for
