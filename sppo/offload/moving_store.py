@@ -66,6 +66,9 @@ class Itinerary:
         return max(ends, default=0)
 
 
+_NOWHERE = Itinerary({}, (), staging_slots=0, ring_slots=0)
+
+
 class _Piece(NamedTuple):
     """One tensor in a parcel."""
 
@@ -110,7 +113,7 @@ class MovingStore:
     ) -> None:
         self._queues, self._tier, self._source_lag = queues, tier, source_lag
         self._checksums = Checksums() if checksums else None
-        self._itinerary = Itinerary({}, (), 0, 0)
+        self._itinerary = _NOWHERE
         self._memory: dict[str, Tensor] = {}
         self._file_bytes = self._slot_bytes = self._step = 0
         self._staging: list[Slot] = []
@@ -340,6 +343,7 @@ class MovingStore:
     def _make_room(self, itinerary: Itinerary) -> None:
         """Take memory and file space where what there is does not do; slots begin anew."""
         self._queues.discard()  # nothing uses what is given back
+        self._itinerary = _NOWHERE  # should there be no room, the next step makes it anew
         on_disk = self._tier.kind == "disk"
         slot_bytes = max(self._slot_bytes, itinerary.largest_bytes)
         host_bytes = itinerary.staging_slots * slot_bytes if on_disk else itinerary.tier_bytes

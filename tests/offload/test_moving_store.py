@@ -194,6 +194,25 @@ def test_an_error_of_a_disk_reaches_compute(lane):
     run_step(store, interleaved=False, step=1)
 
 
+@pytest.mark.parametrize("verb", ["open_file", "host_memory", "device_memory"])
+def test_a_step_without_room_leaves_the_next_its_own(verb, monkeypatch):
+    """Smaller steps before and after the one that does not fit."""
+    queues = EmulatedQueues(Lazy())
+    store = MovingStore(queues, tier=TIERS["disk"], checksums=True)
+    run_step(store, interleaved=False)
+    larger = itinerary(step_itinerary(interleaved=False, staging_slots=3).order, staging_slots=9)
+    places = {key: Place(2 * p.offset_bytes, 2 * p.size_bytes) for key, p in larger.places.items()}
+
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(queues, verb, refuse)
+        with pytest.raises(OSError, match="no room"):
+            store.prepare(Itinerary(places, larger.order, staging_slots=9, ring_slots=9))
+    run_step(store, interleaved=False, step=1)
+
+
 def test_keys_are_taken_in_the_planned_order():
     store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
     order = unit_keys(0, 0, backward=True)
