@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import typer
 
+FAULT = 1
+"""Of a disk; also of anything that is reported as a bug."""
 BAD_INPUT = 2
 NO_PLAN = 3
 NO_ROOM = 4
@@ -45,6 +47,8 @@ def exit_codes() -> Iterator[None]:
             fail(f"{where}{error.strerror or error}", code=NO_ROOM)
         if error.errno in _BAD_PATH:
             fail(f"{where}{error.strerror or error}", code=BAD_INPUT)
+        if error.errno == errno.EIO:
+            fail(f"{where}{error.strerror or error}", code=FAULT)
         raise
     except RuntimeError as error:
         if not _is_out_of_memory(error):

@@ -19,7 +19,7 @@ from sppo.planning.run_plan import USABLE_SHARE
 from sppo.train import preflight, trainer
 from sppo.train.preflight import check_before_training
 from sppo.train.report import report
-from tests.conftest import call, refuse, succeed, write_run
+from tests.conftest import refuse, succeed, write_run
 
 MOVING = {
     "offload_all": {"policy": "offload_all"},
@@ -158,9 +158,8 @@ def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(FileTier, "write", failing)
-    result = call("train", moving_run(work, policy="offload_all"))
-    assert isinstance(result.exception, OSError)
-    assert "the disk failed while writing" in str(result.exception)
+    error = refuse("train", moving_run(work, policy="offload_all"), code=1)
+    assert "spill: the disk failed while writing" in error
     monkeypatch.setattr(FileTier, "write", original)
     succeed("train", moving_run(work, policy="offload_all"))
     succeed("train", moving_run(work, output="kept", policy="retain"))
