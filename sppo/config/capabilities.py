@@ -19,7 +19,6 @@ _TRAINABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("parallel", "schedule", ("auto", "sppo"), "one rank runs one sequence after another"),
     ("parallel", "multiplexed", ("auto", "off"), "needs several ranks"),
     ("activations", "tier", ("auto", "device", "disk"), "a CPU's host memory is the device's"),
-    ("optimizer", "offload", (False,), "optimizer states stay on the device"),
 )
 """(section, key, values that train, why others do not)."""
 

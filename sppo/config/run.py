@@ -97,6 +97,8 @@ class OptimizerConfig(Section):
     final_lr_ratio: Fraction = 0.0
     """Learning rate of the last step as a share of ``lr`` (cosine and linear)."""
     offload: bool = False
+    """Keep fp32 masters and moments in host memory and step them there, on a GPU; a CPU's memory
+    is the host's already, so there it changes nothing."""
 
 
 class TrainConfig(Section):

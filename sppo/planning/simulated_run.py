@@ -91,7 +91,7 @@ def plan_candidate(plan: ExecutionPlan) -> Candidate:
         schedule=plan.schedule,
         policy=plan.policy,
         zero=plan.zero,
-        offload_optimizer=plan.run["optimizer"]["offload"],
+        offload_optimizer=plan.run["optimizer"]["offload"] and plan.hardware.device.kind != "cpu",
         input_every=plan.run["activations"]["input_every"],
     )
 

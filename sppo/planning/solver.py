@@ -164,7 +164,8 @@ def candidate_of(
         policy="hybrid" if policy == "auto" else policy,
         offload_ratio=None if ratio == "auto" else ratio,
         zero=run.parallel.zero,
-        offload_optimizer=run.optimizer.offload,
+        # A CPU's host memory is the device's: there is nowhere to go.
+        offload_optimizer=run.optimizer.offload and workload.hardware.device.kind != "cpu",
         input_every=run.activations.input_every,
     )
 

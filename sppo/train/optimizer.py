@@ -17,8 +17,8 @@ from sppo.config.run import OptimizerConfig
 from sppo.planning.parameters import is_decayed
 from sppo.train.checkpoint import MODEL_PREFIX
 
-_STEP_KEY = "optimizer.step"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP_KEY = "optimizer.step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def global_norm(gradients: Mapping[str, Tensor]) -> Tensor:
@@ -113,10 +113,10 @@ class AdamW:
         is a copy. Hand the dictionary to :meth:`load_state` for the other half.
         """
         state = {f"{MODEL_PREFIX}{name}": master for name, master in self._masters.items()}
-        for moment in _MOMENTS:
+        for moment in MOMENTS:
             for name, master in self._masters.items():
                 state[f"optimizer.{moment}.{name}"] = self._optimizer.state[master][moment]
-        state[_STEP_KEY] = torch.tensor(self._steps)
+        state[STEP_KEY] = torch.tensor(self._steps)
         return state
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class AdamW:
         for key, tensor in own.items():
             if tensor is not state[key]:
                 tensor.copy_(state[key])
-        self._steps = int(own[_STEP_KEY])
+        self._steps = int(own[STEP_KEY])
         for master in self._masters.values():
             self._optimizer.state[master]["step"].fill_(self._steps)
         self._narrow_weights()
@@ -159,4 +159,4 @@ def _groups(masters: Mapping[str, Tensor], *, weight_decay: float) -> list[dict[
 def _zero_state(master: Tensor) -> dict[str, Tensor]:
     """What torch's AdamW makes at its first step, in the layout its fused kernel wants."""
     step = torch.zeros((), dtype=torch.float32, device=master.device)
-    return {"step": step} | {moment: torch.zeros_like(master) for moment in _MOMENTS}
+    return {"step": step} | {moment: torch.zeros_like(master) for moment in MOMENTS}

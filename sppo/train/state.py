@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,11 @@ from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.row_plan import PlannedRows
+from sppo.train.host_optimizer import HostAdamW
+from sppo.train.host_transfers import CudaTransfers
 from sppo.train.optimizer import AdamW
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -32,7 +37,7 @@ class TrainingState:
     """In the compute dtype."""
     gradients: Mapping[str, Tensor]
     """fp32 sums over the step."""
-    optimizer: AdamW
+    optimizer: AdamW | HostAdamW
     engine: SingleRankEngine
 
 
@@ -43,7 +48,7 @@ def build_state(run: RunConfig, *, plan: ExecutionPlan) -> TrainingState:
     weights = {name: master.to(dtype) for name, master in masters.items()}
     narrow = None if dtype is torch.float32 else masters
     gradients = zero_gradients(weights)
-    optimizer = AdamW(weights, config=run.optimizer, masters=narrow)
+    optimizer = build_optimizer(run, weights, masters=narrow)
     (stage,) = plan.stages
     engine = SingleRankEngine(
         run.model,
@@ -54,6 +59,32 @@ def build_state(run: RunConfig, *, plan: ExecutionPlan) -> TrainingState:
         input_every=run.activations.input_every,
     )
     return TrainingState(weights, gradients, optimizer, engine)
+
+
+def build_optimizer(
+    run: RunConfig, weights: Mapping[str, Tensor], *, masters: Mapping[str, Tensor] | None
+) -> AdamW | HostAdamW:
+    """The optimizer where ``optimizer.offload`` wants it.
+
+    Args:
+        run: checked.
+        weights: on the device that computes.
+        masters: fp32 values that narrower weights were rounded from; None where there are none.
+
+    Raises:
+        MemoryError: the host has not the memory, or may not lock its part of it.
+    """
+    device = next(iter(weights.values())).device
+    if not run.optimizer.offload:
+        return AdamW(weights, config=run.optimizer, masters=masters)
+    if device.type == "cpu":
+        _log.info(
+            "optimizer.offload: the optimizer stays where it is, for a CPU's memory is the host's"
+        )
+        return AdamW(weights, config=run.optimizer, masters=masters)
+    return HostAdamW(
+        weights, config=run.optimizer, transfers=CudaTransfers(device), masters=masters
+    )
 
 
 def moving_store(run: RunConfig, *, plan: ExecutionPlan) -> MovingStore | None:

@@ -64,6 +64,14 @@ def test_linear_layers_are_rebuilt_before_attention(share):
     assert set(between.rebuilt_shares(ATTENTION)) == {0.0, 1.0}
 
 
+def test_a_cpu_has_nowhere_else_to_keep_the_optimizer():
+    whole = run_config()
+    optimizer = whole.optimizer.model_copy(update={"offload": True})
+    offloaded = plan(whole.model_copy(update={"optimizer": optimizer}))
+    assert offloaded.stages[0].memory == plan(whole).stages[0].memory
+    assert offloaded.stages[0].memory.device.optimizer_bytes > 0
+
+
 def test_less_memory_is_never_faster():
     least, most = (peak_bytes(policy) for policy in ("recompute", "retain"))
     steps = [

@@ -1,0 +1,125 @@
+"""Copies between a device and the host's optimizer: gradients down, weights up.
+
+Both directions run on their own, in the order they were asked for, while the host goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sppo.offload.cuda_queues import CudaQueues
+
+_cuda: Any = torch.cuda  # parts of it have no types
+
+Copy = tuple[Tensor, Tensor]
+"""(target, source), of one shape and dtype."""
+
+
+class Done(Protocol):
+    """The end of some copies."""
+
+    def wait(self) -> None:
+        """Block the host until they are done."""
+        ...
+
+
+class Transfers(Protocol):
+    """The copies of one device."""
+
+    def memory(self, size_bytes: int) -> Tensor:
+        """Host memory that copies are fast to and from, uint8; once.
+
+        Raises:
+            MemoryError: there is not that much, or it may not be locked.
+        """
+        ...
+
+    def down(self, copies: Sequence[Copy]) -> Done:
+        """Start to copy from the device what compute issued so far has written."""
+        ...
+
+    def up(self, copies: Sequence[Copy]) -> Done:
+        """Start to copy to the device, after compute issued so far has read what was there."""
+        ...
+
+    def finish(self) -> None:
+        """Compute issued from now on finds everything that went up."""
+        ...
+
+
+class ImmediateTransfers:
+    """:class:`Transfers` where host and device are one: a copy is done when it is asked for."""
+
+    def memory(self, size_bytes: int) -> Tensor:
+        """See :class:`Transfers`."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def down(self, copies: Sequence[Copy]) -> Done:
+        """See :class:`Transfers`."""
+        for target, source in copies:
+            target.copy_(source)
+        return self
+
+    up = down
+
+    def wait(self) -> None:
+        """Everything is done already."""
+
+    def finish(self) -> None:
+        """See :class:`Transfers`."""
+
+
+class CudaTransfers:
+    """:class:`Transfers` of a CUDA device: a stream per direction, page-locked host memory.
+
+    Args:
+        device: whose gradients and weights are copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._queues = CudaQueues(device)  # holds the host memory, locked
+        self._down, self._up = (_cuda.Stream(device) for _ in range(2))
+        self._last: Any = None
+
+    def memory(self, size_bytes: int) -> Tensor:
+        """See :class:`Transfers`; page-locked in one piece."""
+        return self._queues.host_memory(size_bytes)
+
+    def down(self, copies: Sequence[Copy]) -> Done:
+        """See :class:`Transfers`."""
+        return self._copy(self._down, copies)
+
+    def up(self, copies: Sequence[Copy]) -> Done:
+        """See :class:`Transfers`."""
+        self._last = self._copy(self._up, copies)
+        return _StreamDone(self._last.event)
+
+    def finish(self) -> None:
+        """See :class:`Transfers`."""
+        if self._last is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last.event)
+
+    def _copy(self, stream: Any, copies: Sequence[Copy]) -> _StreamDone:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.no_grad(), _cuda.stream(stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            event = _cuda.Event()
+            event.record(stream)
+        return _StreamDone(event)
+
+
+class _StreamDone:
+    """A point in a stream."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        """See :class:`Done`."""
+        self.event.synchronize()
