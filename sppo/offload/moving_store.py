@@ -93,7 +93,9 @@ class _Parcel:
 
 
 class MovingStore:
-    """:class:`sppo.offload.store.ActivationStore` of tensors that move.
+    """Takes, gives back and forgets tensors as a :class:`sppo.offload.store.ActivationStore` does.
+
+    On the device it holds nothing but the ring, which :meth:`take_report` counts.
 
     Args:
         queues: that carry out the copies; closed with the store.
@@ -123,8 +125,6 @@ class MovingStore:
         self._out_bytes: Counter[str] = Counter()
         self._back_bytes: Counter[str] = Counter()
         self._begin()
-        self.peak_bytes = 0
-        """Nothing is held on the device but the ring, which the report counts."""
 
     def prepare(self, itinerary: Itinerary) -> None:
         """Make room for a step; nothing may be away.
@@ -139,9 +139,6 @@ class MovingStore:
             self._make_room(itinerary)
         self._itinerary = itinerary
         self._begin()
-
-    def reserve(self, capacity_bytes: int) -> None:
-        """Nothing to do: :meth:`prepare` makes room."""
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
         """Send ``tensors`` away; an empty parcel is a layer that moves nothing.
@@ -171,9 +168,6 @@ class MovingStore:
             self._send(parcel, tensors)
         self._parcels[key] = parcel
         self._bring_back()
-
-    def prefetch(self, key: ActivationKey) -> None:
-        """Nothing to do: the order is known, so parcels are under way already."""
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
         """See :class:`sppo.offload.store.ActivationStore`; good until :meth:`release`.
@@ -243,11 +237,6 @@ class MovingStore:
         self._queues.close()
         self._memory.clear()
         self._staging, self._ring, self._own_slots = [], [], {}
-
-    @property
-    def device_bytes(self) -> int:
-        """Nothing but the ring is held on the device."""
-        return 0
 
     @property
     def num_entries(self) -> int:
