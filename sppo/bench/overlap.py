@@ -129,7 +129,12 @@ def measure_overlap(
         unit = _Unit(operands, layer, tokens=tokens, context=context)
         size = tokens * moved_bytes_per_token(layer)
         with closing(_queues(device)) as queues:
-            mover = _Mover(queues, directory if device == "cpu" else None, size_bytes=size)
+            mover = _Mover(
+                queues,
+                directory if device == "cpu" else None,
+                size_bytes=size,
+                device=unit.device,
+            )
             points.append(
                 _measure(unit, mover, rounds=rounds, quick=quick, advance=watcher.advance)
             )
@@ -186,7 +191,7 @@ class _Unit:
     def __init__(self, operands: Operands, layer: Layer, *, tokens: int, context: int) -> None:
         operands.begin()
         model, dtype = layer.model, DTYPES[layer.dtype]
-        self.tokens, self.context, self._device = tokens, context, operands.device
+        self.tokens, self.context, self._kind = tokens, context, operands.device
         matrices = [shape for shape in layer_shapes(model).values() if len(shape) == 2]
         self._weights = [operands.take(*shape, dtype=dtype) for shape in matrices]
         widths = {weight.shape[1] for weight in self._weights}
@@ -196,6 +201,11 @@ class _Unit:
             operands.take(context + tokens, model.kv_heads, model.head_dim, dtype=dtype)
             for _ in range(2)
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return self._q.device
 
     @torch.no_grad()
     def time(
@@ -222,18 +232,18 @@ class _Unit:
             attention_forward(self._q, self._k, self._v)
             marks[-1].append(self._mark())
             after()
-        if self._device == "cuda":
-            torch.cuda.synchronize()
+        if self._kind == "cuda":
+            _cuda.synchronize(self.device)
         products = sum(_between(begin, middle) for begin, middle, _ in marks)
         attention = sum(_between(middle, end) for _, middle, end in marks)
         return products / units, attention / units
 
     def _mark(self) -> Any:
         """Now, in the order of compute."""
-        if self._device == "cpu":
+        if self._kind == "cpu":
             return time.perf_counter()
         event = _cuda.Event(enable_timing=True)
-        event.record()
+        event.record(_cuda.current_stream(self.device))
         return event
 
 
@@ -244,7 +254,14 @@ def _between(begin: Any, end: Any) -> float:
 class _Mover:
     """Moves one unit's bytes after the other's through two slots, and on a CPU to a disk."""
 
-    def __init__(self, queues: CopyQueues, directory: Path | None, *, size_bytes: int) -> None:
+    def __init__(
+        self,
+        queues: CopyQueues,
+        directory: Path | None,
+        *,
+        size_bytes: int,
+        device: torch.device,
+    ) -> None:
         self._queues, self._size_bytes = queues, size_bytes
         slot_bytes = math.ceil(size_bytes / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         memory = queues.host_memory(_SLOTS * slot_bytes)
@@ -252,7 +269,6 @@ class _Mover:
             Region("host", index, memory[index * slot_bytes : (index + 1) * slot_bytes])
             for index in range(_SLOTS)
         ]
-        device = "cpu" if directory is not None else "cuda"
         noise = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
         repeats = math.ceil(size_bytes / len(noise))
         self._sources = [noise.repeat(repeats)[:size_bytes] for _ in range(2)]

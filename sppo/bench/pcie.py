@@ -32,6 +32,7 @@ _MOST_BYTES, _QUICK_MOST_BYTES = 2 * GIB, 256 * MIB
 _FEWEST, _MOST = 4, 256
 """Requests of one direction in one round."""
 _ROUNDS, _QUICK_ROUNDS = 3, 1
+_TORCH_MEMORY = {"pageable": False, "page-locked": True}
 _ARENA = "arena"
 _TO_DEVICE, _TO_HOST = 1, 2
 """cudaMemcpyKind."""
@@ -54,10 +55,11 @@ class _Host:
     raw: bool = False
 
 
-def measure_pcie(*, quick: bool, watcher: Watcher) -> CopyMeasurements:
-    """Measure copies between the host and the current CUDA device.
+def measure_pcie(device: torch.device, *, quick: bool, watcher: Watcher) -> CopyMeasurements:
+    """Measure copies between the host and a CUDA device.
 
     Args:
+        device: the current one.
         quick: one size and one round.
         watcher: is told of every round.
 
@@ -68,16 +70,16 @@ def measure_pcie(*, quick: bool, watcher: Watcher) -> CopyMeasurements:
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     most_bytes = _QUICK_MOST_BYTES if quick else _MOST_BYTES
     half = max(requests)
-    kinds, nodes = ["pageable", "page-locked"], _numa_nodes()
+    nodes = _numa_nodes()
     arenas = len(nodes) * (2 if _cupy() is not None else 1)
-    watcher.begin("pcie", total=(len(kinds) + arenas) * len(requests) * rounds)
-    device = torch.empty(2 * half, dtype=torch.uint8, device="cuda")
+    watcher.begin("pcie", total=(len(_TORCH_MEMORY) + arenas) * len(requests) * rounds)
+    on_device = torch.empty(2 * half, dtype=torch.uint8, device=device)
     points: list[CopyPoint] = []
 
     def measure_host(host: _Host) -> None:
         for size in requests:
             count = max(_FEWEST, min(_MOST, most_bytes // size))
-            copies = _Streams(host, device, request_bytes=size, count=count)
+            copies = _Streams(host, on_device, request_bytes=size, count=count)
             copies.run(True, True)  # warm
             points.append(
                 measure_point(
@@ -91,14 +93,14 @@ def measure_pcie(*, quick: bool, watcher: Watcher) -> CopyMeasurements:
                 )
             )
 
-    for how in kinds:
-        memory = torch.empty(2 * half, dtype=torch.uint8, pin_memory=how == "page-locked").fill_(1)
+    for how, locked in _TORCH_MEMORY.items():
+        memory = torch.empty(2 * half, dtype=torch.uint8, pin_memory=locked).fill_(1)
         measure_host(_Host(how, memory))
         del memory
     register_s, refused = [], {}
     for node in nodes:
         try:
-            with _registered_arena(2 * half, numa_node=node) as (memory, seconds):
+            with _registered_arena(2 * half, device, numa_node=node) as (memory, seconds):
                 register_s.append(seconds * GIB / (2 * half))
                 measure_host(_Host(_ARENA, memory, node))
                 if _cupy() is not None:
@@ -110,7 +112,7 @@ def measure_pcie(*, quick: bool, watcher: Watcher) -> CopyMeasurements:
     without = "".join(f"; not on NUMA node {node}: {error}" for node, error in refused.items())
     return CopyMeasurements(
         "host",
-        f"host memory and {_cuda.get_device_name()}, NUMA nodes of the host: "
+        f"host memory and {_cuda.get_device_name(device)}, NUMA nodes of the host: "
         f"{count_numa_nodes()}{without}",
         tuple(points),
         planned=best_of_planned(points),
@@ -135,16 +137,16 @@ class _Streams:
     """
 
     def __init__(self, host: _Host, device: Tensor, *, request_bytes: int, count: int) -> None:
-        self._host, self._count = host, count
+        self._host, self._count, self._device = host, count, device.device
         half = device.numel() // 2
         ends = [(0, request_bytes), (half, half + request_bytes)]
         self._host_parts = [host.memory[begin:end] for begin, end in ends]
         self._device_parts = [device[begin:end] for begin, end in ends]
-        self._streams = [_cuda.Stream() for _ in range(2)]
+        self._streams = [_cuda.Stream(device.device) for _ in range(2)]
 
     def run(self, out: bool, back: bool) -> tuple[Times, Times]:
         """Times of (copies out, copies back)."""
-        torch.cuda.synchronize()
+        _cuda.synchronize(self._device)
         begin = [_cuda.Event(enable_timing=True) for _ in range(2)]
         done: list[list[Any]] = [[], []]
         errors: list[Exception] = []
@@ -165,7 +167,7 @@ class _Streams:
             thread.join()
         if errors:
             raise errors[0]
-        torch.cuda.synchronize()
+        _cuda.synchronize(self._device)
         # Both from the first begin: a direction that began later has had less time, not more speed.
         first = min(wanted, key=lambda index: begin[wanted[0]].elapsed_time(begin[index]))
         out_s, back_s = (
@@ -197,7 +199,9 @@ class _Streams:
 
 
 @contextmanager
-def _registered_arena(size_bytes: int, *, numa_node: int | None) -> Iterator[tuple[Tensor, float]]:
+def _registered_arena(
+    size_bytes: int, device: torch.device, *, numa_node: int | None
+) -> Iterator[tuple[Tensor, float]]:
     """An arena, page-locked by CUDA, and the seconds that took."""
     with HostArena(size_bytes, numa_node=numa_node) as arena:
         memory = arena.tensor(0, (size_bytes,), torch.uint8)
@@ -213,7 +217,7 @@ def _registered_arena(size_bytes: int, *, numa_node: int | None) -> Iterator[tup
         try:
             yield memory, seconds
         finally:
-            torch.cuda.synchronize()
+            _cuda.synchronize(device)
             runtime.cudaHostUnregister(memory.data_ptr())
 
 

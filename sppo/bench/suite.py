@@ -117,7 +117,7 @@ def measure(
     if "pcie" in subjects:
         assert copying is not None, "copies go somewhere"
         if device == "cuda":
-            copies += (measure_pcie(quick=quick, watcher=watcher),)
+            copies += (measure_pcie(torch.device(device), quick=quick, watcher=watcher),)
         if copying.directory is not None:
             copies += (measure_disk(copying.directory, quick=quick, watcher=watcher),)
     if "overlap" in subjects:

@@ -102,10 +102,10 @@ class CudaTransfers:
     def finish(self) -> None:
         """See :class:`Transfers`."""
         if self._last is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._last.event)
+            _cuda.current_stream(self._device).wait_event(self._last.event)
 
     def _copy(self, stream: Any, copies: Sequence[Copy]) -> _StreamDone:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(_cuda.current_stream(self._device))
         with torch.no_grad(), _cuda.stream(stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)

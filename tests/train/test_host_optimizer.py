@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from sppo.offload import cuda_queues
+from sppo.train import host_transfers
 from sppo.train.host_optimizer import HostAdamW
-from sppo.train.host_transfers import ImmediateTransfers
+from sppo.train.host_transfers import CudaTransfers, ImmediateTransfers
 from sppo.train.optimizer import AdamW
 from tests.conftest import succeed
+from tests.offload.test_cuda_queues import on_gpu, runtime_without_a_gpu
 from tests.train.test_optimizer import CONFIG, SHAPES, _tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -169,3 +172,37 @@ def test_masters_are_widened_weights_where_none_are_given():
     state = offloaded.state()
     assert all(torch.equal(state[f"model.{n}"], host[n].float()) for n in host)
     assert not any(state[f"optimizer.exp_avg.{n}"].any() for n in host)
+
+
+def test_the_copies_of_a_gpu_without_one(monkeypatch):
+    """Streams that run at once: the bookkeeping, the locked memory, the same bits."""
+    runtime = runtime_without_a_gpu()
+    runtime.Stream.wait_stream = lambda self, other: None
+    for module in (cuda_queues, host_transfers):
+        monkeypatch.setattr(module, "_cuda", runtime)
+    transfers = CudaTransfers(torch.device("cpu"))
+    (device, plain), (host, offloaded) = pair(
+        torch.bfloat16, transfers=transfers, bucket_elements=320
+    )
+    assert len(runtime.locked) == 1
+    for optimizer in (plain, offloaded):
+        optimizer.step(_tensors(1), lr=1e-2)
+    assert_equal(device, host)
+
+
+@on_gpu
+def test_a_gpu_gets_the_weights_of_the_host():
+    """Against the same optimizer with copies that are done at once, on a CPU: bit for bit."""
+    device = torch.device("cuda")
+    masters = _tensors(0)
+    results = []
+    for where, transfers in ((device, CudaTransfers(device)), ("cpu", ImmediateTransfers())):
+        weights = {name: master.to(where, torch.bfloat16) for name, master in masters.items()}
+        optimizer = HostAdamW(
+            weights, config=CONFIG, transfers=transfers, masters=masters, bucket_elements=320
+        )
+        for step in range(3):
+            gradients = {name: g.to(where) for name, g in _tensors(step + 1).items()}
+            optimizer.step(gradients, lr=1e-2)
+        results.append({name: weight.cpu() for name, weight in weights.items()})
+    assert_equal(*results)

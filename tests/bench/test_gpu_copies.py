@@ -1,0 +1,144 @@
+"""Copies of a GPU: measured on one where there is one, and everything but the device elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sppo.bench import overlap, pcie
+from sppo.bench.copy_report import copies_lines
+from sppo.bench.operands import Operands
+from sppo.bench.overlap import Layer, default_layer, measure_overlap
+from sppo.config.model import ModelConfig
+from sppo.offload import cuda_queues
+from sppo.offload.cuda_queues import CudaQueues
+from sppo.units import MIB
+from tests.bench.test_timing import Watcher
+from tests.offload.test_cuda_queues import on_gpu, runtime_without_a_gpu
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """What the benchmarks ask of torch.cuda, on this process's memory."""
+    runtime = runtime_without_a_gpu()
+    runtime.get_device_name = lambda device: "no GPU"
+    runtime.Stream.cuda_stream = 0
+    for module in (pcie, overlap, cuda_queues):
+        monkeypatch.setattr(module, "_cuda", runtime)
+    monkeypatch.setattr(pcie, "_TORCH_MEMORY", {"pageable": False})
+    monkeypatch.setattr(pcie, "_QUICK_REQUESTS", (MIB,))
+    monkeypatch.setattr(pcie, "_QUICK_MOST_BYTES", 4 * MIB)
+    return runtime
+
+
+def measured_by(watcher):
+    return watcher.advanced == sum(total for _, total in watcher.begun)
+
+
+def test_everything_but_the_device(no_gpu, monkeypatch):
+    copied = []
+
+    def copy(target, source, size_bytes, kind, stream):
+        copied.append(kind)
+        ctypes.memmove(target, source, size_bytes)
+
+    cupy = SimpleNamespace(runtime=SimpleNamespace(memcpyAsync=copy))
+    monkeypatch.setattr(pcie, "_cupy", lambda: cupy)
+    monkeypatch.setattr(pcie, "_numa_nodes", lambda: [None, None])
+    watcher = Watcher()
+    found = pcie.measure_pcie(CPU, quick=True, watcher=watcher)
+    assert measured_by(watcher)
+    names = ["pageable", "arena", "arena, cupy", "arena, cupy"]
+    assert sorted(point.how for point in found.points) == sorted([*names, "arena"])
+    assert found.planned.how == "arena"
+    assert {kind: copied.count(kind) for kind in (1, 2)} == {1: 24, 2: 24}
+    assert not no_gpu.locked
+    assert any(line.startswith("page-locking an arena") for line in copies_lines(found))
+
+
+def test_a_node_without_memory_is_left_out(no_gpu, monkeypatch):
+    """GPUs of some machines are NUMA nodes, too."""
+    arena = pcie.HostArena
+
+    def first_only(size_bytes, *, numa_node):
+        if numa_node == 1:
+            raise MemoryError("node 1 has none")
+        return arena(size_bytes)
+
+    monkeypatch.setattr(pcie, "HostArena", first_only)
+    monkeypatch.setattr(pcie, "_cupy", lambda: None)
+    monkeypatch.setattr(pcie, "_numa_nodes", lambda: [0, 1])
+    found = pcie.measure_pcie(CPU, quick=True, watcher=Watcher())
+    assert found.where.endswith("; not on NUMA node 1: node 1 has none")
+    assert found.planned.numa_node == 0
+    monkeypatch.setattr(pcie, "_numa_nodes", lambda: [1])
+    with pytest.raises(MemoryError, match="node 1 has none"):
+        pcie.measure_pcie(CPU, quick=True, watcher=Watcher())
+
+
+def test_memory_that_cannot_be_locked_is_said(no_gpu, monkeypatch):
+    refusing = runtime_without_a_gpu(register_fails=True)
+    monkeypatch.setattr(no_gpu, "cudart", refusing.cudart)
+    monkeypatch.setattr(pcie, "_numa_nodes", lambda: [None])
+    with pytest.raises(MemoryError, match="refuses to page-lock .*; raise ulimit -l"):
+        pcie.measure_pcie(CPU, quick=True, watcher=Watcher())
+
+
+def test_a_failed_copy_is_not_lost(no_gpu):
+    class Broken(RuntimeError):
+        pass
+
+    def broken(self, index):
+        raise Broken("no such address")
+
+    host = pcie._Host("arena", torch.zeros(8, dtype=torch.uint8))
+    streams = pcie._Streams(host, torch.zeros(8, dtype=torch.uint8), request_bytes=2, count=1)
+    streams._copy = broken.__get__(streams)
+    with pytest.raises(RuntimeError):
+        streams.run(True, True)
+
+
+def test_overlap_with_everything_but_the_device(no_gpu, monkeypatch):
+    monkeypatch.setattr(overlap, "_queues", lambda device: CudaQueues(CPU))
+    monkeypatch.setattr(overlap, "_QUICK_TOKENS", {"cuda": (64,)})
+    monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cuda": (0, 64)})
+    operands = Operands("cpu")
+    operands.device = "cuda"
+    model = ModelConfig(
+        vocab_size=64, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, mlp_size=128
+    )
+    found = measure_overlap(
+        operands, Layer("small", model, "bf16"), directory=None, quick=True, watcher=Watcher()
+    )
+    assert found.where == "to page-locked host memory"
+    assert [point.context for point in found.points] == [0, 64]
+    assert all(point.copy_s > 0 < point.compute_s for point in found.points)
+    assert not no_gpu.locked
+
+
+def test_a_gpu_gets_a_larger_model():
+    assert default_layer("cuda").model.hidden_size > default_layer("cpu").model.hidden_size
+
+
+@on_gpu
+def test_a_real_link():
+    watcher = Watcher()
+    found = pcie.measure_pcie(torch.device("cuda"), quick=True, watcher=watcher)
+    assert measured_by(watcher)
+    planned = found.planned
+    assert min(planned.out_bytes_per_s, planned.back_bytes_per_s) > 1e9
+    pageable = next(point for point in found.points if point.how == "pageable")
+    assert planned.out_alone_bytes_per_s > pageable.out_alone_bytes_per_s
+
+
+@on_gpu
+def test_a_real_layer_and_a_real_link():
+    found = measure_overlap(
+        Operands("cuda"), default_layer("cuda"), directory=None, quick=True, watcher=Watcher()
+    )
+    assert all(point.copy_s > 0 < point.compute_s for point in found.points)
