@@ -6,9 +6,11 @@ import os
 import re
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci/run"])
@@ -111,3 +113,16 @@ def test_quickstart_names_files_that_there_are():
     text = (ROOT / "scripts/quickstart.sh").read_text()
     for name in re.findall(r"\$repository/([\w./-]+)", text):
         assert (ROOT / name).exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: it would run for minutes")
+def test_the_gpu_check_says_that_there_is_no_gpu_and_leaves_nothing(tmp_path):
+    done = subprocess.run(
+        ["bash", ROOT / "scripts/gpu_check.sh", tmp_path / "out"],
+        env={**os.environ, "SPPO_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "needs a CUDA device" in done.stderr
+    assert not (tmp_path / "out").exists()
