@@ -115,7 +115,5 @@ def test_bins_double_and_lose_nothing(positions):
 def test_too_large_is_said_before_any_weight_is_read(work, run_file, monkeypatch):
     monkeypatch.setattr(evaluation, "memory_room", lambda: MemoryRoom(machine_bytes=1000))
     monkeypatch.setattr(evaluation, "_weights", None)
-    with pytest.raises(
-        MemoryError, match=f"of {LENGTH} tokens needs .*1000 B available"
-    ):
+    with pytest.raises(MemoryError, match=f"of {LENGTH} tokens needs .*1000 B available"):
         evaluate(load_run(run_file()))
