@@ -95,13 +95,15 @@ def check_disk(directory: Path, *, quick: bool) -> None:
     """Find out before measuring whether ``directory`` will do.
 
     Raises:
-        ValueError: there is no such directory.
+        ValueError: there is no such directory, or it cannot be written to.
         OSError: its disk has not the room.
     """
     if not directory.is_dir():
         raise ValueError(
             f"--disk {directory}: there is no such directory; name one on the disk to measure"
         )
+    if not os.access(directory, os.W_OK):
+        raise ValueError(f"--disk {directory}: cannot be written to; name a directory that can")
     room, needed = disk_room(directory), file_size_bytes(quick=quick)
     if needed > room.usable_bytes:
         raise OSError(

@@ -86,6 +86,10 @@ def test_an_error_of_the_disk_is_not_lost():
 def test_no_room_and_no_directory_are_told_before(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--disk .*absent: there is no such directory"):
         disk.check_disk(tmp_path / "absent", quick=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: False)
+        with pytest.raises(ValueError, match="cannot be written to"):
+            disk.check_disk(tmp_path, quick=True)
     monkeypatch.setattr(disk, "disk_room", lambda path: DiskRoom(free_bytes=MIB))
     with pytest.raises(OSError, match=r"takes 1.0 GiB in .*: 1.0 MiB are free there") as caught:
         disk.check_disk(tmp_path, quick=False)
