@@ -57,6 +57,9 @@ def overlap_lines(found: OverlapMeasurements) -> list[str]:
         f"{per_token} a token, copied {found.where}",
         f"compute that a copied byte costs, for plans: {found.added_s_per_byte * 1e9:.2g} ns",
     ]
+    for tokens, context, reason in found.left_out:
+        where = f"{format_tokens(tokens)} tokens after {format_tokens(context)}"
+        lines.append(f"left out: {where}, would take {reason}")
     if any(not (b.everything_measured and b.kept_measured) for b in found.break_evens):
         lines.append(f"{_LENGTH_MARK} beyond the lengths measured: calculated from the nearest")
     return lines

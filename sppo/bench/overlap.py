@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from sppo.offload.queues import CopyQueues, Dependency, Event, Ordering, Region
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.planning.activation_policy import class_bytes_per_token
 from sppo.planning.parameters import layer_shapes
-from sppo.units import GIB
+from sppo.units import GIB, format_duration
 
 _cuda: Any = torch.cuda  # parts of it have no types
 
@@ -49,6 +49,9 @@ _MOST_FILE_BYTES = GIB
 _ALIGNMENT_BYTES = 4096
 
 
+LeftOut = tuple[int, int, str]
+
+
 @dataclass(frozen=True, slots=True)
 class OverlapMeasurements:
     """What one run of the overlap benchmark found.
@@ -60,6 +63,7 @@ class OverlapMeasurements:
         points: By subsequence length and context.
         break_evens: By context.
         added_s_per_byte: Compute that every copied byte costs: the median over the points.
+        left_out: (tokens, context, what it would take) of units that were not measured.
     """
 
     model: str
@@ -68,6 +72,7 @@ class OverlapMeasurements:
     points: tuple[OverlapPoint, ...]
     break_evens: tuple[BreakEven, ...]
     added_s_per_byte: float
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +126,24 @@ def measure_overlap(
     """
     device = operands.device
     assert device == "cuda" or directory is not None, "a CPU's next tier is a disk"
-    shapes = list(_shapes(operands, layer, quick=quick))
+    shapes, left_out = _shapes(operands, layer, quick=quick)
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     watcher.begin("overlap", total=len(shapes) * rounds)
-    points = []
+    points: list[OverlapPoint] = []
     for tokens, context in shapes:
         unit = _Unit(operands, layer, tokens=tokens, context=context)
         size = tokens * moved_bytes_per_token(layer)
-        with closing(_queues(device)) as queues:
-            mover = _Mover(
-                queues,
-                directory if device == "cpu" else None,
-                size_bytes=size,
-                device=unit.device,
-            )
-            points.append(
-                _measure(unit, mover, rounds=rounds, quick=quick, advance=watcher.advance)
-            )
+        try:
+            with closing(_queues(device)) as queues:
+                disk = directory if device == "cpu" else None
+                mover = _Mover(queues, disk, size_bytes=size, device=unit.device)
+                point = _measure(unit, mover, rounds=rounds, quick=quick, advance=watcher.advance)
+        except torch.OutOfMemoryError:
+            if not points:
+                raise
+            left_out.append((tokens, context, "more memory than the device has"))
+        else:
+            points.append(point)
     parts = class_bytes_per_token(layer.model, element_bytes=DTYPES[layer.dtype].itemsize)
     return OverlapMeasurements(
         layer.name,
@@ -146,6 +152,7 @@ def measure_overlap(
         tuple(points),
         break_evens(points, kept_share=float(parts[:2].sum() / parts.sum())),
         added_s_per_byte=added_s_per_byte(points),
+        left_out=tuple(left_out),
     )
 
 
@@ -169,8 +176,12 @@ def added_s_per_byte(points: Sequence[OverlapPoint]) -> float:
     return min(max(0.0, added), statistics.median(p.copy_s / p.moved_bytes for p in points))
 
 
-def _shapes(operands: Operands, layer: Layer, *, quick: bool) -> Iterator[tuple[int, int]]:
-    """(tokens, context) to measure; the longest ones are left out on a slow device."""
+def _shapes(
+    operands: Operands, layer: Layer, *, quick: bool
+) -> tuple[list[tuple[int, int]], list[LeftOut]]:
+    """(tokens, context) to measure, and those that would take a slow device too long."""
+    shapes: list[tuple[int, int]] = []
+    left_out: list[LeftOut] = []
     device = operands.device
     all_tokens = (_QUICK_TOKENS if quick else _TOKENS)[device]
     contexts = (_QUICK_CONTEXTS if quick else _CONTEXTS)[device]
@@ -182,7 +193,10 @@ def _shapes(operands: Operands, layer: Layer, *, quick: bool) -> Iterator[tuple[
             attended = (context + tokens / 2) / (contexts[-1] + all_tokens[0] / 2)
             expected_s = (products_s + attention_s * attended) * tokens / all_tokens[0]
             if expected_s <= _LONGEST_S or tokens == all_tokens[0]:
-                yield tokens, context
+                shapes.append((tokens, context))
+            else:
+                left_out.append((tokens, context, f"{format_duration(expected_s)} a unit"))
+    return shapes, left_out
 
 
 class _Unit:

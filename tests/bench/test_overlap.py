@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from sppo.bench import overlap
 from sppo.bench.break_even import BreakEven, OverlapPoint, break_even_tokens, break_evens
@@ -142,5 +143,28 @@ def test_copies_that_take_longer_than_compute_are_exposed(operands, small, tmp_p
 
 def test_a_slow_device_gets_shorter_units(operands, small, monkeypatch):
     monkeypatch.setattr(overlap._Unit, "time", lambda unit, units: (0.1, 0.8))
-    shapes = list(overlap._shapes(operands, replace(small, dtype="fp32"), quick=False))
+    shapes, left_out = overlap._shapes(operands, replace(small, dtype="fp32"), quick=False)
     assert set(shapes) == {(256, 0), (256, 4096), (256, 16384), (1024, 0)}
+    assert len(left_out) == 5
+    assert left_out[0][:2] == (1024, 4096)
+    lines = overlap_lines(replace(OVERLAP, left_out=tuple(left_out)))
+    assert "left out: 1Ki tokens after 4Ki, would take 1.29 s a unit" in lines
+
+
+def test_what_the_device_has_no_memory_for_is_left_out(operands, small, tmp_path, monkeypatch):
+    whole = overlap.attention_forward
+
+    def attend(q, k, v):
+        if len(k) > 300:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(q, k, v)
+
+    monkeypatch.setattr(overlap, "attention_forward", attend)
+    monkeypatch.setattr(overlap, "_QUICK_CONTEXTS", {"cpu": (0, 128)})
+    options = {"directory": tmp_path, "quick": True, "watcher": Watcher()}
+    found = measure_overlap(operands, small, **options)
+    assert [(p.tokens, p.context) for p in found.points] == [(128, 0), (128, 128), (256, 0)]
+    assert found.left_out == ((256, 128, "more memory than the device has"),)
+    monkeypatch.setattr(overlap, "_QUICK_TOKENS", {"cpu": (512,)})
+    with pytest.raises(torch.OutOfMemoryError):
+        measure_overlap(operands, small, **options)
