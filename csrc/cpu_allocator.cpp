@@ -20,6 +20,7 @@ std::atomic<sppo::MemoryPool *> pool{nullptr};
 size_t least_pooled_bytes = 0;
 
 void deallocate(void *block) {
+    c10::profiledCPUMemoryReporter().Delete(block); /* as torch's own allocator does */
     /* What was allocated before the pool was there, or was too small for it, is the heap's. */
     if (block != nullptr && !pool.load()->deallocate(block)) std::free(block);
 }
@@ -31,6 +32,7 @@ struct PoolAllocator final : c10::Allocator {
         if (block == nullptr && size > 0 && posix_memalign(&block, ALIGNMENT, size) != 0) {
             TORCH_CHECK(false, "not enough memory: a tensor of ", size, " bytes was asked for");
         }
+        c10::profiledCPUMemoryReporter().New(block, size);
         return {block, block, &deallocate, c10::Device(c10::DeviceType::CPU)};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &deallocate; }

@@ -123,6 +123,21 @@ print("ok")
     assert done.returncode == 0
 
 
+def test_the_profiler_sees_what_the_pool_hands_out(library):
+    run(
+        library,
+        """
+with torch.profiler.profile(profile_memory=True) as profile:
+    x = torch.ones(2 * MIB, dtype=torch.uint8)
+    y = torch.ones(3 * MIB, dtype=torch.uint8)
+    del x
+events = {e.key: e.self_cpu_memory_usage for e in profile.key_averages()}
+assert events["aten::empty"] == 5 * MIB, events
+assert events["[memory]"] == -2 * MIB, events
+""",
+    )
+
+
 def test_memory_that_is_refused_is_an_error(library):
     run(
         library,
