@@ -4,8 +4,8 @@
  * megabytes, aligned, of a few sizes that come and go in turn, leave holes that the next one misses
  * by a few bytes. Returning each to the system instead costs its page faults. This pool keeps freed
  * pages for the next block, and where the holes do not fit it gives back as many pages as it newly
- * takes: what is resident is the most bytes that were ever in use at once, and never more, up to
- * whole huge pages.
+ * takes: what is resident is the most bytes that were ever in use at once, and no more as long as holes
+ * are of whole huge pages (2 MiB); smaller ones cannot be given back.
  *
  * One range of addresses, reserved once; blocks are found by best fit in it. Any thread may call.
  */

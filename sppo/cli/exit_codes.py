@@ -30,6 +30,10 @@ _BAD_PATH = frozenset(
         errno.ENAMETOOLONG,
     }
 )
+_FAULTS = frozenset(
+    {errno.EIO, errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ECHILD}
+)
+"""Of a disk, while a run uses it."""
 
 
 @contextmanager
@@ -47,7 +51,7 @@ def exit_codes() -> Iterator[None]:
             fail(f"{where}{error.strerror or error}", code=NO_ROOM)
         if error.errno in _BAD_PATH:
             fail(f"{where}{error.strerror or error}", code=BAD_INPUT)
-        if error.errno == errno.EIO:
+        if error.errno in _FAULTS:
             fail(f"{where}{error.strerror or error}", code=FAULT)
         raise
     except RuntimeError as error:

@@ -28,6 +28,6 @@ def usable_directory(directory: Path) -> DiskRoom:
             return disk_room(directory)
     except OSError as error:
         raise ValueError(
-            f"{what}: no file can be made there ({os.strerror(error.errno or 0)}); name a "
-            "directory that this user can write"
+            f"{what}: no file can be made there ({os.strerror(error.errno or 0)}); name "
+            "another, on a local disk that this user can write to"
         ) from None

@@ -158,7 +158,8 @@ def _check_tier(situation: Situation, asked: str) -> None:
     if situation.copy_bytes_per_s <= 0:
         raise ValueError(
             f"{asked} moves activations, and this machine has no tier to move them to: name a disk "
-            "directory (activations.disk), or write activations.policy=hybrid"
+            "directory (activations.disk) and close it by neither activations.tier=device nor "
+            "activations.disk_memory=0, or write activations.policy=hybrid"
         )
 
 

@@ -126,7 +126,7 @@ def _too_large(run: RunConfig, assessment: Assessment, *, usable: int, available
             f"activations.policy={policy} moves {needed} to activations.disk="
             f"{run.activations.disk}, of which {format_bytes(shortfall.available_bytes)} may be "
             f"used; activations.offload_ratio={_floor(fits * _moved_share(assessment))} would "
-            "fit, or name a directory on a larger disk"
+            f"fit, or {_more_disk(run)}"
         )
     bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
     if policy in ("auto", "hybrid"):
@@ -140,6 +140,11 @@ def _too_large(run: RunConfig, assessment: Assessment, *, usable: int, available
         f"{run.sequence.length} tokens, and {format_bytes(available)} are available; write "
         "activations.policy=auto, shorten sequence.length or take a smaller model"
     )
+
+
+def _more_disk(run: RunConfig) -> str:
+    limited = run.activations.disk_memory != "auto"
+    return "raise activations.disk_memory" if limited else "name a directory on a larger disk"
 
 
 def _moved_share(assessment: Assessment) -> float:

@@ -25,6 +25,11 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _NODES = Path("/sys/devices/system/node")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
+_ALLOCATOR = Path(__file__).parents[1] / "kernels/_native/sppo_cpu_allocator.so"
+_ALLOCATOR_SWITCH = "SPPO_CPU_ALLOCATOR"
+"""Both as in :mod:`sppo.kernels.cpu_allocator`, which loads torch."""
+C_HEAP_SHARE = 1.0
+"""What a C heap holds beyond a layer's temporaries: calibrated on small Llama shapes, two cores."""
 _NO_LIMIT_BYTES = 1 << 60  # version 1 has no word for it and names the largest number instead
 
 
@@ -93,9 +98,15 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
             num_multiprocessors=cores,
             bf16_flops_per_s=device.bf16_flops_per_s * share,
             fp32_flops_per_s=device.fp32_flops_per_s * share,
+            heap_share=0.0 if has_memory_pool() else C_HEAP_SHARE,
         ),
         node=replace(preset.node, numa_nodes=count_numa_nodes()),
     )
+
+
+def has_memory_pool(*, library: Path = _ALLOCATOR) -> bool:
+    """Whether torch's CPU tensors will live in the pool of :mod:`sppo.kernels.cpu_allocator`."""
+    return library.exists() and os.environ.get(_ALLOCATOR_SWITCH, "").lower() != "heap"
 
 
 def find_gpus() -> Gpus | None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sppo.config import RunConfig
 from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.kernels.machine_memory import memory_room
-from sppo.offload.disk_room import DiskRoom
+from sppo.offload.disk_room import DiskRoom, is_memory
 from sppo.offload.spill_directory import usable_directory
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import hardware_for
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.run_plan import plan_run
-from sppo.planning.this_machine import detect_machine
+from sppo.planning.this_machine import C_HEAP_SHARE, detect_machine
 from sppo.train.data import TrainingData
 from sppo.train.run_directory import check_output
 from sppo.train.tokens import TokenData, check_fits, open_tokens
 from sppo.units import format_bytes
-
-_C_HEAP_SHARE = 1.0
-"""Calibrated on small Llama shapes and two cores: about twice what was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ def check_before_training(run: RunConfig, *, plan_file: Path | None = None) -> P
         plan = plan_run(
             run, hardware=hardware, available_bytes=available, disk_bytes=disk.usable_bytes
         )
-    _check_memory(plan, available)
+    _check_memory(run, plan, available)
     if plan.moves_anything:
         _check_disk(run, plan, disk)
     return Preflight(training, plan)
@@ -73,7 +71,7 @@ def _with_heap(hardware: HardwareSpec) -> HardwareSpec:
     """The machine as this process uses its memory: without the pool, the C heap has holes."""
     if hardware.device.kind != "cpu" or install_cpu_allocator() is not None:
         return hardware
-    return replace(hardware, device=replace(hardware.device, heap_share=_C_HEAP_SHARE))
+    return replace(hardware, device=replace(hardware.device, heap_share=C_HEAP_SHARE))
 
 
 def open_data(run: RunConfig, directory: str) -> TokenData:
@@ -103,6 +101,12 @@ def _given_plan(run: RunConfig, plan_file: Path) -> ExecutionPlan:
     """The plan in ``plan_file``, if it is for this run and this version can follow it."""
     plan = read_plan(plan_file)
     check_plan_fits(plan, run)
+    if plan.hardware.device.kind != "cpu":
+        raise ValueError(
+            f"{plan_file} was made for {plan.hardware.name}, and this version trains on the CPU: "
+            "solve again with hardware.preset=laptop-cpu, or with a hardware.file of this machine, "
+            "or keep the plan for sppo simulate"
+        )
     devices = (
         plan.data_parallel_degree * plan.pipeline_parallel_degree * plan.sequence_parallel_degree
     )
@@ -113,16 +117,20 @@ def _given_plan(run: RunConfig, plan_file: Path) -> ExecutionPlan:
             f"parallel {plan.sequence_parallel_degree}), and this version trains on one: solve "
             "for one device, or keep the plan for sppo simulate"
         )
-    if plan.moves_anything and run.activations.disk is None:
-        raise ValueError(
-            f"{plan_file} moves saved activations to another tier, and this run names no directory "
-            "for them: write activations.disk=DIR and solve again"
-        )
     return plan
 
 
-def _check_memory(plan: ExecutionPlan, available: int) -> None:
-    needed = plan.stages[0].memory.device.total_bytes
+def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int) -> None:
+    memory = plan.stages[0].memory
+    needed = memory.device.total_bytes
+    if run.activations.disk is not None and is_memory(Path(run.activations.disk)):
+        needed += memory.tier_activations_bytes
+        if needed > available:
+            raise MemoryError(
+                f"activations.disk={run.activations.disk} is a file system in memory: with what "
+                f"the plan moves there it needs {format_bytes(needed)}, and "
+                f"{format_bytes(available)} are available; name a directory on a disk"
+            )
     if needed > available:
         raise MemoryError(
             f"the plan needs {format_bytes(needed)} for a sequence of {plan.boundaries[-1]} "
@@ -141,6 +149,13 @@ def _disk_room(run: RunConfig) -> DiskRoom:
 def _check_disk(run: RunConfig, plan: ExecutionPlan, disk: DiskRoom) -> None:
     """A plan made elsewhere, or before, may move more than there is room for now."""
     needed = plan.stages[0].memory.tier_activations_bytes
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if resource.RLIM_INFINITY != largest < needed:
+        raise MemoryError(
+            f"the plan moves {format_bytes(needed)} to activations.disk={run.activations.disk}, "
+            f"and this process may write files of {format_bytes(largest)} at most: raise that "
+            "limit (ulimit -f), or lower activations.offload_ratio"
+        )
     if needed > disk.usable_bytes:
         share = disk.usable_bytes / needed * max(plan.predicted.offload_ratios)
         raise MemoryError(

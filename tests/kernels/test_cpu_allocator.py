@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sppo.kernels import cpu_allocator
+from sppo.planning import this_machine
 from tests.native_builds import ROOT, build_module, cxx_compiler
 
 CHECKS = ("address,undefined", "thread")
@@ -198,3 +199,16 @@ def test_installation_without_torch_says_so(tmp_path, monkeypatch):
     build.build_native(tmp_path / "native")
     reason = (tmp_path / "native" / cpu_allocator.REASON_NAME).read_text()
     assert reason == "no torch in this environment; install it first, then SPPO again\n"
+
+
+def test_the_planner_looks_where_it_is(monkeypatch, tmp_path):
+    assert this_machine._ALLOCATOR == cpu_allocator._PLACE / cpu_allocator.LIBRARY_NAME
+    assert this_machine._ALLOCATOR_SWITCH == cpu_allocator.SWITCH
+    monkeypatch.delenv(cpu_allocator.SWITCH, raising=False)
+    library = tmp_path / "library.so"
+    assert not this_machine.has_memory_pool(library=library)
+    library.touch()
+    assert this_machine.has_memory_pool(library=library)
+    monkeypatch.setenv(cpu_allocator.SWITCH, "heap")
+    assert not this_machine.has_memory_pool(library=library)
+    assert this_machine.describe_cpu(1 << 34).device.heap_share == this_machine.C_HEAP_SHARE

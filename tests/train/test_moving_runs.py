@@ -80,17 +80,32 @@ def test_a_plan_that_moves_is_followed(work):
     assert records(work)[0]["offloaded_bytes"] > 0
 
 
-def test_a_plan_that_moves_needs_a_directory(work):
-    run_file = write_run(
-        work / "run.yaml",
-        model=MODEL,
-        activations={"offload_ratio": 0.5},
-        hardware={"preset": "h100", "devices_per_node": 1},
-    )
-    succeed("solve", run_file, "-o", "plan.json")
-    error = refuse("train", run_file, "--plan", "plan.json")
-    assert "plan.json moves saved activations" in error
-    assert "write activations.disk=DIR" in error
+def test_a_plan_for_a_gpu_is_not_followed_on_the_cpu(work):
+    run_file = moving_run(work, offload_ratio=0.5)
+    gpu = ("hardware.preset=h100", "hardware.devices_per_node=1")
+    succeed("solve", run_file, *gpu, "-o", "plan.json")
+    error = refuse("train", run_file, *gpu, "--plan", "plan.json")
+    assert "plan.json was made for h100" in error
+    assert "solve again with hardware.preset=laptop-cpu" in error
+    assert not (work / "out").exists()
+
+
+def test_a_file_system_in_memory_counts_as_memory(work, monkeypatch):
+    run_file = moving_run(work, policy="offload_all")
+    needed = check_before_training(load_run(run_file)).plan.stages[0].memory
+    monkeypatch.setattr(preflight, "is_memory", lambda directory: True)
+    check_before_training(load_run(run_file))
+    room = needed.device.total_bytes + needed.tier_activations_bytes
+    monkeypatch.setattr(preflight, "memory_room", lambda: MemoryRoom(machine_bytes=room - 1))
+    error = refuse("train", run_file, code=4)
+    assert "activations.disk=spill is a file system in memory" in error
+
+
+def test_a_limit_on_files_is_found_before_the_first_step(work, monkeypatch):
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda which: (100_000, 100_000))
+    error = refuse("train", moving_run(work, policy="offload_all"), code=4)
+    assert "may write files of 97.7 KiB at most" in error
+    assert not (work / "out").exists()
 
 
 def test_buckets_and_copies_are_those_predicted(work):
