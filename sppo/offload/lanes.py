@@ -70,7 +70,7 @@ class Operation:
             raise _again(self.error)
 
     def run(self, *, cancelled: Callable[[], bool]) -> float:
-        """Do it; seconds of work, waiting not counted."""
+        """Do it, without the :meth:`end`; seconds of work, waiting not counted."""
         busy_s = 0.0
         try:
             for event in self._after:
@@ -83,11 +83,13 @@ class Operation:
             busy_s = time.perf_counter() - start
         except BaseException as error:
             self.error = error.with_traceback(None)  # frames would keep tensors alive
-        finally:
-            # What it worked on is free before anyone hears that it has ended.
-            self._work, self._after = None, ()
-            self._ended.set()
+        # What it worked on is free before anyone hears that it has ended.
+        self._work, self._after = None, ()
         return busy_s
+
+    def end(self) -> None:
+        """Let those know who wait for it."""
+        self._ended.set()
 
 
 class Lane:
@@ -103,6 +105,8 @@ class Lane:
         self._failed: BaseException | None = None
         self._cancelled = False
         self._busy_s = 0.0
+        self._books = threading.Lock()
+        """Of what both threads write: the first error and the seconds of work."""
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -115,8 +119,9 @@ class Lane:
 
     def check(self) -> None:
         """Raise the error of the first operation that failed, if one did."""
-        if self._failed is not None:
-            raise _again(self._failed)
+        failed = self._failed
+        if failed is not None:
+            raise _again(failed)
 
     def cancel(self) -> None:
         """From now on leave out what has not begun."""
@@ -126,12 +131,15 @@ class Lane:
         """Wait for all there is; then forget errors and take work again."""
         if self._last is not None:
             self._last._ended.wait()
-        self._last = self._failed = None
+        self._last = None
+        with self._books:
+            self._failed = None
         self._cancelled = False
 
     def take_busy_s(self) -> float:
         """Seconds of work since the last call."""
-        busy_s, self._busy_s = self._busy_s, 0.0
+        with self._books:
+            busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
     def close(self) -> None:
@@ -145,9 +153,13 @@ class Lane:
             operation = self._queue.get()
             if operation is None:
                 return
-            self._busy_s += operation.run(cancelled=lambda: self._cancelled)
-            if operation.error is not None and self._failed is None:
-                self._failed = operation.error
+            busy_s = operation.run(cancelled=lambda: self._cancelled)
+            with self._books:
+                self._busy_s += busy_s
+                if self._failed is None:
+                    self._failed = operation.error
+            # Only now: whoever waits for it may settle the lane, and nothing may follow that.
+            operation.end()
             del operation  # or it would stay, with its event, until the next one comes
 
 

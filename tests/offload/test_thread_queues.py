@@ -163,6 +163,46 @@ def test_busy_seconds_are_those_of_the_work_alone(lane):
     other.close()
 
 
+class SlowToReturn(threading.Event):
+    """Whoever waits goes on long before the thread that set it."""
+
+    def set(self):
+        super().set()
+        time.sleep(0.05)
+
+
+def test_an_error_is_forgotten_for_good(lane):
+    """Not noted by the lane's thread once the lane has settled, for the next step to find."""
+
+    def fail():
+        raise OSError(errno.EIO, "the disk failed")
+
+    gate = threading.Event()
+    lane.add(gate.wait, after=[])
+    failing = lane.add(fail, after=[])
+    failing._ended = SlowToReturn()
+    gate.set()
+    lane.settle()
+    time.sleep(0.1)
+    lane.check()
+
+
+def test_seconds_are_taken_once_while_work_goes_on(lane):
+    started, gate = threading.Event(), threading.Event()
+
+    def work():
+        started.set()
+        gate.wait()
+
+    lane.add(lambda: time.sleep(0.1), after=[]).wait()
+    going_on = lane.add(work, after=[])
+    started.wait()
+    assert lane.take_busy_s() >= 0.1
+    gate.set()
+    going_on.wait()
+    assert lane.take_busy_s() < 0.1
+
+
 def test_only_events_of_these_queues_are_waited_for():
     class Foreign:
         done = True
