@@ -68,11 +68,6 @@ bool MemoryPool::deallocate(void *block) {
     return true;
 }
 
-bool MemoryPool::owns(const void *address) const {
-    const auto value = reinterpret_cast<uintptr_t>(address);
-    return start_ <= value && value < end_;
-}
-
 void MemoryPool::trim() {
     std::lock_guard<std::mutex> guard(mutex_);
     give_back(end_ - start_);

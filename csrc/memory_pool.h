@@ -44,8 +44,6 @@ public:
     void *allocate(size_t size);
     /* Take a block back. False: it is none of this pool's. */
     bool deallocate(void *block);
-    /* Whether the address lies in this pool. */
-    bool owns(const void *address) const;
     /* Give all free pages back. */
     void trim();
     void reset_peak();
