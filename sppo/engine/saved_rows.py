@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from sppo.config.model import ModelConfig
-from sppo.model.layer import Saved, rows_of, token_dimension
+from sppo.model.layer import Saved, token_dimension
 from sppo.planning.activation_decisions import CLASSES
 from sppo.planning.activation_policy import tensors_of
 from sppo.planning.plan import SubsequencePlan
@@ -38,18 +38,15 @@ def tensor_rows(
 
 
 def cut(saved: Saved, rows: Mapping[str, TensorRows]) -> tuple[Saved, Saved]:
-    """(moved, kept) rows of ``saved``, which is emptied."""
+    """(moved, kept) rows of ``saved``, which is emptied; views of its tensors."""
     moved: Saved = {}
     kept: Saved = {}
     for name, of_tensor in rows.items():
         tensor, dim = saved.pop(name), token_dimension(name)
         if of_tensor.moved:
             moved[name] = tensor.narrow(dim, 0, of_tensor.moved)
-        if of_tensor.kept == rows_of(name, tensor):
-            kept[name] = tensor
-        elif of_tensor.kept:
-            # A copy, or all of the tensor would be kept for the sake of a part.
-            kept[name] = tensor.narrow(dim, of_tensor.moved, of_tensor.kept).clone()
+        if of_tensor.kept:
+            kept[name] = tensor.narrow(dim, of_tensor.moved, of_tensor.kept)
     return moved, kept
 
 

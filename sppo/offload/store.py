@@ -31,7 +31,10 @@ class ActivationStore(Protocol):
         ...
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
-        """Take over ``tensors``; the caller keeps no other reference."""
+        """Take over ``tensors``; the caller keeps no other reference.
+
+        Those that are part of a larger one must not keep all of it.
+        """
         ...
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
@@ -72,6 +75,7 @@ class ResidentStore:
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
         """See :class:`ActivationStore`."""
         assert key not in self._entries, f"{key} is saved already"
+        tensors = {name: _on_its_own(tensor) for name, tensor in tensors.items()}
         self._entries[key] = tensors
         self._bytes += _total_bytes(tensors)
         self.peak_bytes = max(self.peak_bytes, self._bytes)
@@ -99,6 +103,12 @@ class ResidentStore:
     def num_entries(self) -> int:
         """Keys saved and not yet taken."""
         return len(self._entries)
+
+
+def _on_its_own(tensor: Tensor) -> Tensor:
+    """A copy of what is part of a larger tensor, which would stay for its sake."""
+    size = tensor.numel() * tensor.element_size()
+    return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
 
 
 def _total_bytes(tensors: dict[str, Tensor]) -> int:

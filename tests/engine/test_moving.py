@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.engine.saved_rows import TensorRows, cut
 from sppo.engine.stage import Stage
 from sppo.engine.unit import units_of
 from sppo.model.gradients import zero_gradients
@@ -106,6 +107,22 @@ def row_splits(draw, lengths):
             parts.append((kept, moved, tokens - moved - kept))
         rows.append(tuple(zip(*parts, strict=True)))
     return tuple(rows)
+
+
+def test_what_is_cut_is_not_copied():
+    """The store that takes it copies it, or what it needs of it."""
+    rows = {"o": TensorRows(moved=2, kept=3), "lse": TensorRows(moved=0, kept=4)}
+    saved = {"o": torch.randn(6, 8), "lse": torch.randn(4, 6)}
+    o, lse = saved["o"], saved["lse"]
+    moved, kept = cut(saved, rows)
+    assert moved.keys() == {"o"}
+    assert torch.equal(moved["o"], o[:2])
+    assert torch.equal(kept["o"], o[2:5])
+    assert torch.equal(kept["lse"], lse[:, :4])
+    assert moved["o"].data_ptr() == o.data_ptr()
+    assert kept["o"].data_ptr() == o[2:].data_ptr()
+    assert kept["lse"].data_ptr() == lse.data_ptr()
+    assert not saved
 
 
 @settings(deadline=None, max_examples=40)

@@ -36,6 +36,18 @@ def test_bytes_of_a_key_whose_tensors_were_consumed_are_given_back():
     assert (store.device_bytes, store.num_entries) == (0, 0)
 
 
+def test_a_part_of_a_tensor_does_not_keep_all_of_it():
+    whole = torch.randn(8, 6)
+    parts = {"first": whole[:3], "columns": whole[:, 2:4], "reshaped": torch.randn(12).view(3, 4)}
+    store = ResidentStore()
+    store.save(KEY, parts)
+    taken = store.take(KEY)
+    for name, part in parts.items():
+        assert torch.equal(taken[name], part)
+        assert taken[name].untyped_storage().nbytes() == 4 * part.numel()
+    assert taken["reshaped"] is parts["reshaped"]
+
+
 def test_a_key_is_saved_once():
     store = ResidentStore()
     store.save(KEY, tensors(3))
