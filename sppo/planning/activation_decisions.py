@@ -91,7 +91,6 @@ class Situation:
     Attributes:
         tokens: Tokens of every subsequence, [subsequences].
         row_bytes: Bytes of one row of each class on one device, all layers, [stages, 3].
-        layers: Layers of each stage, [stages].
         in_flight: How many times a subsequence is held at once at the worst moment; more than
             once where several sequences overlap.
         ring_share: Of the most bytes that one subsequence moves, those on their way back, [stages].
@@ -111,7 +110,6 @@ class Situation:
 
     tokens: Counts
     row_bytes: Table
-    layers: Table
     in_flight: Counts
     ring_share: Table
     next_forward_s: Table

@@ -11,6 +11,7 @@ from sppo.planning.activation_decisions import Counts, Decisions, Situation
 from sppo.planning.activation_policy import POLICIES, decide, decide_ratio
 from sppo.planning.copy_room import (
     copy_slots,
+    ring_share,
     tier_padding_bytes,
     with_exact_room,
 )
@@ -25,7 +26,6 @@ from sppo.planning.cost import (
 from sppo.planning.hybrid import choices
 from sppo.planning.layer_cost import Workload, exchange_seconds
 from sppo.planning.memory import (
-    RING_LAYERS,
     StageMemory,
     helper_bytes,
     state_memory,
@@ -323,9 +323,8 @@ def _situation(
     return Situation(
         tokens=tokens,
         row_bytes=row_bytes_of(request),
-        layers=layers,
         in_flight=in_flight,
-        ring_share=np.minimum(1.0, RING_LAYERS / layers),
+        ring_share=ring_share(request),
         next_forward_s=forward,
         hidden_bytes=np.minimum(forward * out, backward * back),
         linear_rebuild_s=seconds.units.linear_rebuild[:, :count],

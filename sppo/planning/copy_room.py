@@ -59,6 +59,13 @@ def stage_parcels(
         parcels.append(sizes[key])
     return tuple(parcels)
 
+def ring_share(request: CostRequest) -> Table:
+    """Of what one subsequence moves, what the ring has room for, [stages]."""
+    shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
+    share: Table = np.array([min(1.0, shape.ring_slots / shape.layers) for shape in shapes])
+    return share
+
+
 
 def copy_slots(request: CostRequest) -> CopySlots | None:
     """What slots take, from the rows that move; None where copies pass through none."""

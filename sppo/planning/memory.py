@@ -36,9 +36,6 @@ from sppo.planning.working_set import (
 )
 from sppo.schedule.costs import Table
 
-RING_LAYERS = 3
-"""Layers whose moved tensors may be on their way back at once."""
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryBuckets:
@@ -177,8 +174,8 @@ def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
 def ring_bytes(decisions: Decisions, situation: Situation) -> Table:
     """Room for what comes back ahead of its use, [stages]."""
     moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
-    share: Table = moved * np.minimum(1.0, RING_LAYERS / situation.layers)
-    return share
+    ring: Table = situation.ring_share * moved
+    return ring
 
 
 def helper_bytes(request: CostRequest) -> int:

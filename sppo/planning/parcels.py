@@ -79,10 +79,14 @@ class ParcelShape:
         tensors = len(tensor_bytes_per_token(self.model, element_bytes=1))
         return tensors * (TENSOR_ALIGNMENT_BYTES - 1) + PARCEL_ALIGNMENT_BYTES - 1
 
+    def taken_at_once(self, *, attention_saved: bool) -> int:
+        """Layers that backward takes together at most: those that rebuild one another's input."""
+        return min(self.input_every, self.layers) if attention_saved else 1
+
     @property
     def ring_slots(self) -> int:
-        """Parcels on their way back, or in use: those that rebuild one another's input at once."""
-        return PREFETCH_LAYERS + self.input_every
+        """Parcels on their way back, or in use."""
+        return PREFETCH_LAYERS + self.taken_at_once(attention_saved=True)
 
     @property
     def staging_slots(self) -> int:

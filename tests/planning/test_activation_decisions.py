@@ -51,7 +51,6 @@ def random_situation(seed, *, cut_rows=True, room=None):
     return Situation(
         tokens=tokens,
         row_bytes=row_bytes,
-        layers=np.full(stages, 4.0),
         in_flight=in_flight,
         ring_share=np.full(stages, 0.75),
         next_forward_s=forward_s,

@@ -170,3 +170,19 @@ def test_an_accelerator_keeps_what_is_on_its_way_where_it_is():
         held = assess(candidate).memory[0]
         assert held.tier_activations_bytes > 0
         assert held.device.copies_bytes < held.tier_activations_bytes
+@pytest.mark.parametrize("every", [1, 3, 99])
+def test_every_device_has_the_ring_that_a_run_takes(every):
+    """Two layers ahead of those that are taken at once, not only where slots are reserved."""
+    model = run_config("gpt-7b").model
+    candidate = Candidate(
+        Workload(model, PRESETS["h100"]),
+        lengths=(1024,) * 2,
+        offload_ratio=1.0,
+        input_every=every,
+    )
+    held = assess(candidate).memory[0]
+    share = min(1.0, (2 + min(every, model.num_layers)) / model.num_layers)
+    # All of the first subsequence drains while the second computes, and then comes back.
+    assert held.device.copies_bytes == pytest.approx((1 + share) * held.tier_activations_bytes)
+
+
