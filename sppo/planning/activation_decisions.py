@@ -64,23 +64,37 @@ class CopySlots:
             [stages, 3].
         padding_bytes: What alignment adds to that at most, [stages].
         joined_bytes: What putting a cut class of one layer together takes at most, [stages].
+        queries_bytes: Of that, what counts nowhere else where the other part is rebuilt, [stages].
+        taken_at_once: Layers whose tensors backward holds at once, unless it attends again,
+            [stages].
     """
 
     row_bytes: Table
     padding_bytes: Table
     joined_bytes: Table
+    queries_bytes: Table
+    taken_at_once: Table
 
     def of_stage(self, stage: int) -> CopySlots:
         """The same of one stage."""
         only = slice(stage, stage + 1)
-        return CopySlots(self.row_bytes[only], self.padding_bytes[only], self.joined_bytes[only])
+        return CopySlots(
+            self.row_bytes[only],
+            self.padding_bytes[only],
+            self.joined_bytes[only],
+            self.queries_bytes[only],
+            self.taken_at_once[only],
+        )
 
     def reserved(self, decisions: Decisions) -> Table:
         """What `decisions` need at most, [stages]."""
         slots = (decisions.moved * self.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
         parts = np.stack([decisions.kept, decisions.moved, decisions.rebuilt])
-        is_cut = ((parts > 0).sum(axis=0) > 1).any(axis=(1, 2))
-        needed: Table = slots + self.padding_bytes * (slots > 0) + self.joined_bytes * is_cut
+        is_cut, again = (parts > 0).sum(axis=0) > 1, decisions.rebuilt > 0
+        joined = self.joined_bytes[:, None] * (is_cut & ~again).any(axis=2)
+        joined += self.queries_bytes[:, None] * (is_cut & again).any(axis=2)
+        joined *= np.where(again[:, :, ATTENTION], 1.0, self.taken_at_once[:, None])
+        needed: Table = slots + self.padding_bytes * (slots > 0) + joined.max(axis=1)
         return needed
 
 

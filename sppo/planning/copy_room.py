@@ -13,8 +13,7 @@ import numpy as np
 
 from sppo.planning.activation_decisions import (
     ATTENTION,
-    CLASSES,
-    X_IN,
+    LINEAR,
     CopySlots,
     Counts,
     Decisions,
@@ -59,12 +58,12 @@ def stage_parcels(
         parcels.append(sizes[key])
     return tuple(parcels)
 
+
 def ring_share(request: CostRequest) -> Table:
     """Of what one subsequence moves, what the ring has room for, [stages]."""
     shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
     share: Table = np.array([min(1.0, shape.ring_slots / shape.layers) for shape in shapes])
     return share
-
 
 
 def copy_slots(request: CostRequest) -> CopySlots | None:
@@ -81,6 +80,10 @@ def copy_slots(request: CostRequest) -> CopySlots | None:
         row_bytes=counts[:, None] * classes,
         padding_bytes=counts * np.array([shape.most_padding_bytes for shape in shapes]),
         joined_bytes=np.full(len(shapes), longest * float(classes.max())),
+        queries_bytes=np.array([_queries_bytes(shape, longest) for shape in shapes], dtype=float),
+        taken_at_once=np.array(
+            [shape.taken_at_once(attention_saved=True) for shape in shapes], dtype=float
+        ),
     )
 
 
@@ -110,9 +113,11 @@ def with_exact_room(
         device = held.device
         if passes_through_slots(request):
             largest = max(max(sizes) for sizes in parcels)
-            slots = (shape.staging_slots + shape.ring_slots) * largest
-            joined = _joined_bytes(decisions, shape, stage=stage)
-            device = replace(device, copies_bytes=slots + joined)
+            device = replace(
+                device,
+                copies_bytes=(shape.staging_slots + shape.ring_slots) * largest,
+                working_bytes=device.working_bytes + joined_bytes(decisions, shape, stage=stage),
+            )
         exact.append(replace(held, device=device, tier_activations_bytes=tier))
     return tuple(exact)
 
@@ -127,16 +132,31 @@ def staging_bytes(request: CostRequest, *, decisions: Decisions) -> int:
     return most
 
 
-def _joined_bytes(decisions: Decisions, shape: ParcelShape, *, stage: int) -> int:
-    """Tensors of one layer that are put together again from parts, which stay until it is done."""
+def joined_bytes(decisions: Decisions, shape: ParcelShape, *, stage: int) -> int:
+    """Tensors that are put together again from parts, of all layers that are taken at once.
+
+    Those that share an input are, and what is joined of each stays until its own turn is over; but
+    the input itself only one of them saved. What is partly rebuilt counts in the working set as if
+    it were rebuilt whole, but for queries and keys, which are then there sooner.
+    """
     parts = np.stack([decisions.kept[stage], decisions.moved[stage], decisions.rebuilt[stage]])
     is_cut = (parts > 0).sum(axis=0) > 1
+    again = decisions.rebuilt[stage] > 0
     most = 0
     for index, tokens in enumerate(decisions.tokens.tolist()):
-        x_in, attention, linear = (
-            tokens if is_cut[index, of_class] else 0 for of_class in range(len(CLASSES))
-        )
+        joined, completed = is_cut[index] & ~again[index], is_cut[index] & again[index]
+        x_in, attention, linear = (tokens if joins else 0 for joins in joined.tolist())
         rows = (x_in, attention, linear)
-        own_input = bool(is_cut[index, X_IN])
-        most = max(most, sum(shape.tensor_bytes(rows, own_input=own_input).values()))
+        first, other = (
+            sum(shape.tensor_bytes(rows, own_input=own).values()) for own in (True, False)
+        )
+        layers = shape.taken_at_once(attention_saved=not again[index, ATTENTION])
+        sooner = _queries_bytes(shape, tokens) if completed[LINEAR] else 0
+        most = max(most, first + (layers - 1) * other + layers * sooner)
     return most
+
+
+def _queries_bytes(shape: ParcelShape, tokens: int) -> int:
+    """Saved queries, and keys, of one layer."""
+    sizes = shape.tensor_bytes((0, 0, tokens), own_input=False)
+    return sum(size for name, size in sizes.items() if name in ("q", "k"))

@@ -58,7 +58,8 @@ class MemoryBuckets:
     loss_gradient_bytes: int
     """Gradient of the last layer's output, formed in forward."""
     working_bytes: int
-    """Of the running subsequence, see :mod:`sppo.planning.working_set`."""
+    """Of the running subsequence, see :mod:`sppo.planning.working_set`, and of the saved tensors
+    that backward puts together again, see :mod:`sppo.planning.copy_room`."""
     heap_bytes: int
     """What a C heap holds beyond that."""
     communication_bytes: int

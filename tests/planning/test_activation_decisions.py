@@ -68,7 +68,13 @@ def random_situation(seed, *, cut_rows=True, room=None):
 def _slots(row_bytes, random):
     """Seven layers' worth of the subsequence that moves most, of four."""
     stages = len(row_bytes)
-    return CopySlots(row_bytes * 7 / 4, 100 * random.random(stages), 1e4 * random.random(stages))
+    return CopySlots(
+        row_bytes * 7 / 4,
+        100 * random.random(stages),
+        1e4 * random.random(stages),
+        1e3 * random.random(stages),
+        random.integers(1, 5, size=stages).astype(float),
+    )
 
 
 def every_decision(situation, policies=EVERY_POLICY):
