@@ -94,7 +94,10 @@ def moving_store(run: RunConfig, *, plan: ExecutionPlan) -> MovingStore | None:
     directory, debug = run.activations.disk, run.activations.debug
     assert directory is not None, "checked before training"
     tier = Tier("disk", Path(directory))
-    return MovingStore(ThreadQueues(poison=debug), tier=tier, checksums=debug)
+    # Compute waits for each copy out. Into a free staging slot that is a memory copy, which takes
+    # the same cores either way. Where none is free, for the disk is slow, running ahead would hold
+    # the moved tensors of one more layer than there is memory planned for.
+    return MovingStore(ThreadQueues(poison=debug), tier=tier, source_lag=0, checksums=debug)
 
 
 def starting_weights(run: RunConfig) -> dict[str, Tensor]:

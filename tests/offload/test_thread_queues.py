@@ -4,16 +4,20 @@ import errno
 import gc
 import threading
 import time
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sppo.offload.file_tier import FileTier
 from sppo.offload.lanes import CancelledError, Lane, Reached
-from sppo.offload.moving_store import MovingStore
+from sppo.offload.moving_store import Itinerary, MovingStore, Place
 from sppo.offload.queues import Ordering, Region
+from sppo.offload.store import ActivationKey
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
+from sppo.train.state import moving_store
 from tests.offload.test_moving_store import run_step
 
 
@@ -65,6 +69,29 @@ def test_a_slow_disk_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypatch
     store.close()
 
 
+def test_nothing_computes_while_what_was_saved_waits_for_a_slow_disk(tmp_path, monkeypatch):
+    """With every staging slot waiting, the moved tensors of two layers would be there at once."""
+    original = FileTier.write
+
+    def slow(self, offset_bytes, array):
+        time.sleep(0.02)
+        return original(self, offset_bytes, array)
+
+    monkeypatch.setattr(FileTier, "write", slow)
+    run = SimpleNamespace(activations=SimpleNamespace(disk=str(tmp_path), debug=False))
+    store = moving_store(run, plan=SimpleNamespace(moves_anything=True))
+    keys = [ActivationKey(0, 0, layer) for layer in range(8)]
+    places = {key: Place(4096 * key.layer, 4096) for key in keys}
+    store.prepare(Itinerary(places, keys[::-1], staging_slots=2, ring_slots=3))
+    for key in keys:
+        tensors = {"x_in": torch.full((1024,), float(key.layer))}
+        alive = weakref.ref(tensors["x_in"])
+        store.save(key, tensors)
+        del tensors
+        assert alive() is None, f"layer {key.layer} is still there when the next one runs"
+    store.close()
+
+
 def test_threads_end_with_the_queues():
     before = threading.active_count()
     queues = ThreadQueues()
@@ -80,8 +107,6 @@ def test_threads_end_with_the_queues():
 
 def test_a_tensor_that_was_copied_out_is_let_go():
     """Nothing holds its memory any more, even where nobody waits for the copy."""
-    import weakref
-
     queues = ThreadQueues()
     region = Region("host", 0, queues.host_memory(4096))
     source = torch.arange(8.0)
