@@ -47,6 +47,7 @@ def test_a_second_signal_ends_the_process(second):
     code = f"""
 import os, signal
 from sppo.train.interruption import StopRequest
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may ignore it
 with StopRequest() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     print(stop.signal_name, flush=True)
