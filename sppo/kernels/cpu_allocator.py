@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from sppo.kernels.extension import why_missing
 from sppo.kernels.machine_memory import memory_room
 
 LIBRARY_NAME = "sppo_cpu_allocator.so"
@@ -108,10 +109,7 @@ def _install(place: Path) -> CpuAllocator | str:
         return f"{SWITCH}=heap"
     path = place / LIBRARY_NAME
     if not path.exists():
-        try:
-            return f"not built: {(place / REASON_NAME).read_text().strip()}"
-        except OSError:
-            return f"{path} is not there; pip install builds it where g++ and torch are present"
+        return why_missing(path, reason_name=REASON_NAME, needs="g++ and torch are")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

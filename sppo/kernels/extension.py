@@ -124,14 +124,19 @@ def load(place: Path) -> NativeLibrary | str:
     """The library in directory ``place``, or why there is none; asked once per process."""
     path = place / LIBRARY_NAME
     if not path.exists():
-        try:
-            return f"not built: {(place / REASON_NAME).read_text().strip()}"
-        except OSError:
-            return f"{path} is not there; pip install builds it where a C compiler is present"
+        return why_missing(path, reason_name=REASON_NAME, needs="a C compiler is")
     try:
         return NativeLibrary(path)
     except (OSError, ValueError) as error:
         return f"{path} does not load: {error}"
+
+
+def why_missing(path: Path, *, reason_name: str, needs: str) -> str:
+    """What installation left in the place of library ``path``, or what it takes to build it."""
+    try:
+        return f"not built: {(path.parent / reason_name).read_text().strip()}"
+    except OSError:
+        return f"{path} is not there; pip install builds it where {needs} present"
 
 
 def _check(code: int) -> None:

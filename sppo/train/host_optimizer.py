@@ -20,7 +20,7 @@ from sppo.offload.arena import HostArena
 from sppo.planning.parameters import is_decayed
 from sppo.train.checkpoint import MODEL_PREFIX
 from sppo.train.host_transfers import Done, Transfers
-from sppo.train.optimizer import MOMENTS, STEP_KEY
+from sppo.train.optimizer import MOMENTS, STEP_KEY, take_over
 
 _BUCKET_ELEMENTS = 1 << 24
 """64 MiB of gradients: long copies, and what waits for the first and the last one stays small."""
@@ -154,12 +154,7 @@ class HostAdamW:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over ``state``, of another optimizer or this one's own filled in place."""
-        own = self.state()
-        assert state.keys() == own.keys(), "state() of an optimizer of the same model"
-        for key, tensor in own.items():
-            if tensor is not state[key]:
-                tensor.copy_(state[key])
-        self._steps = int(own[STEP_KEY])
+        self._steps = take_over(self.state(), state)
         for optimizer in self._optimizers:
             for parameter_state in optimizer.state.values():
                 parameter_state["step"].fill_(self._steps)

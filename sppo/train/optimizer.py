@@ -122,12 +122,7 @@ class AdamW:
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over ``state``, of another optimizer or this one's own filled in place."""
-        own = self.state()
-        assert state.keys() == own.keys(), "state() of an optimizer of the same model"
-        for key, tensor in own.items():
-            if tensor is not state[key]:
-                tensor.copy_(state[key])
-        self._steps = int(own[STEP_KEY])
+        self._steps = take_over(self.state(), state)
         for master in self._masters.values():
             self._optimizer.state[master]["step"].fill_(self._steps)
         self._narrow_weights()
@@ -136,6 +131,15 @@ class AdamW:
     def _narrow_weights(self) -> None:
         if self._narrow:
             torch._foreach_copy_(self._narrow, self._wide)
+
+
+def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> int:
+    """Fill the live tensors of an optimizer's ``own`` state; steps that ``state`` has seen."""
+    assert state.keys() == own.keys(), "state() of an optimizer of the same model"
+    for key, tensor in own.items():
+        if tensor is not state[key]:
+            tensor.copy_(state[key])
+    return int(own[STEP_KEY])
 
 
 def _master(weight: Tensor, given: Tensor | None) -> Tensor:
