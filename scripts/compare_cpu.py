@@ -14,12 +14,13 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from turns import take_turns  # beside this file
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 4096, 512, 6, 8, 2, 1792
 SIDES = ("sppo retain", "transformers", "sppo keep_attention", "transformers checkpointing")
@@ -85,17 +86,11 @@ def _write_report(path: Path, measurements: list[Measurement], *, threads: int) 
 
 def compare(sides: list[str], length: int, *, steps: int, threads: int) -> list[Measurement]:
     """Start every side, then let them take turns; the first warms up, unless it is the only one."""
-    workers = {side: _start(side, length, threads) for side in sides}
-    results: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    for turn in range(steps + 1):
-        for side, worker in workers.items():
-            answer = _ask(worker)
-            results[side].append(answer)
-            print(f"  {length} turn {turn} {side:<28} {answer['step_s']:.2f} s", flush=True)
-    for worker in workers.values():
-        assert worker.stdin is not None, "workers are started with pipes"
-        worker.stdin.close()
-        worker.wait()
+    commands = {
+        side: [__file__, "--worker", side, "--lengths", str(length), "--threads", str(threads)]
+        for side in sides
+    }
+    results = take_turns(commands, turns=steps + 1, threads=threads, label=f"{length} ")
     return [
         Measurement(
             side,
@@ -106,35 +101,6 @@ def compare(sides: list[str], length: int, *, steps: int, threads: int) -> list[
         )
         for side, answers in results.items()
     ]
-
-
-def _start(side: str, length: int, threads: int) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--worker", side, "--lengths", str(length)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    worker = subprocess.Popen(
-        [*command, "--threads", str(threads)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert worker.stdout is not None, "workers are started with pipes"
-    ready = worker.stdout.readline()
-    if ready.strip() != "ready":
-        raise SystemExit(f"{side}: worker did not start; see its error above")
-    return worker
-
-
-def _ask(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    assert worker.stdin is not None, "workers are started with pipes"
-    assert worker.stdout is not None, "workers are started with pipes"
-    worker.stdin.write("step\n")
-    worker.stdin.flush()
-    line = worker.stdout.readline()
-    if not line:
-        raise SystemExit("a worker ended before its step was done; see its error above")
-    answer: dict[str, Any] = json.loads(line)
-    return answer
 
 
 def _serve(side: str, length: int, threads: int) -> None:

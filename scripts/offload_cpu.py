@@ -16,12 +16,13 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from turns import take_turns  # beside this file
 
 MODEL = {
     "vocab_size": 4096,
@@ -63,44 +64,8 @@ def main() -> None:
 
 def _take_turns(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Answers of both sides; the first step of each makes its room and belongs to no figure."""
-    workers = {side: _start(side, arguments) for side in SIDES}
-    answers: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for turn in range(arguments.steps + 1):
-        for side, worker in workers.items():
-            answer = _ask(worker)
-            print(f"  turn {turn} {side:<8} {answer['step_s']:.2f} s", flush=True)
-            answers[side].append(answer)
-    for worker in workers.values():
-        assert worker.stdin is not None, "workers are started with pipes"
-        worker.stdin.close()
-        worker.wait()
-    return answers
-
-
-def _start(side: str, arguments: argparse.Namespace) -> subprocess.Popen[str]:
-    worker = subprocess.Popen(
-        [sys.executable, __file__, *sys.argv[1:], "--worker", side],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(arguments.threads)},
-    )
-    assert worker.stdout is not None, "workers are started with pipes"
-    if worker.stdout.readline().strip() != "ready":
-        raise SystemExit(f"{side}: worker did not start; see its error above")
-    return worker
-
-
-def _ask(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    assert worker.stdin is not None, "workers are started with pipes"
-    assert worker.stdout is not None, "workers are started with pipes"
-    worker.stdin.write("step\n")
-    worker.stdin.flush()
-    line = worker.stdout.readline()
-    if not line:
-        raise SystemExit("a worker ended before its step was done; see its error above")
-    answer: dict[str, Any] = json.loads(line)
-    return answer
+    commands = {side: [__file__, *sys.argv[1:], "--worker", side] for side in SIDES}
+    return take_turns(commands, turns=arguments.steps + 1, threads=arguments.threads)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
