@@ -47,13 +47,6 @@ class Decisions:
         """Whether any row leaves the device."""
         return bool(self.moved.any())
 
-    def whole_classes_kept(self, stage: int, subsequence: int) -> tuple[int, ...] | None:
-        """Classes kept whole where the others are rebuilt whole; None if rows move or are cut."""
-        kept, rebuilt = self.kept[stage, subsequence], self.rebuilt[stage, subsequence]
-        if self.moved[stage, subsequence].any() or (np.minimum(kept, rebuilt) > 0).any():
-            return None
-        return tuple(int(index) for index in np.flatnonzero(kept))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopySlots:

@@ -51,28 +51,6 @@ class Transfers(Protocol):
         ...
 
 
-class ImmediateTransfers:
-    """:class:`Transfers` where host and device are one: a copy is done when it is asked for."""
-
-    def memory(self, size_bytes: int) -> Tensor:
-        """See :class:`Transfers`."""
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def down(self, copies: Sequence[Copy]) -> Done:
-        """See :class:`Transfers`."""
-        for target, source in copies:
-            target.copy_(source)
-        return self
-
-    up = down
-
-    def wait(self) -> None:
-        """Everything is done already."""
-
-    def finish(self) -> None:
-        """See :class:`Transfers`."""
-
-
 class CudaTransfers:
     """:class:`Transfers` of a CUDA device: a stream per direction, page-locked host memory.
 

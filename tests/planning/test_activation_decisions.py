@@ -182,8 +182,6 @@ def test_policies_by_name_do_what_they_say():
         [True, False, False],
     ]
     assert (decide("offload_all", situation).moved == situation.tokens[:, None]).all()
-    assert decide("keep_attention", situation).whole_classes_kept(0, 0) == (X_IN, ATTENTION)
-    assert decide("offload_all", situation).whole_classes_kept(0, 0) is None
 
 
 def test_what_cannot_be_decided_is_said():

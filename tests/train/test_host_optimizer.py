@@ -11,7 +11,7 @@ from sppo.config import load_run
 from sppo.offload import cuda_queues
 from sppo.train import host_transfers
 from sppo.train.host_optimizer import HostAdamW
-from sppo.train.host_transfers import CudaTransfers, ImmediateTransfers
+from sppo.train.host_transfers import CudaTransfers
 from sppo.train.optimizer import AdamW
 from sppo.train.state import build_optimizer
 from tests.conftest import succeed
@@ -19,6 +19,26 @@ from tests.offload.test_cuda_queues import on_gpu, runtime_without_a_gpu
 from tests.train.test_optimizer import CONFIG, SHAPES, _tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class ImmediateTransfers:
+    """Where host and device are one: a copy is done when it is asked for."""
+
+    def memory(self, size_bytes):
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def down(self, copies):
+        for target, source in copies:
+            target.copy_(source)
+        return self
+
+    up = down
+
+    def wait(self):
+        pass
+
+    def finish(self):
+        pass
 
 
 class LazyTransfers:
