@@ -22,6 +22,7 @@ DEV = [
     "pytest>=8",
     "pytest-timeout>=2.3",
     "ruff>=0.6",
+    "triton>=3.6; sys_platform == 'linux'",  # its interpreter runs the kernels' tests on a CPU
     "types-PyYAML",
 ]
 HF = ["tokenizers>=0.19"]
@@ -74,7 +75,7 @@ setup(
     extras_require={
         "hf": HF,
         "track": TRACK,
-        "gpu": ["triton>=3.2", "flash-attn>=2.6", "cupy-cuda13x", "nvidia-ml-py"],
+        "gpu": ["triton>=3.6", "flash-attn>=2.7", "cupy-cuda13x", "nvidia-ml-py"],
         "dev": [*DEV, *HF, *TRACK, "transformers>=4.51"],
     },
     entry_points={"console_scripts": ["sppo = sppo.cli.app:main"]},

@@ -1,0 +1,125 @@
+"""MLP activations in one pass: forward, and a backward in the place of its operands.
+
+Legend: C tokens, F MLP width, i elements of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sppo.kernels.triton.launch import on_device_of, wide_type
+
+Kind = Literal["swiglu", "gelu", "gelu_tanh"]
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _sigmoid(x_i):
+    """Without an exponential that overflows for either sign."""
+    small_i = tl.exp(-tl.abs(x_i))
+    return tl.where(x_i >= 0, 1.0, small_i) / (1.0 + small_i)
+
+
+@triton.jit
+def _gelu(x_i, TANH: tl.constexpr):
+    """(gelu, its derivative)."""
+    if TANH:  # with u = sqrt(2/pi) (x + 0.044715 x^3): (1 + tanh(u)) / 2 = sigmoid(2 u)
+        share_i = _sigmoid(1.5957691216057308 * (x_i + 0.044715 * x_i * x_i * x_i))
+        inner_i = 1.5957691216057308 * (1.0 + 0.134145 * x_i * x_i)
+        slope_i = share_i + x_i * share_i * (1.0 - share_i) * inner_i
+    else:  # the normal distribution, and its density
+        share_i = 0.5 * (1.0 + tl.erf(x_i * 0.7071067811865476))
+        slope_i = share_i + x_i * tl.exp(-0.5 * x_i * x_i) * 0.3989422804014327
+    return x_i * share_i, slope_i
+
+
+@triton.jit
+def _activation_kernel(
+    gate_ptr,
+    up_ptr,
+    hidden_ptr,
+    num_elements,
+    GATED: tl.constexpr,
+    TANH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    index_i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside_i = index_i < num_elements
+    up_i = tl.load(up_ptr + index_i, mask=inside_i, other=0.0).to(WIDE)
+    if GATED:
+        gate_i = tl.load(gate_ptr + index_i, mask=inside_i, other=0.0).to(WIDE)
+        hidden_i = gate_i * _sigmoid(gate_i) * up_i
+    else:
+        hidden_i, _slope_i = _gelu(up_i, TANH)
+    tl.store(hidden_ptr + index_i, hidden_i.to(hidden_ptr.dtype.element_ty), mask=inside_i)
+
+
+@triton.jit
+def _activation_backward_kernel(
+    gate_ptr,
+    up_ptr,
+    dhidden_ptr,
+    num_elements,
+    GATED: tl.constexpr,
+    TANH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Writes dup over dhidden, dgate over gate, the activation's output over up."""
+    index_i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside_i = index_i < num_elements
+    dhidden_i = tl.load(dhidden_ptr + index_i, mask=inside_i, other=0.0).to(WIDE)
+    up_i = tl.load(up_ptr + index_i, mask=inside_i, other=0.0).to(WIDE)
+    if GATED:
+        gate_i = tl.load(gate_ptr + index_i, mask=inside_i, other=0.0).to(WIDE)
+        share_i = _sigmoid(gate_i)
+        silu_i = gate_i * share_i
+        dgate_i = dhidden_i * up_i * (share_i + silu_i * (1.0 - share_i))
+        tl.store(gate_ptr + index_i, dgate_i.to(gate_ptr.dtype.element_ty), mask=inside_i)
+        hidden_i = silu_i * up_i
+        dup_i = dhidden_i * silu_i
+    else:
+        hidden_i, slope_i = _gelu(up_i, TANH)
+        dup_i = dhidden_i * slope_i
+    tl.store(up_ptr + index_i, hidden_i.to(up_ptr.dtype.element_ty), mask=inside_i)
+    tl.store(dhidden_ptr + index_i, dup_i.to(dhidden_ptr.dtype.element_ty), mask=inside_i)
+
+
+def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind) -> Tensor:
+    """See :func:`sppo.kernels.elementwise.activation`."""
+    up = up_CF.contiguous()
+    gate = None if gate_CF is None else gate_CF.contiguous()
+    hidden = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    _launch(_activation_kernel, gate, up, hidden, kind=kind)
+    return hidden
+
+
+def activation_backward_(
+    dhidden_CF: Tensor, gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind
+) -> None:
+    """See :func:`sppo.kernels.elementwise.activation_backward_`; all operands are contiguous."""
+    for x in (dhidden_CF, gate_CF, up_CF):
+        assert x is None or x.is_contiguous(), "what is written in place cannot be copied first"
+    _launch(_activation_backward_kernel, gate_CF, up_CF, dhidden_CF, kind=kind)
+
+
+def _launch(kernel: Any, gate: Tensor | None, up: Tensor, third: Tensor, *, kind: Kind) -> None:
+    assert (gate is not None) == (kind == "swiglu"), "swiglu has a gate, and it alone"
+    with on_device_of(up):
+        kernel[(triton.cdiv(up.numel(), _BLOCK),)](
+            gate,
+            up,
+            third,
+            up.numel(),
+            GATED=gate is not None,
+            TANH=kind == "gelu_tanh",
+            BLOCK=_BLOCK,
+            WIDE=wide_type(up.dtype),
+        )

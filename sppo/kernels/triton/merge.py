@@ -1,0 +1,93 @@
+"""Two partial attentions of the same queries joined by their log-sum-exp, in place of the first.
+
+Legend: H heads, r queries, D head size, m queries of a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sppo.kernels.triton.launch import (
+    block_size,
+    load_rows,
+    on_device_of,
+    row_major,
+    store_rows,
+    wide_type,
+)
+
+_QUERIES = 32
+
+
+@triton.jit
+def _merge_kernel(
+    o_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_queries,
+    o_head,
+    o_query,
+    lse_head,
+    part_head,
+    part_query,
+    part_lse_head,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    query_m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    head = tl.program_id(1).to(tl.int64)
+    d_D = tl.arange(0, BLOCK)
+    real_m = query_m < num_queries
+    lse_ptr += head * lse_head
+    o_ptr += head * o_head
+    lse_m = tl.load(lse_ptr + query_m, mask=real_m, other=0.0).to(WIDE)
+    part_lse_m = tl.load(part_lse_ptr + head * part_lse_head + query_m, mask=real_m, other=0.0)
+    part_lse_m = part_lse_m.to(WIDE)
+    larger_m = tl.maximum(lse_m, part_lse_m)
+    larger_m = tl.where(larger_m == float("-inf"), 0.0, larger_m)  # neither part saw a key
+    kept_m = tl.exp(lse_m - larger_m)
+    added_m = tl.exp(part_lse_m - larger_m)
+    total_m = kept_m + added_m
+    share_m = 1.0 / tl.where(total_m == 0.0, 1.0, total_m)
+    o_mD = load_rows(o_ptr, query_m, num_queries, o_query, d_D, SIZE, FIT=False).to(WIDE)
+    part_mD = load_rows(
+        part_ptr + head * part_head, query_m, num_queries, part_query, d_D, SIZE, FIT=False
+    ).to(WIDE)
+    o_mD = o_mD * (kept_m * share_m)[:, None] + part_mD * (added_m * share_m)[:, None]
+    store_rows(o_ptr, query_m, num_queries, o_query, d_D, o_mD, SIZE)
+    tl.store(lse_ptr + query_m, larger_m + tl.log(total_m), mask=real_m)
+
+
+def merge_(o_HrD: Tensor, lse_Hr: Tensor, part_HrD: Tensor, part_lse_Hr: Tensor) -> None:
+    """``lse = log(exp(lse) + exp(part_lse))`` and ``o`` the mean weighted by those shares.
+
+    Args:
+        o_HrD: so far, fp32 or better; written to.
+        lse_Hr: of ``o_HrD``; written to.
+        part_HrD: what joins it, in any type.
+        part_lse_Hr: of ``part_HrD``.
+    """
+    heads, queries, head_size = o_HrD.shape
+    assert o_HrD.stride(-1) == lse_Hr.stride(-1) == 1, "what is written in place is not copied"
+    part_HrD, part_lse_Hr = row_major(part_HrD), row_major(part_lse_Hr)
+    with on_device_of(o_HrD):
+        _merge_kernel[(triton.cdiv(queries, _QUERIES), heads)](
+            o_HrD,
+            lse_Hr,
+            part_HrD,
+            part_lse_Hr,
+            queries,
+            *o_HrD.stride()[:2],
+            lse_Hr.stride(0),
+            *part_HrD.stride()[:2],
+            part_lse_Hr.stride(0),
+            SIZE=head_size,
+            BLOCK=block_size(head_size),
+            QUERIES=_QUERIES,
+            WIDE=wide_type(lse_Hr.dtype),
+        )

@@ -1,0 +1,207 @@
+"""RMSNorm and LayerNorm over rows, one pass each way.
+
+A program owns some rows; in backward it also sums what they add to the parameters' gradients, and
+torch adds up those partial sums, always in the same order.
+
+Legend: R rows, E columns, r rows of a tile, P programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sppo.kernels.triton.launch import on_device_of, row_major, wide_type
+
+_TILE_ELEMENTS = 4096
+_BACKWARD_PROGRAMS = 256
+"""A number of its own, not the device's: how sums are split must not depend on where they run."""
+
+
+@triton.jit
+def _offsets(row_r, row_stride, column_E):
+    return row_r.to(tl.int64)[:, None] * row_stride + column_E[None, :]
+
+
+@triton.jit
+def _statistics(x_rE, inside_rE, size, EPS: tl.constexpr, CENTRED: tl.constexpr):
+    """(x less its mean where ``CENTRED``, one over its root mean square)."""
+    if CENTRED:
+        mean_r = tl.sum(x_rE, 1) / size
+        x_rE = tl.where(inside_rE, x_rE - mean_r[:, None], 0.0)
+    inverse_r = 1.0 / tl.sqrt(tl.sum(x_rE * x_rE, 1) / size + EPS)
+    return x_rE, inverse_r
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    size,
+    x_stride,
+    y_stride,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column_E = tl.arange(0, BLOCK)
+    inside_rE = (row_r[:, None] < num_rows) & (column_E[None, :] < size)
+    x_rE = tl.load(x_ptr + _offsets(row_r, x_stride, column_E), mask=inside_rE, other=0.0).to(WIDE)
+    x_rE, inverse_r = _statistics(x_rE, inside_rE, size, EPS, CENTRED)
+    weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(WIDE)
+    y_rE = x_rE * inverse_r[:, None] * weight_E[None, :]
+    if CENTRED:
+        bias_E = tl.load(bias_ptr + column_E, mask=column_E < size, other=0.0).to(WIDE)
+        y_rE += bias_E[None, :]
+    y_rE = y_rE.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + _offsets(row_r, y_stride, column_E), y_rE, mask=inside_rE)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    num_rows,
+    size,
+    dy_stride,
+    x_stride,
+    dx_stride,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    column_E = tl.arange(0, BLOCK)
+    weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(WIDE)
+    dweight_E = tl.zeros([BLOCK], WIDE)
+    dbias_E = tl.zeros([BLOCK], WIDE)
+    step = tl.num_programs(0) * ROWS
+    for row in range(tl.program_id(0) * ROWS, num_rows, step):
+        row_r = row + tl.arange(0, ROWS)
+        inside_rE = (row_r[:, None] < num_rows) & (column_E[None, :] < size)
+        x_rE = tl.load(x_ptr + _offsets(row_r, x_stride, column_E), mask=inside_rE, other=0.0)
+        dy_rE = tl.load(dy_ptr + _offsets(row_r, dy_stride, column_E), mask=inside_rE, other=0.0)
+        x_rE, inverse_r = _statistics(x_rE.to(WIDE), inside_rE, size, EPS, CENTRED)
+        dy_rE = dy_rE.to(WIDE)
+        normed_rE = x_rE * inverse_r[:, None]
+        dweight_E += tl.sum(dy_rE * normed_rE, 0)
+        inner_rE = dy_rE * weight_E[None, :]
+        dx_rE = inner_rE - normed_rE * (tl.sum(inner_rE * normed_rE, 1) / size)[:, None]
+        if CENTRED:
+            dbias_E += tl.sum(dy_rE, 0)
+            dx_rE -= (tl.sum(inner_rE, 1) / size)[:, None]
+        dx_rE = (dx_rE * inverse_r[:, None]).to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + _offsets(row_r, dx_stride, column_E), dx_rE, mask=inside_rE)
+    partial_E = tl.program_id(0) * size + column_E
+    tl.store(dweight_ptr + partial_E, dweight_E, mask=column_E < size)
+    if CENTRED:
+        tl.store(dbias_ptr + partial_E, dbias_E, mask=column_E < size)
+
+
+def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
+    """See :func:`sppo.kernels.elementwise.rms_norm`; rounded once, at the end."""
+    return _norm(x_CE, weight_E, None, eps=eps)
+
+
+def layer_norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float) -> Tensor:
+    """See :func:`sppo.kernels.elementwise.layer_norm`."""
+    return _norm(x_CE, weight_E, bias_E, eps=eps)
+
+
+def rms_norm_backward(
+    dy_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See :func:`sppo.kernels.elementwise.rms_norm_backward`."""
+    dx, sums = _norm_backward(dy_CE, x_CE, weight_E, eps=eps, centred=False)
+    return dx, sums[0]
+
+
+def layer_norm_backward(
+    dy_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`sppo.kernels.elementwise.layer_norm_backward`."""
+    del bias_E
+    dx, sums = _norm_backward(dy_CE, x_CE, weight_E, eps=eps, centred=True)
+    return dx, sums[0], sums[1]
+
+
+def _norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float) -> Tensor:
+    x_RE = _rows(x_CE)
+    y_RE = torch.empty(x_RE.shape, dtype=x_RE.dtype, device=x_RE.device)
+    num_rows, size = x_RE.shape
+    cut = _cut(size)
+    with on_device_of(x_RE):
+        _norm_kernel[(triton.cdiv(num_rows, cut["ROWS"]),)](
+            x_RE,
+            weight_E,
+            bias_E,
+            y_RE,
+            num_rows,
+            size,
+            x_RE.stride(0),
+            size,
+            EPS=eps,
+            CENTRED=bias_E is not None,
+            WIDE=wide_type(x_RE.dtype),
+            **cut,
+        )
+    return y_RE.view(x_CE.shape)
+
+
+def _norm_backward(
+    dy_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """(dx, sums ``[1 or 2, E]`` of the parameters' gradients)."""
+    dy_RE, x_RE = _rows(dy_CE), _rows(x_CE)
+    num_rows, size = x_RE.shape
+    cut = _cut(size)
+    programs = min(_BACKWARD_PROGRAMS, triton.cdiv(num_rows, cut["ROWS"]))
+    dx_RE = torch.empty(x_RE.shape, dtype=x_RE.dtype, device=x_RE.device)
+    wide = torch.promote_types(x_RE.dtype, torch.float32)
+    partial = torch.empty((1 + centred, programs, size), dtype=wide, device=x_RE.device)
+    with on_device_of(x_RE):
+        _norm_backward_kernel[(programs,)](
+            dy_RE,
+            x_RE,
+            weight_E,
+            dx_RE,
+            partial[0],
+            partial[1] if centred else None,
+            num_rows,
+            size,
+            dy_RE.stride(0),
+            x_RE.stride(0),
+            size,
+            EPS=eps,
+            CENTRED=centred,
+            WIDE=wide_type(x_RE.dtype),
+            **cut,
+        )
+    return dx_RE.view(x_CE.shape), partial.sum(1)
+
+
+def _rows(x_CE: Tensor) -> Tensor:
+    """``[R, E]``, each row contiguous; a view wherever there is one."""
+    return row_major(x_CE.reshape(-1, x_CE.shape[-1]))
+
+
+def _cut(size: int) -> dict[str, Any]:
+    """Tile sizes: whole rows, several where they are short."""
+    block = triton.next_power_of_2(size)
+    rows = max(1, _TILE_ELEMENTS // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 1024))}

@@ -1,0 +1,139 @@
+"""Which keys a span's queries see, as the numbers that the Triton kernels read.
+
+A query sees the keys from its *first* one to itself. Window and documents both only move the first
+one, which never moves back from one query to the next. So a block of queries sees keys in three
+runs: some that only its earlier queries see, some that all see, and the diagonal.
+
+Legend: C queries, T keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleKeys:
+    """Keys of a span, counted from the earliest one that any of its queries sees."""
+
+    earliest: int
+    """Position of that key in the sequence."""
+    first_C: Tensor | None
+    """First key of each query, int32, relative to ``earliest``; None where all see all before."""
+
+
+def visible_keys(
+    num_queries: int,
+    num_keys: int,
+    *,
+    window: int | None,
+    document_starts: tuple[int, ...],
+    device: torch.device,
+) -> VisibleKeys:
+    """See :class:`VisibleKeys`; what has a tensor is kept for the next layer's call."""
+    start = num_keys - num_queries
+    begin = max((s for s in document_starts if s <= start), default=0)
+    inside = tuple(s for s in sorted(document_starts) if start < s < num_keys)
+    if not inside and (window is None or num_keys - begin <= window):
+        return VisibleKeys(begin, None)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _bounded(num_queries, num_keys, window, (begin, *inside), device, stream)
+
+
+@lru_cache(maxsize=8)
+def _bounded(
+    num_queries: int,
+    num_keys: int,
+    window: int | None,
+    edges: tuple[int, ...],
+    device: torch.device,
+    stream: int,
+) -> VisibleKeys:
+    """The tensor is written on ``stream``, and so read there alone."""
+    del stream
+    position = torch.arange(num_keys - num_queries, num_keys)
+    starts = torch.tensor(edges)
+    first = starts[torch.searchsorted(starts, position, right=True) - 1]
+    if window is not None:
+        first = torch.maximum(first, position - window + 1)
+    earliest = int(first[0])
+    return VisibleKeys(earliest, (first - earliest).to(torch.int32).to(device))
+
+
+@triton.jit
+def key_runs(
+    first_ptr,
+    query,
+    num_queries,
+    start,
+    HAS_FIRST: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """``(a, b, c, d)``: all queries of a block see keys ``[b, c)``, some ``[a, b)`` and ``[c, d)``.
+
+    All but ``d`` are multiples of ``KEYS``.
+    """
+    last = tl.minimum(query + QUERIES, num_queries) - 1
+    begin = 0
+    full_begin = 0
+    if HAS_FIRST:
+        begin = tl.load(first_ptr + query) // KEYS * KEYS
+        full_begin = (tl.load(first_ptr + last) + KEYS - 1) // KEYS * KEYS
+    full_end = tl.maximum((start + query + 1) // KEYS * KEYS, begin)
+    full_begin = tl.minimum(full_begin, full_end)
+    return begin, full_begin, full_end, start + last + 1
+
+
+@triton.jit
+def query_runs(
+    first_ptr,
+    key,
+    num_queries,
+    num_keys,
+    HAS_FIRST: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Queries that see the block of keys from ``key``, in runs as of :func:`key_runs`."""
+    start = num_keys - num_queries
+    last = tl.minimum(key + KEYS, num_keys) - 1
+    begin = tl.maximum(key - start, 0) // QUERIES * QUERIES
+    full_begin = (tl.maximum(last - start, 0) + QUERIES - 1) // QUERIES * QUERIES
+    end = num_queries
+    full_end = num_queries
+    if HAS_FIRST:
+        end = queries_from(first_ptr, last, num_queries)
+        full_end = queries_from(first_ptr, key, num_queries) // QUERIES * QUERIES
+    full_begin = tl.minimum(full_begin, end)
+    full_end = tl.maximum(full_begin, tl.minimum(full_end, end))
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def queries_from(first_ptr, key, num_queries):
+    """Number of queries, from the span's begin, whose first key is at most ``key``."""
+    low = 0
+    high = num_queries
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(first_ptr + middle) <= key:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def is_visible(first_m, position_m, key_t, HAS_FIRST: tl.constexpr):
+    """``[m, t]``: key at most the query's own position and at least its first."""
+    visible_mt = key_t[None, :] <= position_m[:, None]
+    if HAS_FIRST:
+        visible_mt = visible_mt & (key_t[None, :] >= first_m[:, None])
+    return visible_mt
