@@ -150,7 +150,7 @@ class _Sppo:
 
         from sppo.config import ModelConfig
         from sppo.config.run import OptimizerConfig
-        from sppo.engine.single import SingleRankEngine
+        from sppo.engine.engine import Engine
         from sppo.engine.unit import SequenceData
         from sppo.kernels.cpu_allocator import install_cpu_allocator
         from sppo.model.gradients import zero_gradients
@@ -175,7 +175,7 @@ class _Sppo:
             name: weight.bfloat16() for name, weight in initial_weights(model, seed=0).items()
         }
         self._gradients = zero_gradients(weights)
-        self._engine = SingleRankEngine(
+        self._engine = Engine(
             model,
             weights=weights,
             gradients=self._gradients,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from sppo.train.tokens import (
     TokenMeta,
     write_meta,
 )
+from tests.ranks import RankPool
 
 VOCAB_SIZE = 32
 LENGTH = 64
@@ -136,3 +137,11 @@ def refuse(*words: object, code: int = 2) -> str:
     assert "Traceback" not in result.output
     assert len(result.output.splitlines()) <= SCREEN_LINES, result.output
     return result.stderr
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Processes that talk over gloo."""
+    pool = RankPool()
+    yield pool
+    pool.close()

@@ -36,12 +36,24 @@ class _Entry:
 
 
 class KVStore:
-    """K, V and their gradients for every layer of a stage and every sequence in flight."""
+    """K, V and their gradients for every layer of a stage and every sequence in flight.
+
+    Args:
+        model: the shape.
+        dtype: of K and V.
+        device: where they live.
+        heads: key/value heads of this rank; None for all.
+    """
 
     def __init__(
-        self, model: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        model: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        heads: int | None = None,
     ) -> None:
-        self._tail = (model.kv_heads, model.head_dim)
+        self._tail = (model.kv_heads if heads is None else heads, model.head_dim)
         self._dtype, self._device = dtype, device
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}

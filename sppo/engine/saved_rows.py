@@ -5,7 +5,7 @@ A tensor's first rows are moved, the next are kept, the last are rebuilt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,34 @@ def tensor_rows(
             if sum(of_class) and (own_input or name != "x_in"):
                 rows[name] = of_class
     return rows
+
+
+def share(plan: SubsequencePlan, parts: Sequence[int]) -> tuple[SubsequencePlan, ...]:
+    """What each rank does with its tokens of a subsequence, ``parts``, which add up to all of it.
+
+    Everyone saves the same share, rounded down, so that what is rebuilt anywhere is rebuilt
+    everywhere. Offsets of the moved rows are left at 0.
+    """
+    tokens = sum(parts)
+    of_saved = [moved + kept for moved, kept in zip(plan.moved, plan.kept, strict=True)]
+    plans = []
+    for part in parts:
+        moved, saved = (
+            [rows * part // tokens for rows in of_classes] for of_classes in (plan.moved, of_saved)
+        )
+        plans.append(
+            SubsequencePlan(
+                kept=_three(s - m for s, m in zip(saved, moved, strict=True)),
+                moved=_three(moved),
+                rebuilt=_three(part - s for s in saved),
+            )
+        )
+    return tuple(plans)
+
+
+def _three(rows: Iterable[int]) -> tuple[int, int, int]:
+    x_in, attention, linear = rows
+    return x_in, attention, linear
 
 
 def cut(saved: Saved, rows: Mapping[str, TensorRows]) -> tuple[Saved, Saved]:

@@ -10,6 +10,7 @@ Legend: C tokens of the subsequence, E hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor
@@ -17,18 +18,20 @@ from torch.nn import functional
 
 from sppo.config.model import ModelConfig
 from sppo.engine.kv_store import KVStore
-from sppo.engine.saved_rows import TensorRows, cut, join, tensor_rows
+from sppo.engine.saved_rows import TensorRows, cut, join, share, tensor_rows
+from sppo.engine.shared_attention import SharedAttention
 from sppo.engine.span_attention import StoredAttention
 from sppo.engine.unit import Unit
 from sppo.kernels.attention import Backend
 from sppo.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_with_gradient
 from sppo.kernels.rotary import RotaryTable
-from sppo.model.gradients import GradientSum
-from sppo.model.layer import Layer, Saved, norm, norm_backward
+from sppo.model.gradients import DeferredGradients, GradientSum
+from sppo.model.layer import Layer, Saved, SpanAttention, norm, norm_backward
 from sppo.model.rope import rotary_table
 from sppo.offload.moving_store import Itinerary, MovingStore, Place
 from sppo.offload.stack_store import slot_bytes
 from sppo.offload.store import ActivationKey, ActivationStore
+from sppo.parallel.ulysses import HeadExchange
 from sppo.planning.activation_decisions import ATTENTION
 from sppo.planning.activation_policy import tensor_bytes_per_token
 from sppo.planning.parcels import ParcelShape, parcel_offsets
@@ -46,10 +49,10 @@ class Stage:
         activations: where saved tensors wait that stay on the device.
         moved: where those wait that leave it; None where none does.
         rows: what is kept, moved and rebuilt of each subsequence.
-        sequences_in_flight: sequences that hold moved tensors at once.
         input_every: layers that keep their attention output save their input only in every so
             manyth layer; the others get it from the layer below, see :meth:`_rebuild_input`.
         layers: half-open range of layers; None for all.
+        exchange: with the ranks that share every unit's tokens; None where nobody does.
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
     """
 
@@ -62,29 +65,33 @@ class Stage:
         activations: ActivationStore,
         rows: RowPlan,
         moved: MovingStore | None = None,
-        sequences_in_flight: int = 1,
         input_every: int = 1,
         layers: range | None = None,
+        exchange: HeadExchange | None = None,
         attention_backend: Backend = "auto",
     ) -> None:
         self.model = model
+        self._exchange = exchange
         self._layers = range(model.num_layers) if layers is None else layers
         self._weights, self._gradients = weights, gradients
         self._activations, self._moved, self._row_plan = activations, moved, rows
-        self._sequences_in_flight = sequences_in_flight
+        self._sequences_in_flight = 1
         self._backend: Backend = attention_backend
         first = next(iter(weights.values()))
-        self._dtype = first.dtype
+        self.dtype = first.dtype
         self._parcels = ParcelShape(
             model, first.dtype.itemsize, layers=len(self._layers), input_every=input_every
         )
         self._plans: dict[tuple[int, int], SubsequencePlan] = {}
+        self._missing: dict[tuple[int, int], tuple[int, ...]] = {}
         self._itinerary: tuple[object, Itinerary] | None = None
-        self.kv = KVStore(model, dtype=first.dtype, device=first.device)
+        heads = None if exchange is None else exchange.share.keys
+        self.kv = KVStore(model, dtype=first.dtype, device=first.device, heads=heads)
         self._layer = Layer(model)
         self._layer_weights = {i: _local(weights, f"layers.{i}.") for i in self._layers}
         self._layer_gradients = {i: _local(gradients or {}, f"layers.{i}.") for i in self._layers}
         self._token_losses: dict[tuple[int, int], Tensor] = {}
+        self._deferred: dict[tuple[int, int], list[DeferredGradients]] = {}
 
     @cached_property
     def is_first(self) -> bool:
@@ -101,12 +108,15 @@ class Stage:
         units: Mapping[tuple[int, int], Unit],
         *,
         backward_order: Sequence[tuple[int, int]],
+        sequences_in_flight: int = 1,
     ) -> None:
         """Make room for what ``units`` save, before the first of them runs.
 
         Args:
             units: of one training step, whole sequences.
             backward_order: the units in the order of their backwards.
+            sequences_in_flight: sequences that hold saved tensors at once, always those that began
+                one after another.
 
         Raises:
             MemoryError: there is not that much memory.
@@ -114,18 +124,20 @@ class Stage:
         """
         lengths: dict[int, tuple[int, ...]] = {}
         for sequence, subsequence in sorted(units):
-            tokens = units[sequence, subsequence].tokens_C.shape[0]
-            lengths[sequence] = (*lengths.get(sequence, ()), tokens)
+            span = units[sequence, subsequence].span
+            lengths[sequence] = (*lengths.get(sequence, ()), span.end - span.start)
         self._plans = {
             (sequence, index): plan
             for sequence, parts in lengths.items()
             for index, plan in enumerate(self._row_plan.subsequences(parts))
         }
+        if self._exchange is not None:
+            self._share_plans(units, lengths)
         by_sequence = dict.fromkeys(lengths, 0)
         for unit in units.values():
             by_sequence[unit.sequence] += self._kept_bytes(unit)
-        # One sequence at a time.
-        self._activations.reserve(max(by_sequence.values()))
+        self._sequences_in_flight = sequences_in_flight
+        self._activations.reserve(max(by_sequence.values()) * sequences_in_flight)
         if self._moved is not None:
             self._moved.prepare(self._places(tuple(lengths.items()), tuple(backward_order)))
 
@@ -162,12 +174,17 @@ class Stage:
         self._loss(unit, x, loss_scale)
         return None
 
-    def backward(self, unit: Unit, dy_CE: Tensor | None) -> Tensor | None:
+    def backward(
+        self, unit: Unit, dy_CE: Tensor | None, *, defer_weights: bool = False
+    ) -> Tensor | None:
         """Run one unit backward.
 
         Args:
             unit: as given to :meth:`forward`; units of a sequence come in descending order.
             dy_CE: gradient of the output; None on the last stage.
+            defer_weights: leave the products that make weight gradients to
+                :meth:`weight_gradients`. Their operands stay until then, so the store must not
+                use their memory again.
 
         Returns:
             Gradient of the input ``[C, E]``, None on the first stage.
@@ -178,6 +195,7 @@ class Stage:
         dx = dy_CE
         rotary = self._rotary(unit)
         taken: dict[int, Saved] = {}
+        sinks = {index: self._sink(index, deferred=defer_weights) for index in self._layers}
         for index in reversed(self._layers):
             saved = taken.pop(index, None) or self._take(_key(unit, index))
             if "x_in" not in saved:
@@ -187,17 +205,32 @@ class Stage:
                 dx,
                 self._layer_weights[index],
                 saved=saved,
-                gradients=GradientSum(self._layer_gradients[index]),
+                gradients=sinks[index],
                 rotary=rotary,
                 attention=self._attention(unit, index),
             )
             self._release(_key(unit, index))
+        if defer_weights:
+            deferred = [sink for sink in sinks.values() if isinstance(sink, DeferredGradients)]
+            self._deferred[unit.sequence, unit.subsequence] = deferred[::-1]
         if unit.span.start == 0:
             self.kv.release(unit.sequence)
         if not self.is_first:
             return dx
         self._embed_backward(unit, dx)
         return None
+
+    def weight_gradients(self, unit: Unit) -> None:
+        """The half of a unit's backward that was left for later; once per unit."""
+        for sink in self._deferred.pop((unit.sequence, unit.subsequence)):
+            sink.add_up()
+
+    def _sink(self, index: int, *, deferred: bool) -> GradientSum | DeferredGradients:
+        """Where the weight gradients of layer ``index`` go."""
+        totals = self._layer_gradients[index]
+        if not deferred:
+            return GradientSum(totals)
+        return DeferredGradients(totals, copy=self._moved is not None)
 
     def _rebuild_input(
         self,
@@ -236,6 +269,7 @@ class Stage:
             "moved activations": 0 if self._moved is None else self._moved.num_entries,
             "sequences in the KV store": self.kv.num_sequences,
             "token losses": len(self._token_losses),
+            "weight gradients": len(self._deferred),
         }
         assert not any(leftovers.values()), f"left over after the step: {leftovers}"
 
@@ -246,6 +280,7 @@ class Stage:
         self._activations.discard()
         self.kv.discard()
         self._token_losses.clear()
+        self._deferred.clear()
 
     def _save(self, key: ActivationKey, saved: Saved, rows: Mapping[str, TensorRows]) -> None:
         moved, kept = cut(saved, rows)
@@ -270,9 +305,26 @@ class Stage:
             attention=self._attention(unit, index),
         )
 
+    def _share_plans(
+        self, units: Mapping[tuple[int, int], Unit], lengths: Mapping[int, tuple[int, ...]]
+    ) -> None:
+        """Plans are of whole subsequences: turn them into those of this rank's tokens."""
+        assert self._exchange is not None, "tokens are shared with somebody"
+        rank = self._exchange.rank
+        for sequence, parts in lengths.items():
+            offset = 0
+            for index in range(len(parts)):
+                key = (sequence, index)
+                shares = share(self._plans[key], units[key].parts)
+                rows = shares[rank]
+                self._missing[key] = tuple(plan.rebuilt[ATTENTION] for plan in shares)
+                self._plans[key] = replace(rows, slot_offset_bytes=offset)
+                sizes = self._parcels.parcels(rows.moved, attention_saved=_attention_saved(rows))
+                offset += sum(sizes)
+
     def _kept_bytes(self, unit: Unit) -> int:
         """Bytes that stay in the activation store once ``unit`` ran forward."""
-        element_bytes = self._dtype.itemsize
+        element_bytes = self.dtype.itemsize
         sizes = tensor_bytes_per_token(self.model, element_bytes=element_bytes)
         total = 0
         for index in self._layers:
@@ -335,11 +387,15 @@ class Stage:
     def _rotary(self, unit: Unit) -> RotaryTable | None:
         if self.model.position != "rotary":
             return None
-        return rotary_table(self.model, unit.positions_C, dtype=self._dtype)
+        return rotary_table(self.model, unit.positions_C, dtype=self.dtype)
 
-    def _attention(self, unit: Unit, index: int) -> StoredAttention:
+    def _attention(self, unit: Unit, index: int) -> SpanAttention:
         window = self.model.window_of(index)
-        return StoredAttention(self.kv, index, unit.sequence, unit.span, window, self._backend)
+        stored = StoredAttention(self.kv, index, unit.sequence, unit.span, window, self._backend)
+        if self._exchange is None:
+            return stored
+        missing = self._missing.get((unit.sequence, unit.subsequence), unit.parts)
+        return SharedAttention(stored, self._exchange, unit.parts, missing)
 
     def _embed(self, unit: Unit) -> Tensor:
         x = functional.embedding(unit.tokens_C, self._weights["embed.weight"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.parallel.ulysses import token_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +41,51 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One subsequence of one sequence of the step."""
+    """One subsequence of one sequence of the step, or this rank's share of its tokens."""
 
     sequence: int
     subsequence: int
     span: Span
+    """Of the whole subsequence."""
+    parts: tuple[int, ...]
+    """Its tokens on each rank that shares them, in order; one part where nobody does."""
     tokens_C: Tensor
     labels_C: Tensor
     positions_C: Tensor
     """Position of each token in its document (in its sequence, when documents are not isolated)."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenShare:
+    """Which part of every subsequence's tokens is a rank's own."""
+
+    rank: int = 0
+    degree: int = 1
+
+    def parts(self, tokens: int) -> tuple[int, ...]:
+        """Tokens of a subsequence on each rank, as equal as they can be.
+
+        Raises:
+            ValueError: some rank would have none.
+        """
+        if tokens < self.degree:
+            raise ValueError(
+                f"a subsequence of {tokens} tokens cannot be shared by {self.degree} "
+                "sequence-parallel ranks: use fewer, longer subsequences"
+            )
+        return token_parts(tokens, degree=self.degree)
+
+
 def units_of(
-    sequence: int, data: SequenceData, boundaries: Sequence[int]
+    sequence: int,
+    data: SequenceData,
+    boundaries: Sequence[int],
+    share: TokenShare = TokenShare(),  # noqa: B008 (frozen)
 ) -> dict[tuple[int, int], Unit]:
-    """The units of one sequence by (sequence, subsequence).
+    """The units of one sequence by (sequence, subsequence), with a rank's share of their tokens.
 
     Raises:
-        ValueError: the boundaries do not tile the sequence.
+        ValueError: the boundaries do not tile the sequence, or a subsequence cannot be shared.
     """
     length = data.tokens_S.shape[0]
     if boundaries[0] != 0 or boundaries[-1] != length:
@@ -65,13 +93,17 @@ def units_of(
     positions_S = document_positions(length, data.document_starts).to(data.tokens_S.device)
     units = {}
     for index, (start, end) in enumerate(pairwise(boundaries)):
+        parts = share.parts(end - start)
+        first = start + sum(parts[: share.rank])
+        own = slice(first, first + parts[share.rank])
         units[sequence, index] = Unit(
             sequence,
             index,
             Span(start, end, length, data.document_starts),
-            data.tokens_S[start:end],
-            data.labels_S[start:end],
-            positions_S[start:end],
+            parts,
+            data.tokens_S[own],
+            data.labels_S[own],
+            positions_S[own],
         )
     return units
 

@@ -48,3 +48,36 @@ def zero_gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: torch.zeros_like(weight, dtype=wide_dtype(weight.dtype))
         for name, weight in weights.items()
     }
+
+
+class DeferredGradients:
+    """Adds small gradients at once, and keeps the operands of products until they are wanted.
+
+    The weight-gradient half of a backward (zero bubble, Qi et al., 2024): :meth:`linear` holds on
+    to its operands, which nobody may change, and :meth:`add_up` multiplies them.
+
+    Args:
+        totals: fp32 buffers by local name.
+        copy: operands lie in memory that is used again before :meth:`add_up`.
+    """
+
+    def __init__(self, totals: Mapping[str, Tensor], *, copy: bool) -> None:
+        self._sum = GradientSum(totals)
+        self._copy = copy
+        self._operands: list[tuple[str, Tensor, Tensor]] = []
+
+    def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
+        """See :class:`GradientSink`."""
+        if self._copy:
+            dy_CO, x_CI = dy_CO.clone(), x_CI.clone()
+        self._operands.append((name, dy_CO, x_CI))
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """See :class:`GradientSink`."""
+        self._sum.add(name, gradient)
+
+    def add_up(self) -> None:
+        """The products, in the order in which they would have been added at once."""
+        for name, dy_CO, x_CI in self._operands:
+            self._sum.linear(name, dy_CO=dy_CO, x_CI=x_CI)
+        self._operands.clear()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sppo.planning.activation_decisions import CLASSES, LINEAR
@@ -50,3 +51,24 @@ class CopyReport:
     def back_bytes_per_s(self) -> float:
         """While the slowest queue back was busy; 0 if nothing came back."""
         return sum(self.back_bytes.values()) / self.back_s if self.back_s > 0 else 0.0
+
+
+def combined(reports: Sequence[CopyReport]) -> CopyReport:
+    """What the stages of one rank did together: waits add up, queues ran side by side."""
+    if len(reports) == 1:
+        return reports[0]
+    out: Counter[str] = Counter()
+    back: Counter[str] = Counter()
+    for report in reports:
+        out.update(report.out_bytes)
+        back.update(report.back_bytes)
+    return CopyReport(
+        dict(out),
+        dict(back),
+        out_s=max((report.out_s for report in reports), default=0.0),
+        back_s=max((report.back_s for report in reports), default=0.0),
+        exposed_s=sum(report.exposed_s for report in reports),
+        host_bytes=sum(report.host_bytes for report in reports),
+        ring_bytes=sum(report.ring_bytes for report in reports),
+        disk_bytes=sum(report.disk_bytes for report in reports),
+    )

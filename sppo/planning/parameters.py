@@ -80,3 +80,22 @@ def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> dict[str, Sh
     if bias:
         shapes[f"{name}.bias"] = (outputs,)
     return shapes
+
+
+def stage_shapes(model: ModelConfig, layers: range) -> dict[str, Shape]:
+    """Parameters of the stage that holds `layers`, by global name, in the model's order.
+
+    The first stage has the embedding, the last the final norm and the head. Where those are tied
+    both have `embed.weight`, and its gradients must be added up.
+    """
+    first, last = layers.start == 0, layers.stop == model.num_layers
+    held = {f"layers.{index}" for index in layers}
+    held |= {"embed", "positions"} if first else set()
+    held |= {"final_norm", "embed" if model.tie_embeddings else "head"} if last else set()
+    return {name: shape for name, shape in parameter_shapes(model).items() if _owner(name) in held}
+
+
+def _owner(name: str) -> str:
+    """What a parameter belongs to: `layers.7`, `embed`, `final_norm`."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
+from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.encoding import B, EncodedProgram, F, W
 
 
@@ -28,3 +31,27 @@ def peak_in_flight(program: EncodedProgram) -> float:
     """The most units a rank holds at once."""
     # Thirds and sevenths of units add up to whole ones only nearly.
     return round(float(units_in_flight(program).max(initial=0.0)), 9)
+
+
+def sequences_in_flight(actions: Iterable[Action]) -> int:
+    """How many consecutive sequences a stage holds something of at once.
+
+    A sequence holds something from its first F to its last B or W; sequences begin in order.
+
+    Args:
+        actions: of one stage, in program order.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, action in enumerate(actions):
+        if action.sequence is None:
+            continue
+        if action.kind is ActionKind.F:
+            first.setdefault(action.sequence, position)
+        elif action.kind in (ActionKind.B, ActionKind.W):
+            last[action.sequence] = position
+    most = 1
+    for sequence, begin in first.items():
+        held = [other for other in range(sequence) if last.get(other, -1) > begin]
+        most = max(most, sequence - min(held) + 1 if held else 1)
+    return most

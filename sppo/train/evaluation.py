@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sppo.config import RunConfig
-from sppo.engine.single import SingleRankEngine
+from sppo.engine.engine import Engine
 from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.kernels.cross_entropy import IGNORED_LABEL
 from sppo.kernels.machine_memory import memory_room
@@ -94,7 +94,7 @@ def evaluate(
     install_cpu_allocator()
     _check_memory(run, hardware=hardware, boundaries=boundaries)
     weights, source, step = _weights(run, checkpoint)
-    engine = SingleRankEngine(run.model, weights=weights, gradients=None)
+    engine = Engine(run.model, weights=weights, gradients=None)
     length = run.sequence.length
     total = count_sequences(data, length=length)
     if max_sequences is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sppo.config import RunConfig
-from sppo.engine.single import SingleRankEngine
+from sppo.engine.engine import Engine
 from sppo.model.gradients import zero_gradients
 from sppo.model.hf import load_hf_weights
 from sppo.model.initialize import initial_weights
@@ -38,7 +38,7 @@ class TrainingState:
     gradients: Mapping[str, Tensor]
     """fp32 sums over the step."""
     optimizer: AdamW | HostAdamW
-    engine: SingleRankEngine
+    engine: Engine
 
 
 def build_state(run: RunConfig, *, plan: ExecutionPlan) -> TrainingState:
@@ -50,12 +50,13 @@ def build_state(run: RunConfig, *, plan: ExecutionPlan) -> TrainingState:
     gradients = zero_gradients(weights)
     optimizer = build_optimizer(run, weights, masters=narrow)
     (stage,) = plan.stages
-    engine = SingleRankEngine(
+    moved = moving_store(run, plan=plan)
+    engine = Engine(
         run.model,
         weights=weights,
         gradients=gradients,
-        rows=PlannedRows(stage.subsequences),
-        moved=moving_store(run, plan=plan),
+        rows={0: PlannedRows(stage.subsequences)},
+        moved={} if moved is None else {0: moved},
         input_every=run.activations.input_every,
     )
     return TrainingState(weights, gradients, optimizer, engine)

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from sppo.config import RunConfig
-from sppo.engine.single import EnginePeaks
+from sppo.engine.engine import EnginePeaks
 from sppo.kernels.cpu_allocator import (
     CpuMemory,
     describe_cpu_allocator,
@@ -30,6 +30,7 @@ from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.copy_report import CopyReport
 from sppo.planning.activation_decisions import ATTENTION, LINEAR
 from sppo.planning.flops import executed_step_flops, step_flops
+from sppo.schedule.actions import Action
 from sppo.train.checkpoint import CheckpointManager, run_metadata
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.train.display import TrainingDisplay
@@ -276,7 +277,7 @@ class _Loop:
     def _step(self, step: int, display: TrainingDisplay, stop: StopRequest) -> StepMetrics:
         """Run step number ``step``, counted from 0."""
 
-        def before_action() -> None:
+        def before_action(_position: int, _action: Action) -> None:
             stop.check()
             display.action()
 

@@ -14,7 +14,7 @@ import torch
 
 from sppo.config import RunConfig
 from sppo.config.model import ModelConfig
-from sppo.engine.single import SingleRankEngine
+from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
@@ -74,7 +74,7 @@ def _step(
         name: torch.zeros(shape, dtype=dtype) for name, shape in parameter_shapes(model).items()
     }
     gradients = zero_gradients(weights)
-    engine = SingleRankEngine(model, weights=weights, gradients=gradients, policy="keep_attention")
+    engine = Engine(model, weights=weights, gradients=gradients, policy="keep_attention")
     engine.accumulate([_sequence(model, cuts[-1])], [cuts])
     if with_optimizer:
         optimizer = AdamW(weights, config=run.optimizer)

@@ -128,7 +128,7 @@ def test_damaged_weights_are_refused_or_passed_over(trained):
 
 def test_losses_that_are_no_numbers_are_null_in_json(trained, monkeypatch):
     monkeypatch.setattr(
-        "sppo.engine.single.SingleRankEngine.evaluate",
+        "sppo.engine.engine.Engine.evaluate",
         lambda engine, data, boundaries: torch.full((4 * LENGTH,), torch.nan),
     )
     result = json.loads(succeed("eval", "run.yaml", "--json"), parse_constant=pytest.fail)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from sppo.config.model import ModelConfig
+from sppo.engine.engine import Engine
 from sppo.engine.reference import reference_loss
-from sppo.engine.single import SingleRankEngine
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import IGNORED_LABEL
 from sppo.model.gradients import zero_gradients
@@ -104,7 +104,7 @@ class Trained:
 
     def __init__(self, model, weights, *, policy="retain", **options):
         self.gradients = zero_gradients(weights)
-        self.engine = SingleRankEngine(
+        self.engine = Engine(
             model, weights=weights, gradients=self.gradients, policy=policy, **options
         )
 

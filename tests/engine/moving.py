@@ -94,4 +94,4 @@ def moving_trained(model, weights, rows, *, directory=None, queues="threads", la
     """An engine that moves what ``rows`` says, to a disk if there is a directory."""
     tier = Tier("host") if directory is None else Tier("disk", directory)
     store = MovingStore(queues_of(queues), tier=tier, source_lag=lag, checksums=True)
-    return Trained(model, weights, rows=rows, moved=store, **options)
+    return Trained(model, weights, rows={0: rows}, moved={0: store}, **options)

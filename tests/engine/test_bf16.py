@@ -15,8 +15,8 @@ from collections import defaultdict
 import pytest
 import torch
 
+from sppo.engine.engine import Engine
 from sppo.engine.reference import reference_token_losses
-from sppo.engine.single import SingleRankEngine
 from tests.engine.models import (
     autograd_step,
     engine_step,
@@ -68,7 +68,7 @@ class Errors:
 
 
 def token_losses(model, weights, data, cuts):
-    return SingleRankEngine(model, weights=weights, gradients=None).evaluate(data, cuts)
+    return Engine(model, weights=weights, gradients=None).evaluate(data, cuts)
 
 
 def errors_of(variant, cuts, *, seeds=(0, 1)):

@@ -46,7 +46,7 @@ def two_sequences(model, *, seed=0):
 
 
 def assert_idle(trained):
-    trained.engine._stage.assert_idle()
+    trained.engine._stages[0].assert_idle()
     trained.engine.take_peaks()
     assert trained.engine.take_peaks().activations_bytes == 0
 
@@ -189,7 +189,7 @@ def test_a_layer_that_fails_leaves_the_engine_clean(tmp_path, monkeypatch):
         model, weights, RatioRows(model, ELEMENT, 0.9, alignment=1), directory=tmp_path
     )
     expected = Trained(model, weights).step(data, CUTS)
-    layer = type(moving.engine._stage._layer)
+    layer = type(moving.engine._stages[0]._layer)
     for verb in ("forward", "backward"):
         for at in (7, 9 + 7, 9 * 4 + 2):
             original, calls = getattr(layer, verb), iter(range(1000))
@@ -282,14 +282,13 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
         activations=ResidentStore(),
         moved=store,
         rows=RatioRows(model, ELEMENT, 0.8, last_too=True, alignment=1),
-        sequences_in_flight=3,
     )
     units = {key: unit for s, d in enumerate(data) for key, unit in units_of(s, d, cuts).items()}
     forwards = [(s, n) for s in range(5) for n in range(4)]
     backwards = [(s, n) for s in range(5) for n in reversed(range(4))]
     scale = 1 / sum(d.num_valid for d in data)
     with torch.no_grad():
-        stage.prepare(units, backward_order=backwards)
+        stage.prepare(units, backward_order=backwards, sequences_in_flight=3)
         for key in forwards[:6]:
             stage.forward(units[key], None, loss_scale=scale)
         for i, key in enumerate(backwards):

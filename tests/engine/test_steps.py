@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo.engine.single import SingleRankEngine
+from sppo.engine.engine import Engine
 from sppo.planning.activation_policy import POLICIES
 from tests.engine.models import (
     VARIANTS,
@@ -35,7 +35,7 @@ def trained():
 
 
 def assert_idle(engine):
-    engine._stage.assert_idle()
+    engine._stages[0].assert_idle()
     peaks = (engine.take_peaks(), engine.take_peaks())[1]
     assert (peaks.activations_bytes, peaks.kv_bytes) == (0, 0)
 
@@ -46,7 +46,7 @@ def test_evaluation_gives_the_losses_of_training(variant):
     weights = random_weights(model)
     data = random_sequence(model, 17, starts=(0, 7))
     loss, _ = engine_step(model, weights, [data], [CUTS])
-    evaluator = SingleRankEngine(model, weights=weights, gradients=None)
+    evaluator = Engine(model, weights=weights, gradients=None)
     losses_S = evaluator.evaluate(data, CUTS)
     assert losses_S.shape == (17,)
     assert torch.all((losses_S == 0) == (data.labels_S == -100))
@@ -56,7 +56,7 @@ def test_evaluation_gives_the_losses_of_training(variant):
 
 def test_an_engine_without_gradients_refuses_to_train():
     model = tiny_model()
-    engine = SingleRankEngine(model, weights=random_weights(model), gradients=None)
+    engine = Engine(model, weights=random_weights(model), gradients=None)
     with pytest.raises(AssertionError, match="needs gradient buffers"):
         engine.accumulate([random_sequence(model, 17)], [CUTS])
     assert_idle(engine)
@@ -91,7 +91,7 @@ class GiveUp(BaseException):
 def raising_at(position, error):
     count = iter(range(1000))
 
-    def before_action():
+    def before_action(_position, _action):
         if next(count) == position:
             raise error
 
@@ -135,10 +135,10 @@ def test_a_failure_inside_a_kernel_leaves_the_engine_clean(trained):
 def test_what_is_left_over_is_noticed(trained):
     from sppo.offload.store import ActivationKey
 
-    trained.engine._store.reserve(64)
-    trained.engine._store.save(ActivationKey(0, 0, 0), {"x_in": torch.zeros(1)})
+    trained.engine._stores[0].reserve(64)
+    trained.engine._stores[0].save(ActivationKey(0, 0, 0), {"x_in": torch.zeros(1)})
     with pytest.raises(AssertionError, match="left over after the step: {'activations': 1"):
-        trained.engine._stage.assert_idle()
+        trained.engine._stages[0].assert_idle()
     data = two_sequences(trained.model)[1:]
     with pytest.raises(AssertionError, match="a stack in use"):
         trained.step(data, TWO_CUTS[1:])
@@ -167,13 +167,13 @@ def test_saved_tensors_hold_no_memory_but_their_own(policy, monkeypatch):
     """A view of something larger would make the count a lie."""
     model = tiny_model("gqa, q/k-norm")
     made = Trained(model, random_weights(model), policy=policy)
-    held, save = [], made.engine._store.save
+    held, save = [], made.engine._stores[0].save
 
     def watch(key, tensors):
         held.extend(tensors.items())
         save(key, tensors)
 
-    monkeypatch.setattr(made.engine._store, "save", watch)
+    monkeypatch.setattr(made.engine._stores[0], "save", watch)
     made.step([random_sequence(model, 17)], [CUTS])
     assert held
     for name, tensor in held:

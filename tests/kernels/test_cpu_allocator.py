@@ -157,7 +157,7 @@ def test_training_is_the_same_bit_for_bit(library):
     code = """
 import hashlib
 from sppo.config.model import ModelConfig
-from sppo.engine.single import SingleRankEngine
+from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
@@ -166,7 +166,7 @@ model = ModelConfig(vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, 
     head_size=32, mlp_size=256, max_positions=2048)
 weights = {n: w.bfloat16() for n, w in initial_weights(model, seed=0).items()}
 gradients = zero_gradients(weights)
-engine = SingleRankEngine(model, weights=weights, gradients=gradients)
+engine = Engine(model, weights=weights, gradients=gradients)
 tokens = torch.arange(2049) * 7 % 512
 engine.accumulate([SequenceData(tokens[:-1], tokens[1:])], [(0, 700, 2048)])
 digest = hashlib.sha256()

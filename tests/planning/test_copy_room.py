@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.engine.single import SingleRankEngine
+from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
@@ -159,12 +159,12 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
     rows = rows_cut_by(fate, tensor_class)
     gc.collect()  # engines of earlier tests, which would go during the step
     weights = {name: w.bfloat16() for name, w in initial_weights(model, seed=0).items()}
-    engine = SingleRankEngine(
+    engine = Engine(
         model,
         weights=weights,
         gradients=zero_gradients(weights),
-        rows=PlannedRows(with_offsets(model, [rows] * 2, element_bytes=2, input_every=every)),
-        moved=MovingStore(ThreadQueues(), tier=Tier("disk", tmp_path), source_lag=0),
+        rows={0: PlannedRows(with_offsets(model, [rows] * 2, element_bytes=2, input_every=every))},
+        moved={0: MovingStore(ThreadQueues(), tier=Tier("disk", tmp_path), source_lag=0)},
         input_every=every,
     )
     tokens = torch.arange(1025) % 512

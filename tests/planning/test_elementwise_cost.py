@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sppo.config.model import ModelConfig
+from sppo.engine.engine import Engine
 from sppo.engine.kv_store import KVStore
-from sppo.engine.single import SingleRankEngine
 from sppo.engine.unit import SequenceData
 from sppo.kernels import elementwise
 from sppo.model import gradients, layer
@@ -123,9 +123,7 @@ def counted(monkeypatch):
 def train_once(model, *, policy):
     """Forward and backward of one sequence; matrix FLOPs of both."""
     weights = initial_weights(model, seed=0)
-    engine = SingleRankEngine(
-        model, weights=weights, gradients=zero_gradients(weights), policy=policy
-    )
+    engine = Engine(model, weights=weights, gradients=zero_gradients(weights), policy=policy)
     tokens = torch.arange(CUTS[-1] + 1) % model.vocab_size
     # torch counts mm and addmm, and knows nothing of the product that adds in place.
     in_place = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sppo.config.model import ModelConfig
-from sppo.engine.single import SingleRankEngine
+from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.kernels import attention_blocks, cpu_flash, row_tiles
 from sppo.kernels.cpu_allocator import install_cpu_allocator
@@ -58,7 +58,7 @@ def measured(model, *, dtype, policy, lengths, input_every):
         pytest.skip("torch's CPU tensors live in the C heap here")
     gc.collect()  # engines of earlier tests, which would go during the step
     weights = {n: w.to(DTYPES[dtype]) for n, w in initial_weights(model, seed=0).items()}
-    engine = SingleRankEngine(
+    engine = Engine(
         model,
         weights=weights,
         gradients=zero_gradients(weights),
@@ -157,7 +157,7 @@ def test_an_evaluation_needs_what_is_predicted():
     gc.collect()
     before = allocator.memory().used_bytes
     weights = {n: w.to(DTYPES["bf16"]) for n, w in initial_weights(model, seed=0).items()}
-    engine = SingleRankEngine(model, weights=weights, gradients=None)
+    engine = Engine(model, weights=weights, gradients=None)
     tokens = torch.arange(2049) % model.vocab_size
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -82,29 +82,29 @@ class ForkedSppo:
 
 def signal_in_step(step: int, action: int, signals: Sequence[int]) -> None:
     """Send this process ``signals`` before pass number ``action`` of step number ``step``."""
-    from sppo.engine.single import SingleRankEngine
+    from sppo.engine.engine import Engine
     from sppo.train import trainer
 
     trainer.warm_up = lambda run, lengths: None  # a step of another model, not to be counted
     steps = 0
-    accumulate = SingleRankEngine.accumulate
+    accumulate = Engine.accumulate
 
     def counting(engine: Any, *args: Any, before_action: Any, **kwargs: Any) -> Any:
         nonlocal steps
         steps += 1
         actions = 0
 
-        def counted() -> None:
+        def counted(*now: Any) -> None:
             nonlocal actions
             if steps == step and actions == action:
                 for number in signals:
                     os.kill(os.getpid(), number)
             actions += 1
-            before_action()
+            before_action(*now)
 
         return accumulate(engine, *args, before_action=counted, **kwargs)
 
-    SingleRankEngine.accumulate = counting  # type: ignore[method-assign]
+    Engine.accumulate = counting  # type: ignore[method-assign]
 
 
 def run_child(request: dict[str, Any], stdout: int, stderr: int) -> None:

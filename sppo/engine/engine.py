@@ -1,0 +1,247 @@
+"""The engine of one rank: its stages, run by the schedule over the sequences of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sppo.config.model import ModelConfig
+from sppo.engine.executor import BeforeAction, ExecutedAction, Executor, StepOutput
+from sppo.engine.pipeline import ALONE, Pipeline
+from sppo.engine.stage import Stage
+from sppo.engine.unit import SequenceData, TokenShare, Unit, units_of
+from sppo.kernels.attention import Backend
+from sppo.offload.copy_report import CopyReport, combined
+from sppo.offload.moving_store import MovingStore
+from sppo.offload.stack_store import StackStore
+from sppo.offload.store import ActivationStore, ResidentStore
+from sppo.parallel.ulysses import HeadExchange
+from sppo.planning.parameters import stage_shapes
+from sppo.planning.partition import lengths_of
+from sppo.planning.row_plan import PolicyRows, RowPlan
+from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.in_flight import sequences_in_flight
+
+
+def _go_on(_position: int, _action: Action) -> None:
+    """Nothing stands between one action and the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePeaks:
+    """Most bytes held at once, by bucket, since the last :meth:`Engine.take_peaks`."""
+
+    activations_bytes: int
+    """Saved tensors of the layers, and the gradient of the last one's output."""
+    kv_bytes: int
+    """K, V and their fp32 gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """One step's loss and where its time went, on this rank."""
+
+    total_loss: Tensor
+    """Sum of the token losses that this rank saw, a float64 scalar; 0 before the last stage."""
+    num_valid: int
+    """Labels that the whole step sums over."""
+    forward_s: float
+    backward_s: float
+    schedule: Schedule
+    trace: tuple[ExecutedAction, ...]
+    """What was executed, when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """What a rank shares with others, besides the pipeline.
+
+    Attributes:
+        exchange: with the ranks that have the other tokens of every subsequence.
+        reduce: adds up a stage's gradients over the ranks that hold the same stage; called when
+            they are complete here.
+    """
+
+    exchange: HeadExchange | None = None
+    reduce: Callable[[int], None] | None = None
+
+
+class Engine:
+    """Forward and backward of whole sequences, subsequence by subsequence.
+
+    Args:
+        model: the shape.
+        weights: all parameters of this rank's stages by global name, in the compute dtype.
+        gradients: fp32 (float64) buffers by global name, added to; None evaluates only.
+        policy: activation policy, see :mod:`sppo.planning.activation_policy`.
+        rows: what to keep, move and rebuild instead, by stage.
+        moved: where each stage's moved tensors go; closed with the engine.
+        input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
+        pipeline: this rank's place in it.
+        companions: with whom else it works.
+        attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor] | None,
+        policy: str = "retain",
+        rows: Mapping[int, RowPlan] | None = None,
+        moved: Mapping[int, MovingStore] | None = None,
+        input_every: int = 1,
+        pipeline: Pipeline = ALONE,
+        companions: Companions = Companions(),  # noqa: B008 (frozen)
+        attention_backend: Backend = "auto",
+    ) -> None:
+        self._pipeline, self._companions = pipeline, companions
+        exchange = companions.exchange
+        self._share = (
+            TokenShare() if exchange is None else TokenShare(exchange.rank, exchange.degree)
+        )
+        self._moved = dict(moved or {})
+        self._stores: dict[int, ActivationStore] = {}
+        self._stages: dict[int, Stage] = {}
+        on_cpu = next(iter(weights.values())).device.type == "cpu"
+        for index, layers in pipeline.layers(model.num_layers).items():
+            # One rank runs one sequence after another: what was saved last is taken first.
+            stacked = on_cpu and pipeline.num_ranks * pipeline.num_virtual == 1
+            self._stores[index] = StackStore() if stacked else ResidentStore()
+            names = stage_shapes(model, layers)
+            self._stages[index] = Stage(
+                model,
+                weights={name: weights[name] for name in names},
+                gradients=None if gradients is None else {n: gradients[n] for n in names},
+                activations=self._stores[index],
+                rows=PolicyRows(policy) if rows is None else rows[index],
+                moved=self._moved.get(index),
+                input_every=input_every,
+                layers=layers,
+                exchange=exchange,
+                attention_backend=attention_backend,
+            )
+        self._programs: dict[object, Schedule] = {}
+
+    @torch.no_grad()
+    def accumulate(
+        self,
+        sequences: Sequence[SequenceData],
+        boundaries: Sequence[Sequence[int]],
+        *,
+        num_valid: int | None = None,
+        before_action: BeforeAction = _go_on,
+    ) -> Accumulated:
+        """Add the gradient of the mean loss over all valid labels of the step.
+
+        Args:
+            sequences: this replica's sequences, of any lengths; every rank of it is given all of
+                them.
+            boundaries: cuts of each sequence, from 0 to its length.
+            num_valid: valid labels of all replicas; None where there is one.
+            before_action: called before every action; what it raises gives the step up cleanly.
+
+        Raises:
+            ValueError: no label is valid, or boundaries that do not tile a sequence.
+        """
+        if num_valid is None:
+            num_valid = sum(data.num_valid for data in sequences)
+        if num_valid == 0:
+            raise ValueError("none of the step's labels is valid: there is nothing to learn from")
+        schedule, output = self._run(
+            sequences, boundaries, loss_scale=1.0 / num_valid, before_action=before_action
+        )
+        losses = [loss.double().sum() for loss in output.token_losses.values()]
+        nothing = torch.zeros((), dtype=torch.float64)
+        return Accumulated(
+            torch.stack(losses).sum() if losses else nothing,
+            num_valid,
+            forward_s=output.seconds(ActionKind.F),
+            backward_s=output.seconds(ActionKind.B, ActionKind.W),
+            schedule=schedule,
+            trace=output.trace,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, data: SequenceData, boundaries: Sequence[int]) -> Tensor:
+        """Loss of each of this rank's tokens of one sequence; 0 where the label is ignored.
+
+        ``[S]`` where one rank has all tokens and all stages; empty before the last stage.
+        """
+        _, output = self._run([data], [boundaries], loss_scale=None, before_action=_go_on)
+        losses = output.token_losses
+        return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
+
+    def take_peaks(self) -> EnginePeaks:
+        """Peaks since the last call; starts counting anew.
+
+        Of several stages the sum, which may be more than there was at any one time.
+        """
+        holders = [*self._stores.values()]
+        caches = [stage.kv for stage in self._stages.values()]
+        peaks = EnginePeaks(
+            sum(store.peak_bytes for store in holders), sum(kv.peak_bytes for kv in caches)
+        )
+        for holder in (*holders, *caches):
+            holder.peak_bytes = holder.device_bytes
+        return peaks
+
+    def take_copies(self) -> CopyReport:
+        """What was moved since the last call."""
+        return combined([store.take_report() for store in self._moved.values()])
+
+    def close(self) -> None:
+        """Give back what moved tensors took: threads, memory, file. Twice is once."""
+        for store in self._moved.values():
+            store.close()
+
+    def _run(
+        self,
+        sequences: Sequence[SequenceData],
+        boundaries: Sequence[Sequence[int]],
+        *,
+        loss_scale: float | None,
+        before_action: BeforeAction,
+    ) -> tuple[Schedule, StepOutput]:
+        units: dict[tuple[int, int], Unit] = {}
+        for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
+            units |= units_of(index, data, cuts, self._share)
+        lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
+        schedule = self._program(lengths, forward_only=loss_scale is None)
+        program = schedule.programs[self._pipeline.rank]
+        if loss_scale is not None:
+            self._prepare(program, units)
+        executor = Executor(
+            schedule,
+            rank=self._pipeline.rank,
+            stages=self._stages,
+            courier=self._pipeline.courier,
+            reduce=self._companions.reduce,
+        )
+        output = executor.run(units, loss_scale=loss_scale, before_action=before_action)
+        return schedule, output
+
+    def _program(self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool) -> Schedule:
+        """The same object for the same step again: making and proving one takes a while."""
+        key = (lengths, forward_only)
+        if key not in self._programs:
+            # Steps are alike; sequences of other lengths come in evaluations, few at a time.
+            if len(self._programs) >= _PROGRAMS_KEPT:
+                self._programs.clear()
+            self._programs[key] = self._pipeline.program(lengths, forward_only=forward_only)
+        return self._programs[key]
+
+    def _prepare(self, program: Sequence[Action], units: Mapping[tuple[int, int], Unit]) -> None:
+        for index, stage in self._stages.items():
+            own = [action for action in program if action.stage == index]
+            backwards = [action.unit for action in own if action.kind is ActionKind.B]
+            stage.prepare(
+                units, backward_order=backwards, sequences_in_flight=sequences_in_flight(own)
+            )
+
+
+_PROGRAMS_KEPT = 8

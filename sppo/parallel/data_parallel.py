@@ -1,0 +1,233 @@
+"""Ranks that hold the same stage: gradients are added up once a step, the optimizer's work shared.
+
+With ZeRO-1 (Rajbhandari et al., 2020) every one of n ranks updates the n-th part of the rows of
+each parameter. Gradients are reduced to the rank that needs them and updated weights gathered from
+the rank that made them, bucket by bucket, so that what is under way never takes more than a few
+buckets.
+
+Ranks of one stage are its data-parallel replicas and, with Ulysses, the ranks that share tokens:
+both see some of the tokens with the same weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sppo.parallel.peer_loss import peer_errors
+from sppo.units import MIB
+
+BUCKET_BYTES = 32 * MIB
+"""Of one rank's rows in a bucket, in fp32."""
+_UNDER_WAY = 2
+"""Buckets that may be under way at once."""
+
+
+def rows_of(num_rows: int, *, index: int, count: int) -> slice:
+    """Rows of rank ``index`` when ``count`` ranks share them: as equal as they can be."""
+    return slice(num_rows * index // count, num_rows * (index + 1) // count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows ``begin`` to ``end`` of every rank's rows of a parameter."""
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Pieces that travel together, and how many elements every rank has of them at most."""
+
+    pieces: tuple[_Piece, ...]
+    elements: int
+
+
+class StageGroup:
+    """The ranks that hold the same stages, and this rank's share of the state.
+
+    Args:
+        group: of these ranks; None for a rank that is alone.
+        index: this rank's place among them.
+        shapes: parameters of this rank's stages by global name.
+        shared: whether each rank updates only its rows (ZeRO-1) or everything (ZeRO-0).
+        bucket_bytes: see :data:`BUCKET_BYTES`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        *,
+        index: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        shared: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._group, self.index, self._shapes = group, index, dict(shapes)
+        self.count = 1 if group is None else group.size()
+        self.shares_state = shared and self.count > 1
+        self._bucket_elements = max(1, bucket_bytes // 4)
+        self._under_way: deque[tuple[Any, Callable[[], None]]] = deque()
+
+    def own_rows(self, name: str) -> slice:
+        """Rows of a parameter that this rank updates."""
+        rows = self._shapes[name][0]
+        return self.counted_rows(name) if self.shares_state else slice(0, rows)
+
+    def counted_rows(self, name: str) -> slice:
+        """Rows that this rank counts in sums over all parameters: no two ranks count the same."""
+        return rows_of(self._shapes[name][0], index=self.index, count=self.count)
+
+    def reduce(self, gradients: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """Begin to add up gradients; :meth:`wait` ends it.
+
+        Args:
+            gradients: by global name; afterwards right in :meth:`own_rows`.
+            names: of those to add up.
+        """
+        if self._group is None:
+            return
+        for bucket in self._buckets(names):
+            flat = self._flat(bucket, gradients, ranks=range(self.count))
+            self._reduce_bucket(bucket, flat, gradients)
+            self._wait_for(_UNDER_WAY)
+
+    def gather(self, weights: Mapping[str, Tensor]) -> None:
+        """Fetch the rows of ``weights`` that other ranks have updated; returns when they are here.
+
+        Args:
+            weights: by global name, right in :meth:`own_rows`.
+        """
+        if not self.shares_state:
+            return
+        for names in _by_dtype(weights).values():
+            for bucket in self._buckets(names):
+                own = self._flat(bucket, weights, ranks=[self.index])
+                everything = own.new_empty((self.count, bucket.elements))
+                with peer_errors("gathering weights"):
+                    work = dist.all_gather_into_tensor(
+                        everything.view(-1), own.view(-1), group=self._group, async_op=True
+                    )
+                self._under_way.append((work, self._spread(bucket, everything, weights)))
+                self._wait_for(_UNDER_WAY)
+        self.wait()
+
+    def wait(self) -> None:
+        """Return when all that was begun is done."""
+        self._wait_for(0)
+
+    def _wait_for(self, most: int) -> None:
+        """Let at most so many buckets be under way."""
+        while len(self._under_way) > most:
+            work, finish = self._under_way.popleft()
+            with peer_errors("reducing gradients or gathering weights"):
+                work.wait()
+            finish()
+
+    def _reduce_bucket(
+        self, bucket: _Bucket, flat: Tensor, gradients: Mapping[str, Tensor]
+    ) -> None:
+        with peer_errors("reducing gradients"):
+            if self.shares_state:
+                own = flat.new_empty((1, bucket.elements))
+                work = dist.reduce_scatter_tensor(
+                    own.view(-1), flat.view(-1), group=self._group, async_op=True
+                )
+                finish = self._spread(bucket, own, gradients, ranks=[self.index])
+            else:
+                work = dist.all_reduce(flat, group=self._group, async_op=True)
+                finish = self._spread(bucket, flat, gradients)
+        self._under_way.append((work, finish))
+
+    def _buckets(self, names: Iterable[str]) -> list[_Bucket]:
+        """Parameters, the long ones cut, in buckets of about equal size."""
+        buckets: list[_Bucket] = []
+        pieces: list[_Piece] = []
+        elements = 0
+        for piece in self._pieces(names):
+            size = (piece.end - piece.begin) * prod(self._shapes[piece.name][1:])
+            if pieces and elements + size > self._bucket_elements:
+                buckets.append(_Bucket(tuple(pieces), elements))
+                pieces, elements = [], 0
+            pieces.append(piece)
+            elements += size
+        return [*buckets, _Bucket(tuple(pieces), elements)] if pieces else buckets
+
+    def _pieces(self, names: Iterable[str]) -> Iterable[_Piece]:
+        for name in names:
+            rows, *rest = self._shapes[name]
+            most = -(-rows // self.count)
+            step = max(1, self._bucket_elements // max(1, prod(rest)))
+            for begin in range(0, most, step):
+                yield _Piece(name, begin, min(begin + step, most))
+
+    def _flat(
+        self, bucket: _Bucket, tensors: Mapping[str, Tensor], *, ranks: Sequence[int]
+    ) -> Tensor:
+        """``[ranks, elements]``: every rank's rows, one behind the other, padded with zeros."""
+        first = tensors[bucket.pieces[0].name]
+        flat = first.new_zeros((len(ranks), bucket.elements))
+        for row, rank in enumerate(ranks):
+            for place, rows, piece in self._places(bucket, rank):
+                flat[row, place] = tensors[piece.name][rows].reshape(-1)
+        return flat
+
+    def _spread(
+        self,
+        bucket: _Bucket,
+        flat: Tensor,
+        tensors: Mapping[str, Tensor],
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> Callable[[], None]:
+        """What puts ``flat`` of the given ranks (all) back where it belongs, once it is here."""
+
+        def spread() -> None:
+            for row, rank in enumerate(range(self.count) if ranks is None else ranks):
+                for place, rows, piece in self._places(bucket, rank):
+                    target = tensors[piece.name][rows]
+                    target.copy_(flat[row, place].view_as(target))
+
+        return spread
+
+    def _places(self, bucket: _Bucket, rank: int) -> Iterable[tuple[slice, slice, _Piece]]:
+        """(elements of the bucket, rows of the parameter, piece) of one rank."""
+        offset = 0
+        for piece in bucket.pieces:
+            rows, *rest = self._shapes[piece.name]
+            width = prod(rest)
+            own = rows_of(rows, index=rank, count=self.count)
+            begin = min(own.start + piece.begin, own.stop)
+            end = min(own.start + piece.end, own.stop)
+            if end > begin:
+                yield slice(offset, offset + (end - begin) * width), slice(begin, end), piece
+            offset += (piece.end - piece.begin) * width
+
+
+def add_up(tensors: Sequence[Tensor], group: ProcessGroup | None, *, what: str) -> None:
+    """Replace tensors by their sums over ``group``, in place."""
+    if group is None:
+        return
+    with peer_errors(what):
+        for tensor in tensors:
+            total = tensor.contiguous()
+            dist.all_reduce(total, group=group)
+            if total is not tensor:
+                tensor.copy_(total)
+
+
+def _by_dtype(tensors: Mapping[str, Tensor]) -> dict[torch.dtype, list[str]]:
+    names: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(tensor.dtype, []).append(name)
+    return names

@@ -1,0 +1,203 @@
+"""Which rank does what: data, pipeline and sequence parallelism as one grid of processes.
+
+Ranks are numbered with the sequence-parallel devices next to each other, for they talk most, then
+the pipeline stages, then the replicas: ``rank = (data * P + pipeline) * G + sequence``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where a rank stands in the grid."""
+
+    data: int
+    pipeline: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Degrees of parallelism, and the arithmetic of ranks."""
+
+    data_parallel: int = 1
+    pipeline_parallel: int = 1
+    sequence_parallel: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes in all."""
+        return self.data_parallel * self.pipeline_parallel * self.sequence_parallel
+
+    def check(self, world_size: int) -> None:
+        """Refuse a world that is not this grid.
+
+        Raises:
+            ValueError: the degrees do not multiply to the number of ranks there are.
+        """
+        if self.num_ranks != world_size:
+            raise ValueError(
+                f"parallel: data {self.data_parallel} x pipeline {self.pipeline_parallel} x "
+                f"sequence {self.sequence_parallel} makes {self.num_ranks} ranks, and "
+                f"{world_size} were started: start {self.num_ranks}, or change the degrees"
+            )
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Of a global rank."""
+        rest, sequence = divmod(rank, self.sequence_parallel)
+        data, pipeline = divmod(rest, self.pipeline_parallel)
+        return Coordinates(data, pipeline, sequence)
+
+    def rank_of(self, at: Coordinates) -> int:
+        """The global rank at some coordinates."""
+        row = at.data * self.pipeline_parallel + at.pipeline
+        return row * self.sequence_parallel + at.sequence
+
+    def pipeline_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """The ranks that a sequence passes through from a rank's point of view."""
+        return tuple(
+            self.rank_of(Coordinates(at.data, stage, at.sequence))
+            for stage in range(self.pipeline_parallel)
+        )
+
+    def sequence_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """The ranks that share the tokens of each subsequence."""
+        return tuple(
+            self.rank_of(Coordinates(at.data, at.pipeline, index))
+            for index in range(self.sequence_parallel)
+        )
+
+    def data_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """The ranks that do the same with other sequences."""
+        return tuple(
+            self.rank_of(Coordinates(index, at.pipeline, at.sequence))
+            for index in range(self.data_parallel)
+        )
+
+    def stage_ranks(self, at: Coordinates) -> tuple[int, ...]:
+        """All ranks of the same pipeline rank: those that hold the same layers."""
+        return tuple(
+            rank for rank in range(self.num_ranks) if self.coordinates(rank).pipeline == at.pipeline
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The communicators of one rank; None where it would be alone in one.
+
+    Attributes:
+        everyone: all ranks, over gloo: for what is not on a device.
+        sequence: the ranks that share the tokens of this rank's subsequences.
+        stage: the ranks that hold this rank's layers.
+        ends: the first and the last rank of this rank's pipeline, if it is one of them.
+        edges: by (sender, receiver), positions in the pipeline; those that this rank is an end of.
+    """
+
+    everyone: ProcessGroup | None = None
+    sequence: ProcessGroup | None = None
+    stage: ProcessGroup | None = None
+    ends: ProcessGroup | None = None
+    edges: Mapping[tuple[int, int], ProcessGroup] = field(default_factory=dict)
+
+
+class Mesh:
+    """The grid of the processes that run now, and every group of them that communicates.
+
+    Args:
+        shape: of the grid; its number of ranks is the world's.
+        rank: this process.
+        timeout_s: how long a member waits for the others.
+        wraps: ranks hold several stages, so the last one of a pipeline sends to the first.
+    """
+
+    def __init__(
+        self, shape: MeshShape, *, rank: int, timeout_s: float, wraps: bool = False
+    ) -> None:
+        self.shape, self.rank = shape, rank
+        self.at = shape.coordinates(rank)
+        self._timeout = timedelta(seconds=timeout_s)
+        self.groups = self._make_groups(wraps=wraps) if self.is_distributed else Groups()
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.shape.num_ranks > 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for all: it draws, prints and writes what there is once."""
+        return self.rank == 0
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """Global ranks of this rank's pipeline, first to last."""
+        return self.shape.pipeline_ranks(self.at)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Global ranks that hold this rank's layers."""
+        return self.shape.stage_ranks(self.at)
+
+    def _make_groups(self, *, wraps: bool) -> Groups:
+        """Every rank makes as many groups, in the same order.
+
+        Only members take part in making one, so a thousand ranks make a handful each. torch names
+        a group after the number of groups its members have made before: a rank that has no part in
+        one makes one of its own.
+        """
+        pipeline = self.pipeline_ranks
+        here = self.at.pipeline
+        ends = (pipeline[0], pipeline[-1]) if here in (0, len(pipeline) - 1) else (self.rank,)
+        return Groups(
+            everyone=self._group(range(self.shape.num_ranks), "everyone", backend="gloo"),
+            sequence=self._group(self.shape.sequence_ranks(self.at), "sequence"),
+            stage=self._group(self.stage_ranks, "stage"),
+            ends=self._group(sorted({*ends}), "ends"),
+            edges=self._make_edges(wraps=wraps),
+        )
+
+    def _make_edges(self, *, wraps: bool) -> dict[tuple[int, int], ProcessGroup]:
+        """One communicator for each direction of each edge at this rank.
+
+        Of the edges at a rank one begins at an even position and one at an odd one, so they are
+        made in two turns; the edge from the last position to the first has a turn of its own.
+        """
+        here, size = self.at.pipeline, self.shape.pipeline_parallel
+        turns = [[(i, i + 1) for i in range(size - 1) if i % 2 == parity] for parity in (0, 1)]
+        if wraps:
+            turns.append([(size - 1, 0)] if size > 2 else [])
+        found = {}
+        for turn in turns:
+            mine = [edge for edge in turn if here in edge]
+            for backwards in (False, True):
+                sender, receiver = mine[0] if mine else (here, here)
+                edge = (receiver, sender) if backwards else (sender, receiver)
+                members = sorted({self.pipeline_ranks[position] for position in edge})
+                group = self._group(members, f"pipeline {edge[0]} to {edge[1]}")
+                if group is not None:
+                    found[edge] = group
+        return found
+
+    def _group(
+        self, ranks: Sequence[int], purpose: str, *, backend: str | None = None
+    ) -> ProcessGroup | None:
+        group = dist.new_group(
+            list(ranks),
+            timeout=self._timeout,
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=purpose,
+        )
+        return group if len(ranks) > 1 else None
+
+
+def alone() -> Mesh:
+    """The mesh of a process that has no peers."""
+    return Mesh(MeshShape(), rank=0, timeout_s=1.0)

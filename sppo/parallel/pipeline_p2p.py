@@ -1,0 +1,116 @@
+"""Messages between neighbouring pipeline ranks, one communicator for each direction of each edge.
+
+A message is posted and travels while both ends compute. Its receiver waits for it where it is
+used, its sender not before the end of the step: a tensor under way is held here until it has left.
+With NCCL waiting is the stream's business, not the host's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sppo.parallel.mesh import Mesh
+from sppo.parallel.peer_loss import peer_errors
+
+
+class Arrival(Protocol):
+    """A message that was asked for."""
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is here."""
+        ...
+
+
+class Courier(Protocol):
+    """Carries tensors between the positions of a pipeline."""
+
+    def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
+        """Send ``tensor``, which nobody changes from here on."""
+        ...
+
+    def receive(
+        self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
+    ) -> Arrival:
+        """Expect a tensor; messages of an edge arrive in the order in which they were sent."""
+        ...
+
+    def settle(self) -> None:
+        """Return when everything that was sent has left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A receive that was posted."""
+
+    tensor: Tensor
+    work: Any
+    what: str
+
+    def wait(self) -> Tensor:
+        with peer_errors(f"waiting for {self.what}"):
+            self.work.wait()
+        return self.tensor
+
+
+class PipelineLinks:
+    """:class:`Courier` over torch.distributed.
+
+    Args:
+        mesh: whose pipeline this rank belongs to.
+        device: where tensors live.
+    """
+
+    def __init__(self, mesh: Mesh, *, device: torch.device) -> None:
+        self._ranks, self._device = mesh.pipeline_ranks, device
+        self._groups, self._here = mesh.groups.edges, mesh.at.pipeline
+        self._under_way: deque[tuple[Tensor, Any, str]] = deque()
+        self._warm_up()
+
+    def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
+        """See :class:`Courier`."""
+        self._forget_what_left()
+        tensor = tensor.contiguous()
+        with peer_errors(f"sending {what}"):
+            work = dist.isend(
+                tensor, self._ranks[receiver], group=self._groups[self._here, receiver]
+            )
+        self._under_way.append((tensor, work, what))
+
+    def receive(
+        self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
+    ) -> Arrival:
+        """See :class:`Courier`."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        with peer_errors(f"asking for {what}"):
+            work = dist.irecv(tensor, self._ranks[sender], group=self._groups[sender, self._here])
+        return _Awaited(tensor, work, what)
+
+    def settle(self) -> None:
+        """See :class:`Courier`."""
+        while self._under_way:
+            _, work, what = self._under_way.popleft()
+            with peer_errors(f"sending {what}"):
+                work.wait()
+
+    def _forget_what_left(self) -> None:
+        """Let go of tensors that have left, in the order in which they were sent."""
+        while self._under_way and self._under_way[0][1].is_completed():
+            self._under_way.popleft()
+
+    def _warm_up(self) -> None:
+        """One small message over every edge: connections are made before anything is timed."""
+        for edge in self._groups:
+            sender, receiver = edge
+            what = "a first message"
+            if self._here == sender:
+                self.send(torch.zeros(1, device=self._device), receiver=receiver, what=what)
+            else:
+                self.receive((1,), dtype=torch.float32, sender=sender, what=what).wait()
+        self.settle()

@@ -1,0 +1,167 @@
+"""Ulysses sequence parallelism: tokens are shared out everywhere but in attention, heads there.
+
+Each of G ranks has some tokens of a subsequence with all heads. Before attention an all-to-all
+gives it all tokens of N/G heads, and another one turns the output back (Jacobs et al., 2023). With
+fewer key/value heads than ranks, several ranks attend with the same one, and the gradients of its
+keys and values are added up where its tokens are.
+
+Legend: c tokens here, C of the whole subsequence, N query heads, K key/value heads, D head size,
+G ranks, n = N/G query heads here, k = max(1, K/G) key/value heads here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sppo.parallel.peer_loss import peer_errors
+
+
+class HeadShare(NamedTuple):
+    """Heads that each of G ranks attends with."""
+
+    queries: int
+    keys: int
+    repeats: int
+    """Ranks that use the same key/value heads."""
+
+
+def head_share(num_heads: int, kv_heads: int, *, degree: int) -> HeadShare:
+    """How the heads are shared out.
+
+    Raises:
+        ValueError: they cannot be, evenly.
+    """
+    if num_heads % degree:
+        raise ValueError(
+            f"parallel.sequence_parallel_degree {degree}: {num_heads} query heads cannot be shared "
+            f"out evenly; use a divisor of {num_heads}"
+        )
+    if kv_heads % degree and degree % kv_heads:
+        raise ValueError(
+            f"parallel.sequence_parallel_degree {degree}: must divide the {kv_heads} key/value "
+            "heads or be a multiple of them"
+        )
+    return HeadShare(num_heads // degree, max(1, kv_heads // degree), max(1, degree // kv_heads))
+
+
+def token_parts(tokens: int, *, degree: int) -> tuple[int, ...]:
+    """Tokens of a subsequence on each of ``degree`` ranks: as equal as they can be."""
+    cuts = [tokens * rank // degree for rank in range(degree + 1)]
+    return tuple(b - a for a, b in pairwise(cuts))
+
+
+class HeadExchange:
+    """Turns shares of tokens into shares of heads, and back.
+
+    ``parts`` are the tokens that each rank has, in order; they add up to C.
+
+    Args:
+        group: of the ranks that share tokens.
+        rank: this one's place in it.
+        num_heads: N.
+        kv_heads: K.
+    """
+
+    def __init__(self, group: ProcessGroup, *, rank: int, num_heads: int, kv_heads: int) -> None:
+        self._group, self.rank, self.degree = group, rank, group.size()
+        self.share = head_share(num_heads, kv_heads, degree=self.degree)
+
+    def queries_to_heads(self, tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
+        """Each ``[c, N, D]`` as ``[C, n, D]``, in one exchange."""
+        return self._to_heads([self._split(tensor) for tensor in tensors], parts)
+
+    def inputs_to_heads(
+        self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor, parts: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(q_CnD, k_CkD, v_CkD), in one exchange."""
+        sent = [self._split(q_cND), self._split_keys(k_cKD), self._split_keys(v_cKD)]
+        q, k, v = self._to_heads(sent, parts)
+        return q, k, v
+
+    def queries_to_tokens(self, o_CnD: Tensor, parts: Sequence[int]) -> Tensor:
+        """``[C, n, D]`` as ``[c, N, D]``."""
+        (o,) = self._to_tokens([o_CnD], parts)
+        return _join(o)
+
+    def gradients_to_tokens(
+        self, dq_CnD: Tensor, dk_CkD: Tensor, dv_CkD: Tensor, parts: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq_cND, dk_cKD, dv_cKD): those of a key head that several ranks used are added up."""
+        dq, dk, dv = self._to_tokens([dq_CnD, dk_CkD, dv_CkD], parts)
+        return _join(dq), self._join_keys(dk), self._join_keys(dv)
+
+    def lse_to_tokens(self, lse_nC: Tensor, parts: Sequence[int]) -> Tensor:
+        """``[n, C]`` as ``[N, c]``."""
+        tokens = self.queries_to_tokens(lse_nC.t().unsqueeze(2), parts)
+        return tokens.squeeze(2).t().contiguous()
+
+    def lse_to_heads(self, lse_Nc: Tensor, parts: Sequence[int]) -> Tensor:
+        """``[N, c]`` as ``[n, C]``."""
+        (heads,) = self.queries_to_heads([lse_Nc.t().unsqueeze(2)], parts)
+        return heads.squeeze(2).t().contiguous()
+
+    def _split(self, x_cND: Tensor) -> Tensor:
+        """``[G, c, n, D]``: what each rank gets of the query heads."""
+        tokens, _, size = x_cND.shape
+        return x_cND.reshape(tokens, self.degree, self.share.queries, size).transpose(0, 1)
+
+    def _split_keys(self, x_cKD: Tensor) -> Tensor:
+        """``[G, c, k, D]``: what each rank gets of the key/value heads."""
+        tokens, _, size = x_cKD.shape
+        distinct = self.degree // self.share.repeats
+        heads = x_cKD.reshape(tokens, distinct, self.share.keys, size).transpose(0, 1)
+        return heads.repeat_interleave(self.share.repeats, dim=0)
+
+    def _join_keys(self, d_GckD: Tensor) -> Tensor:
+        """``[c, K, D]`` from each rank's share of the sum."""
+        if self.share.repeats > 1:
+            _, *shape = d_GckD.shape
+            shares = d_GckD.reshape(-1, self.share.repeats, *shape)
+            d_GckD = (
+                shares.float().sum(1).to(shares.dtype)
+                if shares.dtype.itemsize < 4
+                else (shares.sum(1))
+            )
+        return _join(d_GckD)
+
+    def _to_heads(self, sent: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
+        """Each ``[G, c, h, D]``, one slice for each rank, as ``[C, h, D]``."""
+        heads = [tensor.shape[2] for tensor in sent]
+        out_GchD = torch.cat(list(sent), dim=2).contiguous()
+        tokens, row = out_GchD.shape[1], out_GchD.shape[2] * out_GchD.shape[3]
+        received = out_GchD.new_empty((sum(parts), *out_GchD.shape[2:]))
+        self._exchange(
+            received, out_GchD, [part * row for part in parts], [tokens * row] * self.degree
+        )
+        return [part.contiguous() for part in received.split(heads, dim=1)]
+
+    def _to_tokens(self, sent: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
+        """Each ``[C, h, D]`` as ``[G, c, h, D]``, one slice from each rank."""
+        heads = [tensor.shape[1] for tensor in sent]
+        out_ChD = torch.cat(list(sent), dim=1).contiguous()
+        tokens, row = parts[self.rank], out_ChD.shape[1] * out_ChD.shape[2]
+        received = out_ChD.new_empty((self.degree, tokens, *out_ChD.shape[1:]))
+        self._exchange(
+            received, out_ChD, [tokens * row] * self.degree, [part * row for part in parts]
+        )
+        return list(received.split(heads, dim=2))
+
+    def _exchange(
+        self, received: Tensor, sent: Tensor, in_sizes: list[int], out_sizes: list[int]
+    ) -> None:
+        with peer_errors("exchanging tokens for heads"):
+            dist.all_to_all_single(
+                received.view(-1), sent.view(-1), in_sizes, out_sizes, group=self._group
+            )
+
+
+def _join(x_GchD: Tensor) -> Tensor:
+    """Slices of all ranks side by side: ``[c, G * h, D]``."""
+    return x_GchD.transpose(0, 1).flatten(1, 2)

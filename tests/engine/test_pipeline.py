@@ -1,0 +1,97 @@
+"""Pipelines, sequence and data parallelism over gloo: the model of one process, in float64."""
+
+import pytest
+import torch
+
+from tests.engine.models import VARIANTS, assert_same_step, autograd_step, random_weights
+from tests.engine.pipelined import Case, run_case
+
+UNEVEN = ((0, 3, 4, 11, 17), (0, 6, 9), (0, 1, 5, 6, 9, 13, 16, 19))
+SHAPES = [(1, 1, 4), (1, 2, 4), (2, 1, 4), (1, 1, 3), (2, 4, 1), (3, 1, 1)]
+CUTS_FOR_TWO = ((0, 3, 5, 11, 17), (0, 6, 9))
+
+
+def assembled(case, answers, step):
+    """(loss, gradients) out of what every rank holds."""
+    loss = sum(answer[step][0] for answer in answers) / answers[0][step][1]
+    weights = random_weights(case.model())
+    found = {name: torch.full_like(w, float("nan")) for name, w in weights.items()}
+    for answer in answers:
+        for name, (rows, gradient) in answer[step][2].items():
+            found[name][rows] = gradient
+    return torch.tensor(loss, dtype=torch.float64), found
+
+
+def check(ranks, case):
+    answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
+    for step in range(case.steps):
+        expected = autograd_step(
+            case.model(), random_weights(case.model()), case.all_sequences(step)
+        )
+        assert_same_step(assembled(case, answers, step), expected, tolerance=1e-10)
+        for answer in answers:
+            assert answer[step][3] == answer[step][4]  # what was executed is the program
+
+
+UNCUT = ((0, 9), (0, 5), (0, 17))
+SCHEDULES = {
+    "sppo": UNEVEN,
+    "seq1f1b": UNEVEN,
+    "seq_zb_h1": UNEVEN,
+    "interleaved_seq1f1b": UNEVEN,
+    "gpipe": UNEVEN,
+    "1f1b": UNCUT,
+    "interleaved_1f1b": UNCUT,
+    "zb_h1": UNCUT,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_gradients_of_a_pipeline(ranks, schedule, num_ranks, sequences):
+    virtual = 2 if schedule.startswith("interleaved") else 1
+    layers = {"num_layers": num_ranks * virtual + 1}
+    check(
+        ranks,
+        Case(
+            shape=(1, num_ranks, 1),
+            schedule=schedule,
+            virtual=virtual,
+            cuts=SCHEDULES[schedule][:sequences],
+            sizes=layers,
+        ),
+    )
+
+
+@pytest.mark.parametrize("policy", ["retain", "keep_attention", "recompute"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_of_every_model_on_every_axis(ranks, variant, policy):
+    check(ranks, Case(variant, shape=(2, 2, 2), policy=policy, cuts=CUTS_FOR_TWO))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 4), (1, 2, 4), (2, 1, 4), (1, 1, 3), (2, 4, 1), (3, 1, 1)]
+)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 12])
+def test_gradients_with_shared_heads(ranks, shape, kv_heads):
+    """More ranks than key/value heads, as many, and fewer."""
+    if kv_heads % shape[2] and shape[2] % kv_heads:
+        pytest.skip("refused: heads cannot be shared out")
+    sizes = {"num_layers": 4, "num_heads": 12, "num_kv_heads": kv_heads, "head_size": 4}
+    cuts = ((0, 5, 9, 23), (0, 4, 13))
+    check(ranks, Case("mqa, window, biases", shape=shape, cuts=cuts, sizes=sizes))
+
+
+@pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_steps_in_a_row(ranks, schedule, shared):
+    case = Case(
+        "tied, yarn, all biases",
+        shape=(2, 2, 1),
+        schedule=schedule,
+        cuts=UNEVEN[:2],
+        steps=3,
+        shared=shared,
+    )
+    check(ranks, case)
