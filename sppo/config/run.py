@@ -54,6 +54,8 @@ class ParallelConfig(Section):
     schedule: str = "auto"
     multiplexed: Literal["auto", "on", "off"] = "auto"
     zero: Literal[0, 1, 3] = 1
+    timeout_s: float = Field(default=600, gt=0)
+    """Seconds a rank waits for another before it gives up."""
 
 
 class ActivationsConfig(Section):

@@ -184,7 +184,15 @@ _DIGEST = "digest"
 _PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
     "model": None,
     "sequence": None,
-    "parallel": None,
+    "parallel": (
+        "data_parallel_degree",
+        "pipeline_parallel_degree",
+        "sequence_parallel_degree",
+        "sequence_parallel",
+        "schedule",
+        "multiplexed",
+        "zero",
+    ),
     "activations": (
         "policy",
         "input_every",

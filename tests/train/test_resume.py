@@ -240,7 +240,8 @@ def test_a_run_that_is_done_is_left_as_it_is(plain):
 
 def test_more_steps_go_on(plain):
     copy_of(plain, "longer")
-    words = ("train", "run.yaml", "train.output=longer", "train.steps=12", "data.eval_tokens=x")
+    changes = ("train.steps=12", "data.eval_tokens=x", "parallel.timeout_s=5")
+    words = ("train", "run.yaml", "train.output=longer", *changes)
     assert plain.sppo(*words, cwd=plain.directory).returncode == 0
     assert [record["step"] for record in plain.read("longer")] == list(range(1, 13))
     assert [r["loss"] for r in plain.read("longer")[:10]] == [r["loss"] for r in plain.records]
