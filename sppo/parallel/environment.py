@@ -1,0 +1,291 @@
+"""Which rank this process is, as whoever started it wrote into its environment.
+
+The one file that knows the launchers' variables: torchrun's, which ``sppo train`` sets for the
+ranks it starts itself too, and those of Slurm's srun.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Launcher = Literal["sppo", "torchrun", "slurm"]
+
+_MARKER = "SPPO_STARTED_RANK"
+_PROGRESS_FILE = "SPPO_PROGRESS_FILE"
+_STORE_IS_HOSTED = "TORCHELASTIC_USE_AGENT_STORE"
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_THREADS = "OMP_NUM_THREADS"
+
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""Slurm numbers the steps that srun does not start (batch, interactive, extern) from here on."""
+_FIRST_PORT = 12000
+_NUM_PORTS = 20000
+"""Ports for Slurm jobs that name none: above the services', below those systems give out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """The place of this process among the ranks of a job.
+
+    Attributes:
+        rank: Its number, from 0.
+        world_size: Ranks of the job.
+        local_rank: Its number on its machine.
+        local_world_size: Ranks on its machine.
+        master_address: Where the ranks meet: the machine of rank 0.
+        master_port: The port there.
+        launcher: Who started it.
+        store_is_hosted: Whether the launcher serves the meeting place; otherwise rank 0 does.
+        progress_file: Where its launcher looks for its progress, if it does.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_address: str
+    master_port: int
+    launcher: Launcher
+    store_is_hosted: bool = False
+    progress_file: Path | None = None
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether every rank runs on this machine."""
+        return self.local_world_size == self.world_size
+
+
+def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
+    """Read the place of this process; None: it stands alone and starts its own ranks.
+
+    torchrun's variables win over srun's, since torchrun may itself run under srun. The shells of
+    sbatch, salloc and ``srun --pty bash`` are no ranks, although Slurm numbers them too.
+
+    Raises:
+        ValueError: variables that are missing, no numbers, or do not fit each other.
+    """
+    if any(name in environ for name in _RANK_VARIABLES):
+        return _from_torchrun(environ)
+    if _is_slurm_task(environ):
+        return _from_slurm(environ)
+    return None
+
+
+def child_environment(
+    environ: Mapping[str, str],
+    *,
+    rank: int,
+    num_ranks: int,
+    port: int,
+    threads: int | None,
+    progress_file: Path,
+) -> dict[str, str]:
+    """What ``sppo`` gives a rank that it starts on this machine: ``environ`` and its place.
+
+    Args:
+        environ: of the starting process.
+        rank: of the new one.
+        num_ranks: of the job.
+        port: of this machine, where the starting process serves the ranks' meeting place.
+        threads: of the new process, unless the user has set OMP_NUM_THREADS; None: as many as it
+            likes.
+        progress_file: where the starting process will look.
+    """
+    child = {
+        **environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        _STORE_IS_HOSTED: "True",
+        _MARKER: "1",
+        _PROGRESS_FILE: str(progress_file),
+    }
+    if threads is not None:
+        child.setdefault(_THREADS, str(threads))
+    return child
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
+    missing = [n for n in (*_RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT") if not environ.get(n)]
+    if missing:
+        present = [f"{name}={environ[name]}" for name in _RANK_VARIABLES if environ.get(name)]
+        raise ValueError(
+            f"{', '.join(missing)} not set, although {', '.join(present) or 'others'} is: a rank "
+            "needs all of them; start with torchrun or srun, or unset them and let sppo train "
+            "start its own ranks"
+        )
+    progress_file = environ.get(_PROGRESS_FILE)
+    ours = _MARKER in environ
+    return _checked(
+        RankEnvironment(
+            rank=_number(environ, "RANK"),
+            world_size=_number(environ, "WORLD_SIZE", least=1),
+            local_rank=_number(environ, "LOCAL_RANK"),
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", least=1),
+            master_address=environ["MASTER_ADDR"],
+            master_port=_port(environ),
+            launcher="sppo" if ours else "torchrun",
+            store_is_hosted=environ.get(_STORE_IS_HOSTED) == "True",
+            progress_file=Path(progress_file) if ours and progress_file else None,
+        ),
+        names=_RANK_VARIABLES,
+    )
+
+
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several tasks of a step."""
+    step = environ.get("SLURM_STEP_ID", "")
+    if not step.isdecimal() or int(step) >= _FIRST_SPECIAL_STEP or "SLURM_PROCID" not in environ:
+        return False
+    return environ.get(_slurm_tasks(environ), "1") != "1"
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> str:
+    """The variable with the tasks of the step; that of the job may count others."""
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+
+
+def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
+    tasks = _slurm_tasks(environ)
+    address = environ.get("MASTER_ADDR") or _first_slurm_host(environ)
+    port = _port(environ) if environ.get("MASTER_PORT") else _slurm_port(environ)
+    return _checked(
+        RankEnvironment(
+            rank=_number(environ, "SLURM_PROCID"),
+            world_size=_number(environ, tasks, least=1),
+            local_rank=_number(environ, "SLURM_LOCALID"),
+            local_world_size=_slurm_local_tasks(environ, tasks=tasks),
+            master_address=address,
+            master_port=port,
+            launcher="slurm",
+        ),
+        names=("SLURM_PROCID", tasks, "SLURM_LOCALID", "tasks per node"),
+    )
+
+
+def _first_slurm_host(environ: Mapping[str, str]) -> str:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environ.get(name):
+            return next(expand_hosts(environ[name]))
+    raise ValueError(
+        "SLURM_STEP_NODELIST is not set, although SLURM_PROCID is: the ranks meet on its first "
+        "host; start with srun, or set MASTER_ADDR to the host of rank 0"
+    )
+
+
+def _slurm_port(environ: Mapping[str, str]) -> int:
+    """The same for all tasks of a step, most likely another for other steps and jobs."""
+    job = _number(environ, "SLURM_JOB_ID")
+    return _FIRST_PORT + (job + 101 * _number(environ, "SLURM_STEP_ID")) % _NUM_PORTS
+
+
+def _slurm_local_tasks(environ: Mapping[str, str], *, tasks: str) -> int:
+    """Tasks of the step on this node."""
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if per_node and "SLURM_NODEID" in environ:
+        counts = _task_counts(per_node)
+        node = _number(environ, "SLURM_NODEID")
+        if counts and node < len(counts):
+            return counts[node]
+    if environ.get("SLURM_NTASKS_PER_NODE"):
+        most = _number(environ, "SLURM_NTASKS_PER_NODE", least=1)
+        return min(most, _number(environ, tasks, least=1))
+    if environ.get("SLURM_STEP_NUM_NODES") == "1":
+        return _number(environ, tasks, least=1)
+    raise ValueError(
+        "SLURM_NTASKS_PER_NODE is not set and SLURM_STEP_TASKS_PER_NODE does not say either how "
+        "many ranks run on this node; start with srun --ntasks-per-node=N"
+    )
+
+
+def _task_counts(text: str) -> tuple[int, ...] | None:
+    """Tasks of each node, from e.g. ``4(x2),3``; None: not written like that."""
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def expand_hosts(hosts: str) -> Iterator[str]:
+    """Host names of a Slurm list, e.g. a03, a04, a05, a09 and b of ``a[03-05,09],b``.
+
+    Raises:
+        ValueError: not such a list.
+    """
+    items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
+    if not items or ",".join(items) != hosts:
+        raise ValueError(
+            f"host list {hosts!r} is not written like node[03-05,09]; set MASTER_ADDR to the host "
+            "of rank 0"
+        )
+    for item in items:
+        yield from _expand_host(item)
+
+
+def _expand_host(item: str) -> Iterator[str]:
+    """The hosts of one item, whose brackets are opened from left to right."""
+    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
+    if match is None:
+        yield item
+        return
+    before, numbers, after = match.groups()
+    for part in numbers.split(","):
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if ends is None:
+            raise ValueError(
+                f"host list item {item!r}: {part!r} is no number and no range; set MASTER_ADDR to "
+                "the host of rank 0"
+            )
+        first, last = ends[1], ends[2] or ends[1]
+        for number in range(int(first), int(last) + 1):
+            yield from _expand_host(f"{before}{number:0{len(first)}d}{after}")
+
+
+def _number(environ: Mapping[str, str], name: str, *, least: int = 0) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise ValueError(f"{name} is not set; start with torchrun, srun or sppo train itself")
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise ValueError(
+            f"{name}={text!r} must be a whole number of at least {least}; it is set by whatever "
+            "starts the ranks: start with torchrun, srun or sppo train itself"
+        )
+    return int(text)
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _number(environ, "MASTER_PORT", least=1)
+    if port >= 1 << 16:
+        raise ValueError(f"MASTER_PORT={port} must be below 65536; set it to a free port")
+    return port
+
+
+def _checked(place: RankEnvironment, *, names: tuple[str, str, str, str]) -> RankEnvironment:
+    """Refuse numbers that contradict each other; ``names`` are the variables they came from."""
+    rank, world, local_rank, local_world = zip(
+        names,
+        (place.rank, place.world_size, place.local_rank, place.local_world_size),
+        strict=True,
+    )
+    rules = (
+        (rank, world, place.rank < place.world_size, "below"),
+        (local_rank, local_world, place.local_rank < place.local_world_size, "below"),
+        (local_world, world, place.local_world_size <= place.world_size, "at most"),
+    )
+    for (name, value), (other, bound), holds, rule in rules:
+        if not holds:
+            raise ValueError(
+                f"{name}={value} must be {rule} {other}={bound}: the environment mixes two jobs; "
+                "start with torchrun, srun or sppo train itself in a fresh shell"
+            )
+    return place
