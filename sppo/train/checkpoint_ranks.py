@@ -1,0 +1,121 @@
+"""Ranks that save and load together: what one of them fails at, all of them fail at.
+
+Work on the disk goes wrong on one rank alone, while the others wait in the next collective. So
+every piece of it runs inside one of the calls below, which end the same way on all ranks.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+_PATIENCE = timedelta(hours=2)
+"""How long a background save waits for the disks of others; that a rank died shows at once."""
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The processes that take part.
+
+    Args:
+        group: gloo, of all of them; None for a process that works alone, for which every call
+            below is a plain call, whether or not torch.distributed is in use.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self._size = 1 if group is None else dist.get_world_size(group)
+        self._first = 0 if group is None else dist.get_global_rank(group, 0)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that does what is done once."""
+        return self.rank == 0
+
+    def beside(self) -> Ranks:
+        """The same ranks with a group of their own, for another thread. Collective."""
+        if self.group is None:
+            return self
+        members = dist.get_process_group_ranks(self.group)
+        own = dist.new_group(
+            members, backend="gloo", timeout=_PATIENCE, use_local_synchronization=True
+        )
+        assert own is not None, "every rank is a member"
+        return Ranks(own)
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on rank 0; every rank gets what it returned or raised."""
+        if self.group is None:
+            return work()
+        value, error = _attempt(work) if self.is_first else (None, None)
+        value, shared = self._tell((value, _portable(error)))
+        _raise_shared(shared, own=error)
+        return cast(T, value)
+
+    def on_all(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on every rank, which gets its own result; one failure is everybody's."""
+        results: list[T] = []
+        self.gather(lambda: results.append(work()))
+        return results[0]
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """As :meth:`on_all`, but rank 0 gets the results of all, in order, and others nothing."""
+        if self.group is None:
+            return [work()]
+        value, error = _attempt(work)
+        outcome = (value, _portable(error))
+        outcomes: list[Any] | None = [None] * self._size if self.is_first else None
+        dist.gather_object(outcome, outcomes, dst=self._first, group=self.group)
+        failures = {i: e for i, (_, e) in enumerate(outcomes or []) if e is not None}
+        _raise_shared(self._tell(self.failure(failures) if failures else None), own=error)
+        return [value for value, _ in outcomes or []]
+
+    def failure(self, failures: Mapping[int, BaseException]) -> BaseException:
+        """What all ranks raise when these failed; says which rank did, if there are several."""
+        rank = min(failures)
+        error = failures[rank]
+        if self.group is None:
+            return error
+        if isinstance(error, OSError):
+            text = f"rank {rank}: {error.strerror or error}"
+            return OSError(error.errno, text) if error.errno else OSError(text)
+        error.add_note(f"raised on rank {rank}")
+        return error
+
+    def _tell(self, value: Any) -> Any:
+        """Rank 0's ``value``, on all ranks."""
+        box = [value]
+        dist.broadcast_object_list(box, src=self._first, group=self.group)
+        return box[0]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except BaseException as error:  # interrupts too: the others must not wait for ever
+        return None, error
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """``error``, or its words where it cannot travel to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _raise_shared(shared: BaseException | None, *, own: BaseException | None) -> None:
+    """Raise what all ranks raise, if anything, with this rank's ``own`` error as its cause."""
+    if shared is None:
+        return
+    if shared is own:
+        raise shared
+    raise shared from own
