@@ -1,7 +1,9 @@
 """Checkpoints of a run: saved atomically, verified before use, the newest few kept.
 
 ``OUTPUT/checkpoints/step_000012/`` holds the tensors (torch.distributed.checkpoint, keys are
-global names), ``metadata.json`` and ``manifest.json``. Step k means after k optimizer steps.
+global names, one file for each rank that wrote), ``metadata.json`` and ``manifest.json``. Step k
+means after k optimizer steps. Nothing in it depends on how many ranks there were: any number of
+them, each with its blocks of the tensors, may go on from it.
 """
 
 from __future__ import annotations
@@ -10,21 +12,19 @@ import errno
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from json import JSONDecodeError, loads
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from sppo import __version__
 from sppo.config import RunConfig
 from sppo.train.checkpoint_files import (
-    CHECKPOINTS_DIRECTORY,
     METADATA_FILE,
-    is_step_name,
     list_checkpoints,
     partial_path,
     publish,
@@ -32,17 +32,45 @@ from sppo.train.checkpoint_files import (
     remove_leftovers,
     step_name,
 )
-from sppo.train.checkpoint_manifest import Damage, find_damage, write_manifest
+from sppo.train.checkpoint_manifest import (
+    SHARED,
+    FileSum,
+    find_absence,
+    sum_files,
+    write_manifest,
+)
+from sppo.train.checkpoint_ranks import Ranks
+from sppo.train.checkpoint_search import (
+    Checkpoint,
+    InvalidCheckpointError,
+    find_checkpoint,
+    newest_valid,
+)
 from sppo.train.checkpoint_tensors import (
+    BlockKey,
+    block_bytes,
+    check_fits,
     load_tensors,
     read_tensors,
     save_tensors,
     saved_shapes,
     silence_single_process_warning,
-    state_bytes,
 )
 from sppo.train.durable_files import write_json
+from sppo.train.state_block import StateBlock, as_blocks
 from sppo.units import MIB, format_bytes, format_duration
+
+__all__ = [
+    "MODEL_PREFIX",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
+    "InvalidCheckpointError",
+    "StateBlock",
+    "find_checkpoint",
+    "read_model",
+    "run_metadata",
+]
 
 MODEL_PREFIX = "model."
 """Of the keys under which fp32 weights are saved."""
@@ -56,21 +84,6 @@ class CheckpointError(OSError):
 
     def __str__(self) -> str:
         return self.strerror or super().__str__()
-
-
-class InvalidCheckpointError(ValueError):
-    """No checkpoint to be found where one must be, or none that is whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """One checkpoint whose files were verified."""
-
-    path: Path
-    step: int
-    """Optimizer steps done when it was saved."""
-    metadata: dict[str, Any]
-    """See :func:`run_metadata`; ``step`` is added."""
 
 
 def run_metadata(
@@ -95,47 +108,67 @@ def run_metadata(
 class CheckpointManager:
     """Saves, keeps and finds the checkpoints of one run.
 
+    With several ranks each has a manager, and every method is collective: all ranks call it with
+    the same step, and all return or all raise the same. Rank 0 makes room, verifies and publishes;
+    every rank writes and reads its own blocks, in a directory that all of them see.
+
     Args:
         directory: ``OUTPUT/checkpoints``; made at the first save. One run at a time writes there.
         keep: how many checkpoints stay on the disk, at least one.
         async_save: copy the state to CPU memory, then write it while training goes on. Takes
             as much host memory as the state for as long as the write lasts.
+        group: a gloo group of all ranks, in use by nobody else during a call; its timeout must
+            allow for rank 0 reading a whole checkpoint. None: one process, which saves alone.
     """
 
-    def __init__(self, directory: Path, *, keep: int, async_save: bool) -> None:
+    def __init__(
+        self, directory: Path, *, keep: int, async_save: bool, group: ProcessGroup | None = None
+    ) -> None:
         assert keep >= 1, f"keep is {keep}; CheckpointConfig checks this"
         self.directory = directory
         self._keep = keep
+        self._ranks = Ranks(group)
         self._writer = ThreadPoolExecutor(1, "checkpoint") if async_save else None
+        # The writing thread and the training must not meet in one group's collectives.
+        self._writing_ranks = self._ranks.beside() if async_save else self._ranks
         self._in_flight: Future[None] | None = None
         self._current_step: int | None = None
         self._damaged: set[Path] = set()
 
-    def save(self, state: Mapping[str, Tensor], *, step: int, metadata: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        state: Mapping[str, Tensor | StateBlock],
+        *,
+        step: int,
+        metadata: Mapping[str, Any],
+    ) -> None:
         """Write the checkpoint of ``step``, then delete all but the newest ``keep``.
 
         Does nothing if ``step`` is what was saved or loaded last. With ``async_save`` it returns
         once the state is copied; the caller may change the tensors then.
 
         Args:
-            state: tensors by global name, on any device.
+            state: what this rank holds, by global name, on any device: blocks of tensors, or
+                whole ones. Blocks that several ranks hold are written once.
             step: optimizer steps done.
-            metadata: JSON-able, see :func:`run_metadata`.
+            metadata: JSON-able, see :func:`run_metadata`; that of rank 0 is saved.
 
         Raises:
-            CheckpointError: this or the previous background save failed. Nothing partial stays,
-                and earlier checkpoints are as they were.
+            CheckpointError: this or the previous background save failed, on any rank. Nothing
+                partial stays, and earlier checkpoints are as they were.
         """
         self.wait()
         if step == self._current_step:
             return
-        self._make_room(state, step=step)
+        blocks = as_blocks(state)
+        sizes = self._ranks.gather(lambda: block_bytes(blocks))
+        needed = self._ranks.on_first(lambda: self._make_room(sizes, step=step))
         silence_single_process_warning()  # here, because warning filters are not thread-safe
         if self._writer is None:
-            self._write(state, step, metadata)
+            self._write(blocks, step, metadata, needed)
         else:
-            staged = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
-            self._in_flight = self._writer.submit(self._write, staged, step, dict(metadata))
+            staged = self._ranks.on_all(lambda: _copies(blocks))
+            self._in_flight = self._writer.submit(self._write, staged, step, dict(metadata), needed)
         self._current_step = step
 
     def wait(self) -> None:
@@ -156,26 +189,45 @@ class CheckpointManager:
     def latest_valid(self) -> Checkpoint | None:
         """The newest checkpoint whose files are all as they were written; None if there is none.
 
-        Reads all of it, changes nothing. A warning names each newer one that is damaged.
+        Reads all of it, on rank 0, and changes nothing. A warning names each newer one that is
+        damaged.
 
         Raises:
             InvalidCheckpointError: there are checkpoints, and all are damaged.
         """
-        checkpoint, damaged = _newest_valid(self.directory)
-        self._damaged = damaged
+        checkpoint, self._damaged = self._ranks.on_first(lambda: newest_valid(self.directory))
         return checkpoint
 
-    def load_into(self, checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> None:
+    def load_into(self, checkpoint: Checkpoint, state: Mapping[str, Tensor | StateBlock]) -> None:
         """Fill the tensors of ``state`` in place; tensors it does not name are not read.
 
+        Args:
+            checkpoint: saved by any number of ranks.
+            state: what this rank holds, cut in any way; need not cover the tensors.
+
         Raises:
-            ValueError: the checkpoint lacks some or has them in another shape; names them.
+            ValueError: the checkpoint lacks some or has them in another shape; names them. Or a
+                rank does not see what rank 0 has found. Nothing is changed.
         """
-        load_tensors(checkpoint.path, into=state)
+        blocks = as_blocks(state)
+        self._ranks.on_all(lambda: self._check_loadable(checkpoint.path, blocks))
+        self._ranks.on_all(lambda: load_tensors(checkpoint.path, into=blocks))
         self._current_step = checkpoint.step
 
-    def _make_room(self, state: Mapping[str, Tensor], *, step: int) -> None:
-        needed = state_bytes(state) + _OVERHEAD_BYTES
+    def _check_loadable(self, path: Path, blocks: Mapping[str, StateBlock]) -> None:
+        absence = None if self._ranks.is_first else find_absence(path)
+        if absence is not None:
+            raise InvalidCheckpointError(
+                f"rank {self._ranks.rank} does not see checkpoint {path} as rank 0 does: "
+                f"{absence}; {SHARED}"
+            )
+        check_fits(path, blocks)
+
+    def _make_room(self, sizes: Sequence[Mapping[BlockKey, int]], *, step: int) -> int:
+        """Bytes that the blocks of all ranks need; there is a directory with as many free."""
+        # By key, for replicas are written once.
+        blocks = {key: size for of_rank in sizes for key, size in of_rank.items()}
+        needed = sum(blocks.values()) + _OVERHEAD_BYTES
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.directory)
@@ -183,26 +235,55 @@ class CheckpointManager:
                 raise OSError(errno.ENOSPC, "not enough free space")
         except OSError as error:
             raise _save_error(error, step=step, directory=self.directory, needed=needed) from error
+        return needed
 
-    def _write(self, state: Mapping[str, Tensor], step: int, metadata: Mapping[str, Any]) -> None:
-        started = time.perf_counter()
-        partial = partial_path(self.directory, step=step)
-        target = self.directory / step_name(step)
+    def _write(
+        self, state: Mapping[str, StateBlock], step: int, metadata: Mapping[str, Any], needed: int
+    ) -> None:
+        started, ranks = time.perf_counter(), self._writing_ranks
+        own = partial_path(self.directory, step=step)
         try:
-            partial.mkdir()
-            save_tensors(state, directory=partial)
-            write_json(partial / METADATA_FILE, {"step": step, **metadata})
-            write_manifest(partial)
-            publish(partial, target)
+            partial = ranks.on_first(lambda: _made(own))
+            written = save_tensors(state, directory=partial, ranks=ranks)
+            sums = ranks.gather(lambda: sum_files(written))
+            ranks.on_first(lambda: self._publish(partial, sums, step=step, metadata=metadata))
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            needed = state_bytes(state) + _OVERHEAD_BYTES
-            raise _save_error(error, step=step, directory=self.directory, needed=needed) from error
+            raise self._give_up(own, error, step=step, needed=needed) from error
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            # A rank may be gone, so the others are not asked; what stays, the next save removes.
+            if ranks.is_first:
+                shutil.rmtree(own, ignore_errors=True)
             raise
-        took = format_duration(time.perf_counter() - started)
-        _logger.info("saved %s (%s) in %s", target, format_bytes(state_bytes(state)), took)
+        ranks.on_first(lambda: self._conclude(step, sums, took_s=time.perf_counter() - started))
+
+    def _publish(
+        self,
+        partial: Path,
+        sums: Sequence[Mapping[str, FileSum]],
+        *,
+        step: int,
+        metadata: Mapping[str, Any],
+    ) -> None:
+        """Complete what all ranks have written."""
+        about = partial / METADATA_FILE
+        write_json(about, {"step": step, **metadata})
+        all_sums = [*sums, sum_files([about])]
+        write_manifest(partial, {name: file for of in all_sums for name, file in of.items()})
+        publish(partial, self.directory / step_name(step))
+
+    def _give_up(self, own: Path, error: OSError, *, step: int, needed: int) -> CheckpointError:
+        """Remove what all ranks have begun; what to raise."""
+
+        def undo() -> CheckpointError:
+            shutil.rmtree(own, ignore_errors=True)
+            return _save_error(error, step=step, directory=self.directory, needed=needed)
+
+        return self._writing_ranks.on_first(undo)
+
+    def _conclude(self, step: int, sums: Sequence[Mapping[str, FileSum]], *, took_s: float) -> None:
+        size = format_bytes(sum(file.size_bytes for files in sums for file in files.values()))
+        target = self.directory / step_name(step)
+        _logger.info("saved %s (%s) in %s", target, size, format_duration(took_s))
         self._prune(step)
 
     def _prune(self, step: int) -> None:
@@ -215,6 +296,19 @@ class CheckpointManager:
             except OSError as error:
                 _logger.warning("old checkpoint %s cannot be deleted: %s", path, error.strerror)
         self._damaged = set()
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+def _copies(state: Mapping[str, StateBlock]) -> dict[str, StateBlock]:
+    """What the caller may change while ``state`` is being written."""
+    return {
+        name: replace(block, tensor=block.tensor.detach().to("cpu", copy=True))
+        for name, block in state.items()
+    }
 
 
 def read_model(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -235,69 +329,6 @@ def read_model(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = read_tensors(checkpoint.path, names=names)
     weights = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
     return checkpoint.metadata, weights
-
-
-def find_checkpoint(path: Path | str) -> Checkpoint:
-    """The checkpoint that ``path`` stands for, verified; changes nothing.
-
-    Args:
-        path: as for :func:`read_model`.
-
-    Raises:
-        InvalidCheckpointError: no checkpoint there, or none that is whole.
-    """
-    path = Path(path)
-    below = path / CHECKPOINTS_DIRECTORY
-    if below.is_dir():
-        checkpoint, _ = _newest_valid(below)
-    elif (path / METADATA_FILE).exists() or is_step_name(path.name):
-        return _open_one(path)
-    else:
-        checkpoint, _ = _newest_valid(path)
-    if checkpoint is None:
-        raise InvalidCheckpointError(
-            f"{path} holds no checkpoint: give a run's output directory, which contains "
-            f"{CHECKPOINTS_DIRECTORY}/{step_name(12)} or the like, or one such checkpoint"
-        )
-    return checkpoint
-
-
-def _open_one(path: Path) -> Checkpoint:
-    if not path.is_dir():
-        raise InvalidCheckpointError(f"{path} is not a directory; a checkpoint is one")
-    damage = find_damage(path)
-    opened = damage or _open(path)
-    if isinstance(opened, Damage):
-        raise InvalidCheckpointError(f"checkpoint {path} is damaged: {opened}; use another one")
-    return opened
-
-
-def _newest_valid(directory: Path) -> tuple[Checkpoint | None, set[Path]]:
-    """The newest undamaged checkpoint, and the paths of those that are newer."""
-    damages: dict[Path, Damage] = {}
-    for _, path in list_checkpoints(directory):
-        opened = find_damage(path) or _open(path)
-        if isinstance(opened, Checkpoint):
-            for bad, damage in damages.items():
-                _logger.warning("checkpoint %s is damaged: %s; using %s", bad, damage, path.name)
-            return opened, set(damages)
-        damages[path] = opened
-    if damages:
-        raise InvalidCheckpointError(
-            f"every checkpoint in {directory} is damaged: "
-            + "; ".join(f"{path.name}: {damage}" for path, damage in damages.items())
-            + ". Restore one, or move the directory away to start anew"
-        )
-    return None, set()
-
-
-def _open(path: Path) -> Checkpoint | Damage:
-    """The checkpoint at ``path``, whose files are known to be as they were written."""
-    try:
-        metadata = loads((path / METADATA_FILE).read_text(encoding="utf-8"))
-        return Checkpoint(path, step=metadata["step"], metadata=metadata)
-    except (OSError, JSONDecodeError, KeyError, TypeError) as error:
-        return Damage(METADATA_FILE, f"cannot be used: {error}")
 
 
 def _save_error(error: OSError, *, step: int, directory: Path, needed: int) -> CheckpointError:

@@ -2,15 +2,17 @@
 
 CRC-32 finds every burst of up to 32 wrong bits and misses other damage once in 4 billion; zlib's
 runs at several GB/s a core, many times what cryptographic digests reach, and nobody is expected to
-forge a checkpoint. Files are summed in blocks so that threads share one large file.
+forge a checkpoint. Files are summed in blocks so that threads share one large file, each by the
+rank that wrote it; what they found, rank 0 writes down.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from sppo.train.durable_files import write_json
 from sppo.units import MIB
 
 MANIFEST_FILE = "manifest.json"
+SHARED = "train.output must be a directory that all ranks share"
 
 _FORMAT_VERSION = 1
 _CHECKSUM = "crc32 of each block, hexadecimal"
@@ -40,26 +43,50 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
+class FileSum:
+    """What a file must be."""
+
+    size_bytes: int
+    block_crc32: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Block:
     path: Path
     first: int
     size_bytes: int
 
 
-def write_manifest(directory: Path) -> None:
-    """List every file that ``directory`` holds now.
+def sum_files(paths: Iterable[Path]) -> dict[str, FileSum]:
+    """Read files of one directory: what they are, by name.
 
     Raises:
-        OSError: a file cannot be read, or the manifest not be written.
+        OSError: one cannot be read.
     """
-    sizes = {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
-    blocks = [b for name, size in sizes.items() for b in _blocks_of(directory / name, size)]
-    files: dict[str, Any] = {
-        name: {"size_bytes": size, "block_crc32": []} for name, size in sizes.items()
-    }
+    sizes = {path: path.stat().st_size for path in paths}
+    blocks = [block for path, size in sizes.items() for block in _blocks_of(path, size)]
+    found: dict[Path, list[str]] = {path: [] for path in sizes}
     for block, checksum in zip(blocks, _checksums(blocks), strict=True):
-        files[block.path.name]["block_crc32"].append(checksum)
-    write_json(directory / MANIFEST_FILE, _header() | {"files": files})
+        found[block.path].append(checksum)
+    return {path.name: FileSum(size, tuple(found[path])) for path, size in sizes.items()}
+
+
+def write_manifest(directory: Path, files: Mapping[str, FileSum]) -> None:
+    """List ``files``, which are all that ``directory`` holds.
+
+    Raises:
+        OSError: a file that another rank wrote is not to be seen here, or only part of it; or the
+            manifest cannot be written.
+    """
+    for name, file in files.items():
+        problem = _wrong_size(directory / name, file.size_bytes)
+        if problem is not None:
+            raise OSError(errno.ENOENT, f"{name}, written by another rank: {problem}; {SHARED}")
+    listed = {
+        name: {"size_bytes": file.size_bytes, "block_crc32": list(file.block_crc32)}
+        for name, file in sorted(files.items())
+    }
+    write_json(directory / MANIFEST_FILE, _header() | {"files": listed})
 
 
 def find_damage(directory: Path) -> Damage | None:
@@ -67,19 +94,16 @@ def find_damage(directory: Path) -> Damage | None:
 
     Reads every byte. A file that cannot be read counts as damaged.
     """
-    try:
-        files = _read_manifest(directory / MANIFEST_FILE)
-    except FileNotFoundError:
-        return Damage(MANIFEST_FILE, "missing")
-    except OSError as error:
-        return Damage(MANIFEST_FILE, f"cannot be read: {error.strerror}")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Damage(MANIFEST_FILE, "not a manifest")
-    for name, (size, _) in files.items():
-        problem = _wrong_size(directory / name, size)
-        if problem is not None:
-            return Damage(name, problem)
-    return _wrong_content(directory, files)
+    files = _listed(directory)
+    if isinstance(files, Damage):
+        return files
+    return _wrong_sizes(directory, files) or _wrong_content(directory, files)
+
+
+def find_absence(directory: Path) -> Damage | None:
+    """As :func:`find_damage`, by names and sizes alone: what one rank sees of another's find."""
+    files = _listed(directory)
+    return files if isinstance(files, Damage) else _wrong_sizes(directory, files)
 
 
 def _header() -> dict[str, Any]:
@@ -90,18 +114,36 @@ def _header() -> dict[str, Any]:
     }
 
 
-def _read_manifest(path: Path) -> dict[str, tuple[int, list[str]]]:
-    """Size and block checksums by file name."""
+def _listed(directory: Path) -> dict[str, FileSum] | Damage:
+    try:
+        return _read_manifest(directory / MANIFEST_FILE)
+    except FileNotFoundError:
+        return Damage(MANIFEST_FILE, "missing")
+    except OSError as error:
+        return Damage(MANIFEST_FILE, f"cannot be read: {error.strerror}")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Damage(MANIFEST_FILE, "not a manifest")
+
+
+def _read_manifest(path: Path) -> dict[str, FileSum]:
     manifest = json.loads(path.read_text(encoding="utf-8"))
     if {key: manifest[key] for key in _header()} != _header():
         raise ValueError("another format, or a flipped bit")
     files = {
-        name: (entry["size_bytes"], entry["block_crc32"])
+        name: FileSum(entry["size_bytes"], tuple(entry["block_crc32"]))
         for name, entry in manifest["files"].items()
     }
     if not files:
         raise ValueError("no files")
     return files
+
+
+def _wrong_sizes(directory: Path, files: Mapping[str, FileSum]) -> Damage | None:
+    for name, file in files.items():
+        problem = _wrong_size(directory / name, file.size_bytes)
+        if problem is not None:
+            return Damage(name, problem)
+    return None
 
 
 def _wrong_size(path: Path, expected: int) -> str | None:
@@ -114,10 +156,11 @@ def _wrong_size(path: Path, expected: int) -> str | None:
     return None if size == expected else f"{size} bytes long, {expected} were written"
 
 
-def _wrong_content(directory: Path, files: dict[str, tuple[int, list[str]]]) -> Damage | None:
+def _wrong_content(directory: Path, files: Mapping[str, FileSum]) -> Damage | None:
     blocks: list[_Block] = []
     expected: list[str] = []
-    for name, (size, checksums) in files.items():
+    for name, file in files.items():
+        size, checksums = file.size_bytes, file.block_crc32
         of_file = list(_blocks_of(directory / name, size))
         if len(of_file) != len(checksums):
             return Damage(MANIFEST_FILE, f"{len(checksums)} checksums for {name} of {size} bytes")

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -403,9 +404,9 @@ def test_a_background_save_holds_the_state_of_its_step(
     go_on = threading.Event()
     real = checkpoint_module.save_tensors
 
-    def slow(state: dict[str, Tensor], *, directory: Path) -> None:
+    def slow(*args: Any, **kwargs: Any) -> list[Path]:
         assert go_on.wait(10)
-        real(state, directory=directory)
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint_module, "save_tensors", slow)
     manager = _manager(tmp_path, async_save=True)
@@ -424,7 +425,7 @@ def test_a_failed_background_save_surfaces_once_at_the_next_save(
 ) -> None:
     manager = _manager(tmp_path, async_save=True)
 
-    def broken(state: dict[str, Tensor], *, directory: Path) -> None:
+    def broken(*args: Any, **kwargs: Any) -> list[Path]:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:

@@ -1,0 +1,98 @@
+"""The checkpoint to go on from, or to read: the newest that is whole."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from json import JSONDecodeError, loads
+from pathlib import Path
+from typing import Any
+
+from sppo.train.checkpoint_files import (
+    CHECKPOINTS_DIRECTORY,
+    METADATA_FILE,
+    is_step_name,
+    list_checkpoints,
+    step_name,
+)
+from sppo.train.checkpoint_manifest import Damage, find_damage
+
+_logger = logging.getLogger(__name__)
+
+
+class InvalidCheckpointError(ValueError):
+    """No checkpoint to be found where one must be, or none that is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint whose files were verified."""
+
+    path: Path
+    step: int
+    """Optimizer steps done when it was saved."""
+    metadata: dict[str, Any]
+    """See :func:`~sppo.train.checkpoint.run_metadata`; ``step`` is added."""
+
+
+def find_checkpoint(path: Path | str) -> Checkpoint:
+    """The checkpoint that ``path`` stands for, verified; changes nothing.
+
+    Args:
+        path: a run's output directory, its ``checkpoints`` or one ``step_...`` in there.
+
+    Raises:
+        InvalidCheckpointError: no checkpoint there, or none that is whole.
+    """
+    path = Path(path)
+    below = path / CHECKPOINTS_DIRECTORY
+    if below.is_dir():
+        checkpoint, _ = newest_valid(below)
+    elif (path / METADATA_FILE).exists() or is_step_name(path.name):
+        return _open_one(path)
+    else:
+        checkpoint, _ = newest_valid(path)
+    if checkpoint is None:
+        raise InvalidCheckpointError(
+            f"{path} holds no checkpoint: give a run's output directory, which contains "
+            f"{CHECKPOINTS_DIRECTORY}/{step_name(12)} or the like, or one such checkpoint"
+        )
+    return checkpoint
+
+
+def newest_valid(directory: Path) -> tuple[Checkpoint | None, set[Path]]:
+    """The newest undamaged checkpoint, and the paths of those that are newer."""
+    damages: dict[Path, Damage] = {}
+    for _, path in list_checkpoints(directory):
+        opened = find_damage(path) or _open(path)
+        if isinstance(opened, Checkpoint):
+            for bad, damage in damages.items():
+                _logger.warning("checkpoint %s is damaged: %s; using %s", bad, damage, path.name)
+            return opened, set(damages)
+        damages[path] = opened
+    if damages:
+        raise InvalidCheckpointError(
+            f"every checkpoint in {directory} is damaged: "
+            + "; ".join(f"{path.name}: {damage}" for path, damage in damages.items())
+            + ". Restore one, or move the directory away to start anew"
+        )
+    return None, set()
+
+
+def _open_one(path: Path) -> Checkpoint:
+    if not path.is_dir():
+        raise InvalidCheckpointError(f"{path} is not a directory; a checkpoint is one")
+    damage = find_damage(path)
+    opened = damage or _open(path)
+    if isinstance(opened, Damage):
+        raise InvalidCheckpointError(f"checkpoint {path} is damaged: {opened}; use another one")
+    return opened
+
+
+def _open(path: Path) -> Checkpoint | Damage:
+    """The checkpoint at ``path``, whose files are known to be as they were written."""
+    try:
+        metadata = loads((path / METADATA_FILE).read_text(encoding="utf-8"))
+        return Checkpoint(path, step=metadata["step"], metadata=metadata)
+    except (OSError, JSONDecodeError, KeyError, TypeError) as error:
+        return Damage(METADATA_FILE, f"cannot be used: {error}")
