@@ -1,0 +1,196 @@
+"""What single ranks do in the tests of checkpoints where something goes wrong on one of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+from collections import namedtuple
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from sppo.train import checkpoint as checkpoint_module
+from sppo.train import checkpoint_manifest, checkpoint_tensors
+from sppo.train.checkpoint import CheckpointError, InvalidCheckpointError
+from sppo.train.state_block import StateBlock
+from tests.train.resharding_ranks import (
+    cut_state,
+    load_and_compare,
+    manager_of,
+    names,
+    tensor_of,
+)
+
+
+@contextmanager
+def file_limit() -> Any:
+    """No file grows beyond a few KB: the disk of this rank is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*args: object, **kwargs: object) -> Any:
+        raise error
+
+    return fail
+
+
+def is_no_directory(path: Path) -> bool:
+    return ".partial-" not in path.name and os.path.isdir(path)
+
+
+def sum_and_lose(paths: list[Path]) -> Any:
+    """As if the files lay on a disk of this machine alone."""
+    found = checkpoint_manifest.sum_files(paths)
+    for path in paths:
+        path.unlink()
+    return found
+
+
+class Unportable(RuntimeError):
+    """Cannot be sent to another process."""
+
+    def __init__(self) -> None:
+        super().__init__("no pickle of this")
+        self.lock = lambda: None
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "file size": file_limit,
+    "write": lambda: patch.object(
+        checkpoint_tensors._WatchedFile, "write", raising(OSError(errno.EIO, "I/O error"))
+    ),
+    "read back": lambda: patch.object(
+        checkpoint_module, "sum_files", raising(OSError(errno.EIO, "I/O error"))
+    ),
+    "publish": lambda: patch.object(
+        checkpoint_module, "publish", raising(OSError(errno.ENOSPC, "No space left on device"))
+    ),
+    "space": lambda: patch.object(
+        shutil, "disk_usage", lambda path: namedtuple("usage", "total used free")(9, 7, 2)
+    ),
+    "not shared": lambda: patch.object(Path, "is_dir", is_no_directory),
+    "not seen": lambda: patch.object(checkpoint_module, "sum_files", sum_and_lose),
+    "interrupt": lambda: patch.object(checkpoint_module, "sum_files", raising(KeyboardInterrupt())),
+    "unportable": lambda: patch.object(checkpoint_module, "sum_files", raising(Unportable())),
+}
+
+
+def save_with_fault(
+    group: ProcessGroup, directory: str, fault: str, on: int, async_save: bool
+) -> dict[str, Any]:
+    """Save steps 1 and 2, with a fault of one rank at 2, then 3; what was raised at 2."""
+    manager = manager_of(group, directory, async_save=async_save)
+    state = cut_state(group, "grid", step=1)
+    manager.save(state, step=1, metadata={})
+    manager.wait()
+    raised: BaseException | None = None
+    with FAULTS[fault]() if dist.get_rank(group) == on else patch.dict({}):
+        try:
+            manager.save(cut_state(group, "grid", step=2), step=2, metadata={})
+            manager.wait()
+        except BaseException as error:
+            raised = error
+    dist.barrier(group)
+    left = names(directory)
+    load_and_compare(group, manager, "rows", step=1)
+    manager.save(cut_state(group, "grid", step=3), step=3, metadata={})
+    manager.wait()
+    load_and_compare(group, manager, "columns", step=3)
+    return {
+        "type": type(raised).__name__,
+        "text": str(raised),
+        "errno": raised.errno if isinstance(raised, CheckpointError) else None,
+        "left": left,
+    }
+
+
+def die_in_save(group: ProcessGroup, directory: str, on: int) -> None:
+    """Save step 1, then rank ``on`` is killed having written part of its file of step 2."""
+    manager = manager_of(group, directory)
+    manager.save(cut_state(group, "rows", step=1), step=1, metadata={})
+    real = checkpoint_tensors._WatchedFile.write
+    calls = 0
+
+    def write(self: Any, data: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            self.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, data)
+
+    if dist.get_rank(group) == on:
+        patch.object(checkpoint_tensors._WatchedFile, "write", write).start()
+    manager.save(cut_state(group, "rows", step=2), step=2, metadata={})
+
+
+def find(group: ProcessGroup, directory: str) -> dict[str, Any]:
+    """What ``latest_valid`` says."""
+    try:
+        found = manager_of(group, directory).latest_valid()
+    except InvalidCheckpointError as error:
+        return {"error": str(error)}
+    return {"found": found and [str(found.path), found.step, found.metadata]}
+
+
+def load_wrong(group: ProcessGroup, directory: str, fault: str) -> dict[str, Any]:
+    """Load where rank 1 alone expects something else or sees nothing; what was raised."""
+    manager = manager_of(group, directory)
+    found = manager.latest_valid()
+    assert found is not None
+    state = cut_state(group, "rows", step=1, make=lambda block: torch.full_like(block, -1))
+    hidden: Any = patch.dict({})
+    if dist.get_rank(group) == 1:
+        if fault == "missing":
+            state["model.extra"] = torch.full((2,), -1.0)
+        elif fault == "shape":
+            state["model.layers.1.norm.weight"] = StateBlock(torch.full((1,), -1.0), (3,), (4,))
+        else:
+            hidden = patch.object(Path, "read_text", raising(FileNotFoundError()))
+    with hidden:
+        try:
+            manager.load_into(found, state)
+        except ValueError as error:
+            unchanged = all((tensor_of(value) == -1).all() for value in state.values())
+            return {"error": str(error), "unchanged": bool(unchanged)}
+    return {}
+
+
+def save_bad_layout(group: ProcessGroup, directory: str, fault: str) -> str:
+    """Blocks that are no tiling; what was raised."""
+    rank = dist.get_rank(group)
+    rows = 2
+    shape = (6, 2)
+    dtype = torch.float32
+    offset = 2 * rank
+    if fault == "gap":
+        offset = 4 if rank == 1 else offset  # as rank 2: rows 2 and 3 are nowhere
+    elif fault == "overlap":
+        offset, rows = (1, 2) if rank == 1 else (offset, rows)
+    elif fault == "shape":
+        shape = (7, 2) if rank == 1 else shape
+    elif fault == "size":
+        offset, rows = (0, 3) if rank == 1 else (offset, rows)
+    else:
+        dtype = torch.bfloat16 if rank == 1 else dtype
+    block = StateBlock(torch.zeros(rows, 2, dtype=dtype), (offset, 0), shape)
+    try:
+        manager_of(group, directory).save({"model.w": block}, step=1, metadata={})
+    except ValueError as error:
+        return str(error)
+    return ""
