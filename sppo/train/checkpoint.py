@@ -39,7 +39,7 @@ from sppo.train.checkpoint_manifest import (
     sum_files,
     write_manifest,
 )
-from sppo.train.checkpoint_ranks import Ranks
+from sppo.train.checkpoint_ranks import CheckpointRanks
 from sppo.train.checkpoint_search import (
     Checkpoint,
     InvalidCheckpointError,
@@ -117,8 +117,8 @@ class CheckpointManager:
         keep: how many checkpoints stay on the disk, at least one.
         async_save: copy the state to CPU memory, then write it while training goes on. Takes
             as much host memory as the state for as long as the write lasts.
-        group: a gloo group of all ranks, in use by nobody else during a call; its timeout must
-            allow for rank 0 reading a whole checkpoint. None: one process, which saves alone.
+        group: of all ranks, which make their managers at the same time, for these talk over gloo
+            groups of their own. None: one process, which saves alone.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class CheckpointManager:
         assert keep >= 1, f"keep is {keep}; CheckpointConfig checks this"
         self.directory = directory
         self._keep = keep
-        self._ranks = Ranks(group)
+        self._ranks = CheckpointRanks(group)
         self._writer = ThreadPoolExecutor(1, "checkpoint") if async_save else None
-        # The writing thread and the training must not meet in one group's collectives.
-        self._writing_ranks = self._ranks.beside() if async_save else self._ranks
+        # The writing thread must not meet a search for checkpoints in one group's collectives.
+        self._writing_ranks = CheckpointRanks(group) if async_save else self._ranks
         self._in_flight: Future[None] | None = None
         self._current_step: int | None = None
         self._damaged: set[Path] = set()
@@ -156,6 +156,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: this or the previous background save failed, on any rank. Nothing
                 partial stays, and earlier checkpoints are as they were.
+            PeerLostError: here and below, that another rank has ended. Something partial may stay
+                until the next save.
         """
         self.wait()
         if step == self._current_step:

@@ -14,48 +14,48 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from sppo.parallel.peer_loss import peer_errors
+
 _PATIENCE = timedelta(hours=2)
-"""How long a background save waits for the disks of others; that a rank died shows at once."""
+"""How long a rank waits for the disks of others, which takes longer than anything in a step."""
+
+_WAITING = "waiting for what the other ranks do with a checkpoint"
 
 T = TypeVar("T")
 
 
-class Ranks:
-    """The processes that take part.
+class CheckpointRanks:
+    """The processes that take part, on a gloo group of their own.
+
+    So a save in the background never meets the collectives of a step, and waits with patience.
 
     Args:
-        group: gloo, of all of them; None for a process that works alone, for which every call
-            below is a plain call, whether or not torch.distributed is in use.
+        group: of the same ranks, which all make one of these at the same time; None for a process
+            that works alone, for which every call below is a plain call, whether or not
+            torch.distributed is in use.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self._size = 1 if group is None else dist.get_world_size(group)
-        self._first = 0 if group is None else dist.get_global_rank(group, 0)
+        self.group = None if group is None else _own_group(group)
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self._size = 1 if self.group is None else dist.get_world_size(self.group)
+        self._first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that does what is done once."""
         return self.rank == 0
 
-    def beside(self) -> Ranks:
-        """The same ranks with a group of their own, for another thread. Collective."""
-        if self.group is None:
-            return self
-        members = dist.get_process_group_ranks(self.group)
-        own = dist.new_group(
-            members, backend="gloo", timeout=_PATIENCE, use_local_synchronization=True
-        )
-        assert own is not None, "every rank is a member"
-        return Ranks(own)
-
     def on_first(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on rank 0; every rank gets what it returned or raised."""
+        """Run ``work`` on rank 0; every rank gets what it returned or raised.
+
+        Raises:
+            PeerLostError: here and below, that another rank has ended.
+        """
         if self.group is None:
             return work()
         value, error = _attempt(work) if self.is_first else (None, None)
-        value, shared = self._tell((value, _portable(error)))
+        value, shared = self._tell((value, portable(error)))
         _raise_shared(shared, own=error)
         return cast(T, value)
 
@@ -70,9 +70,10 @@ class Ranks:
         if self.group is None:
             return [work()]
         value, error = _attempt(work)
-        outcome = (value, _portable(error))
+        outcome = (value, portable(error))
         outcomes: list[Any] | None = [None] * self._size if self.is_first else None
-        dist.gather_object(outcome, outcomes, dst=self._first, group=self.group)
+        with peer_errors(_WAITING):
+            dist.gather_object(outcome, outcomes, dst=self._first, group=self.group)
         failures = {i: e for i, (_, e) in enumerate(outcomes or []) if e is not None}
         _raise_shared(self._tell(self.failure(failures) if failures else None), own=error)
         return [value for value, _ in outcomes or []]
@@ -92,8 +93,31 @@ class Ranks:
     def _tell(self, value: Any) -> Any:
         """Rank 0's ``value``, on all ranks."""
         box = [value]
-        dist.broadcast_object_list(box, src=self._first, group=self.group)
+        with peer_errors(_WAITING):
+            dist.broadcast_object_list(box, src=self._first, group=self.group)
         return box[0]
+
+
+def portable(error: BaseException | None) -> BaseException | None:
+    """``error``, or its words where it cannot travel to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _own_group(group: ProcessGroup) -> ProcessGroup:
+    with peer_errors("connecting with the other ranks for checkpoints"):
+        own: ProcessGroup | None = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="gloo",
+            timeout=_PATIENCE,
+            use_local_synchronization=True,
+            group_desc="checkpoint",
+        )
+    assert own is not None, "every rank is a member"
+    return own
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -101,15 +125,6 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return work(), None
     except BaseException as error:  # interrupts too: the others must not wait for ever
         return None, error
-
-
-def _portable(error: BaseException | None) -> BaseException | None:
-    """``error``, or its words where it cannot travel to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def _raise_shared(shared: BaseException | None, *, own: BaseException | None) -> None:

@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from sppo.parallel.peer_loss import peer_errors
 from sppo.train.checkpoint_manifest import SHARED
 from sppo.train.checkpoint_planners import BlockLoadPlanner, BlockSavePlanner
-from sppo.train.checkpoint_ranks import Ranks
+from sppo.train.checkpoint_ranks import CheckpointRanks, portable
 from sppo.train.state_block import StateBlock, whole
 
 BlockKey = tuple[str, tuple[int, ...]]
@@ -48,7 +49,9 @@ def block_bytes(state: Mapping[str, StateBlock]) -> dict[BlockKey, int]:
     }
 
 
-def save_tensors(state: Mapping[str, StateBlock], *, directory: Path, ranks: Ranks) -> list[Path]:
+def save_tensors(
+    state: Mapping[str, StateBlock], *, directory: Path, ranks: CheckpointRanks
+) -> list[Path]:
     """Write all ranks' ``state`` and its index into ``directory``, every file fsynced. Collective.
 
     Returns:
@@ -56,17 +59,19 @@ def save_tensors(state: Mapping[str, StateBlock], *, directory: Path, ranks: Ran
 
     Raises:
         OSError: on all ranks, that a disk is full, or another fault of it.
+        PeerLostError: another rank has ended.
     """
     silence_single_process_warning()
     writer = _Writer(directory)
     try:
-        save(
-            dict(state),
-            storage_writer=writer,
-            planner=BlockSavePlanner(),
-            process_group=ranks.group,
-            no_dist=ranks.group is None,
-        )
+        with peer_errors("writing a checkpoint together with the other ranks"):
+            save(
+                dict(state),
+                storage_writer=writer,
+                planner=BlockSavePlanner(),
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
+            )
     except CheckpointException as error:
         raise ranks.failure({i: wrapped[0] for i, wrapped in error.failures.items()}) from error
     return writer.files.written
@@ -166,13 +171,14 @@ class _Files(FileSystem):
 
     @contextmanager
     def own_words(self) -> Iterator[None]:
-        """Raise the system's error in place of what became of it."""
+        """Raise the system's error in place of what became of it; in any case one that travels."""
         try:
             yield
         except Exception as error:
-            if self.error is None or self.error is error:
+            found = portable(self.error or error)
+            if found is None or found is error:
                 raise
-            raise self.error from error
+            raise found from error
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """As FileSystem does."""

@@ -86,6 +86,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "not shared": lambda: patch.object(Path, "is_dir", is_no_directory),
     "not seen": lambda: patch.object(checkpoint_module, "sum_files", sum_and_lose),
     "interrupt": lambda: patch.object(checkpoint_module, "sum_files", raising(KeyboardInterrupt())),
+    "unportable write": lambda: patch.object(
+        checkpoint_tensors._WatchedFile, "write", raising(Unportable())
+    ),
     "unportable": lambda: patch.object(checkpoint_module, "sum_files", raising(Unportable())),
 }
 
