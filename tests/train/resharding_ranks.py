@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sppo.train.checkpoint import CheckpointManager
+from sppo.config import PRESETS, RunConfig, check_run
+from sppo.model.initialize import initial_weights
+from sppo.train.checkpoint import CheckpointManager, run_metadata
 from sppo.train.state_block import StateBlock
 
 State = dict[str, Tensor | StateBlock]
@@ -109,9 +111,20 @@ def cut_state(
     make: Callable[[Tensor], Tensor] = lambda block: block,
 ) -> State:
     """This rank's part of the state; views of the whole tensors unless ``make`` makes others."""
+    return cut_tensors(group, layout, tensors_of(step), make=make)
+
+
+def cut_tensors(
+    group: ProcessGroup | None,
+    layout: str,
+    tensors: dict[str, Tensor],
+    *,
+    make: Callable[[Tensor], Tensor] = lambda block: block,
+) -> State:
+    """This rank's part of ``tensors``."""
     rank, size = place_of(group)
     state: State = {}
-    for name, tensor in tensors_of(step).items():
+    for name, tensor in tensors.items():
         box = box_of(layout, name, tensor.shape, rank=rank, size=size)
         if box is None:
             continue
@@ -152,6 +165,26 @@ def save(group: ProcessGroup | None, directory: str, layout: str, *steps: int) -
     for step in steps:
         manager.save(cut_state(group, layout, step=step), step=step, metadata={"by": layout})
     return names(directory)
+
+
+def model_run() -> RunConfig:
+    """A run of a model that has a published form."""
+    raw = {
+        "model": {**PRESETS["tiny-test"], "family": "mistral"},
+        "data": {"tokens": "data"},
+        "sequence": {"length": 64},
+        "train": {"dtype": "bf16"},
+    }
+    return check_run(raw, source="test")
+
+
+def save_model(group: ProcessGroup | None, directory: str, layout: str) -> None:
+    """Save step 3 of :func:`model_run`, as it would be after no step at all."""
+    run = model_run()
+    weights = {f"model.{k}": w for k, w in initial_weights(run.model, seed=3).items()}
+    manager = manager_of(group, directory)
+    metadata = run_metadata(run, sequences_consumed=3)
+    manager.save(cut_tensors(group, layout, weights), step=3, metadata=metadata)
 
 
 def save_layouts(group: ProcessGroup | None, directory: str, layouts: list[str]) -> None:

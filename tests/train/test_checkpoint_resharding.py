@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_plainly
+from typer.testing import CliRunner
 
+from sppo.cli.convert import app
 from sppo.train.checkpoint import CheckpointManager, find_checkpoint, read_model
 from sppo.train.checkpoint_manifest import sum_files, write_manifest
 from sppo.train.checkpoint_tensors import read_tensors, saved_shapes
@@ -87,6 +89,21 @@ def test_one_process_reads_the_model(saved: Path, layout: str) -> None:
     assert saved_shapes(path) == {name: tensor.shape for name, tensor in state.items()}
     (moment,) = read_tensors(path, names=["optimizer.exp_avg.embed.weight"]).values()
     assert torch.equal(moment, state["optimizer.exp_avg.embed.weight"].float())
+
+
+@pytest.mark.parametrize("layout", ["grid", "stages", "random 1"])
+def test_to_hugging_face_from_any_layout(ranks: ForkedRanks, tmp_path: Path, layout: str) -> None:
+    ranks(work.save_model, str(tmp_path / "many"), layout, size=SAVING_RANKS)
+    ranks(work.save_model, str(tmp_path / "one"), "whole", size=0)
+    files = {}
+    for run in ("many", "one"):
+        words = ["to-hf", str(tmp_path / run), str(tmp_path / f"{run} published")]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        found = sorted((tmp_path / f"{run} published").iterdir())
+        files[run] = {path.name: path.read_bytes() for path in found}
+    assert "model.safetensors" in files["one"]
+    assert files["many"] == files["one"]
 
 
 def test_replicas_are_written_once_and_the_work_is_shared(saved: Path) -> None:
