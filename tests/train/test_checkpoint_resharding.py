@@ -241,6 +241,23 @@ def test_a_rank_killed_in_a_save_loses_only_that_save(
     assert ranks(work.load_newest, str(tmp_path), "whole", size=0) == [2]
 
 
+def test_rank_0_killed_at_each_call_that_changes_the_disk(
+    ranks: ForkedRanks, tmp_path: Path
+) -> None:
+    found = []
+    for call in range(40):
+        directory = str(tmp_path / str(call))
+        ended = ranks.end(faulty.die_at_disk_call, size=2, arguments=[directory, 0, call])
+        found += ranks(work.load_newest, directory, "columns", size=0)
+        if all(end.returncode == 0 for end in ended):
+            break
+        assert ended[0].returncode == -signal.SIGKILL
+        assert "PeerLostError" in ended[1].error
+    assert 10 < len(found) < 40
+    assert found == sorted(found), "once published, always found"
+    assert set(found) == {1, 2}
+
+
 def test_a_damaged_file_is_reported_alike_by_all(ranks: ForkedRanks, tmp_path: Path) -> None:
     ranks(work.save, str(tmp_path), "rows", 1, 2, size=4)
     _flip_a_bit(_step(tmp_path, 2) / "__2_0.distcp")
