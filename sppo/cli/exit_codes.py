@@ -55,6 +55,8 @@ def exit_codes() -> Iterator[None]:
             fail(f"{where}{error.strerror or error}", code=FAULT)
         raise
     except RuntimeError as error:
+        if type(error).__name__ == "PeerLostError":  # its module loads torch
+            fail(_with_notes(error), code=FAULT)
         if not _is_out_of_memory(error):
             raise
         fail(f"out of memory: {error}", code=NO_ROOM)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sppo.config import RunConfig
+    from sppo.parallel.environment import RankEnvironment
+    from sppo.planning.plan import ExecutionPlan
     from sppo.train.preflight import Preflight
 
 PlanFile = Annotated[
@@ -25,32 +27,92 @@ PlanFile = Annotated[
 def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None) -> None:
     """Train; the same command goes on where a killed or stopped run left off.
 
-    Writes metrics.jsonl, loss.png, run_summary.json and checkpoints into train.output.
+    With degrees of parallelism above 1 it starts that many processes on this machine, unless it is
+    one of them already, started by torchrun or srun. Writes metrics.jsonl, loss.png,
+    run_summary.json and checkpoints into train.output.
 
         sppo train configs/run/tiny_cpu.yaml train.steps=20
+        sppo train configs/run/tiny_cpu.yaml parallel.pipeline_parallel_degree=2
     """
-    import logging
-
-    from rich.console import Console
+    import os
 
     from sppo.config import load_run
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    console = Console()
     with exit_codes():
         run = load_run(run_file, overrides or ())
-        from sppo.train.nonfinite import NonFiniteError
-        from sppo.train.preflight import check_before_training
-        from sppo.train.report import report
-        from sppo.train.trainer import train as train_run
+        from sppo.parallel.environment import rank_environment
+        from sppo.train.preflight import given_plan
+        from sppo.train.ranks import mesh_shape
 
-        preflight = check_before_training(run, plan_file=plan)
-        _announce(run, preflight, console)
+        chosen = None
+        if plan is not None:
+            run, chosen = given_plan(run, plan)
+        environment = rank_environment(os.environ)
+        num_ranks = mesh_shape(run).num_ranks
+        if environment is None and num_ranks > 1:
+            _start_ranks(run, chosen, num_ranks=num_ranks)
+        else:
+            _train_as_rank(run, chosen, environment)
+
+
+def _start_ranks(run: RunConfig, plan: ExecutionPlan | None, *, num_ranks: int) -> None:
+    """Check everything, then run this very command once for every rank."""
+    import os
+    import sys
+
+    from rich.console import Console
+
+    from sppo.parallel.launch import run_ranks
+    from sppo.planning.this_machine import count_cores
+    from sppo.train.preflight import check_before_training
+
+    _log_to_stderr()
+    preflight = check_before_training(run, plan=plan, local_ranks=num_ranks)
+    _announce(run, preflight, Console())
+    code = run_ranks(
+        [sys.executable, "-m", "sppo", *sys.argv[1:]],
+        num_ranks=num_ranks,
+        environ=os.environ,
+        threads_per_rank=max(1, count_cores() // num_ranks),
+    )
+    raise typer.Exit(code)
+
+
+def _train_as_rank(
+    run: RunConfig, plan: ExecutionPlan | None, environment: RankEnvironment | None
+) -> None:
+    """Train as one rank of the run, or alone."""
+    from rich.console import Console
+
+    from sppo.train.nonfinite import NonFiniteError
+    from sppo.train.preflight import check_before_training
+    from sppo.train.ranks import joined
+    from sppo.train.report import report
+    from sppo.train.trainer import train as train_run
+
+    is_main = environment is None or environment.rank == 0
+    if is_main:
+        _log_to_stderr()
+    console = Console(quiet=not is_main)
+    with joined(run, environment) as ranks:
+        decided = ranks.decided_by_main(
+            lambda: check_before_training(run, plan=plan, local_ranks=ranks.local_count).plan
+        )
+        preflight = check_before_training(run, plan=decided, local_ranks=ranks.local_count)
+        if environment is None or environment.launcher != "sppo":
+            _announce(run, preflight, console)
         try:
-            outcome = train_run(run, preflight, console=console)
+            outcome = train_run(run, preflight, console=console, ranks=ranks)
         except NonFiniteError as error:
             fail(str(error), code=1)
-        report(run, preflight, outcome, console=console)
+        if is_main:
+            report(run, preflight, outcome, console=console)
+
+
+def _log_to_stderr() -> None:
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
 
 
 def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
@@ -69,6 +131,13 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
         if len(lengths) > 1
         else f"cut       nowhere: one subsequence of {lengths[0]} tokens"
     )
+    parallel = run.parallel
+    degrees = (
+        ("data", parallel.data_parallel_degree),
+        ("pipeline", parallel.pipeline_parallel_degree),
+        ("sequence", parallel.sequence_parallel_degree),
+    )
+    shared = ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
     name = run.model.preset or run.model.from_hf or "model"
     data = preflight.data
     lines = (
@@ -78,6 +147,7 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
         f"data      {format_count(data.data.num_tokens)} tokens in {data.data.num_documents} "
         f"documents: {data.num_sequences} sequences of {format_tokens(data.length)} an epoch",
         cut,
+        *([f"parallel  {shared}; schedule {preflight.plan.schedule}"] if shared else ()),
         f"keep      {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
         f"({format_bytes(memory.activations_bytes)} activations, "
         f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",

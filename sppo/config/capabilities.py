@@ -13,11 +13,9 @@ from typing import Any
 from sppo.config.problems import Problem, show_value
 
 _TRAINABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
-    ("parallel", "data_parallel_degree", (1,), "training runs on one rank"),
-    ("parallel", "pipeline_parallel_degree", (1,), "training runs on one rank"),
-    ("parallel", "sequence_parallel_degree", (1,), "training runs on one rank"),
-    ("parallel", "schedule", ("auto", "sppo"), "one rank runs one sequence after another"),
-    ("parallel", "multiplexed", ("auto", "off"), "needs several ranks"),
+    ("parallel", "sequence_parallel", ("ulysses",), "tensor parallelism is planned, not trained"),
+    ("parallel", "multiplexed", ("auto", "off"), "pieces of units are simulated, not trained"),
+    ("parallel", "zero", (0, 1), "weights are whole on every rank"),
     ("activations", "tier", ("auto", "device", "disk"), "a CPU's host memory is the device's"),
 )
 """(section, key, values that train, why others do not)."""

@@ -38,6 +38,8 @@ class EnginePeaks:
     """Saved tensors of the layers, and the gradient of the last one's output."""
     kv_bytes: int
     """K, V and their fp32 gradients."""
+    pooled_activations_bytes: int
+    """Of the first, what lies where torch's other tensors do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +178,11 @@ class Engine:
         losses = output.token_losses
         return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
 
+    def program(self, lengths: Sequence[Sequence[int]]) -> tuple[Action, ...]:
+        """What this rank does in a training step of sequences cut into ``lengths``."""
+        schedule = self._program(tuple(map(tuple, lengths)), forward_only=False)
+        return schedule.programs[self._pipeline.rank]
+
     def take_peaks(self) -> EnginePeaks:
         """Peaks since the last call; starts counting anew.
 
@@ -184,10 +191,14 @@ class Engine:
         holders = [*self._stores.values()]
         caches = [stage.kv for stage in self._stages.values()]
         peaks = EnginePeaks(
-            sum(store.peak_bytes for store in holders), sum(kv.peak_bytes for kv in caches)
+            sum(store.peak_bytes for store in holders),
+            sum(kv.peak_bytes for kv in caches),
+            sum(s.peak_bytes for s in holders if isinstance(s, ResidentStore)),
         )
-        for holder in (*holders, *caches):
-            holder.peak_bytes = holder.device_bytes
+        for store in holders:
+            store.peak_bytes = store.device_bytes
+        for kv in caches:
+            kv.peak_bytes = kv.device_bytes
         return peaks
 
     def take_copies(self) -> CopyReport:

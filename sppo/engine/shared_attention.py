@@ -49,7 +49,9 @@ class SharedAttention:
         if self.missing == self.parts:
             outputs.append(self.stored.again(q))
         else:
-            for part_CnD, end in zip(q.split(self.missing), accumulate(self.parts), strict=True):
+            for part_CnD, end in zip(
+                torch.split(q, list(self.missing)), accumulate(self.parts), strict=True
+            ):
                 span = replace(self.stored.span, end=start + end)
                 outputs.append(replace(self.stored, span=span).again(part_CnD))
         o = torch.cat([o for o, _ in outputs])

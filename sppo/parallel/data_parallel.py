@@ -27,6 +27,9 @@ from sppo.units import MIB
 
 BUCKET_BYTES = 32 * MIB
 """Of one rank's rows in a bucket, in fp32."""
+# Renamed in torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _UNDER_WAY = 2
 """Buckets that may be under way at once."""
 
@@ -115,7 +118,7 @@ class StageGroup:
                 own = self._flat(bucket, weights, ranks=[self.index])
                 everything = own.new_empty((self.count, bucket.elements))
                 with peer_errors("gathering weights"):
-                    work = dist.all_gather_into_tensor(
+                    work = _all_gather(
                         everything.view(-1), own.view(-1), group=self._group, async_op=True
                     )
                 self._under_way.append((work, self._spread(bucket, everything, weights)))
@@ -140,7 +143,7 @@ class StageGroup:
         with peer_errors("reducing gradients"):
             if self.shares_state:
                 own = flat.new_empty((1, bucket.elements))
-                work = dist.reduce_scatter_tensor(
+                work = _reduce_scatter(
                     own.view(-1), flat.view(-1), group=self._group, async_op=True
                 )
                 finish = self._spread(bucket, own, gradients, ranks=[self.index])

@@ -140,7 +140,7 @@ class HeadExchange:
         self._exchange(
             received, out_GchD, [part * row for part in parts], [tokens * row] * self.degree
         )
-        return [part.contiguous() for part in received.split(heads, dim=1)]
+        return [part.contiguous() for part in torch.split(received, heads, dim=1)]
 
     def _to_tokens(self, sent: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
         """Each ``[C, h, D]`` as ``[G, c, h, D]``, one slice from each rank."""
@@ -151,7 +151,7 @@ class HeadExchange:
         self._exchange(
             received, out_ChD, [tokens * row] * self.degree, [part * row for part in parts]
         )
-        return list(received.split(heads, dim=2))
+        return list(torch.split(received, heads, dim=2))
 
     def _exchange(
         self, received: Tensor, sent: Tensor, in_sizes: list[int], out_sizes: list[int]

@@ -11,15 +11,18 @@ from __future__ import annotations
 import os
 import platform
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import read_hardware
 from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.rates import AttentionPoint, ElementwisePoint, GemmPoint
+
+Point = TypeVar("Point", GemmPoint, AttentionPoint, ElementwisePoint)
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _NODES = Path("/sys/devices/system/node")
@@ -102,6 +105,38 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
         ),
         node=replace(preset.node, numa_nodes=count_numa_nodes()),
     )
+
+
+def divide_cpu(hardware: HardwareSpec, ranks: int) -> HardwareSpec:
+    """A machine whose CPU is the device, shared by `ranks` processes: each a device of its own.
+
+    Every process has its part of the cores, and what was measured is divided by as many.
+    """
+    if hardware.device.kind != "cpu" or ranks == 1:
+        return hardware
+    device = hardware.device
+    return replace(
+        hardware,
+        device=replace(
+            device,
+            memory_bytes=max(1, device.memory_bytes // ranks),
+            reserved_bytes=device.reserved_bytes // ranks,
+            bf16_flops_per_s=device.bf16_flops_per_s / ranks,
+            fp32_flops_per_s=device.fp32_flops_per_s / ranks,
+            num_multiprocessors=max(1, device.num_multiprocessors // ranks),
+            memory_bytes_per_s=device.memory_bytes_per_s / ranks,
+            gemm_points=tuple(_slower(point, ranks) for point in device.gemm_points),
+            attention_points=tuple(_slower(point, ranks) for point in device.attention_points),
+            elementwise_points=tuple(_slower(point, ranks) for point in device.elementwise_points),
+        ),
+        node=replace(hardware.node, num_devices=hardware.node.num_devices * ranks),
+    )
+
+
+def _slower(point: Point, times: int) -> Point:
+    """A measured point with every rate divided."""
+    rates = {f.name: getattr(point, f.name) for f in fields(point) if f.name.endswith("_per_s")}
+    return replace(point, **{name: rate / times for name, rate in rates.items()})
 
 
 def has_memory_pool(*, library: Path = _ALLOCATOR) -> bool:

@@ -164,7 +164,7 @@ def _weights(run: RunConfig, checkpoint: Path | None) -> tuple[dict[str, Tensor]
     if checkpoint is None:
         check_weights(run)
         source = run.model.from_hf or f"random weights of seed {run.train.seed}"
-        return {name: w.to(dtype) for name, w in starting_weights(run).items()}, source, 0
+        return {name: w.to(dtype) for name, w in starting_weights(run)}, source, 0
     found = find_checkpoint(checkpoint)
     metadata, weights = read_model(found.path)
     _check_model(run, metadata, found.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,9 +33,22 @@ class NonFiniteGuard:
         return self._in_a_row > 0
 
     def problem(
-        self, *, step: int, loss: float, norm: float, gradients: Mapping[str, Tensor]
+        self,
+        *,
+        step: int,
+        loss: float,
+        norm: float,
+        gradients: Mapping[str, Tensor],
+        everyones: Callable[[Sequence[str]], Sequence[str]] = lambda own: own,
     ) -> str | None:
         """None for a healthy step, else what is not finite; the update must then be skipped.
+
+        Args:
+            step: counted from 1.
+            loss: the same on every rank, as is the norm.
+            norm: of the gradients of all parameters.
+            gradients: of this rank.
+            everyones: puts together what each rank names; called where something is not finite.
 
         Raises:
             NonFiniteError: more such steps in a row than allowed.
@@ -44,7 +57,8 @@ class NonFiniteGuard:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        report = f"step {step}: loss {loss}, gradient norm {norm}; {_culprits(gradients)}"
+        culprits = _culprits(everyones(_nonfinite_names(gradients)))
+        report = f"step {step}: loss {loss}, gradient norm {norm}; {culprits}"
         if self._in_a_row > self._limit:
             raise NonFiniteError(
                 f"{report}. {self._in_a_row} such steps in a row, train.max_nonfinite_steps and "
@@ -61,8 +75,7 @@ def nonfinite_state(state: Mapping[str, Tensor]) -> str | None:
     return f"not finite: {_first_of(bad)}" if bad else None
 
 
-def _culprits(gradients: Mapping[str, Tensor]) -> str:
-    bad = _nonfinite_names(gradients)
+def _culprits(bad: Sequence[str]) -> str:
     return f"not finite in the gradients of {_first_of(bad)}" if bad else "every gradient is finite"
 
 

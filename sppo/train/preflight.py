@@ -11,11 +11,12 @@ from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.kernels.machine_memory import memory_room
 from sppo.offload.disk_room import DiskRoom, is_memory
 from sppo.offload.spill_directory import usable_directory
+from sppo.parallel.ulysses import head_share
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import hardware_for
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.run_plan import plan_run
-from sppo.planning.this_machine import C_HEAP_SHARE, detect_machine
+from sppo.planning.this_machine import C_HEAP_SHARE, detect_machine, divide_cpu
 from sppo.train.data import TrainingData
 from sppo.train.run_directory import check_output
 from sppo.train.tokens import TokenData, check_fits, open_tokens
@@ -30,18 +31,24 @@ class Preflight:
     plan: ExecutionPlan
 
 
-def check_before_training(run: RunConfig, *, plan_file: Path | None = None) -> Preflight:
+def check_before_training(
+    run: RunConfig,
+    *,
+    plan: ExecutionPlan | None = None,
+    local_ranks: int = 1,
+) -> Preflight:
     """Open the data, check weights and output, decide what was left to ``auto``.
 
     Args:
         run: checked.
-        plan_file: a plan to follow instead of deciding here.
+        plan: to follow instead of deciding here.
+        local_ranks: processes that share this machine.
 
     Raises:
         ValueError: what is wrong, with the rule and the fix; nothing was changed.
         MemoryError: the run does not fit in this machine's memory.
     """
-    plan = None if plan_file is None else _given_plan(run, plan_file)
+    _check_degrees(run)
     data = open_data(run, run.data.tokens)
     check_weights(run)
     check_output(run)
@@ -55,16 +62,52 @@ def check_before_training(run: RunConfig, *, plan_file: Path | None = None) -> P
         shuffle=run.data.shuffle,
         isolate_documents=run.data.isolate_documents,
     )
-    available, disk = memory_room().least_bytes, _disk_room(run)
+    available, disk = memory_room().least_bytes // local_ranks, _disk_room(run)
     if plan is None:
         hardware = _with_heap(hardware_for(run.hardware, this_machine=detect_machine()))
         plan = plan_run(
-            run, hardware=hardware, available_bytes=available, disk_bytes=disk.usable_bytes
+            run,
+            hardware=divide_cpu(hardware, local_ranks),
+            available_bytes=available,
+            disk_bytes=disk.usable_bytes // local_ranks,
         )
+    _check_trainable(run, plan)
     _check_memory(run, plan, available)
     if plan.moves_anything:
-        _check_disk(run, plan, disk)
+        _check_disk(run, plan, disk, local_ranks=local_ranks)
     return Preflight(training, plan)
+
+
+def _check_degrees(run: RunConfig) -> None:
+    """Degrees of parallelism that the model or the step cannot be divided by."""
+    parallel, model = run.parallel, run.model
+    if parallel.pipeline_parallel_degree > model.num_layers:
+        raise ValueError(
+            f"parallel.pipeline_parallel_degree {parallel.pipeline_parallel_degree}: every stage "
+            f"needs a layer, and the model has {model.num_layers}; use at most that many"
+        )
+    if run.train.sequences_per_step % parallel.data_parallel_degree:
+        raise ValueError(
+            f"parallel.data_parallel_degree {parallel.data_parallel_degree}: "
+            f"train.sequences_per_step {run.train.sequences_per_step} cannot be shared out evenly; "
+            "make it a multiple"
+        )
+    head_share(model.num_heads, model.kv_heads, degree=parallel.sequence_parallel_degree)
+
+
+def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
+    """What a plan may hold, and training cannot do."""
+    if plan.schedule == "sppo_msp":
+        raise ValueError(
+            "schedule sppo_msp shares units among pipeline ranks, which is simulated and not "
+            "trained: write parallel.multiplexed=off, or another parallel.schedule"
+        )
+    degree, shortest = run.parallel.sequence_parallel_degree, min(plan.lengths)
+    if shortest < degree:
+        raise ValueError(
+            f"parallel.sequence_parallel_degree {degree}: the shortest subsequence has {shortest} "
+            "tokens, and every rank needs one; use fewer subsequences or a lower degree"
+        )
 
 
 def _with_heap(hardware: HardwareSpec) -> HardwareSpec:
@@ -97,8 +140,12 @@ def check_weights(run: RunConfig) -> None:
         open_hf_weights(Path(run.model.from_hf), run.model)
 
 
-def _given_plan(run: RunConfig, plan_file: Path) -> ExecutionPlan:
-    """The plan in ``plan_file``, if it is for this run and this version can follow it."""
+def given_plan(run: RunConfig, plan_file: Path) -> tuple[RunConfig, ExecutionPlan]:
+    """The plan in ``plan_file``, if it is for this run, and the run with the degrees it chose.
+
+    Raises:
+        ValueError: it is for another run or machine, or this version cannot follow it.
+    """
     plan = read_plan(plan_file)
     check_plan_fits(plan, run)
     if plan.hardware.device.kind != "cpu":
@@ -107,21 +154,21 @@ def _given_plan(run: RunConfig, plan_file: Path) -> ExecutionPlan:
             "solve again with hardware.preset=laptop-cpu, or with a hardware.file of this machine, "
             "or keep the plan for sppo simulate"
         )
-    devices = (
-        plan.data_parallel_degree * plan.pipeline_parallel_degree * plan.sequence_parallel_degree
-    )
-    if devices > 1:
+    if plan.sequence_parallel_degree > 1 and plan.sequence_parallel != "ulysses":
         raise ValueError(
-            f"{plan_file} is a plan for {devices} devices (data parallel "
-            f"{plan.data_parallel_degree}, pipeline {plan.pipeline_parallel_degree}, sequence "
-            f"parallel {plan.sequence_parallel_degree}), and this version trains on one: solve "
-            "for one device, or keep the plan for sppo simulate"
+            f"{plan_file} shares tokens by {plan.sequence_parallel}, which is planned and not "
+            "trained: solve again with parallel.sequence_parallel=ulysses"
         )
-    return plan
+    chosen = {
+        "data_parallel_degree": plan.data_parallel_degree,
+        "pipeline_parallel_degree": plan.pipeline_parallel_degree,
+        "sequence_parallel_degree": plan.sequence_parallel_degree,
+    }
+    return run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)}), plan
 
 
 def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int) -> None:
-    memory = plan.stages[0].memory
+    memory = max((stage.memory for stage in plan.stages), key=lambda m: m.device.total_bytes)
     needed = memory.device.total_bytes
     if run.activations.disk is not None and is_memory(Path(run.activations.disk)):
         needed += memory.tier_activations_bytes
@@ -146,9 +193,9 @@ def _disk_room(run: RunConfig) -> DiskRoom:
     return usable_directory(Path(run.activations.disk))
 
 
-def _check_disk(run: RunConfig, plan: ExecutionPlan, disk: DiskRoom) -> None:
+def _check_disk(run: RunConfig, plan: ExecutionPlan, disk: DiskRoom, *, local_ranks: int) -> None:
     """A plan made elsewhere, or before, may move more than there is room for now."""
-    needed = plan.stages[0].memory.tier_activations_bytes
+    needed = max(stage.memory.tier_activations_bytes for stage in plan.stages)
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if resource.RLIM_INFINITY != largest < needed:
         raise MemoryError(
@@ -156,6 +203,7 @@ def _check_disk(run: RunConfig, plan: ExecutionPlan, disk: DiskRoom) -> None:
             f"and this process may write files of {format_bytes(largest)} at most: raise that "
             "limit (ulimit -f), or lower activations.offload_ratio"
         )
+    needed *= local_ranks
     if needed > disk.usable_bytes:
         share = disk.usable_bytes / needed * max(plan.predicted.offload_ratios)
         raise MemoryError(

@@ -21,11 +21,16 @@ _LOCK_FILE = ".lock"
 _PARTIAL_CONFIG = f"{CONFIG_FILE}.partial-"
 """Start of the name of what a run that was killed at its very beginning may leave."""
 
-# What may differ when a run goes on: how long, how often it is saved and shown, how long ranks wait
-# for each other, what is rebuilt, what it is evaluated on.
+# What may differ when a run goes on: how long, how often it is saved and shown, on how many ranks,
+# how sequences are cut and what is rebuilt (none of which changes what is learnt), what it is
+# evaluated on.
 _MAY_CHANGE = (
     ("data", "eval_tokens"),
-    ("parallel", "timeout_s"),
+    ("parallel",),
+    ("sequence", "num_subsequences"),
+    ("sequence", "partition"),
+    ("sequence", "alignment"),
+    ("sequence", "boundaries"),
     ("train", "steps"),
     ("train", "tensorboard"),
     ("train", "nonfinite"),

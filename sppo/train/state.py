@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,18 +11,24 @@ import torch
 from torch import Tensor
 
 from sppo.config import RunConfig
-from sppo.engine.engine import Engine
+from sppo.engine.engine import Companions, Engine
+from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
-from sppo.model.hf import load_hf_weights
-from sppo.model.initialize import initial_weights
+from sppo.model.hf import open_hf_weights
+from sppo.model.initialize import initial_weight
 from sppo.offload.moving_store import MovingStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
+from sppo.parallel.mesh import Mesh, alone
+from sppo.parallel.pipeline_p2p import PipelineLinks
+from sppo.parallel.ulysses import HeadExchange
+from sppo.planning.parameters import parameter_shapes
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.row_plan import PlannedRows
 from sppo.train.host_optimizer import HostAdamW
 from sppo.train.host_transfers import CudaTransfers
 from sppo.train.optimizer import AdamW
+from sppo.train.shared_state import SharedState
 
 _log = logging.getLogger(__name__)
 
@@ -31,35 +37,77 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Live tensors of a run by global name, and the two things that change them."""
+    """Live tensors of a rank by global name, and what changes them."""
 
     weights: Mapping[str, Tensor]
-    """In the compute dtype."""
+    """Of this rank's stages, in the compute dtype."""
     gradients: Mapping[str, Tensor]
     """fp32 sums over the step."""
     optimizer: AdamW | HostAdamW
+    """Of the rows that are this rank's to update."""
     engine: Engine
+    shared: SharedState
 
 
-def build_state(run: RunConfig, *, plan: ExecutionPlan) -> TrainingState:
-    """Weights as the run starts with them, zero gradients, zero moments."""
-    masters = starting_weights(run)
+def build_state(
+    run: RunConfig,
+    *,
+    plan: ExecutionPlan,
+    mesh: Mesh | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+) -> TrainingState:
+    """Weights as the run starts with them, zero gradients, zero moments.
+
+    Args:
+        run: checked.
+        plan: to follow.
+        mesh: of all ranks; None for one.
+        device: that this rank computes on.
+    """
+    mesh = mesh or alone()
+    pipeline = Pipeline(
+        schedule=plan.schedule,
+        num_ranks=mesh.shape.pipeline_parallel,
+        rank=mesh.at.pipeline,
+        courier=PipelineLinks(mesh, device=device) if mesh.groups.edges else None,
+    )
+    shared = SharedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)
     dtype = DTYPES[run.train.dtype]
-    weights = {name: master.to(dtype) for name, master in masters.items()}
-    narrow = None if dtype is torch.float32 else masters
+    weights: dict[str, Tensor] = {}
+    masters: dict[str, Tensor] = {}
+    for name, wide in starting_weights(run, shared.shapes):
+        weights[name] = wide.to(device=device, dtype=dtype)
+        if dtype is not torch.float32:
+            masters |= shared.own({name: wide.to(device)}, copy=True)
     gradients = zero_gradients(weights)
-    optimizer = build_optimizer(run, weights, masters=narrow)
-    (stage,) = plan.stages
-    moved = moving_store(run, plan=plan)
+    optimizer = build_optimizer(run, shared.own(weights), masters=masters or None)
+    stages = pipeline.placement.stages_of(pipeline.rank)
+    stores = {stage: moving_store(run, plan=plan) for stage in stages}
     engine = Engine(
         run.model,
         weights=weights,
         gradients=gradients,
-        rows={0: PlannedRows(stage.subsequences)},
-        moved={} if moved is None else {0: moved},
+        rows={stage: PlannedRows(plan.stages[stage].subsequences) for stage in stages},
+        moved={stage: store for stage, store in stores.items() if store is not None},
         input_every=run.activations.input_every,
+        pipeline=pipeline,
+        companions=Companions(
+            exchange=_head_exchange(run, mesh),
+            reduce=lambda stage: shared.reduce(stage, gradients),
+        ),
     )
-    return TrainingState(weights, gradients, optimizer, engine)
+    return TrainingState(weights, gradients, optimizer, engine, shared)
+
+
+def _head_exchange(run: RunConfig, mesh: Mesh) -> HeadExchange | None:
+    if mesh.groups.sequence is None:
+        return None
+    return HeadExchange(
+        mesh.groups.sequence,
+        rank=mesh.at.sequence,
+        num_heads=run.model.num_heads,
+        kv_heads=run.model.kv_heads,
+    )
 
 
 def build_optimizer(
@@ -89,7 +137,7 @@ def build_optimizer(
 
 
 def moving_store(run: RunConfig, *, plan: ExecutionPlan) -> MovingStore | None:
-    """Where moved activations go; None for a plan that moves none."""
+    """Where one stage's moved activations go; None for a plan that moves none."""
     if not plan.moves_anything:
         return None
     directory, debug = run.activations.disk, run.activations.debug
@@ -101,9 +149,21 @@ def moving_store(run: RunConfig, *, plan: ExecutionPlan) -> MovingStore | None:
     return MovingStore(ThreadQueues(poison=debug), tier=tier, source_lag=0, checksums=debug)
 
 
-def starting_weights(run: RunConfig) -> dict[str, Tensor]:
-    """fp32 weights of step 0: from ``model.from_hf``, or random from the seed."""
-    if run.model.from_hf is None:
-        return initial_weights(run.model, seed=run.train.seed)
-    stored = load_hf_weights(Path(run.model.from_hf), run.model)
-    return {name: weight.float() for name, weight in stored.items()}
+def starting_weights(
+    run: RunConfig, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """fp32 weights of step 0 by name: from ``model.from_hf``, or random from the seed.
+
+    Args:
+        run: checked.
+        names: of those to make; None for all.
+    """
+    shapes = parameter_shapes(run.model)
+    stored = None
+    if run.model.from_hf is not None:
+        stored = open_hf_weights(Path(run.model.from_hf), run.model)
+    for name in shapes if names is None else names:
+        if stored is not None:
+            yield name, stored[name].float()
+        else:
+            yield name, initial_weight(name, shapes[name], model=run.model, seed=run.train.seed)

@@ -19,7 +19,8 @@ from rich.console import Console
 from torch import Tensor
 
 from sppo.config import RunConfig
-from sppo.engine.engine import EnginePeaks
+from sppo.engine.engine import Accumulated, EnginePeaks
+from sppo.engine.unit import SequenceData
 from sppo.kernels.cpu_allocator import (
     CpuMemory,
     describe_cpu_allocator,
@@ -38,14 +39,15 @@ from sppo.train.interruption import Interrupted, StopRequest
 from sppo.train.learning_rate import learning_rate
 from sppo.train.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
 from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
-from sppo.train.optimizer import clip_, global_norm
+from sppo.train.optimizer import clip_
 from sppo.train.preflight import Preflight
 from sppo.train.process_memory import (
     peak_resident_bytes,
     reset_peak,
     resident_bytes,
 )
-from sppo.train.run_directory import locked_output, note_configuration
+from sppo.train.ranks import Ranks, one_rank, shared_output
+from sppo.train.run_directory import note_configuration
 from sppo.train.state import DTYPES, TrainingState, build_state
 from sppo.train.step_line import step_line
 from sppo.train.tensorboard_sink import TensorBoardSink
@@ -90,9 +92,9 @@ class MeasuredBuckets:
         """Take in what does not change from step to step."""
         self.weights_bytes = _tensor_bytes(state.weights)
         self.gradients_bytes = _tensor_bytes(state.gradients)
-        own = {t.data_ptr() for t in state.weights.values()}
+        own = {t.untyped_storage().data_ptr() for t in state.weights.values()}
         saved = state.optimizer.state()
-        others = {name: t for name, t in saved.items() if t.data_ptr() not in own}
+        others = {n: t for n, t in saved.items() if t.untyped_storage().data_ptr() not in own}
         self.optimizer_bytes = _tensor_bytes(others)
 
     def count_step(self, peaks: EnginePeaks) -> None:
@@ -104,9 +106,14 @@ class MeasuredBuckets:
         """Take in what one step's copies passed through; on a CPU that is all device memory."""
         self.copies_bytes = max(self.copies_bytes, copies.host_bytes + copies.ring_bytes)
 
-    def count_pool(self, memory: CpuMemory) -> None:
-        """Take in one step's peak of torch's CPU memory beyond what outlives the step."""
-        working = memory.used_peak_bytes - memory.used_bytes
+    def count_pool(self, memory: CpuMemory, *, saved_bytes: int) -> None:
+        """Take in one step's peak of torch's CPU memory beyond what outlives the step.
+
+        Args:
+            memory: of the pool, at the end of the step.
+            saved_bytes: of the peak, what other buckets count.
+        """
+        working = memory.used_peak_bytes - memory.used_bytes - saved_bytes
         self.working_bytes = max(self.working_bytes or 0, working)
 
 
@@ -135,21 +142,28 @@ class TrainingOutcome:
     buckets: MeasuredBuckets = field(default_factory=lambda: MeasuredBuckets())
     copies: list[CopyReport] = field(default_factory=list)
     """One entry per step of this process."""
+    trace: Accumulated | None = None
+    """The last step of this process: its schedule, and what was executed when."""
 
 
-def train(run: RunConfig, preflight: Preflight, *, console: Console) -> TrainingOutcome:
+def train(
+    run: RunConfig, preflight: Preflight, *, console: Console, ranks: Ranks | None = None
+) -> TrainingOutcome:
     """Train until ``train.steps`` are done, from the newest checkpoint if there is one.
 
     Args:
         run: checked.
         preflight: of the same run.
         console: where progress goes.
+        ranks: with whom this process trains; None: alone.
 
     Raises:
         ValueError: the output directory is in use, or its checkpoints cannot be read.
         CheckpointError: the disk is full; earlier checkpoints are untouched.
         NonFiniteError: too many steps in a row with NaN or inf.
+        PeerLostError: another rank ended or does not answer.
     """
+    ranks = ranks or one_rank()
     started = time.perf_counter()
     install_cpu_allocator()  # first: what is allocated before stays in the C heap
     _log.info("CPU tensors: %s", describe_cpu_allocator())
@@ -158,15 +172,17 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
     warm_up(run, lengths=preflight.plan.lengths)
     baseline = resident_bytes()
     capacity = memory_room().least_bytes + baseline
-    with locked_output(run) as output:
-        state = build_state(run, plan=preflight.plan)
+    with shared_output(run, ranks) as output:
+        state = build_state(run, plan=preflight.plan, mesh=ranks.mesh)
         manager = CheckpointManager(
             output / CHECKPOINTS_DIRECTORY,
             keep=run.checkpoint.keep,
             async_save=run.checkpoint.async_save,
+            group=ranks.mesh.groups.everyone,
         )
         first_step = _resume(manager, state, tokens=preflight.data.data)
-        note_configuration(run, output)
+        if ranks.is_main:
+            note_configuration(run, output)
         outcome = TrainingOutcome(output, first_step, first_step, baseline_bytes=baseline)
         outcome.buckets.count_state(state)
         loop = _Loop(
@@ -175,8 +191,9 @@ def train(run: RunConfig, preflight: Preflight, *, console: Console) -> Training
             state,
             manager,
             outcome,
+            ranks=ranks,
             capacity_bytes=capacity,
-            peak_flops_per_s=peak_flops_per_s,
+            peak_flops_per_s=peak_flops_per_s * ranks.mesh.shape.num_ranks,
         )
         with closing(state.engine):
             loop.run(console)
@@ -200,8 +217,9 @@ def _resume(manager: CheckpointManager, state: TrainingState, *, tokens: TokenDa
             "prepare the old ones again, or choose another train.output"
         )
     live = state.optimizer.state()
-    manager.load_into(checkpoint, live)
+    manager.load_into(checkpoint, state.shared.blocks(live))
     state.optimizer.load_state(live)
+    state.shared.gather(state.weights)
     _log.info("going on after step %d from %s", checkpoint.step, checkpoint.path)
     return checkpoint.step
 
@@ -217,10 +235,12 @@ class _Loop:
         manager: CheckpointManager,
         outcome: TrainingOutcome,
         *,
+        ranks: Ranks,
         capacity_bytes: int,
         peak_flops_per_s: float,
     ) -> None:
         self._run, self._state = run, state
+        self._ranks, self._peers = ranks, ranks.peers
         self._data, self._plan = preflight.data, preflight.plan
         self._manager, self._outcome = manager, outcome
         self._capacity_bytes = capacity_bytes
@@ -229,6 +249,11 @@ class _Loop:
             stop_at_once=run.train.nonfinite == "stop", limit=run.train.max_nonfinite_steps
         )
         self._sequences = run.train.sequences_per_step
+        share = self._sequences // ranks.mesh.shape.data_parallel
+        self._actions_per_step = len(state.engine.program([self._plan.lengths] * share))
+        ranks.progress.note(
+            step=outcome.first_step, position=0, action="", num_actions=self._actions_per_step
+        )
         length = run.sequence.length
         self._model_flops = step_flops(run.model, length=length, sequences=self._sequences)
         self._executed_flops = executed_step_flops(
@@ -239,11 +264,12 @@ class _Loop:
             attention_rebuilt=self._plan.rebuilt_shares(ATTENTION),
         )
         self._peak_flops_per_s = peak_flops_per_s
+        self._stopped_by: str | None = None
 
     def run(self, console: Console) -> None:
         """All remaining steps; saves at the end, also when interrupted."""
         outcome, total = self._outcome, self._run.train.steps
-        actions = 2 * self._sequences * len(self._plan.lengths)
+        actions = self._actions_per_step
         started = time.perf_counter()
         with ExitStack() as stack:
             sinks = [self._close_later(stack, sink) for sink in self._sinks()]
@@ -258,15 +284,15 @@ class _Loop:
             stop = stack.enter_context(StopRequest())
             try:
                 for step in range(outcome.first_step, total):
-                    stop.check()
+                    self._agree_to_go_on(stop)
                     metrics = self._step(step, display, stop)
                     self._record(metrics, sinks)
                     outcome.done_steps = step + 1
                     display.step_done(self._line(metrics, started))
                     self._save_if_due(step + 1, display)
             except Interrupted:
-                outcome.interrupted_by = stop.signal_name
-                display.say(f"{stop.signal_name}: saving after step {outcome.done_steps}")
+                outcome.interrupted_by = stop.signal_name or self._stopped_by
+                display.say(f"{outcome.interrupted_by}: saving after step {outcome.done_steps}")
             except NonFiniteError:
                 self._save_if_first(display)
                 self._manager.wait()
@@ -274,62 +300,133 @@ class _Loop:
             self._save(display)
             self._manager.wait()
 
+    def _agree_to_go_on(self, stop: StopRequest) -> None:
+        """Stop all ranks, between steps, once one of them is asked to.
+
+        Raises:
+            Interrupted: one was.
+        """
+        if not self._ranks.mesh.is_distributed:
+            stop.check()
+            return
+        named = [name for name in self._peers.everyones(stop.signal_name) if name is not None]
+        if named:
+            self._stopped_by = named[0]
+            raise Interrupted(named[0])
+
     def _step(self, step: int, display: TrainingDisplay, stop: StopRequest) -> StepMetrics:
         """Run step number ``step``, counted from 0."""
+        progress, alone = self._ranks.progress, not self._ranks.mesh.is_distributed
 
-        def before_action(_position: int, _action: Action) -> None:
-            stop.check()
+        def before_action(position: int, action: Action) -> None:
+            if alone:
+                stop.check()
+            progress.note(step=step + 1, position=position, action=str(action))
             display.action()
 
         start = time.perf_counter()
         reset_peak()
         if self._allocator is not None:
             self._allocator.reset_peak()
-        gradients = self._state.gradients
+        state, gradients = self._state, self._state.gradients
         torch._foreach_zero_(list(gradients.values()))
-        accumulated = self._state.engine.accumulate(
-            self._data.step(step),
-            [self._plan.boundaries] * self._sequences,
+        sequences = self._own_sequences(step)
+        (num_valid,) = self._peers.total([self._counted_labels(sequences)])
+        accumulated = state.engine.accumulate(
+            sequences,
+            [self._plan.boundaries] * len(sequences),
+            num_valid=int(num_valid),
             before_action=before_action,
         )
-        norm = global_norm(gradients)
-        loss = float(accumulated.total_loss) / accumulated.num_valid
-        grad_norm = float(norm)
+        state.shared.finish(gradients)
+        norm = state.shared.norm(gradients, self._peers)
+        (total_loss,) = self._peers.total([float(accumulated.total_loss)])
+        loss, grad_norm = total_loss / num_valid, float(norm)
         lr = learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
-        problem = self._guard.problem(step=step + 1, loss=loss, norm=grad_norm, gradients=gradients)
+        own = state.shared.own(gradients)
+        problem = self._guard.problem(
+            step=step + 1, loss=loss, norm=grad_norm, gradients=own, everyones=self._names
+        )
         if problem is None:
-            clip_(gradients, norm=norm, clip_norm=self._run.optimizer.clip_norm)
-            self._state.optimizer.step(gradients, lr=lr)
+            clip_(own, norm=norm, clip_norm=self._run.optimizer.clip_norm)
+            state.optimizer.step(own, lr=lr)
+            state.shared.gather(state.weights)
         else:
             display.say(problem)
         seconds = time.perf_counter() - start
-        self._outcome.phases.append(
-            StepPhases(
-                forward_s=accumulated.forward_s,
-                backward_s=accumulated.backward_s,
-                rest_s=seconds - accumulated.forward_s - accumulated.backward_s,
-            )
-        )
+        self._outcome.trace = accumulated
         return self._measure(
             step,
             loss=loss,
             grad_norm=grad_norm,
             lr=lr,
-            seconds=seconds,
+            phases=StepPhases(
+                forward_s=accumulated.forward_s,
+                backward_s=accumulated.backward_s,
+                rest_s=seconds - accumulated.forward_s - accumulated.backward_s,
+            ),
             skipped=problem is not None,
         )
 
+    def _own_sequences(self, step: int) -> list[SequenceData]:
+        """This replica's share of the step's sequences, read now."""
+        mesh = self._ranks.mesh
+        indices = self._data.sequence_indices(step)
+        share = len(indices) // mesh.shape.data_parallel
+        first = mesh.at.data * share
+        return [self._data.sequence(index) for index in indices[first : first + share]]
+
+    def _counted_labels(self, sequences: Sequence[SequenceData]) -> int:
+        """Valid labels of a replica, as one of its ranks tells them."""
+        at = self._ranks.mesh.at
+        return sum(data.num_valid for data in sequences) * (at.pipeline == at.sequence == 0)
+
+    def _names(self, own: Sequence[str]) -> list[str]:
+        """What any rank names."""
+        return sorted({name for names in self._peers.everyones(own) for name in names})
+
     def _measure(
-        self, step: int, *, loss: float, grad_norm: float, lr: float, seconds: float, skipped: bool
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        phases: StepPhases,
+        skipped: bool,
     ) -> StepMetrics:
-        peak = peak_resident_bytes()
-        self._outcome.peak_bytes = max(self._outcome.peak_bytes, peak)
-        self._outcome.buckets.count_step(self._state.engine.take_peaks())
+        """The figures of a step, the same on every rank: of the rank with most of each."""
+        outcome = self._outcome
+        peaks = self._state.engine.take_peaks()
+        outcome.buckets.count_step(peaks)
         if self._allocator is not None:
-            self._outcome.buckets.count_pool(self._allocator.memory())
+            outcome.buckets.count_pool(
+                self._allocator.memory(), saved_bytes=peaks.pooled_activations_bytes
+            )
         copies = self._state.engine.take_copies()
-        self._outcome.copies.append(copies)
-        self._outcome.buckets.count_copies(copies)
+        outcome.copies.append(copies)
+        outcome.buckets.count_copies(copies)
+        own_peak = peak_resident_bytes()
+        outcome.peak_bytes = max(outcome.peak_bytes, own_peak)
+        forward_s, backward_s, seconds, peak, exposed_s = self._peers.largest(
+            [
+                phases.forward_s,
+                phases.backward_s,
+                phases.forward_s + phases.backward_s + phases.rest_s,
+                own_peak,
+                copies.exposed_s,
+            ]
+        )
+        moved, host_bytes, disk_bytes = self._peers.total(
+            [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
+        )
+        outcome.phases.append(
+            StepPhases(
+                forward_s=forward_s,
+                backward_s=backward_s,
+                rest_s=phases.rest_s if not self._ranks.mesh.is_distributed else 0.0,
+            )
+        )
         tokens = self._sequences * self._run.sequence.length
         return StepMetrics(
             step=step + 1,
@@ -342,13 +439,13 @@ class _Loop:
             mfu=self._model_flops / seconds / self._peak_flops_per_s,
             hfu=self._executed_flops / seconds / self._peak_flops_per_s,
             predicted_step_s=self._plan.predicted.step_s,
-            device_peak_bytes=peak,
-            host_peak_bytes=copies.host_bytes,
-            offloaded_bytes=copies.total_out_bytes,
-            exposed_copy_s=copies.exposed_s,
+            device_peak_bytes=int(peak),
+            host_peak_bytes=int(host_bytes),
+            offloaded_bytes=int(moved),
+            exposed_copy_s=exposed_s,
             copy_out_bytes_per_s=copies.out_bytes_per_s or None,
             copy_back_bytes_per_s=copies.back_bytes_per_s or None,
-            disk_peak_bytes=copies.disk_bytes,
+            disk_peak_bytes=int(disk_bytes),
             skipped=skipped,
         )
 
@@ -380,24 +477,27 @@ class _Loop:
     def _save_if_first(self, display: TrainingDisplay) -> None:
         """Save a run that ends badly where all of it would be lost otherwise."""
         self._manager.wait()
-        if not list_checkpoints(self._manager.directory):
+        directory = self._manager.directory
+        if self._ranks.decided_by_main(lambda: not list_checkpoints(directory)):
             self._save(display)
 
     def _save(self, display: TrainingDisplay) -> None:
         """Save, unless that would put a state nobody can go on from in place of a good one."""
         done, state = self._outcome.done_steps, self._state.optimizer.state()
-        problem = nonfinite_state(state)
-        if problem is not None:
-            display.say(f"the state after step {done} is not saved; {problem}")
+        problems = [p for p in self._peers.everyones(nonfinite_state(state)) if p is not None]
+        if problems:
+            display.say(f"the state after step {done} is not saved; {problems[0]}")
             return
         metadata = run_metadata(
             self._run,
             sequences_consumed=done * self._sequences,
             tokens_sha256=self._data.data.meta.tokens_sha256,
         )
-        self._manager.save(state, step=done, metadata=metadata)
+        self._manager.save(self._state.shared.saved(state), step=done, metadata=metadata)
 
     def _sinks(self) -> list[MetricSink]:
+        if not self._ranks.is_main:
+            return []
         output, done = self._outcome.output, self._outcome.first_step
         sinks: list[MetricSink] = [JsonlSink(output / METRICS_FILE, resume_step=done)]
         if self._run.train.tensorboard:

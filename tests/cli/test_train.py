@@ -135,9 +135,9 @@ def trained(finished, tmp_path, monkeypatch):
 
 
 def test_another_configuration(trained):
-    error = refuse_unchanged(trained, "optimizer.lr=1", "sequence.num_subsequences=2")
+    error = refuse_unchanged(trained, "optimizer.lr=1", "sequence.length=32")
     assert "  optimizer.lr: 0.01 there, 1.0 here\n" in error
-    assert "  sequence.num_subsequences: 4 there, 2 here\n" in error
+    assert "  sequence.length: 64 there, 32 here\n" in error
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,7 @@ def test_another_configuration(trained):
         ["train.steps=4", "data.eval_tokens=elsewhere"],
         ["checkpoint.every=1", "checkpoint.keep=9"],
         ["activations.policy=recompute"],
+        ["sequence.num_subsequences=2"],
         ["train.nonfinite=stop", "train.max_nonfinite_steps=1"],
     ],
 )
@@ -240,7 +241,7 @@ def test_a_full_disk_at_a_checkpoint(trained, monkeypatch):
 
 @pytest.mark.parametrize("extra", [[], ["checkpoint.async_save=true"]])
 def test_a_disk_that_fills_up_while_writing(trained, monkeypatch, extra):
-    def fill_up(state, *, directory):
+    def fill_up(state, *, directory, ranks):
         (directory / "__0_0.distcp").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 

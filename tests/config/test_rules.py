@@ -60,11 +60,18 @@ def test_every_partition_can_be_trained(partition):
 
 
 @pytest.mark.parametrize("kind", ["data", "pipeline", "sequence"])
-def test_one_rank(kind):
-    assert problems(parallel={f"{kind}_parallel_degree": 1}) == []
-    path, value, rule = only(parallel={f"{kind}_parallel_degree": 2})
-    assert (path, value) == (f"parallel.{kind}_parallel_degree", "2")
-    assert "write 1" in rule
+def test_many_ranks(kind):
+    for degree in (1, 2, 128):
+        assert problems(parallel={f"{kind}_parallel_degree": degree}) == []
+
+
+def test_what_is_planned_but_not_trained():
+    path, value, rule = only(parallel={"sequence_parallel": "megatron"})
+    assert (path, value) == ("parallel.sequence_parallel", "'megatron'")
+    assert "write ulysses" in rule
+    path, value, rule = only(parallel={"zero": 3})
+    assert (path, value) == ("parallel.zero", "3")
+    assert "write 0 or 1" in rule
 
 
 def test_schedules():
@@ -81,8 +88,6 @@ def test_what_cannot_be_trained_yet_can_be_simulated():
     }
     assert problems(to_train=False, **refused) == []
     assert [path for path, _, _ in problems(**refused)] == [
-        "parallel.pipeline_parallel_degree",
-        "parallel.schedule",
         "parallel.multiplexed",
         "activations.tier",
     ]
@@ -131,7 +136,7 @@ def test_learned_positions_reach_the_end():
 def test_broken_rules_of_several_sections_are_all_told():
     found = problems(
         sequence={"num_subsequences": 65},
-        parallel={"data_parallel_degree": 2, "schedule": "x"},
+        parallel={"zero": 3, "schedule": "x"},
         activations={"tier": "host"},
     )
     assert len(found) == 4

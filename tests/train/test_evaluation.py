@@ -23,7 +23,7 @@ from tests.conftest import LENGTH, write_tokens
 
 def directly(run, *, sequences):
     """(losses, counts) at each position by the plain model."""
-    weights = {name: weight.double() for name, weight in starting_weights(run).items()}
+    weights = {name: weight.double() for name, weight in starting_weights(run)}
     data = open_tokens(run.data.tokens)
     losses = torch.zeros(run.sequence.length, dtype=torch.float64)
     counts = torch.zeros(run.sequence.length)

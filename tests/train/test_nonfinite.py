@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from sppo.config import load_run
-from sppo.train import trainer
+from sppo.train import shared_state, trainer
 from sppo.train.checkpoint import read_model
 from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from sppo.train.optimizer import AdamW
@@ -93,7 +93,7 @@ def bad_steps(work, monkeypatch):
     """Put step numbers in here (from 1 in this process): their gradients are not finite."""
     monkeypatch.setattr(trainer, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     bad: set[int] = set()
-    norm, done = trainer.global_norm, 0
+    norm, done = shared_state.global_norm, 0
 
     def poisoned(gradients):
         nonlocal done
@@ -102,7 +102,7 @@ def bad_steps(work, monkeypatch):
             gradients["layers.0.q.weight"][3, 2] = math.nan
         return norm(gradients)
 
-    monkeypatch.setattr(trainer, "global_norm", poisoned)
+    monkeypatch.setattr(shared_state, "global_norm", poisoned)
     return bad
 
 

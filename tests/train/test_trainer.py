@@ -33,7 +33,7 @@ def train(run):
 
 def ordinary(run):
     """(losses, gradient norms, weights) of the same run by autograd and torch.optim."""
-    weights = {n: w.clone().requires_grad_() for n, w in starting_weights(run).items()}
+    weights = {n: w.clone().requires_grad_() for n, w in starting_weights(run)}
     data = check_before_training(run).data
     config = run.optimizer
     groups = [
@@ -177,5 +177,5 @@ def test_starting_weights_are_those_of_the_directory_given(work, run_file):
     run = load_run(run_file(model=shape, train={"output": "second"}))
     assert run.model.hidden_size == 32
     expected = read_model("first")[1]
-    for name, weight in starting_weights(run).items():
+    for name, weight in starting_weights(run):
         assert torch.equal(weight, expected[name]), name

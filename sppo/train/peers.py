@@ -1,0 +1,69 @@
+"""What the ranks of a run tell one another between the actions of a step: few and small things.
+
+All of it goes over gloo, whatever carries tensors, and every rank must ask the same in the same
+order. A rank that is alone asks itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from sppo.parallel.mesh import Mesh
+from sppo.parallel.peer_loss import peer_errors
+
+T = TypeVar("T")
+
+
+class Peers:
+    """The ranks of ``mesh``, asked one question at a time."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._group, self._rank = mesh.groups.everyone, mesh.rank
+        self._count = mesh.shape.num_ranks
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, in float64, the same on each."""
+        return self._reduced(values, dist.ReduceOp.SUM, "adding up figures")
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Maxima over all ranks."""
+        return self._reduced(values, dist.ReduceOp.MAX, "comparing figures")
+
+    def any(self, here: bool) -> bool:
+        """Whether it holds on any rank."""
+        return self.largest([float(here)]) == [1.0]
+
+    def everyones(self, value: T) -> list[T]:
+        """What every rank has to say, by rank."""
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * self._count
+        with peer_errors("hearing from every rank"):
+            dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def from_main(self, value: T | None) -> T:
+        """What rank 0 says; the others' ``value`` is of no meaning."""
+        if self._group is not None:
+            box: list[Any] = [value]
+            with peer_errors("hearing from rank 0"):
+                dist.broadcast_object_list(box, src=0, group=self._group)
+            value = box[0]
+        assert value is not None, "rank 0 has something to say"
+        return value
+
+    def meet(self) -> None:
+        """Return when every rank has come here."""
+        self.total([0.0])
+
+    def _reduced(self, values: Sequence[float], how: Any, what: str) -> list[float]:
+        if self._group is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        with peer_errors(what):
+            dist.all_reduce(tensor, op=how, group=self._group)
+        return [float(value) for value in tensor]

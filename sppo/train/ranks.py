@@ -1,0 +1,117 @@
+"""The processes that train together: how this one joins them, and what they decide together."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from sppo import __version__
+from sppo.config import RunConfig
+from sppo.parallel.connect import connect, disconnect
+from sppo.parallel.environment import RankEnvironment
+from sppo.parallel.mesh import Mesh, MeshShape, alone
+from sppo.parallel.progress import RankProgress
+from sppo.train.peers import Peers
+from sppo.train.run_directory import locked_output
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that train the same run."""
+
+    mesh: Mesh
+    peers: Peers
+    progress: RankProgress
+    local_count: int = 1
+    """Ranks on this machine, which share its memory and its disks."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.mesh.is_main
+
+    def decided_by_main(self, decide: Callable[[], T]) -> T:
+        """What rank 0 decides, on every rank; what it raises is raised everywhere."""
+        decided: tuple[T | None, Exception | None] | None = None
+        if self.is_main:
+            try:
+                decided = decide(), None
+            except Exception as error:
+                decided = None, error
+        value, problem = self.peers.from_main(decided)
+        if problem is not None:
+            raise problem
+        return value  # type: ignore[return-value]  # T may itself be None
+
+
+def one_rank() -> Ranks:
+    """A process that trains alone."""
+    mesh = alone()
+    return Ranks(mesh, Peers(mesh), RankProgress.create(None))
+
+
+def mesh_shape(run: RunConfig) -> MeshShape:
+    """The grid that a run asks for."""
+    parallel = run.parallel
+    return MeshShape(
+        parallel.data_parallel_degree,
+        parallel.pipeline_parallel_degree,
+        parallel.sequence_parallel_degree,
+    )
+
+
+@contextmanager
+def joined(run: RunConfig, environment: RankEnvironment | None) -> Iterator[Ranks]:
+    """Be one of the ranks of ``run`` for as long as the context lasts.
+
+    Args:
+        run: checked.
+        environment: this process's place; None: it is the only one.
+
+    Raises:
+        ValueError: there are more or fewer ranks than the degrees of parallelism make, or they run
+            different versions or configurations.
+        PeerLostError: another rank did not come.
+    """
+    shape = mesh_shape(run)
+    shape.check(1 if environment is None else environment.world_size)
+    if environment is None or shape.num_ranks == 1:
+        yield one_rank()
+        return
+    progress = RankProgress.create(environment.progress_file)
+    with progress.ending():
+        connect(
+            environment,
+            backend="gloo",
+            timeout_s=run.parallel.timeout_s,
+            facts={
+                "SPPO": __version__,
+                "torch": torch.__version__,
+                "Python": platform.python_version(),
+                "configuration (digest)": run.digest(),
+            },
+        )
+        try:
+            mesh = Mesh(shape, rank=environment.rank, timeout_s=run.parallel.timeout_s)
+            yield Ranks(mesh, Peers(mesh), progress, environment.local_world_size)
+        finally:
+            disconnect()
+
+
+@contextmanager
+def shared_output(run: RunConfig, ranks: Ranks) -> Iterator[Path]:
+    """The output directory, made and locked by rank 0 for all.
+
+    Raises:
+        ValueError: see :func:`sppo.train.run_directory.locked_output`.
+    """
+    with ExitStack() as stack:
+        yield ranks.decided_by_main(lambda: stack.enter_context(locked_output(run)))
