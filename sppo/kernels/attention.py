@@ -6,21 +6,14 @@ size.
 
 from __future__ import annotations
 
-import logging
-from functools import lru_cache
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from sppo.kernels import attention_reference, block_attention
-from sppo.kernels.attention_blocks import Block, attention_blocks
-from sppo.kernels.cpu_flash import CpuFlash
+from sppo.kernels.attention_choice import AttentionCase, Name, choose
+from sppo.kernels.attention_kernel import AttentionKernel
 
-Backend = Literal["auto", "cpu_flash", "reference"]
-
-_log = logging.getLogger(__name__)
-_KERNELS = {"cpu_flash": CpuFlash()}
+Backend = Literal["auto"] | Name
 
 
 def attention_forward(
@@ -42,7 +35,8 @@ def attention_forward(
         scale: of the scores; None for ``1/sqrt(D)``.
         window: keys a query sees, itself included; None for all.
         document_starts: ascending positions in ``[0, T)``; a query sees its own document only.
-        backend: ``auto`` takes the fastest that runs here.
+        backend: ``auto`` takes the first that can do it, see
+            :mod:`sppo.kernels.attention_choice`.
 
     Returns:
         (o_CND in q's dtype, lse_NC in fp32, float64 for float64 inputs).
@@ -50,16 +44,14 @@ def attention_forward(
     Raises:
         ValueError: shapes that do not belong together, or a backend that cannot run here.
     """
-    _check(q_CND, k_TKD, v_TKD)
-    chosen = _choose(backend, q_CND.device.type)
-    scale = q_CND.shape[-1] ** -0.5 if scale is None else scale
-    blocks = _blocks(q_CND, k_TKD, window, document_starts)
-    if chosen == "reference":
-        return attention_reference.forward(
-            q_CND, k_TKD, v_TKD, window=window, document_starts=document_starts, scale=scale
-        )
-    return block_attention.forward(
-        _KERNELS[chosen], q_CND, k_TKD, v_TKD, blocks=blocks, window=window, scale=scale
+    _check(q_CND, k_TKD, v_TKD, window)
+    return _kernel(q_CND, k_TKD, window, backend).forward(
+        q_CND,
+        k_TKD,
+        v_TKD,
+        scale=q_CND.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        document_starts=document_starts,
     )
 
 
@@ -97,25 +89,8 @@ def attention_backward(
     Returns:
         dq_CND in q's dtype.
     """
-    _check(q_CND, k_TKD, v_TKD)
-    chosen = _choose(backend, q_CND.device.type)
-    scale = q_CND.shape[-1] ** -0.5 if scale is None else scale
-    blocks = _blocks(q_CND, k_TKD, window, document_starts)
-    if chosen == "reference":
-        dq, dk, dv = attention_reference.backward(
-            do_CND,
-            q_CND,
-            k_TKD,
-            v_TKD,
-            window=window,
-            document_starts=document_starts,
-            scale=scale,
-        )
-        dk_TKD.add_(dk)
-        dv_TKD.add_(dv)
-        return dq
-    return block_attention.backward(
-        _KERNELS[chosen],
+    _check(q_CND, k_TKD, v_TKD, window)
+    return _kernel(q_CND, k_TKD, window, backend).backward(
         do_CND,
         q_CND,
         k_TKD,
@@ -124,36 +99,26 @@ def attention_backward(
         lse_NC,
         dk_TKD=dk_TKD,
         dv_TKD=dv_TKD,
-        blocks=blocks,
+        scale=q_CND.shape[-1] ** -0.5 if scale is None else scale,
         window=window,
-        scale=scale,
+        document_starts=document_starts,
     )
 
 
-def _blocks(
-    q_CND: Tensor, k_TKD: Tensor, window: int | None, document_starts: tuple[int, ...]
-) -> tuple[Block, ...]:
-    return attention_blocks(
-        q_CND.shape[0], k_TKD.shape[0], window=window, document_starts=document_starts
-    )
+def _kernel(q_CND: Tensor, k_TKD: Tensor, window: int | None, backend: Backend) -> AttentionKernel:
+    group = q_CND.shape[1] // k_TKD.shape[1]
+    case = AttentionCase(q_CND.device, q_CND.dtype, q_CND.shape[2], group, window is not None)
+    return choose(backend, case)
 
 
-def _check(q_CND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+def _check(q_CND: Tensor, k_TKD: Tensor, v_TKD: Tensor, window: int | None) -> None:
     heads, kv_heads = q_CND.shape[1], k_TKD.shape[1]
     if heads % kv_heads or q_CND.shape[2] != k_TKD.shape[2] or k_TKD.shape != v_TKD.shape:
         raise ValueError(
             f"q {tuple(q_CND.shape)} does not fit k {tuple(k_TKD.shape)}, v {tuple(v_TKD.shape)}: "
             "heads must be a multiple of key/value heads, head sizes and k, v shapes equal"
         )
-
-
-@lru_cache(maxsize=16)
-def _choose(backend: Backend, device: str) -> str:
-    """The back end that serves; the choice is logged once per device."""
-    if backend == "cpu_flash" and device != "cpu":
-        raise ValueError(f"attention back end cpu_flash runs on cpu, tensors are on {device}")
-    if backend != "auto":
-        return backend
-    chosen = "cpu_flash" if device == "cpu" else "reference"
-    _log.info("attention back end on %s: %s (torch %s)", device, chosen, torch.__version__)
-    return chosen
+    if not 1 <= q_CND.shape[0] <= k_TKD.shape[0]:
+        raise ValueError(f"a span of {q_CND.shape[0]} queries cannot end at key {k_TKD.shape[0]}")
+    if window is not None and window < 1:
+        raise ValueError(f"window {window} hides a query from itself; use at least 1")

@@ -84,7 +84,7 @@ def attention_blocks(
         raise ValueError(f"window {window} hides a query from itself; use at least 1")
     start = num_keys - num_queries
     blocks: list[Block] = []
-    for first, last in _documents(start, num_keys, document_starts):
+    for first, last in documents_in_span(start, num_keys, document_starts):
         begin = max(start, first)
         if window is None or last - first <= window:
             blocks += _staircase(begin - start, last - start, key_offset=start, first_key=first)
@@ -93,7 +93,9 @@ def attention_blocks(
     return tuple(blocks)
 
 
-def _documents(start: int, end: int, document_starts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def documents_in_span(
+    start: int, end: int, document_starts: tuple[int, ...]
+) -> Iterator[tuple[int, int]]:
     """(first key, end) of each document that has a query in ``[start, end)``."""
     edges = sorted({0, *document_starts, end})
     for first, last in zip(edges, edges[1:], strict=False):

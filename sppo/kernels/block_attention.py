@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.attention_blocks import Block, BlockKind
+from sppo.kernels.fused import fused
 from sppo.kernels.row_tiles import row_tiles
 
 
@@ -210,6 +211,9 @@ class _Merged:
             lse.copy_(lse_KGr)
             self._seen[rows] = [True] * block.num_queries
             return
+        if fused(so_far):
+            _merge_at_once(so_far, lse, o_KGrD, lse_KGr)
+            return
         both = torch.logaddexp(lse, lse_KGr)
         kept, added = ((part - both).exp_().unsqueeze(-1) for part in (lse, lse_KGr))
         for o, o_new, old_share, new_share in zip(so_far, o_KGrD, kept, added, strict=True):
@@ -222,6 +226,21 @@ class _Merged:
         """(o_NCD, lse_NC) of all rows."""
         assert all(self._seen), "every query sees at least itself"
         return self._o_KGCD.flatten(0, 1), self._lse_KGC.flatten(0, 1)
+
+
+def _merge_at_once(
+    o_KGrD: Tensor, lse_KGr: Tensor, part_KGrD: Tensor, part_lse_KGr: Tensor
+) -> None:
+    from sppo.kernels.triton.merge import merge_
+
+    kv_heads, group, rows, head_size = o_KGrD.shape
+    heads = kv_heads * group
+    merge_(
+        o_KGrD.view(heads, rows, head_size),
+        lse_KGr.view(heads, rows),
+        part_KGrD.reshape(heads, rows, head_size),
+        part_lse_KGr.reshape(heads, rows),
+    )
 
 
 def _rows(block: Block, x_NCD: Tensor, shape: Shape) -> Tensor:

@@ -1,8 +1,9 @@
-"""Norms and activations, each a forward and a backward, in plain torch.
+"""Norms and activations, each a forward and a backward: plain torch, or one Triton kernel on a GPU.
 
 Statistics and parameter gradients are computed in fp32 (float64 for float64 inputs) whatever the
 dtype of the activations. Nothing here is saved for backward: inputs are, by name, and the rest is
 rebuilt. On a CPU the work goes by tiles of rows, see :mod:`sppo.kernels.row_tiles`.
+:mod:`sppo.kernels.triton` has the same functions; its modules are imported at their first use.
 
 Legend: C tokens, E hidden, F MLP width.
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sppo.kernels.fused import fused, fused_in_place
 from sppo.kernels.row_tiles import row_tiles
 
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
@@ -28,6 +30,10 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
     """``x / rms(x) * weight`` over the last dimension, in x's dtype."""
+    if fused(x_CE):
+        from sppo.kernels.triton import norms
+
+        return norms.rms_norm(x_CE, weight_E, eps=eps)
     normed = torch.empty_like(x_CE)
     for rows in row_tiles(x_CE):
         torch.mul(x_CE[rows], _inverse_rms(x_CE[rows], eps), out=normed[rows])
@@ -41,6 +47,10 @@ def rms_norm_backward(
 
     With n = x / rms(x) and g = dy * weight: dx = (g - n mean(g n)) / rms(x), dweight = sum dy n.
     """
+    if fused(x_CE):
+        from sppo.kernels.triton import norms
+
+        return norms.rms_norm_backward(dy_CE, x_CE, weight_E, eps=eps)
     dx = torch.empty_like(x_CE)
     dweight = torch.zeros_like(weight_E, dtype=wide_dtype(x_CE.dtype))
     for rows in row_tiles(x_CE):
@@ -70,6 +80,10 @@ def _inverse_rms(x_E: Tensor, eps: float) -> Tensor:
 
 def layer_norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float) -> Tensor:
     """``(x - mean) / std * weight + bias`` over the last dimension, in x's dtype."""
+    if fused(x_CE):
+        from sppo.kernels.triton import norms
+
+        return norms.layer_norm(x_CE, weight_E, bias_E, eps=eps)
     return functional.layer_norm(x_CE, (x_CE.shape[-1],), weight_E, bias_E, eps)
 
 
@@ -77,6 +91,10 @@ def layer_norm_backward(
     dy_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx in x's dtype, dweight, dbias in fp32) of :func:`layer_norm`."""
+    if fused(x_CE):
+        from sppo.kernels.triton import norms
+
+        return norms.layer_norm_backward(dy_CE, x_CE, weight_E, bias_E, eps=eps)
     wide = wide_dtype(x_CE.dtype)
     weight, bias = weight_E.to(wide), bias_E.to(wide)
     dx, dweight, dbias = torch.empty_like(x_CE), torch.zeros_like(weight), torch.zeros_like(bias)
@@ -106,6 +124,10 @@ class ActivationGradient:
 
 def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation) -> Tensor:
     """``silu(gate) * up``, or ``gelu(up)`` where there is no gate."""
+    if fused(up_CF):
+        from sppo.kernels.triton import activations
+
+        return activations.activation(gate_CF, up_CF, kind=kind)
     if kind == "swiglu":
         assert gate_CF is not None, "swiglu has a gate"
         return functional.silu(gate_CF).mul_(up_CF)
@@ -120,6 +142,11 @@ def activation_backward_(
     The largest tensors of a layer are these: nothing else is as wide as the MLP, and none of the
     operands is needed again.
     """
+    if fused_in_place(up_CF, gate_CF, dhidden_CF):
+        from sppo.kernels.triton import activations
+
+        activations.activation_backward_(dhidden_CF, gate_CF, up_CF, kind=kind)
+        return ActivationGradient(up_CF, gate_CF, dhidden_CF)
     for rows in row_tiles(up_CF):
         gate = None if gate_CF is None else gate_CF[rows]
         _activation_backward_(dhidden_CF[rows], gate, up_CF[rows], kind=kind)

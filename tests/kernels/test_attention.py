@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.kernels import attention, attention_blocks, block_attention, cpu_flash
+from sppo.kernels import attention_blocks, attention_kernel, block_attention, cpu_flash
 from sppo.kernels.attention import attention_backward, attention_forward
 from sppo.kernels.attention_blocks import MAX_CAUSAL_TOKENS
 from tests.kernels.allocations import allocated_bytes
@@ -95,7 +95,7 @@ def test_any_span_equals_its_definition(case):
     with (
         mock.patch.multiple(attention_blocks, **limits),
         mock.patch.object(
-            attention, "attention_blocks", attention_blocks.attention_blocks.__wrapped__
+            attention_kernel, "attention_blocks", attention_blocks.attention_blocks.__wrapped__
         ),
     ):
         assert_exact_in_float64(inputs, **case["options"])
@@ -272,5 +272,3 @@ def test_shapes_that_do_not_fit_are_refused():
     y = random_inputs(4, 8, 4, 2, 6)
     with pytest.raises(ValueError, match="shapes equal"):
         attention_forward(y["q"], y["k"], y["v"][:7])
-    with pytest.raises(ValueError, match="cpu_flash runs on cpu"):
-        attention._choose("cpu_flash", "cuda")

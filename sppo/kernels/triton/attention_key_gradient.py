@@ -116,9 +116,11 @@ def key_gradient_kernel(
     v_tD = load_rows(v_ptr + kv_head * v_head, key_t, num_keys, v_token, d_D, SIZE, FIT=False)
     dk_tD = tl.zeros([KEYS, BLOCK], WIDE)
     dv_tD = tl.zeros([KEYS, BLOCK], WIDE)
-    begin, full_begin, full_end, end = query_runs(
+    begin, full_begin, end = query_runs(
         first_ptr, key, num_queries, num_keys, HAS_FIRST, QUERIES, KEYS
     )
+    if HAS_FIRST:  # one loop: a second copy of it would not fit the registers
+        full_begin = end
     for member in range(0, group):
         head = kv_head * group + member
         q_head_ptr = q_ptr + head * q_head
@@ -130,16 +132,11 @@ def key_gradient_kernel(
             first_ptr, q_token, do_token, key_t, d_D, begin, full_begin, num_queries, start,
             SCALE, TO_BASE_2, SIZE, QUERIES, True, HAS_FIRST, UPCAST, WIDE,
         )  # fmt: skip
-        dk_tD, dv_tD = _add_to_dkv(
-            dk_tD, dv_tD, k_tD, v_tD, q_head_ptr, do_head_ptr, lse_head_ptr, delta_head_ptr,
-            first_ptr, q_token, do_token, key_t, d_D, full_begin, full_end, num_queries, start,
-            SCALE, TO_BASE_2, SIZE, QUERIES, False, HAS_FIRST, UPCAST, WIDE,
-        )  # fmt: skip
-        if HAS_FIRST:
+        if not HAS_FIRST:
             dk_tD, dv_tD = _add_to_dkv(
                 dk_tD, dv_tD, k_tD, v_tD, q_head_ptr, do_head_ptr, lse_head_ptr, delta_head_ptr,
-                first_ptr, q_token, do_token, key_t, d_D, full_end, end, num_queries, start,
-                SCALE, TO_BASE_2, SIZE, QUERIES, True, HAS_FIRST, UPCAST, WIDE,
+                first_ptr, q_token, do_token, key_t, d_D, full_begin, end, num_queries, start,
+                SCALE, TO_BASE_2, SIZE, QUERIES, False, HAS_FIRST, UPCAST, WIDE,
             )  # fmt: skip
     dk_ptr += kv_head * dk_head
     dv_ptr += kv_head * dv_head

@@ -101,19 +101,18 @@ def query_runs(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Queries that see the block of keys from ``key``, in runs as of :func:`key_runs`."""
+    """``(a, b, c)``: queries ``[a, c)`` see some of a block of keys, ``[b, c)`` are past them all.
+
+    All but ``c`` are multiples of ``QUERIES``, unless ``b`` is ``c``.
+    """
     start = num_keys - num_queries
     last = tl.minimum(key + KEYS, num_keys) - 1
     begin = tl.maximum(key - start, 0) // QUERIES * QUERIES
     full_begin = (tl.maximum(last - start, 0) + QUERIES - 1) // QUERIES * QUERIES
     end = num_queries
-    full_end = num_queries
     if HAS_FIRST:
         end = queries_from(first_ptr, last, num_queries)
-        full_end = queries_from(first_ptr, key, num_queries) // QUERIES * QUERIES
-    full_begin = tl.minimum(full_begin, end)
-    full_end = tl.maximum(full_begin, tl.minimum(full_end, end))
-    return begin, full_begin, full_end, end
+    return begin, tl.minimum(full_begin, end), end
 
 
 @triton.jit
