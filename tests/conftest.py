@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from click.testing import Result
 from typer.testing import CliRunner
@@ -28,6 +29,10 @@ from sppo.train.tokens import (
     write_meta,
 )
 from tests.ranks import RankPool
+
+if not torch.cuda.is_available():
+    # Kernels run under Triton's interpreter. Read when triton is imported, which transformers does.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 VOCAB_SIZE = 32
 LENGTH = 64
