@@ -1,9 +1,8 @@
 """The flight record of one rank: what it does now, for whoever finds it dead.
 
 A small file that the rank maps into memory and writes without a system call, so that its last
-words survive any death but that of the machine. Two copies of the record take turns and one
-number says which is whole, so neither a reader in between nor a death in between meets half a
-record.
+words survive any death but that of the machine. Copies of the record take turns and a number says
+which is the latest, so neither a reader nor a death in between meets half a record.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ _STATES: tuple[RankState, ...] = get_args(RankState)
 _CODES = {state: code for code, state in enumerate(_STATES)}
 
 _ACTION_BYTES = 48
-_MESSAGE_BYTES = 800
-_TURN = struct.Struct("@Q")
-"""Counts changes: the record of an odd number stands in the second copy."""
+_MESSAGE_BYTES = 400
+_TURN = struct.Struct("Q")
+"""Counts changes; its remainder is the latest copy."""
 _RECORD = struct.Struct(f"=dqqqqB{_ACTION_BYTES}s{_MESSAGE_BYTES}s")
 """Time, pid, step, position, number of actions, state, action, message."""
-_COPY_BYTES = 1024
-_STARTS = (64, 64 + _COPY_BYTES)
-_FILE_BYTES = 64 + 2 * _COPY_BYTES
-assert _RECORD.size <= _COPY_BYTES, "the two copies overlap"
+_NUM_COPIES = 16
+_COPY_BYTES = 512
+_STARTS = tuple(64 + index * _COPY_BYTES for index in range(_NUM_COPIES))
+_FILE_BYTES = 64 + _NUM_COPIES * _COPY_BYTES
+assert _RECORD.size <= _COPY_BYTES, "copies overlap"
 _READ_ATTEMPTS = 100
 
 
@@ -76,7 +76,9 @@ class RankProgress:
     def __init__(self, memory: mmap.mmap) -> None:
         """Use :meth:`create`."""
         self._memory = memory
-        (self._turn,) = _TURN.unpack_from(memory)
+        # A memoryview stores a number at once; struct would write zeros first.
+        self._turns = memoryview(memory)[: _TURN.size].cast("Q")
+        self._turn = self._turns[0]
         self._pid = os.getpid()
         self._step = -1
         self._position = 0
@@ -101,7 +103,7 @@ class RankProgress:
     def note(
         self, *, step: int, position: int, action: str, num_actions: int | None = None
     ) -> None:
-        """An action begins; takes about two microseconds.
+        """An action begins; takes less than a microsecond.
 
         Args:
             step: of training.
@@ -134,7 +136,7 @@ class RankProgress:
         turn = self._turn + 1
         _RECORD.pack_into(
             self._memory,
-            _STARTS[turn & 1],
+            _STARTS[turn % _NUM_COPIES],
             time.monotonic(),
             self._pid,
             self._step,
@@ -144,8 +146,7 @@ class RankProgress:
             self._action,
             message,
         )
-        _TURN.pack_into(self._memory, 0, turn)
-        self._turn = turn
+        self._turns[0] = self._turn = turn
 
 
 def read_progress(path: Path) -> ProgressNote | None:
@@ -167,12 +168,13 @@ def read_progress(path: Path) -> ProgressNote | None:
 
 
 def _last_record(descriptor: int) -> ProgressNote | None:
-    """Read until no change came in between; a rank that never rests is taken as it is."""
+    """Read until no copy came round again meanwhile; that takes a reader that was held up."""
     turn, record = 0, b""
     for _ in range(_READ_ATTEMPTS):
         turn = _read_turn(descriptor)
-        record = os.pread(descriptor, _RECORD.size, _STARTS[turn & 1])
-        if _read_turn(descriptor) == turn:
+        record = os.pread(descriptor, _RECORD.size, _STARTS[turn % _NUM_COPIES])
+        # One more than the writer has finished may be half written.
+        if 0 <= _read_turn(descriptor) - turn < _NUM_COPIES - 1:
             break
     return _note_in(record) if turn else None
 

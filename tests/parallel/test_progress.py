@@ -63,7 +63,7 @@ def test_a_note_costs_microseconds():
     started_s = time.perf_counter()
     for position in range(20_000):
         progress.note(step=0, position=position, action="0SEND_ACT0.3")
-    assert (time.perf_counter() - started_s) / 20_000 < 50e-6  # about 1 on an idle machine
+    assert (time.perf_counter() - started_s) / 20_000 < 50e-6  # measured 0.3e-6 on an idle machine
 
 
 WRITER = """
