@@ -1,0 +1,133 @@
+"""Which rank broke a job, told from how all of its ranks ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sppo.parallel.progress import ProgressNote, RankState
+
+_OTHER_FAILURE = 1
+"""Exit code of what has no code of its own, as in :mod:`sppo.cli.exit_codes`."""
+
+_NOTABLE_STILLNESS_S = 1.0
+
+_WORDS: dict[RankState, str] = {
+    "starting": "was starting",
+    "running": "was running",
+    "waiting_for_peer": "was waiting for another rank",
+    "failed": "failed",
+    "peer_lost": "lost another rank",
+    "done": "was done",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended.
+
+    Attributes:
+        rank: Its number.
+        returncode: As :class:`subprocess.Popen` has it: minus the signal that killed it.
+        ended_s: When that was seen, on the clock of ``time.monotonic``.
+        stopped: Whether it was told to end because another rank had failed before.
+        note: The last it said, None: nothing.
+        last_lines: Of its output, where that has not been seen.
+    """
+
+    rank: int
+    returncode: int
+    ended_s: float
+    stopped: bool
+    note: ProgressNote | None
+    last_lines: tuple[str, ...] = ()
+
+    @property
+    def failed_s(self) -> float:
+        """When it failed: ending takes a while, so its own word counts where it has given one."""
+        if self.note is not None and self.note.state in ("failed", "peer_lost"):
+            return min(self.note.changed_s, self.ended_s)
+        return self.ended_s
+
+
+def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """The rank to blame, None: all ended well.
+
+    Ranks that failed by themselves come before those that lost another one, these before those
+    that were stopped; among equals the earliest.
+    """
+    failed = [end for end in ends if end.returncode != 0]
+    return min(failed, key=lambda end: (_distance(end), end.failed_s), default=None)
+
+
+def exit_code(end: RankEnd) -> int:
+    """Of the whole job: that of the rank to blame, 1 for one that a signal has killed."""
+    return end.returncode if end.returncode > 0 else _OTHER_FAILURE
+
+
+def failure_report(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[str]) -> str:
+    """What happened, the rank to blame first, for a terminal.
+
+    Args:
+        ends: of all ranks.
+        first: the one to blame.
+        asked: names of the signals by which the user had asked for the end.
+    """
+    after = f"after {' and '.join(asked)}, " if asked else ""
+    lines = [f"error: {after}rank {first.rank} of {len(ends)} {_how(first)}{_where(first)}"]
+    message = _message(first)
+    if message and not any(message in line for line in first.last_lines):
+        lines.append(f"  {message}")
+    if first.last_lines:
+        lines.append(f"  its last {len(first.last_lines)} lines of output:")
+        lines += [f"  | {line}" for line in first.last_lines]
+    lines += [_other(end) for end in ends if end is not first]
+    return "\n".join(lines)
+
+
+def _distance(end: RankEnd) -> int:
+    """From the cause."""
+    if end.stopped:
+        return 2
+    return 1 if end.note is not None and end.note.state == "peer_lost" else 0
+
+
+def _how(end: RankEnd) -> str:
+    if end.returncode >= 0:
+        return f"ended with exit code {end.returncode}"
+    name = signal_name(-end.returncode)
+    if name == "SIGKILL" and not end.stopped:
+        return "was killed by SIGKILL, which is also what a system short of memory sends,"
+    return f"was killed by {name}"
+
+
+def _where(end: RankEnd) -> str:
+    return " before it could say anything" if end.note is None else f" at {end.note.place()}"
+
+
+def _other(end: RankEnd) -> str:
+    """A line for a rank that is not to blame."""
+    if end.returncode == 0:
+        return f"  rank {end.rank} ended well"
+    if end.note is None:
+        return f"  rank {end.rank} {_how(end)}{_where(end)}"
+    said = f": {_message(end)}" if _message(end) else ""
+    still_s = end.ended_s - end.note.changed_s
+    if end.stopped and still_s >= _NOTABLE_STILLNESS_S:
+        said = f", for {still_s:.0f} s{said}"
+    return f"  rank {end.rank} {_WORDS[end.note.state]} at {end.note.place()}{said}"
+
+
+def _message(end: RankEnd) -> str:
+    """The first line of what it said last."""
+    lines = end.note.message.splitlines() if end.note is not None else []
+    return lines[0] if lines else ""
+
+
+def signal_name(number: int) -> str:
+    """E.g. SIGKILL of 9; real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

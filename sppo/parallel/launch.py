@@ -1,0 +1,252 @@
+"""Start the ranks of a job on this machine, watch over them, and say which one broke it.
+
+The starting process serves the place where the ranks meet, on a port that the system picks, so no
+other program can take it in between. It computes nothing, and only looks after its children.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from sppo.parallel.environment import child_environment
+from sppo.parallel.failure_report import (
+    RankEnd,
+    exit_code,
+    failure_report,
+    first_failure,
+    signal_name,
+)
+from sppo.parallel.progress import read_progress
+
+_LOOK_EVERY_S = 0.05
+_TERMINATE_S = 5.0
+"""From SIGTERM to SIGKILL."""
+_GIVE_UP_S = 30.0
+"""From SIGKILL until a process is left to the system, which cannot end it either."""
+_LAST_LINES = 15
+_LAST_BYTES = 1 << 14
+_WRAPPER = Path(__file__).with_name("end_with_parent.py")
+
+
+@dataclass(slots=True)
+class _Child:
+    rank: int
+    process: subprocess.Popen[bytes]
+    progress_file: Path
+    output: IO[bytes] | None
+    ended_s: float | None = None
+    stopped: bool = False
+
+
+def run_ranks(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    environ: Mapping[str, str],
+    threads_per_rank: int | None = None,
+    grace_s: float = 10.0,
+) -> int:
+    """Run ``command`` as every rank of a job and wait for all; call it in the main thread.
+
+    Rank 0 has this process's output, the others' is kept for the report. SIGTERM and SIGINT pass
+    on to every rank, once; a second one kills them. When a rank fails, the others have ``grace_s``
+    to end by themselves and are then stopped, and a report goes to stderr.
+
+    Args:
+        command: the path of a program and its words.
+        num_ranks: how many to start.
+        environ: what they inherit; each also gets its place.
+        threads_per_rank: for OMP_NUM_THREADS, where ``environ`` does not have it.
+        grace_s: seconds.
+
+    Returns:
+        0, or the exit code of the rank that failed first; 1 if a signal killed it.
+
+    Raises:
+        OSError: a process or the port cannot be had.
+    """
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sppo-ranks-")))
+        port = stack.enter_context(_meeting_place(num_ranks))
+        job = stack.enter_context(_Job(grace_s))
+        for rank in range(num_ranks):
+            progress_file = directory / f"rank{rank}"
+            environment = child_environment(
+                environ,
+                rank=rank,
+                num_ranks=num_ranks,
+                port=port,
+                threads=threads_per_rank,
+                progress_file=progress_file,
+            )
+            output = stack.enter_context(tempfile.TemporaryFile()) if rank else None
+            job.start(command, environment, rank=rank, progress_file=progress_file, output=output)
+        ends = job.wait()
+    first = first_failure(ends)
+    if first is None:
+        return 0
+    print(failure_report(ends, first=first, asked=job.asked), file=sys.stderr, flush=True)
+    return exit_code(first)
+
+
+@contextmanager
+def _meeting_place(num_ranks: int) -> Iterator[int]:
+    """Serve torch's store on the loopback interface; gives its port."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.socket()
+    try:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(max(128, num_ranks))
+        port = int(listener.getsockname()[1])
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+        )
+    except BaseException:
+        listener.close()
+        raise
+    listener.detach()  # the store's now
+    try:
+        yield port
+    finally:
+        del store
+
+
+class _Job:
+    """The ranks as children of this process; none outlives the context."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.asked: list[str] = []
+        """Names of the signals that came."""
+        self._grace_s = grace_s
+        self._children: list[_Child] = []
+        self._signals: list[int] = []
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> _Job:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill()
+        for child in self._running():
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(_GIVE_UP_S)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        rank: int,
+        progress_file: Path,
+        output: IO[bytes] | None,
+    ) -> None:
+        """In a process group of its own, so that a terminal's Ctrl-C reaches it only from here."""
+        wrapped = (sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid()), *command)
+        process = subprocess.Popen(
+            wrapped,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+        )
+        self._children.append(_Child(rank, process, progress_file, output))
+
+    def wait(self) -> tuple[RankEnd, ...]:
+        """Until all have ended, or cannot even be killed."""
+        passed_on, failed_s = 0, None
+        while self._look():
+            for number in self._signals[passed_on:]:
+                self._pass_on(number, first=passed_on == 0)
+                passed_on += 1
+            failed_s = failed_s or self._first_failure_s()
+            if failed_s is not None and not self._stop(time.monotonic() - failed_s):
+                break
+            time.sleep(_LOOK_EVERY_S)
+        return tuple(_end_of(child) for child in self._children)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._signals.append(number)
+        self.asked.append(signal_name(number))
+
+    def _pass_on(self, number: int, *, first: bool) -> None:
+        if first:
+            for child in self._running():
+                child.process.send_signal(number)
+        else:
+            self._kill()
+
+    def _stop(self, since_s: float) -> bool:
+        """What the others get, that long after a rank failed; False: nothing helps any more."""
+        if since_s > self._grace_s + _TERMINATE_S + _GIVE_UP_S:
+            return False
+        if since_s > self._grace_s + _TERMINATE_S:
+            self._kill()
+        elif since_s > self._grace_s:
+            for child in self._running():
+                if not child.stopped:
+                    child.stopped = True
+                    child.process.terminate()
+        return True
+
+    def _kill(self) -> None:
+        """End every rank that still runs, with all that it started itself."""
+        for child in self._running():
+            child.stopped = True
+            with suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+
+    def _look(self) -> bool:
+        """Note which have ended; whether any is left."""
+        for child in self._children:
+            if child.ended_s is None and child.process.poll() is not None:
+                child.ended_s = time.monotonic()
+        return bool(self._running())
+
+    def _running(self) -> list[_Child]:
+        return [child for child in self._children if child.process.returncode is None]
+
+    def _first_failure_s(self) -> float | None:
+        failed = [child.ended_s for child in self._children if child.process.returncode]
+        return min((when for when in failed if when is not None), default=None)
+
+
+def _end_of(child: _Child) -> RankEnd:
+    """A process that could not be killed counts as killed."""
+    code = child.process.returncode
+    return RankEnd(
+        rank=child.rank,
+        returncode=-signal.SIGKILL if code is None else code,
+        ended_s=time.monotonic() if child.ended_s is None else child.ended_s,
+        stopped=child.stopped,
+        note=read_progress(child.progress_file),
+        last_lines=() if child.output is None else _last_lines(child.output),
+    )
+
+
+def _last_lines(output: IO[bytes]) -> tuple[str, ...]:
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - _LAST_BYTES))
+    text = output.read().decode(errors="replace").rstrip()
+    return tuple(text.splitlines()[-_LAST_LINES:])

@@ -1,0 +1,187 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sppo.parallel import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+def wait_for(condition, *, timeout_s=30.0):
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "nothing happened"
+        time.sleep(0.02)
+
+
+def signals_once_ready(*numbers, ready):
+    """Send this process signals, a moment apart, once the files are there."""
+
+    def send():
+        wait_for(lambda: all(path.exists() for path in ready))
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_ranks_that_end_well(run, tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    code = """
+print("this is rank", rank, flush=True)
+keys = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
+Path(f"of{rank}").write_text(" ".join(os.environ[key] for key in keys))
+"""
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert run(code, num_ranks=3) == 0
+    assert capfd.readouterr() == ("this is rank 0\n", "")
+    for rank in range(3):
+        assert (tmp_path / f"of{rank}").read_text() == f"3 {rank} 127.0.0.1 1"
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+def test_bad_input_of_one_rank_is_told_and_stops_the_others(run, capfd):
+    code = """
+if rank == 1:
+    while not Path("ready").exists():
+        time.sleep(0.01)
+    progress.note(step=3, position=6, action="0F2", num_actions=40)
+    progress.state("failed", message="no such data")
+    print("reading", flush=True)
+    print("error: no such data", file=sys.stderr)
+    sys.exit(2)
+progress.note(step=3, position=4, action="0RECV_ACT1", num_actions=40)
+progress.state("waiting_for_peer")
+Path("ready").touch()
+time.sleep(600)
+"""
+    assert run(code, num_ranks=2, grace_s=0.2) == 2
+    *blame, other = capfd.readouterr().err.splitlines()
+    assert blame == [
+        "error: rank 1 of 2 ended with exit code 2 at step 3, action 7 of 40 (0F2)",
+        "  its last 2 lines of output:",
+        "  | reading",
+        "  | error: no such data",
+    ]
+    waits = "  rank 0 was waiting for another rank at step 3, action 5 of 40 (0RECV_ACT1)"
+    assert other.startswith(waits)
+
+
+def test_a_rank_that_does_not_heed_sigterm_is_killed_with_its_children(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "_TERMINATE_S", 0.2)
+    code = """
+import signal, subprocess
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path("child").write_text(str(child.pid))
+    Path("child").rename("ready")
+    time.sleep(600)
+while not Path("ready").exists():
+    time.sleep(0.01)
+os.abort()
+"""
+    started_s = time.monotonic()
+    assert run(code, num_ranks=2, grace_s=0.2) == 1
+    assert time.monotonic() - started_s < 30
+    pid = int((tmp_path / "ready").read_text())
+    wait_for(lambda: not psutil.pid_exists(pid) or _is_zombie(pid))
+
+
+def _is_zombie(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+COUNTS_SIGNALS = """
+import signal
+came = []
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: came.append(number))
+Path(f"ready{rank}").touch()
+until = time.monotonic() + 30
+while not came and time.monotonic() < until:
+    time.sleep(0.01)
+time.sleep(0.5)
+Path(f"came{rank}").write_text(" ".join(map(str, came)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_rank_once(run, tmp_path, number):
+    thread = signals_once_ready(number, ready=[tmp_path / f"ready{rank}" for rank in range(2)])
+    assert run(COUNTS_SIGNALS, num_ranks=2) == 0
+    thread.join()
+    for rank in range(2):
+        assert (tmp_path / f"came{rank}").read_text() == str(int(number))
+
+
+def test_ctrl_c_in_a_terminal_reaches_every_rank_once(script, tmp_path):
+    """It goes to the whole foreground group, to which the ranks do not belong."""
+    job = start_job(script(COUNTS_SIGNALS), start_new_session=True)
+    try:
+        wait_for(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
+        os.killpg(job.pid, signal.SIGINT)
+        assert job.wait(30) == 0
+    finally:
+        job.kill()
+        job.wait()
+    for rank in range(2):
+        assert (tmp_path / f"came{rank}").read_text() == str(int(signal.SIGINT))
+
+
+def test_a_second_signal_kills(run, tmp_path, capfd):
+    code = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path(f"ready{rank}").touch()
+time.sleep(600)
+"""
+    ready = [tmp_path / f"ready{rank}" for rank in range(2)]
+    thread = signals_once_ready(signal.SIGTERM, signal.SIGTERM, ready=ready)
+    assert run(code, num_ranks=2) == 1
+    thread.join()
+    assert capfd.readouterr().err.startswith("error: after SIGTERM and SIGTERM, rank ")
+
+
+def start_job(command, **options):
+    """A process that runs two ranks of ``command``."""
+    code = f"""
+import os, sys
+from sppo.parallel.launch import run_ranks
+sys.exit(run_ranks({command!r}, num_ranks=2, environ=os.environ))
+"""
+    return subprocess.Popen([sys.executable, "-c", code], **options)
+
+
+def test_ranks_end_with_a_starter_that_is_killed(script, tmp_path):
+    command = script("Path(f'pid{rank}').write_text(str(os.getpid()))\ntime.sleep(600)\n")
+    paths = [tmp_path / f"pid{rank}" for rank in range(2)]
+    job = start_job(command)
+    try:
+        wait_for(lambda: all(path.exists() and path.read_text() for path in paths))
+    finally:
+        job.kill()
+        job.wait()
+    pids = [int(path.read_text()) for path in paths]
+    wait_for(lambda: all(not psutil.pid_exists(pid) or _is_zombie(pid) for pid in pids))
+
+
+def test_the_command_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "sppo", "--version"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("sppo ")
