@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Parts of what torch.distributed says through gloo, NCCL and the store; there are no types for it.
+# Parts of what torch.distributed says, in lower case; there are no types for it.
 _SIGNS = (
     # gloo
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Timed out waiting",
-    "Application timeout caused pair closure",
-    "Wait timeout",
-    "Operation timed out",
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
     "connection timed out",
-    "Gloo connectFullMesh failed",
-    # the store, where the ranks meet
-    "wait timeout after",
-    "Connection was likely closed",
+    "no route to host",
+    "broken pipe",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "connectfullmesh failed",
+    "operation timed out",
+    # the store, where the ranks meet; gloo's wait, too
+    "wait timeout",
+    "connection was likely closed",
     "timed out after",
-    "clients joined",
     "failed to connect/validate",
     "has timed out",
     # NCCL
-    "ncclRemoteError",
-    "ncclSystemError",
+    "ncclremoteerror",
+    "remote process exited",
+    "closed by remote peer",
     "collective operation timeout",
-    "NCCL communicator was aborted",
+    "communicator was aborted",
 )
+_PLACE_IN_SOURCE = re.compile(r"^\[\S+:\d+\]\s*")
+_ADVICE = re.compile(r"\. This is typically caused by.*$")
 
 
 class PeerLostError(RuntimeError):
@@ -45,7 +48,7 @@ def peer_errors(what: str) -> Iterator[None]:
         what: was done, e.g. "waiting for 0SEND_ACT0.3 from rank 0".
 
     Raises:
-        PeerLostError: says ``what``, and on a second line what torch said.
+        PeerLostError: says ``what``, and in a line what torch said.
     """
     try:
         yield
@@ -60,7 +63,7 @@ def peer_errors(what: str) -> Iterator[None]:
 
 def loss_in(error: RuntimeError) -> str | None:
     """Why a peer is lost according to an error of torch, in a line; None: it is another error."""
-    text = str(error)
-    if not any(sign in text for sign in _SIGNS):
-        return None
-    return " ".join(text.splitlines()[0].split())
+    for line in str(error).splitlines():
+        if any(sign in line.lower() for sign in _SIGNS):
+            return _ADVICE.sub("", _PLACE_IN_SOURCE.sub("", line.strip()))
+    return None

@@ -1,0 +1,113 @@
+"""Bring the ranks of a job together, or say clearly why they do not come together."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from sppo.parallel.agreement import require_same_in
+from sppo.parallel.environment import RankEnvironment
+from sppo.parallel.peer_loss import PeerLostError, loss_in, peer_errors
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACKS = ("lo", "lo0")
+
+
+def connect(
+    environment: RankEnvironment,
+    *,
+    backend: Literal["gloo", "nccl"],
+    timeout_s: float,
+    device: torch.device | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Make this process a rank of its job: the default group of torch.distributed.
+
+    Args:
+        environment: the place of this process.
+        backend: of the default group.
+        timeout_s: how long a rank waits for others, here and in everything the group does.
+        device: of this rank, with NCCL.
+        facts: what all ranks must agree on before they connect, see
+            :func:`sppo.parallel.agreement.require_same`.
+
+    Raises:
+        ValueError: the port is in use, the master has no address, or facts differ.
+        PeerLostError: others did not come in time.
+    """
+    store = _store(environment, timeout_s=timeout_s)
+    rank, world_size = environment.rank, environment.world_size
+    if facts is not None:
+        require_same_in(store, facts, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    if backend == "gloo" and environment.is_one_machine:
+        _use_loopback()
+    with peer_errors("connecting to the other ranks"):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if backend == "nccl" else None,
+        )
+
+
+def disconnect() -> None:
+    """Leave all groups; nothing where this process is in none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _store(environment: RankEnvironment, *, timeout_s: float) -> TCPStore:
+    """The place where the ranks meet, served by the launcher or by rank 0."""
+    host, port = environment.master_address, environment.master_port
+    serves = environment.rank == 0 and not environment.store_is_hosted
+    _check_host(host, port=port)
+    try:
+        return TCPStore(
+            host,
+            port,
+            environment.world_size,
+            serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"port {port} on {host}, where the ranks are to meet, is in use by another "
+                "program: set MASTER_PORT to a free one"
+            ) from error
+        reason = loss_in(error)
+        if reason is None:
+            raise
+        raise PeerLostError(
+            f"rank {environment.rank} cannot reach {host} port {port}, where the ranks meet: is "
+            f"rank 0 running there, and is the port open? ({reason})"
+        ) from error
+
+
+def _check_host(host: str, *, port: int) -> None:
+    """Torch would try until the timeout."""
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(
+            f"the host {host!r}, where the ranks are to meet, has no address ({error.strerror}): "
+            "set MASTER_ADDR to the host of rank 0"
+        ) from None
+
+
+def _use_loopback() -> None:
+    """Ranks on one machine need no network, and the name of a machine may lead nowhere."""
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in _LOOPBACKS if name in names), None)
+    if loopback is not None:
+        os.environ.setdefault(_GLOO_INTERFACE, loopback)

@@ -1,0 +1,223 @@
+import os
+import re
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+
+from sppo.parallel import connect as connect_module
+from sppo.parallel.agreement import differences
+from sppo.parallel.connect import connect
+from sppo.parallel.environment import RankEnvironment
+from sppo.parallel.peer_loss import PeerLostError, peer_errors
+
+CONNECTED = """
+import torch
+import torch.distributed as dist
+from sppo.parallel.agreement import require_same
+from sppo.parallel.connect import connect, disconnect
+from sppo.parallel.peer_loss import PeerLostError, peer_errors
+
+TIMEOUT_S = 30.0
+
+def connected(**words):
+    connect(place, backend="gloo", **{"timeout_s": TIMEOUT_S, **words})
+"""
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def place_at(port, **changes):
+    place = RankEnvironment(
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        local_world_size=2,
+        master_address="127.0.0.1",
+        master_port=port,
+        launcher="slurm",
+    )
+    return replace(place, **changes)
+
+
+@pytest.mark.parametrize("hosted", [True, False])
+def test_ranks_meet_compute_and_part(run, tmp_path, hosted):
+    """Where the launcher serves their meeting place, and where rank 0 does, as under srun."""
+    code = f"""
+if not {hosted}:
+    from dataclasses import replace
+    place = replace(place, store_is_hosted=False, master_port={free_port()})
+connected(facts={{"sppo": "0.1.0"}})
+require_same({{"schedule": "1f1b"}}, timeout_s=TIMEOUT_S)
+require_same({{"schedule": "gpipe"}}, timeout_s=TIMEOUT_S)
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+disconnect()
+disconnect()
+Path(f"total{{rank}}").write_text(f"{{total.item()}} {{os.environ['GLOO_SOCKET_IFNAME']}}")
+"""
+    assert run(CONNECTED + code, num_ranks=2) == 0
+    for rank in range(2):
+        assert (tmp_path / f"total{rank}").read_text() == "3.0 lo"
+
+
+def test_ranks_that_differ_refuse_with_one_voice(run, tmp_path):
+    code = """
+facts = {"sppo": "0.1.0", "configuration": "abc" if rank == 0 else "def", "schedule": "1f1b"}
+if rank == 2:
+    facts["sppo"] = "0.2.0"
+try:
+    connected(facts=facts)
+except ValueError as error:
+    Path(f"said{rank}").write_text(str(error))
+    assert not dist.is_initialized()
+"""
+    assert run(CONNECTED + code, num_ranks=3) == 0
+    said = {(tmp_path / f"said{rank}").read_text() for rank in range(3)}
+    assert said == {
+        "the ranks of a job must all run the same, and these do not:\n"
+        "  sppo: 0.1.0 on rank 0, 0.2.0 on rank 2\n"
+        "  configuration: abc on rank 0, def on ranks 1, 2\n"
+        "start every rank from the same installation with the same command"
+    }
+
+
+def test_facts_that_some_ranks_lack_differ():
+    assert list(differences([{"a": "1"}, {"a": "1", "b": "2"}])) == [
+        "b: nothing on rank 0, 2 on rank 1"
+    ]
+    assert list(differences([{"a": "1"}, {"a": "1"}])) == []
+
+
+@pytest.mark.parametrize("operation", ["dist.recv(tensor, 1)", "dist.all_reduce(tensor)"])
+def test_a_killed_rank_ends_the_job_and_is_named(run, capfd, operation):
+    """The kill comes while rank 0 waits for it."""
+    code = f"""
+connected()
+import signal
+if rank == 1:
+    progress.note(step=3, position=6, action="0F2", num_actions=40)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+tensor = torch.zeros(1)
+with progress.ending():
+    progress.note(step=3, position=8, action="0RECV_ACT2", num_actions=41)
+    progress.state("waiting_for_peer")
+    with peer_errors("waiting for 0SEND_ACT2 from rank 1"):
+        {operation}
+"""
+    started_s = time.monotonic()
+    assert run(CONNECTED + code, num_ranks=2) == 1
+    assert time.monotonic() - started_s < 60
+    report = capfd.readouterr().err
+    report = report[report.index("error: rank") :].splitlines()
+    assert report[0].startswith("error: rank 1 of 2 was killed by SIGKILL")
+    assert report[0].endswith("at step 3, action 7 of 40 (0F2)")
+    assert report[1].startswith(
+        "  rank 0 lost another rank at step 3, action 9 of 41 (0RECV_ACT2): waiting for "
+        "0SEND_ACT2 from rank 1: "
+    )
+
+
+def test_a_hung_rank_runs_into_the_timeout(run, tmp_path):
+    code = """
+connected(timeout_s=2)
+if rank == 1:
+    while not Path("said").exists():
+        time.sleep(0.05)
+    os._exit(0)
+started = time.monotonic()
+try:
+    with peer_errors("waiting for 0SEND_ACT2 from rank 1"):
+        dist.recv(torch.zeros(1), 1)
+except PeerLostError as error:
+    Path("saying").write_text(f"{time.monotonic() - started:.1f} {error}")
+Path("saying").rename("said")
+os._exit(0)
+"""
+    assert run(CONNECTED + code, num_ranks=2) == 0
+    waited, said = (tmp_path / "said").read_text().split(" ", 1)
+    assert 1.5 < float(waited) < 10
+    assert re.match("waiting for 0SEND_ACT2 from rank 1: .*[Tt]imed out", said), said
+
+
+def test_ranks_that_do_not_come_are_named():
+    started_s = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"^rank 1 did not come within 0\.5 s"):
+        connect(place_at(free_port()), backend="gloo", timeout_s=0.5, facts={"a": "1"})
+    assert time.monotonic() - started_s < 20
+
+
+def test_a_port_in_use_is_refused():
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} on 127.0.0.1.* in use .*MASTER_PORT"):
+            connect(place_at(port), backend="gloo", timeout_s=5)
+
+
+def test_a_master_that_is_not_there_is_a_lost_peer():
+    port = free_port()
+    with pytest.raises(PeerLostError, match=f"rank 1 cannot reach 127.0.0.1 port {port}"):
+        connect(place_at(port, rank=1), backend="gloo", timeout_s=1)
+
+
+def test_a_host_without_an_address_is_refused(monkeypatch):
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(connect_module.socket, "getaddrinfo", unknown)
+    place = place_at(1234, master_address="nowhere")
+    with pytest.raises(ValueError, match="host 'nowhere'.* no address .*MASTER_ADDR"):
+        connect(place, backend="gloo", timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:46233. "
+            "This is typically caused by a remote worker crashing. Check its logs.",
+            "Connection closed by peer [127.0.0.1]:46233",
+        ),
+        (
+            "[/build/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv "
+            "operation to complete",
+            "Timed out waiting 3000ms for recv operation to complete",
+        ),
+        ("Application timeout caused pair closure", "Application timeout caused pair closure"),
+        ("wait timeout after 3000ms, keys: /0/1\nmore", "wait timeout after 3000ms, keys: /0/1"),
+        ("NCCL error\nncclRemoteError: a peer", "ncclRemoteError: a peer"),
+    ],
+)
+def test_errors_that_mean_a_lost_peer(text, reason):
+    with pytest.raises(PeerLostError) as caught, peer_errors("waiting for x"):
+        raise RuntimeError(text)
+    assert str(caught.value) == f"waiting for x: {reason}"
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ValueError("Timed out waiting"),
+        PeerLostError("already said"),
+    ],
+)
+def test_other_errors_stay_as_they_are(error):
+    with pytest.raises(type(error)) as caught, peer_errors("waiting for x"):
+        raise error
+    assert caught.value is error
+
+
+def test_the_users_interface_stays(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    connect_module._use_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
