@@ -68,13 +68,21 @@ class DeferredGradients:
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
         """See :class:`GradientSink`."""
-        if self._copy:
-            dy_CO, x_CI = dy_CO.clone(), x_CI.clone()
-        self._operands.append((name, dy_CO, x_CI))
+        self._operands.append((name, self._kept(dy_CO), self._kept(x_CI)))
 
     def add(self, name: str, gradient: Tensor) -> None:
         """See :class:`GradientSink`."""
         self._sum.add(name, gradient)
+
+    def _kept(self, operand: Tensor) -> Tensor:
+        """The operand in memory that nobody else writes to.
+
+        What is part of something larger, as gradients of K and V are of those of a sequence, will
+        be written over when that serves the next.
+        """
+        own_bytes = operand.numel() * operand.element_size()
+        shared = operand.untyped_storage().nbytes() > own_bytes
+        return operand.clone() if self._copy or shared else operand
 
     def add_up(self) -> None:
         """The products, in the order in which they would have been added at once."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sppo.config.run import RunConfig
+from sppo.planning.best_schedule import with_best_schedule
 from sppo.planning.candidate import Assessment, Candidate, assess
 from sppo.planning.choices import Degrees, cut_sequence
 from sppo.planning.cost import row_bytes_of
@@ -16,7 +17,7 @@ from sppo.planning.hardware import HardwareSpec, NodeSpec
 from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.layer_cost import Workload
 from sppo.planning.make_plan import make_plan
-from sppo.planning.option import Option
+from sppo.planning.option import Option, simulate_option
 from sppo.planning.partition import automatic_pieces
 from sppo.planning.plan import ExecutionPlan, boundaries_of
 from sppo.planning.solver import candidate_of, workload_of
@@ -56,7 +57,16 @@ def plan_run(
     assessment = assess(replace(candidate, cut_rows=node.disk_bytes > 0))
     if assessment.shortfall is not None:
         raise MemoryError(_too_large(run, assessment, usable=usable, available=available_bytes))
-    return make_plan(run, Option(assessment))
+    return make_plan(run, _scheduled(run, assessment))
+
+
+def _scheduled(run: RunConfig, assessment: Assessment) -> Option:
+    """Simulated where ranks wait for one another, by the best schedule that can be trained."""
+    if assessment.candidate.pipeline_parallel_degree == 1:
+        return Option(assessment)
+    trained = run.parallel.model_copy(update={"multiplexed": "off"})
+    without = run.model_copy(update={"parallel": trained})
+    return with_best_schedule(without, simulate_option(assessment))
 
 
 def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:

@@ -13,6 +13,14 @@ from sppo.planning.memory import MemoryBuckets
 from sppo.planning.plan import Prediction
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from sppo.train.copies_summary import copies_summary
+from sppo.train.executed_step import (
+    TIMELINE_PAGE,
+    TIMELINE_PICTURE,
+    TIMELINE_TRACE,
+    draw_timelines,
+    planned_timeline,
+    timeline_summary,
+)
 from sppo.train.loss_picture import loss_picture
 from sppo.train.metrics import METRICS_FILE, read_metrics
 from sppo.train.preflight import Preflight
@@ -44,11 +52,23 @@ def report(
     summary["predicted_for"] = f"{hardware.name} ({hardware.provenance})"
     summary["copies"] = copies_summary(preflight.plan, outcome.copies)
     summary["interrupted_by"] = outcome.interrupted_by
+    if outcome.timeline is not None:
+        planned = planned_timeline(preflight.plan)
+        summary["timeline"] = timeline_summary(planned, outcome.timeline)
+        draw_timelines(planned, outcome.timeline, output=outcome.output)
     write_summary(summary, outcome.output / SUMMARY_FILE)
     if steps:
         loss_picture(outcome.output / METRICS_FILE, outcome.output / LOSS_PICTURE)
     print_summary(summary, console=console)
-    names = (METRICS_FILE, SUMMARY_FILE, LOSS_PICTURE, CHECKPOINTS_DIRECTORY)
+    names = (
+        METRICS_FILE,
+        SUMMARY_FILE,
+        LOSS_PICTURE,
+        TIMELINE_PICTURE,
+        TIMELINE_PAGE,
+        TIMELINE_TRACE,
+        CHECKPOINTS_DIRECTORY,
+    )
     written = [name for name in names if (outcome.output / name).exists()]
     _say(f"{outcome.output}: {', '.join(written)}", console)
     if outcome.interrupted_by is not None:

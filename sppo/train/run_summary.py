@@ -138,9 +138,14 @@ def _comparisons(summary: Mapping[str, Any]) -> Iterable[tuple[str, str, str, st
     copies = summary.get("copies")
     if copies is not None:
         times["waiting for copies"] = copies["exposed_s"]
+    timeline = summary.get("timeline")
+    if timeline is not None:
+        times["actions of the last step"] = timeline["makespan_s"]
     for name, pair in times.items():
         if pair["measured"] is not None or pair["predicted"] is not None:
             yield _row(f"{name} time", pair, show=format_duration)
+    if timeline is not None and (timeline["bubble_fraction"]["measured"] or 0) > 0:
+        yield _row("idle share of a pipeline rank", timeline["bubble_fraction"], show=_percent)
     if copies is not None:
         for name, key in (("copies out", "out_bytes_per_s"), ("copies back", "back_bytes_per_s")):
             yield _row(f"{name} rate", copies[key], show=_rate)

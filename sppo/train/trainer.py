@@ -32,9 +32,11 @@ from sppo.offload.copy_report import CopyReport
 from sppo.planning.activation_decisions import ATTENTION, LINEAR
 from sppo.planning.flops import executed_step_flops, step_flops
 from sppo.schedule.actions import Action
+from sppo.schedule.timeline import Timeline
 from sppo.train.checkpoint import CheckpointManager, run_metadata
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.train.display import TrainingDisplay
+from sppo.train.executed_step import executed_timeline
 from sppo.train.interruption import Interrupted, StopRequest
 from sppo.train.learning_rate import learning_rate
 from sppo.train.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
@@ -142,8 +144,10 @@ class TrainingOutcome:
     buckets: MeasuredBuckets = field(default_factory=lambda: MeasuredBuckets())
     copies: list[CopyReport] = field(default_factory=list)
     """One entry per step of this process."""
-    trace: Accumulated | None = None
-    """The last step of this process: its schedule, and what was executed when."""
+    last_step: Accumulated | None = None
+    """What this rank executed in its last step, and when."""
+    timeline: Timeline | None = None
+    """The last step of a pipeline of ranks; on rank 0."""
 
 
 def train(
@@ -197,6 +201,7 @@ def train(
         )
         with closing(state.engine):
             loop.run(console)
+        outcome.timeline = executed_timeline(outcome.last_step, ranks)
     outcome.wall_s = time.perf_counter() - started
     return outcome
 
@@ -354,7 +359,7 @@ class _Loop:
         else:
             display.say(problem)
         seconds = time.perf_counter() - start
-        self._outcome.trace = accumulated
+        self._outcome.last_step = accumulated
         return self._measure(
             step,
             loss=loss,

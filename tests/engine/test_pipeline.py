@@ -84,6 +84,11 @@ def test_gradients_with_shared_heads(ranks, shape, kv_heads):
 
 
 @pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1"])
+def test_sequences_of_one_length_use_the_same_memory_again(ranks, schedule):
+    check(ranks, Case(shape=(1, 2, 1), schedule=schedule, cuts=((0, 3, 4, 11, 17),) * 4))
+
+
+@pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_steps_in_a_row(ranks, schedule, shared):
     case = Case(

@@ -1,0 +1,103 @@
+"""The last step of a run as it was executed: one timeline of a pipeline's ranks, beside the plan's.
+
+Every rank records when its actions began and ended by its own clock. On one machine all clocks are
+the same; between machines they are set by a moment at which all ranks meet, which is right to
+about the latency of the network.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sppo.engine.engine import Accumulated
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.simulated_run import simulated_plan
+from sppo.schedule.chrome_trace import write_trace
+from sppo.schedule.simulate import simulate
+from sppo.schedule.timeline import Timeline, measured_timeline
+from sppo.schedule.timeline_html import write_html
+from sppo.schedule.timeline_png import write_png
+from sppo.train.ranks import Ranks
+
+TIMELINE_PICTURE = "timeline.png"
+TIMELINE_PAGE = "timeline.html"
+TIMELINE_TRACE = "timeline.json"
+_MOST_DRAWN = 4000
+"""Actions above which a picture shows nothing any more; the page can still be zoomed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RankStep:
+    """What one rank did; sent to rank 0."""
+
+    host: str
+    met_s: float
+    """Its clock when all ranks met."""
+    times_s: tuple[tuple[float, float], ...]
+
+
+def executed_timeline(executed: Accumulated | None, ranks: Ranks) -> Timeline | None:
+    """The measured timeline of the first pipeline, on rank 0; None elsewhere and without a step.
+
+    Every rank must call it.
+    """
+    if not ranks.peers.any(executed is not None):
+        return None
+    assert executed is not None, "all ranks have done the same steps"
+    ranks.peers.meet()
+    own = _RankStep(
+        platform.node(),
+        time.perf_counter(),
+        tuple((done.start_s, done.finish_s) for done in executed.trace),
+    )
+    everyones = ranks.peers.everyones(own)
+    if not ranks.is_main:
+        return None
+    return _timeline(executed, [everyones[rank] for rank in ranks.mesh.pipeline_ranks])
+
+
+def _timeline(executed: Accumulated, steps: Sequence[_RankStep]) -> Timeline:
+    """Of the ranks of one pipeline, first to last, on the clock of the first."""
+    first = steps[0]
+    offsets = [0.0 if step.host == first.host else step.met_s - first.met_s for step in steps]
+    begin = min(
+        start - offset
+        for step, offset in zip(steps, offsets, strict=True)
+        for start, _ in step.times_s
+    )
+    times = [
+        [(start - offset - begin, finish - offset - begin) for start, finish in step.times_s]
+        for step, offset in zip(steps, offsets, strict=True)
+    ]
+    return measured_timeline(executed.schedule, times_s=times)
+
+
+def planned_timeline(plan: ExecutionPlan) -> Timeline:
+    """The same step as the plan simulates it."""
+    case = simulated_plan(plan).case
+    return simulate(case.schedule, costs=case.costs)
+
+
+def draw_timelines(planned: Timeline, measured: Timeline, *, output: Path) -> None:
+    """Draw the plan above what was measured: a picture, a page to zoom, a Chrome trace."""
+    both = (planned, measured)
+    if sum(timeline.schedule.num_actions for timeline in both) <= _MOST_DRAWN:
+        write_png(output / TIMELINE_PICTURE, timelines=both)
+    write_html(output / TIMELINE_PAGE, timelines=both)
+    write_trace(output / TIMELINE_TRACE, timelines=both)
+
+
+def timeline_summary(planned: Timeline, measured: Timeline) -> Mapping[str, Any]:
+    """Figures of the last step for ``run_summary.json``."""
+    return {
+        "makespan_s": {"predicted": planned.makespan_s, "measured": measured.makespan_s},
+        "bubble_fraction": {
+            "predicted": planned.bubble_fraction,
+            "measured": measured.bubble_fraction,
+        },
+    }
