@@ -1,0 +1,116 @@
+"""Compile what the launchers launch, for a GPU that need not be there.
+
+Run as a program, in a process where triton compiles: prints a JSON list of the kernels. Tensors are
+on the CPU; in place of a launch the kernel is compiled for its arguments.
+"""
+
+import json
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_for
+from triton.runtime.jit import JITFunction
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+}
+OPTIONS = ("num_warps", "num_stages")
+ALIGNED = [["tt.divisibility", 16]]
+
+
+def compile_in_place_of_launches(capability):
+    """From here on a launch compiles; returns the list that tells of it."""
+    done = []
+
+    def run(self, *arguments, grid, warmup, **options):
+        settings = {name: options.pop(name) for name in OPTIONS if name in options}
+        values = {**dict(zip(self.arg_names, arguments, strict=False)), **options}
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(self.params):
+            value = values[parameter.name]
+            kind, is_aligned = kind_of(parameter, value)
+            signature[parameter.name] = kind
+            if kind == "constexpr":
+                constants[(place,)] = value
+            if is_aligned:
+                attributes[(place,)] = ALIGNED
+        source = ASTSource(self, signature, constants, attributes)
+        kernel = compile_for(source, target=GPUTarget("cuda", capability, 32), options=settings)
+        name = self.__name__.strip("_")
+        done.append({"kernel": name, "shared_bytes": kernel.metadata.shared, "grid": grid})
+
+    JITFunction.run = run
+    return done
+
+
+def kind_of(parameter, value):
+    """(type, whether it is known to be a multiple of 16) as a launch would have it."""
+    if parameter.is_constexpr or value is None:
+        return "constexpr", False
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype], True
+    assert isinstance(value, int), f"{parameter.name} is a {type(value)}"
+    if parameter.do_not_specialize:
+        return "i32", False
+    if value == 1:
+        return "constexpr", False
+    return "i32" if value < 2**31 else "i64", value % 16 == 0
+
+
+def launch_attention(dtype, head_size, window):
+    from sppo.kernels.triton.attention_backward import attention_backward
+    from sppo.kernels.triton.attention_forward import attention_forward
+
+    wide = torch.promote_types(dtype, torch.float32)
+    q = torch.zeros(64, 4, head_size, dtype=dtype)
+    k = torch.zeros(128, 2, head_size, dtype=dtype)
+    options = {"scale": 0.1, "window": window, "document_starts": (0,)}
+    o, lse = attention_forward(q, k, k, **options)
+    dk, dv = k.to(wide), k.to(wide)
+    attention_backward(q, q, k, k, o, lse, dk_TKD=dk, dv_TKD=dv, **options)
+
+
+def launch_elementwise(dtype, width):
+    from sppo.kernels.triton import activations, merge, norms, rotary
+
+    wide = torch.promote_types(dtype, torch.float32)
+    x = torch.zeros(8, width, dtype=dtype)
+    norms.rms_norm(x, x[0], eps=1e-6)
+    norms.rms_norm_backward(x, x, x[0], eps=1e-6)
+    norms.layer_norm(x, x[0], x[0], eps=1e-6)
+    norms.layer_norm_backward(x, x, x[0], x[0], eps=1e-6)
+    heads, angles = x.view(8, -1, 64), torch.zeros(8, 1, 32, dtype=wide)
+    rotary.turn(heads, angles, angles, sign=1.0)
+    activations.activation(x, x.clone(), kind="swiglu")
+    for kind in ("swiglu", "gelu", "gelu_tanh"):
+        gate = x.clone() if kind == "swiglu" else None
+        activations.activation_backward_(x.clone(), gate, x.clone(), kind=kind)
+    total = torch.zeros(heads.shape, dtype=wide)
+    merge.merge_(total, total[:, :, 0].contiguous(), heads, total[:, :, 0].contiguous())
+
+
+def main(capability, everything):
+    done = compile_in_place_of_launches(capability)
+    launch_elementwise(torch.bfloat16, 4096)
+    launch_attention(torch.bfloat16, 128, None)
+    launch_attention(torch.bfloat16, 64, 40)
+    if everything:
+        for head_size in (64, 96, 128, 256):
+            for dtype in (torch.bfloat16, torch.float32):
+                for window in (None, 40):
+                    launch_attention(dtype, head_size, window)
+        launch_attention(torch.float64, 64, 40)
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            for width in (64, 4096, 16384):
+                launch_elementwise(dtype, width)
+    print(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), "everything" in sys.argv)

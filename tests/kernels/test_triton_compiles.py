@@ -1,0 +1,53 @@
+"""The kernels also compile for GPUs, which needs none; what they compute shows elsewhere."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+KERNELS = {
+    "forward_kernel",
+    "delta_kernel",
+    "query_gradient_kernel",
+    "key_gradient_kernel",
+    "norm_kernel",
+    "norm_backward_kernel",
+    "turn_kernel",
+    "activation_kernel",
+    "activation_backward_kernel",
+    "merge_kernel",
+}
+SHARED_BYTES = 99 << 10
+"""Of one program on the smallest devices, compute capabilities 8.6, 8.9 and 12.0."""
+
+
+def compiled(tmp_path, *words):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compiled_launches", *words]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def assert_fit(launches):
+    assert {launch["kernel"] for launch in launches} == KERNELS
+    too_large = [launch for launch in launches if launch["shared_bytes"] > SHARED_BYTES]
+    assert too_large == []
+
+
+@pytest.mark.timeout(300)
+def test_kernels_compile_and_fit(tmp_path):
+    assert_fit(compiled(tmp_path, "90"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+def test_every_dtype_and_head_size_compiles_and_fits(tmp_path, capability):
+    assert_fit(compiled(tmp_path, str(capability), "everything"))

@@ -1,0 +1,190 @@
+"""Triton's norms, rotary turns, activations and merges against plain torch in float64.
+
+Relative Frobenius norm. Results in bf16 are rounded once, which costs at most u = 2^-8; under the
+interpreter, which cuts bits off, 2 u. fp16 is allowed 2^-11, fp32 1e-6, float64 1e-14; sums over
+rows are kept in fp32 whatever the type, and allowed 1e-6.
+"""
+
+import pytest
+import torch
+
+from sppo.kernels import elementwise
+from sppo.kernels.rotary import RotaryTable, rotate, rotate_
+from tests.kernels.places import DEVICES, need_triton
+
+TOLERANCE = {
+    torch.bfloat16: 2.0**-7,
+    torch.float16: 2.0**-11,
+    torch.float32: 1e-6,
+    torch.float64: 1e-14,
+}
+DTYPES = list(TOLERANCE)
+SHAPES = [(1, 7), (37, 100), (5, 3, 64), (300, 33), (3, 4100)]
+EPS = 1e-5
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch.")),
+]
+
+
+@pytest.fixture(autouse=True)
+def _triton(device):
+    need_triton(device)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_poisoned(monkeypatch):
+    empty = torch.empty
+
+    def poisoned(*arguments, **options):
+        x = empty(*arguments, **options)
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def random(*shapes, dtype, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes
+    ]
+
+
+def exact(*tensors):
+    return [None if x is None else x.cpu().double().clone() for x in tensors]
+
+
+def assert_close(actual, expected, *, tolerance):
+    assert actual.shape == expected.shape
+    error = float((actual.double().cpu() - expected).norm() / expected.norm().clamp(min=1e-30))
+    assert error <= tolerance, f"{error:.2e} above {tolerance:.2e}"
+
+
+def wide_tolerance(dtype):
+    return TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm(shape, dtype, device):
+    from sppo.kernels.triton import norms
+
+    x, dy, weight = random(shape, shape, shape[-1:], dtype=dtype, device=device)
+    y = norms.rms_norm(x, weight, eps=EPS)
+    dx, dweight = norms.rms_norm_backward(dy, x, weight, eps=EPS)
+    dy, x, weight = exact(dy, x, weight)
+    expected = elementwise.rms_norm_backward(dy, x, weight, eps=EPS)
+    assert (y.dtype, dx.dtype, dweight.dtype) == (dtype, dtype, elementwise.wide_dtype(dtype))
+    assert_close(y, elementwise.rms_norm(x, weight, eps=EPS), tolerance=TOLERANCE[dtype])
+    assert_close(dx, expected[0], tolerance=TOLERANCE[dtype])
+    assert_close(dweight, expected[1], tolerance=wide_tolerance(dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm(shape, dtype, device):
+    from sppo.kernels.triton import norms
+
+    shapes = (shape, shape, shape[-1:], shape[-1:])
+    x, dy, weight, bias = random(*shapes, dtype=dtype, device=device)
+    x += 3
+    y = norms.layer_norm(x, weight, bias, eps=EPS)
+    dx, dweight, dbias = norms.layer_norm_backward(dy, x, weight, bias, eps=EPS)
+    dy, x, weight, bias = exact(dy, x, weight, bias)
+    expected = elementwise.layer_norm_backward(dy, x, weight, bias, eps=EPS)
+    room = 2 if dtype == torch.float32 else 1  # the mean is taken off
+    assert_close(
+        y, elementwise.layer_norm(x, weight, bias, eps=EPS), tolerance=room * TOLERANCE[dtype]
+    )
+    assert_close(dx, expected[0], tolerance=room * TOLERANCE[dtype])
+    assert_close(dweight, expected[1], tolerance=2 * wide_tolerance(dtype))
+    assert_close(dbias, expected[2], tolerance=wide_tolerance(dtype))
+
+
+def test_norms_of_rows_that_are_not_neighbours(dtype, device):
+    from sppo.kernels.triton import norms
+
+    around, dy_around, weight = random((9, 48), (9, 50), (16,), dtype=dtype, device=device)
+    x, dy = around[:, 16:32], dy_around[:, 3:19]
+    ours = [norms.rms_norm(x, weight, eps=EPS), *norms.rms_norm_backward(dy, x, weight, eps=EPS)]
+    dense = [x.contiguous(), dy.contiguous()]
+    theirs = [
+        norms.rms_norm(dense[0], weight, eps=EPS),
+        *norms.rms_norm_backward(dense[1], dense[0], weight, eps=EPS),
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (7, 3, 10), (13, 5, 96), (3, 33, 64)], ids=str)
+def test_rotary(shape, dtype, device):
+    from sppo.kernels.triton import rotary
+
+    wide = elementwise.wide_dtype(dtype)
+    (x,) = random((*shape[:2], 2 * shape[2]), dtype=dtype, device=device)
+    x = x[:, :, : shape[2]]
+    (angle,) = random((shape[0], 1, shape[2] // 2), dtype=wide, device=device, seed=1)
+    table = RotaryTable(angle.cos(), angle.sin())
+    exact_table = RotaryTable(*exact(table.cos, table.sin))
+    for sign in (1.0, -1.0):
+        expected = rotate(*exact(x), RotaryTable(exact_table.cos, sign * exact_table.sin))
+        turned = rotary.turn(x, table.cos, table.sin, sign=sign)
+        assert turned.dtype == dtype
+        assert_close(turned, expected, tolerance=TOLERANCE[dtype])
+        here = x.clone()
+        assert rotary.turn_(here, table.cos, table.sin, sign=sign) is here
+        assert torch.equal(here, turned)
+    plain = x.cpu().clone()
+    assert rotate_(plain, RotaryTable(table.cos.cpu(), table.sin.cpu())) is plain
+    assert_close(plain, rotate(*exact(x), exact_table), tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (13, 333)], ids=str)
+def test_activations(shape, kind, dtype, device):
+    from sppo.kernels.triton import activations
+
+    gate, up, dhidden = (3 * x for x in random(shape, shape, shape, dtype=dtype, device=device))
+    gate = gate if kind == "swiglu" else None
+    exact_gate, exact_up, exact_dhidden = exact(gate, up, dhidden)
+    expected = elementwise.activation(exact_gate, exact_up, kind=kind)
+    tolerance = 2 * TOLERANCE[dtype]
+    assert_close(activations.activation(gate, up, kind=kind), expected, tolerance=tolerance)
+    activations.activation_backward_(dhidden, gate, up, kind=kind)
+    inner = elementwise.activation_backward_(exact_dhidden, exact_gate, exact_up, kind=kind)
+    assert_close(up, inner.hidden_CF, tolerance=tolerance)
+    assert_close(dhidden, inner.dup_CF, tolerance=tolerance)
+    if gate is not None:
+        assert_close(gate, inner.dgate_CF, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu", "gelu_tanh"])
+def test_activations_far_out(kind, dtype, device):
+    from sppo.kernels.triton import activations
+
+    up = torch.tensor([-1e4, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4], device=device).to(dtype)
+    gate = up.clone() if kind == "swiglu" else None
+    up = torch.ones_like(up) if kind == "swiglu" else up
+    hidden = activations.activation(gate, up, kind=kind)
+    expected = elementwise.activation(*exact(gate, up), kind=kind)
+    assert_close(hidden, expected, tolerance=2 * TOLERANCE[dtype])
+    dhidden = torch.ones_like(up)
+    activations.activation_backward_(dhidden, gate, up, kind=kind)
+    assert all(bool(torch.isfinite(x).all()) for x in (dhidden, up, gate) if x is not None)
+
+
+def test_merge(dtype, device):
+    from sppo.kernels.triton.merge import merge_
+
+    wide = elementwise.wide_dtype(dtype)
+    (part,) = random((37, 6, 24), dtype=dtype, device=device)
+    o_all, lse, part_lse = random((6, 50, 24), (6, 37), (6, 37), dtype=wide, device=device, seed=1)
+    lse, part_lse = 20 * lse, 20 * part_lse
+    part_lse[0, :3] = float("-inf")  # queries that saw no key of the part
+    o, part = o_all[:, 5:42], part.transpose(0, 1)
+    rest = o_all[:, 42:].clone()
+    exact_o, exact_lse, exact_part, exact_part_lse = exact(o, lse, part, part_lse)
+    both = torch.logaddexp(exact_lse, exact_part_lse)
+    shares = [(x - both).exp().unsqueeze(-1) for x in (exact_lse, exact_part_lse)]
+    merge_(o, lse, part, part_lse)
+    assert_close(o, exact_o * shares[0] + exact_part * shares[1], tolerance=wide_tolerance(dtype))
+    assert_close(lse, both, tolerance=wide_tolerance(dtype))
+    assert torch.equal(o_all[:, 42:], rest)
