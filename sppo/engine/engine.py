@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from sppo.engine.executor import BeforeAction, ExecutedAction, Executor, StepOut
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.stage import Stage
 from sppo.engine.unit import SequenceData, TokenShare, Unit, units_of
+from sppo.engine.weights import Part, ResidentWeights, WeightProvider
 from sppo.kernels.attention import Backend
 from sppo.offload.copy_report import CopyReport, combined
 from sppo.offload.moving_store import MovingStore
@@ -76,7 +77,8 @@ class Engine:
 
     Args:
         model: the shape.
-        weights: all parameters of this rank's stages by global name, in the compute dtype.
+        weights: all parameters of this rank's stages by global name, in the compute dtype; or what
+            gives them.
         gradients: fp32 (float64) buffers by global name, added to; None evaluates only.
         policy: activation policy, see :mod:`sppo.planning.activation_policy`.
         rows: what to keep, move and rebuild instead, by stage.
@@ -91,7 +93,7 @@ class Engine:
         self,
         model: ModelConfig,
         *,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | WeightProvider,
         gradients: Mapping[str, Tensor] | None,
         policy: str = "retain",
         rows: Mapping[int, RowPlan] | None = None,
@@ -109,7 +111,8 @@ class Engine:
         self._moved = dict(moved or {})
         self._stores: dict[int, ActivationStore] = {}
         self._stages: dict[int, Stage] = {}
-        on_cpu = next(iter(weights.values())).device.type == "cpu"
+        self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
+        on_cpu = self._weights.device.type == "cpu"
         for index, layers in pipeline.layers(model.num_layers).items():
             # One rank runs one sequence after another: what was saved last is taken first.
             stacked = on_cpu and pipeline.num_ranks * pipeline.num_virtual == 1
@@ -117,7 +120,7 @@ class Engine:
             names = stage_shapes(model, layers)
             self._stages[index] = Stage(
                 model,
-                weights={name: weights[name] for name in names},
+                weights=self._weights,
                 gradients=None if gradients is None else {n: gradients[n] for n in names},
                 activations=self._stores[index],
                 rows=PolicyRows(policy) if rows is None else rows[index],
@@ -226,6 +229,7 @@ class Engine:
         program = schedule.programs[self._pipeline.rank]
         if loss_scale is not None:
             self._prepare(program, units)
+        self._weights.begin(self._visits(program, units))
         executor = Executor(
             schedule,
             rank=self._pipeline.rank,
@@ -235,6 +239,14 @@ class Engine:
         )
         output = executor.run(units, loss_scale=loss_scale, before_action=before_action)
         return schedule, output
+
+    def _visits(
+        self, program: Sequence[Action], units: Mapping[tuple[int, int], Unit]
+    ) -> Iterator[Part]:
+        """Whose weights this rank computes with, in order."""
+        for action in program:
+            if action.kind in (ActionKind.F, ActionKind.B):
+                yield from self._stages[action.stage].visits(action.kind, units[action.unit])
 
     def _program(self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool) -> Schedule:
         """The same object for the same step again: making and proving one takes a while."""

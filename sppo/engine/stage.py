@@ -9,7 +9,7 @@ Legend: C tokens of the subsequence, E hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -22,11 +22,12 @@ from sppo.engine.saved_rows import TensorRows, cut, join, share, tensor_rows
 from sppo.engine.shared_attention import SharedAttention
 from sppo.engine.span_attention import StoredAttention
 from sppo.engine.unit import Unit
+from sppo.engine.weights import Part, WeightProvider, visit
 from sppo.kernels.attention import Backend
 from sppo.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_with_gradient
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSum
-from sppo.model.layer import Layer, Saved, SpanAttention, norm, norm_backward
+from sppo.model.layer import Layer, Saved, SpanAttention, Weights, norm, norm_backward
 from sppo.model.rope import rotary_table
 from sppo.offload.moving_store import Itinerary, MovingStore, Place
 from sppo.offload.stack_store import slot_bytes
@@ -37,6 +38,7 @@ from sppo.planning.activation_policy import tensor_bytes_per_token
 from sppo.planning.parcels import ParcelShape, parcel_offsets
 from sppo.planning.plan import SubsequencePlan
 from sppo.planning.row_plan import RowPlan
+from sppo.schedule.actions import ActionKind
 
 
 class Stage:
@@ -44,7 +46,7 @@ class Stage:
 
     Args:
         model: the shape.
-        weights: all parameters of the stage by global name, in the compute dtype.
+        weights: gives the parameters of the stage, in the compute dtype.
         gradients: fp32 (float64) buffers by global name, added to; None for forward only.
         activations: where saved tensors wait that stay on the device.
         moved: where those wait that leave it; None where none does.
@@ -60,7 +62,7 @@ class Stage:
         self,
         model: ModelConfig,
         *,
-        weights: Mapping[str, Tensor],
+        weights: WeightProvider,
         gradients: Mapping[str, Tensor] | None,
         activations: ActivationStore,
         rows: RowPlan,
@@ -77,18 +79,16 @@ class Stage:
         self._activations, self._moved, self._row_plan = activations, moved, rows
         self._sequences_in_flight = 1
         self._backend: Backend = attention_backend
-        first = next(iter(weights.values()))
-        self.dtype = first.dtype
+        self.dtype = weights.dtype
         self._parcels = ParcelShape(
-            model, first.dtype.itemsize, layers=len(self._layers), input_every=input_every
+            model, weights.dtype.itemsize, layers=len(self._layers), input_every=input_every
         )
         self._plans: dict[tuple[int, int], SubsequencePlan] = {}
         self._missing: dict[tuple[int, int], tuple[int, ...]] = {}
         self._itinerary: tuple[object, Itinerary] | None = None
         heads = None if exchange is None else exchange.share.keys
-        self.kv = KVStore(model, dtype=first.dtype, device=first.device, heads=heads)
+        self.kv = KVStore(model, dtype=weights.dtype, device=weights.device, heads=heads)
         self._layer = Layer(model)
-        self._layer_weights = {i: _local(weights, f"layers.{i}.") for i in self._layers}
         self._layer_gradients = {i: _local(gradients or {}, f"layers.{i}.") for i in self._layers}
         self._token_losses: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[DeferredGradients]] = {}
@@ -141,6 +141,33 @@ class Stage:
         if self._moved is not None:
             self._moved.prepare(self._places(tuple(lengths.items()), tuple(backward_order)))
 
+    def visits(self, kind: ActionKind, unit: Unit) -> Iterator[Part]:
+        """Whose weights an action takes, in order; for backward after :meth:`prepare`."""
+        if kind is ActionKind.F:
+            if self.is_first:
+                yield "embedding"
+            yield from self._layers
+            if self.is_last:
+                yield "head"
+        elif kind is ActionKind.B:
+            yield from self._backward_visits(unit)
+
+    def _backward_visits(self, unit: Unit) -> Iterator[int]:
+        """From the last layer down; before one without its input, those that rebuild it."""
+        attention_saved = _attention_saved(self._plans[unit.sequence, unit.subsequence])
+        with_input = {
+            index
+            for index in self._layers
+            if self._parcels.has_own_input(
+                index - self._layers.start, attention_saved=attention_saved
+            )
+        }
+        for index in reversed(self._layers):
+            below = max(layer for layer in with_input if layer <= index)
+            yield from range(below, index)
+            with_input.update(range(below, index))
+            yield index
+
     def forward(
         self, unit: Unit, x_CE: Tensor | None, *, loss_scale: float | None
     ) -> Tensor | None:
@@ -159,13 +186,14 @@ class Stage:
         rotary = self._rotary(unit)
         for index in self._layers:
             rows = self._rows(unit, index) if training else {}
-            x, saved = self._layer.forward(
-                x,
-                self._layer_weights[index],
-                rotary=rotary,
-                attention=self._attention(unit, index),
-                keep=frozenset(rows),
-            )
+            with visit(self._weights, index) as weights:
+                x, saved = self._layer.forward(
+                    x,
+                    weights,
+                    rotary=rotary,
+                    attention=self._attention(unit, index),
+                    keep=frozenset(rows),
+                )
             if training:
                 self._save(_key(unit, index), saved, rows)
             del saved  # or it would stay while the next layer runs
@@ -200,15 +228,16 @@ class Stage:
             saved = taken.pop(index, None) or self._take(_key(unit, index))
             if "x_in" not in saved:
                 self._rebuild_input(unit, index, saved, taken, rotary)
-            self._complete(unit, index, saved, rotary)
-            dx = self._layer.backward(
-                dx,
-                self._layer_weights[index],
-                saved=saved,
-                gradients=sinks[index],
-                rotary=rotary,
-                attention=self._attention(unit, index),
-            )
+            with visit(self._weights, index) as weights:
+                self._complete(unit, index, saved, weights, rotary)
+                dx = self._layer.backward(
+                    dx,
+                    weights,
+                    saved=saved,
+                    gradients=sinks[index],
+                    rotary=rotary,
+                    attention=self._attention(unit, index),
+                )
             self._release(_key(unit, index))
         if defer_weights:
             deferred = [sink for sink in sinks.values() if isinstance(sink, DeferredGradients)]
@@ -251,8 +280,9 @@ class Stage:
             taken[below] = self._take(_key(unit, below))
         if "x_in" not in taken[below]:
             self._rebuild_input(unit, below, taken[below], taken, rotary)
-        self._complete(unit, below, taken[below], rotary)
-        saved["x_in"] = self._layer.output_again(taken[below], self._layer_weights[below])
+        with visit(self._weights, below) as weights:
+            self._complete(unit, below, taken[below], weights, rotary)
+            saved["x_in"] = self._layer.output_again(taken[below], weights)
 
     def pop_losses(self, sequence: int, subsequence: int) -> Tensor:
         """Unscaled loss of each token of a unit, ``[C]``; last stage only, once per unit."""
@@ -272,6 +302,7 @@ class Stage:
             "weight gradients": len(self._deferred),
         }
         assert not any(leftovers.values()), f"left over after the step: {leftovers}"
+        self._weights.assert_idle()
 
     def discard(self) -> None:
         """Forget all state of a step that failed."""
@@ -281,6 +312,7 @@ class Stage:
         self.kv.discard()
         self._token_losses.clear()
         self._deferred.clear()
+        self._weights.discard()
 
     def _save(self, key: ActivationKey, saved: Saved, rows: Mapping[str, TensorRows]) -> None:
         moved, kept = cut(saved, rows)
@@ -297,10 +329,12 @@ class Stage:
         if self._moved is not None:
             self._moved.release(key)
 
-    def _complete(self, unit: Unit, index: int, saved: Saved, rotary: RotaryTable | None) -> None:
+    def _complete(
+        self, unit: Unit, index: int, saved: Saved, weights: Weights, rotary: RotaryTable | None
+    ) -> None:
         self._layer.complete(
             saved,
-            self._layer_weights[index],
+            weights,
             rotary=rotary,
             attention=self._attention(unit, index),
         )
@@ -398,9 +432,10 @@ class Stage:
         return SharedAttention(stored, self._exchange, unit.parts, missing)
 
     def _embed(self, unit: Unit) -> Tensor:
-        x = functional.embedding(unit.tokens_C, self._weights["embed.weight"])
-        if self.model.position == "learned":
-            x = x + functional.embedding(unit.positions_C, self._weights["positions.weight"])
+        with visit(self._weights, "embedding") as weights:
+            x = functional.embedding(unit.tokens_C, weights["embed.weight"])
+            if self.model.position == "learned":
+                x = x + functional.embedding(unit.positions_C, weights["positions.weight"])
         return x
 
     def _embed_backward(self, unit: Unit, dx_CE: Tensor) -> None:
@@ -413,23 +448,30 @@ class Stage:
 
     def _loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
         key = (unit.sequence, unit.subsequence)
-        hidden = norm(self.model, "final_norm", x_CE, self._weights)
-        weight = self._weights[self._head]
-        if loss_scale is None:
-            self._token_losses[key] = linear_cross_entropy(hidden, weight, unit.labels_C)
-            return
+        with visit(self._weights, "head") as weights:
+            hidden = norm(self.model, "final_norm", x_CE, weights)
+            if loss_scale is None:
+                losses = linear_cross_entropy(hidden, weights[self._head], unit.labels_C)
+            else:
+                losses = self._loss_and_gradient(unit, x_CE, hidden, weights, loss_scale)
+        self._token_losses[key] = losses
+
+    def _loss_and_gradient(
+        self, unit: Unit, x_CE: Tensor, hidden_CE: Tensor, weights: Weights, loss_scale: float
+    ) -> Tensor:
+        """Losses ``[C]`` of the normed output; saves the gradient of ``x_CE``."""
         assert self._gradients is not None, "training needs gradient buffers"
         losses, dhidden = linear_cross_entropy_with_gradient(
-            hidden,
-            weight,
+            hidden_CE,
+            weights[self._head],
             unit.labels_C,
             scale=loss_scale,
             dweight_VE=self._gradients[self._head],
         )
-        self._token_losses[key] = losses
         sink = GradientSum(self._gradients)
-        dx = norm_backward(self.model, "final_norm", dhidden, x_CE, self._weights, sink)
+        dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)
         self._activations.save(self._head_key(unit), {"dx": dx})
+        return losses
 
 
 def _key(unit: Unit, layer: int) -> ActivationKey:

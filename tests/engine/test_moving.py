@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sppo.engine.saved_rows import TensorRows, cut
 from sppo.engine.stage import Stage
 from sppo.engine.unit import units_of
+from sppo.engine.weights import ResidentWeights
 from sppo.model.gradients import zero_gradients
 from sppo.offload.file_tier import FileTier
 from sppo.offload.moving_store import MovingStore
@@ -277,7 +278,7 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
     store = MovingStore(queues_of(queues), tier=Tier("disk", tmp_path), checksums=True)
     stage = Stage(
         model,
-        weights=weights,
+        weights=ResidentWeights(weights),
         gradients=gradients,
         activations=ResidentStore(),
         moved=store,
