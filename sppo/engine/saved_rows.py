@@ -1,6 +1,7 @@
 """Rows of a unit's saved tensors by what the plan does with them: cutting, and joining again.
 
-A tensor's first rows are moved, the next are kept, the last are rebuilt.
+A tensor's first rows are moved, the next are kept, the last are rebuilt. Where ranks share weights
+out (Megatron), those of the residual stream have a rank's own tokens, the others all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from sppo.planning.activation_decisions import CLASSES
 from sppo.planning.activation_policy import tensors_of
 from sppo.planning.plan import SubsequencePlan
 
+RESIDUAL = ("x_in", "x_mid")
+"""Saved tensors of the residual stream."""
+
 
 class TensorRows(NamedTuple):
     """How many rows of one tensor are moved, and how many kept."""
@@ -25,16 +29,46 @@ class TensorRows(NamedTuple):
 
 
 def tensor_rows(
-    plan: SubsequencePlan, model: ModelConfig, *, own_input: bool
+    plan: SubsequencePlan,
+    model: ModelConfig,
+    *,
+    own_input: bool,
+    residual: SubsequencePlan | None = None,
 ) -> dict[str, TensorRows]:
-    """By name, without the tensors of which nothing is saved."""
+    """By name, without the tensors of which nothing is saved.
+
+    Args:
+        plan: of the tokens that tensors have.
+        model: the shape.
+        own_input: whether x_in is among them.
+        residual: of the tokens that those of the residual stream have; None: the same.
+    """
     rows = {}
     for index in range(len(CLASSES)):
-        of_class = TensorRows(plan.moved[index], plan.kept[index])
         for name in sorted(tensors_of((index,), model)):
+            of_tensor = residual if residual is not None and name in RESIDUAL else plan
+            of_class = TensorRows(of_tensor.moved[index], of_tensor.kept[index])
             if sum(of_class) and (own_input or name != "x_in"):
                 rows[name] = of_class
     return rows
+
+
+def check_whole_classes(plans: Iterable[SubsequencePlan]) -> None:
+    """Refuse what ranks that share weights out cannot do: rebuild the last rows of a tensor.
+
+    Raises:
+        ValueError: a class is rebuilt in part.
+    """
+    for number, plan in enumerate(plans):
+        for index, name in enumerate(CLASSES):
+            saved = plan.kept[index] + plan.moved[index]
+            if saved and plan.rebuilt[index]:
+                raise ValueError(
+                    f"the plan rebuilds {plan.rebuilt[index]} of {saved + plan.rebuilt[index]} "
+                    f"rows of {name} of subsequence {number}, and with "
+                    "parallel.sequence_parallel=megatron tensors are rebuilt whole or not at all: "
+                    "solve again, or write parallel.sequence_parallel=ulysses"
+                )
 
 
 def share(plan: SubsequencePlan, parts: Sequence[int]) -> tuple[SubsequencePlan, ...]:

@@ -53,6 +53,8 @@ class Unit:
     labels_C: Tensor
     positions_C: Tensor
     """Position of each token in its document (in its sequence, when documents are not isolated)."""
+    span_positions_C: Tensor
+    """The same of all tokens of the subsequence, whoever has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ def units_of(
             data.tokens_S[own],
             data.labels_S[own],
             positions_S[own],
+            positions_S[start:end],
         )
     return units
 

@@ -53,11 +53,47 @@ class SpanAttention(Protocol):
         ...
 
 
+class TokenExchange(Protocol):
+    """Between the ranks that share the tokens of the residual stream, and the layer's weights."""
+
+    def gather(self, x_cE: Tensor) -> Tensor:
+        """``[C, E]``: the tokens of all of them."""
+        ...
+
+    def scatter_sum(self, x_CE: Tensor) -> Tensor:
+        """``[c, E]``: own tokens of the sum over all of them."""
+        ...
+
+
+class _AllTokensHere:
+    """:class:`TokenExchange` of a rank that has all weights: there is nothing to exchange."""
+
+    def gather(self, x_cE: Tensor) -> Tensor:
+        """See :class:`TokenExchange`."""
+        return x_cE
+
+    def scatter_sum(self, x_CE: Tensor) -> Tensor:
+        """See :class:`TokenExchange`."""
+        return x_CE
+
+
+ALL_TOKENS_HERE = _AllTokensHere()
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The arithmetic of one layer; weights, positions and attention are arguments."""
+    """The arithmetic of one layer; weights, positions and attention are arguments.
+
+    Where ranks share weights out (:mod:`sppo.parallel.tensor_parallel`), ``x_in`` and ``x_mid``
+    have c of the C tokens, all else has them all.
+
+    Attributes:
+        model: the shape; heads and MLP width are those of the weights.
+        tokens: with whom the residual stream's tokens are shared.
+    """
 
     model: ModelConfig
+    tokens: TokenExchange = ALL_TOKENS_HERE
 
     def forward(
         self,
@@ -99,7 +135,7 @@ class Layer:
     ) -> Tensor:
         """Gradient of the layer input ``[C, E]``; consumes ``saved``, rebuilding what it lacks."""
         x_in = saved.pop("x_in")
-        n1 = self._norm("attention_norm", x_in, weights)
+        n1 = self._gathered_norm("attention_norm", x_in, weights)
         queries = self._queries(n1, saved, weights, rotary)
         if "o" in saved:
             o, lse = saved.pop("o"), saved.pop("lse")
@@ -111,14 +147,17 @@ class Layer:
             x_mid = self._after_attention(x_in, o, weights)
         dx_mid = self._mlp_backward(dy_CE, x_mid, saved, weights, gradients)
         del x_mid
-        gradients.linear("o", dy_CO=dx_mid, x_CI=o)
-        do_CND = (dx_mid @ weights["o.weight"]).view_as(queries.rotated)
+        d_o = self.tokens.gather(dx_mid)
+        gradients.linear("o", dy_CO=d_o, x_CI=o)
+        do_CND = (d_o @ weights["o.weight"]).view_as(queries.rotated)
+        del d_o
         dq, dk, dv = attention.backward(do_CND, queries.rotated, o.view_as(do_CND), lse)
         del o, do_CND
         dq = self._unrotate_and_unnorm("q", dq, queries.projected, weights, gradients, rotary)
         k_projected = self._projected_keys(n1, saved, weights)
         dk = self._unrotate_and_unnorm("k", dk, k_projected, weights, gradients, rotary)
         dn1 = self._projection_backward(dq, dk, dv, n1, weights, gradients)
+        dn1 = self.tokens.scatter_sum(dn1)
         dx_in = self._norm_backward("attention_norm", dn1, x_in, weights, gradients)
         return dx_in.add_(dx_mid)
 
@@ -134,6 +173,7 @@ class Layer:
 
         What was not saved at all stays for :meth:`backward`, unless another tensor needs it here.
         Each product has fewer rows than it had in forward, which some kernels round differently.
+        Where ranks share weights out no tensor is saved in part, so there is nothing to do.
         """
         x_in = saved["x_in"]
         tokens = x_in.shape[0]
@@ -203,7 +243,7 @@ class Layer:
         save: Callable[..., None],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(q_CND, k_CKD, v_CKD) as attention takes them."""
-        n1 = self._norm("attention_norm", x_CE, weights)
+        n1 = self._gathered_norm("attention_norm", x_CE, weights)
         q, k, v = (self._heads(name, n1, weights) for name in ("q", "k", "v"))
         del n1
         if self.model.qk_norm:
@@ -246,10 +286,11 @@ class Layer:
         return x_CHD if rotary is None else rotate(x_CHD, rotary)
 
     def _after_attention(self, x_CE: Tensor, o_CND: Tensor, weights: Weights) -> Tensor:
-        return linear(o_CND, weights["o.weight"], weights.get("o.bias")).add_(x_CE)
+        out = linear(o_CND, weights["o.weight"], weights.get("o.bias"))
+        return self.tokens.scatter_sum(out).add_(x_CE)
 
     def _mlp_inputs(self, x_mid_CE: Tensor, weights: Weights) -> tuple[Tensor | None, Tensor]:
-        n2 = self._norm("mlp_norm", x_mid_CE, weights)
+        n2 = self._gathered_norm("mlp_norm", x_mid_CE, weights)
         up = linear(n2, weights["up.weight"], weights.get("up.bias"))
         if not self.model.gated:
             return None, up
@@ -259,7 +300,8 @@ class Layer:
         self, x_mid_CE: Tensor, gate_CF: Tensor | None, up_CF: Tensor, weights: Weights
     ) -> Tensor:
         hidden = elementwise.activation(gate_CF, up_CF, kind=self.model.mlp)
-        return linear(hidden, weights["down.weight"], weights.get("down.bias")).add_(x_mid_CE)
+        out = linear(hidden, weights["down.weight"], weights.get("down.bias"))
+        return self.tokens.scatter_sum(out).add_(x_mid_CE)
 
     def _mlp_backward(
         self,
@@ -270,22 +312,25 @@ class Layer:
         gradients: GradientSink,
     ) -> Tensor:
         """Gradient of ``x_mid`` through the MLP and around it."""
-        n2 = self._norm("mlp_norm", x_mid_CE, weights)
+        n2 = self._gathered_norm("mlp_norm", x_mid_CE, weights)
         up, gate = saved.pop("up", None), saved.pop("gate", None)
         if up is None:
             up = linear(n2, weights["up.weight"], weights.get("up.bias"))
         if gate is None and self.model.gated:
             gate = linear(n2, weights["gate.weight"], weights.get("gate.bias"))
-        dhidden = dy_CE @ weights["down.weight"]
+        dy = self.tokens.gather(dy_CE)
+        dhidden = dy @ weights["down.weight"]
         inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
         del dhidden, gate, up
-        gradients.linear("down", dy_CO=dy_CE, x_CI=inner.hidden_CF)
+        gradients.linear("down", dy_CO=dy, x_CI=inner.hidden_CF)
+        del dy
         gradients.linear("up", dy_CO=inner.dup_CF, x_CI=n2)
         dn2 = inner.dup_CF @ weights["up.weight"]
         if inner.dgate_CF is not None:
             gradients.linear("gate", dy_CO=inner.dgate_CF, x_CI=n2)
             dn2.addmm_(inner.dgate_CF, weights["gate.weight"])
         del inner
+        dn2 = self.tokens.scatter_sum(dn2)
         return self._norm_backward("mlp_norm", dn2, x_mid_CE, weights, gradients).add_(dy_CE)
 
     def _projection_backward(
@@ -325,6 +370,10 @@ class Layer:
         )
         gradients.add(f"{name}_norm.weight", dweight)
         return d_CHD
+
+    def _gathered_norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
+        """Of all tokens, as the projections take them."""
+        return self.tokens.gather(self._norm(name, x_CE, weights))
 
     def _norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
         return norm(self.model, name, x_CE, weights)

@@ -30,6 +30,9 @@ class MeshShape:
     data_parallel: int = 1
     pipeline_parallel: int = 1
     sequence_parallel: int = 1
+    key_copies: int | None = None
+    """Ranks of a sequence group that hold the same key/value heads, where its ranks share weights
+    out (Megatron); None where each holds them all (Ulysses)."""
 
     @property
     def num_ranks(self) -> int:
@@ -87,6 +90,19 @@ class MeshShape:
             rank for rank in range(self.num_ranks) if self.coordinates(rank).pipeline == at.pipeline
         )
 
+    def block_ranks(self, at: Coordinates, *, copies: int = 1) -> tuple[int, ...]:
+        """Of those, the ranks that hold the same part of weights that are shared out.
+
+        Args:
+            at: coordinates of one of them.
+            copies: ranks of a sequence group, next to each other, that hold the same.
+        """
+        return tuple(
+            rank
+            for rank in self.stage_ranks(at)
+            if self.coordinates(rank).sequence // copies == at.sequence // copies
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -96,6 +112,9 @@ class Groups:
         everyone: all ranks, over gloo: for what is not on a device.
         sequence: the ranks that share the tokens of this rank's subsequences.
         stage: the ranks that hold this rank's layers.
+        block: of those, where a sequence group shares weights out, the ranks that hold the same
+            part as this one.
+        keys: the same of the key/value heads, where there are fewer than ranks.
         ends: the first and the last rank of this rank's pipeline, if it is one of them.
         edges: by (sender, receiver), positions in the pipeline; those that this rank is an end of.
     """
@@ -103,6 +122,8 @@ class Groups:
     everyone: ProcessGroup | None = None
     sequence: ProcessGroup | None = None
     stage: ProcessGroup | None = None
+    block: ProcessGroup | None = None
+    keys: ProcessGroup | None = None
     ends: ProcessGroup | None = None
     edges: Mapping[tuple[int, int], ProcessGroup] = field(default_factory=dict)
 
@@ -155,13 +176,19 @@ class Mesh:
         pipeline = self.pipeline_ranks
         here = self.at.pipeline
         ends = (pipeline[0], pipeline[-1]) if here in (0, len(pipeline) - 1) else (self.rank,)
+        copies = self.shape.key_copies or 0
         return Groups(
             everyone=self._group(range(self.shape.num_ranks), "everyone", backend="gloo"),
             sequence=self._group(self.shape.sequence_ranks(self.at), "sequence"),
             stage=self._group(self.stage_ranks, "stage"),
+            block=self._block_group("block", copies=1) if copies else None,
+            keys=self._block_group("keys", copies=copies) if copies > 1 else None,
             ends=self._group(sorted({*ends}), "ends"),
             edges=self._make_edges(wraps=wraps),
         )
+
+    def _block_group(self, purpose: str, *, copies: int) -> ProcessGroup | None:
+        return self._group(self.shape.block_ranks(self.at, copies=copies), purpose)
 
     def _make_edges(self, *, wraps: bool) -> dict[tuple[int, int], ProcessGroup]:
         """One communicator for each direction of each edge at this rank.

@@ -1,0 +1,197 @@
+"""Megatron's sequence parallelism: a group shares tokens between products, and weights in them.
+
+Each of G ranks has some tokens of the residual stream, and with them does the embedding, norms,
+residual additions, head and loss. Before the projections of a layer all tokens are gathered; each
+rank has some rows of the weights, so some heads and some of the MLP's width, of all tokens. The
+products that lead back into the residual stream have the matching columns, so each rank gets a
+part of every sum: they are added up where their tokens are (Korthikanti et al., 2022, section 4.2).
+With fewer key/value heads than ranks, several ranks hold the weights of the same one.
+
+Legend: c tokens here, C of the whole subsequence, E hidden, G ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sppo.config.model import ModelConfig
+from sppo.parallel.peer_loss import peer_errors
+from sppo.parallel.ulysses import HeadShare, head_share
+from sppo.planning.parameters import Shape, parameter_shapes, stage_shapes
+
+# Renamed in torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+Holders = Literal["stage", "keys", "block"]
+"""Ranks with the same values of a parameter, as groups of :class:`sppo.parallel.mesh.Groups`."""
+
+_KEYS = ("k", "v")
+_ROWS = ("q", *_KEYS, "gate", "up")
+_COLUMNS = ("o", "down")
+
+
+def tensor_share(model: ModelConfig, *, degree: int) -> HeadShare:
+    """Heads of each of ``degree`` ranks that share the weights of every layer.
+
+    Raises:
+        ValueError: heads or the MLP cannot be shared out evenly.
+    """
+    share = head_share(model.num_heads, model.kv_heads, degree=degree)
+    if model.mlp_size % degree:
+        raise ValueError(
+            f"parallel.sequence_parallel_degree {degree}: with parallel.sequence_parallel=megatron "
+            f"the MLP's width is shared out, and {model.mlp_size} cannot be evenly; use a divisor "
+            f"of {model.mlp_size}, or parallel.sequence_parallel=ulysses"
+        )
+    return share
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShares:
+    """Which part of every parameter a rank of a group holds.
+
+    Attributes:
+        model: the whole shape.
+        rank: place in the group.
+        degree: ranks that share weights out; 1: each holds them whole, as with Ulysses.
+    """
+
+    model: ModelConfig
+    rank: int = 0
+    degree: int = 1
+
+    @property
+    def own_model(self) -> ModelConfig:
+        """The shape of what this rank computes between gathering tokens and adding up."""
+        if self.degree == 1:
+            return self.model
+        share = tensor_share(self.model, degree=self.degree)
+        own = {
+            "num_heads": share.queries,
+            "num_kv_heads": share.keys,
+            "head_size": self.model.head_dim,
+            "mlp_size": self.model.mlp_size // self.degree,
+        }
+        return self.model.model_copy(update=own)
+
+    def shapes(self, layers: range) -> dict[str, Shape]:
+        """What this rank holds of the parameters of a stage, by global name."""
+        shapes = stage_shapes(self.own_model, layers)
+        return {name: shape for name, shape in shapes.items() if self._is_held(name)}
+
+    def holders(self, name: str) -> Holders:
+        """Which ranks hold the same of a parameter as this one."""
+        part = _part(name)
+        if self.degree == 1 or part not in (*_ROWS, *_COLUMNS):
+            return "stage"
+        repeats = tensor_share(self.model, degree=self.degree).repeats
+        return "keys" if part in _KEYS and repeats > 1 else "block"
+
+    def offsets(self, name: str) -> tuple[int, ...]:
+        """Where this rank's part begins in the whole parameter."""
+        whole = parameter_shapes(self.model)[name]
+        part, is_bias = _part(name), name.endswith(".bias")
+        if self.degree == 1 or part not in (*_ROWS, *_COLUMNS) or (is_bias and part in _COLUMNS):
+            return (0,) * len(whole)
+        share = tensor_share(self.model, degree=self.degree)
+        copies = share.repeats if part in _KEYS else 1
+        dimension = 1 if part in _COLUMNS else 0
+        first = whole[dimension] * copies // self.degree * (self.rank // copies)
+        return tuple(first if index == dimension else 0 for index in range(len(whole)))
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter; memory of its own, where it is not all."""
+        shape = parameter_shapes(self.own_model)[name]
+        if shape == tuple(whole.shape):
+            return whole
+        for dimension, (start, size) in enumerate(zip(self.offsets(name), shape, strict=True)):
+            whole = whole.narrow(dimension, start, size)
+        return whole.clone(memory_format=torch.contiguous_format)
+
+    def _is_held(self, name: str) -> bool:
+        """The bias of a sum over ranks is added once: by the first."""
+        return self.rank == 0 or not (_part(name) in _COLUMNS and name.endswith(".bias"))
+
+
+class TensorExchange:
+    """Gathers the tokens of a group, and adds up what its ranks have of every token.
+
+    Args:
+        group: of the ranks that share tokens and weights.
+        rank: this one's place in it.
+        model: the whole shape.
+    """
+
+    def __init__(self, group: ProcessGroup, *, rank: int, model: ModelConfig) -> None:
+        self._group, self.rank, self.degree = group, rank, group.size()
+        self.shares = WeightShares(model, rank, self.degree)
+
+    def gather(self, x_cE: Tensor, parts: Sequence[int]) -> Tensor:
+        """``[C, E]``: the tokens of all ranks, in order.
+
+        Args:
+            x_cE: this rank's.
+            parts: tokens that each rank has; they add up to C.
+        """
+        most = max(parts)
+        sent = x_cE.contiguous()
+        if x_cE.shape[0] < most:
+            sent = torch.cat([sent, sent.new_zeros((most - sent.shape[0], sent.shape[1]))])
+        received = sent.new_empty((self.degree * most, sent.shape[1]))
+        with peer_errors("gathering tokens"):
+            _all_gather(received, sent, group=self._group)
+        if min(parts) == most:
+            return received
+        slices = received.view(self.degree, most, -1)
+        return torch.cat([x[:part] for x, part in zip(slices, parts, strict=True)])
+
+    def scatter_sum(self, x_CE: Tensor, parts: Sequence[int]) -> Tensor:
+        """``[c, E]``: the sum over all ranks, of this rank's tokens.
+
+        What travels has the dtype of ``x_CE``; a sum of narrow numbers is taken in fp32 and
+        rounded once.
+
+        Args:
+            x_CE: this rank's summand for all tokens.
+            parts: tokens that each rank has; they add up to C.
+        """
+        sent = x_CE.contiguous()
+        own, width = parts[self.rank], sent.shape[1]
+        received = sent.new_empty((self.degree, own, width))
+        with peer_errors("adding up tokens"):
+            dist.all_to_all_single(
+                received.view(-1),
+                sent.view(-1),
+                [own * width] * self.degree,
+                [part * width for part in parts],
+                group=self._group,
+            )
+        return received.sum(0)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTokens:
+    """:class:`sppo.model.layer.TokenExchange` for the tokens of one subsequence."""
+
+    exchange: TensorExchange
+    parts: tuple[int, ...]
+
+    def gather(self, x_cE: Tensor) -> Tensor:
+        """See :meth:`TensorExchange.gather`."""
+        return self.exchange.gather(x_cE, self.parts)
+
+    def scatter_sum(self, x_CE: Tensor) -> Tensor:
+        """See :meth:`TensorExchange.scatter_sum`."""
+        return self.exchange.scatter_sum(x_CE, self.parts)
+
+
+def _part(name: str) -> str:
+    """What a parameter belongs to inside its layer: ``q`` of ``layers.3.q.weight``."""
+    return name.split(".")[-2] if name.startswith("layers.") else ""
