@@ -1,0 +1,186 @@
+"""The torch side of ``compare_pipelining.py``: a Llama-shaped stage for torch's pipelining.
+
+Plain modules under autograd in bf16, nothing rebuilt in backward. Attention is torch's flash kernel
+for CPUs; K/V heads are repeated, for its backward takes much longer when it shares them itself.
+The loss goes by tiles and takes its gradient with it, as the engine's does, so that the logits of
+a long sequence never exist at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sppo.config import ModelConfig
+from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
+from sppo.model.rope import rotary_table
+from sppo.planning.cost import layers_of_stages
+
+
+class TorchPipeline:
+    """One rank of torch's GPipe (one sequence a step) or 1F1B (two and more).
+
+    Args:
+        model: the shape.
+        weights: all parameters by global name; those of this rank's stage are taken.
+        rank: of the default process group, which is the pipeline.
+    """
+
+    def __init__(self, model: ModelConfig, weights: Mapping[str, Tensor], *, rank: int) -> None:
+        self._model, self._rank, self._num_stages = model, rank, dist.get_world_size()
+        self._stage = _Stage(model, rank=rank, num_stages=self._num_stages).bfloat16()
+        own = {name: weights[name] for name in self._stage.state_dict()}
+        self._stage.load_state_dict(own)
+        self._schedules: dict[tuple[int, int], Any] = {}
+
+    @staticmethod
+    def schedule_name(sequences: int) -> str:
+        """GPipe where there is a single micro-batch: torch's 1F1B takes no fewer than stages."""
+        return "GPipe" if sequences == 1 else "1F1B"
+
+    def forget_gradients(self) -> None:
+        """As at the beginning of a step."""
+        self._stage.zero_grad(set_to_none=True)
+
+    def gradient_norm(self) -> float:
+        """Of this rank's parameters."""
+        found = [p.grad.float().norm() for p in self._stage.parameters() if p.grad is not None]
+        return float(torch.stack(found).norm())
+
+    def step(self, tokens_MS: Tensor, labels_MS: Tensor) -> float:
+        """Gradient of the mean loss of M sequences; their mean loss on the last rank, else 0."""
+        self.forget_gradients()
+        schedule = self._schedule(*tokens_MS.shape)
+        losses: list[Tensor] = []
+        inputs = (tokens_MS,) if self._rank == 0 else ()
+        last = self._rank == self._num_stages - 1
+        target = labels_MS if last else None
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # no other one is allowed to step in
+            schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        return float(torch.stack(losses).detach().sum()) if last else 0.0
+
+    def _schedule(self, sequences: int, length: int) -> Any:
+        """Made once for each shape, which it is told, so that no step is spent on finding it."""
+        key = sequences, length
+        if key not in self._schedules:
+            hidden = torch.empty(
+                1, length, self._model.hidden_size, dtype=torch.bfloat16, device="meta"
+            )
+            hidden.requires_grad_()
+            tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
+            stage = PipelineStage(
+                self._stage,
+                stage_index=self._rank,
+                num_stages=self._num_stages,
+                device=torch.device("cpu"),
+                input_args=tokens if self._rank == 0 else hidden,
+                output_args=hidden,
+            )
+            scale = 1.0 / (sequences * length)
+
+            def loss(output_1SE: Tensor, labels_1S: Tensor) -> Tensor:
+                return self._stage.loss(output_1SE, labels_1S, scale=scale)
+
+            kind = ScheduleGPipe if sequences == 1 else Schedule1F1B
+            self._schedules[key] = kind(stage, sequences, loss_fn=loss, scale_grads=False)
+        return self._schedules[key]
+
+
+class _Stage(nn.Module):
+    """Embedding and layers, or layers and final norm; parameters named as the engine's."""
+
+    def __init__(self, model: ModelConfig, *, rank: int, num_stages: int) -> None:
+        super().__init__()
+        self._model = model
+        layers = layers_of_stages(model.num_layers, num_stages=num_stages)[rank]
+        if rank == 0:
+            self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleDict({str(index): _Layer(model) for index in layers})
+        if rank == num_stages - 1:
+            self.final_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
+            self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens ``[1, S]`` on the first stage, else hidden ``[1, S, E]``; hidden."""
+        table = rotary_table(self._model, torch.arange(x.shape[1]), dtype=torch.bfloat16)
+        cos, sin = (
+            torch.cat([half, half], -1).squeeze(1).bfloat16() for half in (table.cos, table.sin)
+        )
+        if hasattr(self, "embed"):
+            x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x, cos, sin)
+        return self.final_norm(x) if hasattr(self, "final_norm") else x
+
+    def loss(self, hidden_1SE: Tensor, labels_1S: Tensor, *, scale: float) -> Tensor:
+        """``scale`` times the summed loss of one sequence."""
+        loss: Tensor = _TiledLoss.apply(hidden_1SE[0], self.head.weight, labels_1S[0], scale)
+        return loss
+
+
+class _Layer(nn.Module):
+    """One layer as anybody would write it."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self._size, self._groups = model.head_dim, model.num_heads // model.kv_heads
+        hidden, keys = model.hidden_size, model.kv_heads * model.head_dim
+        queries = model.num_heads * model.head_dim
+        self.attention_norm = nn.RMSNorm(hidden, eps=model.norm_eps)
+        self.q = nn.Linear(hidden, queries, bias=False)
+        self.k = nn.Linear(hidden, keys, bias=False)
+        self.v = nn.Linear(hidden, keys, bias=False)
+        self.o = nn.Linear(queries, hidden, bias=False)
+        self.mlp_norm = nn.RMSNorm(hidden, eps=model.norm_eps)
+        self.gate = nn.Linear(hidden, model.mlp_size, bias=False)
+        self.up = nn.Linear(hidden, model.mlp_size, bias=False)
+        self.down = nn.Linear(model.mlp_size, hidden, bias=False)
+
+    def forward(self, x_1SE: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        """Hidden to hidden."""
+        n = self.attention_norm(x_1SE)
+        q = _turned(self._heads(self.q(n)), cos_SD, sin_SD)
+        k = _turned(self._heads(self.k(n)), cos_SD, sin_SD)
+        k, v = self._repeated(k), self._repeated(self._heads(self.v(n)))
+        o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x_1SE + self.o(o.transpose(1, 2).flatten(2))
+        n = self.mlp_norm(x)
+        gated: Tensor = functional.silu(self.gate(n)) * self.up(n)
+        down: Tensor = self.down(gated)
+        return x + down
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self._size)).transpose(1, 2)
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(self._groups, dim=1)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+class _TiledLoss(torch.autograd.Function):
+    """The engine's tiled loss under autograd, so that both sides share it."""
+
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Any:
+        dweight = torch.zeros_like(weight, dtype=torch.float32)
+        losses, dhidden = linear_cross_entropy_with_gradient(
+            hidden, weight, labels, scale=scale, dweight_VE=dweight
+        )
+        context.save_for_backward(dhidden, dweight.to(weight.dtype))
+        return losses.sum() * scale
+
+    @staticmethod
+    def backward(context: Any, dloss: Tensor) -> Any:
+        dhidden, dweight = context.saved_tensors
+        return dhidden * dloss.to(dhidden.dtype), dweight * dloss.to(dweight.dtype), None, None
