@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -18,6 +19,7 @@ from sppo.parallel.peer_loss import PeerLostError, peer_errors
 
 _TELL_S = 5.0
 """What the others wait longer than rank 0, which tells them when one did not come."""
+_MOST_LINES = 15
 
 
 def require_same(facts: Mapping[str, str], *, timeout_s: float) -> None:
@@ -64,6 +66,21 @@ def require_same_in(
         raise ValueError(verdict["different"])
 
 
+def flat_facts(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
+    """Facts with one name for each value of nested ``values``, so that a difference names its key.
+
+    E.g. ``{"a.b": "1"}`` of ``{"a": {"b": 1}}``.
+    """
+    facts: dict[str, str] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            facts |= flat_facts(value, prefix=f"{name}.")
+        else:
+            facts[name] = json.dumps(value)
+    return facts
+
+
 def differences(facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """What ranks have that rank 0 has not, a line for each other value; ``facts`` are by rank."""
     for name in dict.fromkeys(name for values in facts for name in values):
@@ -99,6 +116,8 @@ def _verdict(store: Store, *, call: int, world_size: int, timeout_s: float) -> d
     lines = [f"  {line}" for line in differences(facts)]
     if not lines:
         return {"missing": "", "different": ""}
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
     different = (
         "the ranks of a job must all run the same, and these do not:\n"
         + "\n".join(lines)

@@ -37,6 +37,7 @@ _GIVE_UP_S = 30.0
 """From SIGKILL until a process is left to the system, which cannot end it either."""
 _LAST_LINES = 15
 _LAST_BYTES = 1 << 14
+_SHARED_MEMORY = "/dev/shm"
 _WRAPPER = Path(__file__).with_name("end_with_parent.py")
 
 
@@ -44,7 +45,7 @@ _WRAPPER = Path(__file__).with_name("end_with_parent.py")
 class _Child:
     rank: int
     process: subprocess.Popen[bytes]
-    progress_file: Path
+    record: IO[bytes]
     output: IO[bytes] | None
     ended_s: float | None = None
     stopped: bool = False
@@ -78,27 +79,37 @@ def run_ranks(
         OSError: a process or the port cannot be had.
     """
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sppo-ranks-")))
         port = stack.enter_context(_meeting_place(num_ranks))
         job = stack.enter_context(_Job(grace_s))
         for rank in range(num_ranks):
-            progress_file = directory / f"rank{rank}"
+            record = stack.enter_context(_nameless_file())
             environment = child_environment(
                 environ,
                 rank=rank,
                 num_ranks=num_ranks,
                 port=port,
                 threads=threads_per_rank,
-                progress_file=progress_file,
+                progress_file=_path_of(record),
             )
             output = stack.enter_context(tempfile.TemporaryFile()) if rank else None
-            job.start(command, environment, rank=rank, progress_file=progress_file, output=output)
+            job.start(command, environment, rank=rank, record=record, output=output)
         ends = job.wait()
     first = first_failure(ends)
     if first is None:
         return 0
     print(failure_report(ends, first=first, asked=job.asked), file=sys.stderr, flush=True)
     return exit_code(first)
+
+
+def _nameless_file() -> IO[bytes]:
+    """For a flight record: goes with its last user, and no disk delays a note where it can be."""
+    in_memory = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
+    return tempfile.TemporaryFile(dir=_SHARED_MEMORY if in_memory else None)
+
+
+def _path_of(file: IO[bytes]) -> Path:
+    """Where this process, and a child that has inherited the file, open it."""
+    return Path(f"/dev/fd/{file.fileno()}")
 
 
 @contextmanager
@@ -158,7 +169,7 @@ class _Job:
         environment: Mapping[str, str],
         *,
         rank: int,
-        progress_file: Path,
+        record: IO[bytes],
         output: IO[bytes] | None,
     ) -> None:
         """In a process group of its own, so that a terminal's Ctrl-C reaches it only from here."""
@@ -169,9 +180,10 @@ class _Job:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            pass_fds=(record.fileno(),),
             process_group=0,
         )
-        self._children.append(_Child(rank, process, progress_file, output))
+        self._children.append(_Child(rank, process, record, output))
 
     def wait(self) -> tuple[RankEnd, ...]:
         """Until all have ended, or cannot even be killed."""
@@ -240,7 +252,7 @@ def _end_of(child: _Child) -> RankEnd:
         returncode=-signal.SIGKILL if code is None else code,
         ended_s=time.monotonic() if child.ended_s is None else child.ended_s,
         stopped=child.stopped,
-        note=read_progress(child.progress_file),
+        note=read_progress(_path_of(child.record)),
         last_lines=() if child.output is None else _last_lines(child.output),
     )
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from sppo.parallel import connect as connect_module
-from sppo.parallel.agreement import differences
+from sppo.parallel import launch
+from sppo.parallel.agreement import differences, flat_facts
 from sppo.parallel.connect import connect
 from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.peer_loss import PeerLostError, peer_errors
@@ -94,6 +95,13 @@ def test_facts_that_some_ranks_lack_differ():
     assert list(differences([{"a": "1"}, {"a": "1"}])) == []
 
 
+def test_a_difference_of_configurations_names_its_key():
+    runs = [{"parallel": {"zero": zero, "schedule": "1f1b"}, "hardware": "auto"} for zero in (0, 1)]
+    assert list(differences([flat_facts(run) for run in runs])) == [
+        "parallel.zero: 0 on rank 0, 1 on rank 1"
+    ]
+
+
 @pytest.mark.parametrize("operation", ["dist.recv(tensor, 1)", "dist.all_reduce(tensor)"])
 def test_a_killed_rank_ends_the_job_and_is_named(run, capfd, operation):
     """The kill comes while rank 0 waits for it."""
@@ -124,26 +132,30 @@ with progress.ending():
     )
 
 
-def test_a_hung_rank_runs_into_the_timeout(run, tmp_path):
+def test_a_hung_rank_runs_into_the_timeout_and_is_named(run, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "_TERMINATE_S", 0.2)
     code = """
 connected(timeout_s=2)
+import signal
+progress.note(step=3, position=6, action=f"{rank}F2", num_actions=40)
 if rank == 1:
-    while not Path("said").exists():
-        time.sleep(0.05)
-    os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
 started = time.monotonic()
 try:
-    with peer_errors("waiting for 0SEND_ACT2 from rank 1"):
+    with progress.ending(), peer_errors("waiting for 0SEND_ACT2 from rank 1"):
+        progress.state("waiting_for_peer")
         dist.recv(torch.zeros(1), 1)
 except PeerLostError as error:
-    Path("saying").write_text(f"{time.monotonic() - started:.1f} {error}")
-Path("saying").rename("said")
-os._exit(0)
+    print(f"{time.monotonic() - started:.1f}", flush=True)
+    os._exit(1)
 """
-    assert run(CONNECTED + code, num_ranks=2) == 0
-    waited, said = (tmp_path / "said").read_text().split(" ", 1)
+    assert run(CONNECTED + code, num_ranks=2, grace_s=0.2) == 1
+    waited, said = capfd.readouterr()
     assert 1.5 < float(waited) < 10
-    assert re.match("waiting for 0SEND_ACT2 from rank 1: .*[Tt]imed out", said), said
+    lines = said[said.index("error: rank") :].splitlines()
+    assert lines[0].endswith("rank 0 of 2 ended with exit code 1 at step 3, action 7 of 40 (0F2)")
+    assert re.match("  waiting for 0SEND_ACT2 from rank 1: Timed out waiting 2000ms", lines[1])
+    assert re.match(r"  rank 1 was running at step 3, action 7 of 40 \(1F2\), for \d+ s", lines[2])
 
 
 def test_ranks_that_do_not_come_are_named():
