@@ -41,6 +41,8 @@ class EnginePeaks:
     """K, V and their fp32 gradients."""
     pooled_activations_bytes: int
     """Of the first, what lies where torch's other tensors do."""
+    gathered_bytes: int = 0
+    """Weights that were put together for the time they were used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,7 @@ class Engine:
             sum(store.peak_bytes for store in holders),
             sum(kv.peak_bytes for kv in caches),
             sum(s.peak_bytes for s in holders if isinstance(s, ResidentStore)),
+            self._weights.take_peak_bytes(),
         )
         for store in holders:
             store.peak_bytes = store.device_bytes

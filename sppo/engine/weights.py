@@ -62,6 +62,10 @@ class WeightProvider(Protocol):
         """Forget a step that failed, with all that is held and under way."""
         ...
 
+    def take_peak_bytes(self) -> int:
+        """Most bytes that were held for the stages since the last call, beyond what stays."""
+        ...
+
 
 @contextmanager
 def visit(weights: WeightProvider, part: Part) -> Iterator[Mapping[str, Tensor]]:
@@ -102,6 +106,10 @@ class ResidentWeights:
 
     def discard(self) -> None:
         """See :class:`WeightProvider`."""
+
+    def take_peak_bytes(self) -> int:
+        """See :class:`WeightProvider`."""
+        return 0
 
 
 def names_by_part(names: Iterable[str]) -> dict[Part, dict[str, str]]:

@@ -1,0 +1,139 @@
+"""Weights of which every rank keeps only its own rows: put together for the time they are used.
+
+ZeRO-3 (Rajbhandari et al., 2020). While one layer computes, the next one that will be wanted is on
+its way; there are never more than two layers' whole weights, or the largest part outside of the
+layers. Every rank of the group runs the same program, so all gather the same parts in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor
+
+from sppo.engine.weights import Part, names_by_part
+from sppo.parallel.row_gather import Gathering, RowGather
+
+
+class GatheredWeights:
+    """A :class:`sppo.engine.weights.WeightProvider` of weights that ranks share out.
+
+    Args:
+        rows: this rank's rows of every parameter of its stages by global name, in the compute
+            dtype; read at every gather, so an update in place is seen by the next step.
+        shapes: of the whole parameters.
+        gathers: among the ranks that share each of them out, by global name. What is not in there
+            this rank has whole.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[str, Tensor],
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
+        gathers: Mapping[str, RowGather],
+    ) -> None:
+        first = next(iter(rows.values()))
+        self.dtype, self.device = first.dtype, first.device
+        assert all(tensor.dtype == self.dtype for tensor in rows.values()), "one compute dtype"
+        self._rows, self._shapes, self._gathers = rows, shapes, gathers
+        self._parts = names_by_part(rows)
+        self._part_bytes = {part: self._padded_bytes(part) for part in self._parts}
+        self.room_bytes = max(
+            (1 + isinstance(part, int)) * size for part, size in self._part_bytes.items()
+        )
+        self._visits: Iterator[Part] = iter(())
+        self._next: Part | None = None
+        self._ahead: list[Gathering] | None = None
+        self._held: dict[str, Tensor] = {}
+        self._held_part: Part | None = None
+        self._peak_bytes = 0
+
+    def begin(self, visits: Iterable[Part]) -> None:
+        """See :class:`sppo.engine.weights.WeightProvider`."""
+        self.assert_idle()
+        self._visits = iter(visits)
+        self._next = next(self._visits, None)
+        self._fetch_ahead()
+
+    def take(self, part: Part) -> Mapping[str, Tensor]:
+        """See :class:`sppo.engine.weights.WeightProvider`."""
+        assert part == self._next, f"{part} is taken where {self._next} was announced"
+        if self._held_part is None:
+            self._held_part, self._held = part, self._arrived()
+        assert self._held_part == part, f"{part} is taken before {self._held_part} is released"
+        self._next = next(self._visits, None)
+        self._fetch_ahead()
+        return self._held
+
+    def release(self, part: Part) -> None:
+        """See :class:`sppo.engine.weights.WeightProvider`."""
+        if part != self._held_part or part == self._next:
+            return  # it never came, or is wanted again at once
+        self._held.clear()  # also what the stage still has of it
+        self._held_part = None
+        self._fetch_ahead()
+
+    def assert_idle(self) -> None:
+        """See :class:`sppo.engine.weights.WeightProvider`."""
+        left = {"held": self._held_part, "announced": self._next}
+        assert all(part is None for part in left.values()), f"weights left over: {left}"
+
+    def discard(self) -> None:
+        """See :class:`sppo.engine.weights.WeightProvider`."""
+        self._visits, self._next = iter(()), None
+        self._ahead, self._held_part = None, None
+        self._held.clear()
+
+    def take_peak_bytes(self) -> int:
+        """See :class:`sppo.engine.weights.WeightProvider`."""
+        peak, self._peak_bytes = self._peak_bytes, 0
+        return peak
+
+    def _fetch_ahead(self) -> None:
+        """Start to gather what is wanted next, if there is room beside what is held."""
+        part = self._next
+        if part is None or part == self._held_part or self._ahead is not None:
+            return
+        held = 0 if self._held_part is None else self._part_bytes[self._held_part]
+        if held + self._part_bytes[part] > self.room_bytes:
+            return
+        self._ahead = [
+            gather.begin({name: self._rows[name] for name in names}, self._shapes)
+            for gather, names in self._messages(part)
+        ]
+        self._count(held + self._part_bytes[part])
+
+    def _arrived(self) -> dict[str, Tensor]:
+        """What was fetched ahead, under the names that the stage knows."""
+        assert self._ahead is not None, "room was made for what is wanted next"
+        part, gatherings = self._next, self._ahead
+        assert part is not None, "checked by take"
+        self._ahead = None
+        self._count(sum(g.size_bytes * (1 + g.is_copied) for g in gatherings))
+        whole: dict[str, Tensor] = {}
+        while gatherings:
+            whole |= gatherings.pop(0).finish()
+        return {
+            local: whole[name] if name in whole else self._rows[name]
+            for local, name in self._parts[part].items()
+        }
+
+    def _messages(self, part: Part) -> list[tuple[RowGather, list[str]]]:
+        """Global names that travel together: of a layer all, of larger parts one by one."""
+        shared = [name for name in self._parts[part].values() if name in self._gathers]
+        if not isinstance(part, int):
+            return [(self._gathers[name], [name]) for name in shared]
+        messages: dict[RowGather, list[str]] = {}
+        for name in shared:
+            messages.setdefault(self._gathers[name], []).append(name)
+        return list(messages.items())
+
+    def _padded_bytes(self, part: Part) -> int:
+        elements = 0
+        for gather, names in self._messages(part):
+            elements += gather.padded_elements({name: self._shapes[name] for name in names})
+        return elements * self.dtype.itemsize
+
+    def _count(self, held_bytes: int) -> None:
+        self._peak_bytes = max(self._peak_bytes, held_bytes)
