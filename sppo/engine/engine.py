@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.engine.executor import BeforeAction, ExecutedAction, Executor, StepOutput
+from sppo.engine.executor import BeforeAction, Executor, StepOutput
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.stage import Stage
+from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, TokenShare, Unit, units_of
 from sppo.engine.weights import Part, ResidentWeights, WeightProvider
 from sppo.kernels.attention import Backend
@@ -53,11 +54,23 @@ class Accumulated:
     """Sum of the token losses that this rank saw, a float64 scalar; 0 before the last stage."""
     num_valid: int
     """Labels that the whole step sums over."""
-    forward_s: float
-    backward_s: float
     schedule: Schedule
-    trace: tuple[ExecutedAction, ...]
-    """What was executed, when."""
+    executed: Trace
+
+    @property
+    def trace(self) -> tuple[ExecutedAction, ...]:
+        """What was executed, when; waits for the device, the first time."""
+        return self.executed.actions()
+
+    @property
+    def forward_s(self) -> float:
+        """Time of all forwards."""
+        return self.executed.seconds(ActionKind.F)
+
+    @property
+    def backward_s(self) -> float:
+        """Time of all backwards."""
+        return self.executed.seconds(ActionKind.B, ActionKind.W)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,7 @@ class Engine:
         pipeline: this rank's place in it.
         companions: with whom else it works.
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
+        stopwatch: takes the time of every action; None: the host's clock does.
     """
 
     def __init__(
@@ -104,8 +118,10 @@ class Engine:
         pipeline: Pipeline = ALONE,
         companions: Companions = Companions(),  # noqa: B008 (frozen)
         attention_backend: Backend = "auto",
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self._pipeline, self._companions = pipeline, companions
+        self._stopwatch = stopwatch
         exchange = companions.exchange
         self._share = (
             TokenShare() if exchange is None else TokenShare(exchange.rank, exchange.degree)
@@ -167,10 +183,8 @@ class Engine:
         return Accumulated(
             torch.stack(losses).sum() if losses else nothing,
             num_valid,
-            forward_s=output.seconds(ActionKind.F),
-            backward_s=output.seconds(ActionKind.B, ActionKind.W),
             schedule=schedule,
-            trace=output.trace,
+            executed=output.trace,
         )
 
     @torch.no_grad()
@@ -239,6 +253,7 @@ class Engine:
             stages=self._stages,
             courier=self._pipeline.courier,
             reduce=self._companions.reduce,
+            stopwatch=self._stopwatch,
         )
         output = executor.run(units, loss_scale=loss_scale, before_action=before_action)
         return schedule, output

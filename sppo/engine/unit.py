@@ -92,7 +92,7 @@ def units_of(
     length = data.tokens_S.shape[0]
     if boundaries[0] != 0 or boundaries[-1] != length:
         raise ValueError(f"boundaries {list(boundaries)} do not tile a sequence of {length} tokens")
-    positions_S = document_positions(length, data.document_starts).to(data.tokens_S.device)
+    positions_S = document_positions(length, data.document_starts, device=data.tokens_S.device)
     units = {}
     for index, (start, end) in enumerate(pairwise(boundaries)):
         parts = share.parts(end - start)
@@ -111,8 +111,10 @@ def units_of(
     return units
 
 
-def document_positions(length: int, document_starts: Sequence[int]) -> Tensor:
+def document_positions(
+    length: int, document_starts: Sequence[int], *, device: torch.device | str = "cpu"
+) -> Tensor:
     """Position of each token counted from the start of its document, ``[S]``."""
-    positions = torch.arange(length)
-    starts = torch.tensor(sorted({0, *document_starts}))
+    positions = torch.arange(length, device=device)
+    starts = torch.tensor(sorted({0, *document_starts}), device=device)
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
