@@ -20,8 +20,8 @@ from sppo.offload.copy_report import CopyReport, combined
 from sppo.offload.moving_store import MovingStore
 from sppo.offload.stack_store import StackStore
 from sppo.offload.store import ActivationStore, ResidentStore
+from sppo.parallel.tensor_parallel import TensorExchange, WeightShares
 from sppo.parallel.ulysses import HeadExchange
-from sppo.planning.parameters import stage_shapes
 from sppo.planning.partition import lengths_of
 from sppo.planning.row_plan import PolicyRows, RowPlan
 from sppo.schedule.actions import Action, ActionKind, Schedule
@@ -78,12 +78,13 @@ class Companions:
     """What a rank shares with others, besides the pipeline.
 
     Attributes:
-        exchange: with the ranks that have the other tokens of every subsequence.
+        exchange: with the ranks that have the other tokens of every subsequence; a
+            :class:`TensorExchange` where they have other parts of the layers' weights too.
         reduce: adds up a stage's gradients over the ranks that hold the same stage; called when
             they are complete here.
     """
 
-    exchange: HeadExchange | None = None
+    exchange: HeadExchange | TensorExchange | None = None
     reduce: Callable[[int], None] | None = None
 
 
@@ -126,6 +127,7 @@ class Engine:
         self._share = (
             TokenShare() if exchange is None else TokenShare(exchange.rank, exchange.degree)
         )
+        shares = exchange.shares if isinstance(exchange, TensorExchange) else WeightShares(model)
         self._moved = dict(moved or {})
         self._stores: dict[int, ActivationStore] = {}
         self._stages: dict[int, Stage] = {}
@@ -135,7 +137,7 @@ class Engine:
             # One rank runs one sequence after another: what was saved last is taken first.
             stacked = on_cpu and pipeline.num_ranks * pipeline.num_virtual == 1
             self._stores[index] = StackStore() if stacked else ResidentStore()
-            names = stage_shapes(model, layers)
+            names = shares.shapes(layers)
             self._stages[index] = Stage(
                 model,
                 weights=self._weights,

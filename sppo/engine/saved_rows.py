@@ -14,11 +14,8 @@ import torch
 from sppo.config.model import ModelConfig
 from sppo.model.layer import Saved, token_dimension
 from sppo.planning.activation_decisions import CLASSES
-from sppo.planning.activation_policy import tensors_of
+from sppo.planning.activation_policy import RESIDUAL, tensors_of
 from sppo.planning.plan import SubsequencePlan
-
-RESIDUAL = ("x_in", "x_mid")
-"""Saved tensors of the residual stream."""
 
 
 class TensorRows(NamedTuple):

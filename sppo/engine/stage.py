@@ -18,7 +18,14 @@ from torch.nn import functional
 
 from sppo.config.model import ModelConfig
 from sppo.engine.kv_store import KVStore
-from sppo.engine.saved_rows import TensorRows, cut, join, share, tensor_rows
+from sppo.engine.saved_rows import (
+    TensorRows,
+    check_whole_classes,
+    cut,
+    join,
+    share,
+    tensor_rows,
+)
 from sppo.engine.shared_attention import SharedAttention
 from sppo.engine.span_attention import StoredAttention
 from sppo.engine.unit import Unit
@@ -32,6 +39,7 @@ from sppo.model.rope import rotary_table
 from sppo.offload.moving_store import Itinerary, MovingStore, Place
 from sppo.offload.stack_store import slot_bytes
 from sppo.offload.store import ActivationKey, ActivationStore
+from sppo.parallel.tensor_parallel import SharedTokens, TensorExchange
 from sppo.parallel.ulysses import HeadExchange
 from sppo.planning.activation_decisions import ATTENTION
 from sppo.planning.activation_policy import tensor_bytes_per_token
@@ -54,7 +62,8 @@ class Stage:
         input_every: layers that keep their attention output save their input only in every so
             manyth layer; the others get it from the layer below, see :meth:`_rebuild_input`.
         layers: half-open range of layers; None for all.
-        exchange: with the ranks that share every unit's tokens; None where nobody does.
+        exchange: with the ranks that share every unit's tokens; None where nobody does. A
+            :class:`TensorExchange` where they share the layers' weights too.
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
     """
 
@@ -69,11 +78,12 @@ class Stage:
         moved: MovingStore | None = None,
         input_every: int = 1,
         layers: range | None = None,
-        exchange: HeadExchange | None = None,
+        exchange: HeadExchange | TensorExchange | None = None,
         attention_backend: Backend = "auto",
     ) -> None:
-        self.model = model
-        self._exchange = exchange
+        self._tensor = exchange if isinstance(exchange, TensorExchange) else None
+        self._heads = exchange if isinstance(exchange, HeadExchange) else None
+        self.model = model if self._tensor is None else self._tensor.shares.own_model
         self._layers = range(model.num_layers) if layers is None else layers
         self._weights, self._gradients = weights, gradients
         self._activations, self._moved, self._row_plan = activations, moved, rows
@@ -81,14 +91,14 @@ class Stage:
         self._backend: Backend = attention_backend
         self.dtype = weights.dtype
         self._parcels = ParcelShape(
-            model, weights.dtype.itemsize, layers=len(self._layers), input_every=input_every
+            self.model, weights.dtype.itemsize, layers=len(self._layers), input_every=input_every
         )
         self._plans: dict[tuple[int, int], SubsequencePlan] = {}
         self._missing: dict[tuple[int, int], tuple[int, ...]] = {}
         self._itinerary: tuple[object, Itinerary] | None = None
-        heads = None if exchange is None else exchange.share.keys
-        self.kv = KVStore(model, dtype=weights.dtype, device=weights.device, heads=heads)
-        self._layer = Layer(model)
+        self._residual_plans: dict[tuple[int, int], SubsequencePlan] = {}
+        heads = None if self._heads is None else self._heads.share.keys
+        self.kv = KVStore(self.model, dtype=weights.dtype, device=weights.device, heads=heads)
         self._layer_gradients = {i: _local(gradients or {}, f"layers.{i}.") for i in self._layers}
         self._token_losses: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[DeferredGradients]] = {}
@@ -131,7 +141,8 @@ class Stage:
             for sequence, parts in lengths.items()
             for index, plan in enumerate(self._row_plan.subsequences(parts))
         }
-        if self._exchange is not None:
+        self._residual_plans = {}
+        if self._tensor or self._heads:
             self._share_plans(units, lengths)
         by_sequence = dict.fromkeys(lengths, 0)
         for unit in units.values():
@@ -187,7 +198,7 @@ class Stage:
         for index in self._layers:
             rows = self._rows(unit, index) if training else {}
             with visit(self._weights, index) as weights:
-                x, saved = self._layer.forward(
+                x, saved = self._layer(unit).forward(
                     x,
                     weights,
                     rotary=rotary,
@@ -230,7 +241,7 @@ class Stage:
                 self._rebuild_input(unit, index, saved, taken, rotary)
             with visit(self._weights, index) as weights:
                 self._complete(unit, index, saved, weights, rotary)
-                dx = self._layer.backward(
+                dx = self._layer(unit).backward(
                     dx,
                     weights,
                     saved=saved,
@@ -282,7 +293,7 @@ class Stage:
             self._rebuild_input(unit, below, taken[below], taken, rotary)
         with visit(self._weights, below) as weights:
             self._complete(unit, below, taken[below], weights, rotary)
-            saved["x_in"] = self._layer.output_again(taken[below], weights)
+            saved["x_in"] = self._layer(unit).output_again(taken[below], weights)
 
     def pop_losses(self, sequence: int, subsequence: int) -> Tensor:
         """Unscaled loss of each token of a unit, ``[C]``; last stage only, once per unit."""
@@ -332,7 +343,7 @@ class Stage:
     def _complete(
         self, unit: Unit, index: int, saved: Saved, weights: Weights, rotary: RotaryTable | None
     ) -> None:
-        self._layer.complete(
+        self._layer(unit).complete(
             saved,
             weights,
             rotary=rotary,
@@ -343,18 +354,30 @@ class Stage:
         self, units: Mapping[tuple[int, int], Unit], lengths: Mapping[int, tuple[int, ...]]
     ) -> None:
         """Plans are of whole subsequences: turn them into those of this rank's tokens."""
-        assert self._exchange is not None, "tokens are shared with somebody"
-        rank = self._exchange.rank
+        exchange = self._tensor or self._heads
+        assert exchange is not None, "tokens are shared with somebody"
         for sequence, parts in lengths.items():
             offset = 0
+            if self._tensor is not None:
+                check_whole_classes(self._plans[sequence, index] for index in range(len(parts)))
             for index in range(len(parts)):
                 key = (sequence, index)
                 shares = share(self._plans[key], units[key].parts)
-                rows = shares[rank]
+                rows = shares[exchange.rank]
+                if self._tensor is not None:
+                    self._residual_plans[key], rows = rows, self._plans[key]
                 self._missing[key] = tuple(plan.rebuilt[ATTENTION] for plan in shares)
                 self._plans[key] = replace(rows, slot_offset_bytes=offset)
-                sizes = self._parcels.parcels(rows.moved, attention_saved=_attention_saved(rows))
-                offset += sum(sizes)
+                offset += sum(self._parcel_bytes(key))
+
+    def _parcel_bytes(self, key: tuple[int, int]) -> tuple[int, ...]:
+        """Of each layer's moved tensors of a unit."""
+        plan, residual = self._plans[key], self._residual_plans.get(key)
+        return self._parcels.parcels(
+            plan.moved,
+            attention_saved=_attention_saved(plan),
+            residual=None if residual is None else residual.moved,
+        )
 
     def _kept_bytes(self, unit: Unit) -> int:
         """Bytes that stay in the activation store once ``unit`` ran forward."""
@@ -377,7 +400,7 @@ class Stage:
             return self._itinerary[1]
         offsets: dict[tuple[int, int], list[Place]] = {}
         for unit, plan in self._plans.items():
-            sizes = self._parcels.parcels(plan.moved, attention_saved=_attention_saved(plan))
+            sizes = self._parcel_bytes(unit)
             starts = parcel_offsets(sizes, start=plan.slot_offset_bytes)
             offsets[unit] = [Place(*place) for place in zip(starts, sizes, strict=True)]
         stride = max(sum(places[-1]) for places in offsets.values())
@@ -405,11 +428,14 @@ class Stage:
 
     def _rows(self, unit: Unit, index: int) -> dict[str, TensorRows]:
         """Rows that layer ``index`` saves of a unit, by tensor."""
-        plan = self._plans[unit.sequence, unit.subsequence]
+        key = (unit.sequence, unit.subsequence)
+        plan = self._plans[key]
         own_input = self._parcels.has_own_input(
             index - self._layers.start, attention_saved=_attention_saved(plan)
         )
-        return tensor_rows(plan, self.model, own_input=own_input)
+        return tensor_rows(
+            plan, self.model, own_input=own_input, residual=self._residual_plans.get(key)
+        )
 
     def _head_key(self, unit: Unit) -> ActivationKey:
         return _key(unit, self.model.num_layers)
@@ -421,15 +447,21 @@ class Stage:
     def _rotary(self, unit: Unit) -> RotaryTable | None:
         if self.model.position != "rotary":
             return None
-        return rotary_table(self.model, unit.positions_C, dtype=self.dtype)
+        positions = unit.positions_C if self._tensor is None else unit.span_positions_C
+        return rotary_table(self.model, positions, dtype=self.dtype)
+
+    def _layer(self, unit: Unit) -> Layer:
+        if self._tensor is None:
+            return Layer(self.model)
+        return Layer(self.model, SharedTokens(self._tensor, unit.parts))
 
     def _attention(self, unit: Unit, index: int) -> SpanAttention:
         window = self.model.window_of(index)
         stored = StoredAttention(self.kv, index, unit.sequence, unit.span, window, self._backend)
-        if self._exchange is None:
+        if self._heads is None:
             return stored
         missing = self._missing.get((unit.sequence, unit.subsequence), unit.parts)
-        return SharedAttention(stored, self._exchange, unit.parts, missing)
+        return SharedAttention(stored, self._heads, unit.parts, missing)
 
     def _embed(self, unit: Unit) -> Tensor:
         with visit(self._weights, "embedding") as weights:

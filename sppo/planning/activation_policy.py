@@ -40,6 +40,9 @@ from sppo.planning.activation_decisions import (
 from sppo.planning.hybrid import choices
 from sppo.schedule.costs import Table
 
+RESIDUAL = ("x_in", "x_mid")
+"""Tensors of the residual stream. Where ranks share weights out (Megatron), these have a rank's own
+tokens, and the others all tokens of a rank's own heads and MLP width."""
 POLICIES = ("retain", "keep_attention", "recompute")
 """Policies that move nothing, from most memory to least."""
 MOVING_POLICIES = ("offload_all", "sppo", "hybrid")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sppo.config.model import ModelConfig
 from sppo.planning.activation_decisions import CLASSES
-from sppo.planning.activation_policy import tensor_bytes_per_token, tensors_of
+from sppo.planning.activation_policy import RESIDUAL, tensor_bytes_per_token, tensors_of
 
 TENSOR_ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of it, as the kernels like them."""
@@ -51,20 +51,31 @@ class ParcelShape:
         """
         return layer % self.input_every == 0 or not attention_saved
 
-    def tensor_bytes(self, rows: Rows, *, own_input: bool) -> dict[str, int]:
-        """Bytes of the tensors of which `rows` travel, by name, on one device."""
+    def tensor_bytes(
+        self, rows: Rows, *, own_input: bool, residual: Rows | None = None
+    ) -> dict[str, int]:
+        """Bytes of the tensors of which `rows` travel, by name, on one device.
+
+        Args:
+            rows: of each class.
+            own_input: whether x_in is among them.
+            residual: of those of the residual stream, where they have others.
+        """
         sizes = tensor_bytes_per_token(self.model, element_bytes=self.element_bytes)
         found = {}
         for index in range(len(CLASSES)):
             for name in sorted(tensors_of((index,), self.model)):
-                if rows[index] and (own_input or name != "x_in"):
-                    found[name] = -(-rows[index] * sizes[name] // self.shared_by)
+                of_tensor = rows if residual is None or name not in RESIDUAL else residual
+                if of_tensor[index] and (own_input or name != "x_in"):
+                    found[name] = -(-of_tensor[index] * sizes[name] // self.shared_by)
         return found
 
-    def parcels(self, rows: Rows, *, attention_saved: bool) -> tuple[int, ...]:
-        """Bytes of each layer's parcel."""
+    def parcels(
+        self, rows: Rows, *, attention_saved: bool, residual: Rows | None = None
+    ) -> tuple[int, ...]:
+        """Bytes of each layer's parcel; see :meth:`tensor_bytes`."""
         sizes = {
-            own: packed_bytes(self.tensor_bytes(rows, own_input=own).values())
+            own: packed_bytes(self.tensor_bytes(rows, own_input=own, residual=residual).values())
             for own in (False, True)
         }
         owns = (

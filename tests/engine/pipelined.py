@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 
 from sppo.engine.engine import Companions, Engine
+from sppo.engine.gathered_weights import GatheredWeights
 from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
 from sppo.parallel.data_parallel import StageGroup, add_up
 from sppo.parallel.mesh import Mesh, MeshShape
 from sppo.parallel.pipeline_p2p import PipelineLinks
+from sppo.parallel.row_gather import RowGather
+from sppo.parallel.tensor_parallel import TensorExchange, WeightShares, tensor_share
 from sppo.parallel.ulysses import HeadExchange
-from sppo.planning.parameters import stage_shapes
 from tests.engine.models import random_sequence, random_weights, tiny_model
 
 
@@ -26,6 +28,7 @@ class Case:
     variant: str = "gqa, q/k-norm"
     shape: tuple[int, int, int] = (1, 2, 1)
     """dp, pp, sp."""
+    sequence_parallel: str = "ulysses"
     schedule: str = "sppo"
     virtual: int = 1
     cuts: tuple[tuple[int, ...], ...] = ((0, 4, 9, 17),)
@@ -33,12 +36,20 @@ class Case:
     policy: str = "keep_attention"
     steps: int = 1
     shared: bool = True
+    zero: int = 1
+    """3: every rank keeps its own rows of the weights only."""
     bucket_bytes: int = 400
     sizes: dict[str, Any] = field(default_factory=lambda: {"num_layers": 4})
 
     @property
     def mesh(self) -> MeshShape:
-        return MeshShape(*self.shape)
+        return MeshShape(*self.shape, key_copies=self.key_copies)
+
+    @property
+    def key_copies(self) -> int | None:
+        if self.sequence_parallel == "ulysses" or self.shape[2] == 1:
+            return None
+        return tensor_share(self.model(), degree=self.shape[2]).repeats
 
     def model(self):
         return tiny_model(self.variant, **self.sizes)
@@ -66,11 +77,58 @@ def mesh_of(rank: int, shape: MeshShape, *, wraps: bool):
         if shape.pipeline_parallel > 1:
             links = PipelineLinks(mesh, device=torch.device("cpu"))
         _LINKS[:] = [key, mesh, links]
+        _GATHERS.clear()
     return _LINKS[1:]
 
 
+_GATHERS: dict[str, Any] = {}
+"""By the name of a group, a second one of its ranks for gathers."""
+
+
+def gathered_weights(weights, groups, shares, mesh):
+    """Of ``weights`` only the own rows, and what puts them together.
+
+    Args:
+        weights: whole, by name.
+        groups: of the ranks that share them out, by name.
+        shares: says which group a weight belongs to.
+        mesh: makes communicators.
+    """
+    gathers = {}
+    for holders in groups:
+        if holders not in _GATHERS:
+            _GATHERS[holders] = mesh.gather_group(holders)
+    for name in weights:
+        holders = shares.holders(name)
+        if (group := _GATHERS[holders]) is not None:
+            gathers[name] = RowGather(group, index=group.rank())
+    rows = {n: w[groups[shares.holders(n)].own_rows(n)].clone() for n, w in weights.items()}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    return GatheredWeights(rows, shapes=shapes, gathers=gathers)
+
+
+def exchange_of(case: Case, model, mesh: Mesh):
+    """With the ranks that share this one's tokens."""
+    group, rank = mesh.groups.sequence, mesh.at.sequence
+    if group is None:
+        return None
+    if case.sequence_parallel == "megatron":
+        return TensorExchange(group, rank=rank, model=model)
+    heads = {"num_heads": model.num_heads, "kv_heads": model.kv_heads}
+    return HeadExchange(group, rank=rank, **heads)
+
+
+def same_weights(mesh: Mesh):
+    """(name, group, members) of the ranks that hold the same of a parameter."""
+    groups, shape, at = mesh.groups, mesh.shape, mesh.at
+    yield "stage", groups.stage, mesh.stage_ranks
+    if shape.key_copies is not None:
+        yield "block", groups.block, shape.block_ranks(at)
+        yield "keys", groups.keys, shape.block_ranks(at, copies=shape.key_copies)
+
+
 def run_case(rank: int, case: Case):
-    """(loss sum, own rows of gradients by name with the rows, trace, program) of each step."""
+    """(loss sum, own part of gradients by name with its place, trace, program, peaks) by step."""
     return list(_steps(rank, case))
 
 
@@ -81,33 +139,41 @@ def _steps(rank: int, case: Case):
     at = mesh.at
     pipeline = Pipeline(case.schedule, case.shape[1], at.pipeline, case.virtual, courier=links)
     everything = random_weights(model)
-    of_stage = {s: stage_shapes(model, ls) for s, ls in pipeline.layers(model.num_layers).items()}
+    exchange = exchange_of(case, model, mesh)
+    shares = WeightShares(model)
+    if isinstance(exchange, TensorExchange):
+        shares = exchange.shares
+    of_stage = {s: shares.shapes(ls) for s, ls in pipeline.layers(model.num_layers).items()}
     shapes = {name: shape for part in of_stage.values() for name, shape in part.items()}
-    weights = {name: everything[name] for name in shapes}
+    weights = {name: shares.cut(name, everything[name]) for name in shapes}
     gradients = zero_gradients(weights)
-    members = mesh.stage_ranks
-    stage_group = StageGroup(
-        mesh.groups.stage,
-        index=members.index(rank),
-        shapes=shapes,
-        shared=case.shared,
-        bucket_bytes=case.bucket_bytes,
-    )
-    exchange = None
-    if case.shape[2] > 1:
-        exchange = HeadExchange(
-            mesh.groups.sequence,
-            rank=at.sequence,
-            num_heads=model.num_heads,
-            kv_heads=model.kv_heads,
+    groups = {
+        holders: StageGroup(
+            group,
+            index=members.index(rank),
+            shapes={n: shape for n, shape in shapes.items() if shares.holders(n) == holders},
+            shared=case.shared,
+            bucket_bytes=case.bucket_bytes,
         )
+        for holders, group, members in same_weights(mesh)
+    }
 
     def reduce(stage: int) -> None:
-        stage_group.reduce(gradients, of_stage[stage])
+        for holders, group in groups.items():
+            group.reduce(gradients, [n for n in of_stage[stage] if shares.holders(n) == holders])
+
+    def place(name: str) -> tuple[slice, ...]:
+        """Of the rows that are this rank's to update, in the whole parameter."""
+        rows = groups[shares.holders(name)].own_rows(name)
+        first, *rest = shares.offsets(name)
+        return (
+            slice(first + rows.start, first + rows.stop),
+            *(slice(o, o + size) for o, size in zip(rest, shapes[name][1:], strict=True)),
+        )
 
     engine = Engine(
         model,
-        weights=weights,
+        weights=gathered_weights(weights, groups, shares, mesh) if case.zero == 3 else weights,
         gradients=gradients,
         policy=case.policy,
         pipeline=pipeline,
@@ -118,14 +184,16 @@ def _steps(rank: int, case: Case):
             gradient.zero_()
         valid = sum(data.num_valid for data in case.all_sequences(step))
         done = engine.accumulate(case.sequences(step, at.data), list(case.cuts), num_valid=valid)
-        stage_group.wait()
+        for group in groups.values():
+            group.wait()
         if model.tie_embeddings and case.shape[1] > 1 and "embed.weight" in shapes:
             add_up([gradients["embed.weight"]], mesh.groups.ends, what="tied")
-        rows = {name: stage_group.own_rows(name) for name in shapes}
+        rows = {name: groups[shares.holders(name)].own_rows(name) for name in shapes}
         yield (
             float(done.total_loss),
             valid,
-            {n: (rows[n], gradients[n][rows[n]].clone()) for n in shapes},
+            {n: (place(n), gradients[n][rows[n]].clone()) for n in shapes},
             [str(executed.action) for executed in done.trace],
             [str(action) for action in done.schedule.programs[at.pipeline]],
+            engine.take_peaks(),
         )

@@ -17,8 +17,8 @@ def assembled(case, answers, step):
     weights = random_weights(case.model())
     found = {name: torch.full_like(w, float("nan")) for name, w in weights.items()}
     for answer in answers:
-        for name, (rows, gradient) in answer[step][2].items():
-            found[name][rows] = gradient
+        for name, (place, gradient) in answer[step][2].items():
+            found[name][place] = gradient
     return torch.tensor(loss, dtype=torch.float64), found
 
 
