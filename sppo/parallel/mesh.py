@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+Holders = Literal["stage", "keys", "block"]
+"""Ranks with the same values of a parameter, as groups of :class:`Groups`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,23 @@ class Mesh:
         """Global ranks that hold this rank's layers."""
         return self.shape.stage_ranks(self.at)
 
+    def gather_group(self, holders: Holders) -> ProcessGroup | None:
+        """One more communicator of the ranks that hold the same parameters, for gathering weights.
+
+        Gathers are under way while gradients are added up and messages of all kinds travel, so they
+        share a communicator with none of them. Every rank makes it, or none; None where this rank
+        would be alone in it.
+
+        Args:
+            holders: the group of :class:`Groups` that has the same ranks.
+        """
+        ranks = {
+            "stage": self.stage_ranks,
+            "block": self.shape.block_ranks(self.at),
+            "keys": self.shape.block_ranks(self.at, copies=self.shape.key_copies or 1),
+        }
+        return self._group(ranks[holders], f"gathers of {holders}")
+
     def _make_groups(self, *, wraps: bool) -> Groups:
         """Every rank makes as many groups, in the same order.
 
@@ -189,6 +210,26 @@ class Mesh:
 
     def _block_group(self, purpose: str, *, copies: int) -> ProcessGroup | None:
         return self._group(self.shape.block_ranks(self.at, copies=copies), purpose)
+
+    def make_range_groups(
+        self, ranges: Sequence[tuple[int, int]]
+    ) -> dict[tuple[int, int], tuple[ProcessGroup, ProcessGroup]]:
+        """Two communicators for each range of pipeline positions that this rank is in.
+
+        Every rank must call it with the same ranges, in the same order.
+
+        Args:
+            ranges: (first, last) position of each, different ones.
+        """
+        here, found = self.at.pipeline, {}
+        for first, last in ranges:
+            inside = first <= here <= last
+            ranks = self.pipeline_ranks[first : last + 1] if inside else (self.rank,)
+            waited = self._group(ranks, f"pieces on {first} to {last}")
+            ahead = self._group(ranks, f"weights for {first} to {last}")
+            if waited is not None and ahead is not None:
+                found[first, last] = waited, ahead
+        return found
 
     def _make_edges(self, *, wraps: bool) -> dict[tuple[int, int], ProcessGroup]:
         """One communicator for each direction of each edge at this rank.
