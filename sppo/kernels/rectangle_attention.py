@@ -92,7 +92,8 @@ class OfRectangles:
     """:class:`sppo.kernels.attention_kernel.AttentionKernel` over a :class:`RectangleKernel`."""
 
     kernel: RectangleKernel
-    max_backward_keys: int = MAX_BACKWARD_KEYS
+    max_backward_keys: int | None = None
+    """None for :data:`MAX_BACKWARD_KEYS`."""
 
     def forward(
         self,
@@ -139,7 +140,7 @@ class OfRectangles:
             k_TKD.shape[0],
             window=window,
             document_starts=document_starts,
-            max_keys=self.max_backward_keys,
+            max_keys=self.max_backward_keys or MAX_BACKWARD_KEYS,
         )
         dq_CND = torch.zeros(q_CND.shape, dtype=lse_NC.dtype, device=q_CND.device)
         for r in parts:

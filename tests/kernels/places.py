@@ -27,6 +27,7 @@ ATTENTION_PLACES = [
 
 def need_triton(device):
     """Skips where triton is missing, or could only run in the other way."""
+    pytest.importorskip("triton")
     if device == "cpu":
         reason = _why_no_interpreter()
         if reason is not None:
@@ -45,7 +46,6 @@ def need_backend(name, device, *, dtype, head_size, group=1, window=False):
 
 def _why_no_interpreter():
     """None where kernels run under the interpreter."""
-    pytest.importorskip("triton")
     import numpy
     import triton
 

@@ -57,7 +57,7 @@ def _small_tiles(monkeypatch):
     """Several tiles in every direction, of sizes that do not divide each other's."""
     from sppo.kernels import attention_blocks, rectangle_attention
 
-    monkeypatch.setattr(rectangle_attention.OfRectangles, "max_backward_keys", 64, raising=False)
+    monkeypatch.setattr(rectangle_attention, "MAX_BACKWARD_KEYS", 64)
     attention_blocks.attention_blocks.cache_clear()
     monkeypatch.setattr(attention_blocks, "MAX_FULL_KEYS", 50)
     monkeypatch.setattr(attention_blocks, "MAX_CAUSAL_TOKENS", 30)
@@ -91,7 +91,7 @@ def _small_triton_tiles(place, monkeypatch):
 
 def inside_nans(x, *, before=0):
     """``x`` as a view between rows and columns of NaN, which no kernel may read or write."""
-    shape = (before + x.shape[0] + GUARD, x.shape[1] + 1, x.shape[2] + 8)
+    shape = (before + x.shape[0] + GUARD, x.shape[1] + 1, x.shape[2] + 16)
     around = torch.full(shape, float("nan"), dtype=x.dtype, device=x.device)
     view = around[before : before + x.shape[0], : x.shape[1], : x.shape[2]]
     view.copy_(x)
@@ -147,8 +147,9 @@ def assert_right(place, shape, *, dtype=torch.float32, seed=0, **options):
 
 
 def some_dtype(place):
-    """The packages have half precision only."""
-    return torch.float32 if place[0] in EXACT_BACKENDS else torch.bfloat16
+    """The more exact the better, but the packages have half precision only."""
+    backend, device = place
+    return torch.float32 if backend in EXACT_BACKENDS and device == "cpu" else torch.bfloat16
 
 
 CASES = {

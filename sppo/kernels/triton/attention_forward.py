@@ -76,7 +76,7 @@ def _attend(
     return o_mD, total_m, largest_m
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "group"])
 def _forward_kernel(
     q_ptr,
     k_ptr,

@@ -70,7 +70,7 @@ def _add_to_dkv(
     return dk_tD, dv_tD
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "group"])
 def key_gradient_kernel(
     do_ptr,
     q_ptr,

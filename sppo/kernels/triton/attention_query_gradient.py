@@ -54,7 +54,7 @@ def _add_to_dq(
     return dq_mD
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "group"])
 def query_gradient_kernel(
     do_ptr,
     q_ptr,

@@ -1,0 +1,116 @@
+"""On a GPU the element-wise functions are Triton's: the same results by the same names."""
+
+import logging
+
+import pytest
+import torch
+
+from sppo.kernels import attention_blocks, block_attention, elementwise, fused, rotary
+from sppo.kernels.rotary import RotaryTable
+from sppo.kernels.torch_blocks import TorchBlocks
+from tests.kernels.places import need_triton
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Every tensor counts as one on a GPU; the interpreter takes the launches."""
+    need_triton("cpu")
+    launched = []
+
+    def always(x):
+        launched.append(x)
+        return True
+
+    monkeypatch.setattr(fused, "fused", always)
+    for module in (elementwise, rotary, block_attention):
+        monkeypatch.setattr(module, "fused", always)
+    return launched
+
+
+def everything():
+    """Results of all functions by name, in float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x, dy, weight, bias = random(13, 48), random(13, 48), random(48), random(48)
+    gate, up, dhidden = random(13, 40), random(13, 40), random(13, 40)
+    heads, angle = random(13, 3, 16), random(13, 1, 8)
+    table = RotaryTable(angle.cos(), angle.sin())
+    results = {
+        "rms_norm": elementwise.rms_norm(x, weight, eps=1e-5),
+        "layer_norm": elementwise.layer_norm(x, weight, bias, eps=1e-5),
+        "rotate": rotary.rotate(heads, table),
+        "rotate_backward": rotary.rotate_backward(heads, table),
+        "rotate_": rotary.rotate_(heads.clone(), table),
+        "rotate_backward_": rotary.rotate_backward_(heads.clone(), table),
+    }
+    for kind in ("swiglu", "gelu", "gelu_tanh"):
+        its_gate = gate if kind == "swiglu" else None
+        results[kind] = elementwise.activation(its_gate, up, kind=kind)
+        inner = elementwise.activation_backward_(
+            dhidden.clone(), None if its_gate is None else gate.clone(), up.clone(), kind=kind
+        )
+        results |= {f"{kind} hidden": inner.hidden_CF, f"{kind} dup": inner.dup_CF}
+        if inner.dgate_CF is not None:
+            results[f"{kind} dgate"] = inner.dgate_CF
+    dx, dweight = elementwise.rms_norm_backward(dy, x, weight, eps=1e-5)
+    results |= {"rms dx": dx, "rms dweight": dweight}
+    named = ("layer dx", "layer dweight", "layer dbias")
+    gradients = elementwise.layer_norm_backward(dy, x, weight, bias, eps=1e-5)
+    return results | dict(zip(named, gradients, strict=True))
+
+
+def test_every_function_has_its_kernel(as_on_a_gpu, monkeypatch):
+    fused_results = everything()
+    assert len(as_on_a_gpu) == 14  # calls of functions
+    for module in (elementwise, rotary, fused):
+        monkeypatch.setattr(module, "fused", lambda x: False)
+    for name, value in everything().items():
+        torch.testing.assert_close(fused_results[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_partial_attentions_merge_in_their_kernel(as_on_a_gpu, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(50, 6, 8), (120, 2, 8), (120, 2, 8)]
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    monkeypatch.setattr(attention_blocks, "MAX_FULL_KEYS", 30)
+    options = {"blocks": attention_blocks.attention_blocks.__wrapped__(50, 120), "window": None}
+    ours = block_attention.forward(TorchBlocks(), q, k, v, scale=0.3, **options)
+    assert len(as_on_a_gpu) == len(options["blocks"]) - 1
+    monkeypatch.setattr(block_attention, "fused", lambda x: False)
+    theirs = block_attention.forward(TorchBlocks(), q, k, v, scale=0.3, **options)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_what_cannot_be_written_over_is_left_to_torch(as_on_a_gpu):
+    up = torch.randn(6, 8, dtype=torch.float64)[:, ::2]
+    dhidden = torch.ones_like(up)
+    expected = elementwise.activation_backward_(dhidden.clone(), None, up.clone(), kind="gelu")
+    inner = elementwise.activation_backward_(dhidden, None, up, kind="gelu")
+    torch.testing.assert_close(inner.dup_CF, expected.dup_CF, rtol=1e-12, atol=1e-12)
+    assert inner.hidden_CF is up
+
+
+def test_a_cpu_keeps_to_torch():
+    assert not fused.fused(torch.ones(1))
+
+
+def test_without_a_working_triton_torch_serves_and_says_so(monkeypatch, caplog):
+    pytest.importorskip("triton")
+    from sppo.kernels.triton import activations
+
+    def broken(*arguments, **options):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    monkeypatch.setattr(activations, "activation", broken)
+    fused._triton_works.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert not fused._triton_works(torch.device("cpu"))
+        assert not fused._triton_works(torch.device("cpu"))
+    fused._triton_works.cache_clear()
+    assert [record.message.partition("does not: ")[2] for record in caplog.records] == [
+        "RuntimeError: Failed to find C compiler."
+    ]
