@@ -1,0 +1,170 @@
+"""ZeRO-3: weights put together just in time, in float64 against the model of one process."""
+
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sppo.engine.engine import Engine
+from sppo.engine.gathered_weights import GatheredWeights
+from sppo.parallel.data_parallel import rows_of
+from sppo.parallel.row_gather import RowGather
+from sppo.planning.parameters import layer_shapes, outer_shapes, parameter_shapes
+from tests.engine.models import random_sequence, random_weights, tiny_model
+from tests.engine.pipelined import Case, run_case
+from tests.engine.test_pipeline import CUTS_FOR_TWO, UNEVEN, check
+
+ELEMENT = 8
+SHAPES = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
+UNTIED, TIED = "mqa, window, biases", "tied, yarn, all biases"
+
+
+def most_gathered_bytes(case, count):
+    """Two layers, or the largest part outside of them, with every rank's rows made equal."""
+    model = case.model()
+
+    def size(shapes):
+        return ELEMENT * sum(
+            count * -(-shape[0] // count) * prod(shape[1:]) for shape in shapes.values()
+        )
+
+    outer = outer_shapes(model)
+    embedding = {n: s for n, s in outer.items() if n.split(".")[0] in ("embed", "positions")}
+    behind = {n: s for n, s in outer.items() if n.split(".")[0] in ("final_norm", "head")}
+    if model.tie_embeddings:
+        behind["embed.weight"] = outer["embed.weight"]
+    return 2 * size(layer_shapes(model)), max(size(embedding), size(behind))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", [UNTIED, TIED])
+@pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1"])
+def test_gradients_of_steps_in_a_row(ranks, shape, variant, schedule):
+    sequences = 1 if schedule == "seq_zb_h1" and shape[1] == 1 else 2
+    cuts = CUTS_FOR_TWO[:sequences]
+    check(ranks, Case(variant, shape=shape, schedule=schedule, cuts=cuts, steps=2, zero=3))
+
+
+@pytest.mark.parametrize("policy", ["retain", "recompute"])
+@pytest.mark.parametrize("variant", ["gpt", "mixed: layernorm, rotary, q/k-norm, linear"])
+def test_gradients_of_other_models(ranks, variant, policy):
+    check(ranks, Case(variant, shape=(2, 2, 2), policy=policy, cuts=CUTS_FOR_TWO, zero=3))
+
+
+def test_gradients_of_stages_taking_turns(ranks):
+    case = Case(shape=(2, 2, 1), schedule="interleaved_seq1f1b", virtual=2, cuts=UNEVEN, zero=3)
+    check(ranks, case)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "which"), [(8, 0), (2000, 1)], ids=["two layers", "embedding"]
+)
+def test_no_more_than_two_layers_or_the_largest_outer_part(ranks, vocab_size, which):
+    sizes = {"num_layers": 4, "vocab_size": vocab_size}
+    case = Case(shape=(3, 1, 1), cuts=UNEVEN[:2], zero=3, sizes=sizes)
+    most = most_gathered_bytes(case, 3)
+    assert max(most) == most[which]
+    for answer in ranks.run(run_case, case, ranks=3):
+        assert answer[0][5].gathered_bytes == max(most)
+
+
+def own_rows(weights, rank, count):
+    return {
+        name: w[rows_of(w.shape[0], index=rank, count=count)].clone() for name, w in weights.items()
+    }
+
+
+def provider(rank, model, weights):
+    gather = RowGather(dist.group.WORLD, index=rank)
+    shapes = parameter_shapes(model)
+    return GatheredWeights(
+        own_rows(weights, rank, gather.count), shapes=shapes, gathers=dict.fromkeys(shapes, gather)
+    )
+
+
+def evaluated(rank, cuts):
+    model = tiny_model(TIED, num_layers=3)
+    weights = random_weights(model)
+    engine = Engine(model, weights=provider(rank, model, weights), gradients=None)
+    data = random_sequence(model, cuts[-1])
+    losses = [engine.evaluate(data, cuts) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="stop"):
+        engine._run(  # a step that fails leaves nothing behind
+            [data], [cuts], loss_scale=None, before_action=stop_at_second
+        )
+    again = engine.evaluate(data, cuts)
+    return losses, again, engine.take_peaks().gathered_bytes
+
+
+def stop_at_second(position, _action):
+    if position == 1:
+        raise RuntimeError("stop")
+
+
+def test_evaluation_gathers_too_and_a_failed_step_leaves_nothing(ranks):
+    cuts = (0, 4, 9, 17)
+    model = tiny_model(TIED, num_layers=3)
+    whole = Engine(model, weights=random_weights(model), gradients=None)
+    expected = whole.evaluate(random_sequence(model, 17), cuts)
+    for losses, again, gathered_bytes in ranks.run(evaluated, cuts, ranks=2):
+        assert gathered_bytes > 0
+        for found in (*losses, again):
+            assert torch.equal(found, expected)
+
+
+class _Recorded(RowGather):
+    """Gathers of a group of one, written down."""
+
+    def __init__(self, group, log):
+        super().__init__(group, index=0)
+        self.log = log
+
+    def begin(self, rows, shapes):
+        self.log.append(next(iter(rows)))
+        return super().begin(rows, shapes)
+
+
+def walked(_rank):
+    """What is gathered when, as a stage walks up and down; a group of one does."""
+    model = tiny_model(num_layers=3, vocab_size=8)
+    weights, log = random_weights(model), []
+    gathers = dict.fromkeys(weights, _Recorded(dist.group.WORLD, log))
+    provider = GatheredWeights(weights, shapes=parameter_shapes(model), gathers=gathers)
+    visits = ["embedding", 0, 1, 2, 2, 1, 0]
+    provider.begin(iter(visits))
+    seen = []
+    for part in visits:
+        held = provider.take(part)
+        seen.append((part, len(log)))
+        provider.release(part)
+        kept = bool(held)
+        seen.append(kept)
+    provider.assert_idle()
+    return seen, log
+
+
+def test_the_next_part_is_on_its_way_and_one_wanted_again_stays(ranks):
+    ((seen, log),) = ranks.run(walked, ranks=1)
+    layer = "layers.{}.attention_norm.weight".format
+    assert log == ["embed.weight", *map(layer, (0, 1, 2, 1, 0))]
+    assert seen[::2] == [("embedding", 2), (0, 3), (1, 4), (2, 4), (2, 5), (1, 6), (0, 6)]
+    assert seen[1::2] == [False, False, False, True, False, False, False]
+
+
+def test_weights_are_taken_as_announced(ranks):
+    for problem in ranks.run(out_of_order, ranks=1):
+        assert problem == "1 is taken where 0 was announced"
+
+
+def out_of_order(_rank):
+    model = tiny_model(num_layers=2)
+    weights = random_weights(model)
+    gathers = dict.fromkeys(weights, RowGather(dist.group.WORLD, index=0))
+    provider = GatheredWeights(weights, shapes=parameter_shapes(model), gathers=gathers)
+    provider.begin([0, 1])
+    with pytest.raises(AssertionError) as caught:
+        provider.take(1)
+    provider.discard()
+    provider.assert_idle()
+    return str(caught.value)
