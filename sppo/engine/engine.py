@@ -10,6 +10,8 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.engine.executor import BeforeAction, Executor, StepOutput
+from sppo.engine.piece_stage import PieceMemory, PieceStage
+from sppo.engine.piece_team import PieceTeam
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.stage import Stage
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
@@ -25,6 +27,8 @@ from sppo.parallel.ulysses import HeadExchange
 from sppo.planning.partition import lengths_of
 from sppo.planning.row_plan import PolicyRows, RowPlan
 from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.encoding import encode
+from sppo.schedule.gangs import find_gangs
 from sppo.schedule.in_flight import sequences_in_flight
 
 
@@ -97,7 +101,8 @@ class Engine:
             gives them.
         gradients: fp32 (float64) buffers by global name, added to; None evaluates only.
         policy: activation policy, see :mod:`sppo.planning.activation_policy`.
-        rows: what to keep, move and rebuild instead, by stage.
+        rows: what to keep, move and rebuild instead, by stage: of this rank's, and where units are
+            cut into pieces of all.
         moved: where each stage's moved tensors go; closed with the engine.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
@@ -151,6 +156,26 @@ class Engine:
                 attention_backend=attention_backend,
             )
         self._programs: dict[object, Schedule] = {}
+        self._piece_store = ResidentStore()
+        self._piece_stages: dict[int, PieceStage] = {}
+        if pipeline.pieces is not None:
+            assert not isinstance(exchange, TensorExchange), "checked before training"
+            self._piece_stages = {
+                index: PieceStage(
+                    model,
+                    layers=layers,
+                    owner=self._stages.get(index),
+                    gradients=gradients,
+                    activations=self._piece_store,
+                    rows=PolicyRows(policy) if rows is None else rows[index],
+                    heads=exchange,
+                    dtype=self._weights.dtype,
+                    device=self._weights.device,
+                    attention_backend=attention_backend,
+                )
+                for index, layers in enumerate(pipeline.all_layers(model.num_layers))
+            }
+        self._teams: dict[str, PieceTeam] = {}
 
     @torch.no_grad()
     def accumulate(
@@ -209,7 +234,7 @@ class Engine:
 
         Of several stages the sum, which may be more than there was at any one time.
         """
-        holders = [*self._stores.values()]
+        holders = [*self._stores.values(), self._piece_store]
         caches = [stage.kv for stage in self._stages.values()]
         peaks = EnginePeaks(
             sum(store.peak_bytes for store in holders),
@@ -222,6 +247,11 @@ class Engine:
         for kv in caches:
             kv.peak_bytes = kv.device_bytes
         return peaks
+
+    @property
+    def most_pieces_held(self) -> dict[int, PieceMemory]:
+        """What this rank held of other ranks' stages at most, by stage."""
+        return {index: stage.most_held for index, stage in self._piece_stages.items()}
 
     def take_copies(self) -> CopyReport:
         """What was moved since the last call."""
@@ -255,6 +285,7 @@ class Engine:
             stages=self._stages,
             courier=self._pipeline.courier,
             reduce=self._companions.reduce,
+            team=self._team(schedule),
             stopwatch=self._stopwatch,
         )
         output = executor.run(units, loss_scale=loss_scale, before_action=before_action)
@@ -265,7 +296,8 @@ class Engine:
     ) -> Iterator[Part]:
         """Whose weights this rank computes with, in order."""
         for action in program:
-            if action.kind in (ActionKind.F, ActionKind.B):
+            # Pieces fetch their weights themselves: not all of their ranks have them.
+            if action.kind in (ActionKind.F, ActionKind.B) and action.num_pieces == 1:
                 yield from self._stages[action.stage].visits(action.kind, units[action.unit])
 
     def _program(self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool) -> Schedule:
@@ -278,9 +310,28 @@ class Engine:
             self._programs[key] = self._pipeline.program(lengths, forward_only=forward_only)
         return self._programs[key]
 
+    def _team(self, schedule: Schedule) -> PieceTeam | None:
+        """Who runs the pieces of ``schedule``; None where no unit is cut."""
+        pieces = self._pipeline.pieces
+        if pieces is None or not any(a.num_pieces > 1 for p in schedule.programs for a in p):
+            return None
+        digest = schedule.digest()
+        if digest not in self._teams:
+            gangs = find_gangs(schedule, programs=encode(schedule)).values()
+            pieces.connect([(gang.ranks[0], gang.ranks[-1]) for gang in gangs])
+            self._teams = {
+                digest: PieceTeam(
+                    schedule,
+                    stages=self._piece_stages,
+                    exchange_of=pieces.exchange,
+                    member=self._share.rank,
+                )
+            }
+        return self._teams[digest]
+
     def _prepare(self, program: Sequence[Action], units: Mapping[tuple[int, int], Unit]) -> None:
         for index, stage in self._stages.items():
-            own = [action for action in program if action.stage == index]
+            own = [a for a in program if a.stage == index and a.num_pieces == 1]
             backwards = [action.unit for action in own if action.kind is ActionKind.B]
             stage.prepare(
                 units, backward_order=backwards, sequences_in_flight=sequences_in_flight(own)

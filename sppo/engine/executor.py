@@ -1,8 +1,7 @@
 """Walks one rank's program: one handler per kind of action, nothing decided here.
 
-The dictionaries that carry tensors from one action to the next are written once and popped once per
-key, and must be empty when the program ends. When an action fails, the error says which one and
-shows the program around it.
+Tensors wait between actions in :class:`sppo.engine.hand_over.HandOver`. When an action fails, the
+error says which one and shows the program around it.
 
 A message is posted where the program says SEND or RECV and waited for where it is used, so time
 spent waiting belongs to no action: it is the gap in front of the one that waited.
@@ -13,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from sppo.engine.hand_over import HandOver, LocalTokens
+from sppo.engine.piece_team import PieceTeam
 from sppo.engine.stage import Stage
 from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
-from sppo.parallel.pipeline_p2p import Arrival, Courier
-from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
+from sppo.parallel.pipeline_p2p import Courier
+from sppo.schedule.actions import Action, ActionKind, Schedule
 
 _SHOWN_AROUND_FAILURE = 3
-_Key = tuple[Wire, int, tuple[int, int]]
-"""(what, the stage that consumes it, unit)."""
-
 BeforeAction = Callable[[int, Action], None]
 """Called with the position of an action and the action before it begins."""
 
@@ -48,6 +47,7 @@ class Executor:
         stages: this rank's stages by stage index.
         courier: carries tensors between ranks; None where a program has no messages.
         reduce: adds up a stage's gradients over the ranks that hold the same stage.
+        team: runs the pieces of cut units; None where no unit is cut.
         stopwatch: takes the time of every action; None: the host's clock does.
 
     Raises:
@@ -62,10 +62,12 @@ class Executor:
         stages: Mapping[int, Stage],
         courier: Courier | None = None,
         reduce: Callable[[int], None] | None = None,
+        team: PieceTeam | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
         self._program = schedule.programs[rank]
-        self._placement, self._rank = schedule.placement, rank
+        self._hand_over = HandOver(schedule, rank=rank, courier=courier)
+        self._team = team
         self._stages, self._reduce_stage = stages, reduce
         self._training = schedule.is_training
         self._stopwatch = stopwatch or HostStopwatch()
@@ -75,7 +77,6 @@ class Executor:
             ActionKind.W: self._weight_gradients,
             ActionKind.REDUCE: self._reduce,
         }
-        self._courier = courier
         if courier is not None:
             self._handlers |= {ActionKind.SEND: self._send, ActionKind.RECV: self._receive}
         self._deferred = {
@@ -84,8 +85,6 @@ class Executor:
         self._units: Mapping[tuple[int, int], Unit] = {}
         self._loss_scale: float | None = None
         self._losses: dict[tuple[int, int], Tensor] = {}
-        self._expected: dict[_Key, Arrival] = {}
-        self._ready: dict[_Key, Tensor] = {}
         unknown = sorted({str(a.kind) for a in self._program} - {*map(str, self._handlers)})
         if unknown:
             raise ValueError(
@@ -109,6 +108,7 @@ class Executor:
         """
         assert self._training == (loss_scale is not None), "training programs need a loss scale"
         self._units, self._loss_scale, self._losses = units, loss_scale, {}
+        self._begin()
         trace, mark = Trace(self._stopwatch), self._stopwatch.mark
         for position, action in enumerate(self._program):
             try:
@@ -124,81 +124,79 @@ class Executor:
         self._finish()
         return StepOutput(self._losses, trace)
 
+    def _begin(self) -> None:
+        if self._team is None:
+            self._hand_over.begin(_own_tokens(self._units))
+            return
+        self._team.begin(self._units, training=self._training)
+        self._hand_over.begin(self._team.tokens)
+
     def _await_input(self, action: Action) -> None:
-        """Wait for what F or B needs from another rank."""
+        """Wait for what F or B needs from other ranks, and for those that run the other pieces."""
         if action.kind not in (ActionKind.F, ActionKind.B):
             return
-        key = self._input_key(action)
-        if key in self._expected:
-            self._ready[key] = self._expected.pop(key).wait()
+        self._hand_over.await_input(action)
+        if action.num_pieces > 1:
+            assert self._team is not None, "a program with pieces has a team"
+            self._team.meet(action)
 
     def _forward(self, action: Action) -> None:
-        unit, stage = self._units[action.unit], self._stages[action.stage]
-        x = self._ready.pop(self._input_key(action), None)
-        output = stage.forward(unit, x, loss_scale=self._loss_scale)
-        if output is not None:
-            self._ready["act", action.stage + 1, action.unit] = output
+        unit, stage = self._units[action.unit], self._stages.get(action.stage)
+        x, first = self._hand_over.take(action), 0
+        if action.num_pieces > 1:
+            assert self._team is not None, "a program with pieces has a team"
+            output, first = self._team.forward(action, x, loss_scale=self._loss_scale)
         else:
+            assert stage is not None, "a whole unit runs on the rank of its stage"
+            output = stage.forward(unit, x, loss_scale=self._loss_scale)
+        if output is not None:
+            self._hand_over.put("act", action, output, first=first)
+        elif stage is not None:  # not a helper of the last stage
             self._losses[action.unit] = stage.pop_losses(*action.unit)
-        if not self._training and unit.span.end == unit.span.length:
+        if not self._training and stage is not None and unit.span.end == unit.span.length:
             stage.release_sequence(unit.sequence)
 
     def _backward(self, action: Action) -> None:
-        dy = self._ready.pop(self._input_key(action), None)
-        deferred = (action.stage, action.unit) in self._deferred
-        stage = self._stages[action.stage]
-        dx = stage.backward(self._units[action.unit], dy, defer_weights=deferred)
+        dy, first = self._hand_over.take(action), 0
+        if action.num_pieces > 1:
+            assert self._team is not None, "a program with pieces has a team"
+            dx, first = self._team.backward(action, dy)
+        else:
+            deferred = (action.stage, action.unit) in self._deferred
+            stage = self._stages[action.stage]
+            dx = stage.backward(self._units[action.unit], dy, defer_weights=deferred)
         if dx is not None:
-            self._ready["grad", action.stage - 1, action.unit] = dx
+            self._hand_over.put("grad", action, dx, first=first)
 
     def _weight_gradients(self, action: Action) -> None:
         self._stages[action.stage].weight_gradients(self._units[action.unit])
 
     def _send(self, action: Action) -> None:
-        """``action`` names the stage that made the tensor."""
-        assert self._courier is not None, "no handler without one"
-        assert action.wire is not None, "a message carries something"
-        consumer = action.stage + (1 if action.wire == "act" else -1)
-        self._courier.send(
-            self._ready.pop((action.wire, consumer, action.unit)),
-            receiver=self._placement.rank_of(consumer),
-            what=str(action),
-        )
+        self._hand_over.send(action)
 
     def _receive(self, action: Action) -> None:
-        """``action`` names the stage that consumes the tensor."""
-        assert self._courier is not None, "no handler without one"
-        assert action.wire is not None, "a message carries something"
-        producer = action.stage - (1 if action.wire == "act" else -1)
-        sender, stage = self._placement.rank_of(producer), self._stages[action.stage]
-        self._expected[action.wire, action.stage, action.unit] = self._courier.receive(
-            (self._units[action.unit].tokens_C.shape[0], stage.model.hidden_size),
-            dtype=stage.dtype,
-            sender=sender,
-            what=f"{action} from pipeline rank {sender}",
-        )
+        width, dtype = self._message
+        self._hand_over.receive(action, width=width, dtype=dtype)
 
     def _reduce(self, action: Action) -> None:
         if self._reduce_stage is not None:
             self._reduce_stage(action.stage)
 
-    def _input_key(self, action: Action) -> _Key:
-        """Where the input of an F or B that comes from a neighbour waits."""
-        wire: Wire = "act" if action.kind is ActionKind.F else "grad"
-        return wire, action.stage, action.unit
+    @property
+    def _message(self) -> tuple[int, torch.dtype]:
+        """(elements of a token, their type) of what passes between stages."""
+        stage = next(iter(self._stages.values()))
+        return stage.model.hidden_size, stage.dtype
 
     def _finish(self) -> None:
-        if self._courier is not None:
-            self._courier.settle()
-        left = [f"{wire} of unit {unit} for stage {stage}" for wire, stage, unit in self._ready]
-        left += [f"a message: {key}" for key in self._expected]
-        assert not left, f"left over after the step: {', '.join(left)}"
+        self._hand_over.settle()
         for stage in self._stages.values():
             stage.assert_idle()
 
     def _discard(self) -> None:
-        self._ready.clear()
-        self._expected.clear()
+        self._hand_over.discard()
+        if self._team is not None:
+            self._team.discard()
         for stage in self._stages.values():
             stage.discard()
 
@@ -210,3 +208,8 @@ class Executor:
             for i, action in enumerate(shown)
         ]
         return f"failed in action {position} of {len(self._program)}: {' '.join(words)}"
+
+
+def _own_tokens(units: Mapping[tuple[int, int], Unit]) -> LocalTokens:
+    """Without pieces a message carries all of this rank's tokens of a unit, or none."""
+    return lambda unit, end: units[unit].tokens_C.shape[0] if end else 0

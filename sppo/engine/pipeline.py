@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sppo.parallel.piece_exchange import PieceLinks
 from sppo.parallel.pipeline_p2p import Courier
 from sppo.planning.cost import layers_of_stages
 from sppo.schedule.actions import Placement, Schedule
 from sppo.schedule.communication import place_messages
+from sppo.schedule.costs import Costs
 from sppo.schedule.generators import generate
 from sppo.schedule.rendezvous import replay
 from sppo.schedule.validate import validate
@@ -23,6 +25,9 @@ class Pipeline:
         rank: This one.
         num_virtual: Stages of every rank.
         courier: Carries tensors to and from neighbours; None on one rank.
+        costs: What a schedule that cuts units weighs its choice with, of the step it was planned
+            for; equal units and free messages if not given.
+        pieces: How ranks talk that run pieces of one unit; None where no unit is cut.
     """
 
     schedule: str = "sppo"
@@ -30,6 +35,8 @@ class Pipeline:
     rank: int = 0
     num_virtual: int = 1
     courier: Courier | None = None
+    costs: Costs | None = None
+    pieces: PieceLinks | None = None
 
     @property
     def placement(self) -> Placement:
@@ -38,8 +45,12 @@ class Pipeline:
 
     def layers(self, num_layers: int) -> dict[int, range]:
         """Layers of each of this rank's stages."""
-        of_stages = layers_of_stages(num_layers, num_stages=self.placement.num_stages)
+        of_stages = self.all_layers(num_layers)
         return {stage: of_stages[stage] for stage in self.placement.stages_of(self.rank)}
+
+    def all_layers(self, num_layers: int) -> tuple[range, ...]:
+        """Layers of every stage."""
+        return layers_of_stages(num_layers, num_stages=self.placement.num_stages)
 
     def program(
         self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool = False
@@ -55,11 +66,13 @@ class Pipeline:
             DeadlockError: its messages would wait for each other.
         """
         schedule = generate(
-            self.schedule,
+            # An evaluation is no step that anything was weighed for.
+            "sppo" if forward_only and self.schedule == "sppo_msp" else self.schedule,
             num_ranks=self.num_ranks,
             num_virtual=self.num_virtual,
             lengths=lengths,
             forward_only=forward_only,
+            costs=self.costs,
         )
         if self.num_ranks == 1:
             return schedule

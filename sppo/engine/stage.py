@@ -193,7 +193,7 @@ class Stage:
             Output ``[C, E]`` for the next stage, None on the last.
         """
         training = loss_scale is not None
-        x = self._embed(unit) if x_CE is None else x_CE
+        x = self.embed(unit) if x_CE is None else x_CE
         rotary = self._rotary(unit)
         for index in self._layers:
             rows = self._rows(unit, index) if training else {}
@@ -210,7 +210,7 @@ class Stage:
             del saved  # or it would stay while the next layer runs
         if not self.is_last:
             return x
-        self._loss(unit, x, loss_scale)
+        self.loss(unit, x, loss_scale)
         return None
 
     def backward(
@@ -230,7 +230,7 @@ class Stage:
         """
         assert self._gradients is not None, "a stage without gradient buffers runs forward only"
         if dy_CE is None:
-            dy_CE = self._activations.take(self._head_key(unit))["dx"]
+            dy_CE = self.take_loss_gradient(unit)
         dx = dy_CE
         rotary = self._rotary(unit)
         taken: dict[int, Saved] = {}
@@ -257,7 +257,7 @@ class Stage:
             self.kv.release(unit.sequence)
         if not self.is_first:
             return dx
-        self._embed_backward(unit, dx)
+        self.embed_backward(unit, dx)
         return None
 
     def weight_gradients(self, unit: Unit) -> None:
@@ -294,6 +294,10 @@ class Stage:
         with visit(self._weights, below) as weights:
             self._complete(unit, below, taken[below], weights, rotary)
             saved["x_in"] = self._layer(unit).output_again(taken[below], weights)
+
+    def take_loss_gradient(self, unit: Unit) -> Tensor:
+        """Gradient of the last stage's output ``[C, E]``, formed in forward; once per unit."""
+        return self._activations.take(self._head_key(unit))["dx"]
 
     def pop_losses(self, sequence: int, subsequence: int) -> Tensor:
         """Unscaled loss of each token of a unit, ``[C]``; last stage only, once per unit."""
@@ -463,14 +467,21 @@ class Stage:
         missing = self._missing.get((unit.sequence, unit.subsequence), unit.parts)
         return SharedAttention(stored, self._heads, unit.parts, missing)
 
-    def _embed(self, unit: Unit) -> Tensor:
+    @property
+    def weights(self) -> WeightProvider:
+        """Of the stage."""
+        return self._weights
+
+    def embed(self, unit: Unit) -> Tensor:
+        """The first stage's input, ``[C, E]``."""
         with visit(self._weights, "embedding") as weights:
             x = functional.embedding(unit.tokens_C, weights["embed.weight"])
             if self.model.position == "learned":
                 x = x + functional.embedding(unit.positions_C, weights["positions.weight"])
         return x
 
-    def _embed_backward(self, unit: Unit, dx_CE: Tensor) -> None:
+    def embed_backward(self, unit: Unit, dx_CE: Tensor) -> None:
+        """Add the embedding's gradient, given that of the first stage's input."""
         assert self._gradients is not None, "checked by backward"
         embed = self._gradients["embed.weight"]
         embed.index_add_(0, unit.tokens_C, dx_CE.to(embed.dtype))
@@ -478,7 +489,8 @@ class Stage:
             positions = self._gradients["positions.weight"]
             positions.index_add_(0, unit.positions_C, dx_CE.to(positions.dtype))
 
-    def _loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
+    def loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
+        """Form the losses of a unit from the last stage's output, and in training its gradient."""
         key = (unit.sequence, unit.subsequence)
         with visit(self._weights, "head") as weights:
             hidden = norm(self.model, "final_norm", x_CE, weights)

@@ -120,6 +120,8 @@ class Groups:
             part as this one.
         keys: the same of the key/value heads, where there are fewer than ranks.
         ends: the first and the last rank of this rank's pipeline, if it is one of them.
+        pipeline: all ranks of this rank's pipeline: for messages between those that are no
+            neighbours, which only pieces of units send.
         edges: by (sender, receiver), positions in the pipeline; those that this rank is an end of.
     """
 
@@ -129,6 +131,7 @@ class Groups:
     block: ProcessGroup | None = None
     keys: ProcessGroup | None = None
     ends: ProcessGroup | None = None
+    pipeline: ProcessGroup | None = None
     edges: Mapping[tuple[int, int], ProcessGroup] = field(default_factory=dict)
 
 
@@ -205,6 +208,7 @@ class Mesh:
             block=self._block_group("block", copies=1) if copies else None,
             keys=self._block_group("keys", copies=copies) if copies > 1 else None,
             ends=self._group(sorted({*ends}), "ends"),
+            pipeline=self._group(pipeline, "pipeline"),
             edges=self._make_edges(wraps=wraps),
         )
 

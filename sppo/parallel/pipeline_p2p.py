@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.peer_loss import peer_errors
@@ -70,6 +71,7 @@ class PipelineLinks:
     def __init__(self, mesh: Mesh, *, device: torch.device) -> None:
         self._ranks, self._device = mesh.pipeline_ranks, device
         self._groups, self._here = mesh.groups.edges, mesh.at.pipeline
+        self._far = mesh.groups.pipeline
         self._under_way: deque[tuple[Tensor, Any, str]] = deque()
         self._warm_up()
 
@@ -79,7 +81,7 @@ class PipelineLinks:
         tensor = tensor.contiguous()
         with peer_errors(f"sending {what}"):
             work = dist.isend(
-                tensor, self._ranks[receiver], group=self._groups[self._here, receiver]
+                tensor, self._ranks[receiver], group=self._group(self._here, receiver)
             )
         self._under_way.append((tensor, work, what))
 
@@ -89,7 +91,7 @@ class PipelineLinks:
         """See :class:`Courier`."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         with peer_errors(f"asking for {what}"):
-            work = dist.irecv(tensor, self._ranks[sender], group=self._groups[sender, self._here])
+            work = dist.irecv(tensor, self._ranks[sender], group=self._group(sender, self._here))
         return _Awaited(tensor, work, what)
 
     def settle(self) -> None:
@@ -98,6 +100,11 @@ class PipelineLinks:
             _, work, what = self._under_way.popleft()
             with peer_errors(f"sending {what}"):
                 work.wait()
+
+    def _group(self, sender: int, receiver: int) -> ProcessGroup:
+        group = self._groups.get((sender, receiver), self._far)
+        assert group is not None, "a pipeline of several ranks has a communicator"
+        return group
 
     def _forget_what_left(self) -> None:
         """Let go of tensors that have left, in the order in which they were sent."""

@@ -66,7 +66,9 @@ class MessageMap:
             routes = self.routes.get((code, stage * schedule.num_units + unit), ())
         if not routes:
             rank_of = schedule.placement.rank_of
-            routes = (Route(rank_of(stage), rank_of(neighbour), 1.0),)
+            sequence, subsequence = action.unit
+            tokens = schedule.lengths[sequence][subsequence]
+            routes = (Route(rank_of(stage), rank_of(neighbour), 0, tokens, tokens),)
         names = (action.sequence, action.subsequence, wire)
         return [
             Message(

@@ -13,7 +13,7 @@ same rank. A unit that is whole on both sides has the one message 0 of 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -26,11 +26,19 @@ from sppo.schedule.encoding import EncodedProgram
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One message of a unit between two stages: from rank, to rank, its share of the tokens."""
+    """One message of a unit between two stages: from rank, to rank, which of its tokens."""
 
     sender: int
     receiver: int
-    share: float
+    begin: int
+    end: int
+    tokens: int
+    """Of the whole unit."""
+
+    @property
+    def share(self) -> float:
+        """Part of the unit's tokens."""
+        return (self.end - self.begin) / self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +119,7 @@ def routes_between(
     routes, begin, out, into = [], 0, 0, 0
     while begin < ends_out[-1]:
         end = min(ends_out[out], ends_in[into])
-        share = (end - begin) / ends_out[-1]
-        routes.append(Route(producer[out][0], consumer[into][0], share))
+        routes.append(Route(producer[out][0], consumer[into][0], begin, end, ends_out[-1]))
         begin = end
         out += ends_out[out] == end
         into += ends_in[into] == end
@@ -141,7 +148,7 @@ def gang_routes(
         ahead = routes_between(holders(slot), consumer=holders(slot + num_units))
         routes[encoding.SEND_ACT, slot] = ahead
         routes[encoding.SEND_GRAD, slot + num_units] = tuple(
-            Route(route.receiver, route.sender, route.share) for route in ahead
+            replace(route, sender=route.receiver, receiver=route.sender) for route in ahead
         )
     return routes
 

@@ -13,10 +13,12 @@ import torch
 
 from sppo import __version__
 from sppo.config import RunConfig
+from sppo.parallel.agreement import flat_facts
 from sppo.parallel.connect import connect, disconnect
 from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.mesh import Mesh, MeshShape, alone
 from sppo.parallel.progress import RankProgress
+from sppo.parallel.tensor_parallel import tensor_share
 from sppo.train.peers import Peers
 from sppo.train.run_directory import locked_output
 
@@ -59,12 +61,18 @@ def one_rank() -> Ranks:
 
 
 def mesh_shape(run: RunConfig) -> MeshShape:
-    """The grid that a run asks for."""
-    parallel = run.parallel
+    """The grid that a run asks for.
+
+    Raises:
+        ValueError: weights that are to be shared out cannot be, evenly.
+    """
+    parallel, degree = run.parallel, run.parallel.sequence_parallel_degree
+    shares_weights = parallel.sequence_parallel == "megatron" and degree > 1
     return MeshShape(
         parallel.data_parallel_degree,
         parallel.pipeline_parallel_degree,
-        parallel.sequence_parallel_degree,
+        degree,
+        tensor_share(run.model, degree=degree).repeats if shares_weights else None,
     )
 
 
@@ -96,7 +104,7 @@ def joined(run: RunConfig, environment: RankEnvironment | None) -> Iterator[Rank
                 "SPPO": __version__,
                 "torch": torch.__version__,
                 "Python": platform.python_version(),
-                "configuration (digest)": run.digest(),
+                **flat_facts(run.model_dump(mode="json")),
             },
         )
         try:

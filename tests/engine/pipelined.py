@@ -14,6 +14,7 @@ from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
 from sppo.parallel.data_parallel import StageGroup, add_up
 from sppo.parallel.mesh import Mesh, MeshShape
+from sppo.parallel.piece_exchange import PieceLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.row_gather import RowGather
 from sppo.parallel.tensor_parallel import TensorExchange, WeightShares, tensor_share
@@ -137,7 +138,10 @@ def _steps(rank: int, case: Case):
     model = case.model()
     mesh, links = mesh_of(rank, case.mesh, wraps=case.virtual > 1)
     at = mesh.at
-    pipeline = Pipeline(case.schedule, case.shape[1], at.pipeline, case.virtual, courier=links)
+    pieces = PieceLinks(mesh) if case.schedule == "sppo_msp" else None
+    pipeline = Pipeline(
+        case.schedule, case.shape[1], at.pipeline, case.virtual, courier=links, pieces=pieces
+    )
     everything = random_weights(model)
     exchange = exchange_of(case, model, mesh)
     shares = WeightShares(model)

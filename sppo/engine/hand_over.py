@@ -1,0 +1,153 @@
+"""Tensors on their way from the stage that made them to the one that uses them.
+
+Between two stages a unit is whole, or cut where multiplexed sequence partitioning cuts it: then
+every interval of tokens has a route of its own, from the rank that ran its piece on the one stage
+to the rank that runs its piece on the other (:mod:`sppo.schedule.gangs`). Intervals whose route
+stays on this rank are handed over; the others are messages. Everything is put in once and taken
+out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sppo.parallel.pipeline_p2p import Arrival, Courier
+from sppo.schedule import encoding
+from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
+from sppo.schedule.encoding import encode
+from sppo.schedule.gangs import Route, find_gangs, gang_routes
+
+UnitKey = tuple[int, int]
+LocalTokens = Callable[[UnitKey, int], int]
+"""(unit, tokens of the whole unit) -> how many of them, the first ones, are this rank's."""
+
+
+class _Parcel(NamedTuple):
+    """Everything of one unit that one stage takes from one side."""
+
+    wire: Wire
+    consumer: int
+    unit: UnitKey
+
+
+class HandOver:
+    """What waits on one rank between the stages of a step.
+
+    Args:
+        schedule: that is run.
+        rank: position in the pipeline.
+        courier: carries messages; None where there are none.
+    """
+
+    def __init__(self, schedule: Schedule, *, rank: int, courier: Courier | None) -> None:
+        self._schedule, self._rank, self._courier = schedule, rank, courier
+        self._offsets = schedule.unit_offsets()
+        gangs = find_gangs(schedule, programs=encode(schedule))
+        self._routes = gang_routes(schedule, gangs=gangs)
+        self._local: LocalTokens = lambda unit, tokens: tokens
+        self._here: dict[_Parcel, dict[int, Tensor]] = {}
+        self._expected: dict[_Parcel, dict[int, Arrival]] = {}
+        self._outgoing: dict[tuple[_Parcel, int], Tensor] = {}
+
+    def begin(self, local: LocalTokens) -> None:
+        """Start a step whose units this rank shares as ``local`` says."""
+        self._local = local
+
+    def put(self, wire: Wire, action: Action, tensor: Tensor, *, first: int = 0) -> None:
+        """The output of an F ("act") or B ("grad"), from token ``first`` of this rank's on."""
+        parcel = self._parcel(wire, producer=action.stage, unit=action.unit)
+        end = first + tensor.shape[0]
+        for number, route in enumerate(self._routes_of(parcel)):
+            if route.sender != self._rank:
+                continue
+            begin, stop = self._interval(parcel, route)
+            assert first <= begin <= stop <= end, f"{action} made tokens {first} to {end}"
+            part = tensor[begin - first : stop - first]
+            if route.receiver == self._rank:
+                self._here.setdefault(parcel, {})[begin] = part
+            else:
+                self._outgoing[parcel, number] = part
+
+    def send(self, action: Action) -> None:
+        """A SEND, which names the stage that made the tensor."""
+        assert self._courier is not None, "a program with messages has a courier"
+        assert action.wire is not None, "a message carries something"
+        parcel = self._parcel(action.wire, producer=action.stage, unit=action.unit)
+        receiver = self._routes_of(parcel)[action.piece].receiver
+        part = self._outgoing.pop((parcel, action.piece))
+        if part.shape[0]:
+            self._courier.send(part, receiver=receiver, what=str(action))
+
+    def receive(self, action: Action, *, width: int, dtype: torch.dtype) -> None:
+        """A RECV, which names the stage that consumes the tensor."""
+        assert self._courier is not None, "a program with messages has a courier"
+        assert action.wire is not None, "a message carries something"
+        parcel = _Parcel(action.wire, action.stage, action.unit)
+        route = self._routes_of(parcel)[action.piece]
+        begin, end = self._interval(parcel, route)
+        if end > begin:
+            self._expected.setdefault(parcel, {})[begin] = self._courier.receive(
+                (end - begin, width),
+                dtype=dtype,
+                sender=route.sender,
+                what=f"{action} from pipeline rank {route.sender}",
+            )
+
+    def await_input(self, action: Action) -> None:
+        """Wait until the input of an F or B is here."""
+        parcel = self._input_of(action)
+        for begin, arrival in self._expected.pop(parcel, {}).items():
+            self._here.setdefault(parcel, {})[begin] = arrival.wait()
+
+    def take(self, action: Action) -> Tensor | None:
+        """The input of an F or B from the neighbouring stage; None at the ends of the pipeline."""
+        parts = self._here.pop(self._input_of(action), None)
+        if parts is None:
+            return None
+        ordered = [parts[begin] for begin in sorted(parts)]
+        return ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+
+    def settle(self) -> None:
+        """Return when all messages have left.
+
+        Raises:
+            AssertionError: something was made, or came, that nobody took.
+        """
+        if self._courier is not None:
+            self._courier.settle()
+        left = [f"{p.wire} of unit {p.unit} for stage {p.consumer}" for p in self._here]
+        left += [f"a message: {parcel}" for parcel in self._expected]
+        left += [f"not sent: {parcel}" for parcel, _ in self._outgoing]
+        assert not left, f"left over after the step: {', '.join(left)}"
+
+    def discard(self) -> None:
+        """Forget a step that failed."""
+        for waiting in (self._here, self._expected, self._outgoing):
+            waiting.clear()
+
+    def _parcel(self, wire: Wire, *, producer: int, unit: UnitKey) -> _Parcel:
+        return _Parcel(wire, producer + (1 if wire == "act" else -1), unit)
+
+    def _input_of(self, action: Action) -> _Parcel:
+        wire: Wire = "act" if action.kind is ActionKind.F else "grad"
+        return _Parcel(wire, action.stage, action.unit)
+
+    def _routes_of(self, parcel: _Parcel) -> tuple[Route, ...]:
+        """Numbered as the messages of the schedule are."""
+        producer = parcel.consumer - (1 if parcel.wire == "act" else -1)
+        schedule, (sequence, subsequence) = self._schedule, parcel.unit
+        if not (0 <= producer < schedule.num_stages and 0 <= parcel.consumer < schedule.num_stages):
+            return ()
+        code = encoding.SEND_ACT if parcel.wire == "act" else encoding.SEND_GRAD
+        slot = producer * schedule.num_units + self._offsets[sequence] + subsequence
+        tokens, rank_of = schedule.lengths[sequence][subsequence], schedule.placement.rank_of
+        whole = Route(rank_of(producer), rank_of(parcel.consumer), 0, tokens, tokens)
+        return self._routes.get((code, slot), (whole,))
+
+    def _interval(self, parcel: _Parcel, route: Route) -> tuple[int, int]:
+        """Of this rank's tokens."""
+        return self._local(parcel.unit, route.begin), self._local(parcel.unit, route.end)

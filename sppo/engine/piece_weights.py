@@ -1,0 +1,141 @@
+"""Weights of a stage on the ranks that run pieces of its units, sent ahead layer by layer.
+
+While a layer computes, the owner sends the next one: a helper holds two layers' weights at most,
+never a second copy of a stage. Weight gradients go back to the owner product by product, so a
+helper holds one parameter's at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo.config.model import ModelConfig
+from sppo.engine.weights import WeightProvider
+from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
+from sppo.parallel.piece_exchange import PieceExchange
+from sppo.planning.parameters import layer_shapes
+
+
+class PieceWeights:
+    """Weights of the layers of one stage, for as long as one piece runs.
+
+    Args:
+        model: the shape.
+        own: the owner's weights; None on a helper.
+        dtype: of the weights.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        own: WeightProvider | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._shapes = layer_shapes(model)
+        self._own, self._dtype, self._device = own, dtype, device
+        self._coming: deque[tuple[int, Mapping[str, Tensor], list[Any]]] = deque()
+        self._order: deque[int] = deque()
+        self._exchange: PieceExchange | None = None
+        self._held_layers = 0
+        self.most_layers = 0
+        """Most layers whose weights a helper held at once."""
+
+    def begin(self, layers: Iterable[int], exchange: PieceExchange) -> None:
+        """Send the first of ``layers``, which are wanted in this order."""
+        assert not self._coming, "one piece at a time"
+        assert not self._order, "one piece at a time"
+        self._order.extend(layers)
+        self._exchange = exchange
+        self._send_next()
+
+    def take(self, layer: int) -> Mapping[str, Tensor]:
+        """Weights of ``layer`` by the names within it; the next layer is on its way."""
+        self._send_next()
+        coming, weights, works = self._coming.popleft()
+        assert coming == layer, f"layer {layer} is wanted, {coming} comes"
+        for work in works:
+            work.wait()
+        return weights
+
+    def release(self) -> None:
+        """The layer taken last is done with."""
+        self._held_layers -= 1
+
+    def discard(self) -> None:
+        """Forget a step that failed."""
+        self._coming.clear()
+        self._order.clear()
+        self._held_layers = 0
+
+    def _send_next(self) -> None:
+        if not self._order:
+            return
+        assert self._exchange is not None, "begin() comes first"
+        layer = self._order.popleft()
+        if self._own is not None:
+            weights = self._own.take(layer)
+        else:
+            weights = {
+                name: torch.empty(shape, dtype=self._dtype, device=self._device)
+                for name, shape in self._shapes.items()
+            }
+        self._held_layers += 1
+        if self._own is None:
+            self.most_layers = max(self.most_layers, self._held_layers)
+        works = self._exchange.send_ahead([weights[name] for name in self._shapes])
+        self._coming.append((layer, weights, works))
+
+
+class PieceGradients:
+    """:class:`sppo.model.gradients.GradientSink` that adds up over the pieces at the owner.
+
+    Args:
+        exchange: with the ranks of the other pieces.
+        totals: the owner's fp32 sums of the layer by local name; None on a helper.
+        shapes: of the layer's parameters.
+        dtype: of the weights.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        exchange: PieceExchange,
+        *,
+        totals: Mapping[str, Tensor] | None,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._exchange, self._totals, self._shapes = exchange, totals, shapes
+        self._dtype, self._device = wide_dtype(dtype), device
+
+    def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
+        """See :class:`sppo.model.gradients.GradientSink`."""
+        weight = self._zeros(f"{name}.weight")
+        accumulate_weight_gradient(weight, dy_CO, x_CI)
+        self._add_up(f"{name}.weight", weight)
+        if f"{name}.bias" in self._shapes:
+            bias = self._zeros(f"{name}.bias")
+            accumulate_bias_gradient(bias, dy_CO)
+            self._add_up(f"{name}.bias", bias)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """See :class:`sppo.model.gradients.GradientSink`."""
+        self._add_up(name, gradient.to(self._dtype).contiguous())
+
+    def _add_up(self, name: str, gradient: Tensor) -> None:
+        self._exchange.to_owner(gradient)
+        if self._totals is not None:
+            self._totals[name].add_(gradient)
+
+    def _zeros(self, name: str) -> Tensor:
+        return torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)

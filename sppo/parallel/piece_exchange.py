@@ -1,0 +1,156 @@
+"""What the ranks say to each other that run the pieces of one unit at the same time.
+
+One of them owns the stage: it has the weights, the keys and values of what came before, and the
+sums of gradients. Two communicators, so that what is sent ahead of its use never stands in the way
+of what is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sppo.parallel.mesh import Mesh
+from sppo.parallel.peer_loss import peer_errors
+
+
+class PieceExchange:
+    """The ranks of one range of a pipeline, seen from one of them.
+
+    Args:
+        group: for what is waited for.
+        ahead: of the same ranks, for what is sent ahead.
+        ranks: global ranks of the pieces, in order.
+        place: this rank's piece.
+        owner: the owner's piece.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        ahead: ProcessGroup,
+        *,
+        ranks: Sequence[int],
+        place: int,
+        owner: int,
+    ) -> None:
+        self._group, self._ahead, self._ranks = group, ahead, tuple(ranks)
+        self.place, self.owner = place, owner
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank owns the stage."""
+        return self.place == self.owner
+
+    @property
+    def count(self) -> int:
+        """Pieces."""
+        return len(self._ranks)
+
+    def meet(self) -> None:
+        """Return when all ranks are here: pieces run at the same time."""
+        with peer_errors("meeting the other pieces of a unit"):
+            dist.barrier(group=self._group)
+
+    def send_ahead(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Begin to send the owner's ``tensors`` to all; on the others they are filled.
+
+        Returns:
+            What to wait for, on every rank, before they are used or changed.
+        """
+        source = self._ranks[self.owner]
+        with peer_errors("sending the weights of a layer ahead"):
+            return [
+                dist.broadcast(tensor, source, group=self._ahead, async_op=True)
+                for tensor in tensors
+            ]
+
+    def from_owner(self, tensor: Tensor) -> None:
+        """Fill ``tensor`` with the owner's."""
+        with peer_errors("hearing from the owner of a stage"):
+            dist.broadcast(tensor, self._ranks[self.owner], group=self._group)
+
+    def to_owner(self, tensor: Tensor) -> None:
+        """Add up ``tensor`` over all ranks, at the owner; elsewhere it is spoilt."""
+        with peer_errors("adding up at the owner of a stage"):
+            dist.reduce(tensor, self._ranks[self.owner], group=self._group)
+
+    def share(self, parts: Sequence[Tensor]) -> None:
+        """Fill ``parts``, one for each rank, with what each rank has in its own."""
+        with peer_errors("sharing keys and values of a unit's pieces"):
+            works = [
+                dist.broadcast(part, rank, group=self._group, async_op=True)
+                for part, rank in zip(parts, self._ranks, strict=True)
+            ]
+            for work in works:
+                work.wait()
+
+    def scatter(self, parts: Sequence[Tensor] | None, own: Tensor) -> Tensor:
+        """One of the owner's ``parts`` for each rank; ``own`` has its shape and is filled."""
+        with peer_errors("handing out pieces of a unit"):
+            if parts is None:
+                dist.recv(own, self._ranks[self.owner], group=self._group)
+                return own
+            works = [
+                dist.isend(part.contiguous(), rank, group=self._group)
+                for place, (part, rank) in enumerate(zip(parts, self._ranks, strict=True))
+                if place != self.place
+            ]
+            for work in works:
+                assert work is not None, "a member of the group"
+                work.wait()
+            return parts[self.place]
+
+    def gather(self, own: Tensor, rows: Sequence[int]) -> Tensor | None:
+        """Everyone's ``own`` one behind the other, at the owner; None elsewhere.
+
+        Args:
+            own: this rank's.
+            rows: of each rank's.
+        """
+        with peer_errors("collecting pieces of a unit"):
+            if not self.is_owner:
+                dist.send(own.contiguous(), self._ranks[self.owner], group=self._group)
+                return None
+            parts = [own.new_empty((count, *own.shape[1:])) for count in rows]
+            parts[self.place] = own
+            works = [
+                dist.irecv(part, rank, group=self._group)
+                for place, (part, rank) in enumerate(zip(parts, self._ranks, strict=True))
+                if place != self.place
+            ]
+            for work in works:
+                assert work is not None, "a member of the group"
+                work.wait()
+            return torch.cat(parts)
+
+
+class PieceLinks:
+    """Communicators of all ranges of a pipeline whose ranks run pieces together."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._groups: dict[tuple[int, int], tuple[ProcessGroup, ProcessGroup]] = {}
+        self._known: set[tuple[int, int]] = set()
+
+    def connect(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Make what is missing for ``ranges``, (first, last) positions; every rank calls it."""
+        new = sorted({*ranges} - self._known)
+        self._known.update(new)
+        self._groups |= self._mesh.make_range_groups(new)
+
+    def exchange(self, positions: tuple[int, ...], owner: int) -> PieceExchange:
+        """How the ranks at ``positions`` talk, of which number ``owner`` owns the stage."""
+        waited, ahead = self._groups[positions[0], positions[-1]]
+        return PieceExchange(
+            waited,
+            ahead,
+            ranks=[self._mesh.pipeline_ranks[position] for position in positions],
+            place=positions.index(self._mesh.at.pipeline),
+            owner=owner,
+        )

@@ -1,0 +1,55 @@
+"""Multiplexed sequence partitioning: pieces of units on several ranks, in float64."""
+
+import pytest
+
+from tests.engine.models import VARIANTS
+from tests.engine.pipelined import Case, run_case
+from tests.engine.test_pipeline import check
+
+CUTS = {
+    2: (0, 9, 23),
+    4: (0, 9, 14, 21, 30),
+    5: (0, 6, 15, 19, 26, 33),
+    9: (0, 7, 12, 18, 22, 29, 34, 40, 45, 49),
+}
+
+
+def pieces_of(ranks, case):
+    """Actions of the step that are pieces."""
+    answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
+    return {a for answer in answers for a in answer[0][4] if "[" in a and a[1] in "FB"}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("pieces", CUTS)
+def test_gradients(ranks, num_ranks, pieces):
+    case = Case(shape=(1, num_ranks, 1), schedule="sppo_msp", cuts=(CUTS[pieces],))
+    assert pieces_of(ranks, case)
+    check(ranks, case)
+
+
+@pytest.mark.parametrize("policy", ["retain", "recompute"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_model(ranks, variant, policy):
+    check(ranks, Case(variant, schedule="sppo_msp", cuts=(CUTS[4],), policy=policy))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 3, 2), (2, 2, 1), (2, 2, 2), (1, 2, 4)])
+@pytest.mark.parametrize("policy", ["keep_attention", "recompute"])
+def test_with_sequence_and_data_parallelism(ranks, shape, policy):
+    sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_size": 6}
+    cuts = ((0, 17, 33, 49, 60),) if shape[2] == 4 else (CUTS[5],)
+    case = Case(shape=shape, schedule="sppo_msp", cuts=cuts, policy=policy, sizes=sizes)
+    assert pieces_of(ranks, case)
+    check(ranks, case)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_several_sequences_and_steps(ranks, num_ranks):
+    case = Case(
+        shape=(1, num_ranks, 1),
+        schedule="sppo_msp",
+        cuts=(CUTS[5], CUTS[4], CUTS[5]),
+        steps=2,
+    )
+    check(ranks, case)
