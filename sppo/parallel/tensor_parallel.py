@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,15 +21,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.config.model import ModelConfig
+from sppo.parallel.mesh import Holders
 from sppo.parallel.peer_loss import peer_errors
 from sppo.parallel.ulysses import HeadShare, head_share
-from sppo.planning.parameters import Shape, parameter_shapes, stage_shapes
+from sppo.planning.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
 
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-Holders = Literal["stage", "keys", "block"]
-"""Ranks with the same values of a parameter, as groups of :class:`sppo.parallel.mesh.Groups`."""
 
 _KEYS = ("k", "v")
 _ROWS = ("q", *_KEYS, "gate", "up")
@@ -96,7 +93,7 @@ class WeightShares:
 
     def offsets(self, name: str) -> tuple[int, ...]:
         """Where this rank's part begins in the whole parameter."""
-        whole = parameter_shapes(self.model)[name]
+        whole = _shape_of(name, self.model)
         part, is_bias = _part(name), name.endswith(".bias")
         if self.degree == 1 or part not in (*_ROWS, *_COLUMNS) or (is_bias and part in _COLUMNS):
             return (0,) * len(whole)
@@ -108,7 +105,7 @@ class WeightShares:
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter; memory of its own, where it is not all."""
-        shape = parameter_shapes(self.own_model)[name]
+        shape = _shape_of(name, self.own_model)
         if shape == tuple(whole.shape):
             return whole
         for dimension, (start, size) in enumerate(zip(self.offsets(name), shape, strict=True)):
@@ -190,6 +187,12 @@ class SharedTokens:
     def scatter_sum(self, x_CE: Tensor) -> Tensor:
         """See :meth:`TensorExchange.scatter_sum`."""
         return self.exchange.scatter_sum(x_CE, self.parts)
+
+
+def _shape_of(name: str, model: ModelConfig) -> Shape:
+    if name.startswith("layers."):
+        return layer_shapes(model)[name.split(".", 2)[2]]
+    return outer_shapes(model)[name]
 
 
 def _part(name: str) -> str:

@@ -54,7 +54,8 @@ def plan_run(
     node = _tiers(run, hardware=hardware, disk_bytes=disk_bytes)
     candidate = run_candidate(run, hardware=replace(hardware, device=device, node=node))
     # Without a tier whole classes: nothing is gained by putting tensors together from parts.
-    assessment = assess(replace(candidate, cut_rows=node.disk_bytes > 0))
+    cut_rows = candidate.cut_rows and node.disk_bytes > 0
+    assessment = assess(replace(candidate, cut_rows=cut_rows))
     if assessment.shortfall is not None:
         raise MemoryError(_too_large(run, assessment, usable=usable, available=available_bytes))
     return make_plan(run, _scheduled(run, assessment))

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sppo.config import RunConfig
+from sppo.engine.saved_rows import check_whole_classes
 from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.kernels.machine_memory import memory_room
 from sppo.offload.disk_room import DiskRoom, is_memory
 from sppo.offload.spill_directory import usable_directory
+from sppo.parallel.tensor_parallel import tensor_share
 from sppo.parallel.ulysses import head_share
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import hardware_for
@@ -92,7 +94,11 @@ def _check_degrees(run: RunConfig) -> None:
             f"train.sequences_per_step {run.train.sequences_per_step} cannot be shared out evenly; "
             "make it a multiple"
         )
-    head_share(model.num_heads, model.kv_heads, degree=parallel.sequence_parallel_degree)
+    degree = parallel.sequence_parallel_degree
+    if parallel.sequence_parallel == "megatron":
+        tensor_share(model, degree=degree)
+    else:
+        head_share(model.num_heads, model.kv_heads, degree=degree)
 
 
 def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
@@ -102,6 +108,9 @@ def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
             "schedule sppo_msp shares units among pipeline ranks, which is simulated and not "
             "trained: write parallel.multiplexed=off, or another parallel.schedule"
         )
+    if plan.sequence_parallel == "megatron" and plan.sequence_parallel_degree > 1:
+        for stage in plan.stages:
+            check_whole_classes(stage.subsequences)
     degree, shortest = run.parallel.sequence_parallel_degree, min(plan.lengths)
     if shortest < degree:
         raise ValueError(
@@ -154,15 +163,11 @@ def given_plan(run: RunConfig, plan_file: Path) -> tuple[RunConfig, ExecutionPla
             "solve again with hardware.preset=laptop-cpu, or with a hardware.file of this machine, "
             "or keep the plan for sppo simulate"
         )
-    if plan.sequence_parallel_degree > 1 and plan.sequence_parallel != "ulysses":
-        raise ValueError(
-            f"{plan_file} shares tokens by {plan.sequence_parallel}, which is planned and not "
-            "trained: solve again with parallel.sequence_parallel=ulysses"
-        )
     chosen = {
         "data_parallel_degree": plan.data_parallel_degree,
         "pipeline_parallel_degree": plan.pipeline_parallel_degree,
         "sequence_parallel_degree": plan.sequence_parallel_degree,
+        "sequence_parallel": plan.sequence_parallel,
     }
     return run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)}), plan
 

@@ -1,28 +1,35 @@
 """Which part of a run's weights, gradients and optimizer state is this rank's, and how parts meet.
 
-A rank computes with the whole parameters of its stages. Of each it updates the rows that
-:class:`sppo.parallel.data_parallel.StageGroup` gives it, so masters and moments exist once among
-the ranks of a stage. Where the vocabulary projection is the embedding, the first and the last
-stage both hold it: their gradients are added up, both update it, and the first speaks for it.
+A rank computes with the parameters of its stages, whole or, where a sequence group shares weights
+out, with its blocks of them (:mod:`sppo.parallel.tensor_parallel`). Of what it shares with other
+ranks it updates the rows that :class:`sppo.parallel.data_parallel.StageGroup` gives it, so masters
+and moments exist once among the ranks that hold the same. Where the vocabulary projection is the
+embedding, the first and the last stage both hold it: their gradients are added up, both update it,
+and the first speaks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from sppo.config.model import ModelConfig
 from sppo.engine.pipeline import Pipeline
 from sppo.parallel.data_parallel import StageGroup, add_up
-from sppo.parallel.mesh import Mesh
-from sppo.planning.parameters import Shape, stage_shapes
+from sppo.parallel.mesh import Holders, Mesh
+from sppo.parallel.tensor_parallel import WeightShares
+from sppo.planning.parameters import Shape, parameter_shapes
 from sppo.train.checkpoint import MODEL_PREFIX
 from sppo.train.optimizer import MOMENTS, STEP_KEY, global_norm
 from sppo.train.peers import Peers
 from sppo.train.state_block import StateBlock
+
+T = TypeVar("T")
 
 _TIED = "embed.weight"
 
@@ -32,40 +39,54 @@ class SharedState:
 
     Args:
         model: the shape.
-        mesh: of all ranks.
+        mesh: of all ranks; its shape says whether sequence groups share weights out.
         pipeline: this rank's place in it.
         zero: 1 shares the optimizer's state among the ranks of a stage, 0 does not.
     """
 
     def __init__(self, model: ModelConfig, *, mesh: Mesh, pipeline: Pipeline, zero: int) -> None:
+        self.shares = weight_shares(model, mesh)
         self._by_stage = {
-            stage: stage_shapes(model, layers)
+            stage: self.shares.shapes(layers)
             for stage, layers in pipeline.layers(model.num_layers).items()
         }
         self.shapes: dict[str, Shape] = {
             name: shape for shapes in self._by_stage.values() for name, shape in shapes.items()
         }
+        """Of what this rank holds of the parameters of its stages."""
+        self._whole_shapes = parameter_shapes(model)
         self._mesh = mesh
-        self._group = StageGroup(
-            mesh.groups.stage,
-            index=mesh.stage_ranks.index(mesh.rank),
-            shapes=self.shapes,
-            shared=zero > 0,
-        )
+        self._groups = {
+            holders: StageGroup(
+                group,
+                index=members.index(mesh.rank),
+                shapes=self._held_by(holders, self.shapes),
+                shared=zero > 0,
+            )
+            for holders, group, members in _same_weights(mesh)
+        }
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
         self._is_tied = ends and _TIED in self.shapes
         self._speaks_for_tied = not self._is_tied or mesh.at.pipeline == 0
+
+    def _held_by(self, holders: Holders, names: Mapping[str, T]) -> dict[str, T]:
+        """Those of ``names`` of which ``holders`` have the same."""
+        return {name: v for name, v in names.items() if self.shares.holders(name) == holders}
+
+    def _group(self, name: str) -> StageGroup:
+        """The ranks that hold the same of a parameter as this one."""
+        return self._groups[self.shares.holders(name)]
 
     def own(self, tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
         """The rows that this rank updates. Parameters of which it has none are left out.
 
         Args:
-            tensors: whole parameters, or their gradients, by global name.
+            tensors: what this rank holds of parameters, or their gradients, by global name.
             copy: where the rows are not all, copy them, so that the others can be forgotten.
         """
         found = {}
         for name, tensor in tensors.items():
-            rows = tensor[self._group.own_rows(name)]
+            rows = tensor[self._group(name).own_rows(name)]
             if rows.shape[0] == tensor.shape[0]:
                 found[name] = tensor
             elif rows.shape[0]:
@@ -74,26 +95,29 @@ class SharedState:
 
     def reduce(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
         """Begin to add up the gradients of a stage, complete on this rank."""
-        self._group.reduce(gradients, self._by_stage[stage])
+        for holders, group in self._groups.items():
+            group.reduce(gradients, self._held_by(holders, self._by_stage[stage]))
 
     def finish(self, gradients: Mapping[str, Tensor]) -> None:
         """Return when gradients are those of all ranks, in the rows that this rank updates."""
-        self._group.wait()
+        for group in self._groups.values():
+            group.wait()
         if self._is_tied:
-            rows = self._group.own_rows(_TIED)
+            rows = self._group(_TIED).own_rows(_TIED)
             ends = self._mesh.groups.ends
             add_up([gradients[_TIED][rows]], ends, what="adding up the embedding's gradients")
 
     def gather(self, weights: Mapping[str, Tensor]) -> None:
         """Fetch what other ranks have updated."""
-        self._group.gather(weights)
+        for holders, group in self._groups.items():
+            group.gather(self._held_by(holders, weights))
 
     def norm(self, gradients: Mapping[str, Tensor], peers: Peers) -> Tensor:
         """Euclidean norm of the gradients of all parameters of all ranks."""
         if not self._mesh.is_distributed:
             return global_norm(gradients)
         counted = [
-            gradient[self._group.counted_rows(name)]
+            gradient[self._group(name).counted_rows(name)]
             for name, gradient in gradients.items()
             if name != _TIED or self._speaks_for_tied
         ]
@@ -117,9 +141,27 @@ class SharedState:
         if name is None:
             return StateBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
         shape = self.shapes[name]
-        offsets = (self._group.own_rows(name).start, *(0 for _ in shape[1:]))
         assert prod(tensor.shape[1:]) == prod(shape[1:]), f"{key}: {tensor.shape} of {shape}"
-        return StateBlock(tensor, offsets, shape)
+        first, *rest = self.shares.offsets(name)
+        offsets = (first + self._group(name).own_rows(name).start, *rest)
+        return StateBlock(tensor, offsets, self._whole_shapes[name])
+
+
+def weight_shares(model: ModelConfig, mesh: Mesh) -> WeightShares:
+    """What of the model's parameters is a rank's."""
+    if mesh.shape.key_copies is None:
+        return WeightShares(model)
+    return WeightShares(model, mesh.at.sequence, mesh.shape.sequence_parallel)
+
+
+def _same_weights(mesh: Mesh) -> Iterator[tuple[Holders, ProcessGroup | None, tuple[int, ...]]]:
+    """Groups of ranks that hold the same, with their members; every rank has the same order."""
+    yield "stage", mesh.groups.stage, mesh.stage_ranks
+    copies = mesh.shape.key_copies
+    if copies is not None:
+        yield "block", mesh.groups.block, mesh.shape.block_ranks(mesh.at)
+        if copies > 1:
+            yield "keys", mesh.groups.keys, mesh.shape.block_ranks(mesh.at, copies=copies)
 
 
 def _parameter(key: str) -> str | None:

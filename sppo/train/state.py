@@ -21,6 +21,7 @@ from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.pipeline_p2p import PipelineLinks
+from sppo.parallel.tensor_parallel import TensorExchange
 from sppo.parallel.ulysses import HeadExchange
 from sppo.planning.parameters import parameter_shapes
 from sppo.planning.plan import ExecutionPlan
@@ -76,6 +77,7 @@ def build_state(
     weights: dict[str, Tensor] = {}
     masters: dict[str, Tensor] = {}
     for name, wide in starting_weights(run, shared.shapes):
+        wide = shared.shares.cut(name, wide)
         weights[name] = wide.to(device=device, dtype=dtype)
         if dtype is not torch.float32:
             masters |= shared.own({name: wide.to(device)}, copy=True)
@@ -92,16 +94,18 @@ def build_state(
         input_every=run.activations.input_every,
         pipeline=pipeline,
         companions=Companions(
-            exchange=_head_exchange(run, mesh),
+            exchange=_exchange(run, mesh),
             reduce=lambda stage: shared.reduce(stage, gradients),
         ),
     )
     return TrainingState(weights, gradients, optimizer, engine, shared)
 
 
-def _head_exchange(run: RunConfig, mesh: Mesh) -> HeadExchange | None:
+def _exchange(run: RunConfig, mesh: Mesh) -> HeadExchange | TensorExchange | None:
     if mesh.groups.sequence is None:
         return None
+    if mesh.shape.key_copies is not None:
+        return TensorExchange(mesh.groups.sequence, rank=mesh.at.sequence, model=run.model)
     return HeadExchange(
         mesh.groups.sequence,
         rank=mesh.at.sequence,

@@ -99,6 +99,53 @@ def test_a_run_goes_on_with_other_degrees(ranks, job):
     assert_like_alone(job, "moving")
 
 
+MEGATRON = {"parallel.sequence_parallel": "megatron"}
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 2, 2), (1, 1, 4), (2, 1, 4)], ids=str)
+def test_ranks_that_share_weights_out_do_what_one_does(ranks, job, shape):
+    """Also where two of them hold the same key/value head."""
+    run_on(ranks, job, shape, 3, "grid", **MEGATRON)
+    assert_like_alone(job, "grid")
+
+
+def test_a_run_goes_on_with_other_sequence_parallelism(ranks, job):
+    run_on(ranks, job, (2, 1, 4), 1, "moving", **MEGATRON)
+    run_on(ranks, job, (1, 2, 2), 2, "moving")
+    alone(job, overrides((1, 1, 1), 3, **{"train.output": "moving"}))
+    assert_like_alone(job, "moving")
+
+
+def test_a_run_of_one_rank_goes_on_with_weights_shared_out(ranks, job):
+    alone(job, overrides((1, 1, 1), 1, **{"train.output": "moving"}))
+    run_on(ranks, job, (1, 1, 2), 2, "moving")
+    run_on(ranks, job, (1, 2, 2), 3, "moving", **MEGATRON)
+    assert_like_alone(job, "moving")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_biases_and_norms_of_shared_weights(ranks, work, run_file, zero):
+    """GPT-2's shape: every linear layer has a bias, and the embedding is tied."""
+    run_file(
+        model={
+            **MODEL,
+            "norm": "layernorm",
+            "mlp": "gelu_tanh",
+            "position": "learned",
+            "max_positions": 64,
+            "qkv_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "tie_embeddings": True,
+        },
+        optimizer={"clip_norm": 0.1},
+        train={"steps": 3, "sequences_per_step": 2, "output": "alone"},
+    )
+    alone(work, overrides((1, 1, 1), 3))
+    run_on(ranks, work, (2, 2, 2), 3, "grid", **MEGATRON, **{"parallel.zero": zero})
+    assert_like_alone(work, "grid")
+
+
 def test_a_run_of_many_ranks_goes_on_alone(ranks, job):
     run_on(ranks, job, (1, 2, 2), 2, "back")
     alone(job, overrides((1, 1, 1), 3, **{"train.output": "back"}))
