@@ -13,6 +13,7 @@ import torch
 
 from sppo import __version__
 from sppo.config import RunConfig
+from sppo.parallel.agreement import flat_facts
 from sppo.parallel.connect import connect, disconnect
 from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.mesh import Mesh, MeshShape, alone
@@ -103,7 +104,7 @@ def joined(run: RunConfig, environment: RankEnvironment | None) -> Iterator[Rank
                 "SPPO": __version__,
                 "torch": torch.__version__,
                 "Python": platform.python_version(),
-                "configuration (digest)": run.digest(),
+                **flat_facts(run.model_dump(mode="json")),
             },
         )
         try:
