@@ -41,7 +41,6 @@ MODEL = {
 SIDES = ("sppo", "torch")
 RANKS = 2
 TIMEOUT = timedelta(hours=2)
-WARM_UP_TOKENS = 512
 LARGEST_DIFFERENCE = 0.02
 """Of losses, and of norms of gradients: both sides round to bf16, in different places."""
 
@@ -93,6 +92,10 @@ class Side(Protocol):
 
     def warm_up(self) -> None:
         """Load and compile what the first step would."""
+        ...
+
+    def trim(self) -> None:
+        """Give memory back that only waits to be used."""
         ...
 
     def step(self) -> None:
@@ -194,8 +197,6 @@ def _serve(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from sppo.train.process_memory import resident_bytes
-
     torch.set_num_threads(1)
     first = arguments.rank == 0
     store = TCPStore("127.0.0.1", arguments.port, is_master=first, timeout=TIMEOUT)
@@ -205,9 +206,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     )
     side = _build(arguments)
     side.warm_up()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    idle = resident_bytes() - side.gradient_bytes
+    idle = _idle_bytes(side)
     dist.barrier()
     print("ready", flush=True)
     if peer is not None:
@@ -248,6 +247,16 @@ def _line_of(peer: subprocess.Popen[str]) -> str:
     return line
 
 
+def _idle_bytes(side: Side) -> int:
+    """Of the process with its weights and nothing that a step needs."""
+    from sppo.train.process_memory import resident_bytes
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    side.trim()
+    return resident_bytes() - side.gradient_bytes
+
+
 def _measured_step(side: Side, *, idle: int) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -266,148 +275,25 @@ def _measured_step(side: Side, *, idle: int) -> dict[str, Any]:
 
 def _build(arguments: argparse.Namespace) -> Side:
     import torch
+    from sppo_pipeline import SppoPipeline, run_of  # beside this file
+    from torch_pipeline import TorchPipeline  # beside this file
 
     sequences = int(arguments.sequences)
     generator = torch.Generator().manual_seed(0)
     shape = (sequences, arguments.length + 1)
     tokens = torch.randint(MODEL["vocab_size"], shape, generator=generator)
-    return (_Sppo if arguments.worker == "sppo" else _Torch)(tokens, arguments)
-
-
-def _weights(model: Any) -> dict[str, Any]:
-    from sppo.model.initialize import initial_weights
-
-    return {name: weight.bfloat16() for name, weight in initial_weights(model, seed=0).items()}
-
-
-class _Sppo:
-    """A rank of our pipeline, as ``sppo train`` sets it up under ``retain``."""
-
-    def __init__(self, tokens: Any, arguments: argparse.Namespace) -> None:
-        from sppo.config import check_run
-        from sppo.engine.engine import Engine
-        from sppo.kernels.cpu_allocator import install_cpu_allocator
-        from sppo.model.gradients import zero_gradients
-        from sppo.planning.parameters import stage_shapes
-        from sppo.planning.run_plan import plan_run
-        from sppo.planning.this_machine import detect_machine, usable_memory_bytes
-
-        install_cpu_allocator()  # as `sppo train` does
-        self._tokens = tokens
-        self._run = check_run(_run_of(arguments), source="scripts/compare_pipelining.py")
-        self._plan = plan_run(
-            self._run, hardware=detect_machine(), available_bytes=usable_memory_bytes()
-        )
-        model, pipeline = self._run.model, _pipeline(self._plan.schedule, rank=arguments.rank)
-        names = stage_shapes(model, pipeline.layers(model.num_layers)[arguments.rank])
-        weights = {name: weight for name, weight in _weights(model).items() if name in names}
-        self._gradients = zero_gradients(weights)
-        self._engine = Engine(
-            model, weights=weights, gradients=self._gradients, policy="retain", pipeline=pipeline
-        )
-        self._done: Any = None
-
-    @property
-    def gradient_bytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self._gradients.values())
-
-    def warm_up(self) -> None:
-        from sppo.train.warm_up import warm_up
-
-        warm_up(self._run, lengths=self._plan.lengths)
-        tokens = self._tokens[:, : WARM_UP_TOKENS + 1]
-        self._accumulate(tokens, (0, tokens.shape[1] - 1))
-
-    def step(self) -> None:
-        self._done = self._accumulate(self._tokens, self._plan.boundaries)
-
-    def _accumulate(self, tokens: Any, cuts: tuple[int, ...]) -> Any:
-        import torch
-
-        from sppo.engine.unit import SequenceData
-
-        torch._foreach_zero_(list(self._gradients.values()))
-        data = [SequenceData(row[:-1], row[1:]) for row in tokens]
-        return self._engine.accumulate(data, [cuts] * len(data))
-
-    def findings(self) -> dict[str, Any]:
-        import torch
-
-        done = self._done
-        busy_s = sum(e.finish_s - e.start_s for e in done.trace if e.action.kind in ("F", "B", "W"))
-        norms = torch._foreach_norm(list(self._gradients.values()))
-        return {
-            "schedule": self._plan.schedule,
-            "boundaries": list(self._plan.boundaries),
-            "planned_bubble_fraction": self._plan.predicted.bubble_fraction,
-            "busy_s": busy_s,
-            "loss": float(done.total_loss) / done.num_valid,
-            "gradient_norm": float(torch.stack(norms).norm()),
-        }
-
-
-def _run_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "data": {"tokens": "."},
-        "sequence": {
-            "length": arguments.length,
-            "num_subsequences": arguments.pieces,
-            "partition": arguments.partition,
-        },
-        "parallel": {"pipeline_parallel_degree": RANKS, "schedule": arguments.schedule},
-        "activations": {"policy": "retain"},
-        "train": {"dtype": "bf16", "sequences_per_step": int(arguments.sequences)},
-    }
-
-
-def _pipeline(schedule: str, *, rank: int) -> Any:
-    import torch
-
-    from sppo.engine.pipeline import Pipeline
-    from sppo.parallel.mesh import Mesh, MeshShape
-    from sppo.parallel.pipeline_p2p import PipelineLinks
-
-    shape = MeshShape(pipeline_parallel=RANKS)
-    mesh = Mesh(shape, rank=rank, timeout_s=TIMEOUT.total_seconds())
-    links = PipelineLinks(mesh, device=torch.device("cpu"))
-    return Pipeline(schedule, RANKS, rank, courier=links)
-
-
-class _Torch:
-    """A rank of torch's pipeline."""
-
-    def __init__(self, tokens: Any, arguments: argparse.Namespace) -> None:
-        from torch_pipeline import TorchPipeline  # beside this file
-
-        from sppo.config import ModelConfig
-        from sppo.kernels.cpu_allocator import install_cpu_allocator
-
-        if arguments.pool_for_torch:
-            install_cpu_allocator()
-        model = ModelConfig(**MODEL)
-        self._tokens, self._loss = tokens, 0.0
-        self._pipeline = TorchPipeline(model, _weights(model), rank=arguments.rank)
-
-    gradient_bytes = 0
-    """They are made in the step."""
-
-    def warm_up(self) -> None:
-        tokens = self._tokens[:, : WARM_UP_TOKENS + 1]
-        self._pipeline.step(tokens[:, :-1], tokens[:, 1:])
-        self._pipeline.forget_gradients()
-
-    def step(self) -> None:
-        self._loss = self._pipeline.step(self._tokens[:, :-1], self._tokens[:, 1:])
-
-    def findings(self) -> dict[str, Any]:
-        found = {
-            "schedule": self._pipeline.schedule_name(len(self._tokens)),
-            "loss": self._loss,
-            "gradient_norm": self._pipeline.gradient_norm(),
-        }
-        self._pipeline.forget_gradients()
-        return found
+    run = run_of(
+        MODEL,
+        length=arguments.length,
+        pieces=arguments.pieces,
+        sequences=sequences,
+        ranks=RANKS,
+        schedule=arguments.schedule,
+        partition=arguments.partition,
+    )
+    if arguments.worker == "sppo":
+        return SppoPipeline(run, tokens, rank=arguments.rank)
+    return TorchPipeline(run.model, tokens, rank=arguments.rank, pool=arguments.pool_for_torch)
 
 
 def _print(case: Case) -> None:

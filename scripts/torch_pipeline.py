@@ -8,8 +8,7 @@ a long sequence never exist at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,13 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sppo.config import ModelConfig
+from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
+from sppo.model.initialize import initial_weights
 from sppo.model.rope import rotary_table
 from sppo.planning.cost import layers_of_stages
+
+WARM_UP_TOKENS = 512
 
 
 class TorchPipeline:
@@ -29,45 +32,66 @@ class TorchPipeline:
 
     Args:
         model: the shape.
-        weights: all parameters by global name; those of this rank's stage are taken.
+        tokens_MT: of M sequences, one more than a sequence has, the last of which is a label.
         rank: of the default process group, which is the pipeline.
+        pool: use SPPO's memory pool, instead of torch's own allocator.
     """
 
-    def __init__(self, model: ModelConfig, weights: Mapping[str, Tensor], *, rank: int) -> None:
-        self._model, self._rank, self._num_stages = model, rank, dist.get_world_size()
+    gradient_bytes = 0
+    """They are made in the step."""
+
+    def __init__(self, model: ModelConfig, tokens_MT: Tensor, *, rank: int, pool: bool) -> None:
+        self._pool = install_cpu_allocator() if pool else None
+        self._model, self._tokens_MT, self._rank = model, tokens_MT, rank
+        self._num_stages = dist.get_world_size()
         self._stage = _Stage(model, rank=rank, num_stages=self._num_stages).bfloat16()
-        own = {name: weights[name] for name in self._stage.state_dict()}
-        self._stage.load_state_dict(own)
+        weights = initial_weights(model, seed=0)
+        self._stage.load_state_dict({name: weights[name] for name in self._stage.state_dict()})
         self._schedules: dict[tuple[int, int], Any] = {}
+        self._loss = 0.0
 
-    @staticmethod
-    def schedule_name(sequences: int) -> str:
-        """GPipe where there is a single micro-batch: torch's 1F1B takes no fewer than stages."""
-        return "GPipe" if sequences == 1 else "1F1B"
-
-    def forget_gradients(self) -> None:
-        """As at the beginning of a step."""
+    def warm_up(self) -> None:
+        """A short step."""
+        self._accumulate(self._tokens_MT[:, : WARM_UP_TOKENS + 1])
         self._stage.zero_grad(set_to_none=True)
 
-    def gradient_norm(self) -> float:
-        """Of this rank's parameters."""
-        found = [p.grad.float().norm() for p in self._stage.parameters() if p.grad is not None]
-        return float(torch.stack(found).norm())
+    def trim(self) -> None:
+        """Give memory back that only waits to be used."""
+        if self._pool is not None:
+            self._pool.trim()
 
-    def step(self, tokens_MS: Tensor, labels_MS: Tensor) -> float:
+    def step(self) -> None:
+        """Forward and backward of all sequences."""
+        self._loss = self._accumulate(self._tokens_MT)
+
+    def findings(self) -> dict[str, Any]:
+        """Of the last step; forgets its gradients."""
+        gradients = [p.grad.float() for p in self._stage.parameters() if p.grad is not None]
+        norm = float(torch.stack(list(torch._foreach_norm(gradients))).norm())
+        self._stage.zero_grad(set_to_none=True)
+        name = "GPipe" if len(self._tokens_MT) == 1 else "1F1B"
+        return {"schedule": name, "loss": self._loss, "gradient_norm": norm}
+
+    def _accumulate(self, tokens_MT: Tensor) -> float:
         """Gradient of the mean loss of M sequences; their mean loss on the last rank, else 0."""
-        self.forget_gradients()
-        schedule = self._schedule(*tokens_MS.shape)
+        inputs_MS, labels_MS = tokens_MT[:, :-1], tokens_MT[:, 1:]
+        schedule = self._schedule(*inputs_MS.shape)
         losses: list[Tensor] = []
-        inputs = (tokens_MS,) if self._rank == 0 else ()
         last = self._rank == self._num_stages - 1
-        target = labels_MS if last else None
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # no other one is allowed to step in
-            schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+            schedule.step(
+                *((inputs_MS,) if self._rank == 0 else ()),
+                target=labels_MS if last else None,
+                losses=losses,
+                return_outputs=False,
+            )
         return float(torch.stack(losses).detach().sum()) if last else 0.0
 
     def _schedule(self, sequences: int, length: int) -> Any:
-        """Made once for each shape, which it is told, so that no step is spent on finding it."""
+        """Told the shapes, so that no step is spent on finding them.
+
+        GPipe where there is a single micro-batch: torch's 1F1B takes no fewer than stages.
+        """
         key = sequences, length
         if key not in self._schedules:
             hidden = torch.empty(
@@ -121,8 +145,12 @@ class _Stage(nn.Module):
 
     def loss(self, hidden_1SE: Tensor, labels_1S: Tensor, *, scale: float) -> Tensor:
         """``scale`` times the summed loss of one sequence."""
-        loss: Tensor = _TiledLoss.apply(hidden_1SE[0], self.head.weight, labels_1S[0], scale)
-        return loss
+        return cast(
+            "Tensor",
+            _TiledLoss.apply(  # type: ignore[no-untyped-call]
+                hidden_1SE[0], self.head.weight, labels_1S[0], scale
+            ),
+        )
 
 
 class _Layer(nn.Module):
@@ -150,14 +178,13 @@ class _Layer(nn.Module):
         k = _turned(self._heads(self.k(n)), cos_SD, sin_SD)
         k, v = self._repeated(k), self._repeated(self._heads(self.v(n)))
         o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x_1SE + self.o(o.transpose(1, 2).flatten(2))
+        x: Tensor = x_1SE + self.o(o.transpose(1, 2).flatten(2))
         n = self.mlp_norm(x)
-        gated: Tensor = functional.silu(self.gate(n)) * self.up(n)
-        down: Tensor = self.down(gated)
-        return x + down
+        added: Tensor = self.down(functional.silu(self.gate(n)) * self.up(n))
+        return x + added
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self._size)).transpose(1, 2)
+        return x.view(*x.shape[:-1], -1, self._size).transpose(1, 2)
 
     def _repeated(self, x: Tensor) -> Tensor:
         return x.repeat_interleave(self._groups, dim=1)
@@ -165,7 +192,8 @@ class _Layer(nn.Module):
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    turned: Tensor = x * cos + torch.cat([-second, first], -1) * sin
+    return turned
 
 
 class _TiledLoss(torch.autograd.Function):

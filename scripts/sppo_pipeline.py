@@ -1,0 +1,117 @@
+"""SPPO's side of ``compare_pipelining.py``: the engine as ``sppo train`` sets it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo.config import RunConfig, check_run
+from sppo.engine.engine import Accumulated, Engine
+from sppo.engine.pipeline import Pipeline
+from sppo.engine.unit import SequenceData
+from sppo.kernels.cpu_allocator import install_cpu_allocator
+from sppo.model.gradients import zero_gradients
+from sppo.model.initialize import initial_weights
+from sppo.parallel.mesh import Mesh, MeshShape
+from sppo.parallel.pipeline_p2p import PipelineLinks
+from sppo.planning.parameters import stage_shapes
+from sppo.planning.run_plan import plan_run
+from sppo.planning.this_machine import detect_machine, usable_memory_bytes
+from sppo.schedule.actions import ActionKind
+from sppo.train.warm_up import warm_up
+
+WARM_UP_TOKENS = 512
+TIMEOUT_S = 7200.0
+_COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.W)
+
+
+def run_of(
+    model: Mapping[str, int],
+    *,
+    length: int,
+    pieces: int,
+    sequences: int,
+    ranks: int,
+    schedule: str,
+    partition: str,
+) -> RunConfig:
+    """A run that keeps everything, so that neither side computes anything twice."""
+    keys = {
+        "model": dict(model),
+        "data": {"tokens": "."},
+        "sequence": {"length": length, "num_subsequences": pieces, "partition": partition},
+        "parallel": {"pipeline_parallel_degree": ranks, "schedule": schedule},
+        "activations": {"policy": "retain"},
+        "train": {"dtype": "bf16", "sequences_per_step": sequences},
+    }
+    return check_run(keys, source="scripts/compare_pipelining.py")
+
+
+class SppoPipeline:
+    """One rank.
+
+    Args:
+        run: checked.
+        tokens_MT: of M sequences, one more than a sequence has, the last of which is a label.
+        rank: of the default process group, which is the pipeline.
+    """
+
+    def __init__(self, run: RunConfig, tokens_MT: Tensor, *, rank: int) -> None:
+        self._pool = install_cpu_allocator()  # as `sppo train` does
+        self._run, self._tokens_MT = run, tokens_MT
+        self._plan = plan_run(run, hardware=detect_machine(), available_bytes=usable_memory_bytes())
+        degree, model = run.parallel.pipeline_parallel_degree, run.model
+        mesh = Mesh(MeshShape(pipeline_parallel=degree), rank=rank, timeout_s=TIMEOUT_S)
+        links = PipelineLinks(mesh, device=torch.device("cpu"))
+        pipeline = Pipeline(self._plan.schedule, degree, rank, courier=links)
+        names = stage_shapes(model, pipeline.layers(model.num_layers)[rank])
+        everything = initial_weights(model, seed=0)
+        weights = {name: everything[name].bfloat16() for name in names}
+        self._gradients = zero_gradients(weights)
+        self._engine = Engine(
+            model, weights=weights, gradients=self._gradients, policy="retain", pipeline=pipeline
+        )
+        self._done: Accumulated | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """fp32 sums, which lie there between steps."""
+        return sum(gradient.nbytes for gradient in self._gradients.values())
+
+    def warm_up(self) -> None:
+        """As ``sppo train`` does, and a short step through the pipeline."""
+        warm_up(self._run, lengths=self._plan.lengths)
+        tokens_MT = self._tokens_MT[:, : WARM_UP_TOKENS + 1]
+        self._accumulate(tokens_MT, (0, tokens_MT.shape[1] - 1))
+
+    def trim(self) -> None:
+        """Give memory back that only waits to be used."""
+        if self._pool is not None:
+            self._pool.trim()
+
+    def step(self) -> None:
+        """Forward and backward of all sequences."""
+        self._done = self._accumulate(self._tokens_MT, self._plan.boundaries)
+
+    def findings(self) -> dict[str, Any]:
+        """Of the last step."""
+        done = self._done
+        assert done is not None, "after a step"
+        busy_s = sum(e.finish_s - e.start_s for e in done.trace if e.action.kind in _COMPUTE)
+        norms = torch._foreach_norm(list(self._gradients.values()))
+        return {
+            "schedule": self._plan.schedule,
+            "boundaries": list(self._plan.boundaries),
+            "planned_bubble_fraction": self._plan.predicted.bubble_fraction,
+            "busy_s": busy_s,
+            "loss": float(done.total_loss) / done.num_valid,
+            "gradient_norm": float(torch.stack(list(norms)).norm()),
+        }
+
+    def _accumulate(self, tokens_MT: Tensor, cuts: tuple[int, ...]) -> Accumulated:
+        torch._foreach_zero_(list(self._gradients.values()))
+        data = [SequenceData(tokens_T[:-1], tokens_T[1:]) for tokens_T in tokens_MT]
+        return self._engine.accumulate(data, [cuts] * len(data))
