@@ -1,0 +1,33 @@
+"""A whole step on Triton's kernels, under the interpreter, against the plain model in float64."""
+
+import pytest
+
+from sppo.kernels import block_attention, elementwise, fused, rotary
+from tests.engine.models import (
+    VARIANTS,
+    Trained,
+    assert_same_step,
+    autograd_step,
+    random_sequence,
+    random_weights,
+    tiny_model,
+)
+from tests.kernels.places import need_triton
+
+
+@pytest.fixture
+def triton_everywhere(monkeypatch):
+    """Also for norms, activations and rotary turns, which it serves on a GPU only."""
+    need_triton("cpu")
+    for module in (fused, elementwise, rotary, block_attention):
+        monkeypatch.setattr(module, "fused", lambda x: True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_has_the_gradients_of_the_plain_model(variant, triton_everywhere):
+    model = tiny_model(variant)
+    weights = random_weights(model)
+    sequences = [random_sequence(model, 23, starts=(0, 9))]
+    trained = Trained(model, weights, policy="recompute", attention_backend="triton")
+    ours = trained.step(sequences, [(0, 7, 8, 23)])
+    assert_same_step(ours, autograd_step(model, weights, sequences), tolerance=1e-10)
