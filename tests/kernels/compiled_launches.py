@@ -1,66 +1,48 @@
 """Compile what the launchers launch, for a GPU that need not be there.
 
 Run as a program, in a process where triton compiles: prints a JSON list of the kernels. Tensors are
-on the CPU; in place of a launch the kernel is compiled for its arguments.
+on the CPU. Triton does all that it does for a launch, the kinds of the arguments included, and
+stops before the launch itself.
 """
 
 import json
 import sys
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_for
 from triton.runtime.jit import JITFunction
 
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-}
-OPTIONS = ("num_warps", "num_stages")
-ALIGNED = [["tt.divisibility", 16]]
+
+class AbsentGpu:
+    """What triton asks a driver before it compiles."""
+
+    def __init__(self, capability):
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self):
+        return self._target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
 
 
 def compile_in_place_of_launches(capability):
     """From here on a launch compiles; returns the list that tells of it."""
+    triton.runtime.driver.set_active(AbsentGpu(capability))
+    run = JITFunction.run
     done = []
 
-    def run(self, *arguments, grid, warmup, **options):
-        settings = {name: options.pop(name) for name in OPTIONS if name in options}
-        values = {**dict(zip(self.arg_names, arguments, strict=False)), **options}
-        signature, constants, attributes = {}, {}, {}
-        for place, parameter in enumerate(self.params):
-            value = values[parameter.name]
-            kind, is_aligned = kind_of(parameter, value)
-            signature[parameter.name] = kind
-            if kind == "constexpr":
-                constants[(place,)] = value
-            if is_aligned:
-                attributes[(place,)] = ALIGNED
-        source = ASTSource(self, signature, constants, attributes)
-        kernel = compile_for(source, target=GPUTarget("cuda", capability, 32), options=settings)
+    def compile_only(self, *arguments, grid, warmup, **options):
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
         name = self.__name__.strip("_")
-        done.append({"kernel": name, "shared_bytes": kernel.metadata.shared, "grid": grid})
+        done.append({"kernel": name, "shared_bytes": kernel.metadata.shared})
 
-    JITFunction.run = run
+    JITFunction.run = compile_only
     return done
-
-
-def kind_of(parameter, value):
-    """(type, whether it is known to be a multiple of 16) as a launch would have it."""
-    if parameter.is_constexpr or value is None:
-        return "constexpr", False
-    if isinstance(value, torch.Tensor):
-        return TYPES[value.dtype], True
-    assert isinstance(value, int), f"{parameter.name} is a {type(value)}"
-    if parameter.do_not_specialize:
-        return "i32", False
-    if value == 1:
-        return "constexpr", False
-    return "i32" if value < 2**31 else "i64", value % 16 == 0
 
 
 def launch_attention(dtype, head_size, window):

@@ -32,8 +32,8 @@ _TILES = {
     (128, 4): AttentionTiles(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
     (64, 8): AttentionTiles(Tiles(32, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2)),
 }
-"""By head size and bytes of an element. Every kernel fits the 99 KiB of shared memory of the
-smallest devices; what is not listed is cut finely."""
+"""By head size and bytes of an element. Kernels fit the shared memory of every device from compute
+capability 8.0 on, 99 KiB where there is least; what is not listed is cut finely."""
 _FINE = AttentionTiles(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))
 _LEAST_HEAD = 64
 
