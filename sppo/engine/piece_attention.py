@@ -82,6 +82,17 @@ class PieceAttention:
         self._meter = meter
         self._kv: tuple[Tensor, Tensor] | None = None
 
+    def prefix(self) -> tuple[Tensor, ...]:
+        """In forward, ahead of the layer: what the owner sends of what came before the unit."""
+        span = self._piece.unit.span
+        if span.start == 0:
+            return ()
+        if self._store is not None:
+            return self._store.prefix(self._layer, self._piece.unit.sequence, end=span.start)
+        self._kv = self._empty(span.end)
+        k, v = self._kv
+        return k[: span.start], v[: span.start]
+
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`sppo.model.layer.SpanAttention`."""
         if self._heads is not None:
@@ -161,12 +172,10 @@ class PieceAttention:
             )
             self._kv = self._store.prefix(self._layer, sequence, end=span.end)
         else:
-            self._kv = self._empty(span.end)
+            if self._kv is None:
+                self._kv = self._empty(span.end)
             for tensor, unit in zip(self._kv, whole, strict=True):
                 tensor[span.start :] = unit
-        if span.start:
-            for tensor in self._kv:
-                self._exchange.from_owner(tensor[: span.start])
 
     def _attend(self, q_CND: Tensor, parts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """(o, lse) of the last ``parts`` tokens of every run, as tokens of this rank."""

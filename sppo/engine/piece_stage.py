@@ -19,7 +19,7 @@ from sppo.config.model import ModelConfig
 from sppo.engine.piece import Piece
 from sppo.engine.piece_attention import PieceAttention, PrefixMeter
 from sppo.engine.piece_weights import PieceGradients, PieceWeights
-from sppo.engine.saved_rows import cut, share, tensor_rows
+from sppo.engine.saved_rows import TensorRows, cut, share, tensor_rows
 from sppo.engine.stage import Stage
 from sppo.kernels.attention import Backend
 from sppo.kernels.rotary import RotaryTable
@@ -117,7 +117,13 @@ class PieceStage:
         Returns:
             Output ``[c, E]`` for the next stage, None on the last.
         """
-        self._weights.begin(self._layers, exchange)
+        attentions: dict[int, PieceAttention] = {}
+
+        def prefix(index: int) -> tuple[Tensor, ...]:
+            attentions[index] = self._attention(piece, index, exchange)
+            return attentions[index].prefix()
+
+        self._weights.begin(self._layers, exchange, prefix)
         x = self._embedded(piece, exchange) if x_cE is None else x_cE
         rotary = self._rotary(piece)
         for index in self._layers:
@@ -127,7 +133,7 @@ class PieceStage:
                     x,
                     weights,
                     rotary=rotary,
-                    attention=self._attention(piece, index, exchange),
+                    attention=attentions.pop(index),
                     keep=keep,
                 )
             if loss_scale is not None:
@@ -185,14 +191,17 @@ class PieceStage:
         with self._visit(index) as weights:
             attention.fetch()
             self._layer.complete(saved, weights, rotary=rotary, attention=attention)
-            return self._layer.backward(
+            sink = self._sink(index, exchange)
+            dx = self._layer.backward(
                 dy_cE,
                 weights,
                 saved=saved,
-                gradients=self._sink(index, exchange),
+                gradients=sink,
                 rotary=rotary,
                 attention=attention,
             )
+            sink.finish()
+        return dx
 
     @contextmanager
     def _visit(self, index: int) -> Iterator[Weights]:
@@ -229,7 +238,7 @@ class PieceStage:
         pieces = len(piece.sizes)
         return shares[piece.place :: pieces]
 
-    def _rows(self, piece: Piece) -> dict[str, tuple[int, int]]:
+    def _rows(self, piece: Piece) -> dict[str, TensorRows]:
         plan = self._plan(piece)[piece.member]
         x_in, attention, linear = (
             moved + kept for moved, kept in zip(plan.moved, plan.kept, strict=True)

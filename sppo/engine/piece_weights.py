@@ -2,13 +2,13 @@
 
 While a layer computes, the owner sends the next one: a helper holds two layers' weights at most,
 never a second copy of a stage. Weight gradients go back to the owner product by product, so a
-helper holds one parameter's at a time.
+helper holds those of a few parameters at a time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from sppo.kernels.elementwise import wide_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from sppo.parallel.piece_exchange import PieceExchange
 from sppo.planning.parameters import layer_shapes
+
+
+_MOST_UNDER_WAY = 2
+"""Gradients of parameters that are on their way home at once."""
 
 
 class PieceWeights:
@@ -45,16 +49,28 @@ class PieceWeights:
         self._coming: deque[tuple[int, Mapping[str, Tensor], list[Any]]] = deque()
         self._order: deque[int] = deque()
         self._exchange: PieceExchange | None = None
+        self._also: Callable[[int], Sequence[Tensor]] = lambda layer: ()
         self._held_layers = 0
         self.most_layers = 0
         """Most layers whose weights a helper held at once."""
 
-    def begin(self, layers: Iterable[int], exchange: PieceExchange) -> None:
-        """Send the first of ``layers``, which are wanted in this order."""
+    def begin(
+        self,
+        layers: Iterable[int],
+        exchange: PieceExchange,
+        also: Callable[[int], Sequence[Tensor]] = lambda layer: (),
+    ) -> None:
+        """Send the first of ``layers``, which are wanted in this order.
+
+        Args:
+            layers: of one piece.
+            exchange: with the ranks of the other pieces.
+            also: what else is sent ahead with a layer.
+        """
         assert not self._coming, "one piece at a time"
         assert not self._order, "one piece at a time"
         self._order.extend(layers)
-        self._exchange = exchange
+        self._exchange, self._also = exchange, also
         self._send_next()
 
     def take(self, layer: int) -> Mapping[str, Tensor]:
@@ -91,7 +107,8 @@ class PieceWeights:
         self._held_layers += 1
         if self._own is None:
             self.most_layers = max(self.most_layers, self._held_layers)
-        works = self._exchange.send_ahead([weights[name] for name in self._shapes])
+        tensors = [*(weights[name] for name in self._shapes), *self._also(layer)]
+        works = self._exchange.send_ahead(tensors)
         self._coming.append((layer, weights, works))
 
 
@@ -117,6 +134,7 @@ class PieceGradients:
     ) -> None:
         self._exchange, self._totals, self._shapes = exchange, totals, shapes
         self._dtype, self._device = wide_dtype(dtype), device
+        self._under_way: deque[tuple[str, Tensor, Any]] = deque()
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
         """See :class:`sppo.model.gradients.GradientSink`."""
@@ -132,10 +150,21 @@ class PieceGradients:
         """See :class:`sppo.model.gradients.GradientSink`."""
         self._add_up(name, gradient.to(self._dtype).contiguous())
 
+    def finish(self) -> None:
+        """Return when everything is at the owner."""
+        self._wait_for(0)
+
     def _add_up(self, name: str, gradient: Tensor) -> None:
-        self._exchange.to_owner(gradient)
-        if self._totals is not None:
-            self._totals[name].add_(gradient)
+        work = self._exchange.to_owner_ahead(gradient)
+        self._under_way.append((name, gradient, work))
+        self._wait_for(_MOST_UNDER_WAY)
+
+    def _wait_for(self, most: int) -> None:
+        while len(self._under_way) > most:
+            name, gradient, work = self._under_way.popleft()
+            work.wait()
+            if self._totals is not None:
+                self._totals[name].add_(gradient)
 
     def _zeros(self, name: str) -> Tensor:
         return torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)

@@ -75,6 +75,12 @@ class PieceExchange:
         with peer_errors("hearing from the owner of a stage"):
             dist.broadcast(tensor, self._ranks[self.owner], group=self._group)
 
+    def to_owner_ahead(self, tensor: Tensor) -> Any:
+        """Begin to add up ``tensor`` at the owner; what to wait for before it is used or freed."""
+        with peer_errors("sending gradients to the owner of a stage"):
+            owner = self._ranks[self.owner]
+            return dist.reduce(tensor, owner, group=self._ahead, async_op=True)
+
     def to_owner(self, tensor: Tensor) -> None:
         """Add up ``tensor`` over all ranks, at the owner; elsewhere it is spoilt."""
         with peer_errors("adding up at the owner of a stage"):

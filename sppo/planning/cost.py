@@ -146,9 +146,7 @@ def stage_costs(
     row_bytes = row_bytes_of(request)[:, None, :]
     rebuilt = rows.rebuilt / lengths[None, :, None]
     layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)[:, None]
-    # Devices of a group each send their share of a stage's weights to a helper group, which
-    # gathers them over its fast links.
-    link_weights = stage_parameters(request) / workload.sequence_parallel_degree
+    link_weights = _streamed_parameters(request)
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
     moved = (rows.moved * row_bytes).sum(axis=2)
@@ -240,6 +238,18 @@ def stage_parameters(request: CostRequest) -> Table:
         # The last stage projects with its own copy of the embedding.
         counts[-1] += model.vocab_size * model.hidden_size
     return counts
+
+
+def _streamed_parameters(request: CostRequest) -> Table:
+    """Parameters of each stage that a device sends to one that helps it (MSP), [stages].
+
+    Of its layers: embedding and head stay with the owner.
+    """
+    workload = request.workload
+    layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
+    counts = np.array([float(layer * len(layers)) for layers in request.stages])
+    shared = workload.sequence_parallel == "megatron"
+    return counts / (workload.sequence_parallel_degree if shared else 1)
 
 
 def device_parameters(request: CostRequest) -> Table:

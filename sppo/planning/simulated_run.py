@@ -67,10 +67,13 @@ def simulated_run(run: RunConfig, *, shape: RunShape | None = None) -> Simulated
 
 def simulated_plan(plan: ExecutionPlan) -> SimulatedRun:
     """What one step of one data-parallel replica does under `plan`."""
-    candidate = plan_candidate(plan)
-    request = candidate.request
-    costs = stage_costs(request, seconds=stage_seconds(request), decisions=plan_decisions(plan))
-    return _simulated(candidate, costs=costs)
+    return _simulated(plan_candidate(plan), costs=plan_costs(plan))
+
+
+def plan_costs(plan: ExecutionPlan) -> Costs:
+    """What the actions of one data-parallel replica cost under `plan`."""
+    request = plan_candidate(plan).request
+    return stage_costs(request, seconds=stage_seconds(request), decisions=plan_decisions(plan))
 
 
 def plan_candidate(plan: ExecutionPlan) -> Candidate:

@@ -158,13 +158,14 @@ def gang_seconds(
 ) -> dict[tuple[int, int], float]:
     """Seconds of every gang by (F or B, slot), with everything that moves inside it.
 
-    While the pieces compute, the owner broadcasts the stage's weights and whatever K/V prefix the
-    helpers have not seen; the unit's own K/V goes round the gang where every piece waits for it,
-    so that is added. In backward the weights come again, and the helpers return weight gradients
-    at the same time in the other direction. Everyone sums dK/dV of the prefix where the K/V is;
-    a unit's own share is summed over the gang when its turn comes, which is waited for, and what
-    belongs to units before the first gang goes home to the owner behind that gang's compute. A
-    broadcast is pipelined and costs its bytes once.
+    A helper keeps nothing of the owner's stage but the layer at hand, so every unit brings it all
+    again. While the pieces compute, the owner broadcasts the weights of the next layer, in forward
+    with the K/V before the unit; the unit's own K/V goes round the gang where every piece waits
+    for it, so that is added. In backward weight gradients go home at the same time, in the other
+    direction; but a helper has room for the K/V and their gradients of one layer only, so what
+    comes (all K/V up to the unit) and what goes (its gradients, to be added up at the owner, and
+    the unit's own complete ones back) is waited for. A broadcast and a sum are pipelined and cost
+    their bytes once.
     """
     seconds = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
@@ -178,22 +179,21 @@ def gang_seconds(
             gang, start=int(starts[unit]), context_slope=costs.context_slope, schedule=schedule
         )
         prefix = _prefix_slots(schedule, slot=slot)
-        unseen = _unseen(prefix, gang=gang, gangs=gangs, owner=owner)
-        others = (len(gang.ranks) - 1) / len(gang.ranks)
-        own_kv = float(costs.kv_bytes[stage, unit]) * others
+        before_kv = sum(float(costs.kv_bytes.flat[s]) for s in prefix)
+        before_gradients = sum(float(costs.kv_gradient_bytes.flat[s]) for s in prefix)
+        own_kv = float(costs.kv_bytes[stage, unit])
         weights = float(costs.weight_bytes[stage])
-        stream = weights + sum(float(costs.kv_bytes.flat[s]) for s in unseen)
+        stream = weights + before_kv
         forward = float(costs.forward_s[stage, unit]) * share
         seconds[encoding.F, slot] = (
             max(forward, latency_s + stream / bytes_per_s) + latency_s + own_kv / bytes_per_s
         )
-        back = float(costs.weight_gradient_bytes[stage]) + sum(
-            float(costs.kv_gradient_bytes.flat[s]) for s in unseen
-        )
-        own_gradients = float(costs.kv_gradient_bytes[stage, unit]) * others
+        own_gradients = float(costs.kv_gradient_bytes[stage, unit])
+        waited = before_kv + own_kv + before_gradients + own_gradients + own_kv
         backward = float(costs.backward_s[stage, unit] + costs.weight_s[stage, unit]) * share
-        moved_s = latency_s + max(weights, back) / bytes_per_s
-        seconds[encoding.B, slot] = max(backward, moved_s) + latency_s + own_gradients / bytes_per_s
+        behind = max(weights, float(costs.weight_gradient_bytes[stage]))
+        moved_s = latency_s + behind / bytes_per_s
+        seconds[encoding.B, slot] = max(backward, moved_s) + latency_s + waited / bytes_per_s
     return seconds
 
 
@@ -212,17 +212,3 @@ def _prefix_slots(schedule: Schedule, *, slot: int) -> list[int]:
     unit = slot % schedule.num_units
     first = max(offset for offset in schedule.unit_offsets() if offset <= unit)
     return list(range(slot - (unit - first), slot))
-
-
-def _unseen(
-    prefix: Sequence[int], *, gang: Gang, gangs: Mapping[int, Gang], owner: int
-) -> Sequence[int]:
-    """The part of the prefix whose K/V the helpers lack.
-
-    Running a piece of an earlier unit brought them its K/V and all before it.
-    """
-    for place in reversed(range(len(prefix))):
-        earlier = gangs.get(prefix[place])
-        if earlier and set(gang.ranks) <= {*earlier.ranks, owner}:
-            return prefix[place + 1 :]
-    return prefix

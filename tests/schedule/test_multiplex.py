@@ -193,7 +193,7 @@ def test_routes_carry_every_token_once(out, into):
     assert len(routes) <= len(producer) + len(consumer) - 1
 
 
-def test_helpers_that_have_seen_the_prefix_do_not_get_it_again():
+def test_helpers_get_everything_for_every_unit():
     costs = replace(
         abstract_costs(3, num_units=6, forward_s=0.0, backward_s=0.0),
         kv_bytes=np.ones((3, 6)),
@@ -207,8 +207,9 @@ def test_helpers_that_have_seen_the_prefix_do_not_get_it_again():
             if len(ranks) > 1:
                 gangs[stage * 6 + unit] = Gang(stage * 6 + unit, ranks, (16,))
     seconds = gang_seconds(schedule, gangs=gangs, costs=costs)
-    own = 2 / 3
-    # Stage 2, right units 4 and 5 on ranks 0..2: the four units before 4 are news, 4 is not.
-    assert seconds[0, 2 * 6 + 4] == pytest.approx(4 + own)
-    assert seconds[0, 2 * 6 + 5] == pytest.approx(own)
-    assert seconds[0, 0] == pytest.approx(own)
+    # Stage 2, right units 4 and 5 on ranks 0..2, behind four and five units.
+    assert seconds[0, 2 * 6 + 4] == pytest.approx(4 + 1)
+    assert seconds[0, 2 * 6 + 5] == pytest.approx(5 + 1)
+    assert seconds[0, 0] == pytest.approx(1)
+    # Their K/V again, their own complete gradients back.
+    assert seconds[1, 2 * 6 + 4] == pytest.approx(4 + 1 + 1)
