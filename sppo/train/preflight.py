@@ -103,14 +103,20 @@ def _check_degrees(run: RunConfig) -> None:
 
 def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
     """What a plan may hold, and training cannot do."""
+    if plan.sequence_parallel == "megatron" and plan.sequence_parallel_degree > 1:
+        if plan.schedule == "sppo_msp":
+            raise ValueError(
+                "schedule sppo_msp lends whole weights to other pipeline ranks, and with "
+                "parallel.sequence_parallel=megatron no rank has them: write ulysses, or "
+                "parallel.multiplexed=off"
+            )
+        for stage in plan.stages:
+            check_whole_classes(stage.subsequences)
     if plan.schedule == "sppo_msp":
         raise ValueError(
             "schedule sppo_msp shares units among pipeline ranks, which is simulated and not "
             "trained: write parallel.multiplexed=off, or another parallel.schedule"
         )
-    if plan.sequence_parallel == "megatron" and plan.sequence_parallel_degree > 1:
-        for stage in plan.stages:
-            check_whole_classes(stage.subsequences)
     degree, shortest = run.parallel.sequence_parallel_degree, min(plan.lengths)
     if shortest < degree:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from sppo.engine.engine import Companions, Engine
 from sppo.engine.gathered_weights import GatheredWeights
 from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
+from sppo.offload.moving_store import MovingStore
+from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.tiers import Tier
 from sppo.parallel.data_parallel import StageGroup, add_up
 from sppo.parallel.mesh import Mesh, MeshShape
 from sppo.parallel.piece_exchange import PieceLinks
@@ -35,6 +39,10 @@ class Case:
     cuts: tuple[tuple[int, ...], ...] = ((0, 4, 9, 17),)
     """Of each sequence of every replica."""
     policy: str = "keep_attention"
+    rows: Any = None
+    """What every stage keeps, moves and rebuilds instead; what moves goes to :attr:`directory`."""
+    directory: str | None = None
+    input_every: int = 1
     steps: int = 1
     shared: bool = True
     zero: int = 1
@@ -128,6 +136,10 @@ def same_weights(mesh: Mesh):
         yield "keys", groups.keys, shape.block_ranks(at, copies=shape.key_copies)
 
 
+def disk_store(directory: str) -> MovingStore:
+    return MovingStore(ThreadQueues(poison=True), tier=Tier("disk", Path(directory)))
+
+
 def run_case(rank: int, case: Case):
     """(loss sum, own part of gradients by name with its place, trace, program, peaks) by step."""
     return list(_steps(rank, case))
@@ -180,6 +192,9 @@ def _steps(rank: int, case: Case):
         weights=gathered_weights(weights, groups, shares, mesh) if case.zero == 3 else weights,
         gradients=gradients,
         policy=case.policy,
+        rows=None if case.rows is None else dict.fromkeys(of_stage, case.rows),
+        moved={stage: disk_store(case.directory) for stage in of_stage if case.directory},
+        input_every=case.input_every,
         pipeline=pipeline,
         companions=Companions(exchange, reduce),
     )
@@ -201,3 +216,4 @@ def _steps(rank: int, case: Case):
             [str(action) for action in done.schedule.programs[at.pipeline]],
             engine.take_peaks(),
         )
+    engine.close()

@@ -2,8 +2,13 @@
 
 import pytest
 
-from tests.engine.models import VARIANTS
-from tests.engine.pipelined import Case
+from sppo.planning.activation_policy import classes_kept
+from sppo.planning.cost import CostRequest, kv_bytes_per_token, row_bytes_of
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.layer_cost import Workload
+from tests.engine.models import VARIANTS, tiny_model
+from tests.engine.moving import FixedRows, RatioRows
+from tests.engine.pipelined import Case, run_case
 from tests.engine.test_pipeline import CUTS_FOR_TWO, check
 
 
@@ -66,3 +71,95 @@ def test_steps_in_a_row(ranks, schedule, shared, kv_heads):
             sizes={"num_layers": 4, "num_kv_heads": kv_heads},
         ),
     )
+
+
+ALIGNED = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "head_size": 8,
+    "num_kv_heads": 2,
+    "mlp_size": 32,
+}
+"""Every saved tensor of 8 tokens is a multiple of the 64 bytes that slots are made of."""
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.7, 1.0])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 4)])
+def test_tensors_that_move(ranks, shape, ratio, tmp_path):
+    """Of the residual stream own tokens go to the disk, of heads and MLP those of all."""
+    sizes = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "mlp_size": 24}
+    model = tiny_model("gqa, q/k-norm", **sizes)
+    rows = RatioRows(model, 8, ratio, alignment=1)
+    plans = rows.subsequences((5, 6, 9))
+    assert any(0 < moved < 5 for moved in plans[0].moved) or ratio == 1.0
+    case = Case(
+        shape=shape,
+        sequence_parallel="megatron",
+        rows=rows,
+        directory=str(tmp_path),
+        cuts=((0, 5, 11, 20), (0, 4, 13)),
+        steps=2,
+        sizes=sizes,
+    )
+    check(ranks, case)
+
+
+@pytest.mark.parametrize("policy", ["retain", "keep_attention", "recompute"])
+def test_layers_that_share_an_input(ranks, policy):
+    sizes = {"num_layers": 5}
+    case = Case(
+        shape=(1, 1, 2),
+        sequence_parallel="megatron",
+        policy=policy,
+        input_every=3,
+        cuts=CUTS_FOR_TWO,
+        sizes=sizes,
+    )
+    check(ranks, case)
+
+
+def test_rebuilding_part_of_a_class_is_refused(ranks):
+    model = tiny_model("gqa, q/k-norm", num_layers=2)
+    rows = FixedRows(model, 8, (((9, 9, 4), (0, 0, 0), (0, 0, 5)),))
+    case = Case(
+        shape=(1, 1, 2),
+        sequence_parallel="megatron",
+        rows=rows,
+        cuts=((0, 9),),
+        sizes={"num_layers": 2},
+    )
+    with pytest.raises(Exception, match="rebuilds 5 of 9 rows of linear of subsequence 0"):
+        ranks.run(run_case, case, ranks=2)
+
+
+@pytest.mark.parametrize("policy", ["retain", "keep_attention", "recompute"])
+@pytest.mark.parametrize("variant", ["mha", "gqa, q/k-norm"])
+def test_bytes_held_are_those_predicted(ranks, variant, policy):
+    """Saved tensors, K, V and their gradients: a rank holds exactly its share, no more."""
+    sizes = {**ALIGNED, "num_kv_heads": 4} if variant == "mha" else ALIGNED
+    case = Case(
+        variant,
+        shape=(1, 1, 2),
+        sequence_parallel="megatron",
+        policy=policy,
+        cuts=((0, 16, 32),),
+        sizes=sizes,
+    )
+    model = case.model()
+    workload = Workload(
+        model,
+        PRESETS["a100-80g"],
+        dtype="fp32",
+        sequence_parallel_degree=2,
+        sequence_parallel="megatron",
+    )
+    request = CostRequest(workload, lengths=((16, 16),))
+    tokens, wider = 32, 2  # float64 where fp32 is predicted
+    per_token = row_bytes_of(request)[0] * wider
+    kept = sum(per_token[index] for index in classes_kept(policy)) + model.hidden_size * 8 / 2
+    kv = sum(kv_bytes_per_token(workload)) * model.num_layers * wider
+    for answer in ranks.run(run_case, case, ranks=2):
+        peaks = answer[0][5]
+        assert peaks.activations_bytes == tokens * kept
+        assert peaks.kv_bytes == tokens * kv

@@ -1,6 +1,7 @@
 """The same run on other grids of ranks: same losses, and checkpoints that go between them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from rich.console import Console
 from sppo.config import load_run
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.progress import RankProgress
+from sppo.planning.plan import plan_json
 from sppo.train import trainer
 from sppo.train.checkpoint import read_model
 from sppo.train.peers import Peers
-from sppo.train.preflight import check_before_training
+from sppo.train.preflight import check_before_training, given_plan
 from sppo.train.ranks import Ranks, mesh_shape
 
 SHAPES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
@@ -37,7 +39,7 @@ def train_as(rank, directory, arguments):
     import os
 
     os.chdir(directory)
-    trainer.warm_up = lambda run, lengths: None
+    trainer.warm_up = lambda run, **_: None
     run = load_run(Path("run.yaml"), arguments)
     shape = mesh_shape(run)
     mesh = Mesh(shape, rank=rank, timeout_s=30.0)
@@ -144,6 +146,70 @@ def test_biases_and_norms_of_shared_weights(ranks, work, run_file, zero):
     alone(work, overrides((1, 1, 1), 3))
     run_on(ranks, work, (2, 2, 2), 3, "grid", **MEGATRON, **{"parallel.zero": zero})
     assert_like_alone(work, "grid")
+
+
+@pytest.mark.parametrize(
+    ("fields", "degree", "says"),
+    [
+        (
+            {"num_heads": 6, "num_kv_heads": 6, "head_size": 8},
+            4,
+            "6 query heads cannot be shared out evenly",
+        ),
+        (
+            {"num_heads": 12, "num_kv_heads": 4, "head_size": 8},
+            6,
+            "must divide the 4 key/value heads",
+        ),
+        ({"mlp_size": 90}, 4, "the MLP's width is shared out, and 90 cannot be evenly"),
+    ],
+)
+def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, degree, says):
+    run_file(model={**MODEL, **fields})
+    run = load_run(Path("run.yaml"), overrides((1, 1, degree), 1, **MEGATRON))
+    for check in (check_before_training, mesh_shape):
+        with pytest.raises(ValueError, match=says):
+            check(run)
+    assert not Path("out").exists()
+
+
+def megatron_plan():
+    """A run with weights shared out, and its plan."""
+    run = load_run(Path("run.yaml"), overrides((1, 1, 2), 1, **MEGATRON))
+    return run, check_before_training(run).plan
+
+
+def test_a_plan_that_rebuilds_part_of_a_class_is_refused(work):
+    run, plan = megatron_plan()
+    assert plan.sequence_parallel == "megatron"
+    (stage,) = plan.stages
+    first, *others = stage.subsequences
+    tokens = first.kept[0]
+    cut = replace(first, kept=(tokens, tokens, 8), moved=(0, 0, 0), rebuilt=(0, 0, tokens - 8))
+    plan = replace(plan, stages=(replace(stage, subsequences=(cut, *others)),))
+    with pytest.raises(ValueError, match=f"rebuilds {tokens - 8} of {tokens} rows of linear"):
+        check_before_training(run, plan=plan)
+
+
+def test_weights_shared_out_and_lent_are_refused(work):
+    run, plan = megatron_plan()
+    with pytest.raises(ValueError, match="no rank has them: write ulysses"):
+        check_before_training(run, plan=replace(plan, schedule="sppo_msp"))
+
+
+def test_a_plan_with_weights_shared_out_is_taken(work, tmp_path):
+    run, plan = megatron_plan()
+    (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan)))
+    changed, read = given_plan(run, tmp_path / "plan.json")
+    assert (read, changed.parallel.sequence_parallel) == (plan, "megatron")
+
+
+@pytest.mark.parametrize("more", [{"policy": "offload_all"}, {"input_every": 2}], ids=str)
+def test_weights_shared_out_and_tensors_moved(ranks, job, more):
+    (job / "spill").mkdir()
+    keys = {f"activations.{key}": value for key, value in more.items()}
+    run_on(ranks, job, (1, 1, 2), 3, "grid", **MEGATRON, **keys, **{"activations.disk": "spill"})
+    assert_like_alone(job, "grid")
 
 
 def test_a_run_of_many_ranks_goes_on_alone(ranks, job):

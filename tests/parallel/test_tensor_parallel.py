@@ -1,0 +1,97 @@
+"""Which part of each parameter a rank holds, and the exchange of tokens over gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sppo.parallel.mesh import Coordinates, MeshShape
+from sppo.parallel.tensor_parallel import TensorExchange, WeightShares, tensor_share
+from sppo.planning.parameters import parameter_shapes
+from tests.engine.models import VARIANTS, random_weights, tiny_model
+
+PARTS = [(4, 4), (3, 2), (1, 2), (5, 5, 5), (2, 3, 3)]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parts_tile_every_parameter(variant, degree, kv_heads):
+    sizes = {"num_heads": 8, "head_size": 4, "mlp_size": 24, "num_kv_heads": kv_heads}
+    model = tiny_model(variant, **sizes)
+    repeats = tensor_share(model, degree=degree).repeats
+    copies = {"stage": degree, "keys": repeats, "block": 1}
+    weights = random_weights(model)
+    holders = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    wanted = {}
+    for rank in range(degree):
+        shares = WeightShares(model, rank, degree)
+        for name, shape in shares.shapes(range(model.num_layers)).items():
+            part = shares.cut(name, weights[name])
+            assert tuple(part.shape) == shape
+            place = tuple(
+                slice(o, o + size) for o, size in zip(shares.offsets(name), shape, strict=True)
+            )
+            assert torch.equal(part, weights[name][place])
+            assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
+            holders[name][place] += 1
+            wanted[name] = copies[shares.holders(name)]
+    assert wanted.keys() == parameter_shapes(model).keys()
+    for name, count in wanted.items():
+        assert (holders[name] == count).all(), name
+
+
+def test_ranks_that_hold_the_same_part_are_next_to_each_other_in_every_replica():
+    shape = MeshShape(2, 2, 4, key_copies=2)
+    at = Coordinates(data=1, pipeline=0, sequence=2)
+    assert shape.block_ranks(at) == (2, 10)
+    assert shape.block_ranks(at, copies=2) == (2, 3, 10, 11)
+    assert shape.block_ranks(at, copies=4) == shape.stage_ranks(at)
+
+
+@pytest.mark.parametrize(
+    ("fields", "degree", "says"),
+    [
+        ({}, 3, "4 query heads cannot be shared"),
+        ({"num_heads": 12, "num_kv_heads": 4, "head_size": 2}, 6, "divide the 4 key/value heads"),
+        ({"mlp_size": 18}, 4, "MLP's width is shared out, and 18 cannot be evenly"),
+    ],
+)
+def test_what_cannot_be_shared_out(fields, degree, says):
+    with pytest.raises(ValueError, match=says):
+        tensor_share(tiny_model(**fields), degree=degree)
+
+
+def exchanged(rank, parts, dtype):
+    """(gathered, own tokens of the sum) of what every rank makes from its rank."""
+    exchange = TensorExchange(dist.group.WORLD, rank=rank, model=tiny_model(num_heads=6))
+    tokens = sum(parts)
+    everything = torch.arange(tokens * 3, dtype=dtype).view(tokens, 3)
+    summand = everything + (1.0 if rank == 0 else 2.0**-9)
+    return (
+        exchange.gather(torch.split(everything, list(parts))[rank], parts),
+        exchange.scatter_sum(summand, parts),
+    )
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_tokens_are_gathered_and_added_up(ranks, parts):
+    tokens = sum(parts)
+    everything = torch.arange(tokens * 3, dtype=torch.float64).view(tokens, 3)
+    total = len(parts) * everything + 1.0 + (len(parts) - 1) * 2.0**-9
+    answers = ranks.run(exchanged, parts, torch.float64, ranks=len(parts))
+    for (gathered, own), expected in zip(answers, torch.split(total, list(parts)), strict=True):
+        assert torch.equal(gathered, everything)
+        assert torch.equal(own, expected)
+
+
+def narrow_sum(rank):
+    exchange = TensorExchange(dist.group.WORLD, rank=rank, model=tiny_model())
+    summand = torch.full((4, 8), 1.0 if rank == 0 else 2.0**-9, dtype=torch.bfloat16)
+    return exchange.scatter_sum(summand, (1, 1, 1, 1))
+
+
+def test_narrow_sums_are_rounded_once(ranks):
+    """Added one by one in bf16 the three small ones would be lost."""
+    for own in ranks.run(narrow_sum, ranks=4):
+        assert own.dtype == torch.bfloat16
+        assert (own == 1.0 + 2.0**-7).all()
