@@ -49,6 +49,7 @@ def evaluate(
     console = Console(stderr=json_output)
     with exit_codes():
         run = load_run(run_file, overrides or ())
+        from sppo.train.device import choose_device
         from sppo.train.evaluation import evaluate as evaluate_run
 
         if png is not None and not png.parent.is_dir():
@@ -61,7 +62,11 @@ def evaluate(
                 console.print(f"sequence {done} of {total}", highlight=False)
 
         result = evaluate_run(
-            run, checkpoint=checkpoint, max_sequences=sequences, on_sequence=show_progress
+            run,
+            checkpoint=checkpoint,
+            max_sequences=sequences,
+            on_sequence=show_progress,
+            device=choose_device(run),
         )
         if png is not None:
             from sppo.train.position_picture import position_picture

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sppo.config import RunConfig
     from sppo.parallel.environment import RankEnvironment
     from sppo.planning.plan import ExecutionPlan
+    from sppo.train.device import Device
     from sppo.train.preflight import Preflight
 
 PlanFile = Annotated[
@@ -27,6 +28,7 @@ PlanFile = Annotated[
 def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None) -> None:
     """Train; the same command goes on where a killed or stopped run left off.
 
+    On the machine's GPUs if torch sees any and hardware names no CPU, each rank on one of its own.
     With degrees of parallelism above 1 it starts that many processes on this machine, unless it is
     one of them already, started by torchrun or srun. Writes metrics.jsonl, loss.png,
     run_summary.json and checkpoints into train.output.
@@ -41,21 +43,26 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
     with exit_codes():
         run = load_run(run_file, overrides or ())
         from sppo.parallel.environment import rank_environment
+        from sppo.train.device import choose_device, device_kind
         from sppo.train.preflight import given_plan
         from sppo.train.ranks import mesh_shape
 
         chosen = None
         if plan is not None:
-            run, chosen = given_plan(run, plan)
+            run, chosen = given_plan(run, plan, kind=device_kind(run))
         environment = rank_environment(os.environ)
         num_ranks = mesh_shape(run).num_ranks
         if environment is None and num_ranks > 1:
-            _start_ranks(run, chosen, num_ranks=num_ranks)
+            device = choose_device(run, local_ranks=num_ranks)
+            _start_ranks(run, chosen, num_ranks=num_ranks, device=device)
         else:
-            _train_as_rank(run, chosen, environment)
+            device = choose_device(run, environment=environment)
+            _train_as_rank(run, chosen, environment, device=device)
 
 
-def _start_ranks(run: RunConfig, plan: ExecutionPlan | None, *, num_ranks: int) -> None:
+def _start_ranks(
+    run: RunConfig, plan: ExecutionPlan | None, *, num_ranks: int, device: Device
+) -> None:
     """Check everything, then run this very command once for every rank."""
     import os
     import sys
@@ -67,8 +74,8 @@ def _start_ranks(run: RunConfig, plan: ExecutionPlan | None, *, num_ranks: int) 
     from sppo.train.preflight import check_before_training
 
     _log_to_stderr()
-    preflight = check_before_training(run, plan=plan, local_ranks=num_ranks)
-    _announce(run, preflight, Console())
+    preflight = check_before_training(run, plan=plan, local_ranks=num_ranks, device=device)
+    _announce(run, preflight, Console(), device=device)
     code = run_ranks(
         [sys.executable, "-m", "sppo", *sys.argv[1:]],
         num_ranks=num_ranks,
@@ -79,7 +86,11 @@ def _start_ranks(run: RunConfig, plan: ExecutionPlan | None, *, num_ranks: int) 
 
 
 def _train_as_rank(
-    run: RunConfig, plan: ExecutionPlan | None, environment: RankEnvironment | None
+    run: RunConfig,
+    plan: ExecutionPlan | None,
+    environment: RankEnvironment | None,
+    *,
+    device: Device,
 ) -> None:
     """Train as one rank of the run, or alone."""
     from rich.console import Console
@@ -94,15 +105,16 @@ def _train_as_rank(
     if is_main:
         _log_to_stderr()
     console = Console(quiet=not is_main)
-    with joined(run, environment) as ranks:
+    with joined(run, environment, device=device) as ranks:
+        local = ranks.local_count
         decided = ranks.decided_by_main(
-            lambda: check_before_training(run, plan=plan, local_ranks=ranks.local_count).plan
+            lambda: check_before_training(run, plan=plan, local_ranks=local, device=device).plan
         )
-        preflight = check_before_training(run, plan=decided, local_ranks=ranks.local_count)
+        preflight = check_before_training(run, plan=decided, local_ranks=local, device=device)
         if environment is None or environment.launcher != "sppo":
-            _announce(run, preflight, console)
+            _announce(run, preflight, console, device=device)
         try:
-            outcome = train_run(run, preflight, console=console, ranks=ranks)
+            outcome = train_run(run, preflight, console=console, ranks=ranks, device=device)
         except NonFiniteError as error:
             fail(str(error), code=1)
         if is_main:
@@ -115,7 +127,7 @@ def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
 
-def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
+def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device: Device) -> None:
     """What is about to happen, before it does."""
     import torch
 
@@ -142,8 +154,7 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
     data = preflight.data
     lines = (
         f"model     {name}: {format_count(num_parameters(run.model))} parameters, "
-        f"{run.train.dtype} on cpu with {torch.get_num_threads()} threads, torch "
-        f"{torch.__version__}",
+        f"{run.train.dtype} on {device.describe()}, torch {torch.__version__}",
         f"data      {format_count(data.data.num_tokens)} tokens in {data.data.num_documents} "
         f"documents: {data.num_sequences} sequences of {format_tokens(data.length)} an epoch",
         cut,
@@ -160,15 +171,18 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console) -> None:
 
 
 def _moves(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
-    """What goes to the disk, if anything does."""
+    """What goes to the next tier, if anything does."""
     from sppo.units import format_bytes
 
     plan = preflight.plan
     if not plan.moves_anything:
         return ()
-    size, ratios = plan.predicted.disk_peak_bytes, plan.predicted.offload_ratios
+    predicted, ratios = plan.predicted, plan.predicted.offload_ratios
+    on_host = plan.tier == "host"
+    size = predicted.host_peak_bytes if on_host else predicted.disk_peak_bytes
+    where = "host memory" if on_host else run.activations.disk
     return (
-        f"move      {format_bytes(size)} to {run.activations.disk} and back: {min(ratios):.0%} to "
+        f"move      {format_bytes(size)} to {where} and back: {min(ratios):.0%} to "
         f"{max(ratios):.0%} of what a subsequence saves",
     )
 

@@ -15,7 +15,6 @@ from sppo.config.problems import Problem, show_value
 _TRAINABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("parallel", "multiplexed", ("auto", "off"), "pieces of units are simulated, not trained"),
     ("parallel", "zero", (0, 1), "weights are whole on every rank"),
-    ("activations", "tier", ("auto", "device", "disk"), "a CPU's host memory is the device's"),
 )
 """(section, key, values that train, why others do not)."""
 

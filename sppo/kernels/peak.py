@@ -6,18 +6,27 @@ import time
 
 import torch
 
-_SIZE = 1024
+_SIZES = {"cpu": 1024, "cuda": 8192}
+"""Of a product that keeps every multiprocessor of a device busy, and no longer than it must."""
 _ROUNDS = 8
 
 
-def measure_matmul_flops_per_s(dtype: torch.dtype, *, device: str = "cpu") -> float:
-    """Best FLOP/s of a few 1024^3 products, measured now; takes well under a second."""
-    a, b = (torch.randn(_SIZE, _SIZE, device=device).to(dtype) for _ in range(2))
+def measure_matmul_flops_per_s(dtype: torch.dtype, *, device: torch.device | str = "cpu") -> float:
+    """Best FLOP/s of a few square products, measured now; takes well under a second."""
+    device = torch.device(device)
+    size = _SIZES[device.type]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best_s = float("inf")
     for _ in range(_ROUNDS):
+        _wait_for(device)
         start = time.perf_counter()
         _ = a @ b
-        if device == "cuda":
-            torch.cuda.synchronize()
+        _wait_for(device)
         best_s = min(best_s, time.perf_counter() - start)
-    return 2 * _SIZE**3 / best_s
+    return 2 * size**3 / best_s
+
+
+def _wait_for(device: torch.device) -> None:
+    """On a CPU a product is done when it returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -6,6 +6,7 @@ weights trained there see the same rotations here; float64 models get float64 an
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -25,9 +26,18 @@ def rotary_table(model: ModelConfig, positions_C: Tensor, *, dtype: torch.dtype)
         dtype: of the activations; the table is in fp32, or float64 for float64.
     """
     wide = wide_dtype(dtype)
-    frequencies, scale = rotary_frequencies(model, dtype=wide)
-    angles = positions_C.to(wide)[:, None] * frequencies.to(positions_C.device)
+    frequencies, scale = _frequencies_on(positions_C.device, model, wide)
+    angles = positions_C.to(wide)[:, None] * frequencies
     return RotaryTable((angles.cos() * scale).unsqueeze(1), (angles.sin() * scale).unsqueeze(1))
+
+
+@functools.lru_cache(maxsize=8)
+def _frequencies_on(
+    device: torch.device, model: ModelConfig, dtype: torch.dtype
+) -> tuple[Tensor, float]:
+    """Kept, for bringing them to a GPU would make the host wait for it, once a subsequence."""
+    frequencies, scale = rotary_frequencies(model, dtype=dtype)
+    return frequencies.to(device), scale
 
 
 def rotary_frequencies(model: ModelConfig, *, dtype: torch.dtype) -> tuple[Tensor, float]:

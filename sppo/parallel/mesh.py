@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -143,12 +144,20 @@ class Mesh:
         rank: this process.
         timeout_s: how long a member waits for the others.
         wraps: ranks hold several stages, so the last one of a pipeline sends to the first.
+        device: whose tensors all groups but `everyone` carry, over NCCL; None: over the backend of
+            the default group.
     """
 
     def __init__(
-        self, shape: MeshShape, *, rank: int, timeout_s: float, wraps: bool = False
+        self,
+        shape: MeshShape,
+        *,
+        rank: int,
+        timeout_s: float,
+        wraps: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        self.shape, self.rank = shape, rank
+        self.shape, self.rank, self._device = shape, rank, device
         self.at = shape.coordinates(rank)
         self._timeout = timedelta(seconds=timeout_s)
         self.groups = self._make_groups(wraps=wraps) if self.is_distributed else Groups()
@@ -260,14 +269,23 @@ class Mesh:
     def _group(
         self, ranks: Sequence[int], purpose: str, *, backend: str | None = None
     ) -> ProcessGroup | None:
+        """A communicator of its own for one purpose.
+
+        Over NCCL it is made here and now, for it is bound to the device: in the order in which all
+        members make their groups, and before anything is timed. The default group is bound to none,
+        or torch would split every group off from it, which takes all ranks and not only members.
+        """
+        is_alone = len(ranks) == 1
+        on_device = backend is None and self._device is not None and not is_alone
         group = dist.new_group(
             list(ranks),
             timeout=self._timeout,
-            backend=backend,
+            backend="nccl" if on_device else "gloo" if is_alone else backend,
             use_local_synchronization=True,
             group_desc=purpose,
+            device_id=self._device if on_device else None,
         )
-        return group if len(ranks) > 1 else None
+        return None if is_alone else group
 
 
 def alone() -> Mesh:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -165,6 +165,11 @@ class ExecutionPlan:
     def moves_anything(self) -> bool:
         """Whether any saved tensor leaves the device."""
         return any(any(part.moved) for stage in self.stages for part in stage.subsequences)
+
+    @property
+    def tier(self) -> Literal["host", "disk"]:
+        """Where moved tensors go: to host memory if the machine has some behind its devices."""
+        return "host" if self.hardware.node.host_memory_bytes > 0 else "disk"
 
     def rebuilt_shares(self, tensor_class: int) -> tuple[float, ...]:
         """Share of each subsequence in which a class is rebuilt, averaged over the layers."""

@@ -32,7 +32,12 @@ USABLE_SHARE = 0.85
 
 
 def plan_run(
-    run: RunConfig, *, hardware: HardwareSpec, available_bytes: int, disk_bytes: int = 0
+    run: RunConfig,
+    *,
+    hardware: HardwareSpec,
+    available_bytes: int,
+    disk_bytes: int = 0,
+    host_bytes: int = 0,
 ) -> ExecutionPlan:
     """Decide what `run` leaves open, for a machine with so much memory free.
 
@@ -43,6 +48,7 @@ def plan_run(
         hardware: the machine; its memory is not looked at.
         available_bytes: what is free on a device.
         disk_bytes: what may be taken of the disk behind `activations.disk`.
+        host_bytes: of host memory, what one device may take; 0 where it is the device's own.
 
     Raises:
         ValueError: it asks for a tier that is not there.
@@ -51,10 +57,10 @@ def plan_run(
     chosen = run.activations.policy in ("auto", "hybrid")
     usable = int(available_bytes * USABLE_SHARE) if chosen else available_bytes
     device = replace(hardware.device, memory_bytes=max(1, usable), reserved_bytes=0)
-    node = _tiers(run, hardware=hardware, disk_bytes=disk_bytes)
+    node = _tiers(run, hardware=hardware, disk_bytes=disk_bytes, host_bytes=host_bytes)
     candidate = run_candidate(run, hardware=replace(hardware, device=device, node=node))
     # Without a tier whole classes: nothing is gained by putting tensors together from parts.
-    cut_rows = candidate.cut_rows and node.disk_bytes > 0
+    cut_rows = candidate.cut_rows and node.disk_bytes + node.host_memory_bytes > 0
     assessment = assess(replace(candidate, cut_rows=cut_rows))
     if assessment.shortfall is not None:
         raise MemoryError(_too_large(run, assessment, usable=usable, available=available_bytes))
@@ -106,9 +112,25 @@ def _lengths(run: RunConfig, workload: Workload) -> tuple[int, ...]:
     return cut_sequence(run, pieces=pieces, workload=workload, num_stages=stages)
 
 
-def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int) -> NodeSpec:
-    """The node with the tiers that the run may use: a disk, if it names a directory on one."""
+def _tiers(
+    run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_bytes: int
+) -> NodeSpec:
+    """The node with the tiers that the run may use.
+
+    Behind a GPU the host's memory, unless the run says otherwise; else a disk, if it names a
+    directory on one.
+    """
     asked, node = run.activations, hardware.node
+    if asked.tier == "host" and host_bytes == 0:
+        raise ValueError(
+            "activations.tier=host on a CPU, whose device memory is the host's: name a directory "
+            "on a fast local disk (activations.disk=DIR), or leave activations.tier out"
+        )
+    if host_bytes > 0 and asked.tier in ("auto", "host"):
+        room = host_bytes
+        if asked.host_memory != "auto":
+            room = min(room, asked.host_memory // node.num_devices)
+        return replace(node, host_memory_bytes=room * node.num_devices, disk_bytes=0)
     if asked.tier == "disk" and asked.disk is None:
         raise ValueError(
             "activations.tier=disk without a directory: write activations.disk=DIR, on a fast "
@@ -131,13 +153,15 @@ def _too_large(run: RunConfig, assessment: Assessment, *, usable: int, available
     shortfall, policy = assessment.shortfall, run.activations.policy
     assert shortfall is not None, "only called where something is short"
     needed = format_bytes(shortfall.needed_bytes)
-    if shortfall.place == "disk":
+    if shortfall.place != "device":
         fits = shortfall.available_bytes / shortfall.needed_bytes
+        on_disk = shortfall.place == "disk"
+        where = f"activations.disk={run.activations.disk}" if on_disk else "host memory"
         return (
-            f"activations.policy={policy} moves {needed} to activations.disk="
-            f"{run.activations.disk}, of which {format_bytes(shortfall.available_bytes)} may be "
+            f"activations.policy={policy} moves {needed} to {where}, of which "
+            f"{format_bytes(shortfall.available_bytes)} may be "
             f"used; activations.offload_ratio={_floor(fits * _moved_share(assessment))} would "
-            f"fit, or {_more_disk(run)}"
+            f"fit, or {_more_disk(run) if on_disk else _more_host(run)}"
         )
     bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
     if policy in ("auto", "hybrid"):
@@ -156,6 +180,11 @@ def _too_large(run: RunConfig, assessment: Assessment, *, usable: int, available
 def _more_disk(run: RunConfig) -> str:
     limited = run.activations.disk_memory != "auto"
     return "raise activations.disk_memory" if limited else "name a directory on a larger disk"
+
+
+def _more_host(run: RunConfig) -> str:
+    limited = run.activations.host_memory != "auto"
+    return "raise activations.host_memory" if limited else "end other programs of this machine"
 
 
 def _moved_share(assessment: Assessment) -> float:

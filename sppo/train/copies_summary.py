@@ -19,16 +19,19 @@ def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> dict[s
     """
     if not plan.moves_anything or not reports:
         return None
-    last, predicted = reports[-1], plan.predicted
+    last, predicted, node = reports[-1], plan.predicted, plan.hardware.node
+    out, back = node.disk_write_bytes_per_s, node.disk_read_bytes_per_s
+    if plan.tier == "host":
+        out, back = node.d2h_bytes_per_s, node.h2d_bytes_per_s
     return {
         "out_bytes": dict(last.out_bytes),
         "back_bytes": dict(last.back_bytes),
         "out_bytes_per_s": {
-            "predicted": plan.hardware.node.disk_write_bytes_per_s,
+            "predicted": out,
             "measured": statistics.median(report.out_bytes_per_s for report in reports),
         },
         "back_bytes_per_s": {
-            "predicted": plan.hardware.node.disk_read_bytes_per_s,
+            "predicted": back,
             "measured": statistics.median(report.back_bytes_per_s for report in reports),
         },
         "exposed_s": {

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from sppo.config import RunConfig
 from sppo.engine.engine import Engine
-from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.kernels.cross_entropy import IGNORED_LABEL
-from sppo.kernels.machine_memory import memory_room
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import hardware_for
 from sppo.planning.layer_cost import Workload
@@ -28,6 +26,7 @@ from sppo.planning.run_plan import run_boundaries
 from sppo.train.checkpoint import find_checkpoint, read_model
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.train.data import count_sequences, training_sequence
+from sppo.train.device import CpuDevice, Device
 from sppo.train.preflight import check_weights, open_data
 from sppo.train.state import DTYPES, starting_weights
 from sppo.units import format_bytes
@@ -73,6 +72,7 @@ def evaluate(
     checkpoint: Path | None = None,
     max_sequences: int | None = None,
     on_sequence: Callable[[int, int], None] = lambda done, total: None,
+    device: Device | None = None,
 ) -> Evaluation:
     """Loss of a run's newest weights on ``data.eval_tokens``, or on ``data.tokens`` without them.
 
@@ -82,18 +82,22 @@ def evaluate(
             if it has none.
         max_sequences: evaluate the first of them only.
         on_sequence: called with (sequences done, sequences in all).
+        device: that computes; None: the CPU.
 
     Raises:
         ValueError: data or weights that cannot be used, or no label that counts.
         MemoryError: it does not fit in this machine's memory.
     """
+    device = device or CpuDevice()
     directory = run.data.eval_tokens or run.data.tokens
     data = open_data(run, directory)
-    hardware = hardware_for(run.hardware)
+    hardware = hardware_for(
+        run.hardware, this_machine=None if device.kind == "cpu" else device.machine()
+    )
     boundaries = run_boundaries(run, hardware=hardware)
-    install_cpu_allocator()
-    _check_memory(run, hardware=hardware, boundaries=boundaries)
-    weights, source, step = _weights(run, checkpoint)
+    device.begin()
+    _check_memory(run, hardware=hardware, boundaries=boundaries, device=device)
+    weights, source, step = _weights(run, checkpoint, device=device.torch_device)
     engine = Engine(run.model, weights=weights, gradients=None)
     length = run.sequence.length
     total = count_sequences(data, length=length)
@@ -105,7 +109,7 @@ def evaluate(
         sequence = training_sequence(
             data, index, length=length, isolate_documents=run.data.isolate_documents
         )
-        losses_S += engine.evaluate(sequence, boundaries).double()
+        losses_S += engine.evaluate(device.put(sequence), boundaries).double().cpu()
         counts_S += sequence.labels_S != IGNORED_LABEL
         on_sequence(index + 1, total)
     if not counts_S.any():
@@ -144,19 +148,22 @@ def loss_by_position(losses_S: Tensor, counts_S: Tensor) -> tuple[PositionLoss, 
     return tuple(bins)
 
 
-def _check_memory(run: RunConfig, *, hardware: HardwareSpec, boundaries: tuple[int, ...]) -> None:
+def _check_memory(
+    run: RunConfig, *, hardware: HardwareSpec, boundaries: tuple[int, ...], device: Device
+) -> None:
     workload = Workload(run.model, hardware, dtype=run.train.dtype)
     needed = evaluation_bytes(workload, lengths=lengths_of(boundaries))
-    room = memory_room()
-    if needed > room.least_bytes:
+    if needed > device.room_bytes(local_ranks=1):
         raise MemoryError(
             f"evaluating a sequence of {run.sequence.length} tokens needs {format_bytes(needed)}: "
-            f"{room}; shorten sequence.length, or evaluate on a larger machine"
+            f"{device.describe_room()}; shorten sequence.length, or evaluate on a larger machine"
         )
 
 
-def _weights(run: RunConfig, checkpoint: Path | None) -> tuple[dict[str, Tensor], str, int]:
-    """(weights in the compute dtype, where they come from, steps they have seen)."""
+def _weights(
+    run: RunConfig, checkpoint: Path | None, *, device: torch.device
+) -> tuple[dict[str, Tensor], str, int]:
+    """(weights in the compute dtype on the device, where they come from, steps they have seen)."""
     dtype = DTYPES[run.train.dtype]
     output = Path(run.train.output)
     if checkpoint is None and list_checkpoints(output / CHECKPOINTS_DIRECTORY):
@@ -164,11 +171,12 @@ def _weights(run: RunConfig, checkpoint: Path | None) -> tuple[dict[str, Tensor]
     if checkpoint is None:
         check_weights(run)
         source = run.model.from_hf or f"random weights of seed {run.train.seed}"
-        return {name: w.to(dtype) for name, w in starting_weights(run)}, source, 0
+        return {name: w.to(device, dtype) for name, w in starting_weights(run)}, source, 0
     found = find_checkpoint(checkpoint)
     metadata, weights = read_model(found.path)
     _check_model(run, metadata, found.path)
-    return {name: w.to(dtype) for name, w in weights.items()}, str(found.path), found.step
+    placed = {name: w.to(device, dtype) for name, w in weights.items()}
+    return placed, str(found.path), found.step
 
 
 def _check_model(run: RunConfig, metadata: dict[str, object], path: Path) -> None:

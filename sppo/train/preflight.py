@@ -9,7 +9,6 @@ from pathlib import Path
 from sppo.config import RunConfig
 from sppo.engine.saved_rows import check_whole_classes
 from sppo.kernels.cpu_allocator import install_cpu_allocator
-from sppo.kernels.machine_memory import memory_room
 from sppo.offload.disk_room import DiskRoom, is_memory
 from sppo.offload.spill_directory import usable_directory
 from sppo.parallel.tensor_parallel import tensor_share
@@ -18,8 +17,9 @@ from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import hardware_for
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.run_plan import plan_run
-from sppo.planning.this_machine import C_HEAP_SHARE, detect_machine, divide_cpu
+from sppo.planning.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.train.data import TrainingData
+from sppo.train.device import CpuDevice, Device, Kind
 from sppo.train.run_directory import check_output
 from sppo.train.tokens import TokenData, check_fits, open_tokens
 from sppo.units import format_bytes
@@ -38,6 +38,7 @@ def check_before_training(
     *,
     plan: ExecutionPlan | None = None,
     local_ranks: int = 1,
+    device: Device | None = None,
 ) -> Preflight:
     """Open the data, check weights and output, decide what was left to ``auto``.
 
@@ -45,11 +46,13 @@ def check_before_training(
         run: checked.
         plan: to follow instead of deciding here.
         local_ranks: processes that share this machine.
+        device: that this process computes on; None: the CPU.
 
     Raises:
         ValueError: what is wrong, with the rule and the fix; nothing was changed.
         MemoryError: the run does not fit in this machine's memory.
     """
+    device = device or CpuDevice()
     _check_degrees(run)
     data = open_data(run, run.data.tokens)
     check_weights(run)
@@ -64,20 +67,38 @@ def check_before_training(
         shuffle=run.data.shuffle,
         isolate_documents=run.data.isolate_documents,
     )
-    available, disk = memory_room().least_bytes // local_ranks, _disk_room(run)
+    available, disk = device.room_bytes(local_ranks=local_ranks), _disk_room(run)
+    host_bytes = device.host_room_bytes(local_ranks=local_ranks)
     if plan is None:
-        hardware = _with_heap(hardware_for(run.hardware, this_machine=detect_machine()))
+        hardware = _as_used(run, device, local_ranks=local_ranks)
+        if device.kind == "cuda":  # what no plan may use is not free either
+            available = min(available, hardware.device.usable_bytes)
         plan = plan_run(
             run,
-            hardware=divide_cpu(hardware, local_ranks),
+            hardware=hardware,
             available_bytes=available,
             disk_bytes=disk.usable_bytes // local_ranks,
+            host_bytes=host_bytes,
         )
     _check_trainable(run, plan)
-    _check_memory(run, plan, available)
-    if plan.moves_anything:
+    _check_memory(run, plan, available, kind=device.kind)
+    if device.kind == "cuda":
+        _check_host(run, plan, host_bytes)
+    if plan.moves_anything and plan.tier == "disk":
         _check_disk(run, plan, disk, local_ranks=local_ranks)
     return Preflight(training, plan)
+
+
+def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpec:
+    """The machine that the run names, or this one, as its processes share it."""
+    hardware = hardware_for(run.hardware, this_machine=device.machine())
+    if device.kind == "cpu":
+        return divide_cpu(_with_heap(hardware), local_ranks)
+    parallel = run.parallel
+    ranks = parallel.data_parallel_degree * parallel.pipeline_parallel_degree
+    ranks *= parallel.sequence_parallel_degree
+    node = replace(hardware.node, num_devices=local_ranks)
+    return replace(hardware, node=node, num_nodes=max(1, ranks // local_ranks))
 
 
 def _check_degrees(run: RunConfig) -> None:
@@ -155,19 +176,30 @@ def check_weights(run: RunConfig) -> None:
         open_hf_weights(Path(run.model.from_hf), run.model)
 
 
-def given_plan(run: RunConfig, plan_file: Path) -> tuple[RunConfig, ExecutionPlan]:
+def given_plan(
+    run: RunConfig, plan_file: Path, *, kind: Kind = "cpu"
+) -> tuple[RunConfig, ExecutionPlan]:
     """The plan in ``plan_file``, if it is for this run, and the run with the degrees it chose.
+
+    Args:
+        run: checked.
+        plan_file: of `sppo solve`.
+        kind: of the device that the run is trained on.
 
     Raises:
         ValueError: it is for another run or machine, or this version cannot follow it.
     """
     plan = read_plan(plan_file)
     check_plan_fits(plan, run)
-    if plan.hardware.device.kind != "cpu":
+    planned = plan.hardware
+    if planned.device.kind != kind:
+        here, again = (
+            ("the CPU", "hardware.preset=laptop-cpu") if kind == "cpu" else ("a GPU", "its preset")
+        )
         raise ValueError(
-            f"{plan_file} was made for {plan.hardware.name}, and this version trains on the CPU: "
-            "solve again with hardware.preset=laptop-cpu, or with a hardware.file of this machine, "
-            "or keep the plan for sppo simulate"
+            f"{plan_file} was made for {planned.name}, and this run is trained on {here}: solve "
+            f"again with {again}, or with a hardware.file of this machine, or keep the plan for "
+            "sppo simulate"
         )
     chosen = {
         "data_parallel_degree": plan.data_parallel_degree,
@@ -178,10 +210,11 @@ def given_plan(run: RunConfig, plan_file: Path) -> tuple[RunConfig, ExecutionPla
     return run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)}), plan
 
 
-def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int) -> None:
+def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int, *, kind: Kind) -> None:
     memory = max((stage.memory for stage in plan.stages), key=lambda m: m.device.total_bytes)
     needed = memory.device.total_bytes
-    if run.activations.disk is not None and is_memory(Path(run.activations.disk)):
+    disk = run.activations.disk
+    if kind == "cpu" and disk is not None and is_memory(Path(disk)):
         needed += memory.tier_activations_bytes
         if needed > available:
             raise MemoryError(
@@ -197,6 +230,23 @@ def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int) -> None:
         )
 
 
+def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
+    """Host memory behind a GPU: moved tensors, or the slots in front of a disk; the optimizer."""
+    moved = max(stage.memory.tier_activations_bytes for stage in plan.stages)
+    if plan.tier == "disk":
+        moved = plan.predicted.host_peak_bytes
+    optimizer = max(stage.memory.host_optimizer_bytes for stage in plan.stages)
+    if moved + optimizer > host_bytes:
+        fits = max(0, host_bytes - optimizer) / max(1, moved)
+        share = fits * max(plan.predicted.offload_ratios)
+        raise MemoryError(
+            f"a rank takes {format_bytes(moved + optimizer)} of host memory "
+            f"({format_bytes(moved)} moved activations, {format_bytes(optimizer)} optimizer), and "
+            f"{format_bytes(host_bytes)} may be used: activations.offload_ratio="
+            f"{int(share * 100) / 100:.2f} would fit, or end other programs"
+        )
+
+
 def _disk_room(run: RunConfig) -> DiskRoom:
     """Of the disk that the run names, none if it names none."""
     if run.activations.disk is None:
@@ -206,6 +256,11 @@ def _disk_room(run: RunConfig) -> DiskRoom:
 
 def _check_disk(run: RunConfig, plan: ExecutionPlan, disk: DiskRoom, *, local_ranks: int) -> None:
     """A plan made elsewhere, or before, may move more than there is room for now."""
+    if run.activations.disk is None:
+        raise ValueError(
+            "the plan moves activations to a disk: write activations.disk=DIR, on a fast local "
+            "disk, and solve again with it"
+        )
     needed = max(stage.memory.tier_activations_bytes for stage in plan.stages)
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if resource.RLIM_INFINITY != largest < needed:

@@ -19,6 +19,7 @@ from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.mesh import Mesh, MeshShape, alone
 from sppo.parallel.progress import RankProgress
 from sppo.parallel.tensor_parallel import tensor_share
+from sppo.train.device import CpuDevice, Device
 from sppo.train.peers import Peers
 from sppo.train.run_directory import locked_output
 
@@ -77,20 +78,26 @@ def mesh_shape(run: RunConfig) -> MeshShape:
 
 
 @contextmanager
-def joined(run: RunConfig, environment: RankEnvironment | None) -> Iterator[Ranks]:
+def joined(
+    run: RunConfig, environment: RankEnvironment | None, *, device: Device | None = None
+) -> Iterator[Ranks]:
     """Be one of the ranks of ``run`` for as long as the context lasts.
+
+    The ranks meet over gloo; what carries tensors between devices is made for each group.
 
     Args:
         run: checked.
         environment: this process's place; None: it is the only one.
+        device: that this rank computes on; None: the CPU.
 
     Raises:
         ValueError: there are more or fewer ranks than the degrees of parallelism make, or they run
             different versions or configurations.
         PeerLostError: another rank did not come.
     """
-    shape = mesh_shape(run)
+    shape, device = mesh_shape(run), device or CpuDevice()
     shape.check(1 if environment is None else environment.world_size)
+    device.begin()
     if environment is None or shape.num_ranks == 1:
         yield one_rank()
         return
@@ -108,7 +115,12 @@ def joined(run: RunConfig, environment: RankEnvironment | None) -> Iterator[Rank
             },
         )
         try:
-            mesh = Mesh(shape, rank=environment.rank, timeout_s=run.parallel.timeout_s)
+            mesh = Mesh(
+                shape,
+                rank=environment.rank,
+                timeout_s=run.parallel.timeout_s,
+                device=device.group_device,
+            )
             yield Ranks(mesh, Peers(mesh), progress, environment.local_world_size)
         finally:
             disconnect()

@@ -16,9 +16,6 @@ from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
 from sppo.model.hf import open_hf_weights
 from sppo.model.initialize import initial_weight
-from sppo.offload.moving_store import MovingStore
-from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tiers import Tier
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.tensor_parallel import TensorExchange
@@ -26,6 +23,7 @@ from sppo.parallel.ulysses import HeadExchange
 from sppo.planning.parameters import parameter_shapes
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.row_plan import PlannedRows
+from sppo.train.device import CpuDevice, Device
 from sppo.train.host_optimizer import HostAdamW
 from sppo.train.host_transfers import CudaTransfers
 from sppo.train.optimizer import AdamW
@@ -55,7 +53,7 @@ def build_state(
     *,
     plan: ExecutionPlan,
     mesh: Mesh | None = None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+    device: Device | None = None,
 ) -> TrainingState:
     """Weights as the run starts with them, zero gradients, zero moments.
 
@@ -63,14 +61,15 @@ def build_state(
         run: checked.
         plan: to follow.
         mesh: of all ranks; None for one.
-        device: that this rank computes on.
+        device: that this rank computes on; None: the CPU.
     """
-    mesh = mesh or alone()
+    mesh, device = mesh or alone(), device or CpuDevice()
+    place = device.torch_device
     pipeline = Pipeline(
         schedule=plan.schedule,
         num_ranks=mesh.shape.pipeline_parallel,
         rank=mesh.at.pipeline,
-        courier=PipelineLinks(mesh, device=device) if mesh.groups.edges else None,
+        courier=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
     )
     shared = SharedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)
     dtype = DTYPES[run.train.dtype]
@@ -78,13 +77,17 @@ def build_state(
     masters: dict[str, Tensor] = {}
     for name, wide in starting_weights(run, shared.shapes):
         wide = shared.shares.cut(name, wide)
-        weights[name] = wide.to(device=device, dtype=dtype)
+        weights[name] = wide.to(device=place, dtype=dtype)
         if dtype is not torch.float32:
-            masters |= shared.own({name: wide.to(device)}, copy=True)
+            kept = wide if run.optimizer.offload else wide.to(place)
+            masters |= shared.own({name: kept}, copy=True)
     gradients = zero_gradients(weights)
     optimizer = build_optimizer(run, shared.own(weights), masters=masters or None)
     stages = pipeline.placement.stages_of(pipeline.rank)
-    stores = {stage: moving_store(run, plan=plan) for stage in stages}
+    disk = None if run.activations.disk is None else Path(run.activations.disk)
+    stores = {
+        stage: device.moving_store(plan, disk=disk, debug=run.activations.debug) for stage in stages
+    }
     engine = Engine(
         run.model,
         weights=weights,
@@ -97,6 +100,7 @@ def build_state(
             exchange=_exchange(run, mesh),
             reduce=lambda stage: shared.reduce(stage, gradients),
         ),
+        stopwatch=device.stopwatch(),
     )
     return TrainingState(weights, gradients, optimizer, engine, shared)
 
@@ -138,19 +142,6 @@ def build_optimizer(
     return HostAdamW(
         weights, config=run.optimizer, transfers=CudaTransfers(device), masters=masters
     )
-
-
-def moving_store(run: RunConfig, *, plan: ExecutionPlan) -> MovingStore | None:
-    """Where one stage's moved activations go; None for a plan that moves none."""
-    if not plan.moves_anything:
-        return None
-    directory, debug = run.activations.disk, run.activations.debug
-    assert directory is not None, "checked before training"
-    tier = Tier("disk", Path(directory))
-    # Compute waits for each copy out. Into a free staging slot that is a memory copy, which takes
-    # the same cores either way. Where none is free, for the disk is slow, running ahead would hold
-    # the moved tensors of one more layer than there is memory planned for.
-    return MovingStore(ThreadQueues(poison=debug), tier=tier, source_lag=0, checksums=debug)
 
 
 def starting_weights(

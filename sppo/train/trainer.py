@@ -21,13 +21,6 @@ from torch import Tensor
 from sppo.config import RunConfig
 from sppo.engine.engine import Accumulated, EnginePeaks
 from sppo.engine.unit import SequenceData
-from sppo.kernels.cpu_allocator import (
-    CpuMemory,
-    describe_cpu_allocator,
-    install_cpu_allocator,
-)
-from sppo.kernels.machine_memory import memory_room
-from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.copy_report import CopyReport
 from sppo.planning.activation_decisions import ATTENTION, LINEAR
 from sppo.planning.flops import executed_step_flops, step_flops
@@ -35,6 +28,7 @@ from sppo.schedule.actions import Action
 from sppo.schedule.timeline import Timeline
 from sppo.train.checkpoint import CheckpointManager, run_metadata
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.train.device import CpuDevice, Device, PoolUse
 from sppo.train.display import TrainingDisplay
 from sppo.train.executed_step import executed_timeline
 from sppo.train.interruption import Interrupted, StopRequest
@@ -43,11 +37,6 @@ from sppo.train.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
 from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from sppo.train.optimizer import clip_
 from sppo.train.preflight import Preflight
-from sppo.train.process_memory import (
-    peak_resident_bytes,
-    reset_peak,
-    resident_bytes,
-)
 from sppo.train.ranks import Ranks, one_rank, shared_output
 from sppo.train.run_directory import note_configuration
 from sppo.train.state import DTYPES, TrainingState, build_state
@@ -81,7 +70,7 @@ class MeasuredBuckets:
     copies_bytes: int = 0
     """Slots that moved tensors pass through."""
     working_bytes: int | None = None
-    """None where torch's CPU tensors live in the C heap, which does not tell."""
+    """None where torch's tensors live in the C heap, which does not tell."""
 
     @property
     def counted_bytes(self) -> int:
@@ -95,7 +84,9 @@ class MeasuredBuckets:
         self.weights_bytes = _tensor_bytes(state.weights)
         self.gradients_bytes = _tensor_bytes(state.gradients)
         own = {t.untyped_storage().data_ptr() for t in state.weights.values()}
-        saved = state.optimizer.state()
+        # Of an optimizer in host memory nothing is on the device.
+        place = next(iter(state.weights.values())).device
+        saved = {n: t for n, t in state.optimizer.state().items() if t.device == place}
         others = {n: t for n, t in saved.items() if t.untyped_storage().data_ptr() not in own}
         self.optimizer_bytes = _tensor_bytes(others)
 
@@ -104,12 +95,18 @@ class MeasuredBuckets:
         self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
         self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
 
-    def count_copies(self, copies: CopyReport) -> None:
-        """Take in what one step's copies passed through; on a CPU that is all device memory."""
-        self.copies_bytes = max(self.copies_bytes, copies.host_bytes + copies.ring_bytes)
+    def count_copies(self, copies: CopyReport, *, host_is_device: bool) -> None:
+        """Take in the device memory that one step's copies passed through.
 
-    def count_pool(self, memory: CpuMemory, *, saved_bytes: int) -> None:
-        """Take in one step's peak of torch's CPU memory beyond what outlives the step.
+        Args:
+            copies: of the step.
+            host_is_device: host memory is the device's own, as on a CPU.
+        """
+        passed = copies.ring_bytes + (copies.host_bytes if host_is_device else 0)
+        self.copies_bytes = max(self.copies_bytes, passed)
+
+    def count_pool(self, memory: PoolUse, *, saved_bytes: int) -> None:
+        """Take in one step's peak of torch's memory beyond what outlives the step.
 
         Args:
             memory: of the pool, at the end of the step.
@@ -136,9 +133,9 @@ class TrainingOutcome:
     """Name of the signal that ended the run early."""
     wall_s: float = 0.0
     baseline_bytes: int = 0
-    """Resident memory of the process before the model was built."""
+    """Device memory that the process held before the model was built; on a CPU resident memory."""
     peak_bytes: int = 0
-    """Most resident memory in any step."""
+    """Most device memory in any step."""
     phases: list[StepPhases] = field(default_factory=list)
     """One entry per step of this process."""
     buckets: MeasuredBuckets = field(default_factory=lambda: MeasuredBuckets())
@@ -151,7 +148,12 @@ class TrainingOutcome:
 
 
 def train(
-    run: RunConfig, preflight: Preflight, *, console: Console, ranks: Ranks | None = None
+    run: RunConfig,
+    preflight: Preflight,
+    *,
+    console: Console,
+    ranks: Ranks | None = None,
+    device: Device | None = None,
 ) -> TrainingOutcome:
     """Train until ``train.steps`` are done, from the newest checkpoint if there is one.
 
@@ -160,6 +162,7 @@ def train(
         preflight: of the same run.
         console: where progress goes.
         ranks: with whom this process trains; None: alone.
+        device: that it computes on; None: the CPU.
 
     Raises:
         ValueError: the output directory is in use, or its checkpoints cannot be read.
@@ -167,17 +170,17 @@ def train(
         NonFiniteError: too many steps in a row with NaN or inf.
         PeerLostError: another rank ended or does not answer.
     """
-    ranks = ranks or one_rank()
+    ranks, device = ranks or one_rank(), device or CpuDevice()
     started = time.perf_counter()
-    install_cpu_allocator()  # first: what is allocated before stays in the C heap
-    _log.info("CPU tensors: %s", describe_cpu_allocator())
+    device.begin()
+    _log.info("%s", device.describe_memory())
     # Next, for both load libraries, which belong to the baseline.
-    peak_flops_per_s = measure_matmul_flops_per_s(DTYPES[run.train.dtype])
-    warm_up(run, lengths=preflight.plan.lengths)
-    baseline = resident_bytes()
-    capacity = memory_room().least_bytes + baseline
+    peak_flops_per_s = device.peak_flops_per_s(DTYPES[run.train.dtype])
+    warm_up(run, lengths=preflight.plan.lengths, device=device)
+    baseline = device.held_bytes()
+    capacity = device.capacity_bytes(baseline_bytes=baseline)
     with shared_output(run, ranks) as output:
-        state = build_state(run, plan=preflight.plan, mesh=ranks.mesh)
+        state = build_state(run, plan=preflight.plan, mesh=ranks.mesh, device=device)
         manager = CheckpointManager(
             output / CHECKPOINTS_DIRECTORY,
             keep=run.checkpoint.keep,
@@ -196,6 +199,7 @@ def train(
             manager,
             outcome,
             ranks=ranks,
+            device=device,
             capacity_bytes=capacity,
             peak_flops_per_s=peak_flops_per_s * ranks.mesh.shape.num_ranks,
         )
@@ -241,15 +245,15 @@ class _Loop:
         outcome: TrainingOutcome,
         *,
         ranks: Ranks,
+        device: Device,
         capacity_bytes: int,
         peak_flops_per_s: float,
     ) -> None:
-        self._run, self._state = run, state
+        self._run, self._state, self._device = run, state, device
         self._ranks, self._peers = ranks, ranks.peers
         self._data, self._plan = preflight.data, preflight.plan
         self._manager, self._outcome = manager, outcome
         self._capacity_bytes = capacity_bytes
-        self._allocator = install_cpu_allocator()
         self._guard = NonFiniteGuard(
             stop_at_once=run.train.nonfinite == "stop", limit=run.train.max_nonfinite_steps
         )
@@ -330,15 +334,13 @@ class _Loop:
             display.action()
 
         start = time.perf_counter()
-        reset_peak()
-        if self._allocator is not None:
-            self._allocator.reset_peak()
+        self._device.reset_peak()
         state, gradients = self._state, self._state.gradients
         torch._foreach_zero_(list(gradients.values()))
         sequences = self._own_sequences(step)
         (num_valid,) = self._peers.total([self._counted_labels(sequences)])
         accumulated = state.engine.accumulate(
-            sequences,
+            [self._device.put(sequence) for sequence in sequences],
             [self._plan.boundaries] * len(sequences),
             num_valid=int(num_valid),
             before_action=before_action,
@@ -358,6 +360,7 @@ class _Loop:
             state.shared.gather(state.weights)
         else:
             display.say(problem)
+        self._device.synchronize()
         seconds = time.perf_counter() - start
         self._outcome.last_step = accumulated
         return self._measure(
@@ -404,14 +407,16 @@ class _Loop:
         outcome = self._outcome
         peaks = self._state.engine.take_peaks()
         outcome.buckets.count_step(peaks)
-        if self._allocator is not None:
+        pool = self._device.pool()
+        if pool is not None:
             outcome.buckets.count_pool(
-                self._allocator.memory(), saved_bytes=peaks.pooled_activations_bytes
+                pool, saved_bytes=peaks.pooled_activations_bytes
             )
         copies = self._state.engine.take_copies()
         outcome.copies.append(copies)
-        outcome.buckets.count_copies(copies)
-        own_peak = peak_resident_bytes()
+        on_cpu = self._device.kind == "cpu"
+        outcome.buckets.count_copies(copies, host_is_device=on_cpu)
+        own_peak = self._device.peak_bytes()
         outcome.peak_bytes = max(outcome.peak_bytes, own_peak)
         forward_s, backward_s, seconds, peak, exposed_s = self._peers.largest(
             [

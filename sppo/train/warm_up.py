@@ -16,9 +16,9 @@ from sppo.config import RunConfig
 from sppo.config.model import ModelConfig
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
-from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
 from sppo.planning.parameters import parameter_shapes
+from sppo.train.device import CpuDevice, Device
 from sppo.train.optimizer import AdamW, clip_, global_norm
 from sppo.train.state import DTYPES
 
@@ -40,7 +40,7 @@ _SIZES = {
 }
 
 
-def warm_up(run: RunConfig, *, lengths: Sequence[int]) -> None:
+def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device | None = None) -> None:
     """Train one step of a tiny model, then one of a single layer in the shapes that `run` has.
 
     Nothing is kept.
@@ -48,9 +48,11 @@ def warm_up(run: RunConfig, *, lengths: Sequence[int]) -> None:
     Args:
         run: checked.
         lengths: of the subsequences.
+        device: that computes; None: the CPU.
     """
+    device = device or CpuDevice()
     tiny = run.model.model_copy(update=_SIZES)
-    _step(run, tiny, cuts=(0, _TOKENS, 2 * _TOKENS), with_optimizer=True)
+    _step(run, tiny, cuts=(0, _TOKENS, 2 * _TOKENS), with_optimizer=True, device=device)
     for tokens in sorted({*lengths}, reverse=True)[:_MOST_LENGTHS]:
         # Twice, so that the second has a prefix.
         cuts = (0, tokens, 2 * tokens) if len(lengths) > 1 else (0, tokens)
@@ -59,23 +61,28 @@ def warm_up(run: RunConfig, *, lengths: Sequence[int]) -> None:
             "sliding_window_first_layer": 0,
             "max_positions": max(run.model.max_positions or 0, cuts[-1]),
         }
-        _step(run, run.model.model_copy(update=update), cuts=cuts, with_optimizer=False)
+        model = run.model.model_copy(update=update)
+        _step(run, model, cuts=cuts, with_optimizer=False, device=device)
     gc.collect()  # the engine's parts refer to each other
-    allocator = install_cpu_allocator()
-    if allocator is not None:
-        allocator.trim()
+    device.trim()
 
 
 def _step(
-    run: RunConfig, model: ModelConfig, *, cuts: tuple[int, ...], with_optimizer: bool
+    run: RunConfig,
+    model: ModelConfig,
+    *,
+    cuts: tuple[int, ...],
+    with_optimizer: bool,
+    device: Device,
 ) -> None:
-    dtype = DTYPES[run.train.dtype]
+    dtype, place = DTYPES[run.train.dtype], device.torch_device
     weights = {
-        name: torch.zeros(shape, dtype=dtype) for name, shape in parameter_shapes(model).items()
+        name: torch.zeros(shape, dtype=dtype, device=place)
+        for name, shape in parameter_shapes(model).items()
     }
     gradients = zero_gradients(weights)
     engine = Engine(model, weights=weights, gradients=gradients, policy="keep_attention")
-    engine.accumulate([_sequence(model, cuts[-1])], [cuts])
+    engine.accumulate([device.put(_sequence(model, cuts[-1]))], [cuts])
     if with_optimizer:
         optimizer = AdamW(weights, config=run.optimizer)
         clip_(gradients, norm=global_norm(gradients), clip_norm=run.optimizer.clip_norm or 1.0)

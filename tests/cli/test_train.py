@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sppo.kernels.machine_memory import MemoryRoom
-from sppo.train import checkpoint, trainer
+from sppo.train import checkpoint, device, trainer
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 
 KEYS = {
@@ -37,7 +37,7 @@ BUCKETS = ("weights", "gradients", "optimizer", "K/V and gradients", "activation
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """How fast this machine multiplies matrices takes longer to find than these runs."""
-    monkeypatch.setattr(trainer, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
 
 
 def refuse_unchanged(work: Path, *words: object, code: int = 2) -> str:
@@ -100,7 +100,7 @@ def test_broken_token_data(work, name, fault):
 
 
 def test_not_enough_memory(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.preflight.memory_room", lambda: MemoryRoom(1 << 16))
+    monkeypatch.setattr("sppo.train.device.memory_room", lambda: MemoryRoom(1 << 16))
     error = refuse_unchanged(work, code=4)
     assert "even with everything rebuilt" in error
     assert "of 64.0 KiB" in error
@@ -110,7 +110,7 @@ def test_not_enough_memory(work, monkeypatch):
 
 
 def test_a_policy_that_was_asked_for_is_taken_as_long_as_it_fits(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.preflight.memory_room", lambda: MemoryRoom(1 << 30))
+    monkeypatch.setattr("sppo.train.device.memory_room", lambda: MemoryRoom(1 << 30))
     assert "keep      retain: " in succeed("train", "run.yaml", "activations.policy=retain")
 
 

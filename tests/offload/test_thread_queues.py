@@ -17,7 +17,7 @@ from sppo.offload.queues import Ordering, Region
 from sppo.offload.store import ActivationKey
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
-from sppo.train.state import moving_store
+from sppo.train.device import CpuDevice
 from tests.offload.test_moving_store import run_step
 
 
@@ -78,8 +78,8 @@ def test_nothing_computes_while_what_was_saved_waits_for_a_slow_disk(tmp_path, m
         return original(self, offset_bytes, array)
 
     monkeypatch.setattr(FileTier, "write", slow)
-    run = SimpleNamespace(activations=SimpleNamespace(disk=str(tmp_path), debug=False))
-    store = moving_store(run, plan=SimpleNamespace(moves_anything=True))
+    plan = SimpleNamespace(moves_anything=True)
+    store = CpuDevice().moving_store(plan, disk=tmp_path, debug=False)
     keys = [ActivationKey(0, 0, layer) for layer in range(8)]
     places = {key: Place(4096 * key.layer, 4096) for key in keys}
     store.prepare(Itinerary(places, keys[::-1], staging_slots=2, ring_slots=3))

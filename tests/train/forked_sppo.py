@@ -85,7 +85,7 @@ def signal_in_step(step: int, action: int, signals: Sequence[int]) -> None:
     from sppo.engine.engine import Engine
     from sppo.train import trainer
 
-    trainer.warm_up = lambda run, lengths: None  # a step of another model, not to be counted
+    trainer.warm_up = lambda run, **_: None  # a step of another model, not to be counted
     steps = 0
     accumulate = Engine.accumulate
 
@@ -149,7 +149,7 @@ def serve() -> None:
     import sppo.train.trainer
 
     # How fast matrices are multiplied is no matter here, and takes as long to find as ten steps.
-    sppo.train.trainer.measure_matmul_flops_per_s = lambda dtype: 1e10
+    sppo.train.device.measure_matmul_flops_per_s = lambda dtype: 1e10
     del matplotlib, rich, torch
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

@@ -13,7 +13,7 @@ from sppo.config import load_run
 from sppo.engine.reference import reference_token_losses
 from sppo.kernels.cross_entropy import IGNORED_LABEL
 from sppo.kernels.machine_memory import MemoryRoom
-from sppo.train import evaluation
+from sppo.train import device, evaluation
 from sppo.train.data import training_sequence
 from sppo.train.evaluation import evaluate, loss_by_position
 from sppo.train.state import starting_weights
@@ -113,7 +113,7 @@ def test_bins_double_and_lose_nothing(positions):
 
 
 def test_too_large_is_said_before_any_weight_is_read(work, run_file, monkeypatch):
-    monkeypatch.setattr(evaluation, "memory_room", lambda: MemoryRoom(machine_bytes=1000))
+    monkeypatch.setattr(device, "memory_room", lambda: MemoryRoom(machine_bytes=1000))
     monkeypatch.setattr(evaluation, "_weights", None)
     with pytest.raises(MemoryError, match=f"of {LENGTH} tokens needs .*1000 B available"):
         evaluate(load_run(run_file()))

@@ -34,7 +34,7 @@ MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
 
 @pytest.fixture(autouse=True)
 def _quick(work, monkeypatch):
-    monkeypatch.setattr(trainer, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr("sppo.train.device.measure_matmul_flops_per_s", lambda dtype: 1e10)
     (work / "spill").mkdir()
 
 
@@ -96,7 +96,7 @@ def test_a_file_system_in_memory_counts_as_memory(work, monkeypatch):
     monkeypatch.setattr(preflight, "is_memory", lambda directory: True)
     check_before_training(load_run(run_file))
     room = needed.device.total_bytes + needed.tier_activations_bytes
-    monkeypatch.setattr(preflight, "memory_room", lambda: MemoryRoom(machine_bytes=room - 1))
+    monkeypatch.setattr("sppo.train.device.memory_room", lambda: MemoryRoom(room - 1))
     error = refuse("train", run_file, code=4)
     assert "activations.disk=spill is a file system in memory" in error
 
@@ -189,7 +189,7 @@ def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     succeed("train", moving_run(work, output="kept", sequence=long, policy="retain"))
     usable = device.total_bytes - device.activations_bytes // 3
     room = MemoryRoom(int(usable / USABLE_SHARE) + 1)
-    monkeypatch.setattr(preflight, "memory_room", lambda: room)
+    monkeypatch.setattr("sppo.train.device.memory_room", lambda: room)
     run_file = moving_run(work, sequence=long)
     plan = check_before_training(load_run(run_file)).plan
     assert plan.policy == "hybrid"

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from sppo.config import load_run
-from sppo.train import shared_state, trainer
+from sppo.train import device, shared_state, trainer
 from sppo.train.checkpoint import read_model
 from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from sppo.train.optimizer import AdamW
@@ -91,7 +91,7 @@ def test_the_state_that_is_saved_is_looked_at():
 @pytest.fixture
 def bad_steps(work, monkeypatch):
     """Put step numbers in here (from 1 in this process): their gradients are not finite."""
-    monkeypatch.setattr(trainer, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     bad: set[int] = set()
     norm, done = shared_state.global_norm, 0
 
@@ -197,7 +197,7 @@ def test_weights_that_blew_up_are_never_saved(work, bad_steps, monkeypatch):
             optimizer.state()["model.head.weight"][0, 0] = math.inf
 
     monkeypatch.setattr(AdamW, "step", blow_up)
-    monkeypatch.setattr(trainer, "warm_up", lambda run, lengths: None)  # a step of another model
+    monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)  # a step of another model
     result = call("train", "run.yaml", "train.steps=20", "checkpoint.every=1")
     assert result.exit_code == 1
     assert "the state after step 3 is not saved; not finite: model.head.weight" in result.stdout
@@ -206,7 +206,7 @@ def test_weights_that_blew_up_are_never_saved(work, bad_steps, monkeypatch):
 
 
 def test_a_huge_learning_rate(work, monkeypatch):
-    monkeypatch.setattr(trainer, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     words = ("optimizer.lr=1e38", "optimizer.schedule=constant", "train.steps=20")
     result = call("train", "run.yaml", *words)
     assert result.exit_code == 1

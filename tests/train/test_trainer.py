@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.engine.reference import reference_loss
-from sppo.train import trainer
+from sppo.train import device, trainer
 from sppo.train.checkpoint import read_model
 from sppo.train.learning_rate import learning_rate
 from sppo.train.preflight import check_before_training
@@ -21,7 +21,7 @@ from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
 
 @pytest.fixture(autouse=True)
 def _quick(work, monkeypatch):
-    monkeypatch.setattr(trainer, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
 
 
 def train(run):

@@ -1,0 +1,177 @@
+"""A GPU as what a rank computes on.
+
+The host issues work and runs ahead of it; nothing waits in between but the step's end, where the
+loss and the gradient norm are read, and the clock.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo.engine.trace import CudaStopwatch, Stopwatch
+from sppo.engine.unit import SequenceData
+from sppo.kernels.machine_memory import memory_room
+from sppo.kernels.peak import measure_matmul_flops_per_s
+from sppo.offload.cuda_queues import CudaQueues
+from sppo.offload.moving_store import MovingStore
+from sppo.offload.tiers import Tier
+from sppo.planning.hardware import HardwareSpec
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.this_machine import Gpus, describe_gpus, usable_memory_bytes
+from sppo.train.device import Kind, PoolUse
+from sppo.units import format_bytes
+
+_cuda: Any = torch.cuda  # parts of it have no types
+
+HOST_SHARE = 0.85
+"""Of the host memory that is free, what moved tensors may fill; the rest is for the processes
+themselves, and for checkpoints on their way to the disk."""
+SETTINGS = {
+    # Freed memory of one size serves another: what is reserved stays close to what is used.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # A message that waits for its sender must never stand in front of compute in a hardware queue,
+    # so every stream gets one: compute, two for copies, one for each direction of each edge.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
+"""Environment variables that CUDA and torch read when they are first used."""
+
+
+def prepare_cuda() -> None:
+    """Set :data:`SETTINGS` where the user has not; before CUDA is first asked for anything."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """:class:`sppo.train.device.Device` of one GPU.
+
+    Attributes:
+        torch_device: Which.
+        is_own: Whether this process computes on it, rather than start others that do.
+        kind: Always "cuda".
+    """
+
+    torch_device: torch.device
+    is_own: bool = True
+    kind: Kind = "cuda"
+
+    @property
+    def group_device(self) -> torch.device | None:
+        """See :class:`sppo.train.device.Device`."""
+        return self.torch_device
+
+    def begin(self) -> None:
+        """See :class:`sppo.train.device.Device`."""
+        _cuda.set_device(self.torch_device)
+
+    def describe(self) -> str:
+        """See :class:`sppo.train.device.Device`."""
+        return f"{_cuda.get_device_name(self.torch_device)} ({self.torch_device})"
+
+    def describe_memory(self) -> str:
+        """See :class:`sppo.train.device.Device`."""
+        name = "PYTORCH_CUDA_ALLOC_CONF"
+        return f"GPU tensors: torch's caching allocator, {name}={os.environ.get(name, '')}"
+
+    def machine(self) -> HardwareSpec:
+        """See :class:`sppo.train.device.Device`."""
+        gpus = Gpus(
+            _cuda.get_device_name(self.torch_device), _cuda.device_count(), self._total_bytes()
+        )
+        return describe_gpus(gpus, host_bytes=usable_memory_bytes())
+
+    def room_bytes(self, *, local_ranks: int) -> int:
+        """See :class:`sppo.train.device.Device`.
+
+        For a process that starts ranks all of it: to ask what is free would take memory on the
+        device itself, for as long as that process lives.
+        """
+        if not self.is_own:
+            return self._total_bytes()
+        free, _ = _cuda.mem_get_info(self.torch_device)
+        unused = _cuda.memory_reserved(self.torch_device) - _cuda.memory_allocated(
+            self.torch_device
+        )
+        return int(free) + int(unused)
+
+    def describe_room(self) -> str:
+        """See :class:`sppo.train.device.Device`."""
+        return f"{format_bytes(self.room_bytes(local_ranks=1))} free on {self.describe()}"
+
+    def host_room_bytes(self, *, local_ranks: int) -> int:
+        """See :class:`sppo.train.device.Device`."""
+        return int(memory_room().least_bytes * HOST_SHARE) // local_ranks
+
+    def capacity_bytes(self, *, baseline_bytes: int) -> int:
+        """See :class:`sppo.train.device.Device`."""
+        return self._total_bytes()
+
+    def peak_flops_per_s(self, dtype: torch.dtype) -> float:
+        """See :class:`sppo.train.device.Device`."""
+        return measure_matmul_flops_per_s(dtype, device=self.torch_device)
+
+    def held_bytes(self) -> int:
+        """See :class:`sppo.train.device.Device`: what torch has reserved."""
+        return int(_cuda.memory_reserved(self.torch_device))
+
+    def reset_peak(self) -> None:
+        """See :class:`sppo.train.device.Device`."""
+        _cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        """See :class:`sppo.train.device.Device`."""
+        return int(_cuda.max_memory_reserved(self.torch_device))
+
+    def pool(self) -> PoolUse | None:
+        """See :class:`sppo.train.device.Device`."""
+        return PoolUse(
+            int(_cuda.memory_allocated(self.torch_device)),
+            int(_cuda.max_memory_allocated(self.torch_device)),
+        )
+
+    def trim(self) -> None:
+        """See :class:`sppo.train.device.Device`."""
+        _cuda.synchronize(self.torch_device)
+        _cuda.empty_cache()
+
+    def put(self, sequence: SequenceData) -> SequenceData:
+        """See :class:`sppo.train.device.Device`."""
+        return replace(
+            sequence, tokens_S=self._put(sequence.tokens_S), labels_S=self._put(sequence.labels_S)
+        )
+
+    def synchronize(self) -> None:
+        """See :class:`sppo.train.device.Device`."""
+        _cuda.synchronize(self.torch_device)
+
+    def stopwatch(self) -> Stopwatch:
+        """See :class:`sppo.train.device.Device`."""
+        return CudaStopwatch(self.torch_device)
+
+    def moving_store(
+        self, plan: ExecutionPlan, *, disk: Path | None, debug: bool
+    ) -> MovingStore | None:
+        """See :class:`sppo.train.device.Device`; to page-locked host memory, or a disk behind."""
+        if not plan.moves_anything:
+            return None
+        tier = Tier("disk", disk) if plan.tier == "disk" else Tier("host")
+        queues = CudaQueues(self.torch_device, poison=debug)
+        return MovingStore(queues, tier=tier, checksums=debug)
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        """Torch keeps the page-locked copy until the device has read it."""
+        return _page_locked(tensor).to(self.torch_device, non_blocking=True)
+
+    def _total_bytes(self) -> int:
+        return int(_cuda.get_device_properties(self.torch_device).total_memory)
+
+
+def _page_locked(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory()
