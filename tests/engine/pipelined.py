@@ -187,12 +187,13 @@ def _steps(rank: int, case: Case):
             *(slice(o, o + size) for o, size in zip(rest, shapes[name][1:], strict=True)),
         )
 
+    num_stages = case.shape[1] * case.virtual
     engine = Engine(
         model,
         weights=gathered_weights(weights, groups, shares, mesh) if case.zero == 3 else weights,
         gradients=gradients,
         policy=case.policy,
-        rows=None if case.rows is None else dict.fromkeys(of_stage, case.rows),
+        rows=None if case.rows is None else dict.fromkeys(range(num_stages), case.rows),
         moved={stage: disk_store(case.directory) for stage in of_stage if case.directory},
         input_every=case.input_every,
         pipeline=pipeline,
@@ -201,6 +202,7 @@ def _steps(rank: int, case: Case):
     for step in range(case.steps):
         for gradient in gradients.values():
             gradient.zero_()
+        evaluated = engine.evaluate(case.sequences(step, at.data)[0], case.cuts[0]).sum()
         valid = sum(data.num_valid for data in case.all_sequences(step))
         done = engine.accumulate(case.sequences(step, at.data), list(case.cuts), num_valid=valid)
         for group in groups.values():
@@ -215,5 +217,7 @@ def _steps(rank: int, case: Case):
             [str(executed.action) for executed in done.trace],
             [str(action) for action in done.schedule.programs[at.pipeline]],
             engine.take_peaks(),
+            engine.most_pieces_held,
+            float(evaluated) if at.data == 0 else 0.0,
         )
     engine.close()

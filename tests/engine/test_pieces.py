@@ -3,6 +3,7 @@
 import pytest
 
 from tests.engine.models import VARIANTS
+from tests.engine.moving import RatioRows
 from tests.engine.pipelined import Case, run_case
 from tests.engine.test_pipeline import check
 
@@ -52,4 +53,43 @@ def test_several_sequences_and_steps(ranks, num_ranks):
         cuts=(CUTS[5], CUTS[4], CUTS[5]),
         steps=2,
     )
+    check(ranks, case)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 4, 1), (1, 3, 2)])
+def test_what_a_helper_holds_of_others(ranks, shape):
+    """Two layers' weights, one layer's K/V prefix with its gradient: however many layers."""
+    sizes = {"num_layers": 3 * shape[1], "num_heads": 4, "num_kv_heads": 2, "head_size": 6}
+    cuts = CUTS[9 if shape[2] == 1 else 5]
+    case = Case(shape=shape, schedule="sppo_msp", cuts=(cuts,), sizes=sizes)
+    answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
+    element_bytes, tokens = 8, cuts[-1]
+    prefix_bytes = 2 * tokens * (2 // shape[2]) * 6 * (element_bytes + element_bytes)
+    helped = 0
+    for rank, answer in enumerate(answers):
+        own = case.mesh.coordinates(rank).pipeline
+        for stage, held in answer[-1][6].items():
+            if stage == own:
+                assert held.prefix_bytes == held.layers == 0
+                continue
+            assert held.layers <= 2
+            assert held.prefix_bytes <= prefix_bytes
+            helped += held.layers > 0
+    assert helped == shape[1] * (shape[1] - 1) * shape[2]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio):
+    model = Case().model()
+    rows = RatioRows(model, 8, ratio, alignment=1)
+    case = Case(
+        shape=(1, num_ranks, 1),
+        schedule="sppo_msp",
+        cuts=(CUTS[5], CUTS[5]),
+        rows=rows,
+        directory=tmp_path,
+        steps=2,
+    )
+    assert pieces_of(ranks, case)
     check(ranks, case)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sppo.engine.engine import Engine
 from tests.engine.models import VARIANTS, assert_same_step, autograd_step, random_weights
 from tests.engine.pipelined import Case, run_case
 
@@ -22,6 +23,13 @@ def assembled(case, answers, step):
     return torch.tensor(loss, dtype=torch.float64), found
 
 
+def evaluated(case, step):
+    """Sum of the losses of the step's first sequence, before the step."""
+    model = case.model()
+    engine = Engine(model, weights=random_weights(model), gradients=None)
+    return float(engine.evaluate(case.sequences(step, 0)[0], case.cuts[0]).sum())
+
+
 def check(ranks, case):
     answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
     for step in range(case.steps):
@@ -31,6 +39,9 @@ def check(ranks, case):
         assert_same_step(assembled(case, answers, step), expected, tolerance=1e-10)
         for answer in answers:
             assert answer[step][3] == answer[step][4]  # what was executed is the program
+        assert sum(answer[step][7] for answer in answers) == pytest.approx(
+            evaluated(case, step), rel=1e-11
+        )
 
 
 UNCUT = ((0, 9), (0, 5), (0, 17))
