@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from sppo.bench.attention_backends import SPAN, BackendKey
 from sppo.bench.copy_report import print_copies, print_overlap
 from sppo.bench.suite import Measurements
+from sppo.bench.timing import Timing
 from sppo.planning.rates import AttentionPoint, ElementwisePoint, GemmPoint
 from sppo.units import format_count, format_duration, format_tokens
 
@@ -22,6 +24,8 @@ def print_measurements(measurements: Measurements, *, console: Console) -> None:
         console.print(_gemm_table(measurements.gemm))
     if measurements.attention:
         console.print(_attention_table(measurements.attention))
+    if measurements.backends:
+        console.print(_backends_table(measurements.backends))
     if measurements.elementwise:
         console.print(_elementwise_table(measurements.elementwise))
     for copies in measurements.copies:
@@ -81,6 +85,21 @@ def _attention_table(points: Sequence[AttentionPoint]) -> Table:
             rates = () if point is None else (point.forward_flops_per_s, point.backward_flops_per_s)
             cells.append(_giga(rates))
         table.add_row(dtype, format_tokens(queries), format_tokens(keys), *cells)
+    return table
+
+
+def _backends_table(timings: Mapping[BackendKey, Timing]) -> Table:
+    table = _table(
+        f"Attention back ends, measured: {format_tokens(SPAN.queries)} queries at the end of "
+        f"{format_tokens(SPAN.keys)} keys, bf16, {SPAN.heads} heads of {SPAN.head_size} on "
+        f"{SPAN.kv_heads}"
+    )
+    table.add_column("back end")
+    for direction in ("forward", "backward"):
+        table.add_column(direction, justify="right")
+    for name in dict.fromkeys(name for name, _ in timings):
+        forward, backward = timings[name, "forward"], timings[name, "backward"]
+        table.add_row(name, format_duration(forward.median_s), format_duration(backward.median_s))
     return table
 
 

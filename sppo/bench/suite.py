@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from sppo.bench.attention import measure_attention
+from sppo.bench.attention_backends import BackendKey, measure_backends
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.disk import measure_disk
 from sppo.bench.elementwise import measure_elementwise
@@ -36,6 +37,7 @@ class Measurements:
         wall_s: The whole run.
         copies: One entry per tier behind the device.
         overlap: Copies behind compute; None where not asked for.
+        backends: Attention back ends at one shape; on a GPU, where there are several.
     """
 
     device: str
@@ -46,6 +48,7 @@ class Measurements:
     wall_s: float
     copies: tuple[CopyMeasurements, ...] = ()
     overlap: OverlapMeasurements | None = None
+    backends: Mapping[BackendKey, Timing] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ def measure(
     gemm: tuple[GemmPoint, ...] = ()
     attention: tuple[AttentionPoint, ...] = ()
     elementwise: tuple[ElementwisePoint, ...] = ()
+    backends: Mapping[BackendKey, Timing] = {}
     if "gemm" in subjects:
         products, gemm = measure_gemm(
             operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick
@@ -107,6 +111,9 @@ def measure(
             operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick
         )
         timings += spans.values()
+        if device == "cuda":
+            backends = measure_backends(operands, rounds=rounds, watcher=watcher)
+            timings += backends.values()
     if "elementwise" in subjects:
         kernels, elementwise = measure_elementwise(
             operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick
@@ -130,5 +137,5 @@ def measure(
     spreads += [] if overlap is None else [point.spread for point in overlap.points]
     wall_s = time.perf_counter() - start
     return Measurements(
-        device, gemm, attention, elementwise, tuple(spreads), wall_s, copies, overlap
+        device, gemm, attention, elementwise, tuple(spreads), wall_s, copies, overlap, backends
     )
