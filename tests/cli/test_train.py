@@ -296,6 +296,9 @@ def test_files_of_a_run(trained):
         "metrics.jsonl",
         "run.json",
         "run_summary.json",
+        "timeline.html",
+        "timeline.json",
+        "timeline.png",
     ]
 
 

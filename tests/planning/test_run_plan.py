@@ -173,3 +173,46 @@ def test_what_pieces_share_may_be_measured_time():
     run = run_config(num_subsequences=4, partition="cost_model")
     usual, shorter = (cuts_of(run, hardware=machine) for machine in (LAPTOP, slow))
     assert shorter[-1] - shorter[-2] < usual[-1] - usual[-2]
+
+
+GPU = replace(PRESETS["h200"], node=replace(PRESETS["h200"].node, num_devices=1, numa_nodes=1))
+
+
+def plan_on_gpu(*, host_bytes=PLENTY, disk_bytes=0, **activations):
+    run = any_run(
+        "tiny", length=16384, activations=activations, train={"dtype": "bf16"}, hardware="auto"
+    )
+    return plan_run(
+        run,
+        hardware=GPU,
+        available_bytes=PLENTY,
+        disk_bytes=disk_bytes,
+        host_bytes=host_bytes,
+    )
+
+
+def test_behind_a_gpu_is_the_host():
+    moving = plan_on_gpu(policy="offload_all")
+    assert moving.tier == "host"
+    assert moving.predicted.host_peak_bytes > 0 == moving.predicted.disk_peak_bytes
+    assert not plan_on_gpu(policy="auto").moves_anything
+
+
+def test_a_disk_behind_it_is_used_where_the_run_says_so():
+    disk = {"policy": "offload_all", "disk": "spill"}
+    assert plan_on_gpu(**disk, disk_bytes=PLENTY).tier == "host"
+    moving = plan_on_gpu(**disk, tier="disk", disk_bytes=PLENTY)
+    assert moving.tier == "disk"
+    assert moving.predicted.disk_peak_bytes > 0
+    with pytest.raises(ValueError, match=r"activations\.tier=disk without a directory"):
+        plan_on_gpu(policy="offload_all", tier="disk")
+
+
+def test_host_memory_that_is_short_is_said_with_what_would_fit():
+    needed = plan_on_gpu(policy="offload_all").predicted.host_peak_bytes
+    with pytest.raises(MemoryError, match="to host memory, of which .* end other programs"):
+        plan_on_gpu(policy="offload_all", host_bytes=needed // 2)
+    with pytest.raises(MemoryError, match=r"or raise activations\.host_memory"):
+        plan_on_gpu(policy="offload_all", host_memory=needed // 2)
+    with pytest.raises(ValueError, match=r"activations\.tier=host on a CPU"):
+        plan_on_gpu(policy="offload_all", tier="host", host_bytes=0)

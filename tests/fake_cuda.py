@@ -1,0 +1,89 @@
+"""A CUDA runtime without a GPU: the logic of the CUDA path on this process's memory.
+
+Streams run everything at once and tensors are the CPU's, so what is tried is all that decides and
+keeps books around a GPU, and nothing of what a GPU does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from sppo.engine import trace
+from sppo.offload import cuda_queues
+from sppo.train import cuda_device
+from sppo.train.cuda_device import CudaDevice
+from sppo.units import GIB, MIB
+from tests.offload.test_cuda_queues import EventOfNow, runtime_without_a_gpu
+
+NAME = "NVIDIA H200"
+TOTAL_BYTES = 141 * GIB
+RESERVED_BYTES, ALLOCATED_BYTES, ALLOCATED_PEAK_BYTES = 40 * MIB, 10 * MIB, 30 * MIB
+
+
+class FakeGpu(CudaDevice):
+    """A :class:`CudaDevice` whose ranks talk over gloo, as its tensors are the CPU's."""
+
+    __slots__ = ()
+
+    @property
+    def group_device(self) -> torch.device | None:
+        return None
+
+
+@contextmanager
+def fake_gpu(*, free_bytes: int = TOTAL_BYTES) -> Iterator[tuple[FakeGpu, Any]]:
+    """A device, and its runtime; ``runtime.waits`` counts how often the host waited for it."""
+    runtime = runtime_without_a_gpu()
+    counts = SimpleNamespace(waits=0, set_to=[], trims=0)
+
+    class Event(EventOfNow):
+        def synchronize(self) -> None:
+            counts.waits += 1
+            super().synchronize()
+
+    class Stream(runtime.Stream):
+        def wait_event(self, event: Any) -> None:
+            assert event.query(), "a stream waits for what nobody recorded"
+
+    def synchronize(device: Any) -> None:
+        counts.waits += 1
+
+    def empty_cache() -> None:
+        counts.trims += 1
+
+    found = SimpleNamespace(
+        **{
+            **vars(runtime),
+            "Event": Event,
+            "Stream": Stream,
+            "current_stream": Stream,
+            "synchronize": synchronize,
+            "empty_cache": empty_cache,
+            "set_device": counts.set_to.append,
+            "get_device_name": lambda device: NAME,
+            "device_count": lambda: 1,
+            "get_device_properties": lambda device: SimpleNamespace(total_memory=TOTAL_BYTES),
+            "mem_get_info": lambda device: (free_bytes, TOTAL_BYTES),
+            "memory_reserved": lambda device: RESERVED_BYTES,
+            "memory_allocated": lambda device: ALLOCATED_BYTES,
+            "max_memory_reserved": lambda device: 2 * RESERVED_BYTES,
+            "max_memory_allocated": lambda device: ALLOCATED_PEAK_BYTES,
+            "reset_peak_memory_stats": lambda device: None,
+            "counts": counts,
+        }
+    )
+    with ExitStack() as stack:
+        for module in (cuda_queues, cuda_device, trace):
+            stack.enter_context(patch.object(module, "_cuda", found))
+        stack.enter_context(patch.object(cuda_device, "_page_locked", lambda tensor: tensor))
+        measured = patch.object(
+            cuda_device, "measure_matmul_flops_per_s", lambda dtype, device: 1e10
+        )
+        stack.enter_context(measured)
+        yield FakeGpu(torch.device("cpu")), found
