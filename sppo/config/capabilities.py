@@ -14,7 +14,6 @@ from sppo.config.problems import Problem, show_value
 
 _TRAINABLE: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("parallel", "multiplexed", ("auto", "off"), "pieces of units are simulated, not trained"),
-    ("parallel", "zero", (0, 1), "weights are whole on every rank"),
 )
 """(section, key, values that train, why others do not)."""
 

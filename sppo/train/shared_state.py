@@ -3,7 +3,9 @@
 A rank computes with the parameters of its stages, whole or, where a sequence group shares weights
 out, with its blocks of them (:mod:`sppo.parallel.tensor_parallel`). Of what it shares with other
 ranks it updates the rows that :class:`sppo.parallel.data_parallel.StageGroup` gives it, so masters
-and moments exist once among the ranks that hold the same. Where the vocabulary projection is the
+and moments exist once among the ranks that hold the same. With ZeRO-3 it keeps no other rows
+either, and puts parameters together for the time it computes with them; gradients are whole until
+they are added up. Where the vocabulary projection is the
 embedding, the first and the last stage both hold it: their gradients are added up, both update it,
 and the first speaks for it.
 """
@@ -19,9 +21,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.config.model import ModelConfig
+from sppo.engine.gathered_weights import GatheredWeights
 from sppo.engine.pipeline import Pipeline
+from sppo.engine.weights import ResidentWeights, WeightProvider
 from sppo.parallel.data_parallel import StageGroup, add_up
 from sppo.parallel.mesh import Holders, Mesh
+from sppo.parallel.row_gather import RowGather
 from sppo.parallel.tensor_parallel import WeightShares
 from sppo.planning.parameters import Shape, parameter_shapes
 from sppo.train.checkpoint import MODEL_PREFIX
@@ -41,7 +46,8 @@ class SharedState:
         model: the shape.
         mesh: of all ranks; its shape says whether sequence groups share weights out.
         pipeline: this rank's place in it.
-        zero: 1 shares the optimizer's state among the ranks of a stage, 0 does not.
+        zero: 1 shares the optimizer's state among the ranks that hold the same weights, 3 the
+            weights too, 0 nothing.
     """
 
     def __init__(self, model: ModelConfig, *, mesh: Mesh, pipeline: Pipeline, zero: int) -> None:
@@ -65,6 +71,7 @@ class SharedState:
             )
             for holders, group, members in _same_weights(mesh)
         }
+        self._shares_weights = zero >= 3
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
         self._is_tied = ends and _TIED in self.shapes
         self._speaks_for_tied = not self._is_tied or mesh.at.pipeline == 0
@@ -76,6 +83,37 @@ class SharedState:
     def _group(self, name: str) -> StageGroup:
         """The ranks that hold the same of a parameter as this one."""
         return self._groups[self.shares.holders(name)]
+
+    def kept(self, name: str, weight: Tensor) -> Tensor:
+        """What stays here of a parameter while nobody computes with it."""
+        group = self._group(name)
+        if not (self._shares_weights and group.shares_state):
+            return weight
+        return weight[group.own_rows(name)].clone()
+
+    def provider(self, weights: Mapping[str, Tensor]) -> WeightProvider:
+        """What gives the engine its weights; every rank calls it at the same point.
+
+        Args:
+            weights: what is :meth:`kept` of all parameters of this rank's stages, by global name.
+        """
+        if not self._shares_weights:
+            return ResidentWeights(weights)
+        gathers: dict[str, RowGather] = {}
+        for holders, group in self._groups.items():
+            communicator = self._mesh.gather_group(holders)
+            if communicator is not None:
+                gather = RowGather(communicator, index=group.index)
+                gathers |= self._held_by(holders, dict.fromkeys(self.shapes, gather))
+        if not gathers:
+            return ResidentWeights(weights)
+        return GatheredWeights(weights, shapes=self.shapes, gathers=gathers)
+
+    def updated(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows that this rank updates, of what is :meth:`kept`."""
+        if not self._shares_weights:
+            return self.own(weights)
+        return {name: rows for name, rows in weights.items() if rows.shape[0]}
 
     def own(self, tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
         """The rows that this rank updates. Parameters of which it has none are left out.
@@ -108,7 +146,9 @@ class SharedState:
             add_up([gradients[_TIED][rows]], ends, what="adding up the embedding's gradients")
 
     def gather(self, weights: Mapping[str, Tensor]) -> None:
-        """Fetch what other ranks have updated."""
+        """Fetch what other ranks have updated, of what is :meth:`kept`."""
+        if self._shares_weights:
+            return
         for holders, group in self._groups.items():
             group.gather(self._held_by(holders, weights))
 

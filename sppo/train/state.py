@@ -13,7 +13,6 @@ from torch import Tensor
 from sppo.config import RunConfig
 from sppo.engine.engine import Companions, Engine
 from sppo.engine.pipeline import Pipeline
-from sppo.model.gradients import zero_gradients
 from sppo.model.hf import open_hf_weights
 from sppo.model.initialize import initial_weight
 from sppo.parallel.mesh import Mesh, alone
@@ -39,7 +38,7 @@ class TrainingState:
     """Live tensors of a rank by global name, and what changes them."""
 
     weights: Mapping[str, Tensor]
-    """Of this rank's stages, in the compute dtype."""
+    """What this rank keeps of its stages' parameters, in the compute dtype."""
     gradients: Mapping[str, Tensor]
     """fp32 sums over the step."""
     optimizer: AdamW | HostAdamW
@@ -77,12 +76,15 @@ def build_state(
     masters: dict[str, Tensor] = {}
     for name, wide in starting_weights(run, shared.shapes):
         wide = shared.shares.cut(name, wide)
-        weights[name] = wide.to(device=place, dtype=dtype)
+        weights[name] = shared.kept(name, wide.to(device=place, dtype=dtype))
         if dtype is not torch.float32:
             kept = wide if run.optimizer.offload else wide.to(place)
             masters |= shared.own({name: kept}, copy=True)
-    gradients = zero_gradients(weights)
-    optimizer = build_optimizer(run, shared.own(weights), masters=masters or None)
+    gradients = {
+        name: torch.zeros(shape, dtype=torch.float32, device=place)
+        for name, shape in shared.shapes.items()
+    }
+    optimizer = build_optimizer(run, shared.updated(weights), masters=masters or None)
     stages = pipeline.placement.stages_of(pipeline.rank)
     disk = None if run.activations.disk is None else Path(run.activations.disk)
     stores = {
@@ -90,7 +92,7 @@ def build_state(
     }
     engine = Engine(
         run.model,
-        weights=weights,
+        weights=shared.provider(weights),
         gradients=gradients,
         rows={stage: PlannedRows(plan.stages[stage].subsequences) for stage in stages},
         moved={stage: store for stage, store in stores.items() if store is not None},

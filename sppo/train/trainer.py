@@ -63,12 +63,15 @@ class MeasuredBuckets:
     """Bytes that were held, at most, by what held them."""
 
     weights_bytes: int = 0
+    """What a rank keeps, and what it puts together for the time it computes with it."""
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     kv_bytes: int = 0
     activations_bytes: int = 0
     copies_bytes: int = 0
     """Slots that moved tensors pass through."""
+    kept_weights_bytes: int = 0
+    """Of the weights, what is there all the time."""
     working_bytes: int | None = None
     """None where torch's tensors live in the C heap, which does not tell."""
 
@@ -81,7 +84,7 @@ class MeasuredBuckets:
 
     def count_state(self, state: TrainingState) -> None:
         """Take in what does not change from step to step."""
-        self.weights_bytes = _tensor_bytes(state.weights)
+        self.kept_weights_bytes = self.weights_bytes = _tensor_bytes(state.weights)
         self.gradients_bytes = _tensor_bytes(state.gradients)
         own = {t.untyped_storage().data_ptr() for t in state.weights.values()}
         # Of an optimizer in host memory nothing is on the device.
@@ -92,6 +95,8 @@ class MeasuredBuckets:
 
     def count_step(self, peaks: EnginePeaks) -> None:
         """Take in the peaks of one step."""
+        weights = self.kept_weights_bytes + peaks.gathered_bytes
+        self.weights_bytes = max(self.weights_bytes, weights)
         self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
         self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
 
@@ -410,7 +415,8 @@ class _Loop:
         pool = self._device.pool()
         if pool is not None:
             outcome.buckets.count_pool(
-                pool, saved_bytes=peaks.pooled_activations_bytes
+                pool,
+                saved_bytes=peaks.pooled_activations_bytes + peaks.gathered_bytes,
             )
         copies = self._state.engine.take_copies()
         outcome.copies.append(copies)

@@ -70,10 +70,9 @@ def test_sequence_parallelism(mechanism):
     assert problems(parallel={"sequence_parallel": mechanism}) == []
 
 
-def test_what_is_planned_but_not_trained():
-    path, value, rule = only(parallel={"zero": 3})
-    assert (path, value) == ("parallel.zero", "3")
-    assert "write 0 or 1" in rule
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_every_way_to_share_state_out(zero):
+    assert problems(parallel={"zero": zero, "data_parallel_degree": 2}) == []
 
 
 def test_schedules():

@@ -1,0 +1,57 @@
+"""Runs whose ranks keep only their own rows of the weights (ZeRO-3): those of one rank."""
+
+import pytest
+
+from tests.train import test_parallel_runs
+from tests.train.test_parallel_runs import (
+    MEGATRON,
+    MODEL,
+    alone,
+    assert_like_alone,
+    losses,
+    overrides,
+    run_on,
+)
+
+job = test_parallel_runs.job
+"""A run that one rank has done, see there."""
+
+
+ZERO_3 = {"parallel.zero": 3}
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 2), (2, 2, 2)], ids=str)
+def test_ranks_that_keep_their_own_rows_of_weights_do_what_one_does(ranks, job, shape):
+    run_on(ranks, job, shape, 3, "grid", **ZERO_3)
+    assert_like_alone(job, "grid")
+
+
+def test_a_run_goes_on_with_more_or_less_shared_out(ranks, job):
+    run_on(ranks, job, (2, 2, 1), 1, "moving", **ZERO_3)
+    run_on(ranks, job, (1, 1, 2), 2, "moving", **{"parallel.zero": 1})
+    alone(job, overrides((1, 1, 1), 3, **{"train.output": "moving"}))
+    assert_like_alone(job, "moving")
+
+
+def test_a_run_of_one_rank_goes_on_with_rows_on_each_of_many(ranks, job):
+    alone(job, overrides((1, 1, 1), 1, **{"train.output": "moving"}))
+    run_on(ranks, job, (2, 1, 2), 2, "moving", **ZERO_3)
+    run_on(ranks, job, (1, 3, 1), 3, "moving", **ZERO_3)
+    assert_like_alone(job, "moving")
+
+
+def test_rows_of_shared_weights(ranks, job):
+    """Megatron's blocks, of which those that replicas hold are shared out again."""
+    run_on(ranks, job, (2, 1, 4), 3, "grid", **MEGATRON, **ZERO_3)
+    assert_like_alone(job, "grid")
+
+
+def test_masters_of_narrow_weights(ranks, work, run_file):
+    run_file(
+        model={**MODEL, "tie_embeddings": True},
+        train={"steps": 3, "sequences_per_step": 2, "dtype": "bf16", "output": "grid"},
+    )
+    for zero in (1, 3):
+        run_on(ranks, work, (2, 2, 1), 3, f"zero {zero}", **{"parallel.zero": zero})
+    for mine, theirs in zip(losses(work / "zero 3"), losses(work / "zero 1"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3)
