@@ -178,7 +178,7 @@ def _why_not_triton(device: torch.device) -> str | None:
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ImportError:  # of a package that it would be part of
+    except Exception:  # of the package that it is part of, which is imported and may be broken
         return False
 
 

@@ -32,7 +32,7 @@ class CudnnBlocks:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`sppo.kernels.block_attention.BlockKernel`."""
-        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # not looked at
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             do,
             q,

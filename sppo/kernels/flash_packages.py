@@ -57,7 +57,7 @@ class TorchFlash:
         scale: float,
     ) -> _Gradients:
         """See :class:`sppo.kernels.rectangle_attention.RectangleKernel`."""
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_cND.device)
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=q_cND.device)  # not looked at
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             *(x.unsqueeze(0) for x in (do_cND, q_cND, k_tKD, v_tKD, o_cND, lse_Nc)),
             None,

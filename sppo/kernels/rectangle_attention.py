@@ -135,14 +135,16 @@ class OfRectangles:
         document_starts: tuple[int, ...],
     ) -> Tensor:
         """See :class:`sppo.kernels.attention_kernel.AttentionKernel`."""
-        parts = rectangles(
-            q_CND.shape[0],
-            k_TKD.shape[0],
-            window=window,
-            document_starts=document_starts,
-            max_keys=self.max_backward_keys or MAX_BACKWARD_KEYS,
+        parts = list(
+            rectangles(
+                q_CND.shape[0],
+                k_TKD.shape[0],
+                window=window,
+                document_starts=document_starts,
+                max_keys=self.max_backward_keys or MAX_BACKWARD_KEYS,
+            )
         )
-        dq_CND = torch.zeros(q_CND.shape, dtype=lse_NC.dtype, device=q_CND.device)
+        dq_CND: Tensor | None = None
         for r in parts:
             rows, keys = slice(r.q0, r.q1), slice(r.k0, r.k1)
             dq, dk, dv = self.kernel.backward(
@@ -156,7 +158,12 @@ class OfRectangles:
                 window=window,
                 scale=scale,
             )
-            dq_CND[rows].add_(dq)
             dk_TKD[keys].add_(dk)
             dv_TKD[keys].add_(dv)
+            if len(parts) == 1:
+                return dq
+            if dq_CND is None:
+                dq_CND = torch.zeros(q_CND.shape, dtype=lse_NC.dtype, device=q_CND.device)
+            dq_CND[rows].add_(dq)
+        assert dq_CND is not None, "every query sees at least itself"
         return dq_CND.to(q_CND.dtype)

@@ -150,3 +150,22 @@ def test_the_small_case_leaves_the_random_numbers_alone():
     torch.manual_seed(3)
     attention_choice.error_on_a_small_case("torch_blocks", case("cpu", head_size=16))
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_package_that_fails_to_import_is_not_installed(tmp_path, monkeypatch):
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package/__init__.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not attention_choice._installed("broken_package.part")
+    assert not attention_choice._installed("json.no_such_part")
+    assert attention_choice._installed("json.decoder")
+
+
+def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
+    pytest.importorskip("triton")
+    from sppo.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    assert why_not("triton", case("cpu")) == "runs on cpu under its interpreter only"
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    assert why_not("triton", case("cpu")) is None
