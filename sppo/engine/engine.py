@@ -104,6 +104,7 @@ class Engine:
         rows: what to keep, move and rebuild instead, by stage: of this rank's, and where units are
             cut into pieces of all.
         moved: where each stage's moved tensors go; closed with the engine.
+        moved_pieces: where those of this rank's pieces of each stage go; likewise.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
         companions: with whom else it works.
@@ -120,6 +121,7 @@ class Engine:
         policy: str = "retain",
         rows: Mapping[int, RowPlan] | None = None,
         moved: Mapping[int, MovingStore] | None = None,
+        moved_pieces: Mapping[int, MovingStore] | None = None,
         input_every: int = 1,
         pipeline: Pipeline = ALONE,
         companions: Companions = Companions(),  # noqa: B008 (frozen)
@@ -133,7 +135,7 @@ class Engine:
             TokenShare() if exchange is None else TokenShare(exchange.rank, exchange.degree)
         )
         shares = exchange.shares if isinstance(exchange, TensorExchange) else WeightShares(model)
-        self._moved = dict(moved or {})
+        self._moved, self._moved_pieces = dict(moved or {}), dict(moved_pieces or {})
         self._stores: dict[int, ActivationStore] = {}
         self._stages: dict[int, Stage] = {}
         self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
@@ -167,6 +169,7 @@ class Engine:
                     owner=self._stages.get(index),
                     gradients=gradients,
                     activations=self._piece_store,
+                    moved=self._moved_pieces.get(index),
                     rows=PolicyRows(policy) if rows is None else rows[index],
                     heads=exchange,
                     dtype=self._weights.dtype,
@@ -255,12 +258,16 @@ class Engine:
 
     def take_copies(self) -> CopyReport:
         """What was moved since the last call."""
-        return combined([store.take_report() for store in self._moved.values()])
+        return combined([store.take_report() for store in self._moving_stores])
 
     def close(self) -> None:
         """Give back what moved tensors took: threads, memory, file. Twice is once."""
-        for store in self._moved.values():
+        for store in self._moving_stores:
             store.close()
+
+    @property
+    def _moving_stores(self) -> list[MovingStore]:
+        return [*self._moved.values(), *self._moved_pieces.values()]
 
     def _run(
         self,
@@ -324,6 +331,7 @@ class Engine:
                     schedule,
                     stages=self._piece_stages,
                     exchange_of=pieces.exchange,
+                    rank=self._pipeline.rank,
                     member=self._share.rank,
                 )
             }

@@ -190,6 +190,8 @@ class Executor:
 
     def _finish(self) -> None:
         self._hand_over.settle()
+        if self._team is not None:
+            self._team.assert_idle()
         for stage in self._stages.values():
             stage.assert_idle()
 

@@ -51,8 +51,8 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """C."""
-        return self.own.stop - self.own.start
+        """c: of this rank's part of the piece."""
+        return self.sizes[self.place]
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ the first stage's input and collects those of the last stage's output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,17 +19,19 @@ from sppo.config.model import ModelConfig
 from sppo.engine.piece import Piece
 from sppo.engine.piece_attention import PieceAttention, PrefixMeter
 from sppo.engine.piece_weights import PieceGradients, PieceWeights
-from sppo.engine.saved_rows import TensorRows, cut, share, tensor_rows
+from sppo.engine.saved_rows import TensorRows, cut, join, share, tensor_rows
 from sppo.engine.stage import Stage
 from sppo.kernels.attention import Backend
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.layer import Layer, Saved, Weights
 from sppo.model.rope import rotary_table
+from sppo.offload.moving_store import Itinerary, MovingStore, Place
 from sppo.offload.store import ActivationKey, ActivationStore
 from sppo.parallel.piece_exchange import PieceExchange
 from sppo.parallel.ulysses import HeadExchange
 from sppo.planning.activation_decisions import ATTENTION
 from sppo.planning.parameters import layer_shapes
+from sppo.planning.parcels import ParcelShape
 from sppo.planning.plan import SubsequencePlan
 from sppo.planning.row_plan import RowPlan
 
@@ -52,7 +54,8 @@ class PieceStage:
         layers: of the stage.
         owner: the stage itself on the rank that owns it; None on helpers.
         gradients: the owner's fp32 sums by global name; None on helpers and in evaluation.
-        activations: where saved tensors of pieces wait on this rank.
+        activations: where saved tensors of pieces wait that stay on this rank's device.
+        moved: where those wait that leave it; None where none does.
         rows: what the plan does with the stage's saved tensors.
         heads: exchange with the ranks that share tokens; None where nobody does.
         dtype: of weights and activations.
@@ -68,6 +71,7 @@ class PieceStage:
         owner: Stage | None,
         gradients: Mapping[str, Tensor] | None,
         activations: ActivationStore,
+        moved: MovingStore | None = None,
         rows: RowPlan,
         heads: HeadExchange | None,
         dtype: torch.dtype,
@@ -76,6 +80,8 @@ class PieceStage:
     ) -> None:
         self._model, self._layers, self._owner = model, layers, owner
         self._gradients, self._activations, self._row_plan = gradients, activations, rows
+        self._moved = moved
+        self._parcels = ParcelShape(model, dtype.itemsize, layers=len(layers))
         self._heads, self._dtype, self._device = heads, dtype, device
         self._backend: Backend = attention_backend
         self._layer = Layer(model)
@@ -90,13 +96,42 @@ class PieceStage:
         """Since the rank began."""
         return PieceMemory(self._weights.most_layers, self._meter.peak_bytes)
 
-    def prepare(self, lengths: Mapping[int, tuple[int, ...]]) -> None:
-        """Have the plans of the sequences of a step, given their subsequences' tokens."""
+    def prepare(self, lengths: Mapping[int, tuple[int, ...]], pieces: Sequence[Piece]) -> None:
+        """Make room for what this rank's pieces of a step save.
+
+        Args:
+            lengths: tokens of the subsequences of every sequence.
+            pieces: in the order of their backwards.
+
+        Raises:
+            OSError: the disk cannot take what is moved.
+        """
         self._plans = {
             (sequence, index): plan
             for sequence, parts in lengths.items()
             for index, plan in enumerate(self._row_plan.subsequences(parts))
         }
+        if self._moved is not None:
+            self._moved.prepare(self._itinerary(pieces))
+
+    def _itinerary(self, pieces: Sequence[Piece]) -> Itinerary:
+        """Where the moved tensors of ``pieces`` lie: one behind the other, each in its place."""
+        places: dict[ActivationKey, Place] = {}
+        end = 0
+        for piece in pieces:
+            plan = self._plan(piece)[piece.member]
+            # Every layer saves its input: pieces rebuild nothing out of the layer below.
+            sizes = self._parcels.parcels(plan.moved, attention_saved=plan.rebuilt[ATTENTION] == 0)
+            for index, size in zip(self._layers, sizes, strict=True):
+                places[_key(piece, index)] = Place(end, size)
+                end += size
+        order = [_key(piece, index) for piece in pieces for index in reversed(self._layers)]
+        return Itinerary(
+            places,
+            order,
+            staging_slots=self._parcels.staging_slots,
+            ring_slots=self._parcels.ring_slots,
+        )
 
     def forward(
         self,
@@ -137,8 +172,7 @@ class PieceStage:
                     keep=keep,
                 )
             if loss_scale is not None:
-                rows = self._rows(piece)
-                self._activations.save(_key(piece, index), cut(saved, rows)[1])
+                self._save(_key(piece, index), saved, self._rows(piece))
             del saved
         if self._layers.stop < self._model.num_layers:
             return x
@@ -160,9 +194,9 @@ class PieceStage:
         dx = self._loss_gradient(piece, exchange) if dy_cE is None else dy_cE
         rotary = self._rotary(piece)
         for index in reversed(self._layers):
-            saved = self._activations.take(_key(piece, index))
+            saved = self._take(_key(piece, index))
             dx = self._layer_backward(piece, index, dx, saved, rotary, exchange)
-            self._activations.release(_key(piece, index))
+            self._release(_key(piece, index))
         if piece.unit.span.start == 0 and self._owner is not None:
             self._owner.release_sequence(piece.unit.sequence)
         if self._layers.start > 0:
@@ -173,8 +207,14 @@ class PieceStage:
             self._owner.embed_backward(piece.unit, whole_CE)
         return None
 
+    def assert_idle(self) -> None:
+        """Nothing may be left after a step."""
+        assert self._moved is None or not self._moved.num_entries, "moved tensors are left over"
+
     def discard(self) -> None:
         """Forget a step that failed."""
+        if self._moved is not None:
+            self._moved.discard()
         self._weights.discard()
         self._meter.held_bytes = 0
 
@@ -203,6 +243,21 @@ class PieceStage:
             sink.finish()
         return dx
 
+    def _save(self, key: ActivationKey, saved: Saved, rows: Mapping[str, TensorRows]) -> None:
+        moved, kept = cut(saved, rows)
+        self._activations.save(key, kept)
+        if self._moved is not None:
+            self._moved.save(key, moved)
+
+    def _take(self, key: ActivationKey) -> Saved:
+        moved = {} if self._moved is None else self._moved.take(key)
+        return join(moved, self._activations.take(key))
+
+    def _release(self, key: ActivationKey) -> None:
+        self._activations.release(key)
+        if self._moved is not None:
+            self._moved.release(key)
+
     @contextmanager
     def _visit(self, index: int) -> Iterator[Weights]:
         try:
@@ -229,7 +284,7 @@ class PieceStage:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _plan(self, piece: Piece) -> tuple[SubsequencePlan, ...]:
-        """Of this piece's tokens on each rank that shares them; what is moved elsewhere stays."""
+        """Of this piece's tokens on each rank that shares them."""
         plan = self._plans[piece.unit.sequence, piece.unit.subsequence]
         everyones = [
             cuts[place + 1] - cuts[place] for cuts in piece.cuts for place in range(len(cuts) - 1)
@@ -239,12 +294,7 @@ class PieceStage:
         return shares[piece.place :: pieces]
 
     def _rows(self, piece: Piece) -> dict[str, TensorRows]:
-        plan = self._plan(piece)[piece.member]
-        x_in, attention, linear = (
-            moved + kept for moved, kept in zip(plan.moved, plan.kept, strict=True)
-        )
-        stays = SubsequencePlan((x_in, attention, linear), (0, 0, 0), plan.rebuilt)
-        return tensor_rows(stays, self._model, own_input=True)
+        return tensor_rows(self._plan(piece)[piece.member], self._model, own_input=True)
 
     def _attention(self, piece: Piece, index: int, exchange: PieceExchange) -> PieceAttention:
         model, heads = self._model, self._heads

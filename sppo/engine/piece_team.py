@@ -10,7 +10,7 @@ from sppo.engine.piece import Piece, cut_piece, local_tokens
 from sppo.engine.piece_stage import PieceMemory, PieceStage
 from sppo.engine.unit import Unit
 from sppo.parallel.piece_exchange import PieceExchange
-from sppo.schedule.actions import Action, Schedule
+from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.gangs import Gang, find_gangs
 
@@ -26,7 +26,8 @@ class PieceTeam:
         schedule: that is run.
         stages: that this rank may run pieces of.
         exchange_of: gives the communicators of a gang.
-        member: this rank's place in its sequence-parallel group.
+        rank: this one's position in the pipeline.
+        member: its place in its sequence-parallel group.
     """
 
     def __init__(
@@ -35,12 +36,18 @@ class PieceTeam:
         *,
         stages: Mapping[int, PieceStage],
         exchange_of: ExchangeOf,
+        rank: int,
         member: int,
     ) -> None:
         self._schedule, self._stages, self._member = schedule, stages, member
         self._exchange_of = exchange_of
         self._gangs = find_gangs(schedule, programs=encode(schedule))
         self._offsets = schedule.unit_offsets()
+        self._backwards = [
+            action
+            for action in schedule.programs[rank]
+            if action.kind is ActionKind.B and action.num_pieces > 1
+        ]
         self._units: Mapping[UnitKey, Unit] = {}
 
     def begin(self, units: Mapping[UnitKey, Unit], *, training: bool) -> None:
@@ -49,8 +56,9 @@ class PieceTeam:
         if not training:
             return
         lengths = dict(enumerate(self._schedule.lengths))
-        for stage in self._stages.values():
-            stage.prepare(lengths)
+        for index, stage in self._stages.items():
+            own = [action for action in self._backwards if action.stage == index]
+            stage.prepare(lengths, [self._piece(action) for action in own])
 
     def meet(self, action: Action) -> None:
         """Wait for the ranks of the other pieces."""
@@ -76,6 +84,11 @@ class PieceTeam:
         """Of a unit's first ``end`` tokens, this rank's."""
         parts = self._units[unit].parts
         return local_tokens(end, parts[self._member], sum(parts))
+
+    def assert_idle(self) -> None:
+        """Nothing may be left after a step."""
+        for stage in self._stages.values():
+            stage.assert_idle()
 
     def discard(self) -> None:
         """Forget a step that failed."""

@@ -21,7 +21,6 @@ from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_grad
 from sppo.parallel.piece_exchange import PieceExchange
 from sppo.planning.parameters import layer_shapes
 
-
 _MOST_UNDER_WAY = 2
 """Gradients of parameters that are on their way home at once."""
 

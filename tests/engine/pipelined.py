@@ -195,6 +195,11 @@ def _steps(rank: int, case: Case):
         policy=case.policy,
         rows=None if case.rows is None else dict.fromkeys(range(num_stages), case.rows),
         moved={stage: disk_store(case.directory) for stage in of_stage if case.directory},
+        moved_pieces={
+            stage: disk_store(case.directory)
+            for stage in range(num_stages)
+            if case.directory and pieces is not None
+        },
         input_every=case.input_every,
         pipeline=pipeline,
         companions=Companions(exchange, reduce),

@@ -1,0 +1,259 @@
+"""What multiplexed sequence partitioning (MSP) gains: the same step with it and without, in turns.
+
+Pipeline ranks are processes with one thread each, over gloo. All of them hold two engines on the
+same weights: one runs the plain program, one cuts the units next to the bubbles into pieces that
+all ranks of their range compute together. Steps alternate, so that noise of the machine falls on
+both. Run by ``scripts/compare_msp.sh``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import shlex
+import socket
+import statistics
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+MODEL = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "num_layers": 6,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "mlp_size": 1792,
+}
+SIDES = ("off", "on")
+TIMEOUT = timedelta(hours=1)
+
+
+def main() -> None:
+    """Start the ranks, let them take turns, report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, default=16384, help="tokens of a sequence")
+    parser.add_argument("--pieces", type=int, default=4, help="subsequences")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
+    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--picture", type=Path, help="draw both executed steps here as PNG")
+    arguments = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as free:  # closed before rank 0 listens there
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    answers = context.SimpleQueue()
+    ranks = [
+        context.Process(target=_serve, args=(rank, port, arguments, answers))
+        for rank in range(arguments.ranks)
+    ]
+    for process in ranks:
+        process.start()
+    report = None if any(_ended_badly(process) for process in ranks) else answers.get()
+    if report is None:
+        sys.exit("error: a rank failed")
+    report |= _provenance()
+    print(
+        f"{report['ranks']} ranks, {report['sequences']} x {report['length']} tokens in "
+        f"{report['subsequences']} subsequences; step {report['step_s']['off']:.2f} s without, "
+        f"{report['step_s']['on']:.2f} s with MSP: {report['on_over_off']:.3f}x; simulated with "
+        f"equal units and free messages {report['ideal']:.3f}x; losses agree to "
+        f"{report['loss_difference']:.1e}"
+    )
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _ended_badly(process: Any) -> bool:
+    process.join()
+    return bool(process.exitcode)
+
+
+def _provenance() -> dict[str, Any]:
+    return {
+        "provenance": "measured",
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": version("torch"),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def _serve(rank: int, port: int, arguments: argparse.Namespace, answers: Any) -> None:
+    """One rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=arguments.ranks,
+        timeout=TIMEOUT,
+    )
+    side = _Sides(rank, arguments)
+    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+    for turn in range(arguments.steps + 1):
+        for name in SIDES:
+            dist.barrier()
+            start = time.perf_counter()
+            side.step(name)
+            dist.barrier()
+            if turn:  # the first one warms up
+                seconds[name].append(time.perf_counter() - start)
+            if rank == 0:
+                print(f"  turn {turn} {name:4s} {time.perf_counter() - start:8.2f} s", flush=True)
+    report = side.report(seconds)
+    if rank == 0:
+        answers.put(report)
+    dist.destroy_process_group()
+
+
+class _Sides:
+    """The two engines of one rank."""
+
+    def __init__(self, rank: int, arguments: argparse.Namespace) -> None:
+        import torch
+
+        from sppo.config.model import ModelConfig
+        from sppo.engine.engine import Engine
+        from sppo.engine.pipeline import Pipeline
+        from sppo.kernels.cpu_allocator import install_cpu_allocator
+        from sppo.model.gradients import zero_gradients
+        from sppo.model.initialize import initial_weights
+        from sppo.parallel.mesh import Mesh, MeshShape
+        from sppo.parallel.piece_exchange import PieceLinks
+        from sppo.parallel.pipeline_p2p import PipelineLinks
+        from sppo.planning.flops import partition_costs
+        from sppo.planning.parameters import stage_shapes
+        from sppo.planning.partition import boundaries_by_flops
+
+        install_cpu_allocator()
+        self._arguments = arguments
+        model = ModelConfig.model_validate(MODEL)
+        linear, quadratic = partition_costs(model)
+        self._cuts = boundaries_by_flops(
+            arguments.length,
+            pieces=arguments.pieces,
+            linear=linear,
+            quadratic=quadratic,
+            alignment=64,
+        )
+        self._mesh = Mesh(
+            MeshShape(pipeline_parallel=arguments.ranks),
+            rank=rank,
+            timeout_s=TIMEOUT.total_seconds(),
+        )
+        links = PipelineLinks(self._mesh, device=torch.device("cpu"))
+        schedules = {"off": "sppo", "on": "sppo_msp"}
+        pipelines = {
+            name: Pipeline(
+                schedule,
+                arguments.ranks,
+                rank,
+                courier=links,
+                pieces=PieceLinks(self._mesh) if name == "on" else None,
+                costs=self._costs(model) if name == "on" else None,
+            )
+            for name, schedule in schedules.items()
+        }
+        names = stage_shapes(model, pipelines["off"].layers(model.num_layers)[rank])
+        everything = initial_weights(model, seed=0)
+        weights = {name: everything[name].bfloat16() for name in names}
+        self._gradients = zero_gradients(weights)
+        self._engines = {
+            name: Engine(
+                model,
+                weights=weights,
+                gradients=self._gradients,
+                policy="retain",
+                pipeline=pipeline,
+            )
+            for name, pipeline in pipelines.items()
+        }
+        generator = torch.Generator().manual_seed(0)
+        shape = (arguments.sequences, arguments.length + 1)
+        self._tokens_MT = torch.randint(0, model.vocab_size, shape, generator=generator)
+        self._done: dict[str, Any] = {}
+
+    def _costs(self, model: Any) -> Any:
+        """Equal units, free messages; pieces balanced for causal attention."""
+        from dataclasses import replace
+
+        from sppo.planning.flops import partition_costs
+        from sppo.schedule.costs import abstract_costs
+
+        linear, quadratic = partition_costs(model)
+        units = self._arguments.pieces * self._arguments.sequences
+        costs = abstract_costs(self._arguments.ranks, num_units=units)
+        return replace(costs, context_slope=quadratic / linear)
+
+    def step(self, name: str) -> None:
+        """Forward and backward of all sequences."""
+        import torch
+
+        from sppo.engine.unit import SequenceData
+
+        torch._foreach_zero_(list(self._gradients.values()))
+        data = [SequenceData(row[:-1], row[1:]) for row in self._tokens_MT]
+        self._done[name] = self._engines[name].accumulate(data, [self._cuts] * len(data))
+
+    def report(self, seconds: dict[str, list[float]]) -> dict[str, Any] | None:
+        """Figures of both sides, on rank 0; every rank calls it."""
+        from sppo.schedule.simulate import simulate
+        from sppo.train.executed_step import executed_timeline
+        from sppo.train.peers import Peers
+        from sppo.train.ranks import Ranks
+
+        ranks = Ranks(self._mesh, Peers(self._mesh), None)  # type: ignore[arg-type]
+        losses = {
+            name: ranks.peers.total([float(done.total_loss)])[0]
+            for name, done in self._done.items()
+        }
+        timelines = {name: executed_timeline(done, ranks) for name, done in self._done.items()}
+        measured = {name: timeline for name, timeline in timelines.items() if timeline is not None}
+        if not measured:
+            return None
+        costs = self._costs_of_equal_units()
+        simulated = {n: simulate(t.schedule, costs=costs).makespan_s for n, t in measured.items()}
+        if self._arguments.picture is not None:
+            from sppo.schedule.timeline_png import write_png
+
+            write_png(self._arguments.picture, timelines=[measured[name] for name in SIDES])
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        return {
+            "ranks": self._arguments.ranks,
+            "model": MODEL,
+            "dtype": "bf16",
+            "length": self._arguments.length,
+            "subsequences": self._arguments.pieces,
+            "boundaries": list(self._cuts),
+            "sequences": self._arguments.sequences,
+            "steps": self._arguments.steps,
+            "step_s": medians,
+            "all_step_s": seconds,
+            "on_over_off": medians["on"] / medians["off"],
+            "ideal": simulated["on"] / simulated["off"],
+            "idle_share": {name: t.bubble_fraction for name, t in measured.items()},
+            "loss_difference": abs(losses["on"] / losses["off"] - 1),
+        }
+
+    def _costs_of_equal_units(self) -> Any:
+        from sppo.schedule.costs import abstract_costs
+
+        units = self._arguments.pieces * self._arguments.sequences
+        return abstract_costs(self._arguments.ranks, num_units=units)
+
+
+if __name__ == "__main__":
+    main()

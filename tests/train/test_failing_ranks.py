@@ -1,0 +1,193 @@
+"""``sppo train`` on several ranks, one of which breaks: the job ends, says why, and resumes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+PATIENCE_S = 90.0
+TRAIN = [sys.executable, "-m", "sppo", "train", "run.yaml"]
+TWO_STAGES = "parallel.pipeline_parallel_degree=2"
+
+
+@pytest.fixture
+def endless(work, run_file):
+    """A run that would take hours, saved after every step."""
+    run_file(
+        model={"num_layers": 2},
+        train={"steps": 100_000},
+        checkpoint={"every": 1, "keep": 2},
+        optimizer={"schedule": "constant"},
+    )
+    return work
+
+
+def environment(**more):
+    others = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    return {**others, "OMP_NUM_THREADS": "1", **more}
+
+
+@contextmanager
+def training(directory, *words, after_steps):
+    """``sppo train`` on two stages, once it has done some steps."""
+    job = subprocess.Popen(
+        [*TRAIN, TWO_STAGES, *words],
+        cwd=directory,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(lambda: steps_done(directory) >= after_steps or job.poll() is not None)
+        assert job.poll() is None, job.communicate()[1]
+        yield job
+    finally:
+        for process in psutil.Process(job.pid).children() if job.poll() is None else []:
+            process.kill()
+        job.kill()
+        job.communicate()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.05)
+
+
+def steps_done(directory):
+    metrics = Path(directory) / "out/metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def rank_process(job, rank):
+    """The process of one rank among the children of the one that started them."""
+    for child in psutil.Process(job.pid).children(recursive=True):
+        if child.environ().get("RANK") == str(rank):
+            return child
+    raise AssertionError(f"rank {rank} does not run")
+
+
+def test_a_rank_that_is_killed_ends_the_job_which_then_resumes(endless):
+    with training(endless, after_steps=2) as job:
+        rank_process(job, 1).send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        _, errors = job.communicate(timeout=60)
+        assert time.monotonic() - started < 60
+    assert job.returncode == 1
+    assert "rank 1" in errors
+    assert "SIGKILL" in errors
+    assert "step " in errors
+    assert "action " in errors
+    assert "Traceback" not in errors
+    before = steps_done(endless)
+    done = subprocess.run(
+        [*TRAIN, TWO_STAGES, f"train.steps={before + 2}"],
+        cwd=endless,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line)["step"] for line in (endless / "out/metrics.jsonl").open()]
+    assert steps == list(range(1, before + 3))  # at most the step under way was lost
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_timeout(endless):
+    with training(endless, "parallel.timeout_s=3", after_steps=2) as job:
+        hung = rank_process(job, 1)
+        hung.suspend()
+        try:
+            _, errors = job.communicate(timeout=60)
+        finally:
+            if hung.is_running():
+                hung.kill()
+    assert job.returncode == 1
+    assert "Timed out" in errors or "timed out" in errors
+    assert "action " in errors
+    assert "Traceback" not in errors
+
+
+def test_a_signal_saves_on_all_ranks_and_ends_well(endless):
+    with training(endless, after_steps=2) as job:
+        job.send_signal(signal.SIGTERM)
+        output, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    assert "SIGTERM: saving after step" in output
+    newest = max((endless / "out/checkpoints").glob("step_*"))
+    assert int(newest.name.removeprefix("step_")) == steps_done(endless)
+
+
+def as_rank(directory, rank, *words, world_size, port):
+    """One process as torchrun starts them."""
+    return subprocess.Popen(
+        [*TRAIN, *words],
+        cwd=directory,
+        env=environment(
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_degrees_that_do_not_multiply_to_the_ranks_there_are(endless):
+    job = as_rank(endless, 0, TWO_STAGES, world_size=3, port=1)
+    _, errors = job.communicate(timeout=PATIENCE_S)
+    assert job.returncode == 2
+    assert "data 1 x pipeline 2 x sequence 1 makes 2 ranks, and 3 were started" in errors
+    assert not (endless / "out").exists()
+
+
+def test_ranks_with_different_configurations_say_what_differs(endless, unused_port):
+    jobs = [
+        as_rank(endless, rank, TWO_STAGES, *words, world_size=2, port=unused_port)
+        for rank, words in enumerate([[], ["optimizer.lr=0.5"]])
+    ]
+    for job in jobs:
+        _, errors = job.communicate(timeout=PATIENCE_S)
+        assert job.returncode == 2
+        assert "optimizer.lr" in errors
+        assert "0.5" in errors
+    assert not (endless / "out").exists()
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["parallel.pipeline_parallel_degree=3"], "every stage needs a layer"),
+        (["parallel.data_parallel_degree=2"], "train.sequences_per_step 1"),
+        (["parallel.sequence_parallel_degree=3"], "query heads cannot be shared out"),
+        ([TWO_STAGES, "parallel.multiplexed=on", "parallel.zero=3"], "parallel.multiplexed=on"),
+    ],
+)
+def test_bad_degrees_are_told_before_any_process_starts(endless, words, told):
+    from tests.conftest import refuse
+
+    assert told in refuse("train", "run.yaml", *words)
+    assert not (endless / "out").exists()
