@@ -25,13 +25,10 @@ from sppo.parallel.mesh import Holders
 from sppo.parallel.peer_loss import peer_errors
 from sppo.parallel.ulysses import HeadShare, head_share
 from sppo.planning.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
+from sppo.planning.shared_weights import COLUMNS, KEYS, ROWS
 
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-_KEYS = ("k", "v")
-_ROWS = ("q", *_KEYS, "gate", "up")
-_COLUMNS = ("o", "down")
 
 
 def tensor_share(model: ModelConfig, *, degree: int) -> HeadShare:
@@ -86,20 +83,20 @@ class WeightShares:
     def holders(self, name: str) -> Holders:
         """Which ranks hold the same of a parameter as this one."""
         part = _part(name)
-        if self.degree == 1 or part not in (*_ROWS, *_COLUMNS):
+        if self.degree == 1 or part not in (*ROWS, *COLUMNS):
             return "stage"
         repeats = tensor_share(self.model, degree=self.degree).repeats
-        return "keys" if part in _KEYS and repeats > 1 else "block"
+        return "keys" if part in KEYS and repeats > 1 else "block"
 
     def offsets(self, name: str) -> tuple[int, ...]:
         """Where this rank's part begins in the whole parameter."""
         whole = _shape_of(name, self.model)
         part, is_bias = _part(name), name.endswith(".bias")
-        if self.degree == 1 or part not in (*_ROWS, *_COLUMNS) or (is_bias and part in _COLUMNS):
+        if self.degree == 1 or part not in (*ROWS, *COLUMNS) or (is_bias and part in COLUMNS):
             return (0,) * len(whole)
         share = tensor_share(self.model, degree=self.degree)
-        copies = share.repeats if part in _KEYS else 1
-        dimension = 1 if part in _COLUMNS else 0
+        copies = share.repeats if part in KEYS else 1
+        dimension = 1 if part in COLUMNS else 0
         first = whole[dimension] * copies // self.degree * (self.rank // copies)
         return tuple(first if index == dimension else 0 for index in range(len(whole)))
 
@@ -114,7 +111,7 @@ class WeightShares:
 
     def _is_held(self, name: str) -> bool:
         """The bias of a sum over ranks is added once: by the first."""
-        return self.rank == 0 or not (_part(name) in _COLUMNS and name.endswith(".bias"))
+        return self.rank == 0 or not (_part(name) in COLUMNS and name.endswith(".bias"))
 
 
 class TensorExchange:

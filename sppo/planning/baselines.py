@@ -26,7 +26,7 @@ from sppo.planning.cost import CostRequest, kv_bytes_per_token
 from sppo.planning.feasibility import fits_at_all
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.layer_cost import Mechanism, Workload
-from sppo.planning.memory import MemoryBuckets, state_memory
+from sppo.planning.memory import MemoryBuckets, exchanged_bytes, state_memory
 from sppo.units import KIB
 
 _LONGEST_TOKENS = 1 << 32
@@ -90,6 +90,7 @@ def baseline_memory(
         dtype=run.train.dtype,
         sequence_parallel_degree=degrees.sequence_parallel,
         sequence_parallel=method.mechanism,
+        vocabulary_shared=method.mechanism == "megatron",
     )
     request = CostRequest(
         workload,
@@ -103,7 +104,7 @@ def baseline_memory(
     kv = kv_bytes_per_token(workload)[0] * length
     saved = saved_bytes_per_token(method.policy, run.model, element_bytes=workload.element_bytes)
     per_layer = saved * length / degrees.sequence_parallel
-    gathered = _gathered_bytes(workload, tokens=length)
+    exchanged = _exchanged_bytes(request, tokens=length)
     stages = []
     for state, layers in zip(state_memory(request, in_flight=once), request.stages, strict=True):
         stages.append(
@@ -113,21 +114,23 @@ def baseline_memory(
                 # Formed and consumed within a layer, so never summed up in fp32.
                 kv_gradients_bytes=round(kv),
                 activations_bytes=round(per_layer * len(layers)),
-                communication_bytes=state.device.communication_bytes + gathered,
+                communication_bytes=state.device.communication_bytes + exchanged,
             )
         )
     return max(stages, key=lambda device: device.total_bytes)
 
 
-def _gathered_bytes(workload: Workload, *, tokens: int) -> int:
-    """The residual stream of the whole sequence and its gradient, on every device of a group.
+def _exchanged_bytes(request: CostRequest, *, tokens: int) -> int:
+    """What a Megatron group exchanges beyond what our own would.
 
-    Megatron's products share out outputs, not tokens, so each device gathers all tokens first.
-    Ulysses never does.
+    Its products share out outputs, not tokens, so each device gathers the residual stream of the
+    whole sequence and its gradient, and has a part of their sums. Ours holds one tensor more.
     """
+    workload = request.workload
     if workload.sequence_parallel != "megatron" or workload.sequence_parallel_degree == 1:
         return 0
-    return 2 * tokens * workload.model.hidden_size * workload.element_bytes
+    gathered = 3 * tokens * workload.model.hidden_size * workload.element_bytes
+    return gathered - exchanged_bytes(request)
 
 
 def _baseline(run: RunConfig, hardware: HardwareSpec, method: Method, paper: str) -> Baseline:

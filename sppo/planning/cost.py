@@ -6,7 +6,7 @@ adds the copies and the time of what is rebuilt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
@@ -26,6 +26,7 @@ from sppo.planning.layer_cost import (
 )
 from sppo.planning.parameters import layer_shapes, outer_shapes
 from sppo.planning.rates import Floats
+from sppo.planning.shared_weights import layer_elements
 from sppo.schedule.costs import CopyEngines, Costs, Link, Links, Table
 
 
@@ -120,12 +121,11 @@ def stage_seconds(request: CostRequest) -> StageSeconds:
             for name in ("forward", "backward", "weight", "linear_rebuild", "attention_rebuild")
         )
     )
-    weights = device_parameters(request)
-    shards = request.data_parallel_degree * same_weights_degree(workload) if request.zero else 1
+    updated = updated_parameters(request) if request.zero else device_parameters(request)
     return StageSeconds(
         units,
-        update_s=update_seconds(workload, parameters=weights, shards=shards),
-        reduce_s=_reduce_seconds(request, weights=weights),
+        update_s=update_seconds(workload, parameters=updated, shards=1),
+        reduce_s=_reduce_seconds(request),
     )
 
 
@@ -254,10 +254,33 @@ def _streamed_parameters(request: CostRequest) -> Table:
 
 def device_parameters(request: CostRequest) -> Table:
     """Parameters a device computes with: Megatron shares them out, Ulysses repeats them."""
-    counts = stage_parameters(request)
-    if request.workload.sequence_parallel == "megatron":
-        counts = counts / request.workload.sequence_parallel_degree
+    counts: Table = sum(_parameters_by_copies(request).values(), np.zeros(request.num_stages))
     return counts
+
+
+def updated_parameters(request: CostRequest) -> Table:
+    """Parameters that a device updates where those with the same weights share the work."""
+    counts: Table = np.zeros(request.num_stages)
+    for copies, held in _parameters_by_copies(request).items():
+        counts = counts + held / (copies * request.data_parallel_degree)
+    return counts
+
+
+def _parameters_by_copies(request: CostRequest) -> Mapping[int, Table]:
+    """Parameters a device computes with, by the devices of its group that hold the same."""
+    workload, everything = request.workload, stage_parameters(request)
+    degree = workload.sequence_parallel_degree
+    if workload.sequence_parallel == "ulysses" or degree == 1:
+        return {degree: everything}
+    model = workload.model
+    layers = np.array([float(len(stage)) for stage in request.stages])
+    found = {n: layers * held for n, held in layer_elements(model, degree=degree).items()}
+    outer = everything - layers * sum(prod(shape) for shape in layer_shapes(model).values())
+    if workload.vocabulary_shared:
+        found[1] = found[1] + outer / degree
+    else:
+        found[degree] = found[degree] + outer
+    return found
 
 
 def same_weights_degree(workload: Workload) -> int:
@@ -328,14 +351,15 @@ def _sequence_seconds(
     return LayerSeconds(*(np.stack([getattr(row, name) for row in rows]) for name in names))
 
 
-def _reduce_seconds(request: CostRequest, *, weights: Table) -> Table:
+def _reduce_seconds(request: CostRequest) -> Table:
     """A ring all-reduce of fp32 gradients over everyone with the same weights, once per step."""
     workload = request.workload
     network = workload.hardware.network
     replicas = request.data_parallel_degree
-    group = same_weights_degree(workload)
-    moved = weights * WIDE_BYTES * 2
-    inside = moved * (group - 1) / group / network.intra_node_bytes_per_s
-    outside = moved * (replicas - 1) / replicas / network.inter_node_bytes_per_s
-    seconds: Table = inside + outside
+    seconds: Table = np.zeros(request.num_stages)
+    for group, held in _parameters_by_copies(request).items():
+        moved = held * WIDE_BYTES * 2
+        inside = moved * (group - 1) / group / network.intra_node_bytes_per_s
+        outside = moved * (replicas - 1) / replicas / network.inter_node_bytes_per_s
+        seconds = seconds + inside + outside
     return seconds

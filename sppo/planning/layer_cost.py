@@ -64,6 +64,8 @@ class Workload:
         dtype: "bf16" or "fp32".
         sequence_parallel_degree: g.
         sequence_parallel: How the group shares a layer.
+        vocabulary_shared: Whether a Megatron group shares out embedding and head as well. Megatron
+            itself does; here each device has them whole.
     """
 
     model: ModelConfig
@@ -71,6 +73,7 @@ class Workload:
     dtype: str = "bf16"
     sequence_parallel_degree: int = 1
     sequence_parallel: Mechanism = "ulysses"
+    vocabulary_shared: bool = False
 
     @property
     def element_bytes(self) -> int:

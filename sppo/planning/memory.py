@@ -24,6 +24,7 @@ from sppo.planning.cost import (
     device_parameters,
     kv_bytes_per_token,
     same_weights_degree,
+    updated_parameters,
 )
 from sppo.planning.layer_cost import WIDE_BYTES, Workload
 from sppo.planning.parameters import layer_shapes, num_parameters
@@ -98,26 +99,25 @@ def state_memory(
         offload_optimizer: optimizer states live in host memory.
     """
     workload = request.workload
-    parameters = device_parameters(request)
+    parameters, updated = device_parameters(request), updated_parameters(request)
     element = workload.element_bytes
     masters = WIDE_BYTES if element < WIDE_BYTES else 0
     copies = request.data_parallel_degree * same_weights_degree(workload)
-    state_shards = copies if request.zero >= 1 else 1
-    weight_shards = copies if request.zero >= 3 else 1
-    gathered = _gathered_bytes(request) if weight_shards > 1 else 0
+    shares_weights = request.zero >= 3 and copies > 1
+    gathered = _gathered_bytes(request) if shares_weights else 0
     kv, kv_gradients = _kv_bytes(request, in_flight=in_flight)
     layer = _most_working_bytes(request)
     loss = loss_working_set(workload, tokens=_longest(request)).live_bytes
     heap_share = workload.hardware.device.heap_share
     communication = _communication_bytes(request)
     stages = []
-    for stage, count in enumerate(parameters.tolist()):
+    for stage, (count, own) in enumerate(zip(parameters.tolist(), updated.tolist(), strict=True)):
         is_last = request.is_last_stage(stage)
         working = max(layer, loss) if is_last else layer
-        optimizer = int(count * (2 * WIDE_BYTES + masters) / state_shards)
+        optimizer = int((own if request.zero else count) * (2 * WIDE_BYTES + masters))
         buckets = MemoryBuckets(
-            weights_bytes=int(count * element / weight_shards) + gathered,
-            gradients_bytes=int(count * WIDE_BYTES / weight_shards),
+            weights_bytes=int((own if shares_weights else count) * element) + gathered,
+            gradients_bytes=int((own if shares_weights else count) * WIDE_BYTES),
             optimizer_bytes=0 if offload_optimizer else optimizer,
             kv_bytes=int(kv[stage]),
             kv_gradients_bytes=int(kv_gradients[stage]),
@@ -274,12 +274,28 @@ def _gathered_bytes(request: CostRequest) -> int:
     return 2 * layer * request.workload.element_bytes
 
 
-def _communication_bytes(request: CostRequest) -> int:
-    """Two messages each way between stages; q, k, v and o twice inside a group."""
+def exchanged_bytes(request: CostRequest) -> int:
+    """What a sequence-parallel group exchanges: with Ulysses q, k, v and o, twice.
+
+    With Megatron what has all tokens where the working set counts a device's own: in the backward
+    of the MLP both normed inputs, gathered again, this rank's part of their gradient, and all
+    ranks' parts of its own tokens.
+    """
     workload = request.workload
     model, degree = workload.model, workload.sequence_parallel_degree
+    if degree == 1:
+        return 0
     longest = max(tokens for parts in request.lengths for tokens in parts)
-    here = longest // degree * workload.element_bytes
-    messages = 4 * here * model.hidden_size if request.num_stages > 1 else 0
+    if workload.sequence_parallel == "megatron":
+        return 4 * longest * model.hidden_size * workload.element_bytes
     heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
-    return messages + (here * heads if degree > 1 else 0)
+    return longest // degree * workload.element_bytes * heads
+
+
+def _communication_bytes(request: CostRequest) -> int:
+    """Two messages each way between stages, and what is exchanged inside a group."""
+    workload = request.workload
+    longest = max(tokens for parts in request.lengths for tokens in parts)
+    here = longest // workload.sequence_parallel_degree * workload.element_bytes
+    messages = 4 * here * workload.model.hidden_size if request.num_stages > 1 else 0
+    return messages + exchanged_bytes(request)

@@ -1,11 +1,16 @@
 """Which part of each parameter a rank holds, and the exchange of tokens over gloo."""
 
+from math import prod
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from sppo.parallel.mesh import Coordinates, MeshShape
 from sppo.parallel.tensor_parallel import TensorExchange, WeightShares, tensor_share
+from sppo.planning.cost import CostRequest, device_parameters, updated_parameters
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.layer_cost import Workload
 from sppo.planning.parameters import parameter_shapes
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 
@@ -95,3 +100,27 @@ def test_narrow_sums_are_rounded_once(ranks):
     for own in ranks.run(narrow_sum, ranks=4):
         assert own.dtype == torch.bfloat16
         assert (own == 1.0 + 2.0**-7).all()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_planner_counts_what_the_first_rank_holds(variant, degree, kv_heads):
+    sizes = {"num_heads": 8, "head_size": 4, "mlp_size": 24, "num_kv_heads": kv_heads}
+    model = tiny_model(variant, num_layers=3, **sizes)
+    workload = Workload(
+        model,
+        PRESETS["a100-80g"],
+        sequence_parallel_degree=degree,
+        sequence_parallel="megatron",
+    )
+    request = CostRequest(workload, ((16,),), num_ranks=2, data_parallel_degree=3)
+    shares = WeightShares(model, 0, degree)
+    repeats = tensor_share(model, degree=degree).repeats
+    copies = {"stage": degree, "keys": repeats, "block": 1}
+    held, updated = device_parameters(request), updated_parameters(request)
+    for stage, layers in enumerate(request.stages):
+        shapes = shares.shapes(layers)
+        assert held[stage] == sum(map(prod, shapes.values()))
+        own = sum(prod(shape) / copies[shares.holders(name)] for name, shape in shapes.items())
+        assert updated[stage] == pytest.approx(own / 3)
