@@ -47,6 +47,15 @@ def outer_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def outer_parts(model: ModelConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Parameters used in front of the layers, and those behind; tied, both have the embedding."""
+    outer = outer_shapes(model)
+    before = {name: outer[name] for name in outer if _owner(name) in ("embed", "positions")}
+    head = "embed.weight" if model.tie_embeddings else "head.weight"
+    behind = {name: outer[name] for name in outer if _owner(name) == "final_norm"}
+    return before, {**behind, head: outer[head]}
+
+
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """All parameters by global name, in a fixed order: embedding, layers, final norm, head."""
     outer = outer_shapes(model)

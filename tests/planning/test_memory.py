@@ -1,13 +1,21 @@
 """Buckets against the tensors a run really builds; tests/engine/test_steps.py has the peaks."""
 
 from dataclasses import fields
+from math import prod
 
 import pytest
 import torch
 
 from sppo.config.run import OptimizerConfig
+from sppo.engine.gathered_weights import GatheredWeights
 from sppo.model.gradients import zero_gradients
+from sppo.parallel.row_gather import RowGather
 from sppo.planning.activation_policy import POLICIES
+from sppo.planning.candidate import Candidate, assess
+from sppo.planning.cost import layers_of_stages
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.layer_cost import Workload
+from sppo.planning.parameters import stage_shapes
 from sppo.train.optimizer import AdamW
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 from tests.planning.one_device import predicted
@@ -31,6 +39,40 @@ def test_state_has_the_bytes_predicted(variant, dtype):
     own = {weight.data_ptr() for weight in weights.values()}
     others = [t for name, t in state.items() if t.data_ptr() not in own and "step" not in name]
     assert total(others) == buckets.optimizer_bytes
+
+
+class TwoRanks:
+    """A group that nobody talks in."""
+
+    def size(self):
+        return 2
+
+
+@pytest.mark.parametrize(("variant", "vocab_size"), [("mha", 8), ("mha", 4000), ("gpt", 4000)])
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_which_a_device_keeps_its_rows(variant, vocab_size, num_stages, dtype):
+    model = tiny_model(variant, vocab_size=vocab_size, num_layers=4)
+    workload = Workload(model, PRESETS["laptop-cpu"], dtype=dtype)
+    candidate = Candidate(
+        workload,
+        (30, 30, 40),
+        pipeline_parallel_degree=num_stages,
+        data_parallel_degree=2,
+        zero=3,
+        policy="retain",
+    )
+    stages = layers_of_stages(model.num_layers, num_stages=num_stages)
+    for layers, memory in zip(stages, assess(candidate).memory, strict=True):
+        shapes = stage_shapes(model, layers)
+        rows = {
+            name: torch.empty((shape[0] // 2, *shape[1:]), dtype=DTYPES[dtype])
+            for name, shape in shapes.items()
+        }
+        gathers = dict.fromkeys(shapes, RowGather(TwoRanks(), index=0))
+        gathered = GatheredWeights(rows, shapes=shapes, gathers=gathers)
+        assert memory.device.weights_bytes == total(rows.values()) + gathered.room_bytes
+        assert memory.device.gradients_bytes == 4 * sum(map(prod, shapes.values()))
 
 
 def test_the_total_is_the_sum_of_all_buckets():
