@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A million tokens a sequence on the nodes of a SLURM job: solves for as many as there are, prints the plan, trains.
 #
-#   sbatch --nodes=4 scripts/train_1m_slurm.sh [KEY=VALUE...]          from the top of the repository
-#   SPPO_DRY_RUN=1 SPPO_NODES=4 bash scripts/train_1m_slurm.sh         plan only, on any machine
+#   sbatch --nodes=4 --gpus-per-node=8 scripts/train_1m_slurm.sh [KEY=VALUE...]      from the top of the repository
+#   SPPO_DRY_RUN=1 SPPO_NODES=4 bash scripts/train_1m_slurm.sh                       plan only, on any machine
 #
 #SBATCH --job-name=sppo-1m
 #SBATCH --ntasks-per-node=1
@@ -30,9 +30,18 @@ preset=${SPPO_PRESET:-}                           # what to plan with until then
 disk=${SPPO_DISK:-$output.moved}                  # CPU only: where moved activations wait
 
 if [ -z "$nodes" ]; then
-    echo "error: not in a SLURM job: sbatch --nodes=N ${BASH_SOURCE[0]}, or SPPO_DRY_RUN=1 SPPO_NODES=N to plan" >&2
+    echo "error: not in a SLURM job: sbatch --nodes=N --gpus-per-node=G ${BASH_SOURCE[0]}, or SPPO_DRY_RUN=1 SPPO_NODES=N to plan" >&2
     exit 2
 fi
+start() { # RANKS COMMAND...: one task for every rank, each on a GPU of its own
+    local ranks=$1 tasks=() cores=${SLURM_CPUS_ON_NODE:-}
+    shift
+    # Both, for srun takes the number of tasks from the job, which has one a node, unless it is told.
+    tasks=("--nodes=$(((ranks + devices - 1) / devices))" "--ntasks=$ranks" "--ntasks-per-node=$devices")
+    [[ ! $cores =~ ^[0-9]+$ ]] || tasks+=("--cpus-per-task=$((cores > devices ? cores / devices : 1))")
+    srun "${tasks[@]}" --kill-on-bad-exit=1 "$@"
+}
+
 make_environment
 sppo=$venv/bin/sppo
 train_long_run "$run" "hardware.nodes=$nodes" "hardware.devices_per_node=$devices" "$@"

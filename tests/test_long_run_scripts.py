@@ -1,17 +1,19 @@
-"""Launch scripts for a million tokens plan anywhere, and say what is missing before they start."""
+"""Launch scripts for a million tokens plan anywhere, and train by the plan where they can."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sppo.planning.hardware_file import hardware_json
-from sppo.planning.this_machine import describe_cpu, usable_memory_bytes
+from sppo.planning.this_machine import describe_cpu, divide_cpu, usable_memory_bytes
 from tests.conftest import write_tokens
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +46,6 @@ def test_one_gpu_plans_a_million_tokens(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "1 sequence of 1Mi tokens a step" in done.stdout
     assert "dry run: nothing was started" in done.stdout
-    assert "note: this plan is for a GPU (h200), and this version trains on a CPU" in done.stdout
     assert plan_in(tmp_path)["boundaries"][-1] == 1 << 20
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["llama_1b_1m_1gpu.plan.json"]
 
@@ -57,19 +58,92 @@ def test_one_gpu_plans_a_million_tokens(tmp_path):
         ("slurm", {"SPPO_NODES": "1", "SLURM_JOB_NUM_NODES": "3"}, 8),
     ],
 )
-def test_what_needs_several_ranks_is_refused_before_anything_starts(
-    tmp_path, name, variables, ranks
-):
-    """With tokens and all; every device of the job is planned for."""
-    options = {**SMALL, **variables, "SPPO_TOKENS": str(write_tokens(tmp_path / "tokens"))}
+def test_every_device_of_the_job_is_planned_for(tmp_path, name, variables, ranks):
     words = (f"parallel.data_parallel_degree={ranks}", f"train.sequences_per_step={ranks}")
-    done = launch(name, *words, directory=tmp_path, **options)
-    assert done.returncode == 1
-    assert f"error: this plan needs {ranks} ranks, and this version trains on one" in done.stderr
+    done = launch(name, *words, directory=tmp_path, **SMALL, **variables, SPPO_DRY_RUN="1")
+    assert done.returncode == 0, done.stderr
     assert "step time is" in done.stdout
+    plan = plan_in(tmp_path)
+    assert plan["data_parallel_degree"] == ranks
+    assert plan["hardware"]["num_nodes"] * plan["hardware"]["node"]["num_devices"] == ranks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_plan_for_gpus_is_not_started_where_there_is_none(tmp_path):
+    tokens = str(write_tokens(tmp_path / "tokens"))
+    done = launch("1node", directory=tmp_path, SPPO_TOKENS=tokens, SPPO_DEVICES="1", **SMALL)
+    assert done.returncode == 1
+    assert "error: this plan is for GPUs, and torch sees none here" in done.stderr
     assert not (tmp_path / "hardware.json").exists()
-    hardware = plan_in(tmp_path)["hardware"]
-    assert hardware["num_nodes"] * hardware["node"]["num_devices"] == ranks
+    assert not (tmp_path / "runs/llama_8b_1m_1node").exists()
+
+
+@pytest.fixture
+def two_cpus(tmp_path):
+    """A directory with tokens, and a description of this machine that two ranks share."""
+    spec = divide_cpu(describe_cpu(usable_memory_bytes()), 2)
+    (tmp_path / "hardware.json").write_text(json.dumps(hardware_json(spec)))
+    write_tokens(tmp_path / "tokens", num_tokens=3 * 2048)
+    return {**SMALL, "SPPO_TOKENS": "tokens", "SPPO_DEVICES": "2", "OMP_NUM_THREADS": "1"}
+
+
+def trained_by_two(directory, name):
+    """Whether both ranks of a pipeline trained a step, by the plan."""
+    assert plan_in(directory)["pipeline_parallel_degree"] == 2
+    summary = json.loads((directory / f"runs/{name}/run_summary.json").read_text())
+    line = json.loads((directory / f"runs/{name}/metrics.jsonl").read_text())
+    return summary["steps"] == 1 and line["loss"] > 0
+
+
+def test_two_ranks_of_a_node_train_by_the_plan(tmp_path, two_cpus):
+    words = ("parallel.pipeline_parallel_degree=2", "train.dtype=fp32")
+    done = launch("1node", *words, directory=tmp_path, **two_cpus)
+    assert done.returncode == 0, done.stderr
+    assert "planning with hardware.json" in done.stdout
+    assert "parallel  pipeline 2" in done.stdout
+    assert trained_by_two(tmp_path, "llama_8b_1m_1node")
+
+
+SRUN = """#!/usr/bin/env python3
+# Starts tasks on this machine as srun would on its nodes, and writes down how it was asked.
+import os, subprocess, sys
+options = dict(w[2:].split("=") for w in sys.argv[1:] if w.startswith("--") and "=" in w)
+first = next(i for i, w in enumerate(sys.argv) if i and not w.startswith("--"))
+open("srun.asked", "w").write(" ".join(sys.argv[1:first]))
+count = int(options["ntasks"])
+place = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(count), "SLURM_NODEID": "0",
+         "SLURM_STEP_TASKS_PER_NODE": str(count), "SLURM_STEP_NODELIST": "localhost"}
+tasks = [subprocess.Popen(sys.argv[first:], env={**os.environ, **place, "SLURM_PROCID": str(i),
+                                                 "SLURM_LOCALID": str(i)}) for i in range(count)]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def test_a_slurm_job_starts_a_task_for_every_rank(tmp_path, two_cpus):
+    srun = tmp_path / "bin/srun"
+    srun.parent.mkdir()
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {
+        "PATH": f"{srun.parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CPUS_ON_NODE": "8",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    variables = {name: value for name, value in two_cpus.items() if name != "SPPO_DEVICES"}
+    words = ("parallel.pipeline_parallel_degree=2", "train.dtype=fp32")
+    done = launch("slurm", *words, directory=tmp_path, **variables, **job)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "srun.asked").read_text() == (
+        "--nodes=1 --ntasks=2 --ntasks-per-node=2 --cpus-per-task=4 --kill-on-bad-exit=1"
+    )
+    assert trained_by_two(tmp_path, "llama_8b_1m_cluster")
 
 
 def test_slurm_needs_a_job(tmp_path):
