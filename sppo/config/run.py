@@ -51,6 +51,10 @@ class ParallelConfig(Section):
     pipeline_parallel_degree: Degree = 1
     sequence_parallel_degree: Degree = 1
     sequence_parallel: Literal["ulysses", "megatron"] = "ulysses"
+    """How sequence-parallel ranks share a layer. ulysses: weights whole on each, tokens exchanged
+    for heads around attention; megatron: weights shared out, by heads and the MLP's width, tokens
+    gathered before the projections and added up after, a share of the weights, gradients and
+    optimizer states for more traffic."""
     schedule: str = "auto"
     multiplexed: Literal["auto", "on", "off"] = "auto"
     zero: Literal[0, 1, 3] = 1

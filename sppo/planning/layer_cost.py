@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod, sqrt
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -52,6 +52,19 @@ WIDE_BYTES = 4
 _FORWARD_KERNELS = 16
 _BACKWARD_KERNELS = 36
 _CLASSES = (X_IN, ATTENTION, LINEAR)
+
+
+class _Exchanges(NamedTuple):
+    """Times of a forward's exchange that other passes take."""
+
+    backward: float
+    linear_rebuild: float
+    attention_rebuild: float
+
+
+# Megatron's backward gathers both normed inputs again beside what forward's exchanges mirror;
+# rebuilding x_mid adds up once more. Ulysses attends again with q, and turns o back.
+_EXCHANGES = {"ulysses": _Exchanges(1.0, 0.0, 0.5), "megatron": _Exchanges(1.5, 0.25, 0.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +151,7 @@ def layer_seconds(
     rebuilt = [shapes[f"{name}.weight"] for name in rebuilt_linear_names(model)]
     attention, attention_backward = _attention(workload, begins=begins, ends=ends, window=window)
     exchange = exchange_seconds(workload, tokens=tokens)
+    times = _EXCHANGES[workload.sequence_parallel]
     saving = {index: _saving_seconds(workload, index, tokens=tokens) for index in _CLASSES}
     backward_elementwise = backward_work(model, element_bytes=workload.element_bytes)
     return LayerSeconds(
@@ -150,13 +164,14 @@ def layer_seconds(
         backward=_product_seconds(workload, matrices, tokens=tokens, product="input")
         + attention_backward
         + _elementwise_seconds(workload, backward_elementwise, tokens=tokens)
-        + exchange
+        + exchange * times.backward
         + _BACKWARD_KERNELS * device.kernel_s,
         weight=_product_seconds(workload, matrices, tokens=tokens, product="weight"),
         linear_rebuild=_product_seconds(workload, rebuilt, tokens=tokens, product="forward")
         + _elementwise_seconds(workload, linear_rebuild_work(model), tokens=tokens)
+        + exchange * times.linear_rebuild
         - saving[LINEAR],
-        attention_rebuild=attention + 0.5 * exchange - saving[ATTENTION],
+        attention_rebuild=attention + exchange * times.attention_rebuild - saving[ATTENTION],
     )
 
 
@@ -203,7 +218,7 @@ def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Ta
 
 
 def exchange_seconds(workload: Workload, *, tokens: Floats) -> Table:
-    """Communication of one layer's forward inside a sequence-parallel group; backward has as much.
+    """Communication of one layer's forward inside a sequence-parallel group.
 
     Ulysses exchanges q, k, v and o: each device sends (g-1)/g of its own g-th. Megatron gathers
     and scatters the residual stream before and after attention and the MLP: (g-1)/g of all of it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -122,6 +124,22 @@ def test_a_groups_exchanges_cost_time():
     costs = [price(request(hardware=hardware, group=2)) for hardware in (free, PERFECT)]
     assert (costs[1].forward_s > costs[0].forward_s).all()
     assert (costs[1].backward_s > costs[0].backward_s).all()
+
+
+@pytest.mark.parametrize(("mechanism", "ratio"), [("ulysses", 1.0), ("megatron", 1.5)])
+def test_backward_exchanges_as_much_or_more(mechanism, ratio):
+    """Megatron gathers the normed inputs again, which nobody has saved."""
+    free = machine(PERFECT, intra_node_bytes_per_s=1e30, intra_node_latency_s=0.0)
+    added = []
+    for name in ("forward_s", "backward_s"):
+        asked = [request(hardware=hardware, group=2) for hardware in (free, PERFECT)]
+        workloads = [replace(each.workload, sequence_parallel=mechanism) for each in asked]
+        with_free, with_links = (
+            getattr(price(replace(each, workload=workload)), name)
+            for each, workload in zip(asked, workloads, strict=True)
+        )
+        added.append(with_links - with_free)
+    assert added[1] == pytest.approx(ratio * added[0])
 
 
 def test_grouped_queries_have_a_fraction_of_the_keys():
