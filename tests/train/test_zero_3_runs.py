@@ -46,12 +46,13 @@ def test_rows_of_shared_weights(ranks, job):
     assert_like_alone(job, "grid")
 
 
-def test_masters_of_narrow_weights(ranks, work, run_file):
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gathering_changes_no_bit(ranks, work, run_file, dtype):
     run_file(
         model={**MODEL, "tie_embeddings": True},
-        train={"steps": 3, "sequences_per_step": 2, "dtype": "bf16", "output": "grid"},
+        parallel={"multiplexed": "off"},  # pieces of units are rounded in other places
+        train={"steps": 3, "sequences_per_step": 2, "dtype": dtype, "output": "grid"},
     )
     for zero in (1, 3):
         run_on(ranks, work, (2, 2, 1), 3, f"zero {zero}", **{"parallel.zero": zero})
-    for mine, theirs in zip(losses(work / "zero 3"), losses(work / "zero 1"), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3)
+    assert losses(work / "zero 3") == losses(work / "zero 1")
