@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What can only be tried on a GPU, in under nine minutes: the tests marked gpu, then the benchmarks.
-# Their results go to OUT (default: docs/results/gpu), each with date, device and command.
+# What can only be tried on a GPU, in under nine minutes: the tests marked gpu, training beside a CPU's, the
+# benchmarks. Their results go to OUT (default: docs/results/gpu), each with date, device and command; what came of
+# all of it to report.json there.
 #
 #   SPPO_PYTHON  the interpreter with torch for CUDA (default: python3); nothing is installed
 #   SPPO_GPU_CHECK_QUICK  set: fewer points
@@ -32,30 +33,61 @@ mkdir -p "$out"
 quick=${SPPO_GPU_CHECK_QUICK:+--quick}
 
 # Everything is tried, whatever fails first: time on a GPU is rare.
+all_s=530
 failed=()
-try() { # NAME COMMAND...
-    local name=$1 begin=$SECONDS
-    shift
+steps=()
+try() { # NAME MOST_SECONDS COMMAND...
+    local name=$1 most=$2 begin=$SECONDS how=done
+    shift 2
+    [ "$most" -le $((all_s - SECONDS)) ] || most=$((all_s - SECONDS))
+    if [ "$most" -lt 15 ]; then
+        echo "== $name: left out, the time is over"
+        steps+=("$name:left_out:0")
+        return 0
+    fi
     echo "== $name"
-    if "$@" >"$out/$name.log" 2>&1; then
+    if timeout "$most" "$@" >"$out/$name.log" 2>&1; then
         echo "   done in $((SECONDS - begin)) s"
     else
+        how=failed
         echo "   FAILED after $((SECONDS - begin)) s; the end of $out/$name.log:"
         tail -n 25 "$out/$name.log"
         failed+=("$name")
     fi
+    steps+=("$name:$how:$((SECONDS - begin))")
 }
-try build timeout 60 "$python" -c 'import pathlib, runpy
+runs=$(mktemp -d)
+trap 'rm -rf "$runs"' EXIT
+try build 40 "$python" -c 'import pathlib, runpy
 build = runpy.run_path("csrc/build_native.py")["build_native"]
 build(pathlib.Path("sppo/kernels/_native"))'
-try tests timeout 180 "$python" -m pytest -q -m gpu -p no:cacheprovider
-try bench timeout 150 "$python" -c 'from sppo.cli.app import main; main()' bench all $quick \
+try tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider
+try training 240 "$python" scripts/gpu_training.py "$out/training.json" --directory "$runs" --seconds 230 $quick
+try bench 150 "$python" -c 'from sppo.cli.app import main; main()' bench all $quick \
     -o "$out/hardware.json"
-try pcie timeout 60 "$python" -c 'from sppo.cli.app import main; main()' bench pcie $quick --json
-try overlap timeout 60 "$python" -c 'from sppo.cli.app import main; main()' bench overlap $quick --json
+try pcie 60 "$python" -c 'from sppo.cli.app import main; main()' bench pcie $quick --json
+try overlap 60 "$python" -c 'from sppo.cli.app import main; main()' bench overlap $quick --json
 for name in pcie overlap; do
-    grep -q '^{' "$out/$name.log" && sed -n '/^{/,$p' "$out/$name.log" >"$out/$name.json"
+    if grep -qs '^{' "$out/$name.log"; then sed -n '/^{/,$p' "$out/$name.log" >"$out/$name.json"; fi
 done
+"$python" - "$out" "${steps[@]}" <<'PY'
+import json
+import sys
+from pathlib import Path
+
+out, steps = Path(sys.argv[1]), [step.split(":") for step in sys.argv[2:]]
+report = dict(line.split(": ", 1) for line in (out / "where.txt").read_text().splitlines())
+report["steps"] = {name: {"end": end, "seconds": int(seconds)} for name, end, seconds in steps}
+for name in ("training", "hardware", "pcie", "overlap"):
+    path = out / f"{name}.json"
+    try:
+        report[name] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        report[name] = None
+lines = (out / "tests.log").read_text().splitlines() if (out / "tests.log").exists() else []
+report["tests"] = lines[-1] if lines else None
+(out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+PY
 echo "results: $out"
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2

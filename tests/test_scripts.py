@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -126,3 +127,34 @@ def test_the_gpu_check_says_that_there_is_no_gpu_and_leaves_nothing(tmp_path):
     assert done.returncode == 2
     assert "needs a CUDA device" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+AS_IF_ON_A_GPU = """
+case "$*" in
+*get_device_name*) echo Some GPU torch 2 CUDA 13 ;;
+"- "*) exec "$REAL_PYTHON" "$@" ;;
+*gpu_training.py*) echo '{"times": 1}' >"$2" ;;
+*pytest*) echo "7 passed" ;;
+*"bench pcie"*) echo words; echo '{"copies": 2}' ;;
+*"bench overlap"*) echo broken >&2; exit 1 ;;
+esac
+"""
+
+
+def test_the_gpu_check_puts_everything_into_one_report(tmp_path):
+    python = fake_python(tmp_path / "python", AS_IF_ON_A_GPU)
+    done = subprocess.run(
+        ["bash", ROOT / "scripts/gpu_check.sh", tmp_path / "out"],
+        env={**os.environ, "SPPO_PYTHON": python, "REAL_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "failed: overlap\n"
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["device"] == "Some GPU torch 2 CUDA 13"
+    ends = {name: step["end"] for name, step in report["steps"].items()}
+    assert ends.pop("overlap") == "failed"
+    assert ends == dict.fromkeys(("build", "tests", "training", "bench", "pcie"), "done")
+    assert (report["tests"], report["training"]) == ("7 passed", {"times": 1})
+    assert (report["pcie"], report["overlap"]) == ({"copies": 2}, None)

@@ -1,0 +1,245 @@
+"""What training on one GPU comes to: losses beside a CPU's, memory beside its prediction, offload.
+
+Trains small models on the CPU and on the GPU, keeping and moving what is saved, and a model of a
+billion parameters with and without moving. All through ``sppo train``. Run by
+``scripts/gpu_check.sh``; what is done so far is in the result at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TEXT = ("asyncio", "email", "http", "json", "logging", "unittest")
+LLAMA = {
+    "vocab_size": 512, "hidden_size": 512, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2,
+    "mlp_size": 1792,
+}  # fmt: skip
+TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
+"""Of a loss, relative, between devices; of what only moves nothing may differ but by the order in
+which gradients of embeddings are added up."""
+_SHOWN = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model, trained by several runs."""
+
+    name: str
+    model: dict[str, Any]
+    length: int
+    pieces: int
+    dtype: str
+    steps: int
+    on_cpu: bool = True
+    """Whether the CPU trains it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where runs are, and with what."""
+
+    directory: Path
+    rehearse: bool
+
+    def sppo(self, *words: str, timeout_s: float) -> str:
+        """Output of one call.
+
+        Raises:
+            RuntimeError: with the end of its output.
+        """
+        done = subprocess.run(
+            [sys.executable, "-m", "sppo", *words],
+            cwd=self.directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+        if done.returncode:
+            raise RuntimeError(f"sppo {shlex.join(words)}\n{done.stdout[-_SHOWN:]}")
+        return done.stdout
+
+    def train(self, case: Case, *, policy: str, device: str, timeout_s: float) -> dict[str, Any]:
+        """Metrics and summary of one run."""
+        name = f"{case.name}-{policy}-{device}"
+        moves: dict[str, Any] = {"policy": policy}
+        if self.rehearse:
+            moves["disk"] = str(self.directory)
+        sections = {
+            "model": case.model,
+            "data": {"tokens": "tokens", "shuffle": False},
+            "sequence": {"length": case.length, "num_subsequences": case.pieces},
+            "activations": moves,
+            "optimizer": {"lr": 1e-3},
+            "train": {"steps": case.steps, "dtype": case.dtype, "output": f"runs/{name}"},
+            "hardware": {"preset": "laptop-cpu"} if device == "cpu" else "auto",
+        }
+        file = self.directory / f"{name}.json"  # JSON is YAML
+        file.write_text(json.dumps(sections))
+        start = time.perf_counter()
+        self.sppo("train", file.name, timeout_s=timeout_s)
+        output = self.directory / "runs" / name
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        return {
+            "steps": [json.loads(line) for line in lines],
+            "summary": json.loads((output / "run_summary.json").read_text()),
+            "process_s": time.perf_counter() - start,
+        }
+
+
+def cases(*, rehearse: bool, quick: bool) -> tuple[tuple[Case, ...], Case]:
+    """(those that are compared with the CPU, the one that is timed)."""
+    if rehearse:
+        return (), Case("rehearsal", {"preset": "tiny-test"}, 256, 4, "fp32", 2)
+    compared = (
+        Case("tiny", {"preset": "tiny"}, 4096, 4, "fp32", 4),
+        Case("llama-4-layers", LLAMA, 4096, 4, "bf16", 4),
+    )
+    length = 16384 if quick else 65536
+    return compared, Case(
+        "llama-3.2-1b", {"preset": "llama-3.2-1b"}, length, 8, "bf16", 3, on_cpu=False
+    )
+
+
+def losses_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Losses of the runs of one case, and how far apart they are at most."""
+    losses = {name: [step["loss"] for step in run["steps"]] for name, run in runs.items()}
+    found: dict[str, Any] = {"case": case.name, "dtype": case.dtype, "losses": losses}
+    pairs = {"cpu and gpu": ("cpu retain", "gpu retain")} if case.on_cpu else {}
+    pairs["kept and moved"] = ("gpu retain", "gpu offload_all")
+    found["largest_difference"] = {
+        what: max(
+            (abs(a - b) / abs(a) for a, b in zip(losses[one], losses[other], strict=True)),
+            default=math.inf,
+        )
+        for what, (one, other) in pairs.items()
+    }
+    found["same_bits_kept_and_moved"] = losses["gpu retain"] == losses["gpu offload_all"]
+    found["within_tolerance"] = all(
+        difference <= TOLERANCE[case.dtype] for difference in found["largest_difference"].values()
+    )
+    return found
+
+
+def memory_beside(case: Case, runs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Memory by bucket, predicted and measured, of the runs on the GPU."""
+    for name, run in runs.items():
+        if name.startswith("gpu"):
+            summary = run["summary"]
+            yield {
+                "case": case.name,
+                "run": name,
+                "predicted_for": summary["predicted_for"],
+                "device_peak_bytes": summary["device_peak_bytes"],
+                "host_peak_bytes": summary["host_peak_bytes"],
+                "memory_bytes": summary["memory_bytes"],
+            }
+
+
+def times_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Step times with and without moving; the first step of a run is left out."""
+    kept, moved = runs["gpu retain"], runs["gpu offload_all"]
+    seconds = {name: _step_s(run) for name, run in runs.items()}
+    return {
+        "case": case.name,
+        "tokens": case.length,
+        "subsequences": case.pieces,
+        "step_s": seconds,
+        "step_time_ratio": seconds["gpu offload_all"] / seconds["gpu retain"],
+        "mfu": {name: run["summary"]["mfu"] for name, run in runs.items()},
+        "device_peak_bytes": {
+            name: run["summary"]["device_peak_bytes"] for name, run in runs.items()
+        },
+        "predicted_step_s": {
+            "gpu retain": kept["summary"]["step_s"]["predicted"],
+            "gpu offload_all": moved["summary"]["step_s"]["predicted"],
+        },
+        "copies": moved["summary"]["copies"],
+        "process_s": {name: run["process_s"] for name, run in runs.items()},
+    }
+
+
+def _step_s(run: dict[str, Any]) -> float:
+    return statistics.median(step["step_s"] for step in run["steps"][1:])
+
+
+def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
+    """Run everything there is time for; whether all of it went well."""
+    until = time.monotonic() + seconds
+    result: dict[str, Any] = {
+        "about": "measured, but for what is called predicted",
+        "command": shlex.join(["python", *sys.argv]),
+        "losses": [],
+        "memory": [],
+        "times": None,
+        "failed": [],
+    }
+
+    def left() -> float:
+        return max(1.0, until - time.monotonic())
+
+    def run_case(case: Case) -> dict[str, dict[str, Any]]:
+        device = "cpu" if place.rehearse else "gpu"
+        runs = {}
+        if case.on_cpu:
+            runs["cpu retain"] = place.train(case, policy="retain", device="cpu", timeout_s=left())
+        for policy in ("retain", "offload_all"):
+            runs[f"gpu {policy}"] = place.train(
+                case, policy=policy, device=device, timeout_s=left()
+            )
+        return runs
+
+    compared, timed = cases(rehearse=place.rehearse, quick=quick)
+    prepare_tokens(place)
+    for case in (*compared, timed):
+        try:
+            runs = run_case(case)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            result["failed"].append({"case": case.name, "why": str(error)})
+        else:
+            result["losses"].append(losses_beside(case, runs))
+            result["memory"].extend(memory_beside(case, runs))
+            if case is timed:
+                result["times"] = times_beside(case, runs)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    return not result["failed"] and all(row["within_tolerance"] for row in result["losses"])
+
+
+def prepare_tokens(place: Place) -> None:
+    """Bytes of the standard library's source."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    paths = [str(library / name) for name in TEXT if (library / name).exists()]
+    words = ("data", "prepare", "--tokenizer", "bytes", "--glob", "*.py", "--out", "tokens")
+    place.sppo(*words, *paths, timeout_s=60)
+
+
+def main() -> int:
+    """Exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path, help="JSON file to write")
+    parser.add_argument("--directory", type=Path, required=True, help="empty; holds the runs")
+    parser.add_argument("--seconds", type=float, default=230.0, help="begin nothing after that")
+    parser.add_argument("--quick", action="store_true", help="a shorter sequence")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny runs on the CPU, to try this script itself"
+    )
+    options = parser.parse_args()
+    place = Place(options.directory.resolve(), options.rehearse)
+    good = check(place, quick=options.quick, seconds=options.seconds, out=options.out.resolve())
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
