@@ -6,7 +6,8 @@ the rank that made them, bucket by bucket, so that what is under way never takes
 buckets.
 
 Ranks of one stage are its data-parallel replicas and, with Ulysses, the ranks that share tokens:
-both see some of the tokens with the same weights.
+both see some of the tokens with the same weights. With Megatron the ranks that share tokens hold
+parts of most parameters, so there is a group for each kind (:mod:`sppo.train.shared_state`).
 """
 
 from __future__ import annotations

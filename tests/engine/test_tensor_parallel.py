@@ -73,6 +73,24 @@ def test_steps_in_a_row(ranks, schedule, shared, kv_heads):
     )
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("shape", [(2, 2, 2), (3, 1, 2)])
+def test_blocks_of_which_replicas_keep_rows(ranks, shape, kv_heads):
+    """ZeRO-3: of its part of the weights a rank keeps the rows that it updates."""
+    check(
+        ranks,
+        Case(
+            "tied, yarn, all biases",
+            shape=shape,
+            sequence_parallel="megatron",
+            zero=3,
+            cuts=CUTS_FOR_TWO,
+            steps=2,
+            sizes={"num_layers": 3, "num_kv_heads": kv_heads},
+        ),
+    )
+
+
 ALIGNED = {
     "num_layers": 2,
     "hidden_size": 16,

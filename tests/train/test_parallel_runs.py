@@ -125,7 +125,7 @@ def test_a_run_of_one_rank_goes_on_with_weights_shared_out(ranks, job):
     assert_like_alone(job, "moving")
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 3])
 def test_biases_and_norms_of_shared_weights(ranks, work, run_file, zero):
     """GPT-2's shape: every linear layer has a bias, and the embedding is tied."""
     run_file(
