@@ -104,6 +104,15 @@ def tree(directory: Path) -> dict[str, bytes | str | None]:
     return {str(p.relative_to(directory)): content(p) for p in sorted(directory.rglob("*"))}
 
 
+@pytest.fixture(autouse=True)
+def _cpu_unless_asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of these tests are a CPU's on a machine with a GPU too, but for those marked gpu."""
+    wants = request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multigpu")
+    if torch.cuda.is_available() and wants is None:
+        monkeypatch.setattr("sppo.train.device.device_kind", lambda run: "cpu")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that a test starts
+
+
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with token data in ``tokens`` and a run of four steps in ``run.yaml``."""

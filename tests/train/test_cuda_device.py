@@ -47,6 +47,7 @@ def gpus(monkeypatch):
     """A machine on which torch sees two GPUs; none may be used."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
+    monkeypatch.setattr(devices, "device_kind", device_kind)  # whatever conftest makes of it
 
 
 def run_of(work, output="out", **sections):
