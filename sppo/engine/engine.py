@@ -172,6 +172,7 @@ class Engine:
                     moved=self._moved_pieces.get(index),
                     rows=PolicyRows(policy) if rows is None else rows[index],
                     heads=exchange,
+                    members=pipeline.pieces.members,
                     dtype=self._weights.dtype,
                     device=self._weights.device,
                     attention_backend=attention_backend,

@@ -27,7 +27,7 @@ from sppo.model.layer import Layer, Saved, Weights
 from sppo.model.rope import rotary_table
 from sppo.offload.moving_store import Itinerary, MovingStore, Place
 from sppo.offload.store import ActivationKey, ActivationStore
-from sppo.parallel.piece_exchange import PieceExchange
+from sppo.parallel.piece_exchange import PieceExchange, TokenMembers
 from sppo.parallel.ulysses import HeadExchange
 from sppo.planning.activation_decisions import ATTENTION
 from sppo.planning.parameters import layer_shapes
@@ -58,6 +58,7 @@ class PieceStage:
         moved: where those wait that leave it; None where none does.
         rows: what the plan does with the stage's saved tensors.
         heads: exchange with the ranks that share tokens; None where nobody does.
+        members: the same ranks, as they share out what is sent between stages.
         dtype: of weights and activations.
         device: of this rank.
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
@@ -74,6 +75,7 @@ class PieceStage:
         moved: MovingStore | None = None,
         rows: RowPlan,
         heads: HeadExchange | None,
+        members: TokenMembers,
         dtype: torch.dtype,
         device: torch.device,
         attention_backend: Backend = "auto",
@@ -87,7 +89,8 @@ class PieceStage:
         self._layer = Layer(model)
         self._shapes = layer_shapes(model)
         own = None if owner is None else owner.weights
-        self._weights = PieceWeights(model, own=own, dtype=dtype, device=device)
+        self._members = members
+        self._weights = PieceWeights(model, own=own, members=members, dtype=dtype, device=device)
         self._meter = PrefixMeter()
         self._plans: dict[tuple[int, int], SubsequencePlan] = {}
 
@@ -324,7 +327,12 @@ class PieceStage:
             assert self._gradients is not None, "training needs gradient buffers"
             totals = {name: self._gradients[f"layers.{index}.{name}"] for name in self._shapes}
         return PieceGradients(
-            exchange, totals=totals, shapes=self._shapes, dtype=self._dtype, device=self._device
+            exchange,
+            totals=totals,
+            members=self._members,
+            shapes=self._shapes,
+            dtype=self._dtype,
+            device=self._device,
         )
 
     def _rotary(self, piece: Piece) -> RotaryTable | None:

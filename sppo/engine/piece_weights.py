@@ -3,6 +3,10 @@
 While a layer computes, the owner sends the next one: a helper holds two layers' weights at most,
 never a second copy of a stage. Weight gradients go back to the owner product by product, so a
 helper holds those of a few parameters at a time.
+
+Where G ranks share tokens, each of the owner's sends its G-th part of the rows to one of the
+helper's, which then exchange them among themselves, over links that are faster than those between
+stages; gradients are added up there before each sends its part home.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from sppo.config.model import ModelConfig
 from sppo.engine.weights import WeightProvider
 from sppo.kernels.elementwise import wide_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
-from sppo.parallel.piece_exchange import PieceExchange
+from sppo.parallel.piece_exchange import PieceExchange, TokenMembers
 from sppo.planning.parameters import layer_shapes
 
 _MOST_UNDER_WAY = 2
@@ -31,6 +35,7 @@ class PieceWeights:
     Args:
         model: the shape.
         own: the owner's weights; None on a helper.
+        members: the ranks that share this rank's tokens.
         dtype: of the weights.
         device: where they are.
     """
@@ -40,11 +45,13 @@ class PieceWeights:
         model: ModelConfig,
         *,
         own: WeightProvider | None,
+        members: TokenMembers,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._shapes = layer_shapes(model)
         self._own, self._dtype, self._device = own, dtype, device
+        self._members = members
         self._coming: deque[tuple[int, Mapping[str, Tensor], list[Any]]] = deque()
         self._order: deque[int] = deque()
         self._exchange: PieceExchange | None = None
@@ -79,6 +86,8 @@ class PieceWeights:
         assert coming == layer, f"layer {layer} is wanted, {coming} comes"
         for work in works:
             work.wait()
+        if self._own is None:
+            self._members.put_together(list(weights.values()))
         return weights
 
     def release(self) -> None:
@@ -106,8 +115,8 @@ class PieceWeights:
         self._held_layers += 1
         if self._own is None:
             self.most_layers = max(self.most_layers, self._held_layers)
-        tensors = [*(weights[name] for name in self._shapes), *self._also(layer)]
-        works = self._exchange.send_ahead(tensors)
+        parts = (self._members.own_rows(weights[name]) for name in self._shapes)
+        works = self._exchange.send_ahead([p for p in parts if p.shape[0]] + [*self._also(layer)])
         self._coming.append((layer, weights, works))
 
 
@@ -117,6 +126,7 @@ class PieceGradients:
     Args:
         exchange: with the ranks of the other pieces.
         totals: the owner's fp32 sums of the layer by local name; None on a helper.
+        members: the ranks that share this rank's tokens.
         shapes: of the layer's parameters.
         dtype: of the weights.
         device: where they are.
@@ -127,43 +137,54 @@ class PieceGradients:
         exchange: PieceExchange,
         *,
         totals: Mapping[str, Tensor] | None,
+        members: TokenMembers,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._exchange, self._totals, self._shapes = exchange, totals, shapes
-        self._dtype, self._device = wide_dtype(dtype), device
+        self._dtype, self._device, self._members = wide_dtype(dtype), device, members
         self._under_way: deque[tuple[str, Tensor, Any]] = deque()
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
         """See :class:`sppo.model.gradients.GradientSink`."""
-        weight = self._zeros(f"{name}.weight")
+        weight = self._sum(f"{name}.weight")
         accumulate_weight_gradient(weight, dy_CO, x_CI)
-        self._add_up(f"{name}.weight", weight)
+        self._send(f"{name}.weight", weight)
         if f"{name}.bias" in self._shapes:
-            bias = self._zeros(f"{name}.bias")
+            bias = self._sum(f"{name}.bias")
             accumulate_bias_gradient(bias, dy_CO)
-            self._add_up(f"{name}.bias", bias)
+            self._send(f"{name}.bias", bias)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """See :class:`sppo.model.gradients.GradientSink`."""
-        self._add_up(name, gradient.to(self._dtype).contiguous())
+        self._send(name, self._sum(name).add_(gradient))
 
     def finish(self) -> None:
         """Return when everything is at the owner."""
         self._wait_for(0)
 
-    def _add_up(self, name: str, gradient: Tensor) -> None:
-        work = self._exchange.to_owner_ahead(gradient)
-        self._under_way.append((name, gradient, work))
+    def _sum(self, name: str) -> Tensor:
+        """What this rank adds to: the owner its totals, a helper zeros."""
+        if self._totals is not None:
+            return self._totals[name]
+        return torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
+
+    def _send(self, name: str, gradient: Tensor) -> None:
+        """Begin to add a helper's gradient to the owner's sum, which has its own already."""
+        if self._totals is not None:
+            part = torch.zeros_like(self._members.own_rows(gradient))
+        else:
+            self._members.add_up(gradient)
+            part = self._members.own_rows(gradient)
+        if part.shape[0]:
+            work = self._exchange.to_owner_ahead(part)
+            self._under_way.append((name, part, work))
         self._wait_for(_MOST_UNDER_WAY)
 
     def _wait_for(self, most: int) -> None:
         while len(self._under_way) > most:
-            name, gradient, work = self._under_way.popleft()
+            name, part, work = self._under_way.popleft()
             work.wait()
             if self._totals is not None:
-                self._totals[name].add_(gradient)
-
-    def _zeros(self, name: str) -> Tensor:
-        return torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
+                self._members.own_rows(self._totals[name]).add_(part)

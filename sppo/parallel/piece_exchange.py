@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sppo.parallel.data_parallel import add_up, rows_of
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.peer_loss import peer_errors
 
@@ -136,6 +137,45 @@ class PieceExchange:
             return torch.cat(parts)
 
 
+class TokenMembers:
+    """The ranks that share this rank's tokens, each of which sends its part of the weights' rows.
+
+    Args:
+        group: of them; None where nobody shares tokens.
+        ranks: their global ranks, in order.
+        index: this rank's place among them.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, *, ranks: Sequence[int] = (0,), index: int = 0
+    ) -> None:
+        self._group, self._ranks, self._index = group, tuple(ranks), index
+
+    def own_rows(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a parameter's rows; a view."""
+        return tensor[rows_of(tensor.shape[0], index=self._index, count=len(self._ranks))]
+
+    def put_together(self, tensors: Sequence[Tensor]) -> None:
+        """Fill ``tensors``, right in :meth:`own_rows`, with the rows of the others."""
+        if self._group is None:
+            return
+        works = []
+        with peer_errors("putting a layer's weights together"):
+            for tensor in tensors:
+                for index, rank in enumerate(self._ranks):
+                    rows = rows_of(tensor.shape[0], index=index, count=len(self._ranks))
+                    if rows.stop > rows.start:
+                        part = tensor[rows]
+                        works.append(dist.broadcast(part, rank, group=self._group, async_op=True))
+            for work in works:
+                assert work is not None, "a member of the group"
+                work.wait()
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over all of them."""
+        add_up([tensor], self._group, what="adding up a piece's weight gradients")
+
+
 class PieceLinks:
     """Communicators of all ranges of a pipeline whose ranks run pieces together."""
 
@@ -143,6 +183,16 @@ class PieceLinks:
         self._mesh = mesh
         self._groups: dict[tuple[int, int], tuple[ProcessGroup, ProcessGroup]] = {}
         self._known: set[tuple[int, int]] = set()
+
+    @property
+    def members(self) -> TokenMembers:
+        """The ranks that share this rank's tokens."""
+        mesh = self._mesh
+        return TokenMembers(
+            mesh.groups.sequence,
+            ranks=mesh.shape.sequence_ranks(mesh.at),
+            index=mesh.at.sequence,
+        )
 
     def connect(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Make what is missing for ``ranges``, (first, last) positions; every rank calls it."""

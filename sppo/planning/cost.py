@@ -243,13 +243,13 @@ def stage_parameters(request: CostRequest) -> Table:
 def _streamed_parameters(request: CostRequest) -> Table:
     """Parameters of each stage that a device sends to one that helps it (MSP), [stages].
 
-    Of its layers: embedding and head stay with the owner.
+    Of its layers: embedding and head stay with the owner. Devices of a group each send their share
+    to a helper group, which puts it together over its fast links.
     """
     workload = request.workload
     layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
     counts = np.array([float(layer * len(layers)) for layers in request.stages])
-    shared = workload.sequence_parallel == "megatron"
-    return counts / (workload.sequence_parallel_degree if shared else 1)
+    return counts / workload.sequence_parallel_degree
 
 
 def device_parameters(request: CostRequest) -> Table:

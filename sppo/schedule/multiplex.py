@@ -37,6 +37,7 @@ from sppo.schedule.orders import Lengths
 # half and none.
 _TRIED_ALONE = 64
 _NESTED_CHOICES = 8
+_DEPTHS_TRIED = 8
 _MANY_PIECES = 20_000
 _TOLERANCE = 1e-9
 
@@ -234,14 +235,19 @@ class _Builder:
     def choose(self, paying: Sequence[Mapping[int, Gang]]) -> Schedule:
         """Of the runs of gangs that pay for themselves, those without which the step is longer.
 
-        The best runs, the best two and so on are compared, then single runs and single gangs are
-        dropped while that costs nothing, unless a trial, which simulates a whole step, takes long.
+        The best runs, the best two and so on are compared, and of all runs the units nearest to
+        the ends, the two nearest and so on: where moving costs much, only the first ones fill a
+        bubble that is theirs. Then single runs and single gangs are dropped while that costs
+        nothing, unless a trial, which simulates a whole step, takes long.
         """
         ranked = sorted(paying, key=self.gain, reverse=True)
         pieces = sum(len(gang.ranks) for run in paying for gang in run.values())
         parts = min(len(ranked), _NESTED_CHOICES if pieces <= _MANY_PIECES else 2)
         sizes = {len(ranked) * part // parts for part in range(parts + 1)} if parts else {0}
         choices = [_together(ranked[:size]) for size in sorted(sizes, reverse=True)]
+        # Where nothing costs anything to move, the paper's table is taken as it stands.
+        if pieces <= _MANY_PIECES and (self.costs.weight_bytes.any() or self.costs.kv_bytes.any()):
+            choices += self._shallow(_together(ranked))
         timed = [(self.makespan_s(self.build(choice)), n) for n, choice in enumerate(choices)]
         shortest, which = min(timed)
         chosen = choices[which]
@@ -254,6 +260,18 @@ class _Builder:
             if makespan <= shortest + _TOLERANCE:
                 chosen, shortest = without, min(shortest, makespan)
         return self.build(chosen)
+
+    def _shallow(self, gangs: Mapping[int, Gang]) -> list[dict[int, Gang]]:
+        """Of ``gangs`` those of the outermost units, one deep, two deep and so on."""
+        depths: dict[int, int] = {}
+        for slot in gangs:
+            unit = slot % self.costs.num_units
+            sequence = max(m for m, offset in enumerate(self.offsets) if offset <= unit)
+            index, units = unit - self.offsets[sequence], len(self.plain.lengths[sequence])
+            depths[slot] = min(index, units - 1 - index)
+        deepest = max(depths.values(), default=0)
+        tried = range(1, min(deepest, _DEPTHS_TRIED) + 1)
+        return [{s: gang for s, gang in gangs.items() if depths[s] < d} for d in tried]
 
     def gain(self, run: Mapping[int, Gang]) -> float:
         """Seconds that a run of gangs saves against its units on one rank."""

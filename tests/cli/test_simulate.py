@@ -50,7 +50,8 @@ def test_msp_from_flags():
     paid = [
         report("--schedule", "sppo_msp", *SHAPE, *priced, b)["makespan_s"] for b in (50, 2, 0.1)
     ]
-    assert 25 < paid[0] < paid[1] < 33.1
+    # With a price the outermost units alone are tried too, and they do better than all of them.
+    assert 24 < paid[0] < paid[1] < 33.1
     assert paid[2] == report("--schedule", "sppo", *SHAPE, "--latency", "0.001")["makespan_s"]
 
 

@@ -78,7 +78,7 @@ def priced(p, n, *, bandwidth, weights=1.0, factors=None):
 
 def test_communication_decides_how_many_units_are_cut():
     counts, makespans = [], []
-    for bandwidth in (100, 3, 1.5):
+    for bandwidth in (100, 1.5, 1):
         costs = priced(4, 8, bandwidth=bandwidth)
         schedule = make("sppo_msp", p=4, n=8, m=1, tokens=64, costs=costs)
         counts.append(pieces(schedule))
