@@ -22,7 +22,7 @@ from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
 from sppo.planning.activation_policy import saved_bytes_per_token
 from sppo.planning.choices import Degrees
-from sppo.planning.cost import CostRequest, kv_bytes_per_token
+from sppo.planning.cost import CostRequest, kv_bytes_per_token, same_weights_degree
 from sppo.planning.feasibility import fits_at_all
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.layer_cost import Mechanism, Workload
@@ -105,11 +105,14 @@ def baseline_memory(
     saved = saved_bytes_per_token(method.policy, run.model, element_bytes=workload.element_bytes)
     per_layer = saved * length / degrees.sequence_parallel
     exchanged = _exchanged_bytes(request, tokens=length)
+    # They reduce gradients layer by layer and keep a share of them only.
+    shards = degrees.data_parallel * same_weights_degree(workload) if method.zero >= 3 else 1
     stages = []
     for state, layers in zip(state_memory(request, in_flight=once), request.stages, strict=True):
         stages.append(
             replace(
                 state.device,
+                gradients_bytes=state.device.gradients_bytes // shards,
                 kv_bytes=round(kv * (len(layers) if keeps else 1)),
                 # Formed and consumed within a layer, so never summed up in fp32.
                 kv_gradients_bytes=round(kv),

@@ -27,7 +27,7 @@ from sppo.planning.cost import (
     updated_parameters,
 )
 from sppo.planning.layer_cost import WIDE_BYTES, Workload
-from sppo.planning.parameters import layer_shapes, num_parameters
+from sppo.planning.parameters import layer_shapes, num_parameters, outer_parts
 from sppo.planning.working_set import (
     PREFIX_KEYS,
     forward_working_set,
@@ -43,9 +43,9 @@ class MemoryBuckets:
     """Bytes on one device at the peak of a step, by what holds them."""
 
     weights_bytes: int
-    """Parameters in the compute dtype."""
+    """Parameters in the compute dtype; with ZeRO-3 a share of them, and those put together."""
     gradients_bytes: int
-    """fp32 sums."""
+    """fp32 sums, whole until they are reduced once per step."""
     optimizer_bytes: int
     """AdamW's two moments, and fp32 masters where the weights are narrower."""
     kv_bytes: int
@@ -104,7 +104,6 @@ def state_memory(
     masters = WIDE_BYTES if element < WIDE_BYTES else 0
     copies = request.data_parallel_degree * same_weights_degree(workload)
     shares_weights = request.zero >= 3 and copies > 1
-    gathered = _gathered_bytes(request) if shares_weights else 0
     kv, kv_gradients = _kv_bytes(request, in_flight=in_flight)
     layer = _most_working_bytes(request)
     loss = loss_working_set(workload, tokens=_longest(request)).live_bytes
@@ -115,9 +114,10 @@ def state_memory(
         is_last = request.is_last_stage(stage)
         working = max(layer, loss) if is_last else layer
         optimizer = int((own if request.zero else count) * (2 * WIDE_BYTES + masters))
+        gathered = _put_together_bytes(request, stage=stage) if shares_weights else 0
         buckets = MemoryBuckets(
             weights_bytes=int((own if shares_weights else count) * element) + gathered,
-            gradients_bytes=int((own if shares_weights else count) * WIDE_BYTES),
+            gradients_bytes=int(count * WIDE_BYTES),
             optimizer_bytes=0 if offload_optimizer else optimizer,
             kv_bytes=int(kv[stage]),
             kv_gradients_bytes=int(kv_gradients[stage]),
@@ -186,7 +186,7 @@ def helper_bytes(request: CostRequest) -> int:
     """
     workload = request.workload
     tokens = max(sum(parts) for parts in request.lengths)
-    return _gathered_bytes(request) + round(tokens * sum(kv_bytes_per_token(workload)))
+    return _two_layers_bytes(request) + round(tokens * sum(kv_bytes_per_token(workload)))
 
 
 def _kv_bytes(request: CostRequest, *, in_flight: Counts) -> tuple[Table, Table]:
@@ -267,11 +267,27 @@ def _longest(request: CostRequest) -> int:
     return -(-longest // request.workload.sequence_parallel_degree)
 
 
-def _gathered_bytes(request: CostRequest) -> int:
-    """Two layers' weights gathered at once where every device holds a share of them (ZeRO-3)."""
+def _put_together_bytes(request: CostRequest, *, stage: int) -> int:
+    """Whole weights at once where every device holds a share of them (ZeRO-3).
+
+    Two layers', the one in use and the next one, or what a stage has outside of its layers.
+    """
     model = request.workload.model
-    layer = sum(prod(shape) for shape in layer_shapes(model).values())
-    return 2 * layer * request.workload.element_bytes
+    before, behind = outer_parts(model)
+    outer = [before] if stage == 0 else []
+    outer += [behind] if request.is_last_stage(stage) else []
+    elements = [sum(map(prod, shapes.values())) for shapes in outer]
+    most_outer = max(elements, default=0) * request.workload.element_bytes
+    return max(_two_layers_bytes(request), most_outer)
+
+
+def _two_layers_bytes(request: CostRequest) -> int:
+    """Weights of two layers, as far as a device computes with them."""
+    workload = request.workload
+    layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
+    shared = workload.sequence_parallel == "megatron"
+    degree = workload.sequence_parallel_degree if shared else 1
+    return 2 * layer * workload.element_bytes // degree
 
 
 def exchanged_bytes(request: CostRequest) -> int:
