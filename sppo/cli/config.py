@@ -28,7 +28,7 @@ def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fal
     from sppo.config import load_run
 
     with exit_codes():
-        values = load_run(run_file, overrides or (), to_train=False).model_dump(mode="json")
+        values = load_run(run_file, overrides or ()).model_dump(mode="json")
     if json_output:
         typer.echo(json.dumps(values, indent=2))
     else:

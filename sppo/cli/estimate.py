@@ -37,7 +37,7 @@ def estimate(
         from sppo.config import load_run
         from sppo.planning.estimate import estimate as estimate_run
 
-        run = load_run(run_file, overrides or (), to_train=False)
+        run = load_run(run_file, overrides or ())
         found = estimate_run(run, hardware=run_hardware(run))
         rows = _baselines(found) if compare else ()
     _print(found, baselines=rows, as_json=json_output)

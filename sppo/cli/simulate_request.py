@@ -188,7 +188,7 @@ def _run(words: Words, *, flags: Flags, names: Sequence[str]) -> Simulation:
 
     _refuse_abstract_costs(words, flags)
     assert words.run_file is not None, "only called for a run file"
-    run = load_run(words.run_file, words.overrides, to_train=False)
+    run = load_run(words.run_file, words.overrides)
     shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
     return _simulation([simulated_run(run, shape=shape) for shape in shapes], flags)
 

@@ -61,7 +61,7 @@ def _solution(run_file: Path, overrides: list[str]) -> Solution:
     from sppo.config import load_run
     from sppo.planning.solver import solve as solve_run
 
-    run = load_run(run_file, overrides, to_train=False)
+    run = load_run(run_file, overrides)
     return solve_run(run, hardware=run_hardware(run))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from sppo.config.capabilities import check_trainable
 from sppo.config.huggingface import read_model_fields
 from sppo.config.presets import PRESETS
 from sppo.config.problems import (
@@ -30,15 +29,12 @@ _SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")
 """What a model without preset or from_hf must say."""
 
 
-def load_run(
-    path: Path | str, overrides: Sequence[str] = (), *, to_train: bool = True
-) -> RunConfig:
+def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read, merge and check one run file.
 
     Args:
         path: RUN.yaml.
         overrides: ``section.key=value`` words from the command line, values in YAML.
-        to_train: also refuse what this version cannot train; False to plan and simulate.
 
     Raises:
         ConfigError: every problem of the file and the overrides, at once.
@@ -47,7 +43,7 @@ def load_run(
     raw = read_yaml(path)
     problems: list[Problem] = []
     merged = apply_overrides(raw, overrides, problems)
-    return check_run(merged, source=str(path), problems=problems, to_train=to_train)
+    return check_run(merged, source=str(path), problems=problems)
 
 
 def apply_overrides(
@@ -90,7 +86,6 @@ def check_run(
     *,
     source: str,
     problems: Sequence[Problem] = (),
-    to_train: bool = True,
 ) -> RunConfig:
     """Parse each section on its own, then the rules across sections.
 
@@ -111,9 +106,6 @@ def check_run(
         if parsed is not None:
             sections[name] = parsed
     found.extend(check_sections(sections))
-    if to_train:
-        told = {problem.path for problem in found}
-        found.extend(p for p in check_trainable(sections) if p.path not in told)
     if found:
         raise ConfigError(source, found)
     return RunConfig(**sections)

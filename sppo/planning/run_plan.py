@@ -71,9 +71,20 @@ def _scheduled(run: RunConfig, assessment: Assessment) -> Option:
     """Simulated where ranks wait for one another, by the best schedule that can be trained."""
     if assessment.candidate.pipeline_parallel_degree == 1:
         return Option(assessment)
-    trained = run.parallel.model_copy(update={"multiplexed": "off"})
-    without = run.model_copy(update={"parallel": trained})
-    return with_best_schedule(without, simulate_option(assessment))
+    if not trains_pieces(run):
+        whole = run.parallel.model_copy(update={"multiplexed": "off"})
+        run = run.model_copy(update={"parallel": whole})
+    return with_best_schedule(run, simulate_option(assessment))
+
+
+def trains_pieces(run: RunConfig) -> bool:
+    """Whether training can share units among pipeline ranks: every rank of a stage must have all
+    of its weights to send."""
+    parallel = run.parallel
+    shares_weights = parallel.sequence_parallel == "megatron" and (
+        parallel.sequence_parallel_degree > 1
+    )
+    return not shares_weights and parallel.zero != 3
 
 
 def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
@@ -112,9 +123,7 @@ def _lengths(run: RunConfig, workload: Workload) -> tuple[int, ...]:
     return cut_sequence(run, pieces=pieces, workload=workload, num_stages=stages)
 
 
-def _tiers(
-    run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_bytes: int
-) -> NodeSpec:
+def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_bytes: int) -> NodeSpec:
     """The node with the tiers that the run may use.
 
     Behind a GPU the host's memory, unless the run says otherwise; else a disk, if it names a

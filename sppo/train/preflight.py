@@ -16,7 +16,7 @@ from sppo.parallel.ulysses import head_share
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import hardware_for
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
-from sppo.planning.run_plan import plan_run
+from sppo.planning.run_plan import plan_run, trains_pieces
 from sppo.planning.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.train.data import TrainingData
 from sppo.train.device import CpuDevice, Device, Kind
@@ -104,6 +104,12 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
 def _check_degrees(run: RunConfig) -> None:
     """Degrees of parallelism that the model or the step cannot be divided by."""
     parallel, model = run.parallel, run.model
+    if parallel.multiplexed == "on" and not trains_pieces(run):
+        raise ValueError(
+            "parallel.multiplexed=on lends whole weights to other pipeline ranks, and with "
+            "parallel.sequence_parallel=megatron or parallel.zero=3 no rank has them: write "
+            "ulysses and parallel.zero=1, or parallel.multiplexed=off"
+        )
     if parallel.pipeline_parallel_degree > model.num_layers:
         raise ValueError(
             f"parallel.pipeline_parallel_degree {parallel.pipeline_parallel_degree}: every stage "
@@ -133,12 +139,19 @@ def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
             )
         for stage in plan.stages:
             check_whole_classes(stage.subsequences)
-    if plan.schedule == "sppo_msp":
+    if plan.schedule == "sppo_msp" and plan.zero == 3:
         raise ValueError(
-            "schedule sppo_msp shares units among pipeline ranks, which is simulated and not "
-            "trained: write parallel.multiplexed=off, or another parallel.schedule"
+            "schedule sppo_msp lends whole weights to other pipeline ranks, and with "
+            "parallel.zero=3 no rank has them: write parallel.zero=1, or parallel.multiplexed=off"
         )
     degree, shortest = run.parallel.sequence_parallel_degree, min(plan.lengths)
+    pieces = 2 * degree * plan.pipeline_parallel_degree  # a piece of one token may be rounded away
+    if plan.schedule == "sppo_msp" and shortest < pieces:
+        raise ValueError(
+            f"parallel.multiplexed: the shortest subsequence has {shortest} tokens, too few for "
+            f"pieces on {plan.pipeline_parallel_degree} pipeline ranks of {degree} sequence-"
+            "parallel ranks each; use fewer subsequences, or parallel.multiplexed=off"
+        )
     if shortest < degree:
         raise ValueError(
             f"parallel.sequence_parallel_degree {degree}: the shortest subsequence has {shortest} "

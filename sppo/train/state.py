@@ -16,12 +16,14 @@ from sppo.engine.pipeline import Pipeline
 from sppo.model.hf import open_hf_weights
 from sppo.model.initialize import initial_weight
 from sppo.parallel.mesh import Mesh, alone
+from sppo.parallel.piece_exchange import PieceLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.tensor_parallel import TensorExchange
 from sppo.parallel.ulysses import HeadExchange
 from sppo.planning.parameters import parameter_shapes
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.row_plan import PlannedRows
+from sppo.planning.simulated_run import plan_costs
 from sppo.train.device import CpuDevice, Device
 from sppo.train.host_optimizer import HostAdamW
 from sppo.train.host_transfers import CudaTransfers
@@ -63,12 +65,15 @@ def build_state(
         device: that this rank computes on; None: the CPU.
     """
     mesh, device = mesh or alone(), device or CpuDevice()
+    cuts_units = plan.schedule == "sppo_msp"
     place = device.torch_device
     pipeline = Pipeline(
         schedule=plan.schedule,
         num_ranks=mesh.shape.pipeline_parallel,
         rank=mesh.at.pipeline,
         courier=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
+        costs=plan_costs(plan) if cuts_units else None,
+        pieces=PieceLinks(mesh) if cuts_units else None,
     )
     shared = SharedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)
     dtype = DTYPES[run.train.dtype]
@@ -90,12 +95,17 @@ def build_state(
     stores = {
         stage: device.moving_store(plan, disk=disk, debug=run.activations.debug) for stage in stages
     }
+    of_pieces = {
+        stage: device.moving_store(plan, disk=disk, debug=run.activations.debug)
+        for stage in range(len(plan.stages) if cuts_units else 0)
+    }
     engine = Engine(
         run.model,
         weights=shared.provider(weights),
         gradients=gradients,
-        rows={stage: PlannedRows(plan.stages[stage].subsequences) for stage in stages},
+        rows={n: PlannedRows(stage.subsequences) for n, stage in enumerate(plan.stages)},
         moved={stage: store for stage, store in stores.items() if store is not None},
+        moved_pieces={stage: store for stage, store in of_pieces.items() if store is not None},
         input_every=run.activations.input_every,
         pipeline=pipeline,
         companions=Companions(

@@ -6,7 +6,7 @@ from sppo.planning.activation_policy import MOVING_POLICIES, POLICIES
 from sppo.schedule.generators import schedule_names
 
 
-def problems(*, to_train=True, **sections):
+def problems(**sections):
     raw = {
         "model": {"preset": "tiny-test"},
         "data": {"tokens": "tok"},
@@ -15,7 +15,7 @@ def problems(*, to_train=True, **sections):
     for name, section in sections.items():
         raw[name] = {**raw.get(name, {}), **section}
     try:
-        check_run(raw, source="run.yaml", to_train=to_train)
+        check_run(raw, source="run.yaml")
     except ConfigError as error:
         return [(problem.path, problem.value, problem.rule) for problem in error.problems]
     return []
@@ -76,18 +76,15 @@ def test_every_way_to_share_state_out(zero):
 
 
 def test_schedules():
-    assert problems(to_train=False, parallel={"schedule": "1f1b"}) == []
-    ((path, value, rule),) = problems(to_train=False, parallel={"schedule": "zb-h1"})
+    assert problems(parallel={"schedule": "1f1b"}) == []
+    ((path, value, rule),) = problems(parallel={"schedule": "zb-h1"})
     assert (path, value) == ("parallel.schedule", "'zb-h1'")
     assert rule.endswith("Did you mean 'zb_h1'?")
 
 
-def test_what_cannot_be_trained_yet_can_be_simulated():
-    refused = {
-        "parallel": {"pipeline_parallel_degree": 4, "schedule": "seq1f1b", "multiplexed": "on"},
-    }
-    assert problems(to_train=False, **refused) == []
-    assert [path for path, _, _ in problems(**refused)] == ["parallel.multiplexed"]
+@pytest.mark.parametrize("multiplexed", ["auto", "on", "off"])
+def test_pieces_of_units(multiplexed):
+    assert problems(parallel={"pipeline_parallel_degree": 4, "multiplexed": multiplexed}) == []
 
 
 def test_every_schedule_there_is_may_be_written_and_no_other():

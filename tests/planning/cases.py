@@ -43,7 +43,7 @@ def run_config(model: str | dict[str, Any] = "gpt-7b", *, length: int | str = 65
         **sections,
         "sequence": {"length": length, **sections.get("sequence", {})},
     }
-    return check_run(raw, source="test", to_train=False)
+    return check_run(raw, source="test")
 
 
 def solved(run: RunConfig, *, hardware: HardwareSpec | None = None) -> Solution:

@@ -29,7 +29,7 @@ KIB = 1 << 10
 
 def run_of(preset="gpt-7b", *, length=512 * KIB, **sections):
     raw = {"model": {"preset": preset}, "data": {"tokens": "none"}, "sequence": {"length": length}}
-    return check_run({**raw, **sections}, source="test", to_train=False)
+    return check_run({**raw, **sections}, source="test")
 
 
 def rows(run, hardware):

@@ -15,7 +15,7 @@ LENGTH = 4 << 20
 
 def run_of(preset, *, length=LENGTH, **sections):
     raw = {"model": {"preset": preset}, "data": {"tokens": "none"}, "sequence": {"length": length}}
-    return check_run({**raw, **sections}, source="test", to_train=False)
+    return check_run({**raw, **sections}, source="test")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ NODE = PRESETS["h100"]
 def run_of(preset="llama-3.2-1b", *, length=128 * KIB, **sections):
     raw = {"model": {"preset": preset}, "data": {"tokens": "none"}}
     raw["sequence"] = {"length": length, **sections.pop("sequence", {})}
-    return check_run({**raw, **sections}, source="test", to_train=False)
+    return check_run({**raw, **sections}, source="test")
 
 
 @pytest.mark.parametrize(

@@ -181,9 +181,7 @@ def test_every_difference_from_the_run_is_named_with_both_values():
 def test_what_a_plan_does_not_rest_on_may_change():
     check_plan_fits(
         PLAN,
-        moving_run(
-            train={"steps": 7, "seed": 3}, optimizer={"lr": 1.0}, parallel={"timeout_s": 5}
-        ),
+        moving_run(train={"steps": 7, "seed": 3}, optimizer={"lr": 1.0}, parallel={"timeout_s": 5}),
     )
     assert "lr" not in json.dumps(planned_part(RUN))
     assert "timeout_s" not in json.dumps(planned_part(RUN))

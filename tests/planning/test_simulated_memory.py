@@ -25,7 +25,7 @@ def option_of(pieces, degrees, *, hardware=NODE, simulated=True):
         "parallel": {"schedule": "sppo"},
         "activations": {"policy": "retain"},
     }
-    run = check_run(raw, source="test", to_train=False)
+    run = check_run(raw, source="test")
     candidate = candidate_of_pieces(run, hardware=hardware, degrees=degrees, pieces=pieces)
     assessment = assess(candidate)
     return simulate_option(assessment) if simulated else Option(assessment)
