@@ -225,6 +225,26 @@ def test_evaluation_is_that_of_the_cpu(work):
             evaluate(run, device=device)
 
 
+def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypatch):
+    with fake_gpu() as (device, _):
+        monkeypatch.setattr(devices, "device_kind", lambda run: "cuda")
+        monkeypatch.setattr(devices, "choose_device", lambda run, **_: device)
+        moving = ("train", "run.yaml", "activations.policy=offload_all")
+        said = succeed(*moving)
+        assert f"fp32 on {NAME} (cpu), torch" in said
+        assert " to host memory and back: 100% to 100% of what" in said
+        assert "all 4 steps were done before" in succeed(*moving)
+        words = ("activations.policy=offload_all", "hardware.preset=h200", "train.output=planned")
+        succeed("solve", "run.yaml", *words, "hardware.devices_per_node=1", "-o", "plan.json")
+        succeed("train", "run.yaml", *words, "--plan", "plan.json")
+        assert json.loads(succeed("eval", "run.yaml", "--json"))["step"] == 4
+    kept, planned = (
+        [json.loads(line)["loss"] for line in (work / name / "metrics.jsonl").open()]
+        for name in ("out", "planned")
+    )
+    assert kept == planned
+
+
 # What it has room for
 
 

@@ -63,7 +63,10 @@ def _bounded(
     if window is not None:
         first = torch.maximum(first, position - window + 1)
     earliest = int(first[0])
-    return VisibleKeys(earliest, (first - earliest).to(torch.int32).to(device))
+    table = (first - earliest).to(torch.int32)
+    if device.type == "cuda":  # or the host would wait until the device has it
+        table = table.pin_memory()
+    return VisibleKeys(earliest, table.to(device, non_blocking=True))
 
 
 @triton.jit
