@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -25,16 +24,17 @@ def connect(
     *,
     backend: Literal["gloo", "nccl"],
     timeout_s: float,
-    device: torch.device | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
     """Make this process a rank of its job: the default group of torch.distributed.
+
+    That group is never bound to a device: of one that is, torch splits all others off, in which
+    every rank must take part, and :class:`sppo.parallel.mesh.Mesh` makes groups of members alone.
 
     Args:
         environment: the place of this process.
         backend: of the default group.
         timeout_s: how long a rank waits for others, here and in everything the group does.
-        device: of this rank, with NCCL.
         facts: what all ranks must agree on before they connect, see
             :func:`sppo.parallel.agreement.require_same`.
 
@@ -55,7 +55,6 @@ def connect(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device if backend == "nccl" else None,
         )
 
 
