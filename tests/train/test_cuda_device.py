@@ -294,6 +294,23 @@ def test_host_memory_that_is_limited_by_the_run(work):
         check_before_training(run, device=device)
 
 
+def test_the_machines_of_a_run_are_as_many_as_its_ranks_fill(work):
+    parallel = {"data_parallel_degree": 4, "pipeline_parallel_degree": 3}
+    run = run_of(work, parallel=parallel, train={"sequences_per_step": 4})
+    with fake_gpu() as (device, _):
+        hardware = check_before_training(run, device=device, local_ranks=6).plan.hardware
+    assert (hardware.num_nodes, hardware.node.num_devices) == (2, 6)
+
+
+def test_a_plan_that_moves_to_a_disk_needs_a_directory(work):
+    moving = {"policy": "offload_all", "tier": "disk"}
+    named = run_of(work, activations={**moving, "disk": "spill"})
+    with fake_gpu() as (device, _):
+        plan = check_before_training(named, device=device).plan
+        with pytest.raises(ValueError, match=r"to a disk: write activations\.disk=DIR"):
+            check_before_training(run_of(work, activations=moving), plan=plan, device=device)
+
+
 def test_a_cpu_has_no_host_tier(work):
     error = refuse("train", "run.yaml", "activations.tier=host")
     assert "activations.tier=host on a CPU, whose device memory is the host's" in error
