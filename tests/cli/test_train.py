@@ -321,7 +321,10 @@ def test_the_screen(work):
         assert any(line.startswith(start) for line in text.splitlines()), start
     assert "20 sequences of 64 an epoch" in text
     assert "4 subsequences of 16 to 16 tokens (sequence.partition=auto)" in text
-    assert "out: metrics.jsonl, run_summary.json, loss.png, checkpoints" in text
+    assert (
+        "out: metrics.jsonl, run_summary.json, loss.png, timeline.png, timeline.html, timeline.json, "
+        "checkpoints"
+    ) in text
 
 
 def test_the_screen_of_a_sequence_in_one_piece(work):

@@ -86,13 +86,29 @@ def assert_like_alone(directory, output):
     (_, weights), (_, others) = read_model(directory / output), read_model(directory / "alone")
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, others[name], rtol=1e-4, atol=1e-5)
+        # AdamW turns rounding of a gradient near zero into a share of the learning rate, 1e-2.
+        torch.testing.assert_close(weight, others[name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_losses_and_weights_are_those_of_one_rank(ranks, job, shape):
     run_on(ranks, job, shape, 3, "grid")
     assert_like_alone(job, "grid")
+
+
+@pytest.mark.parametrize("schedule", ["seq_zb_h1", "gpipe", "seq1f1b"])
+def test_one_rank_follows_any_schedule(job, schedule):
+    more = {"parallel.schedule": schedule, "train.output": "other"}
+    alone(job, overrides((1, 1, 1), 3, **more))
+    assert_like_alone(job, "other")
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 3, 1), (2, 2, 2)], ids=str)
+def test_pieces_of_units_by_plan(ranks, job, shape):
+    """Sequences long enough for pieces; the plan decides which units are cut."""
+    more = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}
+    run_on(ranks, job, shape, 3, "pieces", **more)
+    assert_like_alone(job, "pieces")
 
 
 def test_a_run_goes_on_with_other_degrees(ranks, job):
