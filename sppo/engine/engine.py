@@ -229,10 +229,9 @@ class Engine:
         losses = output.token_losses
         return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
 
-    def program(self, lengths: Sequence[Sequence[int]]) -> tuple[Action, ...]:
-        """What this rank does in a training step of sequences cut into ``lengths``."""
-        schedule = self._program(tuple(map(tuple, lengths)), forward_only=False)
-        return schedule.programs[self._pipeline.rank]
+    def schedule(self, lengths: Sequence[Sequence[int]]) -> Schedule:
+        """What all ranks do in a training step of sequences cut into ``lengths``."""
+        return self._program(tuple(map(tuple, lengths)), forward_only=False)
 
     def take_peaks(self) -> EnginePeaks:
         """Peaks since the last call; starts counting anew.

@@ -55,6 +55,21 @@ class Ranks:
         return value  # type: ignore[return-value]  # T may itself be None
 
 
+    def require_same(self, what: str, digest: str) -> None:
+        """Refuse to go on with ranks that have made different things of the same input.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        everyones = self.peers.everyones(digest)
+        if len({*everyones}) > 1:
+            different = [rank for rank, other in enumerate(everyones) if other != everyones[0]]
+            raise ValueError(
+                f"ranks {', '.join(map(str, different))} have made another {what} than rank 0: do "
+                "all machines run the same versions of Python and numpy on the same kind of CPU?"
+            )
+
+
 def one_rank() -> Ranks:
     """A process that trains alone."""
     mesh = alone()

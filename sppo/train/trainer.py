@@ -264,7 +264,9 @@ class _Loop:
         )
         self._sequences = run.train.sequences_per_step
         share = self._sequences // ranks.mesh.shape.data_parallel
-        self._actions_per_step = len(state.engine.program([self._plan.lengths] * share))
+        schedule = state.engine.schedule([self._plan.lengths] * share)
+        ranks.require_same("schedule", schedule.digest())
+        self._actions_per_step = len(schedule.programs[ranks.mesh.at.pipeline])
         ranks.progress.note(
             step=outcome.first_step, position=0, action="", num_actions=self._actions_per_step
         )
