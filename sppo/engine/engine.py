@@ -141,7 +141,7 @@ class Engine:
         self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
         on_cpu = self._weights.device.type == "cpu"
         for index, layers in pipeline.layers(model.num_layers).items():
-            # One rank by itself runs one sequence after another: what was saved last is taken first.
+            # One rank alone runs one sequence after another: what was saved last is taken first.
             alone = pipeline.num_ranks * pipeline.num_virtual == 1
             stacked = on_cpu and alone and pipeline.schedule == ALONE.schedule
             self._stores[index] = StackStore() if stacked else ResidentStore()

@@ -78,8 +78,10 @@ def _scheduled(run: RunConfig, assessment: Assessment) -> Option:
 
 
 def trains_pieces(run: RunConfig) -> bool:
-    """Whether training can share units among pipeline ranks: every rank of a stage must have all
-    of its weights to send."""
+    """Whether training can share units among pipeline ranks.
+
+    Every rank of a stage must have all of its weights, to send them.
+    """
     parallel = run.parallel
     shares_weights = parallel.sequence_parallel == "megatron" and (
         parallel.sequence_parallel_degree > 1

@@ -54,7 +54,6 @@ class Ranks:
             raise problem
         return value  # type: ignore[return-value]  # T may itself be None
 
-
     def require_same(self, what: str, digest: str) -> None:
         """Refuse to go on with ranks that have made different things of the same input.
 

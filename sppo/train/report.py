@@ -22,11 +22,12 @@ from sppo.train.executed_step import (
     timeline_summary,
 )
 from sppo.train.loss_picture import loss_picture
+from sppo.train.measured import MeasuredBuckets, StepPhases
 from sppo.train.metrics import METRICS_FILE, read_metrics
 from sppo.train.preflight import Preflight
 from sppo.train.run_directory import LOSS_PICTURE
 from sppo.train.run_summary import SUMMARY_FILE, Pair, print_summary, run_summary, write_summary
-from sppo.train.trainer import MeasuredBuckets, StepPhases, TrainingOutcome
+from sppo.train.trainer import TrainingOutcome
 
 
 def report(

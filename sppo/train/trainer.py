@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from sppo.config import RunConfig
-from sppo.engine.engine import Accumulated, EnginePeaks
+from sppo.engine.engine import Accumulated
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
 from sppo.planning.activation_decisions import ATTENTION, LINEAR
@@ -28,11 +27,12 @@ from sppo.schedule.actions import Action
 from sppo.schedule.timeline import Timeline
 from sppo.train.checkpoint import CheckpointManager, run_metadata
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
-from sppo.train.device import CpuDevice, Device, PoolUse
+from sppo.train.device import CpuDevice, Device
 from sppo.train.display import TrainingDisplay
 from sppo.train.executed_step import executed_timeline
 from sppo.train.interruption import Interrupted, StopRequest
 from sppo.train.learning_rate import learning_rate
+from sppo.train.measured import MeasuredBuckets, StepPhases
 from sppo.train.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
 from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from sppo.train.optimizer import clip_
@@ -46,83 +46,6 @@ from sppo.train.tokens import TokenData
 from sppo.train.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPhases:
-    """Where the time of one step went."""
-
-    forward_s: float
-    backward_s: float
-    rest_s: float
-    """Reading data, clipping, the update."""
-
-
-@dataclass(slots=True)
-class MeasuredBuckets:
-    """Bytes that were held, at most, by what held them."""
-
-    weights_bytes: int = 0
-    """What a rank keeps, and what it puts together for the time it computes with it."""
-    gradients_bytes: int = 0
-    optimizer_bytes: int = 0
-    kv_bytes: int = 0
-    activations_bytes: int = 0
-    copies_bytes: int = 0
-    """Slots that moved tensors pass through."""
-    kept_weights_bytes: int = 0
-    """Of the weights, what is there all the time."""
-    working_bytes: int | None = None
-    """None where torch's tensors live in the C heap, which does not tell."""
-
-    @property
-    def counted_bytes(self) -> int:
-        """All that is counted tensor by tensor."""
-        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        saved = self.kv_bytes + self.activations_bytes + self.copies_bytes
-        return state + saved + (self.working_bytes or 0)
-
-    def count_state(self, state: TrainingState) -> None:
-        """Take in what does not change from step to step."""
-        self.kept_weights_bytes = self.weights_bytes = _tensor_bytes(state.weights)
-        self.gradients_bytes = _tensor_bytes(state.gradients)
-        own = {t.untyped_storage().data_ptr() for t in state.weights.values()}
-        # Of an optimizer in host memory nothing is on the device.
-        place = next(iter(state.weights.values())).device
-        saved = {n: t for n, t in state.optimizer.state().items() if t.device == place}
-        others = {n: t for n, t in saved.items() if t.untyped_storage().data_ptr() not in own}
-        self.optimizer_bytes = _tensor_bytes(others)
-
-    def count_step(self, peaks: EnginePeaks) -> None:
-        """Take in the peaks of one step."""
-        weights = self.kept_weights_bytes + peaks.gathered_bytes
-        self.weights_bytes = max(self.weights_bytes, weights)
-        self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
-        self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
-
-    def count_copies(self, copies: CopyReport, *, host_is_device: bool) -> None:
-        """Take in the device memory that one step's copies passed through.
-
-        Args:
-            copies: of the step.
-            host_is_device: host memory is the device's own, as on a CPU.
-        """
-        passed = copies.ring_bytes + (copies.host_bytes if host_is_device else 0)
-        self.copies_bytes = max(self.copies_bytes, passed)
-
-    def count_pool(self, memory: PoolUse, *, saved_bytes: int) -> None:
-        """Take in one step's peak of torch's memory beyond what outlives the step.
-
-        Args:
-            memory: of the pool, at the end of the step.
-            saved_bytes: of the peak, what other buckets count.
-        """
-        working = memory.used_peak_bytes - memory.used_bytes - saved_bytes
-        self.working_bytes = max(self.working_bytes or 0, working)
-
-
-def _tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 @dataclass(slots=True)

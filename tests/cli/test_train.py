@@ -322,8 +322,8 @@ def test_the_screen(work):
     assert "20 sequences of 64 an epoch" in text
     assert "4 subsequences of 16 to 16 tokens (sequence.partition=auto)" in text
     assert (
-        "out: metrics.jsonl, run_summary.json, loss.png, timeline.png, timeline.html, timeline.json, "
-        "checkpoints"
+        "out: metrics.jsonl, run_summary.json, loss.png, timeline.png, timeline.html, "
+        "timeline.json, checkpoints"
     ) in text
 
 

@@ -9,11 +9,12 @@ import pytest
 from rich.console import Console
 
 from sppo.config import load_run
+from sppo.train.measured import MeasuredBuckets, StepPhases
 from sppo.train.metrics import JsonlSink, StepMetrics
 from sppo.train.preflight import check_before_training
 from sppo.train.report import report
 from sppo.train.run_directory import note_configuration
-from sppo.train.trainer import MeasuredBuckets, StepPhases, TrainingOutcome
+from sppo.train.trainer import TrainingOutcome
 from tests.conftest import tree
 
 

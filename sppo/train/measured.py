@@ -1,0 +1,90 @@
+"""What the steps of a run measure on one rank: where time went, and what held how much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sppo.engine.engine import EnginePeaks
+from sppo.offload.copy_report import CopyReport
+from sppo.train.device import PoolUse
+from sppo.train.state import TrainingState
+
+
+@dataclass(frozen=True, slots=True)
+class StepPhases:
+    """Where the time of one step went."""
+
+    forward_s: float
+    backward_s: float
+    rest_s: float
+    """Reading data, clipping, the update."""
+
+
+@dataclass(slots=True)
+class MeasuredBuckets:
+    """Bytes that were held, at most, by what held them."""
+
+    weights_bytes: int = 0
+    """What a rank keeps, and what it puts together for the time it computes with it."""
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    kv_bytes: int = 0
+    activations_bytes: int = 0
+    copies_bytes: int = 0
+    """Slots that moved tensors pass through."""
+    kept_weights_bytes: int = 0
+    """Of the weights, what is there all the time."""
+    working_bytes: int | None = None
+    """None where torch's tensors live in the C heap, which does not tell."""
+
+    @property
+    def counted_bytes(self) -> int:
+        """All that is counted tensor by tensor."""
+        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        saved = self.kv_bytes + self.activations_bytes + self.copies_bytes
+        return state + saved + (self.working_bytes or 0)
+
+    def count_state(self, state: TrainingState) -> None:
+        """Take in what does not change from step to step."""
+        self.kept_weights_bytes = self.weights_bytes = _tensor_bytes(state.weights)
+        self.gradients_bytes = _tensor_bytes(state.gradients)
+        own = {t.untyped_storage().data_ptr() for t in state.weights.values()}
+        # Of an optimizer in host memory nothing is on the device.
+        place = next(iter(state.weights.values())).device
+        saved = {n: t for n, t in state.optimizer.state().items() if t.device == place}
+        others = {n: t for n, t in saved.items() if t.untyped_storage().data_ptr() not in own}
+        self.optimizer_bytes = _tensor_bytes(others)
+
+    def count_step(self, peaks: EnginePeaks) -> None:
+        """Take in the peaks of one step."""
+        weights = self.kept_weights_bytes + peaks.gathered_bytes
+        self.weights_bytes = max(self.weights_bytes, weights)
+        self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
+        self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
+
+    def count_copies(self, copies: CopyReport, *, host_is_device: bool) -> None:
+        """Take in the device memory that one step's copies passed through.
+
+        Args:
+            copies: of the step.
+            host_is_device: host memory is the device's own, as on a CPU.
+        """
+        passed = copies.ring_bytes + (copies.host_bytes if host_is_device else 0)
+        self.copies_bytes = max(self.copies_bytes, passed)
+
+    def count_pool(self, memory: PoolUse, *, saved_bytes: int) -> None:
+        """Take in one step's peak of torch's memory beyond what outlives the step.
+
+        Args:
+            memory: of the pool, at the end of the step.
+            saved_bytes: of the peak, what other buckets count.
+        """
+        working = memory.used_peak_bytes - memory.used_bytes - saved_bytes
+        self.working_bytes = max(self.working_bytes or 0, working)
+
+
+def _tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
