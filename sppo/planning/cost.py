@@ -7,7 +7,7 @@ adds the copies and the time of what is rebuilt.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 
@@ -121,6 +121,8 @@ def stage_seconds(request: CostRequest) -> StageSeconds:
             for name in ("forward", "backward", "weight", "linear_rebuild", "attention_rebuild")
         )
     )
+    if request.zero == 3:
+        units = _behind_gathers(units, gather_s=_gather_seconds(request))
     updated = updated_parameters(request) if request.zero else device_parameters(request)
     return StageSeconds(
         units,
@@ -349,6 +351,30 @@ def _sequence_seconds(
     )
     names = ("forward", "backward", "weight", "linear_rebuild", "attention_rebuild")
     return LayerSeconds(*(np.stack([getattr(row, name) for row in rows]) for name in names))
+
+
+def _behind_gathers(units: LayerSeconds, *, gather_s: Table) -> LayerSeconds:
+    """Every unit's F and B fetch a stage's weights anew, a layer ahead of the compute."""
+    least = gather_s[:, None]
+    return replace(
+        units,
+        forward=np.maximum(units.forward, least),
+        backward=np.maximum(units.backward, least - units.weight),
+    )
+
+
+def _gather_seconds(request: CostRequest) -> Table:
+    """Putting the weights of a stage together from everyone who keeps a part of them (ZeRO-3)."""
+    workload = request.workload
+    network = workload.hardware.network
+    replicas = request.data_parallel_degree
+    seconds: Table = np.zeros(request.num_stages)
+    for group, held in _parameters_by_copies(request).items():
+        moved = held * workload.element_bytes
+        inside = moved * (group - 1) / group / network.intra_node_bytes_per_s
+        outside = moved * (replicas - 1) / replicas / network.inter_node_bytes_per_s
+        seconds = seconds + inside + outside
+    return seconds
 
 
 def _reduce_seconds(request: CostRequest) -> Table:

@@ -264,3 +264,19 @@ def test_a_run_is_cut_and_replicated_as_it_says():
     uneven = run.parallel.model_copy(update={"data_parallel_degree": 3})
     with pytest.raises(ValueError, match="must be a multiple of the replicas"):
         simulated_run(run.model_copy(update={"parallel": uneven}))
+
+
+def test_weights_that_are_gathered_take_their_time():
+    """With ZeRO-3 no unit is faster than its stage's weights come together."""
+    hardware = PRESETS["a100-80g"]
+    slow = replace(hardware.network, intra_node_bytes_per_s=1e9, inter_node_bytes_per_s=1e9)
+    for network, waits in ((hardware.network, False), (slow, True)):
+        machine = replace(hardware, network=network)
+        shared, gathered = (
+            stage_seconds(request(hardware=machine, data_parallel_degree=4, zero=zero)).units
+            for zero in (1, 3)
+        )
+        assert (gathered.forward >= shared.forward).all()
+        assert (gathered.forward > shared.forward).all() == waits
+        whole = gathered.backward + gathered.weight
+        assert (whole >= shared.backward + shared.weight).all()
