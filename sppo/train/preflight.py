@@ -77,7 +77,7 @@ def check_before_training(
             run,
             hardware=hardware,
             available_bytes=available,
-            disk_bytes=disk.usable_bytes // local_ranks,
+            disk_bytes=disk.usable_bytes,  # the plan shares it out
             host_bytes=host_bytes,
         )
     _check_trainable(run, plan)
