@@ -73,6 +73,19 @@ def _schedule_exists(parallel: ParallelConfig) -> Iterator[Problem]:
         )
 
 
+def _pieces_are_meant(parallel: ParallelConfig) -> Iterator[Problem]:
+    """Schedule ``sppo_msp`` is ``multiplexed``, under its own name."""
+    asked, schedule = parallel.multiplexed, parallel.schedule
+    if asked == "on" and schedule not in ("auto", "sppo_msp"):
+        rule = (
+            f"parallel.schedule={schedule} cuts no units into pieces; write auto, or leave one out"
+        )
+        yield Problem("parallel.multiplexed", "on", rule)
+    elif asked == "off" and schedule == "sppo_msp":
+        rule = "parallel.schedule=sppo_msp is multiplexed; write another schedule, or auto"
+        yield Problem("parallel.multiplexed", "off", rule)
+
+
 def _window_fits(model: ModelConfig) -> Iterator[Problem]:
     if model.sliding_window_first_layer > model.num_layers:
         yield Problem(
@@ -96,4 +109,5 @@ _RULES = (
     ("model", _window_fits),
     ("sequence", _cuts_tile),
     ("parallel", _schedule_exists),
+    ("parallel", _pieces_are_meant),
 )

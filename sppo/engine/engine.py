@@ -230,8 +230,13 @@ class Engine:
         return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
 
     def schedule(self, lengths: Sequence[Sequence[int]]) -> Schedule:
-        """What all ranks do in a training step of sequences cut into ``lengths``."""
-        return self._program(tuple(map(tuple, lengths)), forward_only=False)
+        """What all ranks do in a training step of sequences cut into ``lengths``.
+
+        Connects the ranks that run pieces together, so every rank must call it.
+        """
+        schedule = self._program(tuple(map(tuple, lengths)), forward_only=False)
+        self._team(schedule)
+        return schedule
 
     def take_peaks(self) -> EnginePeaks:
         """Peaks since the last call; starts counting anew.

@@ -84,6 +84,7 @@ class PieceStage:
         self._gradients, self._activations, self._row_plan = gradients, activations, rows
         self._moved = moved
         self._parcels = ParcelShape(model, dtype.itemsize, layers=len(layers))
+        self._planned_itinerary: tuple[object, Itinerary] | None = None
         self._heads, self._dtype, self._device = heads, dtype, device
         self._backend: Backend = attention_backend
         self._layer = Layer(model)
@@ -114,14 +115,20 @@ class PieceStage:
             for sequence, parts in lengths.items()
             for index, plan in enumerate(self._row_plan.subsequences(parts))
         }
-        if self._moved is not None:
-            self._moved.prepare(self._itinerary(pieces))
+        if self._moved is None:
+            return
+        key = [(piece.unit.sequence, piece.unit.subsequence, piece.cuts) for piece in pieces]
+        if self._planned_itinerary is None or self._planned_itinerary[0] != key:
+            self._planned_itinerary = key, self._itinerary(pieces)
+        self._moved.prepare(self._planned_itinerary[1])  # the same object for the same step
 
     def _itinerary(self, pieces: Sequence[Piece]) -> Itinerary:
-        """Where the moved tensors of ``pieces`` lie: one behind the other, each in its place."""
+        """Where the moved tensors of ``pieces`` lie: those of a sequence one behind the other."""
         places: dict[ActivationKey, Place] = {}
-        end = 0
+        end, sequence = 0, -1
         for piece in pieces:
+            if piece.unit.sequence != sequence:  # one sequence runs after another
+                end, sequence = 0, piece.unit.sequence
             plan = self._plan(piece)[piece.member]
             # Every layer saves its input: pieces rebuild nothing out of the layer below.
             sizes = self._parcels.parcels(plan.moved, attention_saved=plan.rebuilt[ATTENTION] == 0)
@@ -213,11 +220,13 @@ class PieceStage:
     def assert_idle(self) -> None:
         """Nothing may be left after a step."""
         assert self._moved is None or not self._moved.num_entries, "moved tensors are left over"
+        assert not self._activations.num_entries, "saved tensors of pieces are left over"
 
     def discard(self) -> None:
         """Forget a step that failed."""
         if self._moved is not None:
             self._moved.discard()
+        self._activations.discard()
         self._weights.discard()
         self._meter.held_bytes = 0
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from sppo.engine.piece import Piece, cut_piece, local_tokens
-from sppo.engine.piece_stage import PieceMemory, PieceStage
+from sppo.engine.piece_stage import PieceStage
 from sppo.engine.unit import Unit
 from sppo.parallel.piece_exchange import PieceExchange
 from sppo.schedule.actions import Action, ActionKind, Schedule
@@ -94,10 +94,6 @@ class PieceTeam:
         """Forget a step that failed."""
         for stage in self._stages.values():
             stage.discard()
-
-    def most_held(self) -> dict[int, PieceMemory]:
-        """What this rank held of each stage at most."""
-        return {index: stage.most_held for index, stage in self._stages.items()}
 
     def _gang(self, action: Action) -> Gang:
         sequence, subsequence = action.unit

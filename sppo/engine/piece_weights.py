@@ -22,6 +22,7 @@ from sppo.config.model import ModelConfig
 from sppo.engine.weights import WeightProvider
 from sppo.kernels.elementwise import wide_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
+from sppo.parallel.peer_loss import peer_errors
 from sppo.parallel.piece_exchange import PieceExchange, TokenMembers
 from sppo.planning.parameters import layer_shapes
 
@@ -84,8 +85,9 @@ class PieceWeights:
         self._send_next()
         coming, weights, works = self._coming.popleft()
         assert coming == layer, f"layer {layer} is wanted, {coming} comes"
-        for work in works:
-            work.wait()
+        with peer_errors("waiting for the weights of a layer from the owner of its stage"):
+            for work in works:
+                work.wait()
         if self._own is None:
             self._members.put_together(list(weights.values()))
         return weights
@@ -185,6 +187,7 @@ class PieceGradients:
     def _wait_for(self, most: int) -> None:
         while len(self._under_way) > most:
             name, part, work = self._under_way.popleft()
-            work.wait()
+            with peer_errors("adding up a piece's weight gradients"):
+                work.wait()
             if self._totals is not None:
                 self._members.own_rows(self._totals[name]).add_(part)

@@ -24,15 +24,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.parallel.peer_loss import peer_errors
-from sppo.units import MIB
+from sppo.planning.memory import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 
-BUCKET_BYTES = 32 * MIB
-"""Of one rank's rows in a bucket, in fp32."""
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_UNDER_WAY = 2
-"""Buckets that may be under way at once."""
 
 
 def rows_of(num_rows: int, *, index: int, count: int) -> slice:
@@ -65,7 +61,7 @@ class StageGroup:
         index: this rank's place among them.
         shapes: parameters of this rank's stages by global name.
         shared: whether each rank updates only its rows (ZeRO-1) or everything (ZeRO-0).
-        bucket_bytes: see :data:`BUCKET_BYTES`.
+        bucket_bytes: of the rows of all ranks in a bucket, in fp32.
     """
 
     def __init__(
@@ -75,12 +71,12 @@ class StageGroup:
         index: int,
         shapes: Mapping[str, tuple[int, ...]],
         shared: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = REDUCE_BUCKET_BYTES,
     ) -> None:
         self._group, self.index, self._shapes = group, index, dict(shapes)
         self.count = 1 if group is None else group.size()
         self.shares_state = shared and self.count > 1
-        self._bucket_elements = max(1, bucket_bytes // 4)
+        self._bucket_elements = max(1, bucket_bytes // 4 // self.count)
         self._under_way: deque[tuple[Any, Callable[[], None]]] = deque()
 
     def own_rows(self, name: str) -> slice:
@@ -104,7 +100,7 @@ class StageGroup:
         for bucket in self._buckets(names):
             flat = self._flat(bucket, gradients, ranks=range(self.count))
             self._reduce_bucket(bucket, flat, gradients)
-            self._wait_for(_UNDER_WAY)
+            self._wait_for(REDUCE_BUCKETS)
 
     def gather(self, weights: Mapping[str, Tensor]) -> None:
         """Fetch the rows of ``weights`` that other ranks have updated; returns when they are here.
@@ -123,7 +119,7 @@ class StageGroup:
                         everything.view(-1), own.view(-1), group=self._group, async_op=True
                     )
                 self._under_way.append((work, self._spread(bucket, everything, weights)))
-                self._wait_for(_UNDER_WAY)
+                self._wait_for(REDUCE_BUCKETS)
         self.wait()
 
     def wait(self) -> None:

@@ -103,7 +103,7 @@ def _how(end: RankEnd) -> str:
 
 
 def _where(end: RankEnd) -> str:
-    return " before it could say anything" if end.note is None else f" at {end.note.place()}"
+    return " before it could say anything" if end.note is None else f" {_at(end.note)}"
 
 
 def _other(end: RankEnd) -> str:
@@ -116,7 +116,12 @@ def _other(end: RankEnd) -> str:
     still_s = end.ended_s - end.note.changed_s
     if end.stopped and still_s >= _NOTABLE_STILLNESS_S:
         said = f", for {still_s:.0f} s{said}"
-    return f"  rank {end.rank} {_WORDS[end.note.state]} at {end.note.place()}{said}"
+    return f"  rank {end.rank} {_WORDS[end.note.state]} {_at(end.note)}{said}"
+
+
+def _at(note: ProgressNote) -> str:
+    place = note.place()
+    return place if place.startswith("before") else f"at {place}"
 
 
 def _message(end: RankEnd) -> str:

@@ -53,8 +53,9 @@ class MeshShape:
         if self.num_ranks != world_size:
             raise ValueError(
                 f"parallel: data {self.data_parallel} x pipeline {self.pipeline_parallel} x "
-                f"sequence {self.sequence_parallel} makes {self.num_ranks} ranks, and "
-                f"{world_size} were started: start {self.num_ranks}, or change the degrees"
+                f"sequence {self.sequence_parallel} makes {self.num_ranks} "
+                f"rank{'' if self.num_ranks == 1 else 's'}, and {world_size} were started: start "
+                f"{self.num_ranks}, or change the degrees"
             )
 
     def coordinates(self, rank: int) -> Coordinates:

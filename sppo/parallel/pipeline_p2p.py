@@ -60,6 +60,10 @@ class _Awaited:
         return self.tensor
 
 
+_MOST_UNDER_WAY = 2
+"""Messages to one receiver that may be under way, as memory is planned for."""
+
+
 class PipelineLinks:
     """:class:`Courier` over torch.distributed.
 
@@ -72,18 +76,19 @@ class PipelineLinks:
         self._ranks, self._device = mesh.pipeline_ranks, device
         self._groups, self._here = mesh.groups.edges, mesh.at.pipeline
         self._far = mesh.groups.pipeline
-        self._under_way: deque[tuple[Tensor, Any, str]] = deque()
+        self._under_way: dict[int, deque[tuple[Tensor, Any, str]]] = {}
         self._warm_up()
 
     def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
         """See :class:`Courier`."""
-        self._forget_what_left()
+        under_way = self._under_way.setdefault(receiver, deque())
+        self._forget_what_left(under_way)
         tensor = tensor.contiguous()
         with peer_errors(f"sending {what}"):
             work = dist.isend(
                 tensor, self._ranks[receiver], group=self._group(self._here, receiver)
             )
-        self._under_way.append((tensor, work, what))
+        under_way.append((tensor, work, what))
 
     def receive(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
@@ -96,20 +101,26 @@ class PipelineLinks:
 
     def settle(self) -> None:
         """See :class:`Courier`."""
-        while self._under_way:
-            _, work, what = self._under_way.popleft()
-            with peer_errors(f"sending {what}"):
-                work.wait()
+        for under_way in self._under_way.values():
+            while under_way:
+                _wait_for_first(under_way)
 
     def _group(self, sender: int, receiver: int) -> ProcessGroup:
         group = self._groups.get((sender, receiver), self._far)
         assert group is not None, "a pipeline of several ranks has a communicator"
         return group
 
-    def _forget_what_left(self) -> None:
-        """Let go of tensors that have left, in the order in which they were sent."""
-        while self._under_way and self._under_way[0][1].is_completed():
-            self._under_way.popleft()
+    def _forget_what_left(self, under_way: deque[tuple[Tensor, Any, str]]) -> None:
+        """Let go of tensors that have left, and wait for those before the last few.
+
+        Gloo does not tell of a message that it has left unless it is waited for. Waiting is safe:
+        a program is proven to end even if every send waits for its receive
+        (:mod:`sppo.schedule.rendezvous`).
+        """
+        while under_way and under_way[0][1].is_completed():
+            under_way.popleft()
+        while len(under_way) >= _MOST_UNDER_WAY:
+            _wait_for_first(under_way)
 
     def _warm_up(self) -> None:
         """One small message over every edge: connections are made before anything is timed."""
@@ -121,3 +132,9 @@ class PipelineLinks:
             else:
                 self.receive((1,), dtype=torch.float32, sender=sender, what=what).wait()
         self.settle()
+
+
+def _wait_for_first(under_way: deque[tuple[Tensor, Any, str]]) -> None:
+    _, work, what = under_way.popleft()
+    with peer_errors(f"sending {what}"):
+        work.wait()

@@ -36,6 +36,12 @@ from sppo.planning.working_set import (
     working_set,
 )
 from sppo.schedule.costs import Table
+from sppo.units import MIB
+
+REDUCE_BUCKET_BYTES = 32 * MIB
+"""Gradients that are reduced together, of all ranks."""
+REDUCE_BUCKETS = 2
+"""Of those, under way at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ def state_memory(
     layer = _most_working_bytes(request)
     loss = loss_working_set(workload, tokens=_longest(request)).live_bytes
     heap_share = workload.hardware.device.heap_share
-    communication = _communication_bytes(request)
+    messages = _communication_bytes(request)
     stages = []
     for stage, (count, own) in enumerate(zip(parameters.tolist(), updated.tolist(), strict=True)):
         is_last = request.is_last_stage(stage)
@@ -126,7 +132,7 @@ def state_memory(
             loss_gradient_bytes=_loss_gradient_bytes(request, in_flight) if is_last else 0,
             working_bytes=working,
             heap_bytes=round(working * heap_share),
-            communication_bytes=communication,
+            communication_bytes=messages + _reduce_bytes(request, parameters=count),
         )
         stages.append(StageMemory(buckets, 0, optimizer if offload_optimizer else 0))
     return tuple(stages)
@@ -306,6 +312,15 @@ def exchanged_bytes(request: CostRequest) -> int:
         return 4 * longest * model.hidden_size * workload.element_bytes
     heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
     return longest // degree * workload.element_bytes * heads
+
+
+def _reduce_bytes(request: CostRequest, *, parameters: float) -> int:
+    """Gradients on their way to the ranks that update them, and what comes back of each bucket."""
+    copies = request.data_parallel_degree * same_weights_degree(request.workload)
+    if copies == 1:
+        return 0
+    under_way = min(REDUCE_BUCKETS * REDUCE_BUCKET_BYTES, round(parameters * WIDE_BYTES))
+    return round(under_way * (1 + 1 / copies))
 
 
 def _communication_bytes(request: CostRequest) -> int:

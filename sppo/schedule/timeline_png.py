@@ -16,6 +16,7 @@ import numpy as np
 from sppo.schedule import timeline_style as style
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.timeline import COMPUTE_KINDS, IdleCause, Span, Timeline
+from sppo.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -281,6 +282,10 @@ def _draw_memory(axes: Axes, *, timeline: Timeline, end_s: float) -> None:
     axes.set_xlim(0, end_s)
     axes.set_ylim(0, peak * 1.12)
     axes.set_ylabel("memory", fontsize=8)
+    if peak >= MIB:  # abstract costs have no unit
+        axes.yaxis.set_major_formatter(lambda value, _: format_bytes(round(value)))
+    else:
+        axes.ticklabel_format(axis="y", style="plain", useOffset=False)
     axes.grid(axis="y", linewidth=0.3)
     axes.legend(
         fontsize=6.5, ncol=1 if len(chosen) < 5 else 2, loc="upper right",
@@ -306,7 +311,7 @@ def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]
         if phase in seen.phases
     ]
     if seen.phases:
-        entries.append(("s3: a piece of stage 3, of another rank", ("#FFFFFF",)))
+        entries.append(("s1: a piece of stage 1, on another rank", ("#FFFFFF",)))
     entries += [
         (name, (style.IDLE_COLOURS[cause],))
         for cause, name in style.IDLE_NAMES.items()

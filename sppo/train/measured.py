@@ -20,7 +20,7 @@ class StepPhases:
     forward_s: float
     backward_s: float
     rest_s: float
-    """Reading data, clipping, the update."""
+    """Reading data, adding gradients up over ranks, clipping, the update."""
 
 
 @dataclass(slots=True)

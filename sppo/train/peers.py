@@ -50,7 +50,7 @@ class Peers:
         """What rank 0 says; the others' ``value`` is of no meaning."""
         if self._group is not None:
             box: list[Any] = [value]
-            with peer_errors("hearing from rank 0"):
+            with peer_errors("hearing what rank 0 decides, together with all ranks"):
                 dist.broadcast_object_list(box, src=0, group=self._group)
             value = box[0]
         assert value is not None, "rank 0 has something to say"

@@ -104,6 +104,11 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
 def _check_degrees(run: RunConfig) -> None:
     """Degrees of parallelism that the model or the step cannot be divided by."""
     parallel, model = run.parallel, run.model
+    if parallel.multiplexed == "on" and parallel.pipeline_parallel_degree == 1:
+        raise ValueError(
+            "parallel.multiplexed=on shares units among pipeline ranks, and there is one: raise "
+            "parallel.pipeline_parallel_degree, or leave it out"
+        )
     if parallel.multiplexed == "on" and not trains_pieces(run):
         raise ValueError(
             "parallel.multiplexed=on lends whole weights to other pipeline ranks, and with "
@@ -134,15 +139,15 @@ def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
         if plan.schedule == "sppo_msp":
             raise ValueError(
                 "schedule sppo_msp lends whole weights to other pipeline ranks, and with "
-                "parallel.sequence_parallel=megatron no rank has them: write ulysses, or "
-                "parallel.multiplexed=off"
+                "parallel.sequence_parallel=megatron no rank has them: write ulysses, or another "
+                "parallel.schedule"
             )
         for stage in plan.stages:
             check_whole_classes(stage.subsequences)
     if plan.schedule == "sppo_msp" and plan.zero == 3:
         raise ValueError(
             "schedule sppo_msp lends whole weights to other pipeline ranks, and with "
-            "parallel.zero=3 no rank has them: write parallel.zero=1, or parallel.multiplexed=off"
+            "parallel.zero=3 no rank has them: write parallel.zero=1, or another parallel.schedule"
         )
     degree, shortest = run.parallel.sequence_parallel_degree, min(plan.lengths)
     pieces = 2 * degree * plan.pipeline_parallel_degree  # a piece of one token may be rounded away

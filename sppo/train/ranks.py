@@ -128,16 +128,16 @@ def joined(
                 **flat_facts(run.model_dump(mode="json")),
             },
         )
-        try:
-            mesh = Mesh(
-                shape,
-                rank=environment.rank,
-                timeout_s=run.parallel.timeout_s,
-                device=device.group_device,
-            )
-            yield Ranks(mesh, Peers(mesh), progress, environment.local_world_size)
-        finally:
-            disconnect()
+        mesh = Mesh(
+            shape,
+            rank=environment.rank,
+            timeout_s=run.parallel.timeout_s,
+            device=device.group_device,
+        )
+        yield Ranks(mesh, Peers(mesh), progress, environment.local_world_size)
+        # Not after a failure: leaving may wait for peers that never answer, before anyone is told
+        # what failed. The process ends, and its connections with it.
+        disconnect()
 
 
 @contextmanager

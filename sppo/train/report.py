@@ -110,7 +110,11 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
         }
     else:
         rest = {
-            "working set": (predicted.working_bytes, measured.working_bytes),
+            # What messages and exchanged tensors take is not told apart from it.
+            "working set": (
+                predicted.working_bytes + predicted.communication_bytes,
+                measured.working_bytes,
+            ),
             "everything else": (predicted.heap_bytes, growth - measured.counted_bytes),
         }
     return {

@@ -37,6 +37,7 @@ _MAY_CHANGE = (
     ("train", "max_nonfinite_steps"),
     ("checkpoint",),
     ("activations",),
+    ("optimizer", "offload"),
     ("hardware",),
 )
 

@@ -47,6 +47,9 @@ from sppo.train.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
+_SAVES_TAKE = 10
+"""Times as long as a rank waits in a step, it waits for others to read or write a checkpoint."""
+
 
 @dataclass(slots=True)
 class TrainingOutcome:
@@ -114,6 +117,7 @@ def train(
             keep=run.checkpoint.keep,
             async_save=run.checkpoint.async_save,
             group=ranks.mesh.groups.everyone,
+            patience_s=_SAVES_TAKE * run.parallel.timeout_s,
         )
         first_step = _resume(manager, state, tokens=preflight.data.data)
         if ranks.is_main:
@@ -269,12 +273,14 @@ class _Loop:
         torch._foreach_zero_(list(gradients.values()))
         sequences = self._own_sequences(step)
         (num_valid,) = self._peers.total([self._counted_labels(sequences)])
+        accumulating = time.perf_counter()
         accumulated = state.engine.accumulate(
             [self._device.put(sequence) for sequence in sequences],
             [self._plan.boundaries] * len(sequences),
             num_valid=int(num_valid),
             before_action=before_action,
         )
+        accumulated_at = time.perf_counter()
         state.shared.finish(gradients)
         norm = state.shared.norm(gradients, self._peers)
         (total_loss,) = self._peers.total([float(accumulated.total_loss)])
@@ -292,6 +298,7 @@ class _Loop:
             display.say(problem)
         self._device.synchronize()
         seconds = time.perf_counter() - start
+        rest_s = seconds - (accumulated_at - accumulating)
         self._outcome.last_step = accumulated
         return self._measure(
             step,
@@ -301,8 +308,9 @@ class _Loop:
             phases=StepPhases(
                 forward_s=accumulated.forward_s,
                 backward_s=accumulated.backward_s,
-                rest_s=seconds - accumulated.forward_s - accumulated.backward_s,
+                rest_s=rest_s,
             ),
+            seconds=seconds,
             skipped=problem is not None,
         )
 
@@ -331,9 +339,14 @@ class _Loop:
         grad_norm: float,
         lr: float,
         phases: StepPhases,
+        seconds: float,
         skipped: bool,
     ) -> StepMetrics:
-        """The figures of a step, the same on every rank: of the rank with most of each."""
+        """The figures of a step, the same on every rank.
+
+        Times, memory and waits are those of the rank with most of each; what was moved, and what
+        host and disk hold, is added up over all ranks.
+        """
         outcome = self._outcome
         peaks = self._state.engine.take_peaks()
         outcome.buckets.count_step(peaks)
@@ -349,11 +362,12 @@ class _Loop:
         outcome.buckets.count_copies(copies, host_is_device=on_cpu)
         own_peak = self._device.peak_bytes()
         outcome.peak_bytes = max(outcome.peak_bytes, own_peak)
-        forward_s, backward_s, seconds, peak, exposed_s = self._peers.largest(
+        forward_s, backward_s, rest_s, seconds, peak, exposed_s = self._peers.largest(
             [
                 phases.forward_s,
                 phases.backward_s,
-                phases.forward_s + phases.backward_s + phases.rest_s,
+                phases.rest_s,
+                seconds,
                 own_peak,
                 copies.exposed_s,
             ]
@@ -361,13 +375,7 @@ class _Loop:
         moved, host_bytes, disk_bytes = self._peers.total(
             [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
         )
-        outcome.phases.append(
-            StepPhases(
-                forward_s=forward_s,
-                backward_s=backward_s,
-                rest_s=phases.rest_s if not self._ranks.mesh.is_distributed else 0.0,
-            )
-        )
+        outcome.phases.append(StepPhases(forward_s, backward_s, rest_s))
         tokens = self._sequences * self._run.sequence.length
         return StepMetrics(
             step=step + 1,

@@ -87,6 +87,19 @@ def test_pieces_of_units(multiplexed):
     assert problems(parallel={"pipeline_parallel_degree": 4, "multiplexed": multiplexed}) == []
 
 
+@pytest.mark.parametrize(
+    ("parallel", "told"),
+    [
+        ({"multiplexed": "on", "schedule": "gpipe", "pipeline_parallel_degree": 2}, "gpipe"),
+        ({"multiplexed": "off", "schedule": "sppo_msp"}, "sppo_msp is multiplexed"),
+    ],
+)
+def test_pieces_of_units_that_contradict_the_rest(parallel, told):
+    path, _, rule = only(parallel=parallel)
+    assert path == "parallel.multiplexed"
+    assert told in rule
+
+
 def test_every_schedule_there_is_may_be_written_and_no_other():
     assert set(SCHEDULES) == {"auto", *schedule_names()}
 
