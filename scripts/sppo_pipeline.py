@@ -43,7 +43,11 @@ def run_of(
         "model": dict(model),
         "data": {"tokens": "."},
         "sequence": {"length": length, "num_subsequences": pieces, "partition": partition},
-        "parallel": {"pipeline_parallel_degree": ranks, "schedule": schedule},
+        "parallel": {
+            "pipeline_parallel_degree": ranks,
+            "schedule": schedule,
+            "multiplexed": "off",  # what that gains is compared by compare_msp.py
+        },
         "activations": {"policy": "retain"},
         "train": {"dtype": "bf16", "sequences_per_step": sequences},
     }

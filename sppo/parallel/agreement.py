@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -56,10 +57,13 @@ def require_same_in(
     if rank == 0:
         verdict = _verdict(place, call=call, world_size=world_size, timeout_s=timeout_s)
         place.set(verdict_key, json.dumps(verdict))
+        if verdict["different"]:
+            _wait_for_readers(place, call=call, world_size=world_size)
     else:
         with peer_errors(f"waiting {timeout_s:g} s for rank 0 to compare what all ranks run"):
             place.wait([verdict_key], timedelta(seconds=timeout_s + _TELL_S))
             verdict = json.loads(place.get(verdict_key))
+            place.set(f"{_key(call, rank)} has read", "")
     if verdict["missing"]:
         raise PeerLostError(verdict["missing"])
     if verdict["different"]:
@@ -97,6 +101,13 @@ def differences(facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
 
 def _key(call: int, rank: int) -> str:
     return f"call {call} rank {rank}"
+
+
+def _wait_for_readers(store: Store, *, call: int, world_size: int) -> None:
+    """Rank 0 may serve the store, which ends with it: give the others time to read why."""
+    with suppress(PeerLostError), peer_errors("waiting for the others to read"):
+        keys = [f"{_key(call, rank)} has read" for rank in range(1, world_size)]
+        store.wait(keys, timedelta(seconds=_TELL_S))
 
 
 def _verdict(store: Store, *, call: int, world_size: int, timeout_s: float) -> dict[str, str]:
