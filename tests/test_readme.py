@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 SHORTER = {
     "bash scripts/quickstart.sh": " quickstart sequence.length=2Ki train.steps=2",
     "bash scripts/compare_cpu.sh": " --lengths 512 --steps 1",
+    "bash scripts/compare_pipelining.sh": " --length 512 --pieces 2 --sequences 2",
+    "bash scripts/compare_msp.sh": " --length 512 --steps 1",
     "sppo bench": " --quick",
     "sppo train configs/run/tiny_cpu.yaml": " sequence.length=2Ki train.steps=2",
 }
