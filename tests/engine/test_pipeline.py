@@ -5,6 +5,7 @@ import torch
 
 from sppo.engine.engine import Engine
 from tests.engine.models import VARIANTS, assert_same_step, autograd_step, random_weights
+from tests.engine.moving import RatioRows
 from tests.engine.pipelined import Case, run_case
 
 UNEVEN = ((0, 3, 4, 11, 17), (0, 6, 9), (0, 1, 5, 6, 9, 13, 16, 19))
@@ -109,5 +110,20 @@ def test_steps_in_a_row(ranks, schedule, shared):
         cuts=UNEVEN[:2],
         steps=3,
         shared=shared,
+    )
+    check(ranks, case)
+
+
+@pytest.mark.parametrize("schedule", ["sppo", "seq1f1b", "seq_zb_h1"])
+@pytest.mark.parametrize("shape", [(1, 3, 1), (1, 2, 2)])
+def test_tensors_moved_to_a_disk_in_every_stage(ranks, tmp_path, schedule, shape):
+    model = Case().model()
+    case = Case(
+        shape=shape,
+        schedule=schedule,
+        cuts=((0, 4, 9, 14, 19),) * 3,
+        rows=RatioRows(model, 8, 0.7, alignment=1),
+        directory=tmp_path,
+        steps=2,
     )
     check(ranks, case)
