@@ -19,7 +19,8 @@ from sppo.config.model import ModelConfig
 from sppo.engine.piece import Piece
 from sppo.engine.piece_attention import PieceAttention, PrefixMeter
 from sppo.engine.piece_weights import PieceGradients, PieceWeights
-from sppo.engine.saved_rows import TensorRows, cut, join, share, tensor_rows
+from sppo.engine.saved_rows import TensorRows, share, tensor_rows
+from sppo.engine.saved_tensors import SavedTensors
 from sppo.engine.stage import Stage
 from sppo.kernels.attention import Backend
 from sppo.kernels.rotary import RotaryTable
@@ -82,7 +83,7 @@ class PieceStage:
     ) -> None:
         self._model, self._layers, self._owner = model, layers, owner
         self._gradients, self._activations, self._row_plan = gradients, activations, rows
-        self._moved = moved
+        self._moved, self._saved = moved, SavedTensors(activations, moved)
         self._parcels = ParcelShape(model, dtype.itemsize, layers=len(layers))
         self._planned_itinerary: tuple[object, Itinerary] | None = None
         self._heads, self._dtype, self._device = heads, dtype, device
@@ -182,7 +183,7 @@ class PieceStage:
                     keep=keep,
                 )
             if loss_scale is not None:
-                self._save(_key(piece, index), saved, self._rows(piece))
+                self._saved.save(_key(piece, index), saved, self._rows(piece))
             del saved
         if self._layers.stop < self._model.num_layers:
             return x
@@ -204,9 +205,9 @@ class PieceStage:
         dx = self._loss_gradient(piece, exchange) if dy_cE is None else dy_cE
         rotary = self._rotary(piece)
         for index in reversed(self._layers):
-            saved = self._take(_key(piece, index))
+            saved = self._saved.take(_key(piece, index))
             dx = self._layer_backward(piece, index, dx, saved, rotary, exchange)
-            self._release(_key(piece, index))
+            self._saved.release(_key(piece, index))
         if piece.unit.span.start == 0 and self._owner is not None:
             self._owner.release_sequence(piece.unit.sequence)
         if self._layers.start > 0:
@@ -254,21 +255,6 @@ class PieceStage:
             )
             sink.finish()
         return dx
-
-    def _save(self, key: ActivationKey, saved: Saved, rows: Mapping[str, TensorRows]) -> None:
-        moved, kept = cut(saved, rows)
-        self._activations.save(key, kept)
-        if self._moved is not None:
-            self._moved.save(key, moved)
-
-    def _take(self, key: ActivationKey) -> Saved:
-        moved = {} if self._moved is None else self._moved.take(key)
-        return join(moved, self._activations.take(key))
-
-    def _release(self, key: ActivationKey) -> None:
-        self._activations.release(key)
-        if self._moved is not None:
-            self._moved.release(key)
 
     @contextmanager
     def _visit(self, index: int) -> Iterator[Weights]:

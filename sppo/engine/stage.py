@@ -21,11 +21,10 @@ from sppo.engine.kv_store import KVStore
 from sppo.engine.saved_rows import (
     TensorRows,
     check_whole_classes,
-    cut,
-    join,
     share,
     tensor_rows,
 )
+from sppo.engine.saved_tensors import SavedTensors
 from sppo.engine.shared_attention import SharedAttention
 from sppo.engine.span_attention import StoredAttention
 from sppo.engine.unit import Unit
@@ -87,6 +86,7 @@ class Stage:
         self._layers = range(model.num_layers) if layers is None else layers
         self._weights, self._gradients = weights, gradients
         self._activations, self._moved, self._row_plan = activations, moved, rows
+        self._saved = SavedTensors(activations, moved)
         self._sequences_in_flight = 1
         self._backend: Backend = attention_backend
         self.dtype = weights.dtype
@@ -206,7 +206,7 @@ class Stage:
                     keep=frozenset(rows),
                 )
             if training:
-                self._save(_key(unit, index), saved, rows)
+                self._saved.save(_key(unit, index), saved, rows)
             del saved  # or it would stay while the next layer runs
         if not self.is_last:
             return x
@@ -236,7 +236,7 @@ class Stage:
         taken: dict[int, Saved] = {}
         sinks = {index: self._sink(index, deferred=defer_weights) for index in self._layers}
         for index in reversed(self._layers):
-            saved = taken.pop(index, None) or self._take(_key(unit, index))
+            saved = taken.pop(index, None) or self._saved.take(_key(unit, index))
             if "x_in" not in saved:
                 self._rebuild_input(unit, index, saved, taken, rotary)
             with visit(self._weights, index) as weights:
@@ -249,7 +249,7 @@ class Stage:
                     rotary=rotary,
                     attention=self._attention(unit, index),
                 )
-            self._release(_key(unit, index))
+            self._saved.release(_key(unit, index))
         if defer_weights:
             deferred = [sink for sink in sinks.values() if isinstance(sink, DeferredGradients)]
             self._deferred[unit.sequence, unit.subsequence] = deferred[::-1]
@@ -288,7 +288,7 @@ class Stage:
         """
         below = index - 1
         if below not in taken:
-            taken[below] = self._take(_key(unit, below))
+            taken[below] = self._saved.take(_key(unit, below))
         if "x_in" not in taken[below]:
             self._rebuild_input(unit, below, taken[below], taken, rotary)
         with visit(self._weights, below) as weights:
@@ -328,21 +328,6 @@ class Stage:
         self._token_losses.clear()
         self._deferred.clear()
         self._weights.discard()
-
-    def _save(self, key: ActivationKey, saved: Saved, rows: Mapping[str, TensorRows]) -> None:
-        moved, kept = cut(saved, rows)
-        self._activations.save(key, kept)
-        if self._moved is not None:
-            self._moved.save(key, moved)
-
-    def _take(self, key: ActivationKey) -> Saved:
-        moved = {} if self._moved is None else self._moved.take(key)
-        return join(moved, self._activations.take(key))
-
-    def _release(self, key: ActivationKey) -> None:
-        self._activations.release(key)
-        if self._moved is not None:
-            self._moved.release(key)
 
     def _complete(
         self, unit: Unit, index: int, saved: Saved, weights: Weights, rotary: RotaryTable | None

@@ -23,12 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sppo.parallel.collectives import all_gather, reduce_scatter
 from sppo.parallel.peer_loss import peer_errors
 from sppo.planning.memory import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
-
-# Renamed in torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def rows_of(num_rows: int, *, index: int, count: int) -> slice:
@@ -115,7 +112,7 @@ class StageGroup:
                 own = self._flat(bucket, weights, ranks=[self.index])
                 everything = own.new_empty((self.count, bucket.elements))
                 with peer_errors("gathering weights"):
-                    work = _all_gather(
+                    work = all_gather(
                         everything.view(-1), own.view(-1), group=self._group, async_op=True
                     )
                 self._under_way.append((work, self._spread(bucket, everything, weights)))
@@ -140,9 +137,7 @@ class StageGroup:
         with peer_errors("reducing gradients"):
             if self.shares_state:
                 own = flat.new_empty((1, bucket.elements))
-                work = _reduce_scatter(
-                    own.view(-1), flat.view(-1), group=self._group, async_op=True
-                )
+                work = reduce_scatter(own.view(-1), flat.view(-1), group=self._group, async_op=True)
                 finish = self._spread(bucket, own, gradients, ranks=[self.index])
             else:
                 work = dist.all_reduce(flat, group=self._group, async_op=True)

@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sppo.parallel.collectives import all_gather
 from sppo.parallel.data_parallel import rows_of
 from sppo.parallel.peer_loss import peer_errors
-
-# Renamed in torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class RowGather:
@@ -48,7 +45,7 @@ class RowGather:
             own = rows[part.name]
             flat[self.index, part.offset : part.offset + own.numel()] = own.reshape(-1)
         with peer_errors(f"gathering {layout[0].name}"):
-            work = _all_gather(flat.view(-1), flat[self.index], group=self._group, async_op=True)
+            work = all_gather(flat.view(-1), flat[self.index], group=self._group, async_op=True)
         return Gathering(work, flat, layout)
 
     def padded_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -21,14 +21,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.config.model import ModelConfig
+from sppo.parallel.collectives import all_gather
 from sppo.parallel.mesh import Holders
 from sppo.parallel.peer_loss import peer_errors
 from sppo.parallel.ulysses import HeadShare, head_share
 from sppo.planning.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
 from sppo.planning.shared_weights import COLUMNS, KEYS, ROWS
-
-# Renamed in torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def tensor_share(model: ModelConfig, *, degree: int) -> HeadShare:
@@ -140,7 +138,7 @@ class TensorExchange:
             sent = torch.cat([sent, sent.new_zeros((most - sent.shape[0], sent.shape[1]))])
         received = sent.new_empty((self.degree * most, sent.shape[1]))
         with peer_errors("gathering tokens"):
-            _all_gather(received, sent, group=self._group)
+            all_gather(received, sent, group=self._group)
         if min(parts) == most:
             return received
         slices = received.view(self.degree, most, -1)
