@@ -95,6 +95,7 @@ def draw_timelines(planned: Timeline, measured: Timeline, *, output: Path) -> No
 def timeline_summary(planned: Timeline, measured: Timeline) -> Mapping[str, Any]:
     """Figures of the last step for ``run_summary.json``."""
     return {
+        "pipeline_ranks": len(measured.ranks),
         "makespan_s": {"predicted": planned.makespan_s, "measured": measured.makespan_s},
         "bubble_fraction": {
             "predicted": planned.bubble_fraction,

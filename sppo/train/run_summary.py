@@ -144,7 +144,7 @@ def _comparisons(summary: Mapping[str, Any]) -> Iterable[tuple[str, str, str, st
     for name, pair in times.items():
         if pair["measured"] is not None or pair["predicted"] is not None:
             yield _row(f"{name} time", pair, show=format_duration)
-    if timeline is not None and (timeline["bubble_fraction"]["measured"] or 0) > 0:
+    if timeline is not None and timeline["pipeline_ranks"] > 1:
         yield _row("idle share of a pipeline rank", timeline["bubble_fraction"], show=_percent)
     if copies is not None:
         for name, key in (("copies out", "out_bytes_per_s"), ("copies back", "back_bytes_per_s")):
