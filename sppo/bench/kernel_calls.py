@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 from sppo.bench.operands import Operands
 from sppo.bench.timing import Call
 from sppo.kernels import elementwise
-from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
+from sppo.kernels.cross_entropy import losses_to_gradient_
 from sppo.kernels.elementwise import Activation
 from sppo.kernels.linear import accumulate_bias_gradient
 from sppo.kernels.rotary import RotaryTable, rotate
@@ -28,8 +28,6 @@ _WIDTH = {"cpu": 512, "cuda": 4096}
 _HEAD_SIZE = {"cpu": 64, "cuda": 128}
 _HEADS = 8
 _VOCABULARY = 4096
-_NARROW_HIDDEN = 8
-"""Hidden width of the loss: so small that its matrix products take next to no time."""
 _PARAMETERS = 16
 """Tensors the optimizer works on."""
 _STACK_BYTES = 1 << 28
@@ -131,13 +129,9 @@ def _bias_gradient(operands: Operands, dtype: torch.dtype, elements: int) -> Cal
 
 def _cross_entropy(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     tokens = elements // _VOCABULARY
-    hidden = operands.take(tokens, _NARROW_HIDDEN, dtype=dtype)
-    weight = operands.take(_VOCABULARY, _NARROW_HIDDEN, dtype=dtype)
-    total = operands.zeros(_VOCABULARY, _NARROW_HIDDEN, dtype=torch.float32)
+    logits = operands.take(tokens, _VOCABULARY, dtype=dtype).clone()  # written over
     labels = torch.arange(tokens, device=operands.device) % _VOCABULARY
-    return lambda: linear_cross_entropy_with_gradient(
-        hidden, weight, labels, scale=1.0 / tokens, dweight_VE=total
-    )
+    return lambda: losses_to_gradient_(logits, labels, scale=1.0)
 
 
 def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:

@@ -28,7 +28,7 @@ class Operands:
         self.device = device
         # The C library serves blocks up to the largest one freed so far from its heap, and asks the
         # system for larger ones anew each time. A training run frees a tile of logits early on.
-        torch.empty(LOGITS_TILE_BYTES, dtype=torch.uint8).fill_(0)
+        torch.empty(LOGITS_TILE_BYTES["cpu"], dtype=torch.uint8).fill_(0)
         self._random = torch.randn(_POOL_ELEMENTS[device], device=device)
         self._pools: dict[torch.dtype, Tensor] = {torch.float32: self._random}
         self._used = 0

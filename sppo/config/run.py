@@ -114,6 +114,11 @@ class TrainConfig(Section):
     sequences_per_step: Degree = 1
     """B: sequences whose gradients are summed into one optimizer step."""
     dtype: Literal["bf16", "fp32"] = "bf16"
+    label_smoothing: float = Field(default=0, ge=0, lt=1)
+    """Share of a label's weight that all words of the vocabulary get alike."""
+    z_loss: float = Field(default=0, ge=0)
+    """Weight of the squared log-sum-exp of the logits, which keeps it near zero; 1e-4 is usual. The
+    loss that training reports has both terms, that of an evaluation neither."""
     seed: int = Field(default=0, ge=0)
     output: Directory = "runs/default"
     nonfinite: Literal["skip", "stop"] = "skip"

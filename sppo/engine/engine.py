@@ -18,6 +18,7 @@ from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, TokenShare, Unit, units_of
 from sppo.engine.weights import Part, ResidentWeights, WeightProvider
 from sppo.kernels.attention import Backend
+from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.copy_report import CopyReport, combined
 from sppo.offload.moving_store import MovingStore
 from sppo.offload.stack_store import StackStore
@@ -109,6 +110,7 @@ class Engine:
         pipeline: this rank's place in it.
         companions: with whom else it works.
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
+        loss_terms: what training adds to the cross entropy; evaluation adds nothing.
         stopwatch: takes the time of every action; None: the host's clock does.
     """
 
@@ -126,6 +128,7 @@ class Engine:
         pipeline: Pipeline = ALONE,
         companions: Companions = Companions(),  # noqa: B008 (frozen)
         attention_backend: Backend = "auto",
+        loss_terms: LossTerms = CROSS_ENTROPY,
         stopwatch: Stopwatch | None = None,
     ) -> None:
         self._pipeline, self._companions = pipeline, companions
@@ -157,6 +160,7 @@ class Engine:
                 layers=layers,
                 exchange=exchange,
                 attention_backend=attention_backend,
+                loss_terms=loss_terms,
             )
         self._programs: dict[object, Schedule] = {}
         self._piece_store = ResidentStore()

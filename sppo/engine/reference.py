@@ -17,20 +17,29 @@ from torch.nn import functional
 from sppo.config.model import ModelConfig
 from sppo.engine.unit import SequenceData, document_positions
 from sppo.kernels.attention_reference import visible_pairs
-from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.kernels.cross_entropy import CROSS_ENTROPY, IGNORED_LABEL, LossTerms
 from sppo.model.rope import rotary_frequencies
 
 
 def reference_loss(
-    model: ModelConfig, weights: Mapping[str, Tensor], sequences: Sequence[SequenceData]
+    model: ModelConfig,
+    weights: Mapping[str, Tensor],
+    sequences: Sequence[SequenceData],
+    *,
+    terms: LossTerms = CROSS_ENTROPY,
 ) -> Tensor:
     """Mean loss over all valid labels of ``sequences``; differentiable in ``weights``."""
-    total = torch.stack([reference_token_losses(model, weights, s).sum() for s in sequences]).sum()
+    losses = [reference_token_losses(model, weights, data, terms=terms) for data in sequences]
+    total = torch.stack([of_sequence.sum() for of_sequence in losses]).sum()
     return total / sum(data.num_valid for data in sequences)
 
 
 def reference_token_losses(
-    model: ModelConfig, weights: Mapping[str, Tensor], data: SequenceData
+    model: ModelConfig,
+    weights: Mapping[str, Tensor],
+    data: SequenceData,
+    *,
+    terms: LossTerms = CROSS_ENTROPY,
 ) -> Tensor:
     """Loss of each token, ``[S]``."""
     positions = document_positions(len(data.tokens_S), data.document_starts)
@@ -41,9 +50,16 @@ def reference_token_losses(
         x = _layer(model, weights, f"layers.{index}.", x, positions, data, index)
     hidden = _norm(model, weights, "final_norm", x)
     head = weights["embed.weight" if model.tie_embeddings else "head.weight"]
-    return functional.cross_entropy(
-        hidden @ head.T, data.labels_S, ignore_index=IGNORED_LABEL, reduction="none"
+    logits = hidden @ head.T
+    losses = functional.cross_entropy(
+        logits,
+        data.labels_S,
+        ignore_index=IGNORED_LABEL,
+        reduction="none",
+        label_smoothing=terms.label_smoothing,
     )
+    valid = data.labels_S != IGNORED_LABEL
+    return losses + terms.z_loss * logits.logsumexp(-1).square() * valid
 
 
 def _layer(

@@ -30,7 +30,12 @@ from sppo.engine.span_attention import StoredAttention
 from sppo.engine.unit import Unit
 from sppo.engine.weights import Part, WeightProvider, visit
 from sppo.kernels.attention import Backend
-from sppo.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_with_gradient
+from sppo.kernels.cross_entropy import (
+    CROSS_ENTROPY,
+    LossTerms,
+    linear_cross_entropy,
+    linear_cross_entropy_with_gradient,
+)
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSum
 from sppo.model.layer import Layer, Saved, SpanAttention, Weights, norm, norm_backward
@@ -64,6 +69,7 @@ class Stage:
         exchange: with the ranks that share every unit's tokens; None where nobody does. A
             :class:`TensorExchange` where they share the layers' weights too.
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
+        loss_terms: what training adds to the cross entropy; evaluation adds nothing.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class Stage:
         layers: range | None = None,
         exchange: HeadExchange | TensorExchange | None = None,
         attention_backend: Backend = "auto",
+        loss_terms: LossTerms = CROSS_ENTROPY,
     ) -> None:
         self._tensor = exchange if isinstance(exchange, TensorExchange) else None
         self._heads = exchange if isinstance(exchange, HeadExchange) else None
@@ -89,6 +96,7 @@ class Stage:
         self._saved = SavedTensors(activations, moved)
         self._sequences_in_flight = 1
         self._backend: Backend = attention_backend
+        self._loss_terms = loss_terms
         self.dtype = weights.dtype
         self._parcels = ParcelShape(
             self.model, weights.dtype.itemsize, layers=len(self._layers), input_every=input_every
@@ -496,6 +504,7 @@ class Stage:
             unit.labels_C,
             scale=loss_scale,
             dweight_VE=self._gradients[self._head],
+            terms=self._loss_terms,
         )
         sink = GradientSum(self._gradients)
         dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)

@@ -1,37 +1,66 @@
 """Vocabulary projection and cross entropy in one pass over tiles of tokens.
 
-Never more than one tile of logits exists: each tile is projected, its losses are taken, its
-gradient is formed and pushed back through the projection before the next tile starts.
+Never more than one tile of logits exists, in the dtype of the activations: each tile is projected,
+its losses are taken, its gradient is formed in the logits' own place and pushed back through the
+projection before the next tile starts.
 
-Legend: C tokens, t tokens of a tile, E hidden, V vocabulary.
+With logits z of V words, y the label and lse = log sum_v exp z_v, the loss of a token is
+
+    lse - (1 - s) z_y - s mean_v(z_v) + c lse^2
+
+where s smooths the label (Szegedy et al., 2016, section 7) and c weighs the z-loss that keeps lse
+near zero (Chowdhery et al., 2022, section 5). Its gradient is
+``(1 + 2 c lse) softmax(z)_v - (1 - s) [v = y] - s / V``.
+
+Legend: C tokens, t tokens of a tile, r rows of it, E hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.fused import fused
 from sppo.kernels.linear import accumulate_weight_gradient, linear
 from sppo.kernels.row_tiles import row_tiles
-from sppo.planning.logits_tile import LOGITS_TILE_BYTES, tile_tokens
+from sppo.planning.logits_tile import tile_tokens
 
 IGNORED_LABEL = -100
-TILE_BYTES = LOGITS_TILE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """What is added to the cross entropy of a token."""
+
+    label_smoothing: float = 0.0
+    """s: share of the label's weight that all words get alike."""
+    z_loss: float = 0.0
+    """c: weight of the squared log-sum-exp."""
+
+
+CROSS_ENTROPY = LossTerms()
+"""Nothing but itself."""
 
 
 def linear_cross_entropy(
-    hidden_CE: Tensor, weight_VE: Tensor, labels_C: Tensor, *, tile_bytes: int = TILE_BYTES
+    hidden_CE: Tensor,
+    weight_VE: Tensor,
+    labels_C: Tensor,
+    *,
+    terms: LossTerms = CROSS_ENTROPY,
+    tile_bytes: int | None = None,
 ) -> Tensor:
     """Loss of each token, ``[C]`` in fp32 or better; 0 where the label is ignored."""
-    losses = []
-    for rows in _tiles(hidden_CE.shape[0], weight_VE.shape[0], tile_bytes):
-        logits_tV = linear(hidden_CE[rows], weight_VE).to(wide_dtype(hidden_CE.dtype))
-        losses.append(_token_losses(logits_tV, _log_sum_exp(logits_tV), labels_C[rows]))
+    losses_C = _losses_of(hidden_CE)
+    for rows in _tiles(hidden_CE, weight_VE, tile_bytes):
+        logits_tV = linear(hidden_CE[rows], weight_VE)
+        losses_C[rows] = token_losses(logits_tV, labels_C[rows], terms=terms)
         del logits_tV  # before the next tile is made
-    return torch.cat(losses)
+    return losses_C
 
 
 def linear_cross_entropy_with_gradient(
@@ -41,7 +70,8 @@ def linear_cross_entropy_with_gradient(
     *,
     scale: float,
     dweight_VE: Tensor,
-    tile_bytes: int = TILE_BYTES,
+    terms: LossTerms = CROSS_ENTROPY,
+    tile_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Losses and the gradient of ``scale * losses.sum()``.
 
@@ -51,45 +81,125 @@ def linear_cross_entropy_with_gradient(
         labels_C: target token of each position, ``IGNORED_LABEL`` where there is none.
         scale: factor of the loss, one over the valid labels of the global batch.
         dweight_VE: fp32 (float64) accumulator, added to in place.
-        tile_bytes: bound of one tile of fp32 logits.
+        terms: what the loss has beside the cross entropy.
+        tile_bytes: bound of one tile of logits; None for the device's.
 
     Returns:
         (losses ``[C]`` in fp32 or better, unscaled; dhidden_CE in hidden's dtype).
     """
-    losses, dhidden_CE = [], torch.empty_like(hidden_CE)
-    for rows in _tiles(hidden_CE.shape[0], weight_VE.shape[0], tile_bytes):
-        hidden_tE, labels_t = hidden_CE[rows], labels_C[rows]
-        logits_tV = linear(hidden_tE, weight_VE).to(wide_dtype(hidden_CE.dtype))
-        lse_t = _log_sum_exp(logits_tV)
-        losses.append(_token_losses(logits_tV, lse_t, labels_t))
-        dlogits_tV = _logit_gradient_(logits_tV, lse_t, labels_t, scale).to(hidden_CE.dtype)
-        torch.mm(dlogits_tV, weight_VE, out=dhidden_CE[rows])
-        accumulate_weight_gradient(dweight_VE, dlogits_tV, hidden_tE)
-        del logits_tV, dlogits_tV  # before the next tile is made
-    return torch.cat(losses), dhidden_CE
+    losses_C, dhidden_CE = _losses_of(hidden_CE), torch.empty_like(hidden_CE)
+    for rows in _tiles(hidden_CE, weight_VE, tile_bytes):
+        hidden_tE = hidden_CE[rows]
+        logits_tV = linear(hidden_tE, weight_VE)
+        losses_C[rows] = losses_to_gradient_(logits_tV, labels_C[rows], scale=scale, terms=terms)
+        torch.mm(logits_tV, weight_VE, out=dhidden_CE[rows])
+        accumulate_weight_gradient(dweight_VE, logits_tV, hidden_tE)
+        del logits_tV  # before the next tile is made
+    return losses_C, dhidden_CE
 
 
-def _tiles(tokens: int, vocab_size: int, tile_bytes: int) -> Iterator[slice]:
-    size = tile_tokens(vocab_size, tile_bytes=tile_bytes)
+def token_losses(
+    logits_tV: Tensor, labels_t: Tensor, *, terms: LossTerms = CROSS_ENTROPY
+) -> Tensor:
+    """Loss of each row of logits, ``[t]`` in fp32 or better; the logits may be written over."""
+    if fused(logits_tV):
+        from sppo.kernels.triton import cross_entropy
+
+        return cross_entropy.token_losses(
+            logits_tV, labels_t, label_smoothing=terms.label_smoothing, z_loss=terms.z_loss
+        )
+    losses_t = _losses_of(logits_tV)
+    for rows in row_tiles(logits_tV):
+        losses_t[rows] = _Rows.of_(logits_tV[rows], labels_t[rows], terms).losses_r
+    return losses_t
+
+
+def losses_to_gradient_(
+    logits_tV: Tensor, labels_t: Tensor, *, scale: float, terms: LossTerms = CROSS_ENTROPY
+) -> Tensor:
+    """:func:`token_losses`; the logits become the gradient of ``scale * losses.sum()``."""
+    if fused(logits_tV):
+        from sppo.kernels.triton import cross_entropy
+
+        return cross_entropy.losses_to_gradient_(
+            logits_tV,
+            labels_t,
+            scale=scale,
+            label_smoothing=terms.label_smoothing,
+            z_loss=terms.z_loss,
+        )
+    losses_t = _losses_of(logits_tV)
+    for rows in row_tiles(logits_tV):
+        losses_t[rows] = _rows_to_gradient_(logits_tV[rows], labels_t[rows], scale, terms)
+    return losses_t
+
+
+def _rows_to_gradient_(
+    logits_rV: Tensor, labels_r: Tensor, scale: float, terms: LossTerms
+) -> Tensor:
+    """:func:`losses_to_gradient_` of rows that are taken at once; lets go of what it made."""
+    of_rows = _Rows.of_(logits_rV, labels_r, terms)
+    logits_rV.copy_(of_rows.gradient_(scale))
+    return of_rows.losses_r
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of logits, taken apart in fp32 or better."""
+
+    exponentials_rV: Tensor
+    """``exp(z - max z)``."""
+    sum_r: Tensor
+    """Of the exponentials."""
+    lse_r: Tensor
+    losses_r: Tensor
+    label_r: Tensor
+    valid_r: Tensor
+    terms: LossTerms
+
+    @classmethod
+    def of_(cls, logits_rV: Tensor, labels_r: Tensor, terms: LossTerms) -> _Rows:
+        """Writes over logits that are wide already."""
+        wide_rV = logits_rV.to(wide_dtype(logits_rV.dtype))
+        valid_r, label_r = labels_r != IGNORED_LABEL, labels_r.clamp(min=0)
+        share = terms.label_smoothing
+        wanted_r = wide_rV.gather(1, label_r.unsqueeze(1)).squeeze(1).mul_(1 - share)
+        if share:
+            wanted_r += share * wide_rV.mean(1)
+        top_r = wide_rV.amax(1)
+        wide_rV.sub_(top_r.unsqueeze(1)).exp_()
+        sum_r = wide_rV.sum(1)
+        lse_r = sum_r.log().add_(top_r)
+        losses_r = lse_r - wanted_r
+        if terms.z_loss:
+            losses_r += terms.z_loss * lse_r.square()
+        losses_r.masked_fill_(~valid_r, 0.0)
+        return cls(wide_rV, sum_r, lse_r, losses_r, label_r, valid_r, terms)
+
+    def gradient_(self, scale: float) -> Tensor:
+        """Of ``scale * losses.sum()`` by the logits, in the place of the exponentials."""
+        share, gradient_rV = self.terms.label_smoothing, self.exponentials_rV
+        scale_r = self.valid_r.to(gradient_rV.dtype) * scale
+        of_lse_r = scale_r * (1 + 2 * self.terms.z_loss * self.lse_r)
+        gradient_rV.mul_((of_lse_r / self.sum_r).unsqueeze(1))
+        if share:
+            gradient_rV.sub_((scale_r * (share / gradient_rV.shape[1])).unsqueeze(1))
+        label_r1 = self.label_r.unsqueeze(1)
+        return gradient_rV.scatter_add_(1, label_r1, (scale_r * (share - 1)).unsqueeze(1))
+
+
+def _losses_of(rows: Tensor) -> Tensor:
+    """Room for a loss of every row."""
+    return torch.empty(rows.shape[0], dtype=wide_dtype(rows.dtype), device=rows.device)
+
+
+def _tiles(hidden_CE: Tensor, weight_VE: Tensor, tile_bytes: int | None) -> Iterator[slice]:
+    tokens = hidden_CE.shape[0]
+    size = tile_tokens(
+        weight_VE.shape[0],
+        element_bytes=hidden_CE.element_size(),
+        device=hidden_CE.device.type,
+        tile_bytes=tile_bytes,
+    )
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
-
-
-def _log_sum_exp(logits_tV: Tensor) -> Tensor:
-    """Of each row, ``[t]``; torch's own makes a second tile of exponentials."""
-    return torch.cat([logits_tV[rows].logsumexp(-1) for rows in row_tiles(logits_tV)])
-
-
-def _token_losses(logits_tV: Tensor, lse_t: Tensor, labels_t: Tensor) -> Tensor:
-    valid = labels_t != IGNORED_LABEL
-    target = logits_tV.gather(1, labels_t.clamp(min=0).unsqueeze(1)).squeeze(1)
-    return (lse_t - target).masked_fill_(~valid, 0.0)
-
-
-def _logit_gradient_(logits_tV: Tensor, lse_t: Tensor, labels_t: Tensor, scale: float) -> Tensor:
-    """``scale * (softmax - one_hot)`` in place of the logits; zero rows where ignored."""
-    valid = labels_t != IGNORED_LABEL
-    gradient = logits_tV.sub_(lse_t.unsqueeze(1)).exp_()
-    target = labels_t.clamp(min=0).unsqueeze(1)
-    gradient.scatter_add_(1, target, gradient.new_full(target.shape, -1.0))
-    return gradient.mul_((valid.to(gradient.dtype) * scale).unsqueeze(1))

@@ -5,10 +5,12 @@ Legend: C tokens, O outputs, I inputs.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from sppo.kernels.row_tiles import row_tiles
+from sppo.planning.product_tile import product_rows
 
 
 def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -19,14 +21,33 @@ def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 def accumulate_weight_gradient(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) -> None:
     """Add ``dy.T @ x`` to ``total_OI`` (fp32 or better).
 
-    With N = 160 subsequences a sum kept in bf16 would lose the small ones; this one never is.
+    With N = 160 subsequences a sum kept in bf16 would lose the small ones; this one never is. A GPU
+    adds its fp32 product in place. A CPU's bf16 product comes out rounded to bf16, so there it is
+    made and added tile by tile.
     """
     if total_OI.dtype == x_CI.dtype:
         total_OI.addmm_(dy_CO.t(), x_CI)
-        return
-    product_OI = dy_CO.t() @ x_CI
-    for rows in row_tiles(total_OI):  # adding casts the product
-        total_OI[rows].add_(product_OI[rows])
+    elif x_CI.device.type == "cuda":
+        _add_product(total_OI, dy_CO.t(), x_CI)
+    else:
+        _add_product_by_tiles(total_OI, dy_CO, x_CI)
+
+
+def _add_product(total_OI: Tensor, dy_OC: Tensor, x_CI: Tensor) -> None:
+    """Half-precision operands, fp32 product and sum, in one kernel of cuBLAS."""
+    torch.addmm(total_OI, dy_OC, x_CI, out_dtype=total_OI.dtype, out=total_OI)
+
+
+def _add_product_by_tiles(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) -> None:
+    outputs, inputs = total_OI.shape
+    step = product_rows(inputs, element_bytes=x_CI.element_size())
+    for start in range(0, outputs, step):
+        _add_tile(total_OI[start : start + step], dy_CO[:, start : start + step].t() @ x_CI)
+
+
+def _add_tile(total_oI: Tensor, product_oI: Tensor) -> None:
+    for rows in row_tiles(total_oI):  # adding casts the product
+        total_oI[rows].add_(product_oI[rows])
 
 
 def accumulate_bias_gradient(total_O: Tensor, dy_CO: Tensor) -> None:

@@ -42,16 +42,16 @@ PASSES: Mapping[str, tuple[float, float]] = {
     "gelu_backward": (4, 0),
     "gelu_tanh": (2, 0),
     "gelu_tanh_backward": (4, 0),
-    "cross_entropy": (2, 6),
+    "cross_entropy": (3, 0),
     "adamw": (0, 11),
 }
 """Elements read and written per element of the operand, in the compute dtype and in fp32.
 
 ``swiglu_backward`` reads three and writes three: it rebuilds its output as well. ``cross_entropy``
-is the loss of a tile of logits and their gradient. ``adamw`` is everything a step does to a
-parameter in fp32: its gradient is zeroed, read for the norm, read and written by clipping, and read
-by the update, which reads and writes the master and two moments. Weights narrower than their
-masters are written by ``narrow``."""
+reads a tile of logits twice, for the loss and for their gradient, which it writes in their place.
+``adamw`` is everything a step does to a parameter in fp32: its gradient is zeroed, read for the
+norm, read and written by clipping, and read by the update, which reads and writes the master and
+two moments. Weights narrower than their masters are written by ``narrow``."""
 
 
 @dataclass(frozen=True, slots=True)

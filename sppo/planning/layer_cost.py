@@ -178,11 +178,14 @@ def layer_seconds(
 def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
     """Last norm, vocabulary projection, loss, and their gradients, all formed in F.
 
-    On a CPU tile by tile, so that is the shape of its products.
+    They go tile by tile, so that is the shape of the products.
     """
     model, device = workload.model, workload.hardware.device
     here = tokens / workload.sequence_parallel_degree
-    tile = np.minimum(here, tile_tokens(model.vocab_size)) if device.kind == "cpu" else here
+    tile = np.minimum(
+        here,
+        tile_tokens(model.vocab_size, element_bytes=workload.element_bytes, device=device.kind),
+    )
     shape = (model.vocab_size, model.hidden_size)
     products = sum(
         (

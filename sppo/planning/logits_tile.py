@@ -1,16 +1,31 @@
-"""How many tokens' logits exist at once: the vocabulary projection works on tiles of tokens."""
+"""How many tokens' logits exist at once: the vocabulary projection works on tiles of tokens.
+
+Every tile reads the projection and reads and writes its fp32 gradient, ``V x E`` each. On a GPU a
+tile has to be so long that its products take longer than that: 6 E V t FLOPs over 12 E V bytes are
+t / 2 per byte, and 200 to 300 FLOPs take as long as one byte. A CPU asks for far less, and its
+memory is what people count.
+"""
 
 from __future__ import annotations
 
 from sppo.units import MIB
 
-LOGITS_TILE_BYTES = 16 * MIB
-"""Bound of one tile of fp32 logits."""
+LOGITS_TILE_BYTES = {"cpu": 48 * MIB, "cuda": 256 * MIB}
+"""Bound of one tile of logits, by kind of device."""
 LEAST_TILE_TOKENS = 64
 """Tokens of a tile of logits, however large the vocabulary."""
-_WIDE_BYTES = 4
 
 
-def tile_tokens(vocab_size: int, *, tile_bytes: int = LOGITS_TILE_BYTES) -> int:
-    """Tokens of a tile whose fp32 logits take about ``tile_bytes``."""
-    return max(LEAST_TILE_TOKENS, tile_bytes // (_WIDE_BYTES * vocab_size))
+def tile_tokens(
+    vocab_size: int, *, element_bytes: int, device: str = "cpu", tile_bytes: int | None = None
+) -> int:
+    """Tokens of a tile of logits.
+
+    Args:
+        vocab_size: logits of a token.
+        element_bytes: of one logit; they have the dtype of the activations.
+        device: "cpu" or "cuda".
+        tile_bytes: bound of the tile; None for the device's.
+    """
+    bound = LOGITS_TILE_BYTES[device] if tile_bytes is None else tile_bytes
+    return max(LEAST_TILE_TOKENS, bound // (element_bytes * vocab_size))

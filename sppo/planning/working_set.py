@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
 
 from sppo.config.model import ModelConfig
 from sppo.planning.activation_decisions import ATTENTION, LINEAR
 from sppo.planning.layer_cost import WIDE_BYTES, Workload
 from sppo.planning.logits_tile import tile_tokens
 from sppo.planning.parameters import layer_shapes
+from sppo.planning.product_tile import product_rows
 from sppo.units import MIB
 
 TILE_BYTES = MIB
@@ -115,6 +116,8 @@ class _Sizes:
     tokens: int
     prefix: int
     element: int
+    device: str
+    """Its kind."""
     threads: int
     """0 on a GPU, where neither tiles nor scratch are counted."""
 
@@ -169,12 +172,15 @@ class _Sizes:
         return count * min(TILE_BYTES, self.tokens * width * WIDE_BYTES) if self.threads else 0
 
     def product(self, name: str) -> int:
-        """A weight gradient before it joins its fp32 sum; fp32 ones are added in place."""
-        if not self.narrow:
+        """See :meth:`weight_gradient`."""
+        return self.weight_gradient(*layer_shapes(self.model)[f"{name}.weight"])
+
+    def weight_gradient(self, outputs: int, inputs: int) -> int:
+        """A tile of one before it joins its fp32 sum; fp32 ones and a GPU's are added in place."""
+        if not (self.threads and self.narrow):
             return 0
-        return prod(layer_shapes(self.model)[f"{name}.weight"]) * self.element + self.scratch(
-            _WEIGHT_PRODUCT_BYTES
-        )
+        rows = min(outputs, product_rows(inputs, element_bytes=self.element))
+        return rows * inputs * self.element + _WEIGHT_PRODUCT_BYTES
 
     def scratch(self, size: int) -> int:
         """Of a bf16 product on a CPU."""
@@ -198,7 +204,7 @@ class _Sizes:
 def _sizes(workload: Workload, tokens: int, *, prefix: int = 0) -> _Sizes:
     device = workload.hardware.device
     threads = device.num_multiprocessors if device.kind == "cpu" else 0
-    return _Sizes(workload.model, tokens, prefix, workload.element_bytes, threads)
+    return _Sizes(workload.model, tokens, prefix, workload.element_bytes, device.kind, threads)
 
 
 def _forward(s: _Sizes, *, rebuilt: frozenset[int]) -> Iterator[Moment]:
@@ -283,14 +289,11 @@ def _query_width(s: _Sizes) -> int:
 
 
 def _loss(s: _Sizes) -> Iterator[Moment]:
-    vocabulary = s.model.vocab_size
-    tile = min(s.tokens, tile_tokens(vocabulary))
-    wide, narrow = tile * vocabulary * WIDE_BYTES, tile * vocabulary * s.element
+    vocabulary, hidden = s.model.vocab_size, s.model.hidden_size
+    of_tile = tile_tokens(vocabulary, element_bytes=s.element, device=s.device)
+    logits = min(s.tokens, of_tile) * vocabulary * s.element
     base = 3 * s.hidden  # the last layer's output, its norm, and that one's gradient
-    if not s.narrow:
-        yield Moment("logits", base + wide + s.tiles(1, width=vocabulary))
-    else:
-        yield Moment("logits", base + wide + narrow)
-        product = vocabulary * s.model.hidden_size * s.element + s.scratch(_WEIGHT_PRODUCT_BYTES)
-        yield Moment("logit gradients", base + wide + narrow + product)
+    if s.narrow:
+        yield Moment("logits", base + logits + s.tiles(1, width=vocabulary))
+    yield Moment("logit gradients", base + logits + s.weight_gradient(vocabulary, hidden))
     yield Moment("final norm", base + s.hidden + s.tiles(5, width=s.model.hidden_size))

@@ -13,6 +13,7 @@ from torch import Tensor
 from sppo.config import RunConfig
 from sppo.engine.engine import Companions, Engine
 from sppo.engine.pipeline import Pipeline
+from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf import open_hf_weights
 from sppo.model.initialize import initial_weight
 from sppo.parallel.mesh import Mesh, alone
@@ -112,6 +113,7 @@ def build_state(
             exchange=_exchange(run, mesh),
             reduce=lambda stage: shared.reduce(stage, gradients),
         ),
+        loss_terms=LossTerms(run.train.label_smoothing, run.train.z_loss),
         stopwatch=device.stopwatch(),
     )
     return TrainingState(weights, gradients, optimizer, engine, shared)

@@ -11,7 +11,7 @@ from sppo.config.model import ModelConfig
 from sppo.engine.engine import Engine
 from sppo.engine.reference import reference_loss
 from sppo.engine.unit import SequenceData
-from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.kernels.cross_entropy import CROSS_ENTROPY, IGNORED_LABEL
 from sppo.model.gradients import zero_gradients
 from sppo.planning.parameters import parameter_shapes
 
@@ -121,9 +121,9 @@ def engine_step(model, weights, sequences, cuts, *, policy="retain"):
     return Trained(model, weights, policy=policy).step(sequences, cuts)
 
 
-def autograd_step(model, weights, sequences):
+def autograd_step(model, weights, sequences, *, terms=CROSS_ENTROPY):
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-    loss = reference_loss(model, leaves, sequences)
+    loss = reference_loss(model, leaves, sequences, terms=terms)
     loss.backward()
     return loss.detach(), {name: leaf.grad for name, leaf in leaves.items()}
 

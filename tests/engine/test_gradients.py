@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.engine.reference import reference_token_losses
 from sppo.engine.unit import SequenceData
-from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.kernels.cross_entropy import IGNORED_LABEL, LossTerms
 from sppo.planning.activation_policy import POLICIES
 from tests.engine.models import (
     VARIANTS,
@@ -79,6 +80,20 @@ def test_any_shape_gives_the_gradients_of_autograd(data):
         model, weights, sequences, cuts, policy=data.draw(st.sampled_from(POLICIES))
     )
     assert_same_step(actual, autograd_step(model, weights, sequences), tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("variant", ["mha", "tied, yarn, all biases"])
+def test_smoothed_labels_and_z_loss(variant):
+    """In training; an evaluation by the same engine adds neither."""
+    model, terms = tiny_model(variant), LossTerms(label_smoothing=0.2, z_loss=0.01)
+    weights, data = random_weights(model), random_sequence(model, 29, starts=(0, 11))
+    trained = Trained(model, weights, loss_terms=terms)
+    actual = trained.step([data], [(0, 7, 20, 29)])
+    expected = autograd_step(model, weights, [data], terms=terms)
+    assert_same_step(actual, expected, tolerance=TOLERANCE)
+    losses = trained.engine.evaluate(data, (0, 7, 20, 29))
+    plain = reference_token_losses(model, weights, data)
+    torch.testing.assert_close(losses, plain, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,5 +1,6 @@
 """Tiled projection and loss against torch's cross entropy; never two tiles of logits at once."""
 
+import math
 import weakref
 from unittest import mock
 
@@ -11,12 +12,15 @@ from torch.nn import functional
 
 from sppo.kernels import cross_entropy
 from sppo.kernels.cross_entropy import (
+    CROSS_ENTROPY,
     IGNORED_LABEL,
+    LossTerms,
     linear_cross_entropy,
     linear_cross_entropy_with_gradient,
-    tile_tokens,
 )
 from sppo.planning import logits_tile
+from sppo.planning.logits_tile import tile_tokens
+from sppo.units import MIB
 from tests.kernels.allocations import peak_bytes
 
 
@@ -31,11 +35,17 @@ def problem(c, e, v, *, seed=0, ignored=0.3, dtype=torch.float64):
     return hidden, weight, labels
 
 
-def by_autograd(hidden, weight, labels, scale):
+def by_autograd(hidden, weight, labels, scale, terms=CROSS_ENTROPY):
     hidden, weight = (x.double().clone().requires_grad_() for x in (hidden, weight))
+    logits = hidden @ weight.T
     losses = functional.cross_entropy(
-        hidden @ weight.T, labels, ignore_index=IGNORED_LABEL, reduction="none"
+        logits,
+        labels,
+        ignore_index=IGNORED_LABEL,
+        reduction="none",
+        label_smoothing=terms.label_smoothing,
     )
+    losses = losses + terms.z_loss * logits.logsumexp(1) ** 2 * (labels != IGNORED_LABEL)
     return losses.detach(), *torch.autograd.grad(scale * losses.sum(), (hidden, weight))
 
 
@@ -51,19 +61,20 @@ def small_tiles(tokens):
     st.integers(1, 53),
     st.integers(2, 25),
     st.sampled_from((0.0, 0.4, 1.0)),
+    st.sampled_from((CROSS_ENTROPY, LossTerms(0.1), LossTerms(0, 0.02), LossTerms(0.3, 0.5))),
     st.integers(0, 99),
 )
-def test_losses_and_gradients(c, e, v, tile, ignored, seed):
+def test_losses_and_gradients(c, e, v, tile, ignored, terms, seed):
     """1e-12: products of nine terms and sums over fifty logits in float64."""
     hidden, weight, labels = problem(c, e, v, seed=seed, ignored=ignored)
-    losses, dhidden, dweight = by_autograd(hidden, weight, labels, 0.37)
+    losses, dhidden, dweight = by_autograd(hidden, weight, labels, 0.37, terms)
     before = torch.full_like(weight, 0.5)
     total = before.clone()
     with small_tiles(tile):
         ours, ours_dhidden = linear_cross_entropy_with_gradient(
-            hidden, weight, labels, scale=0.37, dweight_VE=total, tile_bytes=1
+            hidden, weight, labels, scale=0.37, dweight_VE=total, terms=terms, tile_bytes=1
         )
-        only = linear_cross_entropy(hidden, weight, labels, tile_bytes=1)
+        only = linear_cross_entropy(hidden, weight, labels, terms=terms, tile_bytes=1)
     for actual, expected in (
         (ours, losses),
         (only, losses),
@@ -98,10 +109,35 @@ def test_bf16_sums_in_fp32():
         assert (actual.double() - expected).norm() <= 2**-7 * expected.norm()
 
 
+@pytest.mark.parametrize("terms", [LossTerms(0.1), LossTerms(0, 1e-4), LossTerms(0.2, 1e-3)])
+def test_terms_in_bf16(terms):
+    """2^-7, as without them."""
+    hidden, weight, labels = problem(150, 48, 301, dtype=torch.bfloat16)
+    weight = weight / 8
+    losses, dhidden, dweight = by_autograd(hidden, weight, labels, 1 / 90, terms)
+    total = torch.zeros(301, 48)
+    ours, ours_dhidden = linear_cross_entropy_with_gradient(
+        hidden, weight, labels, scale=1 / 90, dweight_VE=total, terms=terms
+    )
+    for actual, expected in ((ours, losses), (ours_dhidden, dhidden), (total, dweight)):
+        assert (actual.double() - expected).norm() <= 2**-7 * expected.norm()
+
+
+def test_smoothing_and_z_loss_by_hand():
+    """Two words, logits 0 and ln 3: lse = ln 4, p = (1/4, 3/4)."""
+    hidden = torch.ones(1, 1, dtype=torch.float64)
+    weight = torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([0]), terms=LossTerms(0.2, 0.5))
+    smoothed = math.log(4) - 0.2 * math.log(3) / 2
+    assert float(loss) == pytest.approx(smoothed + 0.5 * math.log(4) ** 2, rel=1e-14)
+
+
 def test_a_tile_is_as_large_as_its_bytes_allow():
-    assert tile_tokens(1000, tile_bytes=4 * 1000 * 100 + 3999) == 100
-    assert tile_tokens(10**9) == 64
-    assert 4 * 32000 * tile_tokens(32000) <= cross_entropy.TILE_BYTES
+    assert tile_tokens(1000, element_bytes=4, tile_bytes=4 * 1000 * 100 + 3999) == 100
+    assert tile_tokens(10**9, element_bytes=2) == 64
+    for device, most in logits_tile.LOGITS_TILE_BYTES.items():
+        tokens = tile_tokens(32000, element_bytes=2, device=device)
+        assert most / 2 < 2 * 32000 * tokens <= most
 
 
 class Tiles:
@@ -130,7 +166,8 @@ def run_both(hidden, weight, labels, *, tile_bytes):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_tile_is_gone_before_the_next(dtype):
-    for run in run_both(*problem(333, 8, 50, dtype=dtype), tile_bytes=4 * 50 * 100):
+    tile = 50 * 100 * dtype.itemsize
+    for run in run_both(*problem(333, 8, 50, dtype=dtype), tile_bytes=tile):
         tiles = Tiles()
         with mock.patch.object(cross_entropy, "linear", tiles):
             run()
@@ -139,11 +176,19 @@ def test_one_tile_is_gone_before_the_next(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_is_a_tile_and_its_log_sum_exp(dtype):
-    """Two tiles of fp32, as planned for: the logits, and what logsumexp needs meanwhile.
+def test_memory_is_a_tile_of_logits_and_some_rows_of_it(dtype):
+    """As planned for: logits in their own dtype, a tile of rows in fp32 where they are narrower.
 
-    Everything else of these shapes is below a hundredth of a tile.
+    Beside those, outputs and a tile of the weight gradient: below 0.8 MiB with these shapes.
     """
-    tile = 4 * 64 * 20_000
-    for run in run_both(*problem(4 * 64, 16, 20_000, dtype=dtype), tile_bytes=tile):
-        assert tile < peak_bytes(run) <= 2.02 * tile
+    tile = 64 * 150_000 * dtype.itemsize
+    for run in run_both(*problem(2 * 64, 2, 150_000, dtype=dtype), tile_bytes=tile):
+        rows = MIB * (dtype is torch.bfloat16)
+        assert tile + rows / 2 < peak_bytes(run) <= tile + rows + 0.8 * MIB
+
+
+def test_a_large_vocabulary_takes_little_memory():
+    """128Ki words and 2048 wide, for any number of tokens: far below 64 MiB beside its outputs."""
+    hidden, weight = (torch.zeros(n, 2048, dtype=torch.bfloat16) for n in (300, 131_072))
+    for run in run_both(hidden, weight, torch.arange(300), tile_bytes=None):
+        assert peak_bytes(run) < 60 * MIB

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.engine.reference import reference_loss
+from sppo.kernels.cross_entropy import LossTerms
 from sppo.train import device, trainer
 from sppo.train.checkpoint import read_model
 from sppo.train.learning_rate import learning_rate
@@ -44,7 +45,8 @@ def ordinary(run):
     losses, norms = [], []
     for step in range(run.train.steps):
         optimizer.zero_grad()
-        loss = reference_loss(run.model, weights, data.step(step))
+        terms = LossTerms(run.train.label_smoothing, run.train.z_loss)
+        loss = reference_loss(run.model, weights, data.step(step), terms=terms)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(weights.values(), config.clip_norm)))
         for group in optimizer.param_groups:
@@ -64,8 +66,18 @@ def ordinary(run):
         {"sequence": {"boundaries": [0, 1, 30, 64], "num_subsequences": "auto"}},
         {"activations": {"policy": "recompute"}},
         {"activations": {"policy": "keep_attention"}},
+        {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}},
     ],
-    ids=["plain", "several", "documents", "optimizer", "boundaries", "recompute", "keep_attention"],
+    ids=[
+        "plain",
+        "several",
+        "documents",
+        "optimizer",
+        "boundaries",
+        "recompute",
+        "keep_attention",
+        "loss terms",
+    ],
 )
 def test_losses_norms_and_weights_are_those_of_ordinary_training(work, run_file, sections):
     write_tokens(work / "documents", num_tokens=6 * LENGTH + 1, documents=(10, 64, 90, 200))

@@ -1,0 +1,199 @@
+"""What cutting a sequence costs attention on this device: subsequences beside one unsplit call.
+
+The unsplit side is one ``scaled_dot_product_attention`` over the whole sequence, forward and
+backward, given its keys and values already repeated for every query head. Ours attends subsequence
+by subsequence over the prefix, forward in order and backward in reverse, adding fp32 gradients of
+all keys in place: the same FLOPs. Both sides take turns in one process. Prints a table, and writes
+the figures as JSON.
+
+    OMP_WAIT_POLICY=passive python scripts/compare_attention.py --length 16384
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sppo.kernels.attention import attention_backward, attention_forward
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+UNSPLIT = 0
+"""Tokens of the "subsequences" of the side that does not cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention layer of a sequence."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Medians over the turns, and the time of the unsplit call relative to it in each turn."""
+
+    problem: Problem
+    tokens: int
+    """Of a subsequence."""
+    forward_s: float
+    backward_s: float
+    forward_ratio: float
+    backward_ratio: float
+    both_ratio: float
+
+
+Side = Callable[[], tuple[float, float]]
+"""One forward and backward of a whole sequence; the seconds of both."""
+
+
+def main() -> None:
+    """Parse arguments, let the sides take turns, report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, default=16384, help="tokens of the sequence")
+    parser.add_argument("--tokens", default="1024,2048,4096", help="of a subsequence; several")
+    parser.add_argument("--heads", default="8/2,8/8", help="query/key heads; several")
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--turns", type=int, default=5, help="measured, after one that warms up")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    lengths = [int(text) for text in arguments.tokens.split(",")]
+    found: list[Times] = []
+    for dtype in arguments.dtypes.split(","):
+        for heads in arguments.heads.split(","):
+            n, k = (int(text) for text in heads.split("/"))
+            problem = Problem(arguments.length, n, k, arguments.head_size, dtype)
+            found += compare(problem, lengths, turns=arguments.turns)
+            _print(found[-len(lengths) :])
+    if arguments.output is not None:
+        _write(arguments.output, found, threads=arguments.threads)
+
+
+def compare(problem: Problem, lengths: list[int], *, turns: int) -> list[Times]:
+    """Every length of subsequences beside the unsplit call, in turns."""
+    sides = _sides(problem, lengths)
+    seconds: dict[int, list[tuple[float, float]]] = {tokens: [] for tokens in sides}
+    for turn in range(turns + 1):
+        for tokens, side in sides.items():
+            times = side()
+            if turn:
+                seconds[tokens].append(times)
+    return [_times(problem, tokens, seconds[tokens], seconds[UNSPLIT]) for tokens in lengths]
+
+
+def _times(
+    problem: Problem,
+    tokens: int,
+    ours: list[tuple[float, float]],
+    unsplit: list[tuple[float, float]],
+) -> Times:
+    pairs = list(zip(ours, unsplit, strict=True))
+    return Times(
+        problem,
+        tokens,
+        forward_s=statistics.median(forward for forward, _ in ours),
+        backward_s=statistics.median(backward for _, backward in ours),
+        forward_ratio=statistics.median(a[0] / b[0] for a, b in pairs),
+        backward_ratio=statistics.median(a[1] / b[1] for a, b in pairs),
+        both_ratio=statistics.median(sum(a) / sum(b) for a, b in pairs),
+    )
+
+
+def _sides(problem: Problem, lengths: list[int]) -> dict[int, Side]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads: int) -> Tensor:
+        shape = (problem.length, heads, problem.head_size)
+        return torch.randn(shape, generator=generator).to(DTYPES[problem.dtype])
+
+    do, q = random(problem.heads), random(problem.heads)
+    k, v = random(problem.kv_heads), random(problem.kv_heads)
+    sides = {UNSPLIT: _unsplit(do, q, k, v)}
+    return sides | {tokens: _in_subsequences(do, q, k, v, tokens) for tokens in lengths}
+
+
+def _unsplit(do: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Side:
+    group = q.shape[1] // k.shape[1]
+    q, k, v, do = (
+        x.repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1).contiguous()[None]
+        for x in (q, k, v, do)
+    )
+    assert k.shape == q.shape, f"{group} query heads share a key head"
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+
+    def both() -> tuple[float, float]:
+        start = time.perf_counter()
+        o = functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        middle = time.perf_counter()
+        torch.autograd.grad(o, leaves, do)
+        return middle - start, time.perf_counter() - middle
+
+    return both
+
+
+def _in_subsequences(do: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Side:
+    length = q.shape[0]
+    spans = [(a, min(a + tokens, length)) for a in range(0, length, tokens)]
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
+
+    @torch.no_grad()
+    def both() -> tuple[float, float]:
+        dk.zero_(), dv.zero_()
+        start = time.perf_counter()
+        outputs = [attention_forward(q[a:b], k[:b], v[:b]) for a, b in spans]
+        middle = time.perf_counter()
+        for (a, b), (o, lse) in zip(reversed(spans), reversed(outputs), strict=True):
+            attention_backward(do[a:b], q[a:b], k[:b], v[:b], o, lse, dk_TKD=dk[:b], dv_TKD=dv[:b])
+        return middle - start, time.perf_counter() - middle
+
+    return both
+
+
+def _print(found: list[Times]) -> None:
+    p = found[0].problem
+    print(
+        f"{p.length} tokens, {p.heads} heads of {p.head_size} on {p.kv_heads}, {p.dtype}: "
+        "time relative to one unsplit call"
+    )
+    print(f"  {'subsequence':>11}  {'forward':>8}  {'backward':>8}  {'both':>8}")
+    for t in found:
+        print(
+            f"  {t.tokens:>11}  {t.forward_ratio:>7.3f}x  {t.backward_ratio:>7.3f}x  "
+            f"{t.both_ratio:>7.3f}x",
+            flush=True,
+        )
+
+
+def _write(path: Path, found: list[Times], *, threads: int) -> None:
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()} CPU, {threads} threads",
+        "torch": torch.__version__,
+        "command": shlex.join(["python", *sys.argv]),
+        "comparisons": [asdict(times) for times in found],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

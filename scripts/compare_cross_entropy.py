@@ -1,0 +1,183 @@
+r"""The tiled projection and loss beside the plain two steps: time, and memory beyond the operands.
+
+The plain side projects all tokens to logits, takes torch's cross entropy of them in fp32, and lets
+autograd run backward. Each side is a process of its own, so its peak memory is its own, and they
+take turns. What counts as extra is everything above the operands, the gradients that are asked for,
+and the losses. ``--sides tiled`` measures where the plain one does not fit.
+
+    OMP_WAIT_POLICY=passive python scripts/compare_cross_entropy.py
+    OMP_WAIT_POLICY=passive python scripts/compare_cross_entropy.py \
+        --tokens 16384 --vocabulary 131072 --hidden 2048 --sides tiled
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from turns import take_turns  # beside this file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SIDES = ("tiled", "plain")
+MIB = 1 << 20
+
+
+def main() -> None:
+    """Parse arguments, let the sides take turns, report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--sides", default=",".join(SIDES), help="which, comma-separated")
+    parser.add_argument("--turns", type=int, default=5, help="measured, after one that warms up")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--output", type=Path, help="add the figures to this JSON file")
+    parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        _serve(arguments)
+        return
+    commands = {
+        side: [__file__, *sys.argv[1:], "--worker", side] for side in arguments.sides.split(",")
+    }
+    answers = take_turns(commands, turns=arguments.turns + 1, threads=arguments.threads)
+    report = _report(arguments, {side: found[1:] for side, found in answers.items()})
+    _print(report)
+    if arguments.output is not None:
+        _append(arguments.output, report)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    """Worker: make the operands, then answer each line on stdin with one measured pass."""
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    generator = torch.Generator().manual_seed(0)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype]
+    tokens, vocabulary, width = arguments.tokens, arguments.vocabulary, arguments.hidden
+    hidden = torch.randn(tokens, width, generator=generator).to(dtype)
+    weight = torch.randn(vocabulary, width, generator=generator).mul_(width**-0.5).to(dtype)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    passes = {"tiled": _tiled, "plain": _plain}
+    make = passes[arguments.worker]
+    make(hidden[:256].clone(), weight[:256].clone(), labels[:256] % 256)()  # threads, libraries
+    step = make(hidden, weight, labels)
+    before = _status_bytes("VmRSS")
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew
+        start = time.perf_counter()
+        loss, returned_bytes = step()
+        seconds = time.perf_counter() - start
+        extra = _status_bytes("VmHWM") - before - returned_bytes
+        print(json.dumps({"step_s": seconds, "extra_bytes": extra, "loss": loss}), flush=True)
+
+
+Pass = Callable[[], tuple[float, int]]
+"""Loss and gradients once: the mean loss, and the bytes of tensors made to be returned."""
+
+
+def _tiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Pass:
+    """Ours; the fp32 gradient of the weight is there before, as in training."""
+    import torch
+
+    from sppo.kernels.cpu_allocator import install_cpu_allocator
+    from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
+
+    install_cpu_allocator()
+    total = torch.ones(weight.shape, dtype=torch.float32)
+
+    @torch.no_grad()
+    def step() -> tuple[float, int]:
+        total.zero_()
+        losses, dhidden = linear_cross_entropy_with_gradient(
+            hidden, weight, labels, scale=1 / len(labels), dweight_VE=total
+        )
+        return float(losses.mean()), losses.nbytes + dhidden.nbytes
+
+    return step
+
+
+def _plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Pass:
+    """Two steps and autograd; the gradients are in the operands' dtype."""
+    import torch
+    from torch.nn import functional
+
+    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+
+    def step() -> tuple[float, int]:
+        logits = functional.linear(*leaves)
+        loss = functional.cross_entropy(logits.float(), labels)
+        gradients = torch.autograd.grad(loss, leaves)
+        return float(loss.detach()), sum(x.nbytes for x in gradients)
+
+    return step
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _report(
+    arguments: argparse.Namespace, answers: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()} CPU, {arguments.threads} threads",
+        "command": shlex.join(["python", *sys.argv]),
+        "tokens": arguments.tokens,
+        "vocabulary": arguments.vocabulary,
+        "hidden": arguments.hidden,
+        "dtype": arguments.dtype,
+        "sides": {
+            side: {
+                "seconds": statistics.median(answer["step_s"] for answer in found),
+                "extra_bytes": max(answer["extra_bytes"] for answer in found),
+                "loss": found[-1]["loss"],
+            }
+            for side, found in answers.items()
+        },
+    }
+    if set(answers) == set(SIDES):
+        pairs = zip(answers["tiled"], answers["plain"], strict=True)
+        report["time_ratio"] = statistics.median(a["step_s"] / b["step_s"] for a, b in pairs)
+    return report
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(
+        f"{report['tokens']} tokens, vocabulary {report['vocabulary']}, hidden {report['hidden']}, "
+        f"{report['dtype']}"
+    )
+    for side, found in report["sides"].items():
+        print(
+            f"  {side:<6} {found['seconds']:8.3f} s   extra memory "
+            f"{found['extra_bytes'] / MIB:8.1f} MiB   loss {found['loss']:.4f}"
+        )
+    if "time_ratio" in report:
+        print(f"  tiled takes {report['time_ratio']:.3f}x the time of plain")
+
+
+def _append(path: Path, report: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    reports = json.loads(path.read_text()) if path.exists() else []
+    path.write_text(json.dumps([*reports, report], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

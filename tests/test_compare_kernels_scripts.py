@@ -1,0 +1,41 @@
+"""The scripts that compare kernels with plain torch run, and say what they found."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def run(name, *arguments):
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / name, *arguments, "--threads", "1", "--turns", "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_attention_beside_one_unsplit_call(tmp_path):
+    output = tmp_path / "attention.json"
+    options = "--length 300 --tokens 100,64 --heads 4/2 --head-size 16 --dtypes fp32"
+    said = run("compare_attention.py", *options.split(), "--output", str(output))
+    assert "300 tokens, 4 heads of 16 on 2, fp32" in said
+    found = json.loads(output.read_text())["comparisons"]
+    assert [times["tokens"] for times in found] == [100, 64]
+    assert all(times["both_ratio"] > 0 for times in found)
+
+
+def test_cross_entropy_beside_two_steps(tmp_path):
+    output = tmp_path / "cross_entropy.json"
+    options = f"--tokens 200 --vocabulary 500 --hidden 16 --output {output}".split()
+    assert "tiled takes" in run("compare_cross_entropy.py", *options)
+    run("compare_cross_entropy.py", *options, "--sides", "tiled")
+    both, tiled = json.loads(output.read_text())
+    losses = [side["loss"] for side in both["sides"].values()]
+    assert abs(losses[0] - losses[1]) < 1e-2 * losses[1]
+    assert set(tiled["sides"]) == {"tiled"}
