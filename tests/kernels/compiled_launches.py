@@ -77,9 +77,20 @@ def launch_elementwise(dtype, width):
     merge.merge_(total, total[:, :, 0].contiguous(), heads, total[:, :, 0].contiguous())
 
 
+def launch_cross_entropy(dtype, words):
+    from sppo.kernels.triton.cross_entropy import losses_to_gradient_, token_losses
+
+    logits, labels = torch.zeros(4, words, dtype=dtype), torch.zeros(4, dtype=torch.long)
+    for label_smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-4)):
+        terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        token_losses(logits, labels, **terms)
+        losses_to_gradient_(logits, labels, scale=1.0, **terms)
+
+
 def main(capability, everything):
     done = compile_in_place_of_launches(capability)
     launch_elementwise(torch.bfloat16, 4096)
+    launch_cross_entropy(torch.bfloat16, 32000)
     launch_attention(torch.bfloat16, 64, 40)
     if everything:
         for head_size in (64, 96, 128, 256):
@@ -90,6 +101,8 @@ def main(capability, everything):
         for dtype in (torch.float16, torch.float32, torch.float64):
             for width in (64, 4096, 16384):
                 launch_elementwise(dtype, width)
+            for words in (1, 50257, 262144):
+                launch_cross_entropy(dtype, words)
     print(json.dumps(done))
 
 

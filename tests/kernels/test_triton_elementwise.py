@@ -1,8 +1,6 @@
 """Triton's norms, rotary turns, activations and merges against plain torch in float64.
 
-Relative Frobenius norm. Results in bf16 are rounded once, which costs at most u = 2^-8; under the
-interpreter, which cuts bits off, 2 u. fp16 is allowed 2^-11, fp32 1e-6, float64 1e-14; sums over
-rows are kept in fp32 whatever the type, and allowed 1e-6.
+How far results may be off: see :mod:`tests.kernels.operands`.
 """
 
 import pytest
@@ -10,21 +8,24 @@ import torch
 
 from sppo.kernels import elementwise
 from sppo.kernels.rotary import RotaryTable, rotate, rotate_
+from tests.kernels.operands import (
+    DTYPES,
+    TOLERANCE,
+    assert_close,
+    dtype_name,
+    exact,
+    poison_fresh_memory,
+    random,
+    wide_tolerance,
+)
 from tests.kernels.places import DEVICES, need_triton
 
-TOLERANCE = {
-    torch.bfloat16: 2.0**-7,
-    torch.float16: 2.0**-11,
-    torch.float32: 1e-6,
-    torch.float64: 1e-14,
-}
-DTYPES = list(TOLERANCE)
 SHAPES = [(1, 7), (37, 100), (5, 3, 64), (300, 33), (3, 4100)]
 EPS = 1e-5
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
-    pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch.")),
+    pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name),
 ]
 
 
@@ -35,34 +36,7 @@ def _triton(device):
 
 @pytest.fixture(autouse=True)
 def _fresh_memory_is_poisoned(monkeypatch):
-    empty = torch.empty
-
-    def poisoned(*arguments, **options):
-        x = empty(*arguments, **options)
-        return x.fill_(float("nan")) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
-def random(*shapes, dtype, device, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes
-    ]
-
-
-def exact(*tensors):
-    return [None if x is None else x.cpu().double().clone() for x in tensors]
-
-
-def assert_close(actual, expected, *, tolerance):
-    assert actual.shape == expected.shape
-    error = float((actual.double().cpu() - expected).norm() / expected.norm().clamp(min=1e-30))
-    assert error <= tolerance, f"{error:.2e} above {tolerance:.2e}"
-
-
-def wide_tolerance(dtype):
-    return TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
+    poison_fresh_memory(monkeypatch)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

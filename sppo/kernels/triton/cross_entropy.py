@@ -1,0 +1,164 @@
+"""Cross entropy of a tile of logits: losses alone, or with the gradient in the logits' own place.
+
+A program owns a row. It walks the vocabulary once for the largest logit and the sum of
+exponentials, which is rescaled whenever a larger logit turns up (Milakov and Gimelshein, 2018,
+algorithm 3), and a second time to write the gradient. Both walks compute in fp32 (float64 for
+float64) and round once, at the end.
+
+Legend: t tokens of a tile, V vocabulary, i words of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.kernels.triton.launch import on_device_of, row_major, wide_type
+
+_LEAST_BLOCK = 1024
+"""Words of a block that every warp has a part of: then reductions wait for all of its loads."""
+_MOST_BLOCK = 4096
+_BLOCK_PER_WARP = 512
+
+
+@triton.jit
+def _row_sums(row_ptr, size, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """(largest logit z, sum of exp(z - largest), sum of z where ``SMOOTHED``) of a row."""
+    word_i = tl.arange(0, BLOCK)
+    top = tl.full([], float("-inf"), WIDE)
+    exponentials_i = tl.zeros([BLOCK], WIDE)
+    logits_i = tl.zeros([BLOCK], WIDE)
+    for start in range(0, size, BLOCK):
+        inside_i = word_i < size - start
+        z_i = tl.load(row_ptr + start + word_i, mask=inside_i, other=float("-inf")).to(WIDE)
+        higher = tl.maximum(top, tl.max(z_i, 0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # no word is possible so far
+        exponentials_i = exponentials_i * tl.exp(top - shift) + tl.exp(z_i - shift)
+        top = higher
+        if SMOOTHED:
+            logits_i += tl.where(inside_i, z_i, 0.0)
+    return top, tl.sum(exponentials_i, 0), tl.sum(logits_i, 0)
+
+
+@triton.jit
+def _write_gradient(
+    row_ptr, label, top, of_exponential, of_label, of_word, size, BLOCK: tl.constexpr
+):
+    """Over a row: ``of_exponential exp(z - top) - of_word``, less ``of_label`` at the label."""
+    word_i = tl.arange(0, BLOCK)
+    for start in range(0, size, BLOCK):
+        inside_i = word_i < size - start
+        z_i = tl.load(row_ptr + start + word_i, mask=inside_i, other=0.0).to(top.dtype)
+        gradient_i = tl.exp(z_i - top) * of_exponential - of_word
+        gradient_i -= tl.where(start + word_i == label, of_label, 0.0)
+        gradient_i = gradient_i.to(row_ptr.dtype.element_ty)
+        tl.store(row_ptr + start + word_i, gradient_i, mask=inside_i)
+
+
+@triton.jit
+def _write_zeros(row_ptr, size, BLOCK: tl.constexpr):
+    word_i = tl.arange(0, BLOCK)
+    zero_i = tl.zeros([BLOCK], row_ptr.dtype.element_ty)
+    for start in range(0, size, BLOCK):
+        tl.store(row_ptr + start + word_i, zero_i, mask=word_i < size - start)
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr,
+    labels_ptr,
+    scale_ptr,
+    losses_ptr,
+    size,
+    row_stride,
+    IGNORED: tl.constexpr,
+    LABEL_SMOOTHING: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    label = tl.load(labels_ptr + row)
+    if label == IGNORED:
+        tl.store(losses_ptr + row, 0.0)
+        if GRADIENT:
+            _write_zeros(row_ptr, size, BLOCK)
+    else:
+        of_label = tl.load(row_ptr + label).to(WIDE)
+        top, exponentials, logits = _row_sums(row_ptr, size, LABEL_SMOOTHING > 0, BLOCK, WIDE)
+        log_sum = tl.log(exponentials)
+        loss = log_sum + (1.0 - LABEL_SMOOTHING) * (top - of_label)
+        if LABEL_SMOOTHING > 0:
+            loss += LABEL_SMOOTHING * (top - logits / size)
+        if Z_LOSS > 0:
+            loss += Z_LOSS * (log_sum + top) * (log_sum + top)
+        tl.store(losses_ptr + row, loss)
+        if GRADIENT:
+            tl.debug_barrier()  # every thread has read the row before any writes to it
+            scale = tl.load(scale_ptr)
+            of_lse = scale
+            if Z_LOSS > 0:
+                of_lse += scale * (2.0 * Z_LOSS) * (log_sum + top)
+            _write_gradient(
+                row_ptr,
+                label,
+                top,
+                of_lse / exponentials,
+                scale * (1.0 - LABEL_SMOOTHING),
+                scale * LABEL_SMOOTHING / size,
+                size,
+                BLOCK,
+            )
+
+
+def token_losses(
+    logits_tV: Tensor, labels_t: Tensor, *, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """See :func:`sppo.kernels.cross_entropy.token_losses`; the logits stay as they are."""
+    return _launch(row_major(logits_tV), labels_t, None, smoothing=label_smoothing, z_loss=z_loss)
+
+
+def losses_to_gradient_(
+    logits_tV: Tensor, labels_t: Tensor, *, scale: float, label_smoothing: float, z_loss: float
+) -> Tensor:
+    """See :func:`sppo.kernels.cross_entropy.losses_to_gradient_`; each row is contiguous.
+
+    Ignored rows become zeros whatever they hold.
+    """
+    assert logits_tV.stride(-1) == 1, "what is written in place cannot be copied first"
+    return _launch(logits_tV, labels_t, scale, smoothing=label_smoothing, z_loss=z_loss)
+
+
+def _launch(
+    logits_tV: Tensor, labels_t: Tensor, scale: float | None, *, smoothing: float, z_loss: float
+) -> Tensor:
+    """Losses; with a ``scale`` the gradient too.
+
+    The scale travels as a tensor: a number handed to a kernel is rounded to fp32.
+    """
+    tokens, words = logits_tV.shape
+    wide, device = torch.promote_types(logits_tV.dtype, torch.float32), logits_tV.device
+    losses_t = torch.empty(tokens, dtype=wide, device=device)
+    block = min(_MOST_BLOCK, max(_LEAST_BLOCK, triton.next_power_of_2(words)))
+    with on_device_of(logits_tV):
+        _cross_entropy_kernel[(tokens,)](
+            logits_tV,
+            labels_t.contiguous(),
+            None if scale is None else torch.full((1,), scale, dtype=wide, device=device),
+            losses_t,
+            words,
+            logits_tV.stride(0),
+            IGNORED=IGNORED_LABEL,
+            LABEL_SMOOTHING=smoothing,
+            Z_LOSS=z_loss,
+            GRADIENT=scale is not None,
+            BLOCK=block,
+            WIDE=wide_type(logits_tV.dtype),
+            num_warps=block // _BLOCK_PER_WARP,
+        )
+    return losses_t
