@@ -59,6 +59,18 @@ def _rmsnorm_backward(
     return lambda: elementwise.rms_norm_backward(dy, x, weight, eps=_EPS)
 
 
+def _add_rmsnorm(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    total, x = (_rows(operands, dtype, elements) for _ in range(2))
+    weight = operands.take(x.shape[-1], dtype=dtype)
+    return lambda: elementwise.add_rms_norm_(total, x, weight, eps=_EPS)
+
+
+def _add_rmsnorm_backward(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    x, dy, dresidual = (_rows(operands, dtype, elements) for _ in range(3))
+    weight = operands.take(x.shape[-1], dtype=dtype)
+    return lambda: elementwise.rms_norm_backward(dy, x, weight, eps=_EPS, dresidual_CE=dresidual)
+
+
 def _layernorm(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     x = _rows(operands, dtype, elements)
     weight, bias = (operands.take(x.shape[-1], dtype=dtype) for _ in range(2))
@@ -69,6 +81,20 @@ def _layernorm_backward(operands: Operands, dtype: torch.dtype, elements: int) -
     x, dy = (_rows(operands, dtype, elements) for _ in range(2))
     weight, bias = (operands.take(x.shape[-1], dtype=dtype) for _ in range(2))
     return lambda: elementwise.layer_norm_backward(dy, x, weight, bias, eps=_EPS)
+
+
+def _add_layernorm(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    total, x = (_rows(operands, dtype, elements) for _ in range(2))
+    weight, bias = (operands.take(x.shape[-1], dtype=dtype) for _ in range(2))
+    return lambda: elementwise.add_layer_norm_(total, x, weight, bias, eps=_EPS)
+
+
+def _add_layernorm_backward(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+    x, dy, dresidual = (_rows(operands, dtype, elements) for _ in range(3))
+    weight, bias = (operands.take(x.shape[-1], dtype=dtype) for _ in range(2))
+    return lambda: elementwise.layer_norm_backward(
+        dy, x, weight, bias, eps=_EPS, dresidual_CE=dresidual
+    )
 
 
 def _rotary(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
@@ -156,8 +182,12 @@ def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
 MAKERS: Mapping[str, Maker] = {
     "rmsnorm": partial(_rmsnorm, by_head=False),
     "rmsnorm_backward": partial(_rmsnorm_backward, by_head=False),
+    "rmsnorm_add": _add_rmsnorm,
+    "rmsnorm_add_backward": _add_rmsnorm_backward,
     "layernorm": _layernorm,
     "layernorm_backward": _layernorm_backward,
+    "layernorm_add": _add_layernorm,
+    "layernorm_add_backward": _add_layernorm_backward,
     "head_norm": partial(_rmsnorm, by_head=True),
     "head_norm_backward": partial(_rmsnorm_backward, by_head=True),
     "rotary": _rotary,

@@ -5,6 +5,10 @@ dtype of the activations. Nothing here is saved for backward: inputs are, by nam
 rebuilt. On a CPU the work goes by tiles of rows, see :mod:`sppo.kernels.row_tiles`.
 :mod:`sppo.kernels.triton` has the same functions; its modules are imported at their first use.
 
+A residual addition beside a norm is part of its kernel. Going forward the sum is rounded before it
+is normed, so that its norm taken again later, from the sum alone, has the same bits. Going backward
+the residual's gradient is added before the norm's is rounded.
+
 Legend: C tokens, E hidden, F MLP width.
 """
 
@@ -36,26 +40,50 @@ def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
         return norms.rms_norm(x_CE, weight_E, eps=eps)
     normed = torch.empty_like(x_CE)
     for rows in row_tiles(x_CE):
-        torch.mul(x_CE[rows], _inverse_rms(x_CE[rows], eps), out=normed[rows])
-    return normed.mul_(weight_E)
+        _rms_norm(x_CE[rows], weight_E, eps=eps, out_tE=normed[rows])
+    return normed
+
+
+def add_rms_norm_(total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
+    """Add ``x_CE`` to ``total_CE`` in place; :func:`rms_norm` of the sum, as rounded."""
+    if fused_in_place(total_CE):
+        from sppo.kernels.triton import norms
+
+        return norms.add_rms_norm_(total_CE, x_CE, weight_E, eps=eps)
+    normed = torch.empty_like(total_CE)
+    for rows in row_tiles(total_CE):
+        _rms_norm(total_CE[rows].add_(x_CE[rows]), weight_E, eps=eps, out_tE=normed[rows])
+    return normed
+
+
+def _rms_norm(x_tE: Tensor, weight_E: Tensor, *, eps: float, out_tE: Tensor) -> None:
+    """Of one tile."""
+    torch.mul(x_tE, _inverse_rms(x_tE, eps), out=out_tE).mul_(weight_E)
 
 
 def rms_norm_backward(
-    dy_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float
+    dy_CE: Tensor,
+    x_CE: Tensor,
+    weight_E: Tensor,
+    *,
+    eps: float,
+    dresidual_CE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dx in x's dtype, dweight ``[E]`` in fp32) of :func:`rms_norm`.
 
     With n = x / rms(x) and g = dy * weight: dx = (g - n mean(g n)) / rms(x), dweight = sum dy n.
+    ``dresidual_CE``, the gradient that reaches x around the norm, is added to dx.
     """
     if fused(x_CE):
         from sppo.kernels.triton import norms
 
-        return norms.rms_norm_backward(dy_CE, x_CE, weight_E, eps=eps)
+        return norms.rms_norm_backward(dy_CE, x_CE, weight_E, eps=eps, dresidual_CE=dresidual_CE)
     dx = torch.empty_like(x_CE)
     dweight = torch.zeros_like(weight_E, dtype=wide_dtype(x_CE.dtype))
     for rows in row_tiles(x_CE):
-        dx[rows], of_tile = _rms_norm_backward(dy_CE[rows], x_CE[rows], weight_E, eps=eps)
-        dweight += of_tile
+        dx_tile, dweight_tile = _rms_norm_backward(dy_CE[rows], x_CE[rows], weight_E, eps=eps)
+        dx[rows] = dx_tile if dresidual_CE is None else dx_tile.add_(dresidual_CE[rows])
+        dweight += dweight_tile
     return dx, dweight
 
 
@@ -87,14 +115,40 @@ def layer_norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float) ->
     return functional.layer_norm(x_CE, (x_CE.shape[-1],), weight_E, bias_E, eps)
 
 
+def add_layer_norm_(
+    total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
+) -> Tensor:
+    """Add ``x_CE`` to ``total_CE`` in place; :func:`layer_norm` of the sum, as rounded."""
+    if fused_in_place(total_CE):
+        from sppo.kernels.triton import norms
+
+        return norms.add_layer_norm_(total_CE, x_CE, weight_E, bias_E, eps=eps)
+    normed, shape = torch.empty_like(total_CE), (total_CE.shape[-1],)
+    for rows in row_tiles(total_CE):
+        total_tE = total_CE[rows].add_(x_CE[rows])
+        normed[rows] = functional.layer_norm(total_tE, shape, weight_E, bias_E, eps)
+    return normed
+
+
 def layer_norm_backward(
-    dy_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
+    dy_CE: Tensor,
+    x_CE: Tensor,
+    weight_E: Tensor,
+    bias_E: Tensor,
+    *,
+    eps: float,
+    dresidual_CE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx in x's dtype, dweight, dbias in fp32) of :func:`layer_norm`."""
+    """(dx in x's dtype, dweight, dbias in fp32) of :func:`layer_norm`.
+
+    ``dresidual_CE``, the gradient that reaches x around the norm, is added to dx.
+    """
     if fused(x_CE):
         from sppo.kernels.triton import norms
 
-        return norms.layer_norm_backward(dy_CE, x_CE, weight_E, bias_E, eps=eps)
+        return norms.layer_norm_backward(
+            dy_CE, x_CE, weight_E, bias_E, eps=eps, dresidual_CE=dresidual_CE
+        )
     wide = wide_dtype(x_CE.dtype)
     weight, bias = weight_E.to(wide), bias_E.to(wide)
     dx, dweight, dbias = torch.empty_like(x_CE), torch.zeros_like(weight), torch.zeros_like(bias)
@@ -102,9 +156,10 @@ def layer_norm_backward(
     for rows in row_tiles(x_CE):
         dy, x = dy_CE[rows].to(wide), x_CE[rows].to(wide)
         _, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        dx[rows], dweight_tile, dbias_tile = torch.ops.aten.native_layer_norm_backward(
+        dx_tile, dweight_tile, dbias_tile = torch.ops.aten.native_layer_norm_backward(
             dy, x, shape, mean, rstd, weight, bias, [True, True, True]
         )
+        dx[rows] = dx_tile if dresidual_CE is None else dx_tile.add_(dresidual_CE[rows])
         dweight += dweight_tile
         dbias += dbias_tile
     return dx, dweight, dbias

@@ -116,10 +116,12 @@ class Layer:
         o_CND, lse = attention.forward(q, k, v)
         del q, k, v
         save(o=o_CND.flatten(1), lse=lse)
-        x_mid = self._after_attention(x_CE, o_CND.flatten(1), weights)
+        x_mid = self._attention_output(o_CND.flatten(1), weights)
         del o_CND, lse
+        n2 = self.tokens.gather(add_norm_(self.model, "mlp_norm", x_mid, x_CE, weights))
         save(x_mid=x_mid)
-        gate, up = self._mlp_inputs(x_mid, weights)
+        gate, up = self._projected_mlp_inputs(n2, weights)
+        del n2
         save(up=up, **({} if gate is None else {"gate": gate}))
         return self._after_mlp(x_mid, gate, up, weights), saved
 
@@ -158,8 +160,7 @@ class Layer:
         dk = self._unrotate_and_unnorm("k", dk, k_projected, weights, gradients, rotary)
         dn1 = self._projection_backward(dq, dk, dv, n1, weights, gradients)
         dn1 = self.tokens.scatter_sum(dn1)
-        dx_in = self._norm_backward("attention_norm", dn1, x_in, weights, gradients)
-        return dx_in.add_(dx_mid)
+        return self._norm_backward("attention_norm", dn1, x_in, dx_mid, weights, gradients)
 
     def complete(
         self,
@@ -285,16 +286,26 @@ class Layer:
             x_CHD = elementwise.rms_norm(x_CHD, weight, eps=self.model.norm_eps)
         return x_CHD if rotary is None else rotate(x_CHD, rotary)
 
-    def _after_attention(self, x_CE: Tensor, o_CND: Tensor, weights: Weights) -> Tensor:
-        out = linear(o_CND, weights["o.weight"], weights.get("o.bias"))
-        return self.tokens.scatter_sum(out).add_(x_CE)
+    def _attention_output(self, o_CQ: Tensor, weights: Weights) -> Tensor:
+        """``[C, E]``: what attention adds to the residual stream."""
+        return self.tokens.scatter_sum(linear(o_CQ, weights["o.weight"], weights.get("o.bias")))
+
+    def _after_attention(self, x_CE: Tensor, o_CQ: Tensor, weights: Weights) -> Tensor:
+        """``x_mid`` alone, with the bits that :meth:`forward` gave it."""
+        return self._attention_output(o_CQ, weights).add_(x_CE)
 
     def _mlp_inputs(self, x_mid_CE: Tensor, weights: Weights) -> tuple[Tensor | None, Tensor]:
         n2 = self._gathered_norm("mlp_norm", x_mid_CE, weights)
-        up = linear(n2, weights["up.weight"], weights.get("up.bias"))
+        return self._projected_mlp_inputs(n2, weights)
+
+    def _projected_mlp_inputs(
+        self, n2_CE: Tensor, weights: Weights
+    ) -> tuple[Tensor | None, Tensor]:
+        """(gate_CF if there is one, up_CF)."""
+        up = linear(n2_CE, weights["up.weight"], weights.get("up.bias"))
         if not self.model.gated:
             return None, up
-        return linear(n2, weights["gate.weight"], weights.get("gate.bias")), up
+        return linear(n2_CE, weights["gate.weight"], weights.get("gate.bias")), up
 
     def _after_mlp(
         self, x_mid_CE: Tensor, gate_CF: Tensor | None, up_CF: Tensor, weights: Weights
@@ -331,7 +342,7 @@ class Layer:
             dn2.addmm_(inner.dgate_CF, weights["gate.weight"])
         del inner
         dn2 = self.tokens.scatter_sum(dn2)
-        return self._norm_backward("mlp_norm", dn2, x_mid_CE, weights, gradients).add_(dy_CE)
+        return self._norm_backward("mlp_norm", dn2, x_mid_CE, dy_CE, weights, gradients)
 
     def _projection_backward(
         self,
@@ -379,9 +390,18 @@ class Layer:
         return norm(self.model, name, x_CE, weights)
 
     def _norm_backward(
-        self, name: str, dy_CE: Tensor, x_CE: Tensor, weights: Weights, gradients: GradientSink
+        self,
+        name: str,
+        dy_CE: Tensor,
+        x_CE: Tensor,
+        dresidual_CE: Tensor,
+        weights: Weights,
+        gradients: GradientSink,
     ) -> Tensor:
-        return norm_backward(self.model, name, dy_CE, x_CE, weights, gradients)
+        """Gradient of ``x_CE`` through the norm and around it."""
+        return norm_backward(
+            self.model, name, dy_CE, x_CE, weights, gradients, dresidual_CE=dresidual_CE
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,6 +435,17 @@ def norm(model: ModelConfig, name: str, x_CE: Tensor, weights: Weights) -> Tenso
     return elementwise.layer_norm(x_CE, weight, weights[f"{name}.bias"], eps=model.norm_eps)
 
 
+def add_norm_(
+    model: ModelConfig, name: str, total_CE: Tensor, x_CE: Tensor, weights: Weights
+) -> Tensor:
+    """Adds ``x_CE`` to ``total_CE`` in place; :func:`norm` of the sum."""
+    weight = weights[f"{name}.weight"]
+    if model.norm == "rmsnorm":
+        return elementwise.add_rms_norm_(total_CE, x_CE, weight, eps=model.norm_eps)
+    bias = weights[f"{name}.bias"]
+    return elementwise.add_layer_norm_(total_CE, x_CE, weight, bias, eps=model.norm_eps)
+
+
 def norm_backward(
     model: ModelConfig,
     name: str,
@@ -422,15 +453,22 @@ def norm_backward(
     x_CE: Tensor,
     weights: Weights,
     gradients: GradientSink,
+    *,
+    dresidual_CE: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of :func:`norm`'s input; its parameters' gradients go to ``gradients``."""
-    weight = weights[f"{name}.weight"]
+    """Gradient of :func:`norm`'s input; its parameters' gradients go to ``gradients``.
+
+    ``dresidual_CE``, the gradient that reaches the input around the norm, is part of it.
+    """
+    weight, eps = weights[f"{name}.weight"], model.norm_eps
     if model.norm == "rmsnorm":
-        dx, dweight = elementwise.rms_norm_backward(dy_CE, x_CE, weight, eps=model.norm_eps)
+        dx, dweight = elementwise.rms_norm_backward(
+            dy_CE, x_CE, weight, eps=eps, dresidual_CE=dresidual_CE
+        )
     else:
         bias = weights[f"{name}.bias"]
         dx, dweight, dbias = elementwise.layer_norm_backward(
-            dy_CE, x_CE, weight, bias, eps=model.norm_eps
+            dy_CE, x_CE, weight, bias, eps=eps, dresidual_CE=dresidual_CE
         )
         gradients.add(f"{name}.bias", dbias)
     gradients.add(f"{name}.weight", dweight)

@@ -26,8 +26,12 @@ _WIDE_BYTES = 4
 PASSES: Mapping[str, tuple[float, float]] = {
     "rmsnorm": (2, 0),
     "rmsnorm_backward": (3, 0),
+    "rmsnorm_add": (4, 0),
+    "rmsnorm_add_backward": (4, 0),
     "layernorm": (2, 0),
     "layernorm_backward": (3, 0),
+    "layernorm_add": (4, 0),
+    "layernorm_add_backward": (4, 0),
     "head_norm": (2, 0),
     "head_norm_backward": (3, 0),
     "rotary": (2, 0),
@@ -47,11 +51,13 @@ PASSES: Mapping[str, tuple[float, float]] = {
 }
 """Elements read and written per element of the operand, in the compute dtype and in fp32.
 
-``swiglu_backward`` reads three and writes three: it rebuilds its output as well. ``cross_entropy``
-reads a tile of logits twice, for the loss and for their gradient, which it writes in their place.
-``adamw`` is everything a step does to a parameter in fp32: its gradient is zeroed, read for the
-norm, read and written by clipping, and read by the update, which reads and writes the master and
-two moments. Weights narrower than their masters are written by ``narrow``."""
+``rmsnorm_add`` reads two tensors and writes their sum and its norm; ``rmsnorm_add_backward`` adds
+the residual's gradient to the norm's; ``layernorm`` has the same. ``swiglu_backward`` reads three
+and writes three: it rebuilds its output as well. ``cross_entropy`` reads a tile of logits twice,
+for the loss and for their gradient, which it writes in their place. ``adamw`` is everything a step
+does to a parameter in fp32: its gradient is zeroed, read for the norm, read and written by
+clipping, and read by the update, which reads and writes the master and two moments. Weights
+narrower than their masters are written by ``narrow``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +90,19 @@ def work_seconds(
 def forward_work(model: ModelConfig) -> Iterator[Work]:
     """Of one layer's forward: norms, rotation, K and V into their store, activation, residuals."""
     e, query, key = _widths(model)
-    yield from (Work(model.norm, e),) * 2
+    yield Work(model.norm, e)
     for width in (query, key):
         yield from _towards_attention(model, width)
     yield from (Work("copy", key),) * 2
+    yield Work(f"{model.norm}_add", e)
     yield Work(model.mlp, model.mlp_size)
-    yield from (Work("add", e),) * 2
+    yield Work("add", e)
 
 
 def backward_work(model: ModelConfig, *, element_bytes: int) -> Iterator[Work]:
     """Of one layer's backward when nothing but norms and activations is rebuilt."""
     e, query, key = _widths(model)
-    yield from (Work(model.norm, e), Work(f"{model.norm}_backward", e)) * 2
+    yield from (Work(model.norm, e), Work(f"{model.norm}_add_backward", e)) * 2
     if model.qk_norm:
         # Queries are saved before their norm, so its output is rebuilt.
         yield from _towards_attention(model, query)
@@ -107,7 +114,6 @@ def backward_work(model: ModelConfig, *, element_bytes: int) -> Iterator[Work]:
     if element_bytes < _WIDE_BYTES:
         yield from (Work("narrow", key),) * 2
     yield Work(f"{model.mlp}_backward", model.mlp_size)
-    yield from (Work("add", e),) * 2
     yield from _bias_gradients(model)
 
 

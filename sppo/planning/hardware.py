@@ -29,6 +29,13 @@ from sppo.planning.rates import (
 
 Provenance = Literal["measured", "calibrated", "analytic"]
 
+_MOST_LIKE = {
+    f"{norm}_add{way}": f"{norm}{way}"
+    for norm in ("rmsnorm", "layernorm")
+    for way in ("", "_backward")
+}
+"""Kernels whose rate stands for that of another, in descriptions from before that was measured."""
+
 _SHARES = ("gemm_efficiency", "attention_efficiency", "attention_backward_efficiency")
 
 
@@ -147,9 +154,10 @@ class DeviceSpec:
 
         Over the bytes that :mod:`sppo.planning.elementwise_cost` counts.
         """
-        grid = elementwise_grid(self.elementwise_points, dtype, kernel=kernel)
-        if grid is not None:
-            return grid.at(elements, np.ones_like(elements))
+        for measured in (kernel, _MOST_LIKE.get(kernel, kernel)):
+            grid = elementwise_grid(self.elementwise_points, dtype, kernel=measured)
+            if grid is not None:
+                return grid.at(elements, np.ones_like(elements))
         return np.full_like(elements, self.memory_bytes_per_s)
 
 

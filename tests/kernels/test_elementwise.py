@@ -62,6 +62,62 @@ def test_layer_norm(shape):
         close(actual, gradient, tolerance=1e-10)  # two columns nearly cancel
 
 
+def parameters_of(name, size, *, dtype=torch.float64, seed=2):
+    """Weight, and bias where the norm has one."""
+    return random((size,), (size,), seed=seed, dtype=dtype)[: 1 if name == "rms_norm" else 2]
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (5, 24), (4, 3, 10)])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_a_residual_before_a_norm_and_around_it(name, shape):
+    """y = norm(h) and h itself, with h = a + b: what autograd finds for h is what reaches both."""
+    a, b, dy, dresidual = random(shape, shape, shape, shape)
+    parameters = parameters_of(name, shape[-1])
+    definition = rms if name == "rms_norm" else centred
+    y, expected = by_autograd(definition, (a + b, *parameters), dy)
+    total = a.clone()
+    close(getattr(elementwise, f"add_{name}_")(total, b, *parameters, eps=1e-5), y)
+    assert torch.equal(total, a + b)
+    before = dresidual.clone()
+    dx, *sums = getattr(elementwise, f"{name}_backward")(
+        dy, total, *parameters, eps=1e-5, dresidual_CE=dresidual
+    )
+    close(dx, expected[0] + dresidual, tolerance=1e-11)
+    for actual, gradient in zip(sums, expected[1:], strict=True):
+        close(actual, gradient, tolerance=1e-11)
+    assert torch.equal(dresidual, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_a_norm_of_the_saved_sum_has_the_bits_of_the_norm_beside_the_addition(
+    name, dtype, monkeypatch
+):
+    a, b = random((70, 96), (70, 96), dtype=dtype)
+    parameters = parameters_of(name, 96, dtype=dtype)
+    for tile_bytes in (row_tiles.TILE_BYTES, 4 * 96 * 9):
+        monkeypatch.setattr(row_tiles, "TILE_BYTES", tile_bytes)
+        total = a.clone()
+        normed = getattr(elementwise, f"add_{name}_")(total, b, *parameters, eps=1e-5)
+        assert torch.equal(total, a + b)
+        assert torch.equal(normed, getattr(elementwise, name)(total, *parameters, eps=1e-5))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_what_goes_around_a_norm_is_added_before_rounding(name):
+    """2^-8 of the largest value: one rounding to bf16. After one of dx alone it would be two."""
+    x, dy, dresidual = random((33, 96), (33, 96), (33, 96), dtype=torch.bfloat16)
+    parameters = parameters_of(name, 96, dtype=torch.bfloat16)
+    definition = rms if name == "rms_norm" else centred
+    _y, expected = by_autograd(definition, (x, *parameters), dy)
+    dx = getattr(elementwise, f"{name}_backward")(
+        dy, x, *parameters, eps=1e-5, dresidual_CE=dresidual
+    )[0]
+    assert dx.dtype is torch.bfloat16
+    total = expected[0] + dresidual.double()
+    assert float(((dx.double() - total).abs() - 2**-8 * total.abs()).max()) <= 1e-5
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
 def test_norms_in_bf16_compute_in_fp32(name):
     parameters = random((96,), (96,), dtype=torch.bfloat16)[: 1 if name == "rms_norm" else 2]

@@ -37,6 +37,7 @@ def everything():
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     x, dy, weight, bias = random(13, 48), random(13, 48), random(48), random(48)
+    dresidual = random(13, 48)
     gate, up, dhidden = random(13, 40), random(13, 40), random(13, 40)
     heads, angle = random(13, 3, 16), random(13, 1, 8)
     table = RotaryTable(angle.cos(), angle.sin())
@@ -57,16 +58,25 @@ def everything():
         results |= {f"{kind} hidden": inner.hidden_CF, f"{kind} dup": inner.dup_CF}
         if inner.dgate_CF is not None:
             results[f"{kind} dgate"] = inner.dgate_CF
-    dx, dweight = elementwise.rms_norm_backward(dy, x, weight, eps=1e-5)
-    results |= {"rms dx": dx, "rms dweight": dweight}
-    named = ("layer dx", "layer dweight", "layer dbias")
-    gradients = elementwise.layer_norm_backward(dy, x, weight, bias, eps=1e-5)
-    return results | dict(zip(named, gradients, strict=True))
+    for way, options in (("", {}), (" around", {"dresidual_CE": dresidual})):
+        named = (f"rms dx{way}", f"rms dweight{way}")
+        gradients = elementwise.rms_norm_backward(dy, x, weight, eps=1e-5, **options)
+        results |= dict(zip(named, gradients, strict=True))
+        named = (f"layer dx{way}", f"layer dweight{way}", f"layer dbias{way}")
+        gradients = elementwise.layer_norm_backward(dy, x, weight, bias, eps=1e-5, **options)
+        results |= dict(zip(named, gradients, strict=True))
+    for name, parameters in (("rms", (weight,)), ("layer", (weight, bias))):
+        total = dy.clone()
+        results[f"added {name}"] = getattr(elementwise, f"add_{name}_norm_")(
+            total, x, *parameters, eps=1e-5
+        )
+        results[f"sum for {name}"] = total
+    return results
 
 
 def test_every_function_has_its_kernel(as_on_a_gpu, monkeypatch):
     fused_results = everything()
-    assert len(as_on_a_gpu) == 14  # calls of functions
+    assert len(as_on_a_gpu) == 18  # calls of functions
     for module in (elementwise, rotary, fused):
         monkeypatch.setattr(module, "fused", lambda x: False)
     for name, value in everything().items():
@@ -94,6 +104,16 @@ def test_what_cannot_be_written_over_is_left_to_torch(as_on_a_gpu):
     inner = elementwise.activation_backward_(dhidden, None, up, kind="gelu")
     torch.testing.assert_close(inner.dup_CF, expected.dup_CF, rtol=1e-12, atol=1e-12)
     assert inner.hidden_CF is up
+
+
+def test_a_sum_that_cannot_be_written_over_is_left_to_torch(as_on_a_gpu):
+    total, x, weight = torch.randn(3, 6, 8, dtype=torch.float64)
+    expected, total = total + x, total.repeat_interleave(2, 1)[:, ::2]
+    normed = elementwise.add_rms_norm_(total, x, weight[0], eps=1e-5)
+    assert torch.equal(total, expected)
+    torch.testing.assert_close(
+        normed, elementwise.rms_norm(expected, weight[0], eps=1e-5), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_a_cpu_keeps_to_torch():

@@ -11,6 +11,7 @@ from sppo.kernels.rotary import RotaryTable, rotate, rotate_
 from tests.kernels.operands import (
     DTYPES,
     TOLERANCE,
+    Guarded,
     assert_close,
     dtype_name,
     exact,
@@ -72,6 +73,70 @@ def test_layer_norm(shape, dtype, device):
     assert_close(dx, expected[0], tolerance=room * TOLERANCE[dtype])
     assert_close(dweight, expected[1], tolerance=2 * wide_tolerance(dtype))
     assert_close(dbias, expected[2], tolerance=wide_tolerance(dtype))
+
+
+def norm_functions(name):
+    """(the norm, with an addition, its backward) of Triton, and the number of its parameters."""
+    from sppo.kernels.triton import norms
+
+    functions = (getattr(norms, f) for f in (name, f"add_{name}_", f"{name}_backward"))
+    return *functions, 1 if name == "rms_norm" else 2
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_an_addition_before_a_norm(name, shape, dtype, device):
+    """The norm is that of the sum as it was rounded, to the last bit."""
+    norm, add_norm_, _backward, num_parameters = norm_functions(name)
+    total, x, *parameters = random(
+        shape, shape, *[shape[-1:]] * num_parameters, dtype=dtype, device=device
+    )
+    before, (expected,) = x.clone(), exact(total.double() + x.double())
+    normed = add_norm_(total, x, *parameters, eps=EPS)
+    assert (total.dtype, normed.dtype) == (dtype, dtype)
+    assert_close(total, expected, tolerance=TOLERANCE[dtype])
+    assert torch.equal(normed, norm(total, *parameters, eps=EPS))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_a_gradient_around_a_norm(name, shape, dtype, device):
+    """Rounded once; parameters' gradients do not depend on it."""
+    _norm, _add_norm, backward, num_parameters = norm_functions(name)
+    x, dy, dresidual, *parameters = random(
+        *[shape] * 3, *[shape[-1:]] * num_parameters, dtype=dtype, device=device
+    )
+    before = dresidual.clone()
+    dx, *sums = backward(dy, x, *parameters, eps=EPS, dresidual_CE=dresidual)
+    plain, *plain_sums = backward(dy, x, *parameters, eps=EPS)
+    expected = getattr(elementwise, f"{name}_backward")(*exact(dy, x, *parameters), eps=EPS)[0]
+    assert dx.dtype == plain.dtype == dtype
+    assert_close(dx, expected + exact(dresidual)[0], tolerance=TOLERANCE[dtype])
+    assert all(torch.equal(a, b) for a, b in zip(sums, plain_sums, strict=True))
+    assert torch.equal(dresidual, before)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_additions_beside_norms_keep_to_their_rows(name, dtype, device):
+    _norm, add_norm_, backward, num_parameters = norm_functions(name)
+    shape = (9, 48)
+    total, x, dy, dresidual, *parameters = random(
+        *[shape] * 4, *[shape[-1:]] * num_parameters, dtype=dtype, device=device
+    )
+    guarded = [Guarded(t) for t in (x, dy, dresidual)]
+    around = Guarded(total.view(1, -1))  # rows in place are contiguous
+    ours, theirs = around.inside.view(shape), total.clone()
+    normed = add_norm_(ours, guarded[0].inside, *parameters, eps=EPS)
+    assert torch.equal(normed, add_norm_(theirs, x, *parameters, eps=EPS))
+    assert torch.equal(ours, theirs)
+    options = {"eps": EPS, "dresidual_CE": guarded[2].inside}
+    gradients = backward(guarded[1].inside, guarded[0].inside, *parameters, **options)
+    dense = backward(dy, x, *parameters, eps=EPS, dresidual_CE=dresidual)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, dense, strict=True))
+    assert all(g.intact() for g in (*guarded, around))
+    with pytest.raises(AssertionError, match="in place"):
+        add_norm_(guarded[0].inside, x, *parameters, eps=EPS)
 
 
 def test_norms_of_rows_that_are_not_neighbours(dtype, device):

@@ -84,16 +84,17 @@ def counted(monkeypatch):
 
         monkeypatch.setattr(where, name, watched)
 
-    def by_shape(suffix):
-        def kernel(x, *args, **kwargs):
-            return ("head_norm" if x.dim() == 3 else "rmsnorm") + suffix, x.numel()
+    def norm(name, suffix=""):
+        def kernel(x, *args, dresidual_CE=None, **kwargs):
+            added = "" if dresidual_CE is None else "_add"
+            return ("head_norm" if x.dim() == 3 else name) + added + suffix, x.numel()
 
         return kernel
 
-    watch(elementwise, "rms_norm", by_shape(""))
-    watch(elementwise, "rms_norm_backward", by_shape("_backward"))
-    watch(elementwise, "layer_norm", lambda x, *a, **k: ("layernorm", x.numel()))
-    watch(elementwise, "layer_norm_backward", lambda x, *a, **k: ("layernorm_backward", x.numel()))
+    for function, name in (("rms_norm", "rmsnorm"), ("layer_norm", "layernorm")):
+        watch(elementwise, function, norm(name))
+        watch(elementwise, f"add_{function}_", norm(name, "_add"))
+        watch(elementwise, f"{function}_backward", norm(name, "_backward"))
     watch(elementwise, "activation", lambda gate, up, *, kind: (kind, up.numel()))
     watch(
         elementwise,

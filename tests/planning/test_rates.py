@@ -125,6 +125,18 @@ def test_elementwise_kernels_have_rates_of_their_own():
         assert other == pytest.approx(CPU.memory_bytes_per_s)
 
 
+def test_a_norm_with_an_addition_has_the_rate_of_the_norm_where_only_that_was_measured():
+    """Descriptions from before there were such kernels stay good for plans."""
+    norms = (ElementwisePoint("rmsnorm", "bf16", 1, 1e9),)
+    older = replace(CPU, elementwise_points=norms)
+    newer = replace(
+        CPU, elementwise_points=(*norms, ElementwisePoint("rmsnorm_add", "bf16", 1, 2e9))
+    )
+    for device, rate in ((older, 1e9), (newer, 2e9), (CPU, CPU.memory_bytes_per_s)):
+        found = device.elementwise_bytes_per_s("rmsnorm_add", "bf16", elements=array(64))
+        assert found == pytest.approx(rate)
+
+
 def test_what_was_not_measured_is_analytic():
     assert not CPU.measured_gemm("bf16")
     assert MEASURED.measured_gemm("bf16")

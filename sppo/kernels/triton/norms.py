@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over rows, one pass each way.
+"""RMSNorm and LayerNorm over rows, one pass each way, with the residual addition beside them.
 
 A program owns some rows; in backward it also sums what they add to the parameters' gradients, and
 torch adds up those partial sums, always in the same order.
@@ -40,15 +40,18 @@ def _statistics(x_rE, inside_rE, size, EPS: tl.constexpr, CENTRED: tl.constexpr)
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x_ptr,
+    added_ptr,
     weight_ptr,
     bias_ptr,
     y_ptr,
     num_rows,
     size,
     x_stride,
+    added_stride,
     y_stride,
     EPS: tl.constexpr,
     CENTRED: tl.constexpr,
+    ADDED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
@@ -56,7 +59,14 @@ def _norm_kernel(
     row_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column_E = tl.arange(0, BLOCK)
     inside_rE = (row_r[:, None] < num_rows) & (column_E[None, :] < size)
-    x_rE = tl.load(x_ptr + _offsets(row_r, x_stride, column_E), mask=inside_rE, other=0.0).to(WIDE)
+    x_at_rE = x_ptr + _offsets(row_r, x_stride, column_E)
+    x_rE = tl.load(x_at_rE, mask=inside_rE, other=0.0).to(WIDE)
+    if ADDED:
+        added_at_rE = added_ptr + _offsets(row_r, added_stride, column_E)
+        x_rE += tl.load(added_at_rE, mask=inside_rE, other=0.0).to(WIDE)
+        rounded_rE = x_rE.to(x_ptr.dtype.element_ty)
+        tl.store(x_at_rE, rounded_rE, mask=inside_rE)
+        x_rE = rounded_rE.to(WIDE)
     x_rE, inverse_r = _statistics(x_rE, inside_rE, size, EPS, CENTRED)
     weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(WIDE)
     y_rE = x_rE * inverse_r[:, None] * weight_E[None, :]
@@ -72,6 +82,7 @@ def _norm_backward_kernel(
     dy_ptr,
     x_ptr,
     weight_ptr,
+    dresidual_ptr,
     dx_ptr,
     dweight_ptr,
     dbias_ptr,
@@ -79,9 +90,11 @@ def _norm_backward_kernel(
     size,
     dy_stride,
     x_stride,
+    dresidual_stride,
     dx_stride,
     EPS: tl.constexpr,
     CENTRED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
@@ -105,7 +118,11 @@ def _norm_backward_kernel(
         if CENTRED:
             dbias_E += tl.sum(dy_rE, 0)
             dx_rE -= (tl.sum(inner_rE, 1) / size)[:, None]
-        dx_rE = (dx_rE * inverse_r[:, None]).to(dx_ptr.dtype.element_ty)
+        dx_rE *= inverse_r[:, None]
+        if RESIDUAL:
+            dresidual_at_rE = dresidual_ptr + _offsets(row_r, dresidual_stride, column_E)
+            dx_rE += tl.load(dresidual_at_rE, mask=inside_rE, other=0.0).to(WIDE)
+        dx_rE = dx_rE.to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + _offsets(row_r, dx_stride, column_E), dx_rE, mask=inside_rE)
     partial_E = tl.program_id(0) * size + column_E
     tl.store(dweight_ptr + partial_E, dweight_E, mask=column_E < size)
@@ -115,59 +132,96 @@ def _norm_backward_kernel(
 
 def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
     """See :func:`sppo.kernels.elementwise.rms_norm`; rounded once, at the end."""
-    return _norm(x_CE, weight_E, None, eps=eps)
+    return _norm(_rows(x_CE), None, weight_E, None, eps=eps).view(x_CE.shape)
+
+
+def add_rms_norm_(total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
+    """See :func:`sppo.kernels.elementwise.add_rms_norm_`; the total is contiguous."""
+    total_RE = _rows_in_place(total_CE)
+    return _norm(total_RE, _rows(x_CE), weight_E, None, eps=eps).view(total_CE.shape)
 
 
 def layer_norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float) -> Tensor:
     """See :func:`sppo.kernels.elementwise.layer_norm`."""
-    return _norm(x_CE, weight_E, bias_E, eps=eps)
+    return _norm(_rows(x_CE), None, weight_E, bias_E, eps=eps).view(x_CE.shape)
+
+
+def add_layer_norm_(
+    total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
+) -> Tensor:
+    """See :func:`sppo.kernels.elementwise.add_layer_norm_`; the total is contiguous."""
+    total_RE = _rows_in_place(total_CE)
+    return _norm(total_RE, _rows(x_CE), weight_E, bias_E, eps=eps).view(total_CE.shape)
 
 
 def rms_norm_backward(
-    dy_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float
+    dy_CE: Tensor,
+    x_CE: Tensor,
+    weight_E: Tensor,
+    *,
+    eps: float,
+    dresidual_CE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`sppo.kernels.elementwise.rms_norm_backward`."""
-    dx, sums = _norm_backward(dy_CE, x_CE, weight_E, eps=eps, centred=False)
+    dx, sums = _norm_backward(dy_CE, x_CE, weight_E, dresidual_CE, eps=eps, centred=False)
     return dx, sums[0]
 
 
 def layer_norm_backward(
-    dy_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
+    dy_CE: Tensor,
+    x_CE: Tensor,
+    weight_E: Tensor,
+    bias_E: Tensor,
+    *,
+    eps: float,
+    dresidual_CE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`sppo.kernels.elementwise.layer_norm_backward`."""
     del bias_E
-    dx, sums = _norm_backward(dy_CE, x_CE, weight_E, eps=eps, centred=True)
+    dx, sums = _norm_backward(dy_CE, x_CE, weight_E, dresidual_CE, eps=eps, centred=True)
     return dx, sums[0], sums[1]
 
 
-def _norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor | None, *, eps: float) -> Tensor:
-    x_RE = _rows(x_CE)
+def _norm(
+    x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor, bias_E: Tensor | None, *, eps: float
+) -> Tensor:
+    """Norm of x, or of x with ``added_RE`` added to it in place."""
     y_RE = torch.empty(x_RE.shape, dtype=x_RE.dtype, device=x_RE.device)
     num_rows, size = x_RE.shape
     cut = _cut(size)
     with on_device_of(x_RE):
         _norm_kernel[(triton.cdiv(num_rows, cut["ROWS"]),)](
             x_RE,
+            added_RE,
             weight_E,
             bias_E,
             y_RE,
             num_rows,
             size,
             x_RE.stride(0),
+            0 if added_RE is None else added_RE.stride(0),
             size,
             EPS=eps,
             CENTRED=bias_E is not None,
+            ADDED=added_RE is not None,
             WIDE=wide_type(x_RE.dtype),
             **cut,
         )
-    return y_RE.view(x_CE.shape)
+    return y_RE
 
 
 def _norm_backward(
-    dy_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float, centred: bool
+    dy_CE: Tensor,
+    x_CE: Tensor,
+    weight_E: Tensor,
+    dresidual_CE: Tensor | None,
+    *,
+    eps: float,
+    centred: bool,
 ) -> tuple[Tensor, Tensor]:
     """(dx, sums ``[1 or 2, E]`` of the parameters' gradients)."""
     dy_RE, x_RE = _rows(dy_CE), _rows(x_CE)
+    dresidual_RE = None if dresidual_CE is None else _rows(dresidual_CE)
     num_rows, size = x_RE.shape
     cut = _cut(size)
     programs = min(_BACKWARD_PROGRAMS, triton.cdiv(num_rows, cut["ROWS"]))
@@ -179,6 +233,7 @@ def _norm_backward(
             dy_RE,
             x_RE,
             weight_E,
+            dresidual_RE,
             dx_RE,
             partial[0],
             partial[1] if centred else None,
@@ -186,13 +241,21 @@ def _norm_backward(
             size,
             dy_RE.stride(0),
             x_RE.stride(0),
+            0 if dresidual_RE is None else dresidual_RE.stride(0),
             size,
             EPS=eps,
             CENTRED=centred,
+            RESIDUAL=dresidual_RE is not None,
             WIDE=wide_type(x_RE.dtype),
             **cut,
         )
     return dx_RE.view(x_CE.shape), partial.sum(1)
+
+
+def _rows_in_place(x_CE: Tensor) -> Tensor:
+    """``[R, E]``, never a copy."""
+    assert x_CE.is_contiguous(), "what is written in place cannot be copied first"
+    return x_CE.view(-1, x_CE.shape[-1])
 
 
 def _rows(x_CE: Tensor) -> Tensor:
