@@ -12,13 +12,13 @@ from typing import get_args
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from sppo.bench.operands import Operands
 from sppo.bench.timing import Call
 from sppo.kernels import elementwise
 from sppo.kernels.cross_entropy import losses_to_gradient_
 from sppo.kernels.elementwise import Activation
+from sppo.kernels.gradient_norm import scale_, total_norm
 from sppo.kernels.linear import accumulate_bias_gradient
 from sppo.kernels.rotary import RotaryTable, rotate
 
@@ -168,12 +168,12 @@ def _adamw(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     optimizer = torch.optim.AdamW(parameters, fused=True)
-    factor = torch.ones((), device=operands.device)
+    factor = torch.full((), 0.5, device=operands.device)  # of one, a GPU would clip nothing
 
     def step() -> None:
         torch._foreach_zero_(gradients)
-        get_total_norm(gradients)
-        torch._foreach_mul_(gradients, factor)
+        total_norm(gradients)
+        scale_(gradients, factor)
         optimizer.step()
 
     return step

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from sppo.config.run import OptimizerConfig
+from sppo.kernels.gradient_norm import scale_, total_norm
 from sppo.planning.parameters import is_decayed
 from sppo.train.checkpoint import MODEL_PREFIX
 
@@ -23,7 +23,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def global_norm(gradients: Mapping[str, Tensor]) -> Tensor:
     """Euclidean norm of all gradients as one vector, 0-d on their device; does not synchronise."""
-    return get_total_norm(list(gradients.values()))
+    return total_norm(list(gradients.values()))
 
 
 def clip_(gradients: Mapping[str, Tensor], *, norm: Tensor, clip_norm: float) -> None:
@@ -38,9 +38,9 @@ def clip_(gradients: Mapping[str, Tensor], *, norm: Tensor, clip_norm: float) ->
     """
     if clip_norm == 0:
         return
-    # Multiplying by one where nothing is clipped spares the comparison a synchronisation.
+    # A factor of one where nothing is clipped spares the comparison a synchronisation.
     factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(list(gradients.values()), factor)
+    scale_(list(gradients.values()), factor)
 
 
 class AdamW:

@@ -91,10 +91,19 @@ def launch_cross_entropy(dtype, words):
         losses_to_gradient_(logits, labels, scale=1.0, **terms)
 
 
+def launch_gradient_norm(dtype):
+    from sppo.kernels.triton.gradient_norm import scale_, total_norm
+
+    for begin in (0, 1):  # aligned, and not
+        tensors = [torch.zeros(100, dtype=dtype)[begin:], torch.zeros(70000, dtype=dtype)]
+        scale_(tensors, total_norm(tensors))
+
+
 def main(capability, everything):
     done = compile_in_place_of_launches(capability)
     launch_elementwise(torch.bfloat16, 4096)
     launch_cross_entropy(torch.bfloat16, 32000)
+    launch_gradient_norm(torch.float32)
     launch_attention(torch.bfloat16, 64, 40)
     if everything:
         for head_size in (64, 96, 128, 256):
@@ -102,6 +111,7 @@ def main(capability, everything):
                 for window in (None, 40):
                     launch_attention(dtype, head_size, window)
         launch_attention(torch.float64, 64, 40)
+        launch_gradient_norm(torch.float64)
         for dtype in (torch.float16, torch.float32, torch.float64):
             for width in (64, 4096, 16384):
                 launch_elementwise(dtype, width)

@@ -139,7 +139,7 @@ def test_without_a_working_triton_torch_serves_and_says_so(monkeypatch, caplog):
 
 
 def test_nothing_imports_triton_before_it_is_used():
-    modules = "attention, block_attention, cross_entropy, elementwise, rotary"
+    modules = "attention, block_attention, cross_entropy, elementwise, gradient_norm, rotary"
     code = f"import sys; from sppo.kernels import {modules}; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

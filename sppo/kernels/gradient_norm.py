@@ -1,0 +1,46 @@
+"""Norm of all gradients as one vector, and their scaling in place; neither synchronises.
+
+On a GPU :mod:`sppo.kernels.triton.gradient_norm` reads each gradient once for the norm, and reads
+and writes it once where it is scaled. Elsewhere torch's functions over lists do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from sppo.kernels.fused import fused_in_place
+
+_WIDE = (torch.float32, torch.float64)
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of all ``tensors`` as one vector, 0-d on their device, in their dtype."""
+    if _in_one_launch(tensors):
+        from sppo.kernels.triton import gradient_norm
+
+        return gradient_norm.total_norm(tensors)
+    return get_total_norm(tensors)
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all ``tensors`` by a 0-d ``factor`` of their dtype, theirs or the host's."""
+    if _in_one_launch(tensors):
+        from sppo.kernels.triton import gradient_norm
+
+        gradient_norm.scale_(tensors, factor.to(tensors[0].device, non_blocking=True))
+    else:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def _in_one_launch(tensors: Sequence[Tensor]) -> bool:
+    """Whether one table of addresses can describe them."""
+    return (
+        len({(x.device, x.dtype) for x in tensors}) == 1
+        and tensors[0].dtype in _WIDE
+        and any(x.numel() for x in tensors)
+        and fused_in_place(*tensors)
+    )
