@@ -1,114 +1,192 @@
-"""Attention forward and backward as the engine calls them, on a grid of queries and prefixes.
+"""Attention forward and backward as the engine calls them, on a grid, with every back end.
 
-The backward adds to fp32 gradients of all keys, as it does in training.
+The backward adds to fp32 gradients of all keys, as it does in training. The back end that ``auto``
+takes is timed everywhere; another one where a call of it does not take too long, which is foretold
+from shorter ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import torch
 
+from sppo.bench.attention_backends import (
+    BackendComparison,
+    BackendRate,
+    LeftOut,
+    backends_to_try,
+    why_not_timed,
+)
+from sppo.bench.attention_grid import AttentionGrid, Span
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Call, Case, Rounds, Timing, Watcher, time_cases, time_once
 from sppo.kernels.attention import attention_backward, attention_forward
-from sppo.planning.flops import FLASH_BACKWARD_RATIO, causal_pairs
+from sppo.kernels.attention_choice import Name, chosen_name
 from sppo.planning.rates import AttentionPoint
 
 Direction = Literal["forward", "backward"]
-AttentionKey = tuple[str, int, int, int, Direction]
-"""(dtype, head size, queries, keys, direction)."""
+AttentionKey = tuple[Name, Span, Direction]
 
-_QUERIES = {"cpu": (256, 1024), "cuda": (1024, 4096, 16384)}
-_PREFIXES = (1, 2, 4, 8)
-"""Keys of a span relative to its queries."""
-_HEAD_SIZES = (64, 128)
-_CUDA_HEADS = (32, 8)
-_QUICK_QUERIES = {"cpu": (256, 512), "cuda": (2048, 8192)}
-_QUICK_PREFIXES = (1, 4)
-_QUICK_HEAD_SIZES = (64,)
-_LONGEST_S = 0.4
+_FIRST_PROBE = {"cpu": 256, "cuda": 1024}
+"""Most queries and keys of the first call that says how slow a back end is."""
+_LONGEST_S = {"cpu": 0.2, "cuda": 0.05}
+"""Of a call of a back end that ``auto`` does not take."""
+_LONGEST_ASKED_S = 2.0
+_LONGEST_AUTOMATIC_S = 0.4
 
 
 def measure_attention(
     operands: Operands,
+    grid: AttentionGrid,
     *,
     dtypes: Sequence[str],
     rounds: Rounds,
     watcher: Watcher,
-    quick: bool = False,
-) -> tuple[Mapping[AttentionKey, Timing], tuple[AttentionPoint, ...]]:
-    """Time spans at the end of prefixes of several lengths; a slow device gets shorter spans."""
-    sizes = _QUICK_HEAD_SIZES if quick else _HEAD_SIZES
-    cases = [
-        case
-        for dtype in dtypes
-        for size in sizes
-        for case in _cases(operands, dtype=dtype, head_size=size, quick=quick)
+) -> tuple[Mapping[AttentionKey, Timing], BackendComparison]:
+    """Time back ends on spans at the end of prefixes, all of them in every round.
+
+    Args:
+        operands: of the device.
+        grid: which spans, and which back ends; one of these can do a problem of the grid.
+        dtypes: of bf16, fp32.
+        rounds: how thoroughly.
+        watcher: is told of every timing.
+
+    Returns:
+        The timings, and what follows from them for each back end and span.
+    """
+    chosen: list[tuple[Name, Span]] = []
+    left_out: list[LeftOut] = []
+    automatic: dict[Span, Name] = {}
+    for spans in grid.problems(dtypes):
+        taken = chosen_name("auto", spans[0].case(operands.device))
+        timed, not_timed = _choose(operands, grid, spans, taken)
+        chosen += timed
+        left_out += not_timed
+        automatic |= dict.fromkeys(dict.fromkeys(span for _, span in timed), taken)
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    cases: list[Case[AttentionKey]] = [
+        Case((name, span, direction), partial(_make, operands, name, span, direction))
+        for name, span in chosen
+        for direction in directions
     ]
     watcher.begin("attention", total=len(cases) * rounds.count)
     timings = time_cases(cases, rounds=rounds, watcher=watcher)
-    heads, _ = _heads(operands.device)
-    return timings, attention_points(timings, heads=heads)
+    rates = tuple(
+        _rate(name, span, timings[name, span, "forward"], timings[name, span, "backward"])
+        for name, span in chosen
+    )
+    return timings, BackendComparison(rates, automatic, tuple(left_out))
 
 
 def attention_points(
-    timings: Mapping[AttentionKey, Timing], *, heads: int
+    comparison: BackendComparison, grid: AttentionGrid
 ) -> tuple[AttentionPoint, ...]:
-    """Rates over visible pairs from the times of both directions."""
-    points = []
-    for dtype, head_size, queries, keys in dict.fromkeys(key[:4] for key in timings):
-        flops = 4 * heads * head_size * causal_pairs(keys - queries, keys)
-        place = (dtype, head_size, queries, keys)
-        forward = flops / timings[*place, "forward"].median_s
-        backward = FLASH_BACKWARD_RATIO * flops / timings[*place, "backward"].median_s
-        points.append(AttentionPoint(*place, forward, backward))
-    return tuple(points)
+    """Rates for plans: of the back end that ``auto`` takes, with the first heads of the grid.
 
-
-def _cases(
-    operands: Operands, *, dtype: str, head_size: int, quick: bool
-) -> Iterator[Case[AttentionKey]]:
-    device = operands.device
-    all_queries: tuple[int, ...] = (_QUICK_QUERIES if quick else _QUERIES)[device]
-    prefixes = _QUICK_PREFIXES if quick else _PREFIXES
-    probe = all_queries[0]
-    seconds = time_once(
-        _make(operands, dtype, head_size, probe, prefixes[-1] * probe, "backward"), device=device
+    Empty where the grid, or what was timed of it, is none that plans can read.
+    """
+    if not grid.for_plans:
+        return ()
+    return tuple(
+        AttentionPoint(
+            span.dtype,
+            span.head_size,
+            span.queries,
+            span.keys,
+            rates[taken].forward_flops_per_s,
+            rates[taken].backward_flops_per_s,
+        )
+        for span, rates in comparison.by_span.items()
+        if span.heads == grid.heads[0] and (taken := comparison.automatic[span]) in rates
     )
-    while len(all_queries) > 2 and seconds * (all_queries[-1] / probe) ** 2 > _LONGEST_S:
-        all_queries = all_queries[:-1]
-    for queries in all_queries:
-        for prefix in prefixes:
-            for direction in ("forward", "backward"):
-                key: AttentionKey = (dtype, head_size, queries, prefix * queries, direction)
-                yield Case(key, partial(_make, operands, *key))
 
 
-def _heads(device: str) -> tuple[int, int]:
-    """Query and key/value heads: on a CPU as few as keep all threads busy, for they take long."""
-    threads = max(2, torch.get_num_threads())
-    return _CUDA_HEADS if device == "cuda" else (threads, threads)
+def _choose(
+    operands: Operands, grid: AttentionGrid, spans: list[Span], taken: Name
+) -> tuple[list[tuple[Name, Span]], list[LeftOut]]:
+    """What to time of the spans of one problem, and what not.
+
+    Args:
+        operands: of the device.
+        grid: that the spans are of.
+        spans: alike but for their length, so that a back end can do all or none.
+        taken: by ``auto``.
+    """
+    case = spans[0].case(operands.device)
+    names = backends_to_try(grid, device=operands.device)
+    reasons = {name: why_not_timed(name, case) for name in names}
+    able = [name for name in names if reasons[name] is None]
+    first = taken if taken in able else next(iter(able), None)
+    if first is not None and not grid.fixed:
+        spans = _shorter(operands, first, spans)
+    longest_s = _LONGEST_ASKED_S if grid.fixed else _LONGEST_S[operands.device]
+    timed: list[tuple[Name, Span]] = []
+    left_out: list[LeftOut] = []
+    for name in names:
+        reason = reasons[name]
+        in_time: list[Span] = []
+        if reason is None:
+            reason = f"would take longer than {longest_s:g} s a call"
+            in_time = spans if name == first else _in_time(operands, name, spans, longest_s)
+        timed += [(name, span) for span in in_time]
+        left_out += [LeftOut(name, span, reason) for span in spans if span not in in_time]
+    return timed, left_out
+
+
+def _shorter(operands: Operands, name: Name, spans: list[Span]) -> list[Span]:
+    """Without the most queries while these take too long; two numbers of queries stay."""
+    queries = sorted({span.queries for span in spans})
+    probe = max((span for span in spans if span.queries == queries[0]), key=lambda s: s.keys)
+    seconds = _probe(operands, name, probe)
+    while len(queries) > 2 and seconds * (queries[-1] / probe.queries) ** 2 > _LONGEST_AUTOMATIC_S:
+        queries.pop()
+    return [span for span in spans if span.queries in queries]
+
+
+def _in_time(operands: Operands, name: Name, spans: list[Span], longest_s: float) -> list[Span]:
+    """Spans whose backward takes no longer than ``longest_s``, foretold from shorter ones.
+
+    A short span is slower for its FLOPs than a long one. So before one is left out, as many of its
+    queries are tried as should take a quarter of that time.
+    """
+    most = _FIRST_PROBE[operands.device]
+    rising = sorted(spans, key=lambda span: span.forward_flops)
+    tried = replace(rising[0], queries=min(rising[0].queries, most), keys=min(rising[0].keys, most))
+    s_per_flop = _probe(operands, name, tried) / tried.forward_flops
+    for count, span in enumerate(rising):
+        foretold_s = s_per_flop * span.forward_flops
+        if foretold_s > longest_s:
+            some = max(1, int(span.queries * longest_s / (4 * foretold_s)))
+            tried = replace(span, queries=some)
+            s_per_flop = _probe(operands, name, tried) / tried.forward_flops
+        if s_per_flop * span.forward_flops > longest_s:
+            return rising[:count]
+    return rising
+
+
+def _probe(operands: Operands, name: Name, span: Span) -> float:
+    """Seconds of one warm backward."""
+    return time_once(_make(operands, name, span, "backward"), device=operands.device)
+
+
+def _rate(name: Name, span: Span, forward: Timing, backward: Timing) -> BackendRate:
+    spread = max(forward.spread, backward.spread)
+    return BackendRate(name, span, forward.median_s, backward.median_s, spread)
 
 
 @torch.no_grad()
-def _make(
-    operands: Operands,
-    dtype: str,
-    head_size: int,
-    queries: int,
-    keys: int,
-    direction: Direction,
-) -> Call:
+def _make(operands: Operands, name: Name, span: Span, direction: Direction) -> Call:
     operands.begin()
-    heads, kv_heads = _heads(operands.device)
-    of = DTYPES[dtype]
-    q, do = (operands.take(queries, heads, head_size, dtype=of) for _ in range(2))
-    k, v = (operands.take(keys, kv_heads, head_size, dtype=of) for _ in range(2))
+    of, size = DTYPES[span.dtype], span.head_size
+    q, do = (operands.take(span.queries, span.heads.queries, size, dtype=of) for _ in range(2))
+    k, v = (operands.take(span.keys, span.heads.kv, size, dtype=of) for _ in range(2))
     if direction == "forward":
-        return lambda: attention_forward(q, k, v)
-    o, lse = attention_forward(q, k, v)
-    dk, dv = (operands.zeros(keys, kv_heads, head_size, dtype=torch.float32) for _ in range(2))
-    return lambda: attention_backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv)
+        return lambda: attention_forward(q, k, v, backend=name)
+    o, lse = attention_forward(q, k, v, backend=name)
+    dk, dv = (operands.zeros(*k.shape, dtype=torch.float32) for _ in range(2))
+    return lambda: attention_backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, backend=name)

@@ -1,17 +1,12 @@
-"""Attention back ends side by side at one shape: what the rule that chooses among them is worth."""
+"""Attention back ends side by side: which can be timed here, and what timing them gave."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Any, get_args
 
-import torch
-
-from sppo.bench.operands import Operands
-from sppo.bench.timing import Call, Case, Rounds, Timing, Watcher, time_cases
-from sppo.kernels.attention import attention_backward, attention_forward
+from sppo.bench.attention_grid import AttentionGrid, Span
 from sppo.kernels.attention_choice import (
     CAPABILITIES,
     AttentionCase,
@@ -19,61 +14,133 @@ from sppo.kernels.attention_choice import (
     error_on_a_small_case,
     why_not,
 )
+from sppo.planning.flops import FLASH_BACKWARD_RATIO
 
-Direction = Literal["forward", "backward"]
-BackendKey = tuple[Name, Direction]
+BACKENDS: tuple[Name, ...] = tuple(name for name in get_args(Name) if CAPABILITIES[name].automatic)
+"""The definition is left out: its memory is that of all scores."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A span of queries at the end of a prefix, in bf16."""
+class BackendRate:
+    """One back end on one span, forward and backward.
 
-    queries: int
-    keys: int
-    heads: int
-    kv_heads: int
-    head_size: int
+    Attributes:
+        backend: Its name.
+        span: The shape.
+        forward_s: Median seconds of a call.
+        backward_s: The same; gradients of keys and values are added to fp32 sums.
+        spread: Between the fastest and the slowest round, relative to the median; the larger of
+            both directions.
+    """
+
+    backend: Name
+    span: Span
+    forward_s: float
+    backward_s: float
+    spread: float
+
+    @property
+    def both_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def forward_flops_per_s(self) -> float:
+        """Over visible pairs."""
+        return self.span.forward_flops / self.forward_s
+
+    @property
+    def backward_flops_per_s(self) -> float:
+        """Over visible pairs, 2.5 times the forward's FLOPs."""
+        return FLASH_BACKWARD_RATIO * self.span.forward_flops / self.backward_s
+
+    def as_json(self) -> dict[str, Any]:
+        """One flat object; seconds and FLOP/s."""
+        span = self.span
+        return {
+            "backend": self.backend,
+            "dtype": span.dtype,
+            "queries": span.queries,
+            "keys": span.keys,
+            "heads": span.heads.queries,
+            "kv_heads": span.heads.kv,
+            "head_size": span.head_size,
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+            "forward_flops_per_s": self.forward_flops_per_s,
+            "backward_flops_per_s": self.backward_flops_per_s,
+            "spread": self.spread,
+        }
 
 
-SPAN = Span(queries=4096, keys=32768, heads=32, kv_heads=8, head_size=128)
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A back end that was not timed on a span, and why, as the end of a sentence."""
+
+    backend: Name
+    span: Span
+    reason: str
 
 
-def measure_backends(
-    operands: Operands, *, rounds: Rounds, watcher: Watcher, span: Span = SPAN
-) -> Mapping[BackendKey, Timing]:
-    """Time every back end that can do ``span`` on this device and gets a small case right."""
-    case = AttentionCase(
-        operands.take(1, dtype=torch.bfloat16).device,
-        torch.bfloat16,
-        span.head_size,
-        span.heads // span.kv_heads,
-        window=False,
+@dataclass(frozen=True, slots=True)
+class BackendComparison:
+    """What was timed and what was not.
+
+    Attributes:
+        rates: By span; every span has at least one.
+        automatic: What ``auto`` takes for each span, timed or not.
+        left_out: The rest of every span and back end.
+    """
+
+    rates: tuple[BackendRate, ...]
+    automatic: Mapping[Span, Name]
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def by_span(self) -> Mapping[Span, Mapping[Name, BackendRate]]:
+        """Rates by span and back end, in the order in which they were timed."""
+        found: dict[Span, dict[Name, BackendRate]] = {}
+        for rate in self.rates:
+            found.setdefault(rate.span, {})[rate.backend] = rate
+        return found
+
+    @property
+    def backends(self) -> tuple[Name, ...]:
+        """Those that were timed, in the order in which ``auto`` prefers them."""
+        timed = {rate.backend for rate in self.rates}
+        return tuple(name for name in CAPABILITIES if name in timed)
+
+
+def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[Name, ...]:
+    """Those asked for, else all that are made for ``device``."""
+    if grid.backends is not None:
+        return grid.backends
+    return tuple(
+        name
+        for name in BACKENDS
+        if device in CAPABILITIES[name].devices and not _interpreted(name, device)
     )
-    names = [name for name in CAPABILITIES if _can(name, case)]
-    directions: tuple[Direction, ...] = ("forward", "backward")
-    cases: list[Case[BackendKey]] = [
-        Case((name, direction), partial(_make, operands, span, name, direction))
-        for name in names
-        for direction in directions
-    ]
-    watcher.begin("attention back ends", total=len(cases) * rounds.count)
-    return time_cases(cases, rounds=rounds, watcher=watcher)
 
 
-def _can(name: Name, case: AttentionCase) -> bool:
-    """The definition is left out: its memory is that of all scores."""
-    able = CAPABILITIES[name].automatic and why_not(name, case) is None
-    return able and error_on_a_small_case(name, case) is None
+def why_not_timed(name: Name, case: AttentionCase) -> str | None:
+    """Why a back end is not timed on ``case``, as the end of a sentence; None if it can be."""
+    if _interpreted(name, case.device.type):
+        return f"runs on {case.device.type} under its interpreter only, whose times say nothing"
+    return why_not(name, case) or error_on_a_small_case(name, case)
 
 
-@torch.no_grad()
-def _make(operands: Operands, span: Span, name: Name, direction: Direction) -> Call:
-    operands.begin()
-    bf16 = torch.bfloat16
-    q, do = (operands.take(span.queries, span.heads, span.head_size, dtype=bf16) for _ in range(2))
-    k, v = (operands.take(span.keys, span.kv_heads, span.head_size, dtype=bf16) for _ in range(2))
-    if direction == "forward":
-        return lambda: attention_forward(q, k, v, backend=name)
-    o, lse = attention_forward(q, k, v, backend=name)
-    dk, dv = (operands.zeros(*k.shape, dtype=torch.float32) for _ in range(2))
-    return lambda: attention_backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, backend=name)
+def why_never_timed(
+    name: Name, grid: AttentionGrid, *, dtypes: Sequence[str], device: str
+) -> str | None:
+    """The first reason of a back end that can do nothing of ``grid``; None if it can do some."""
+    reasons = []
+    for spans in grid.problems(dtypes):
+        reason = why_not_timed(name, spans[0].case(device))
+        if reason is None:
+            return None
+        reasons.append(reason)
+    return reasons[0]
+
+
+def _interpreted(name: Name, device: str) -> bool:
+    return name == "triton" and device == "cpu"

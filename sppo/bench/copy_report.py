@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from sppo.bench.break_even import BreakEven
 from sppo.bench.copies import CopyMeasurements
+from sppo.bench.figures import NOT_MEASURED, measurement_table
 from sppo.bench.overlap import OverlapMeasurements
 from sppo.units import format_bytes, format_duration, format_tokens
 
@@ -75,14 +76,16 @@ def break_even_text(tokens: float, *, measured: bool) -> str:
 
 def _copies_table(found: CopyMeasurements) -> Table:
     names = ("write", "read") if found.tier == "disk" else ("D2H", "H2D")
-    table = _table(f"Copies, GB/s, measured: {names[0]} or {names[1]} alone, and both at once")
+    table = measurement_table(
+        f"Copies, GB/s, measured: {names[0]} or {names[1]} alone, and both at once"
+    )
     table.add_column("through", no_wrap=True)
     bound = any(point.numa_node is not None for point in found.points)
     headings = ("request", "in flight", *(("node",) if bound else ()))
     for heading in (*headings, names[0], names[1], *_both(names)):
         table.add_column(heading, justify="right")
     for point in found.points:
-        node = "–" if point.numa_node is None else str(point.numa_node)
+        node = NOT_MEASURED if point.numa_node is None else str(point.numa_node)
         table.add_row(
             point.how,
             format_bytes(point.request_bytes),
@@ -101,7 +104,9 @@ def _both(names: tuple[str, str]) -> tuple[str, str]:
 
 
 def _overlap_table(found: OverlapMeasurements) -> Table:
-    table = _table("Compute alone, copy alone, and both: copy exposed, compute slower; measured")
+    table = measurement_table(
+        "Compute alone, copy alone, and both: copy exposed, compute slower; measured"
+    )
     headings = ("tokens", "context", "compute", "copy", "exposed", "slower", "products")
     for heading in (*headings, "attention"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -121,7 +126,7 @@ def _overlap_table(found: OverlapMeasurements) -> Table:
 
 
 def _break_even_table(found: tuple[BreakEven, ...]) -> Table:
-    table = _table("Break-even: tokens of the shortest subsequence whose copy hides")
+    table = measurement_table("Break-even: tokens of the shortest subsequence whose copy hides")
     for heading in ("context", "everything saved", "layer input + attention output"):
         table.add_column(heading, justify="right")
     for row in found:
@@ -136,10 +141,3 @@ def _break_even_table(found: tuple[BreakEven, ...]) -> Table:
 def _giga(rate: float) -> str:
     value = rate / 1e9
     return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
-
-
-def _table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
@@ -23,16 +24,37 @@ _QUICK_WIDTHS = {"cpu": (256, 1024), "cuda": (2048, 4096)}
 _LONGEST_S = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class GemmGrid:
+    """Axes of the shapes to time.
+
+    Attributes:
+        tokens: Rows of the input.
+        widths: Of the input and the output.
+        fixed: Somebody asked for these shapes, so a slow device does not get smaller ones.
+    """
+
+    tokens: tuple[int, ...]
+    widths: tuple[int, ...]
+    fixed: bool = False
+
+
+def gemm_grid(device: str, *, quick: bool) -> GemmGrid:
+    """What is timed where nobody asks for shapes."""
+    tokens, widths = (_QUICK_TOKENS, _QUICK_WIDTHS) if quick else (_TOKENS, _WIDTHS)
+    return GemmGrid(tokens[device], widths[device])
+
+
 def measure_gemm(
     operands: Operands,
+    grid: GemmGrid,
     *,
     dtypes: Sequence[str],
     rounds: Rounds,
     watcher: Watcher,
-    quick: bool = False,
 ) -> tuple[Mapping[GemmKey, Timing], tuple[GemmPoint, ...]]:
-    """Time products ``[tokens, width] x [width, width]``; a slow device gets smaller ones."""
-    cases = [case for dtype in dtypes for case in _cases(operands, dtype=dtype, quick=quick)]
+    """Time products ``[tokens, width] x [width, width]``."""
+    cases = [case for dtype in dtypes for case in _cases(operands, grid, dtype=dtype)]
     watcher.begin("gemm", total=len(cases) * rounds.count)
     timings = time_cases(cases, rounds=rounds, watcher=watcher)
     return timings, gemm_points(timings)
@@ -50,20 +72,24 @@ def gemm_points(timings: Mapping[GemmKey, Timing]) -> tuple[GemmPoint, ...]:
     return tuple(points)
 
 
-def _cases(operands: Operands, *, dtype: str, quick: bool) -> Iterator[Case[GemmKey]]:
-    device = operands.device
-    all_tokens: tuple[int, ...] = (_QUICK_TOKENS if quick else _TOKENS)[device]
-    widths: tuple[int, ...] = (_QUICK_WIDTHS if quick else _WIDTHS)[device]
-    side = widths[0]
-    seconds = time_once(_make(operands, dtype, all_tokens[0], side, "forward"), device=device)
-    per_flop_s = seconds / (all_tokens[0] * side * side)
-    while len(widths) > 2 and per_flop_s * all_tokens[-1] * widths[-1] ** 2 > _LONGEST_S:
-        widths = widths[:-1]
-    for tokens in all_tokens:
+def _cases(operands: Operands, grid: GemmGrid, *, dtype: str) -> Iterator[Case[GemmKey]]:
+    widths = grid.widths if grid.fixed else _narrower(operands, grid, dtype=dtype)
+    for tokens in grid.tokens:
         for width in widths:
             for product in get_args(Product):
                 key = (dtype, tokens, width, product)
                 yield Case(key, partial(_make, operands, *key))
+
+
+def _narrower(operands: Operands, grid: GemmGrid, *, dtype: str) -> tuple[int, ...]:
+    """Widths without the largest while these take too long; two stay."""
+    tokens, widths = grid.tokens, grid.widths
+    probe = _make(operands, dtype, tokens[0], widths[0], "forward")
+    seconds = time_once(probe, device=operands.device)
+    per_flop_s = seconds / (tokens[0] * widths[0] ** 2)
+    while len(widths) > 2 and per_flop_s * tokens[-1] * widths[-1] ** 2 > _LONGEST_S:
+        widths = widths[:-1]
+    return widths
 
 
 def _make(operands: Operands, dtype: str, tokens: int, width: int, product: Product) -> Call:

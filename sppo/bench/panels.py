@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sppo.units import format_tokens
 
 INK, QUIET, GRID = "#222222", "#6b6b6b", "#e6e6e6"
-COLOURS = ("#1f5fa8", "#d1495b", "#2e8b57", "#b8860b")
+COLOURS = ("#1f5fa8", "#d1495b", "#2e8b57", "#b8860b", "#7b4fa3", "#008b8b", "#8c564b")
 SMALL_PT = 8
 _LABEL_HEIGHT = 0.035
 """Of the height of a panel."""
@@ -24,6 +24,11 @@ class Label:
     y: float
     text: str
     colour: str
+
+
+def coloured_dtypes(points: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """(colour, dtype) of every dtype of points."""
+    yield from zip(COLOURS, dict.fromkeys(point.dtype for point in points), strict=False)
 
 
 def write_labels(axes: Any, labels: Sequence[Label]) -> None:
@@ -78,6 +83,6 @@ def clean(axes: Any) -> None:
     axes.spines["bottom"].set_color("#bbbbbb")
     axes.tick_params(colors=QUIET, labelsize=SMALL_PT, length=0)
     axes.set_axisbelow(True)
-    for text in (axes.title, axes.xaxis.label):
-        text.set_fontsize(SMALL_PT + 1)
-        text.set_color(INK)
+    of_text = {"fontsize": SMALL_PT + 1, "color": INK}
+    axes.set_title(axes.get_title(loc="left"), loc="left", fontdict=of_text)
+    axes.set_xlabel(axes.get_xlabel(), fontdict=of_text)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sppo.bench.attention_picture import draw_attention, draw_backends
 from sppo.bench.copy_picture import draw_copies, draw_overlap
-from sppo.bench.panels import COLOURS, GRID, INK, Label, clean, token_axis, write_labels
+from sppo.bench.figures import flops_unit
+from sppo.bench.panels import (
+    COLOURS,
+    GRID,
+    INK,
+    Label,
+    clean,
+    coloured_dtypes,
+    token_axis,
+    write_labels,
+)
 from sppo.bench.suite import Measurements
-from sppo.planning.rates import AttentionPoint, ElementwisePoint, GemmPoint
-from sppo.units import format_count, format_tokens
+from sppo.planning.rates import ElementwisePoint, GemmPoint
+from sppo.units import format_count
 
 _TITLE_PT = 15
 _PANEL_INCHES = (5.2, 5.4)
@@ -35,7 +46,9 @@ def write_picture(path: Path, *, name: str, measurements: Measurements) -> None:
     if measurements.gemm:
         panels.append(partial(_draw_gemm, points=measurements.gemm))
     if measurements.attention:
-        panels.append(partial(_draw_attention, points=measurements.attention))
+        panels.append(partial(draw_attention, points=measurements.attention))
+    if measurements.backends is not None:
+        panels.append(partial(draw_backends, found=measurements.backends))
     if measurements.elementwise:
         panels.append(partial(_draw_elementwise, points=measurements.elementwise))
     panels += [partial(draw_copies, found=found) for found in measurements.copies]
@@ -57,38 +70,19 @@ def write_picture(path: Path, *, name: str, measurements: Measurements) -> None:
 
 def _draw_gemm(axes: Any, *, points: tuple[GemmPoint, ...]) -> None:
     """Rate against tokens, a line per dtype and width; output solid, weight gradient dotted."""
-    axes.set_title("linear layers, GFLOP/s", loc="left")
+    unit, name = flops_unit(point.forward_flops_per_s for point in points)
+    axes.set_title(f"linear layers, {name}", loc="left")
     labels = []
-    for colour, dtype in _coloured(points):
+    for colour, dtype in coloured_dtypes(points):
         for width in sorted({p.width for p in points if p.dtype == dtype}):
             row = [p for p in points if (p.dtype, p.width) == (dtype, width)]
             tokens = [p.tokens for p in row]
-            outputs = [p.forward_flops_per_s / 1e9 for p in row]
+            outputs = [p.forward_flops_per_s / unit for p in row]
             axes.plot(tokens, outputs, color=colour, lw=1.6)
-            weights = [p.weight_flops_per_s / 1e9 for p in row]
+            weights = [p.weight_flops_per_s / unit for p in row]
             axes.plot(tokens, weights, color=colour, lw=1.0, ls=":")
             labels.append(Label(tokens[-1], outputs[-1], f"{dtype}, width {width}", colour))
     token_axis(axes, sorted({p.tokens for p in points}), "tokens; output solid, weights dotted")
-    write_labels(axes, labels)
-
-
-def _draw_attention(axes: Any, *, points: tuple[AttentionPoint, ...]) -> None:
-    """Rate against keys, a line per dtype and queries, at the smallest head size."""
-    size = min(point.head_size for point in points)
-    axes.set_title(f"attention, head size {size}, GFLOP/s", loc="left")
-    chosen = [point for point in points if point.head_size == size]
-    labels = []
-    for colour, dtype in _coloured(chosen):
-        for queries in sorted({p.queries for p in chosen if p.dtype == dtype}):
-            row = [p for p in chosen if (p.dtype, p.queries) == (dtype, queries)]
-            keys = [p.keys for p in row]
-            forward = [p.forward_flops_per_s / 1e9 for p in row]
-            backward = [p.backward_flops_per_s / 1e9 for p in row]
-            axes.plot(keys, forward, color=colour, lw=1.6, marker="o", ms=3)
-            axes.plot(keys, backward, color=colour, lw=1.0, ls=":", marker="o", ms=3)
-            text = f"{dtype}, {format_tokens(queries)} queries"
-            labels.append(Label(keys[-1], forward[-1], text, colour))
-    token_axis(axes, sorted({p.keys for p in chosen}), "keys; forward solid, backward dotted")
     write_labels(axes, labels)
 
 
@@ -108,8 +102,3 @@ def _draw_elementwise(axes: Any, *, points: tuple[ElementwisePoint, ...]) -> Non
     axes.set_yticks(range(len(kernels)), [kernel.replace("_", " ") for kernel in kernels])
     axes.set_xlabel(f"of the bytes they must move; {', '.join(dtypes)} from above")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
-
-
-def _coloured(points: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """(colour, dtype) of every dtype."""
-    yield from zip(COLOURS, dict.fromkeys(point.dtype for point in points), strict=False)

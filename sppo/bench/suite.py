@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from sppo.bench.attention import measure_attention
-from sppo.bench.attention_backends import BackendKey, measure_backends
+from sppo.bench.attention import attention_points, measure_attention
+from sppo.bench.attention_backends import BackendComparison
+from sppo.bench.attention_grid import AttentionGrid, attention_grid
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.disk import measure_disk
 from sppo.bench.elementwise import measure_elementwise
-from sppo.bench.gemm import measure_gemm
+from sppo.bench.gemm import GemmGrid, gemm_grid, measure_gemm
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import Layer, OverlapMeasurements, measure_overlap
 from sppo.bench.pcie import measure_pcie
@@ -31,13 +32,14 @@ class Measurements:
     Attributes:
         device: "cpu" or "cuda".
         gemm: Linear layers.
-        attention: Spans at the end of prefixes.
+        attention: Spans at the end of prefixes, with the back end that ``auto`` takes; also empty
+            where shapes were asked for that plans cannot read.
         elementwise: Element-wise kernels, the loss, the optimizer.
         spreads: Of every timing, between its fastest and slowest round, relative to the median.
         wall_s: The whole run.
         copies: One entry per tier behind the device.
         overlap: Copies behind compute; None where not asked for.
-        backends: Attention back ends at one shape; on a GPU, where there are several.
+        backends: Attention with every back end; None where not asked for.
     """
 
     device: str
@@ -48,7 +50,7 @@ class Measurements:
     wall_s: float
     copies: tuple[CopyMeasurements, ...] = ()
     overlap: OverlapMeasurements | None = None
-    backends: Mapping[BackendKey, Timing] = field(default_factory=dict)
+    backends: BackendComparison | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,19 @@ class CopySetup:
     layer: Layer
 
 
+@dataclass(frozen=True, slots=True)
+class Grids:
+    """Shapes of the subjects that can be asked for some."""
+
+    gemm: GemmGrid
+    attention: AttentionGrid
+
+
+def default_grids(device: str, *, quick: bool) -> Grids:
+    """What is timed where nobody asks for shapes; few of them if ``quick``."""
+    return Grids(gemm_grid(device, quick=quick), attention_grid(device, quick=quick))
+
+
 def device_to_measure() -> str:
     """What torch runs on here: "cuda" where it can, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,6 +91,7 @@ def measure(
     dtypes: Sequence[str],
     quick: bool,
     watcher: Watcher,
+    grids: Grids | None = None,
     copying: CopySetup | None = None,
 ) -> Measurements:
     """Measure ``subjects``.
@@ -86,6 +102,7 @@ def measure(
         dtypes: of bf16, fp32.
         quick: fewer shapes and rounds: to see that everything works, not to plan with.
         watcher: is told of every timing.
+        grids: shapes of gemm and attention; None for the default ones.
         copying: where copies go, and what they run behind.
 
     Raises:
@@ -95,25 +112,24 @@ def measure(
     """
     start = time.perf_counter()
     operands = Operands(device)
+    grids = grids or default_grids(device, quick=quick)
     rounds = Rounds(device, count=_QUICK_ROUNDS if quick else _ROUNDS)
     timings: list[Timing] = []
     gemm: tuple[GemmPoint, ...] = ()
     attention: tuple[AttentionPoint, ...] = ()
     elementwise: tuple[ElementwisePoint, ...] = ()
-    backends: Mapping[BackendKey, Timing] = {}
+    backends: BackendComparison | None = None
     if "gemm" in subjects:
         products, gemm = measure_gemm(
-            operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick
+            operands, grids.gemm, dtypes=dtypes, rounds=rounds, watcher=watcher
         )
         timings += products.values()
     if "attention" in subjects:
-        spans, attention = measure_attention(
-            operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick
+        spans, backends = measure_attention(
+            operands, grids.attention, dtypes=dtypes, rounds=rounds, watcher=watcher
         )
+        attention = attention_points(backends, grids.attention)
         timings += spans.values()
-        if device == "cuda":
-            backends = measure_backends(operands, rounds=rounds, watcher=watcher)
-            timings += backends.values()
     if "elementwise" in subjects:
         kernels, elementwise = measure_elementwise(
             operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick

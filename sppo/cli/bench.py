@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sppo.cli.arguments import Json
+from sppo.cli.bench_shapes import (
+    Backends,
+    HeadCounts,
+    HeadSizes,
+    Keys,
+    Queries,
+    ShapeOptions,
+    Tokens,
+    Widths,
+    asked_grids,
+    list_words,
+)
 from sppo.cli.exit_codes import exit_codes
+from sppo.cli.output_file import check_writable
 
 if TYPE_CHECKING:
     from sppo.bench.suite import CopySetup, Measurements
@@ -80,6 +93,13 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    queries: Queries = None,
+    keys: Keys = None,
+    heads: HeadCounts = None,
+    head_size: HeadSizes = None,
+    backend: Backends = None,
+    tokens: Tokens = None,
+    width: Widths = None,
     json_output: Json = False,
 ) -> None:
     """Measure kernels and copies on the GPU if there is one, else on CPU and disk; two minutes.
@@ -87,20 +107,27 @@ def bench(
     The file is what `hardware: {file: hardware.json}` in a run file reads.
 
         sppo bench all -o hardware.json --png hardware.png
+
+        sppo bench attention --queries 1Ki --keys 4Ki,16Ki --heads 8/2,8
     """
     from rich.console import Console
 
     console = Console(stderr=json_output)
     with exit_codes():
         dtypes = _dtypes(dtype)
+        shapes = ShapeOptions(queries, keys, heads, head_size, backend, tokens, width)
+        shapes.check_subjects(subject.value, subject.parts)
         for option, path in (("-o", output), ("--png", png)):
             if path is not None:
-                _check_writable(option, path)
+                check_writable(option, path)
         from sppo.bench.description import describe, described_machine, starting_description
         from sppo.bench.display import BenchDisplay
         from sppo.bench.suite import device_to_measure, measure
 
         device = device_to_measure()
+        grids = asked_grids(
+            shapes, device=device, dtypes=dtypes, quick=quick, for_plans=output is not None
+        )
         copying = _copying(subject, device=device, disk=disk, run_file=run, quick=quick)
         base = starting_description(described_machine(device), path=output)
         with BenchDisplay(console) as display:
@@ -110,6 +137,7 @@ def bench(
                 dtypes=dtypes,
                 quick=quick,
                 watcher=display,
+                grids=grids,
                 copying=copying,
             )
         spec = describe(base, found)
@@ -151,7 +179,7 @@ def _dtypes(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: one that is not measured.
     """
-    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    names = list_words(text)
     unknown = [name for name in names if name not in _DTYPES]
     if unknown or not names:
         raise ValueError(
@@ -159,22 +187,6 @@ def _dtypes(text: str) -> tuple[str, ...]:
             f"{', '.join(_DTYPES)}; separate them by commas"
         )
     return names
-
-
-def _check_writable(option: str, path: Path) -> None:
-    """Find out before measuring whether `path` can be written.
-
-    Raises:
-        ValueError: it cannot, and why.
-    """
-    import os
-
-    if path.is_dir():
-        raise ValueError(f"{option} {path}: is a directory; name a file in it")
-    if not path.parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no directory {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{option} {path}: the directory {path.parent} cannot be written to")
 
 
 def _write(
@@ -214,6 +226,8 @@ def _print(
             "output": None if output is None else str(output),
             "hardware": hardware_json(spec),
         }
+        if found.backends is not None:
+            report["attention_backends"] = [rate.as_json() for rate in found.backends.rates]
         if found.copies:
             report["copies"] = [asdict(copies) for copies in found.copies]
         if found.overlap is not None:

@@ -1,51 +1,301 @@
-"""Attention back ends side by side."""
+"""Attention back ends side by side: which are timed where, the table, the picture."""
+
+from __future__ import annotations
 
 import io
+from dataclasses import replace
 
+import numpy as np
+import pytest
 from rich.console import Console
 
-from sppo.bench import attention_backends
-from sppo.bench.attention_backends import Span, measure_backends
+from sppo.bench import attention, attention_backends
+from sppo.bench.attention import attention_points, measure_attention
+from sppo.bench.attention_backends import (
+    BackendComparison,
+    BackendRate,
+    LeftOut,
+    backends_to_try,
+    why_never_timed,
+    why_not_timed,
+)
+from sppo.bench.attention_grid import AttentionGrid, Heads, Span, attention_grid
+from sppo.bench.attention_report import automatic_line, print_attention
 from sppo.bench.operands import Operands
-from sppo.bench.report import print_measurements
+from sppo.bench.picture import write_picture
 from sppo.bench.suite import Measurements
 from sppo.bench.timing import Rounds, Timing
+from sppo.kernels.triton import launch
 from tests.bench.test_timing import Watcher
 
 ONCE = Rounds("cpu", count=1, window_s=0.0)
-SMALL = Span(queries=16, keys=48, heads=4, kv_heads=2, head_size=16)
+SMALL = AttentionGrid(queries=(8, 16), heads=(Heads(4, 2),), head_sizes=(16,), prefixes=(1, 3))
+SPAN = Span("bf16", 4096, 32768, Heads(32, 8), 128)
 
 
-def test_what_works_here_is_timed(monkeypatch):
-    why_not = attention_backends.why_not
-    monkeypatch.setattr(
-        attention_backends,
-        "why_not",
-        lambda name, case: "is slow here" if name == "triton" else why_not(name, case),
+@pytest.fixture(scope="module")
+def operands():
+    return Operands("cpu")
+
+
+def rates_of(span, **seconds):
+    """Back ends that take so long forward, and twice that backward."""
+    return tuple(BackendRate(name, span, s, 2 * s, 0.1) for name, s in seconds.items())
+
+
+def measured(rates, *, automatic, left_out=()):
+    return BackendComparison(
+        rates, dict.fromkeys((rate.span for rate in rates), automatic), left_out
     )
+
+
+def printed(found):
+    console = Console(file=io.StringIO(), width=160)
+    print_attention(found, console=console)
+    return console.file.getvalue()
+
+
+def test_every_back_end_that_works_here_is_timed_both_ways(operands):
     watcher = Watcher()
-    timings = measure_backends(Operands("cpu"), rounds=ONCE, watcher=watcher, span=SMALL)
-    names = ("cpu_flash", "torch_blocks")
-    assert list(timings) == [(name, way) for name in names for way in ("forward", "backward")]
-    assert all(timing.median_s > 0 for timing in timings.values())
-    assert watcher.begun == [("attention back ends", 4)]
+    timings, found = measure_attention(
+        operands, SMALL, dtypes=["bf16", "fp32"], rounds=ONCE, watcher=watcher
+    )
+    assert found.backends == ("cpu_flash", "torch_blocks")
+    assert len(found.rates) == 2 * 2 * 4
+    assert len(timings) == 2 * len(found.rates)
+    assert watcher.begun == [("attention", len(timings))]
+    assert set(found.automatic.values()) == {"cpu_flash"}
+    for span, rates in found.by_span.items():
+        assert set(rates) == set(found.backends)
+        assert span.heads == Heads(4, 2)
+    assert {(s.queries, s.keys) for s in found.by_span} == {(8, 8), (8, 24), (16, 16), (16, 48)}
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch):
+def test_triton_is_not_timed_under_its_interpreter(monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    assert backends_to_try(SMALL, device="cpu") == ("cpu_flash", "torch_blocks")
+    assert "whose times say nothing" in why_not_timed("triton", SPAN.case("cpu"))
+
+
+def test_the_definition_is_never_timed():
+    assert "reference" not in attention_backends.BACKENDS
+    assert "triton" in backends_to_try(SMALL, device="cuda")
+    assert "cpu_flash" not in backends_to_try(SMALL, device="cuda")
+
+
+def test_what_is_wrong_is_left_out_with_the_reason(operands, monkeypatch):
     def error(name, case):
         return None if name == "torch_blocks" else "is wrong"
 
     monkeypatch.setattr(attention_backends, "error_on_a_small_case", error)
-    timings = measure_backends(Operands("cpu"), rounds=ONCE, watcher=Watcher(), span=SMALL)
-    assert {name for name, _ in timings} == {"torch_blocks"}
+    _, found = measure_attention(operands, SMALL, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    assert found.backends == ("torch_blocks",)
+    assert {(gap.backend, gap.reason) for gap in found.left_out} == {("cpu_flash", "is wrong")}
+    assert len(found.left_out) == 4
 
 
-def test_the_table():
-    keys = [("triton", "forward"), ("triton", "backward")]
-    timings = dict(zip(keys, (Timing(2e-3, 1e-3, 3e-3), Timing(7e-3, 7e-3, 7e-3)), strict=True))
-    measured = Measurements("cuda", (), (), (), (0.1,), 1.0, backends=timings)
-    console = Console(file=io.StringIO(), width=120)
-    print_measurements(measured, console=console)
-    text = " ".join(console.file.getvalue().split())
-    assert "measured: 4Ki queries at the end of 32Ki keys, bf16, 32 heads of 128 on 8" in text
-    assert "triton 2.0 ms 7.0 ms" in text
+def test_a_back_end_can_be_refused_for_some_shapes_only(operands, monkeypatch):
+    monkeypatch.setattr(
+        attention_backends,
+        "why_not",
+        lambda name, case: "takes no heads of 24" if case.head_size == 24 else None,
+    )
+    grid = replace(SMALL, head_sizes=(24, 16))
+    assert why_never_timed("torch_blocks", grid, dtypes=["bf16"], device="cpu") is None
+    only = replace(grid, head_sizes=(24,))
+    reason = why_never_timed("torch_blocks", only, dtypes=["bf16"], device="cpu")
+    assert reason == "takes no heads of 24"
+    _, found = measure_attention(operands, grid, dtypes=["bf16"], rounds=ONCE, watcher=Watcher())
+    assert {span.head_size for span in found.by_span} == {16}
+    assert {gap.span.head_size for gap in found.left_out} == {24}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Back ends whose backward takes so many seconds per FLOP of the forward; what was tried."""
+    tried = []
+
+    def speeds(**s_per_flop):
+        def probe(operands, name, span):
+            tried.append((name, span))
+            return s_per_flop[name] * span.forward_flops
+
+        monkeypatch.setattr(attention, "_probe", probe)
+        monkeypatch.setattr(
+            attention,
+            "time_cases",
+            lambda cases, *, rounds, watcher: {
+                case.key: Timing(*[s_per_flop[case.key[0]] * case.key[1].forward_flops] * 3)
+                for case in cases
+            },
+        )
+        return tried
+
+    return speeds
+
+
+def test_a_slow_back_end_is_left_out_where_it_takes_long(operands, clock):
+    grid = replace(SMALL, queries=(1024,), prefixes=(1, 2, 4), fixed=True)
+    flops = [span.forward_flops for span in next(grid.problems(["fp32"]))]
+    tried = clock(cpu_flash=1e-12, torch_blocks=1.99 / flops[1])
+    _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    kept = {r.span.keys for r in found.rates if r.backend == "torch_blocks"}
+    assert kept == {1024, 2048}
+    (gap,) = found.left_out
+    assert (gap.backend, gap.span.keys) == ("torch_blocks", 4096)
+    assert gap.reason == "would take longer than 2 s a call"
+    # What was tried takes about a quarter of what is allowed.
+    assert max(span.forward_flops for _, span in tried) < flops[1] / 3
+    assert {name for name, _ in tried} == {"torch_blocks"}
+
+
+def test_one_that_is_slow_only_on_short_spans_is_tried_again(operands, clock, monkeypatch):
+    clock(cpu_flash=1e-12, torch_blocks=1e-12)
+
+    def with_fixed_cost(operands, name, span):
+        return 0.01 + 1e-12 * span.forward_flops
+
+    monkeypatch.setattr(attention, "_probe", with_fixed_cost)
+    grid = replace(SMALL, queries=(256, 8192), prefixes=(1, 8), fixed=True)
+    _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    assert found.left_out == ()
+
+
+def test_what_auto_takes_is_timed_however_slow(operands, clock):
+    clock(cpu_flash=1.0, torch_blocks=1.0)
+    grid = replace(SMALL, queries=(8, 16, 32), fixed=True)
+    _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    assert {rate.backend for rate in found.rates} == {"cpu_flash"}
+    assert len(found.by_span) == 6
+    alone = replace(grid, backends=("torch_blocks",))
+    _, found = measure_attention(operands, alone, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    assert len(found.rates) == 6
+    assert attention_points(found, alone) == ()
+
+
+def test_a_slow_device_gets_shorter_spans_where_none_were_asked_for(operands, clock):
+    clock(cpu_flash=1.0, torch_blocks=1.0)
+    grid = replace(SMALL, queries=(8, 16, 32, 64))
+    _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    assert {span.queries for span in found.by_span} == {8, 16}
+    assert len(attention_points(found, grid)) == 4
+
+
+def test_plans_get_the_rates_of_what_auto_takes_with_the_first_heads(operands, clock):
+    clock(cpu_flash=4e-12, torch_blocks=1e-12)
+    grid = replace(SMALL, heads=(Heads(4, 2), Heads(6, 6)), fixed=True)
+    _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    points = attention_points(found, grid)
+    assert len(found.by_span) == 2 * len(points) == 8
+    assert np.allclose([point.forward_flops_per_s for point in points], 1 / 4e-12)
+    assert np.allclose([point.backward_flops_per_s for point in points], 2.5 / 4e-12)
+    assert attention_points(found, replace(grid, keys=(64, 128))) == ()
+    assert len(attention_points(found, replace(grid, queries=(8,), keys=(8, 24)))) == 4
+
+
+def test_grids():
+    quick, whole = (attention_grid("cuda", quick=quick) for quick in (True, False))
+    assert whole.heads == (Heads(32, 8),)
+    spans = list(next(whole.problems(["bf16"])))
+    assert max(span.keys for span in spans) == 8 * max(whole.queries)
+    assert len(list(next(quick.problems(["bf16"])))) < len(spans)
+    assert whole.for_plans
+    asked = replace(whole, queries=(1024, 2048), keys=(4096, 8192))
+    assert not asked.for_plans
+    assert [(s.queries, s.keys) for s in next(asked.problems(["bf16"]))] == [
+        (1024, 4096), (1024, 8192), (2048, 4096), (2048, 8192)
+    ]  # fmt: skip
+    assert str(SPAN) == "bf16, 4Ki queries at the end of 32Ki keys, 32/8 heads of 128"
+    assert str(Heads(4, 4)) == "4"
+
+
+def test_flops_are_causal_and_json_is_flat():
+    rate = BackendRate("triton", SPAN, 2e-3, 4e-3, 0.25)
+    pairs = 4096 * (32768 - 4096) + 4096 * 4097 / 2
+    assert rate.as_json() == {
+        "backend": "triton",
+        "dtype": "bf16",
+        "queries": 4096,
+        "keys": 32768,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_size": 128,
+        "forward_s": 2e-3,
+        "backward_s": 4e-3,
+        "forward_flops_per_s": pytest.approx(4 * 32 * 128 * pairs / 2e-3),
+        "backward_flops_per_s": pytest.approx(10 * 32 * 128 * pairs / 4e-3),
+        "spread": 0.25,
+    }
+
+
+def test_the_table_has_a_column_per_back_end_and_says_why_there_are_gaps():
+    short = replace(SPAN, queries=1024, keys=1024)
+    rates = rates_of(short, triton=2e-5, torch_blocks=1e-4) + rates_of(SPAN, triton=4e-3)
+    gaps = (
+        LeftOut("torch_blocks", SPAN, "would take longer than 0.05 s a call"),
+        LeftOut("cudnn", short, "is wrong"),
+        LeftOut("cudnn", SPAN, "is wrong"),
+    )
+    text = printed(measured(rates, automatic="triton", left_out=gaps))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "Attention over visible pairs, TFLOP/s, measured: forward / backward" in text
+    assert "dtype heads size queries keys triton torch_blocks" in lines
+    assert "bf16 32/8 128 1Ki 1Ki 430 / 537 * 86 / 107" in lines
+    assert "bf16 32/8 128 4Ki 32Ki 515 / 644 * –" in lines
+    assert "– torch_blocks would take longer than 0.05 s a call: 1 shape" in lines
+    assert "– cudnn is wrong: 2 shapes" in lines
+
+
+def test_the_fastest_is_bold():
+    console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="standard")
+    rates = rates_of(SPAN, cudnn=2e-3, triton=4e-3)
+    print_attention(measured(rates, automatic="triton"), console=console)
+    text = console.file.getvalue()
+    assert "\x1b[1m1031 / 1289\x1b[0m" in text
+    assert "\x1b[1m515 / 644" not in text
+
+
+def test_what_auto_loses_is_said():
+    other = replace(SPAN, keys=65536)
+    good = rates_of(SPAN, flash_attn_3=1.02e-3, triton=1e-3)
+    found = measured(good, automatic="flash_attn_3")
+    assert automatic_line(found) == ("* what auto takes: within 3% of the fastest on 1 of 1 shapes")
+    bad = measured(
+        good + rates_of(other, flash_attn_3=1.5e-3, cudnn=1e-3), automatic="flash_attn_3"
+    )
+    assert automatic_line(bad) == (
+        "* what auto takes: within 3% of the fastest on 1 of 2 shapes, at worst 50% slower than "
+        "cudnn (bf16, 4Ki queries at the end of 64Ki keys, 32/8 heads of 128)"
+    )
+    for rates in (rates_of(SPAN, flash_attn_3=1e-3), rates_of(SPAN, cudnn=1e-3, triton=2e-3)):
+        line = automatic_line(measured(rates, automatic="flash_attn_3"))
+        assert "no shape was timed with it and another back end" in line
+
+
+def test_the_picture_shows_every_back_end(tmp_path):
+    rates = ()
+    for keys in (4096, 8192, 32768):
+        span = replace(SPAN, keys=keys)
+        s = span.forward_flops / 5e14
+        rates += rates_of(span, flash_attn_3=s, torch_flash=1.2 * s, triton=1.4 * s)
+    found = measured(rates, automatic="flash_attn_3")
+    several, one = tmp_path / "several.png", tmp_path / "one.png"
+    write_picture(several, name="here", measurements=_measurements(found))
+    alone = measured(rates[:1], automatic="flash_attn_3")
+    write_picture(one, name="here", measurements=_measurements(alone))
+    assert one.read_bytes().startswith(b"\x89PNG")
+    assert several.stat().st_size > 1.2 * one.stat().st_size
+    assert_drawn(several, colours=((31, 95, 168), (209, 73, 91), (46, 139, 87)))
+
+
+def _measurements(found):
+    return Measurements("cuda", (), (), (), (0.1,), 1.0, backends=found)
+
+
+def assert_drawn(path, *, colours):
+    """A line of each colour is there, and not an empty frame."""
+    from matplotlib.image import imread
+
+    pixels = (imread(path)[..., :3] * 255).round().astype(int)
+    for colour in colours:
+        assert (abs(pixels - colour).max(axis=2) <= 2).sum() > 200

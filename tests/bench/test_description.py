@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from sppo.bench import description
+from sppo.bench.attention_backends import BackendComparison, BackendRate
+from sppo.bench.attention_grid import Heads, Span
 from sppo.bench.description import describe, described_machine, starting_description
 from sppo.bench.suite import Measurements
 from sppo.planning.hardware_file import hardware_json, read_hardware
@@ -28,7 +30,17 @@ ELEMENTWISE = (
     ElementwisePoint("copy", "fp32", 1 << 22, 2.1e10),
     ElementwisePoint("swiglu", "bf16", 1 << 22, 1e9),
 )
-EVERYTHING = replace(NOTHING, gemm=GEMM, attention=ATTENTION, elementwise=ELEMENTWISE)
+SPAN = Span("bf16", 512, 512, Heads(4, 2), 64)
+BACKENDS = BackendComparison(
+    (
+        BackendRate("cpu_flash", SPAN, 1e-3, 3e-3, 0.1),
+        BackendRate("torch_blocks", SPAN, 2e-3, 4e-3, 0.2),
+    ),
+    {SPAN: "cpu_flash"},
+)
+EVERYTHING = replace(
+    NOTHING, gemm=GEMM, attention=ATTENTION, backends=BACKENDS, elementwise=ELEMENTWISE
+)
 
 
 def test_all_subjects_make_a_measured_machine(tmp_path):

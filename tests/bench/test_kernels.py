@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from sppo.bench import attention, elementwise, gemm
+from sppo.bench.attention_backends import BackendComparison, BackendRate
+from sppo.bench.attention_grid import AttentionGrid, Heads, Span, attention_grid
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Rounds, Timing
@@ -43,9 +45,12 @@ def test_gemm_rates_predict_the_time_they_came_from():
 
 
 def test_attention_rates_predict_the_time_they_came_from():
-    place = ("fp32", 64, 128, 512)
-    timings = {(*place, "forward"): timing(1e-3), (*place, "backward"): timing(4e-3)}
-    device = replace(CPU, attention_points=attention.attention_points(timings, heads=6))
+    span = Span("fp32", 128, 512, Heads(6, 6), 64)
+    found = BackendComparison(
+        (BackendRate("cpu_flash", span, 1e-3, 4e-3, 0.0),), {span: "cpu_flash"}
+    )
+    grid = AttentionGrid(queries=(128,), heads=(span.heads,), head_sizes=(64,))
+    device = replace(CPU, attention_points=attention.attention_points(found, grid))
     flops = 4 * 6 * 64 * causal_pairs(384, 512)
     for backward, ratio, seconds in ((False, 1.0, 1e-3), (True, 2.5, 4e-3)):
         rate = device.attention_flops_per_s(
@@ -113,24 +118,30 @@ def test_bytes_are_the_least_a_kernel_moves():
 
 def test_the_grids_are_complete(operands):
     watcher = Watcher()
+    spans = attention_grid("cpu", quick=True)
+    _, compared = attention.measure_attention(
+        operands, spans, dtypes=["fp32"], rounds=ONCE, watcher=watcher
+    )
     measured = {
         "gemm_points": gemm.measure_gemm(
-            operands, dtypes=["bf16", "fp32"], rounds=ONCE, watcher=watcher, quick=True
+            operands,
+            gemm.gemm_grid("cpu", quick=True),
+            dtypes=["bf16", "fp32"],
+            rounds=ONCE,
+            watcher=watcher,
         )[1],
-        "attention_points": attention.measure_attention(
-            operands, dtypes=["fp32"], rounds=ONCE, watcher=watcher, quick=True
-        )[1],
+        "attention_points": attention.attention_points(compared, spans),
         "elementwise_points": elementwise.measure_elementwise(
             operands, dtypes=["bf16"], rounds=ONCE, watcher=watcher, quick=True
         )[1],
     }
     device = replace(CPU, **measured)
     assert all(point.forward_flops_per_s > 1e6 for point in device.gemm_points)
-    assert [subject for subject, _ in watcher.begun] == ["gemm", "attention", "elementwise"]
+    assert [subject for subject, _ in watcher.begun] == ["attention", "gemm", "elementwise"]
     assert watcher.advanced == sum(total for _, total in watcher.begun)
 
 
-def test_a_slow_device_gets_smaller_shapes(operands, monkeypatch):
+def test_a_slow_device_gets_smaller_shapes_where_none_were_asked_for(operands, monkeypatch):
     for module in (gemm, attention):
         monkeypatch.setattr(module, "time_once", lambda call, *, device: 10.0)
         monkeypatch.setattr(
@@ -138,13 +149,21 @@ def test_a_slow_device_gets_smaller_shapes(operands, monkeypatch):
             "time_cases",
             lambda cases, *, rounds, watcher: {c.key: timing(1) for c in cases},
         )
-    _, points = gemm.measure_gemm(operands, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
+    grid = gemm.gemm_grid("cpu", quick=False)
+    _, points = gemm.measure_gemm(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
     assert len({point.width for point in points}) == 2
-    _, spans = attention.measure_attention(
-        operands, dtypes=["fp32"], rounds=ONCE, watcher=Watcher()
+    asked = replace(grid, fixed=True)
+    _, all_points = gemm.measure_gemm(
+        operands, asked, dtypes=["fp32"], rounds=ONCE, watcher=Watcher()
     )
-    assert len({point.queries for point in spans}) == 2
-    replace(CPU, gemm_points=points, attention_points=spans)
+    assert {point.width for point in all_points} == set(grid.widths)
+    spans = attention_grid("cpu", quick=False)
+    _, found = attention.measure_attention(
+        operands, spans, dtypes=["fp32"], rounds=ONCE, watcher=Watcher()
+    )
+    attention_points = attention.attention_points(found, spans)
+    assert len({point.queries for point in attention_points}) == 2
+    replace(CPU, gemm_points=points, attention_points=attention_points)
 
 
 def test_operands_share_no_memory_until_they_are_given_back(operands):

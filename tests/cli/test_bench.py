@@ -8,25 +8,34 @@ from dataclasses import replace
 import pytest
 
 from sppo.bench import disk, suite
+from sppo.bench.attention_grid import attention_grid
+from sppo.bench.gemm import GemmGrid
 from sppo.offload.disk_room import DiskRoom
 from sppo.planning import this_machine
 from sppo.planning.hardware_file import hardware_json, read_hardware
 from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.this_machine import detect_machine
 from tests.bench.test_copies import DISK
-from tests.bench.test_description import EVERYTHING, GEMM, NOTHING
+from tests.bench.test_description import BACKENDS, EVERYTHING, GEMM, NOTHING
 from tests.bench.test_overlap import OVERLAP
 from tests.conftest import call, refuse, succeed, tree, write_run
 
 
 @pytest.fixture
-def measured(monkeypatch):
+def shapes():
+    """The grids of what was asked for, in order."""
+    return []
+
+
+@pytest.fixture
+def measured(monkeypatch, shapes):
     """What was asked of the benchmarks, which answer at once."""
     asked = []
 
-    def measure(subjects, *, device, dtypes, quick, watcher, copying):
+    def measure(subjects, *, device, dtypes, quick, watcher, grids, copying):
         assert device == "cpu"
         asked.append((tuple(subjects), tuple(dtypes), quick))
+        shapes.append(grids)
         watcher.begin(subjects[0], total=1)
         watcher.advance()
         return EVERYTHING if len(subjects) > 1 else replace(NOTHING, gemm=GEMM)
@@ -79,6 +88,8 @@ def test_json_is_one_object_and_nothing_else(measured, tmp_path):
     assert report["hardware"]["provenance"] == "measured"
     assert report["hardware"]["device"]["gemm_points"][0]["tokens"] == 512
     assert (report["output"], report["worst_spread"]) == (None, 0.1)
+    assert report["attention_backends"] == [rate.as_json() for rate in BACKENDS.rates]
+    assert "attention_backends" not in report["hardware"]
     assert tree(tmp_path) == {}
 
 
@@ -119,6 +130,75 @@ def test_bad_requests_are_refused_before_anything_is_measured(measured, tmp_path
     assert tree(tmp_path) == before
 
 
+def test_shapes_are_passed_on(measured, shapes):
+    succeed("bench", "gemm", "--tokens", "4Ki,512", "--width", "384")
+    assert shapes[-1].gemm == GemmGrid((512, 4096), (384,), fixed=True)
+    assert shapes[-1].attention == attention_grid("cpu", quick=False)
+    words = ["--queries", "2Ki, 256", "--keys", "8Ki", "--heads", "8/2,4", "--head-size", "96,32"]
+    succeed("bench", "all", "--quick", *words, "--backend", "torch_blocks,cpu_flash")
+    asked = shapes[-1].attention
+    assert (asked.queries, asked.keys, asked.head_sizes) == ((256, 2048), (8192,), (32, 96))
+    assert asked.heads == ((8, 2), (4, 4))
+    assert asked.backends == ("torch_blocks", "cpu_flash")
+    assert asked.fixed
+    assert not shapes[-1].gemm.fixed
+    succeed("bench", "attention", "--heads", "8/2", "-o", "hardware.json")
+    assert shapes[-1].attention.queries == attention_grid("cpu", quick=False).queries
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--queries", "0"], "--queries '0': 0 is too small; write a number from 1 on"),
+        (["--queries", "1x"], "--queries '1x': '1x' is not a size; write one such as 32Ki"),
+        (["--queries", ","], "--queries ',': names nothing; separate values by commas"),
+        (["--keys", "512"], "--keys 512: fewer than 1Ki queries, which are the last of them; ask"),
+        (["--heads", "32/6"], "32 query heads cannot share 6 key-value heads evenly; write N/K"),
+        (["--heads", "8/4/2"], "8/4/2 has more than one /; write 32/8 or 32"),
+        (["--head-size", "1.5"], "--head-size '1.5': '1.5' is not a whole number"),
+        (["--backend", "tritn"], "tritn is not one of cpu_flash, "),
+        (["--backend", "tritn"], "Did you mean 'triton'?"),
+        (["--backend", "reference"], "reference is not one of cpu_flash"),
+        (["--backend", "flash_attn_2"], "--backend flash_attn_2: runs on cuda, tensors are on cpu"),
+        (["--backend", "triton"], "--backend triton: runs on cpu under its interpreter only"),
+        (["--tokens", "1Ki"], "--tokens '1Ki': only sppo bench gemm and all use it"),
+        (
+            ["--queries", "1Ki,2Ki", "--keys", "4Ki", "-o", "a.json"],
+            "must be the same for all of --queries 1Ki,2Ki; leave out --keys",
+        ),
+        (
+            ["--backend", "torch_blocks", "-o", "a.json"],
+            "-o: a plan reads the rates of cpu_flash, which training takes for bf16",
+        ),
+    ],
+)
+def test_bad_shapes_are_refused_before_anything_is_measured(measured, tmp_path, words, message):
+    assert message in refuse("bench", "attention", *words)
+    assert measured == []
+    assert tree(tmp_path) == {}
+
+
+@pytest.mark.parametrize("subject", ["gemm", "elementwise", "pcie"])
+def test_options_of_another_subject_are_refused(measured, subject):
+    message = refuse("bench", subject, "--head-size", "64")
+    assert "--head-size '64': only sppo bench attention and all use it; leave it out of" in message
+    assert measured == []
+
+
+def test_back_ends_are_compared_on_shapes_asked_for():
+    words = ["--queries", "16", "--keys", "16,48", "--heads", "4/2,2", "--head-size", "16"]
+    result = call("bench", "attention", "--quick", "--json", "--dtype", "fp32", *words)
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    rates = report["attention_backends"]
+    assert {rate["backend"] for rate in rates} == {"cpu_flash", "torch_blocks"}
+    places = {(r["heads"], r["kv_heads"], r["queries"], r["keys"]) for r in rates}
+    assert places == {(4, 2, 16, 16), (4, 2, 16, 48), (2, 2, 16, 16), (2, 2, 16, 48)}
+    assert all(rate["backward_s"] > 0 and rate["head_size"] == 16 for rate in rates)
+    points = report["hardware"]["device"]["attention_points"]
+    assert [(point["queries"], point["keys"]) for point in points] == [(16, 16), (16, 48)]
+
+
 def test_a_directory_that_cannot_be_written_to_is_refused(measured, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert "-o a.json: the directory . cannot be written to" in refuse(
@@ -137,7 +217,7 @@ def test_a_gpu_that_cannot_be_asked_what_it_is_is_refused(measured, monkeypatch)
 def test_copies_go_where_they_are_told(monkeypatch, tmp_path):
     setups = []
 
-    def measure(subjects, *, device, dtypes, quick, watcher, copying):
+    def measure(subjects, *, device, dtypes, quick, watcher, grids, copying):
         setups.append(copying)
         return replace(NOTHING, copies=(DISK,), overlap=OVERLAP)
 

@@ -1,0 +1,31 @@
+"""How measured figures are written, in tables and in pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NOT_MEASURED = "–"
+_TERA_FROM = 1e13
+
+
+def measurement_table(title: str) -> Table:
+    """A table with a line below its heading and no frame."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def flops_unit(rates: Iterable[float]) -> tuple[float, str]:
+    """What to divide FLOP/s by, and its name: TFLOP/s where the fastest reaches ten of them."""
+    return (1e12, "TFLOP/s") if max(rates) >= _TERA_FROM else (1e9, "GFLOP/s")
+
+
+def format_rates(rates: Iterable[float], *, unit: float = 1e9) -> str:
+    """``123 / 4.5``: rates in ``unit``, whole numbers from ten on, two digits below."""
+    values = [rate / unit for rate in rates]
+    return " / ".join(f"{v:.0f}" if v >= 9.95 else f"{v:.2g}" for v in values) or NOT_MEASURED

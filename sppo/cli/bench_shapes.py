@@ -1,0 +1,222 @@
+"""Shapes that ``sppo bench`` is asked for: lists on the command line become grids to time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from sppo.units import format_tokens, parse_size
+
+if TYPE_CHECKING:
+    from sppo.bench.attention_grid import AttentionGrid, Heads
+    from sppo.bench.suite import Grids
+    from sppo.kernels.attention_choice import Name
+
+_T = TypeVar("_T")
+_GEMM_FIELDS = ("tokens", "width")
+"""Of :class:`ShapeOptions`; the others are of attention."""
+
+
+def _option(text: str) -> Any:
+    return typer.Option(metavar="LIST", help=text, show_default=False)
+
+
+Queries = Annotated[
+    str | None, _option("attention: queries of a span, such as 4Ki,16Ki; keys follow, up to 8x.")
+]
+Keys = Annotated[
+    str | None, _option("attention: keys the queries are the last of, such as 32Ki,64Ki.")
+]
+HeadCounts = Annotated[
+    str | None, _option("attention: query/key-value heads, such as 32/8,32; plans take the first.")
+]
+HeadSizes = Annotated[str | None, _option("attention: sizes of a head, such as 64,128.")]
+Backends = Annotated[
+    str | None, _option("attention: back ends, such as triton,torch_blocks; else all that can.")
+]
+Tokens = Annotated[str | None, _option("gemm: rows of the input, such as 2Ki,8Ki.")]
+Widths = Annotated[str | None, _option("gemm: of the input and the output, such as 4Ki,8Ki.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeOptions:
+    """What stands on the command line, by option; None where it was not given."""
+
+    queries: str | None = None
+    keys: str | None = None
+    heads: str | None = None
+    head_size: str | None = None
+    backend: str | None = None
+    tokens: str | None = None
+    width: str | None = None
+
+    def check_subjects(self, subject: str, parts: Sequence[str]) -> None:
+        """Every option is used.
+
+        Raises:
+            ValueError: one is of a subject that is not measured.
+        """
+        for field, text in asdict(self).items():
+            user = "gemm" if field in _GEMM_FIELDS else "attention"
+            if text is not None and user not in parts:
+                raise ValueError(
+                    f"--{field.replace('_', '-')} {text!r}: only sppo bench {user} and all use it; "
+                    f"leave it out of sppo bench {subject}"
+                )
+
+
+def asked_grids(
+    options: ShapeOptions, *, device: str, dtypes: Sequence[str], quick: bool, for_plans: bool
+) -> Grids:
+    """The default grids with the axes that were asked for.
+
+    Args:
+        options: of the command line.
+        device: "cpu" or "cuda".
+        dtypes: of bf16, fp32.
+        quick: few shapes where none were asked for.
+        for_plans: the rates go into a hardware description.
+
+    Raises:
+        ValueError: a bad value, shapes that do not belong together or that plans cannot read, or a
+            back end that can do none of them.
+    """
+    from sppo.bench.suite import default_grids
+
+    grids = default_grids(device, quick=quick)
+    tokens, widths = _sizes("--tokens", options.tokens), _sizes("--width", options.width)
+    gemm = replace(
+        grids.gemm,
+        tokens=tokens or grids.gemm.tokens,
+        widths=widths or grids.gemm.widths,
+        fixed=bool(tokens or widths),
+    )
+    attention = _attention_grid(options, grids.attention)
+    _check_keys(attention)
+    _check_backends(attention, device=device, dtypes=dtypes)
+    if for_plans:
+        _check_for_plans(attention, device=device, dtypes=dtypes)
+    return replace(grids, gemm=gemm, attention=attention)
+
+
+def _attention_grid(options: ShapeOptions, default: AttentionGrid) -> AttentionGrid:
+    queries, keys = _sizes("--queries", options.queries), _sizes("--keys", options.keys)
+    sizes = _sizes("--head-size", options.head_size)
+    heads = _each("--heads", options.heads, _heads)
+    backends = _each("--backend", options.backend, _backend)
+    return replace(
+        default,
+        queries=queries or default.queries,
+        keys=keys or None,
+        heads=heads or default.heads,
+        head_sizes=sizes or default.head_sizes,
+        backends=backends or None,
+        fixed=bool(queries or keys or heads or sizes or backends),
+    )
+
+
+def list_words(text: str) -> tuple[str, ...]:
+    """Words between commas, each once."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def _each(option: str, text: str | None, read: Callable[[str], _T]) -> tuple[_T, ...]:
+    """Every word of a list read, each value once; nothing where the option was not given.
+
+    Raises:
+        ValueError: no word, or one that cannot be read.
+    """
+    if text is None:
+        return ()
+    words = list_words(text)
+    if not words:
+        raise ValueError(f"{option} {text!r}: names nothing; separate values by commas")
+    try:
+        return tuple(dict.fromkeys(map(read, words)))
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r}: {error}") from None
+
+
+def _sizes(option: str, text: str | None) -> tuple[int, ...]:
+    """Numbers from 1 on, rising."""
+    return tuple(sorted(_each(option, text, _size)))
+
+
+def _size(word: str) -> int:
+    size = parse_size(word)
+    if size < 1:
+        raise ValueError(f"{word} is too small; write a number from 1 on")
+    return size
+
+
+def _heads(word: str) -> Heads:
+    """``32/8``, or ``32`` where every query head has keys of its own."""
+    from sppo.bench.attention_grid import Heads
+
+    parts = word.split("/")
+    if len(parts) > 2:
+        raise ValueError(f"{word} has more than one /; write 32/8 or 32")
+    heads = Heads(_size(parts[0]), _size(parts[-1]))
+    if heads.queries % heads.kv:
+        raise ValueError(
+            f"{heads.queries} query heads cannot share {heads.kv} key-value heads evenly; write "
+            "N/K with K dividing N, such as 32/8, or N alone"
+        )
+    return heads
+
+
+def _backend(word: str) -> Name:
+    from sppo.bench.attention_backends import BACKENDS
+    from sppo.config.problems import nearest
+
+    for name in BACKENDS:
+        if word == name:
+            return name
+    raise ValueError(f"{word} is not one of {', '.join(BACKENDS)}.{nearest(word, BACKENDS)}")
+
+
+def _check_keys(grid: AttentionGrid) -> None:
+    """Queries are the last of their keys, so there are as many keys."""
+    if grid.keys is not None and grid.keys[0] < grid.queries[-1]:
+        keys, queries = format_tokens(grid.keys[0]), format_tokens(grid.queries[-1])
+        raise ValueError(
+            f"--keys {keys}: fewer than {queries} queries, which are the last of them; ask for "
+            f"--keys from {queries} on, or for --queries up to {keys}"
+        )
+
+
+def _check_backends(grid: AttentionGrid, *, device: str, dtypes: Sequence[str]) -> None:
+    """Every back end asked for can do something; what it cannot do of the rest is a gap."""
+    from sppo.bench.attention_backends import why_never_timed
+
+    for name in grid.backends or ():
+        reason = why_never_timed(name, grid, dtypes=dtypes, device=device)
+        if reason is not None:
+            raise ValueError(
+                f"--backend {name}: {reason}; ask for others, or leave --backend out to time all "
+                "that can run here"
+            )
+
+
+def _check_for_plans(grid: AttentionGrid, *, device: str, dtypes: Sequence[str]) -> None:
+    """Plans read rates by keys per query, of the back end that training takes."""
+    from sppo.kernels.attention_choice import chosen_name
+
+    if not grid.for_plans:
+        queries = ",".join(map(format_tokens, grid.queries))
+        raise ValueError(
+            f"-o: a plan reads attention by keys per query, which must be the same for all of "
+            f"--queries {queries}; leave out --keys, ask for one number of queries, or leave out -o"
+        )
+    if grid.backends is None:
+        return
+    for spans in grid.problems(dtypes):
+        taken = chosen_name("auto", spans[0].case(device))
+        if taken not in grid.backends:
+            raise ValueError(
+                f"-o: a plan reads the rates of {taken}, which training takes for {spans[0].dtype} "
+                f"and heads of {spans[0].head_size}; add it to --backend, or leave out -o"
+            )
