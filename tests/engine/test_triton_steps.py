@@ -1,8 +1,9 @@
 """A whole step on Triton's kernels, under the interpreter, against the plain model in float64."""
 
 import pytest
+import torch
 
-from sppo.kernels import block_attention, elementwise, fused, rotary
+from sppo.kernels import block_attention, cross_entropy, elementwise, fused, rotary
 from tests.engine.models import (
     Trained,
     assert_same_step,
@@ -24,9 +25,9 @@ SOME_VARIANTS = (
 
 @pytest.fixture
 def triton_everywhere(monkeypatch):
-    """Also for norms, activations and rotary turns, which it serves on a GPU only."""
+    """Also for norms, activations, rotary turns and the loss, which it serves on a GPU only."""
     need_triton("cpu")
-    for module in (fused, elementwise, rotary, block_attention):
+    for module in (fused, elementwise, rotary, block_attention, cross_entropy):
         monkeypatch.setattr(module, "fused", lambda x: True)
 
 
@@ -38,3 +39,20 @@ def test_a_step_has_the_gradients_of_the_plain_model(variant, triton_everywhere)
     trained = Trained(model, weights, policy="recompute", attention_backend="triton")
     ours = trained.step(sequences, [(0, 7, 8, 23)])
     assert_same_step(ours, autograd_step(model, weights, sequences), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("variant", SOME_VARIANTS)
+def test_rebuilt_tensors_have_their_bits(variant, triton_everywhere):
+    """The residual stream too, which forward sums in the norm's kernel and backward by itself."""
+    model = tiny_model(variant)
+    weights = random_weights(model)
+    sequences = [random_sequence(model, 23, starts=(0, 9))]
+    (loss, gradients), (loss_again, gradients_again) = (
+        Trained(model, weights, policy=policy, attention_backend="triton").step(
+            sequences, [(0, 7, 8, 23)]
+        )
+        for policy in ("retain", "recompute")
+    )
+    assert loss == loss_again
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, gradients_again[name]), name

@@ -7,7 +7,14 @@ import sys
 import pytest
 import torch
 
-from sppo.kernels import attention_blocks, block_attention, elementwise, fused, rotary
+from sppo.kernels import (
+    attention_blocks,
+    block_attention,
+    cross_entropy,
+    elementwise,
+    fused,
+    rotary,
+)
 from sppo.kernels.rotary import RotaryTable
 from sppo.kernels.torch_blocks import TorchBlocks
 from tests.kernels.places import need_triton
@@ -24,7 +31,7 @@ def as_on_a_gpu(monkeypatch):
         return True
 
     monkeypatch.setattr(fused, "fused", always)
-    for module in (elementwise, rotary, block_attention):
+    for module in (elementwise, rotary, block_attention, cross_entropy):
         monkeypatch.setattr(module, "fused", always)
     return launched
 
@@ -71,13 +78,18 @@ def everything():
             total, x, *parameters, eps=1e-5
         )
         results[f"sum for {name}"] = total
-    return results
+    terms = cross_entropy.LossTerms(label_smoothing=0.1, z_loss=0.02)
+    labels = torch.arange(13).masked_fill(torch.arange(13) % 4 == 0, cross_entropy.IGNORED_LABEL)
+    logits = x.clone()
+    results["losses alone"] = cross_entropy.token_losses(x.clone(), labels, terms=terms)
+    results["losses"] = cross_entropy.losses_to_gradient_(logits, labels, scale=0.3, terms=terms)
+    return results | {"logits": logits}
 
 
 def test_every_function_has_its_kernel(as_on_a_gpu, monkeypatch):
     fused_results = everything()
-    assert len(as_on_a_gpu) == 18  # calls of functions
-    for module in (elementwise, rotary, fused):
+    assert len(as_on_a_gpu) == 20  # calls of functions
+    for module in (elementwise, rotary, cross_entropy, fused):
         monkeypatch.setattr(module, "fused", lambda x: False)
     for name, value in everything().items():
         torch.testing.assert_close(fused_results[name], value, rtol=1e-12, atol=1e-12, msg=name)
