@@ -2,9 +2,9 @@
 
 The unsplit side is one ``scaled_dot_product_attention`` over the whole sequence, forward and
 backward, given its keys and values already repeated for every query head. Ours attends subsequence
-by subsequence over the prefix, forward in order and backward in reverse, adding fp32 gradients of
-all keys in place: the same FLOPs. Both sides take turns in one process. Prints a table, and writes
-the figures as JSON.
+by subsequence over the prefix, forward in order and backward in reverse, writing keys and values
+into their store and adding fp32 gradients of all keys in place: the same FLOPs. Both sides take
+turns in one process. Prints a table, and writes the figures as JSON.
 
     OMP_WAIT_POLICY=passive python scripts/compare_attention.py --length 16384
 """
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sppo.kernels.attention import attention_backward, attention_forward
+from sppo.kernels.kv_layout import empty_keys
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNSPLIT = 0
@@ -153,16 +154,21 @@ def _unsplit(do: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Side:
 def _in_subsequences(do: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> Side:
     length = q.shape[0]
     spans = [(a, min(a + tokens, length)) for a in range(0, length, tokens)]
-    dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    stored_k, stored_v = (empty_keys(*x.shape, dtype=x.dtype, device="cpu") for x in (k, v))
+    dk, dv = (empty_keys(*x.shape, dtype=torch.float32, device="cpu") for x in (k, v))
 
     @torch.no_grad()
     def both() -> tuple[float, float]:
         dk.zero_(), dv.zero_()
         start = time.perf_counter()
-        outputs = [attention_forward(q[a:b], k[:b], v[:b]) for a, b in spans]
+        outputs = []
+        for a, b in spans:
+            stored_k[a:b].copy_(k[a:b]), stored_v[a:b].copy_(v[a:b])
+            outputs.append(attention_forward(q[a:b], stored_k[:b], stored_v[:b]))
         middle = time.perf_counter()
         for (a, b), (o, lse) in zip(reversed(spans), reversed(outputs), strict=True):
-            attention_backward(do[a:b], q[a:b], k[:b], v[:b], o, lse, dk_TKD=dk[:b], dv_TKD=dv[:b])
+            totals = {"dk_TKD": dk[:b], "dv_TKD": dv[:b]}
+            attention_backward(do[a:b], q[a:b], stored_k[:b], stored_v[:b], o, lse, **totals)
         return middle - start, time.perf_counter() - middle
 
     return both

@@ -161,6 +161,7 @@ class Engine:
                 exchange=exchange,
                 attention_backend=attention_backend,
                 loss_terms=loss_terms,
+                sends_keys=pipeline.pieces is not None,
             )
         self._programs: dict[object, Schedule] = {}
         self._piece_store = ResidentStore()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.kv_layout import empty_keys
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class KVStore:
         dtype: of K and V.
         device: where they live.
         heads: key/value heads of this rank; None for all.
+        sent: whether ranks send each other what is stored.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         heads: int | None = None,
+        sent: bool = False,
     ) -> None:
         self._tail = (model.kv_heads if heads is None else heads, model.head_dim)
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._sent = dtype, device, sent
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._bytes = 0
@@ -136,7 +139,9 @@ class KVStore:
         if not self._spare.get((length, dtype)):
             # Sequences of other lengths are over: their buffers would never be asked for again.
             self._spare = {key: spare for key, spare in self._spare.items() if key[0] == length}
-            buffer = torch.empty((length, *self._tail), dtype=dtype, device=self._device)
+            buffer = empty_keys(
+                length, *self._tail, dtype=dtype, device=self._device, sent=self._sent
+            )
         else:
             buffer = self._spare[length, dtype].pop()
         self._bytes += buffer.numel() * buffer.element_size()

@@ -207,7 +207,7 @@ class PieceAttention:
         assert self._kv is not None, "fetch() comes before backward"
         k, v = self._kv
         wide = wide_dtype(self._dtype)
-        dk, dv = (torch.zeros_like(k, dtype=wide) for _ in range(2))
+        dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in range(2))
         self._hold(dk, dv)
         parts = list(self._piece.parts)
         split = [torch.split(t, parts) for t in (do_CND, q_CND, o_CND)]
@@ -242,11 +242,10 @@ class PieceAttention:
         found = []
         for index, part in enumerate((dk_TKD, dv_TKD)):
             self._exchange.to_owner(part)
+            unit = part.new_empty(part[span.start :].shape, dtype=self._dtype)
             if sums is not None:
                 sums[index].add_(part)
-                unit = sums[index][span.start :].to(self._dtype, copy=True)
-            else:
-                unit = part.new_empty(part[span.start :].shape, dtype=self._dtype)
+                unit.copy_(sums[index][span.start :])
             self._exchange.from_owner(unit)
             found.append(unit)
         return found[0], found[1]

@@ -70,6 +70,7 @@ class Stage:
             :class:`TensorExchange` where they share the layers' weights too.
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
         loss_terms: what training adds to the cross entropy; evaluation adds nothing.
+        sends_keys: whether ranks that run pieces of its units get the stored K and V.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Stage:
         exchange: HeadExchange | TensorExchange | None = None,
         attention_backend: Backend = "auto",
         loss_terms: LossTerms = CROSS_ENTROPY,
+        sends_keys: bool = False,
     ) -> None:
         self._tensor = exchange if isinstance(exchange, TensorExchange) else None
         self._heads = exchange if isinstance(exchange, HeadExchange) else None
@@ -106,7 +108,9 @@ class Stage:
         self._itinerary: tuple[object, Itinerary] | None = None
         self._residual_plans: dict[tuple[int, int], SubsequencePlan] = {}
         heads = None if self._heads is None else self._heads.share.keys
-        self.kv = KVStore(self.model, dtype=weights.dtype, device=weights.device, heads=heads)
+        self.kv = KVStore(
+            self.model, dtype=weights.dtype, device=weights.device, heads=heads, sent=sends_keys
+        )
         self._layer_gradients = {i: _local(gradients or {}, f"layers.{i}.") for i in self._layers}
         self._token_losses: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[DeferredGradients]] = {}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sppo.kernels.attention_blocks import Block, BlockKind
 from sppo.kernels.fused import fused
-from sppo.kernels.row_tiles import row_tiles
+from sppo.kernels.row_tiles import head_tiles, row_tiles
 
 
 class BlockKernel(Protocol):
@@ -288,9 +288,9 @@ def _add_keys(total_tKD: Tensor, gradient: Tensor) -> None:
 
 
 def _add_heads(total_HtD: Tensor, gradient_HtD: Tensor) -> None:
-    """Some heads at a time: adding casts the gradient."""
-    for heads in row_tiles(gradient_HtD):
-        total_HtD[heads].add_(gradient_HtD[heads])
+    """Tile by tile: adding casts the gradient."""
+    for tile in head_tiles(gradient_HtD):
+        total_HtD[tile].add_(gradient_HtD[tile])
 
 
 def _band_mask(block: Block, q_NCD: Tensor, k_TKD: Tensor, window: int | None) -> Tensor | None:

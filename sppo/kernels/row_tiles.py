@@ -26,6 +26,16 @@ def row_tiles(x: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
+def head_tiles(x_HtD: Tensor) -> Iterator[tuple[int | slice, slice]]:
+    """Indices that tile ``x``: some heads, or some rows of one where a head is more than a tile."""
+    heads, rows, size = x_HtD.shape
+    if x_HtD.device.type != "cpu" or rows <= rows_of_tile(size):
+        yield from ((of_heads, slice(None)) for of_heads in row_tiles(x_HtD))
+        return
+    for head in range(heads):
+        yield from ((head, of_rows) for of_rows in row_tiles(x_HtD[head]))
+
+
 def rows_of_tile(row_elements: int) -> int:
     """Rows of ``row_elements`` each that one tile holds, at least one."""
     return max(1, TILE_BYTES // (_WIDE_BYTES * max(1, row_elements)))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from sppo.kernels import attention_blocks, attention_kernel, block_attention, cpu_flash
 from sppo.kernels.attention import attention_backward, attention_forward
 from sppo.kernels.attention_blocks import MAX_CAUSAL_TOKENS
-from tests.kernels.allocations import allocated_bytes
+from sppo.units import MIB
+from tests.kernels.allocations import allocated_bytes, peak_bytes
 
 BF16_ROUNDOFF = 2.0**-8
 
@@ -263,6 +264,24 @@ def test_a_long_prefix_is_never_repeated_for_the_group():
     )
     assert 0 < forward < repeated / 4
     assert 0 < backward < repeated / 3  # one dK and dV of their own, per key head
+
+
+def temporaries(prefix):
+    """Bytes that forward and backward of 256 queries behind ``prefix`` tokens take at once."""
+    inputs = random_inputs(256, prefix + 256, 1, 1, 64, dtype=torch.float32)
+    q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
+    o, lse = attention_forward(q, k, v)
+    totals = {"dk_TKD": torch.zeros_like(k), "dv_TKD": torch.zeros_like(v)}
+    forward = peak_bytes(lambda: attention_forward(q, k, v))
+    return forward, peak_bytes(lambda: attention_backward(do, q, k, v, o, lse, **totals))
+
+
+def test_temporaries_do_not_grow_with_the_prefix():
+    """Scores of 256 queries and 8Ki keys would take 8 MiB, those of 32Ki keys 32 MiB."""
+    forward, backward = temporaries(8192)
+    assert forward < MIB
+    assert backward < 10 * MIB  # dK and dV of 8Ki keys, twice over
+    assert temporaries(32_768) == (forward, backward)
 
 
 def test_shapes_that_do_not_fit_are_refused():
