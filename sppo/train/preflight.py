@@ -20,6 +20,7 @@ from sppo.planning.run_plan import plan_run, trains_pieces
 from sppo.planning.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.train.data import TrainingData
 from sppo.train.device import CpuDevice, Device, Kind
+from sppo.train.libraries import load_libraries
 from sppo.train.run_directory import check_output
 from sppo.train.tokens import TokenData, check_fits, open_tokens
 from sppo.units import format_bytes
@@ -67,6 +68,8 @@ def check_before_training(
         shuffle=run.data.shuffle,
         isolate_documents=run.data.isolate_documents,
     )
+    if device.kind == "cpu":
+        load_libraries()
     available, disk = device.room_bytes(local_ranks=local_ranks), _disk_room(run)
     host_bytes = device.host_room_bytes(local_ranks=local_ranks)
     if plan is None:
