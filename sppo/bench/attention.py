@@ -26,6 +26,7 @@ from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Call, Case, Rounds, Timing, Watcher, time_cases, time_once
 from sppo.kernels.attention import attention_backward, attention_forward
 from sppo.kernels.attention_choice import Name, chosen_name
+from sppo.kernels.kv_layout import empty_keys
 from sppo.planning.rates import AttentionPoint
 
 Direction = Literal["forward", "backward"]
@@ -184,9 +185,12 @@ def _make(operands: Operands, name: Name, span: Span, direction: Direction) -> C
     operands.begin()
     of, size = DTYPES[span.dtype], span.head_size
     q, do = (operands.take(span.queries, span.heads.queries, size, dtype=of) for _ in range(2))
-    k, v = (operands.take(span.keys, span.heads.kv, size, dtype=of) for _ in range(2))
+    keys = (span.keys, span.heads.kv, size)
+    k, v = (operands.take_keys(*keys, dtype=of) for _ in range(2))
     if direction == "forward":
         return lambda: attention_forward(q, k, v, backend=name)
     o, lse = attention_forward(q, k, v, backend=name)
-    dk, dv = (operands.zeros(*k.shape, dtype=torch.float32) for _ in range(2))
+    dk, dv = (
+        empty_keys(*keys, dtype=torch.float32, device=operands.device).zero_() for _ in range(2)
+    )
     return lambda: attention_backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, backend=name)

@@ -11,6 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from sppo.kernels.kv_layout import empty_keys
 from sppo.planning.logits_tile import LOGITS_TILE_BYTES
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -46,6 +47,11 @@ class Operands:
             self._pools[dtype] = self._random.to(dtype)
         self._used += elements
         return self._pools[dtype][self._used - elements : self._used].view(shape)
+
+    def take_keys(self, tokens: int, heads: int, head_size: int, *, dtype: torch.dtype) -> Tensor:
+        """:meth:`take` of keys or values, laid out as they are stored in training."""
+        room = empty_keys(tokens, heads, head_size, dtype=dtype, device=self.device)
+        return room.copy_(self.take(tokens, heads, head_size, dtype=dtype))
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A tensor of its own, for sums."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sppo.kernels.attention_blocks import Block, BlockKind
 from sppo.kernels.fused import fused
-from sppo.kernels.row_tiles import head_tiles, row_tiles
+from sppo.kernels.row_tiles import row_tiles, wide_tiles
 
 
 class BlockKernel(Protocol):
@@ -181,10 +181,7 @@ def _backward_block(
         scale=scale,
     )
     dq_KGCD = dq_NCD.view(shape.kv_heads, shape.group, *dq_NCD.shape[1:])
-    for total_GrD, dq_GrD in zip(
-        dq_KGCD[:, :, block.q0 : block.q1], _by_group(block, dq, shape), strict=True
-    ):
-        _add_heads(total_GrD, dq_GrD)
+    _add(dq_KGCD[:, :, block.q0 : block.q1], _by_group(block, dq, shape))
     _add_keys(dk_TKD[block.k0 : block.k1], dk)
     _add_keys(dv_TKD[block.k0 : block.k1], dv)
 
@@ -216,10 +213,9 @@ class _Merged:
             return
         both = torch.logaddexp(lse, lse_KGr)
         kept, added = ((part - both).exp_().unsqueeze(-1) for part in (lse, lse_KGr))
-        for o, o_new, old_share, new_share in zip(so_far, o_KGrD, kept, added, strict=True):
-            for heads in row_tiles(o):  # mixing dtypes casts: not all of it at once
-                o[heads].mul_(old_share[heads])
-                o[heads].addcmul_(o_new[heads].to(o.dtype), new_share[heads])
+        for tile in wide_tiles(so_far):  # mixing dtypes casts: not all of it at once
+            so_far[tile].mul_(kept[tile])
+            so_far[tile].addcmul_(o_KGrD[tile].to(so_far.dtype), added[tile])
         lse.copy_(both)
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -280,17 +276,17 @@ def _by_group(block: Block, x: Tensor, shape: Shape) -> Tensor:
 def _add_keys(total_tKD: Tensor, gradient: Tensor) -> None:
     """Add ``[1, K, t, D]`` or ``[K, G, t, D]`` key gradients, summed over the group, in fp32."""
     total_KtD = total_tKD.transpose(0, 1)
-    if gradient.shape[0] == 1 and gradient.shape[1] == total_KtD.shape[0]:
-        _add_heads(total_KtD, gradient[0])
+    if gradient.shape[0] * gradient.shape[1] == total_KtD.shape[0]:
+        _add(total_KtD, gradient.flatten(0, 1))
         return
     for heads in row_tiles(gradient):
         total_KtD[heads].add_(gradient[heads].sum(1, dtype=total_tKD.dtype))
 
 
-def _add_heads(total_HtD: Tensor, gradient_HtD: Tensor) -> None:
+def _add(total: Tensor, gradient: Tensor) -> None:
     """Tile by tile: adding casts the gradient."""
-    for tile in head_tiles(gradient_HtD):
-        total_HtD[tile].add_(gradient_HtD[tile])
+    for tile in wide_tiles(gradient):
+        total[tile].add_(gradient[tile])
 
 
 def _band_mask(block: Block, q_NCD: Tensor, k_TKD: Tensor, window: int | None) -> Tensor | None:

@@ -14,6 +14,8 @@ from sppo.units import MIB
 
 TILE_BYTES = MIB
 """Of one fp32 operand."""
+WIDE_TILE_BYTES = 8 * MIB
+"""Of one fp32 operand of a single step."""
 
 _WIDE_BYTES = 4
 
@@ -26,14 +28,20 @@ def row_tiles(x: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def head_tiles(x_HtD: Tensor) -> Iterator[tuple[int | slice, slice]]:
-    """Indices that tile ``x``: some heads, or some rows of one where a head is more than a tile."""
-    heads, rows, size = x_HtD.shape
-    if x_HtD.device.type != "cpu" or rows <= rows_of_tile(size):
-        yield from ((of_heads, slice(None)) for of_heads in row_tiles(x_HtD))
+def wide_tiles(x: Tensor) -> Iterator[tuple[int | slice, ...]]:
+    """Indices of leading dimensions that tile ``x``, for operations of one step.
+
+    Those tiles are larger: they need not stay in the cache, and waking the threads takes as long as
+    a MiB does. One index on any other device than a CPU.
+    """
+    rows = x.shape[0]
+    fitting = rows if x.device.type != "cpu" else WIDE_TILE_BYTES // (_WIDE_BYTES * x[0].numel())
+    if fitting == 0 and x.dim() > 1:
+        yield from ((row, *rest) for row in range(rows) for rest in wide_tiles(x[row]))
         return
-    for head in range(heads):
-        yield from ((head, of_rows) for of_rows in row_tiles(x_HtD[head]))
+    step = max(1, fitting)
+    for start in range(0, rows, step):
+        yield (slice(start, min(start + step, rows)),)
 
 
 def rows_of_tile(row_elements: int) -> int:

@@ -27,6 +27,8 @@ from sppo.units import MIB
 
 TILE_BYTES = MIB
 """Of one fp32 operand of an element-wise chain on a CPU, as in :mod:`sppo.kernels.row_tiles`."""
+WIDE_TILE_BYTES = 8 * MIB
+"""Of one that is cast for a single step, as there."""
 CAUSAL_TOKENS = 2048
 """Rows of the largest causal square, as in :mod:`sppo.kernels.attention_blocks`."""
 PREFIX_KEYS = 8192
@@ -171,6 +173,11 @@ class _Sizes:
         """``count`` fp32 tiles of a tensor ``[C, width]``."""
         return count * min(TILE_BYTES, self.tokens * width * WIDE_BYTES) if self.threads else 0
 
+    def cast(self, narrow_bytes: int) -> int:
+        """A tile of a tensor in fp32, made where it joins one that is wider."""
+        wide = narrow_bytes // self.element * WIDE_BYTES
+        return min(WIDE_TILE_BYTES, wide) if self.threads and self.narrow else 0
+
     def product(self, name: str) -> int:
         """See :meth:`weight_gradient`."""
         return self.weight_gradient(*layer_shapes(self.model)[f"{name}.weight"])
@@ -228,7 +235,7 @@ def _attention_forward(s: _Sizes) -> Iterator[tuple[str, int]]:
     """Beside q, k and v: queries by head, the running output, a block's output."""
     merged, block = s.wide_query + s.lse, s.query + s.lse
     yield "a block", s.query + merged + block + s.flash_scratch(s.tokens, buffers=1)
-    yield "merging", s.query + merged + block + 3 * s.lse + s.tiles(2, width=_query_width(s))
+    yield "merging", s.query + merged + block + 3 * s.lse + s.cast(s.query)
     yield "output", merged + s.query
 
 
@@ -280,6 +287,7 @@ def _attention_backward(s: _Sizes) -> Iterator[tuple[str, int]]:
         # And the product of o and do.
         in_kernel = of_parts + parts * s.query + s.flash_scratch(s.tokens, buffers=2)
         yield "the prefix", base + in_kernel
+        yield "adding to the prefix", base + of_parts + s.cast(max(s.query, key_gradients // 2))
         if parts > 1:
             yield "parts of the prefix put together", base + of_parts + s.wide_query + key_gradients
 

@@ -134,6 +134,7 @@ def test_squares_that_are_halved_and_layers_that_share_an_input(lengths, policy,
 
 def test_constants_are_those_of_the_kernels():
     assert planned.TILE_BYTES == row_tiles.TILE_BYTES
+    assert planned.WIDE_TILE_BYTES == row_tiles.WIDE_TILE_BYTES
     assert planned.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
     assert planned.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS
     assert planned.LEAST_PART_KEYS == cpu_flash._MIN_PART_TOKENS
