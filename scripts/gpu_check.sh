@@ -65,9 +65,11 @@ try tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider
 try training 240 "$python" scripts/gpu_training.py "$out/training.json" --directory "$runs" --seconds 230 $quick
 try bench 150 "$python" -c 'from sppo.cli.app import main; main()' bench all $quick \
     -o "$out/hardware.json"
+try attention 60 "$python" -c 'from sppo.cli.app import main; main()' bench attention --queries 8Ki \
+    --keys 128Ki --heads 32/8 --head-size 128 --dtype bf16 --png "$out/attention.png" --json
 try pcie 60 "$python" -c 'from sppo.cli.app import main; main()' bench pcie $quick --json
 try overlap 60 "$python" -c 'from sppo.cli.app import main; main()' bench overlap $quick --json
-for name in pcie overlap; do
+for name in attention pcie overlap; do
     if grep -qs '^{' "$out/$name.log"; then sed -n '/^{/,$p' "$out/$name.log" >"$out/$name.json"; fi
 done
 "$python" - "$out" "${steps[@]}" <<'PY'
@@ -78,7 +80,7 @@ from pathlib import Path
 out, steps = Path(sys.argv[1]), [step.split(":") for step in sys.argv[2:]]
 report = dict(line.split(": ", 1) for line in (out / "where.txt").read_text().splitlines())
 report["steps"] = {name: {"end": end, "seconds": int(seconds)} for name, end, seconds in steps}
-for name in ("training", "hardware", "pcie", "overlap"):
+for name in ("training", "hardware", "attention", "pcie", "overlap"):
     path = out / f"{name}.json"
     try:
         report[name] = json.loads(path.read_text())

@@ -136,6 +136,7 @@ case "$*" in
 *gpu_training.py*) echo '{"times": 1}' >"$2" ;;
 *pytest*) echo "7 passed" ;;
 *"bench pcie"*) echo words; echo '{"copies": 2}' ;;
+*"bench attention"*) echo '{"attention_backends": []}' ;;
 *"bench overlap"*) echo broken >&2; exit 1 ;;
 esac
 """
@@ -155,6 +156,8 @@ def test_the_gpu_check_puts_everything_into_one_report(tmp_path):
     assert report["device"] == "Some GPU torch 2 CUDA 13"
     ends = {name: step["end"] for name, step in report["steps"].items()}
     assert ends.pop("overlap") == "failed"
-    assert ends == dict.fromkeys(("build", "tests", "training", "bench", "pcie"), "done")
+    done_steps = ("build", "tests", "training", "bench", "attention", "pcie")
+    assert ends == dict.fromkeys(done_steps, "done")
+    assert report["attention"] == {"attention_backends": []}
     assert (report["tests"], report["training"]) == ("7 passed", {"times": 1})
     assert (report["pcie"], report["overlap"]) == ({"copies": 2}, None)
