@@ -209,9 +209,19 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Asse
     for decisions in possible:
         costs = stage_costs(request, seconds=seconds, decisions=decisions)
         priced.append((step_time(costs, num_sequences=candidate.sequences), decisions, costs))
-    time, decisions, costs = min(priced, key=lambda item: item[0].step_s)
-    memory = memory_of(decisions)
-    return Assessment(candidate, decisions, memory, time, costs, _shortfall(candidate, memory))
+    found = []
+    for time, decisions, costs in sorted(priced, key=lambda item: item[0].step_s):
+        memory = memory_of(decisions)
+        shortfall = _shortfall(candidate, memory)
+        found.append(Assessment(candidate, decisions, memory, time, costs, shortfall))
+        if shortfall is None:
+            break
+    return min(found, key=_short_bytes)
+
+
+def _short_bytes(assessment: Assessment) -> int:
+    """0 where it fits."""
+    return 0 if assessment.shortfall is None else assessment.shortfall.short_bytes
 
 
 def _decisions(candidate: Candidate, situation: Situation) -> Iterable[Decisions]:

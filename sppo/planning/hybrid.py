@@ -89,7 +89,8 @@ def choices(situation: Situation) -> Iterator[Decisions]:
         if None not in free.values() or situation.copy_bytes_per_s <= 0:
             break
     if not found:
-        yield _stacked({key: free[key] or least(p) for key, p in distinct.items()}, keys)
+        short = {key: free[key] or least(p, steps=steps) for key, p in distinct.items()}
+        yield _stacked(short, keys)
 
 
 def without_waiting(problem: StageProblem) -> Rows | None:
@@ -141,11 +142,19 @@ def with_share(problem: StageProblem, *, share: float) -> Rows | None:
     return left, moved, kept - left
 
 
-def least(problem: StageProblem) -> Rows:
-    """What needs least memory: all rebuilt that can be, as much moved as there is room for."""
-    share = 1.0
-    if not _in_tier(_shared(problem, share), problem):
-        share, _ = _bisected(0.0, 1.0, lambda s: not _in_tier(_shared(problem, s), problem))
+def least(problem: StageProblem, *, steps: int) -> Rows:
+    """What needs least memory: all rebuilt that can be, and of ``steps`` shares the best moved.
+
+    What moves needs places to wait in, which may be more than it frees.
+    """
+    shares = [step / steps for step in range(steps + 1)]
+    in_tier = [share for share in shares if _in_tier(_shared(problem, share), problem)]
+    tried = [_rebuilding_all(problem, share=share) for share in in_tier]
+    return min(tried, key=lambda rows: _needed(rows[0], rows[1], problem))
+
+
+def _rebuilding_all(problem: StageProblem, *, share: float) -> Rows:
+    """A share of everything moved, and all rebuilt that can be of the rest."""
     moved = _moved(_shared(problem, share), problem)
     kept = _whole(problem) - moved
     left = _freed(kept, 2 * len(kept))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from sppo.planning.activation_policy import POLICIES
 from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length
 from sppo.planning.run_plan import USABLE_SHARE, plan_run, run_boundaries
+from sppo.units import MIB
 from tests.planning.cases import A100
 from tests.planning.cases import run_config as any_run
 
@@ -96,6 +98,23 @@ def test_nothing_that_fits_is_said_with_numbers():
     assert plan(available_bytes=least + 5).predicted.device_peak_bytes <= least
     with pytest.raises(MemoryError, match="16384 tokens needs .* even with everything rebuilt"):
         plan(available_bytes=least - 5)
+
+
+@pytest.mark.parametrize("length", [4096, 16384, 65536])
+@pytest.mark.parametrize("disk_bytes", [0, 1 << 24, PLENTY])
+def test_what_is_said_to_be_needed_is_enough_and_nothing_less_is(length, disk_bytes):
+    """With a disk too, whose places may take more than is moved; in MiB, as it is said."""
+    run = run_config(dtype="fp32", length=length)
+    if disk_bytes:
+        moving = run.activations.model_copy(update={"disk": "."})
+        run = run.model_copy(update={"activations": moving})
+    room = {"hardware": LAPTOP, "disk_bytes": disk_bytes}
+    with pytest.raises(MemoryError) as refused:
+        plan_run(run, available_bytes=1 << 20, **room)
+    needed = float(re.search(r"needs ([\d.]+) MiB", str(refused.value)).group(1)) * MIB
+    plan_run(run, available_bytes=int((needed + MIB) / USABLE_SHARE), **room)
+    with pytest.raises(MemoryError):
+        plan_run(run, available_bytes=int((needed - MIB) / USABLE_SHARE), **room)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
