@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from sppo.config import RunConfig
+from sppo.config.base import Section
 from sppo.train.durable_files import write_json
 
 CONFIG_FILE = "run.json"
@@ -108,13 +111,31 @@ def _check_same(run: RunConfig, config: Path) -> None:
         raise ValueError(f"{config} cannot be read: {error}; choose another train.output") from None
     if not isinstance(before, dict):
         raise ValueError(f"{config} is no run's configuration; choose another train.output")
-    differences = list(_differences(before, run.model_dump(mode="json"), ()))
+    differences = list(_differences(_completed(before, run), run.model_dump(mode="json"), ()))
     if differences:
         listed = "\n".join(f"  {line}" for line in differences)
         raise ValueError(
             f"train.output {run.train.output} belongs to a run with another configuration:\n"
             f"{listed}\nchoose another train.output, or restore these values to go on with it"
         )
+
+
+def _completed(before: dict[str, Any], now: Section) -> dict[str, Any]:
+    """What an older version noted, with the defaults of keys it did not know: it did as they say.
+
+    Args:
+        before: a section as it was noted.
+        now: the same section of this run.
+    """
+    completed = dict(before)
+    for key, field in type(now).model_fields.items():
+        section = getattr(now, key)
+        if key not in completed and not field.is_required():
+            default = field.get_default(call_default_factory=True)
+            completed[key] = to_jsonable_python(default)
+        elif isinstance(section, Section) and isinstance(completed.get(key), dict):
+            completed[key] = _completed(completed[key], section)
+    return completed
 
 
 def _differences(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[str]:

@@ -92,14 +92,38 @@ def test_a_run_that_came_between_looking_and_locking(run, run_file):
         pass
 
 
-def test_keys_that_one_version_knows_and_another_does_not(work, run):
+def note_with(work, run, change):
+    """A directory whose noted configuration ``change`` has turned into another version's."""
     with locked_output(run) as output:
         note_configuration(run, output)
     noted = json.loads((work / "out/run.json").read_text())
-    noted["optimizer"]["momentum"] = 0.5
-    del noted["model"]["qk_norm"]
+    change(noted)
     (work / "out/run.json").write_text(json.dumps(noted))
+
+
+def test_a_run_of_an_older_version_goes_on(work, run):
+    def forget(noted):
+        del noted["model"]["qk_norm"], noted["train"]["z_loss"], noted["optimizer"]["betas"]
+        del noted["activations"]
+
+    note_with(work, run, forget)
+    check_output(run)
+
+
+def test_an_older_version_did_what_the_defaults_say(work, run, run_file):
+    def forget(noted):
+        del noted["model"]["qk_norm"], noted["train"]["z_loss"]
+
+    note_with(work, run, forget)
+    other = load_run(run_file(model={"qk_norm": True}, train={"z_loss": 1e-4}))
+    with pytest.raises(ValueError, match="another configuration") as caught:
+        check_output(other)
+    assert "model.qk_norm: False there, True here" in str(caught.value)
+    assert "train.z_loss: 0 there, 0.0001 here" in str(caught.value)
+
+
+def test_a_key_that_this_version_does_not_know(work, run):
+    note_with(work, run, lambda noted: noted["optimizer"].update(momentum=0.5))
     with pytest.raises(ValueError, match="another configuration") as caught:
         check_output(run)
-    assert "model.qk_norm: None there, False here" in str(caught.value)
     assert "optimizer.momentum: 0.5 there, None here" in str(caught.value)
