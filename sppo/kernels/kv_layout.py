@@ -34,3 +34,11 @@ def empty_keys(
     if sent or torch.device(device).type != "cpu":
         return torch.empty((tokens, heads, head_size), dtype=dtype, device=device)
     return torch.empty((heads, tokens, head_size), dtype=dtype, device=device).transpose(0, 1)
+
+
+def by_token(x_CKD: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """``x_CKD`` in ``dtype`` with a token's heads next to each other, as projections read them.
+
+    At most one copy, whatever changes; none where nothing does.
+    """
+    return x_CKD.to(dtype, memory_format=torch.contiguous_format).contiguous()
