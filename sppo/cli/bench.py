@@ -48,6 +48,11 @@ class Subject(StrEnum):
             return tuple(subject.value for subject in Subject if subject is not Subject.ALL)
         return (self.value,)
 
+    @property
+    def copies(self) -> bool:
+        """Whether copies are measured."""
+        return bool({Subject.PCIE.value, Subject.OVERLAP.value} & set(self.parts))
+
 
 def bench(
     subject: Annotated[
@@ -117,11 +122,13 @@ def bench(
         dtypes = _dtypes(dtype)
         shapes = ShapeOptions(queries, keys, heads, head_size, backend, tokens, width)
         shapes.check_subjects(subject.value, subject.parts)
+        _check_copy_options(subject, disk=disk, run_file=run)
         for option, path in (("-o", output), ("--png", png)):
             if path is not None:
                 check_writable(option, path)
         from sppo.bench.description import describe, described_machine, starting_description
         from sppo.bench.display import BenchDisplay
+        from sppo.bench.memory import check_memory
         from sppo.bench.suite import device_to_measure, measure
 
         device = device_to_measure()
@@ -130,6 +137,7 @@ def bench(
         )
         copying = _copying(subject, device=device, disk=disk, run_file=run, quick=quick)
         base = starting_description(described_machine(device), path=output)
+        check_memory(grids, subjects=subject.parts, device=device, dtypes=dtypes)
         with BenchDisplay(console) as display:
             found = measure(
                 subject.parts,
@@ -145,6 +153,20 @@ def bench(
     _print(spec, found, output=output, png=png, as_json=json_output)
 
 
+def _check_copy_options(subject: Subject, *, disk: Path | None, run_file: Path | None) -> None:
+    """Options of copies are used.
+
+    Raises:
+        ValueError: one was given where no copies are measured.
+    """
+    for option, path in (("--disk", disk), ("--run", run_file)):
+        if path is not None and not subject.copies:
+            raise ValueError(
+                f"{option} {path}: only sppo bench pcie, overlap and all use it; "
+                f"leave it out of sppo bench {subject.value}"
+            )
+
+
 def _copying(
     subject: Subject, *, device: str, disk: Path | None, run_file: Path | None, quick: bool
 ) -> CopySetup | None:
@@ -154,7 +176,7 @@ def _copying(
         ValueError: the run file is wrong, or there is no such directory.
         OSError: the disk has not the room.
     """
-    if not {Subject.PCIE, Subject.OVERLAP} & set(map(Subject, subject.parts)):
+    if not subject.copies:
         return None
     from sppo.bench.disk import check_disk
     from sppo.bench.overlap import Layer, default_layer

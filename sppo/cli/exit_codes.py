@@ -73,5 +73,9 @@ def _with_notes(error: BaseException) -> str:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Torch reports a failed allocation as a RuntimeError on the CPU, a subclass of it on CUDA."""
-    return type(error).__name__ == "OutOfMemoryError" or "not enough memory" in str(error)
+    """Torch reports a failed allocation as a RuntimeError on the CPU, a subclass of it on CUDA.
+
+    The memory pool of ``csrc`` says the one, torch's own allocator the other.
+    """
+    said = ("not enough memory", "can't allocate memory")
+    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in said)

@@ -185,6 +185,34 @@ def test_options_of_another_subject_are_refused(measured, subject):
     assert measured == []
 
 
+@pytest.mark.parametrize("option", ["--disk", "--run"])
+def test_options_of_copies_are_refused_where_none_are_measured(measured, option):
+    message = refuse("bench", "attention", option, "absent")
+    assert f"{option} absent: only sppo bench pcie, overlap and all use it; leave it" in message
+    assert measured == []
+
+
+@pytest.mark.parametrize(
+    ("subject", "words", "message"),
+    [
+        (
+            "attention",
+            ["--queries", "1Gi", "--keys", "64Gi"],
+            "1024Mi queries at the end of 65536Mi",
+        ),
+        ("gemm", ["--width", "16Mi"], "4Ki tokens through a layer 16777216 wide take at least"),
+        ("all", ["--tokens", "16Gi"], "fp32, 16384Mi tokens through a layer 2048 wide"),
+    ],
+)
+def test_shapes_beyond_the_memory_are_refused_before_anything_is_measured(
+    measured, subject, words, message
+):
+    said = refuse("bench", subject, *words, code=4)
+    assert message in said
+    assert "are free on the cpu: ask for smaller shapes" in said
+    assert measured == []
+
+
 def test_back_ends_are_compared_on_shapes_asked_for():
     words = ["--queries", "16", "--keys", "16,48", "--heads", "4/2,2", "--head-size", "16"]
     result = call("bench", "attention", "--quick", "--json", "--dtype", "fp32", *words)

@@ -1,0 +1,75 @@
+"""Whether shapes that somebody asked for fit, before anything is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sppo.bench.attention_grid import AttentionGrid, Span
+from sppo.bench.gemm import GemmGrid
+from sppo.bench.operands import DTYPES
+from sppo.kernels.machine_memory import memory_room
+from sppo.units import format_bytes, format_tokens
+
+if TYPE_CHECKING:
+    from sppo.bench.suite import Grids
+
+_FP32 = torch.float32.itemsize
+
+
+def check_memory(
+    grids: Grids, *, subjects: Sequence[str], device: str, dtypes: Sequence[str]
+) -> None:
+    """The largest shape that was asked for fits, by its operands and results alone.
+
+    Args:
+        grids: to be timed.
+        subjects: that are measured.
+        device: "cpu" or "cuda".
+        dtypes: of bf16, fp32.
+
+    Raises:
+        MemoryError: it does not.
+    """
+    shapes: list[tuple[int, str]] = []
+    if "attention" in subjects and grids.attention.fixed:
+        shapes += _attention(grids.attention, dtypes)
+    if "gemm" in subjects and grids.gemm.fixed:
+        shapes += _gemm(grids.gemm, dtypes)
+    size, what = max(shapes, default=(0, ""))
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else memory_room().least_bytes
+    if size > free:
+        raise MemoryError(
+            f"{what} take at least {format_bytes(size)}, and {format_bytes(free)} are free on the "
+            f"{device}: ask for smaller shapes"
+        )
+
+
+def span_bytes(span: Span) -> int:
+    """Of q, k, v, o, the gradients of o and q, and the fp32 sums of those of k and v."""
+    size = DTYPES[span.dtype].itemsize
+    queries = span.queries * span.heads.queries * span.head_size
+    keys = span.keys * span.heads.kv * span.head_size
+    return 4 * queries * size + 2 * keys * (size + _FP32)
+
+
+def gemm_bytes(dtype: str, *, tokens: int, width: int) -> int:
+    """Of the input, the gradient of the output, the weight, and the fp32 sum of its gradient."""
+    size = DTYPES[dtype].itemsize
+    return 2 * tokens * width * size + width * width * (size + _FP32)
+
+
+def _attention(grid: AttentionGrid, dtypes: Sequence[str]) -> Iterator[tuple[int, str]]:
+    for spans in grid.problems(dtypes):
+        for span in spans:
+            yield span_bytes(span), str(span)
+
+
+def _gemm(grid: GemmGrid, dtypes: Sequence[str]) -> Iterator[tuple[int, str]]:
+    for dtype in dtypes:
+        for tokens in grid.tokens:
+            for width in grid.widths:
+                what = f"{dtype}, {format_tokens(tokens)} tokens through a layer {width} wide"
+                yield gemm_bytes(dtype, tokens=tokens, width=width), what
