@@ -157,6 +157,7 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
         f"{run.train.dtype} on {device.describe()}, torch {torch.__version__}",
         f"data      {format_count(data.data.num_tokens)} tokens in {data.data.num_documents} "
         f"documents: {data.num_sequences} sequences of {format_tokens(data.length)} an epoch",
+        *_loss(run),
         cut,
         *([f"parallel  {shared}; schedule {preflight.plan.schedule}"] if shared else ()),
         f"keep      {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
@@ -168,6 +169,16 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _loss(run: RunConfig) -> tuple[str, ...]:
+    """What the loss is, where it is more than the cross entropy."""
+    terms = run.train.beside_cross_entropy
+    return (
+        (f"loss      cross entropy with {terms}; sppo eval reports the cross entropy alone",)
+        if terms
+        else ()
+    )
 
 
 def _moves(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:

@@ -128,6 +128,12 @@ class TrainConfig(Section):
     tensorboard: bool = False
     """Also write TensorBoard event files (needs ``pip install 'sppo[track]'``)."""
 
+    @property
+    def beside_cross_entropy(self) -> str:
+        """Terms of the loss that training reports beside the cross entropy, "" without any."""
+        terms = {"label smoothing": self.label_smoothing, "z-loss": self.z_loss}
+        return " and ".join(f"{name} {weight:g}" for name, weight in terms.items() if weight)
+
 
 class CheckpointConfig(Section):
     """When state is saved. The end of a run and SIGTERM always save."""

@@ -22,11 +22,16 @@ _LOSS_AREA = (0.07, 0.285, 0.84, 0.53)
 _RATE_AREA = (0.07, 0.105, 0.84, 0.095)
 
 
-def loss_picture(metrics_path: Path, png_path: Path) -> None:
+def loss_picture(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
     """Draw the run recorded in ``metrics_path`` into ``png_path``, 1600 by 900 pixels.
 
     Loss per step, its running mean, the last value in figures, a mark at every step that was
     skipped, and the learning rate in a strip below. The title is the run's directory.
+
+    Args:
+        metrics_path: ``metrics.jsonl`` of the run.
+        png_path: of the picture.
+        terms: of the loss beside the cross entropy, in words.
 
     Raises:
         ValueError: ``metrics_path`` is missing or holds no step.
@@ -41,7 +46,7 @@ def loss_picture(metrics_path: Path, png_path: Path) -> None:
     figure = Figure(figsize=(10, 5.625), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)
     loss_axes = figure.add_axes(_LOSS_AREA)
-    _draw_loss(loss_axes, steps)
+    _draw_loss(loss_axes, steps, terms=terms)
     _draw_rate(figure.add_axes(_RATE_AREA, sharex=loss_axes), steps)
     _write_title(figure, steps, name=metrics_path.absolute().parent.name)
     figure.savefig(png_path, format="png")
@@ -65,7 +70,7 @@ def running_mean(values: Sequence[float], *, window: int) -> NDArray[np.float64]
     return means
 
 
-def _draw_loss(axes: Any, steps: Sequence[StepMetrics]) -> None:
+def _draw_loss(axes: Any, steps: Sequence[StepMetrics], *, terms: str) -> None:
     numbers, losses = [m.step for m in steps], [m.loss for m in steps]
     window = max(5, len(steps) // 25)
     mark = "o" if len(steps) <= 40 else ""
@@ -80,7 +85,10 @@ def _draw_loss(axes: Any, steps: Sequence[StepMetrics]) -> None:
     axes.set_xlim(*_limits(numbers))
     axes.margins(y=0.08)
     axes.grid(axis="y", color=_LINE, linewidth=0.8)
-    axes.set_title("loss, nats per token", loc="left", color=_INK, fontsize=_SMALL_PT + 1, pad=10)
+    what = f"cross entropy with {terms}" if terms else "loss"
+    axes.set_title(
+        f"{what}, nats per token", loc="left", color=_INK, fontsize=_SMALL_PT + 1, pad=10
+    )
     axes.legend(
         loc="upper right",
         fontsize=_SMALL_PT,

@@ -59,7 +59,11 @@ def report(
         draw_timelines(planned, outcome.timeline, output=outcome.output)
     write_summary(summary, outcome.output / SUMMARY_FILE)
     if steps:
-        loss_picture(outcome.output / METRICS_FILE, outcome.output / LOSS_PICTURE)
+        loss_picture(
+            outcome.output / METRICS_FILE,
+            outcome.output / LOSS_PICTURE,
+            terms=run.train.beside_cross_entropy,
+        )
     print_summary(summary, console=console)
     names = (
         METRICS_FILE,

@@ -114,6 +114,13 @@ def test_a_policy_that_was_asked_for_is_taken_as_long_as_it_fits(work, monkeypat
     assert "keep      retain: " in succeed("train", "run.yaml", "activations.policy=retain")
 
 
+def test_what_the_loss_is_made_of_is_said(work):
+    assert "loss      " not in succeed("train", "run.yaml", "train.output=plain")
+    text = succeed("train", "run.yaml", "train.label_smoothing=0.1", "train.z_loss=1e-4")
+    terms = "label smoothing 0.1 and z-loss 0.0001"
+    assert f"loss      cross entropy with {terms}; sppo eval reports the cross entropy" in text
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run of four steps with checkpoints after two and four."""

@@ -219,6 +219,14 @@ def test_a_picture_of_any_run(tmp_path: Path, losses: list[float]) -> None:
     assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1600, 900)
 
 
+def test_the_picture_names_the_terms_of_the_loss(tmp_path: Path) -> None:
+    _write(tmp_path / "metrics.jsonl", 3)
+    plain, named = tmp_path / "plain.png", tmp_path / "named.png"
+    loss_picture(tmp_path / "metrics.jsonl", plain)
+    loss_picture(tmp_path / "metrics.jsonl", named, terms="z-loss 0.0001")
+    assert plain.read_bytes() != named.read_bytes()
+
+
 def test_no_picture_of_a_run_without_steps(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no step yet"):
