@@ -79,9 +79,13 @@ def choices(situation: Situation) -> Iterator[Decisions]:
     distinct = dict(zip(keys, problems, strict=True))
     free = {key: without_waiting(problem) for key, problem in distinct.items()}
     steps = _STEPS[len(situation.tokens) * len(problems) > _LARGE]
+    most = {key: _most_in_tier(problem) for key, problem in distinct.items()}
     found = False
     for step in range(steps + 1):
-        rows = {key: free[key] or with_share(p, share=step / steps) for key, p in distinct.items()}
+        rows = {
+            key: free[key] or with_share(problem, share=most[key] * step / steps)
+            for key, problem in distinct.items()
+        }
         fitting = {key: shared for key, shared in rows.items() if shared is not None}
         if len(fitting) == len(rows):
             found = True
@@ -89,7 +93,7 @@ def choices(situation: Situation) -> Iterator[Decisions]:
         if None not in free.values() or situation.copy_bytes_per_s <= 0:
             break
     if not found:
-        short = {key: free[key] or least(p, steps=steps) for key, p in distinct.items()}
+        short = {key: free[key] or least(p, most=most[key]) for key, p in distinct.items()}
         yield _stacked(short, keys)
 
 
@@ -142,15 +146,22 @@ def with_share(problem: StageProblem, *, share: float) -> Rows | None:
     return left, moved, kept - left
 
 
-def least(problem: StageProblem, *, steps: int) -> Rows:
-    """What needs least memory: all rebuilt that can be, and of ``steps`` shares the best moved.
+def least(problem: StageProblem, *, most: float) -> Rows:
+    """What needs least memory: all rebuilt that can be, and of shares up to ``most`` the best moved.
 
     What moves needs places to wait in, which may be more than it frees.
     """
-    shares = [step / steps for step in range(steps + 1)]
-    in_tier = [share for share in shares if _in_tier(_shared(problem, share), problem)]
-    tried = [_rebuilding_all(problem, share=share) for share in in_tier]
+    shares = (most * step / _STEPS[False] for step in range(_STEPS[False] + 1))
+    tried = [_rebuilding_all(problem, share=share) for share in shares]
     return min(tried, key=lambda rows: _needed(rows[0], rows[1], problem))
+
+
+def _most_in_tier(problem: StageProblem) -> float:
+    """The largest share of everything that the tier takes."""
+    if _in_tier(_shared(problem, 1.0), problem):
+        return 1.0
+    share, _ = _bisected(0.0, 1.0, lambda share: not _in_tier(_shared(problem, share), problem))
+    return share
 
 
 def _rebuilding_all(problem: StageProblem, *, share: float) -> Rows:
