@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sppo.kernels.attention_blocks import Block, BlockKind
 from sppo.kernels.fused import fused
-from sppo.kernels.row_tiles import row_tiles, wide_tiles
+from sppo.kernels.row_tiles import wide_tiles
 
 
 class BlockKernel(Protocol):
@@ -279,8 +279,9 @@ def _add_keys(total_tKD: Tensor, gradient: Tensor) -> None:
     if gradient.shape[0] * gradient.shape[1] == total_KtD.shape[0]:
         _add(total_KtD, gradient.flatten(0, 1))
         return
-    for heads in row_tiles(gradient):
-        total_KtD[heads].add_(gradient[heads].sum(1, dtype=total_tKD.dtype))
+    gradient_KtGD = gradient.transpose(1, 2)
+    for tile in wide_tiles(gradient_KtGD):  # a sum in another dtype casts
+        total_KtD[tile].add_(gradient_KtGD[tile].sum(-2, dtype=total_tKD.dtype))
 
 
 def _add(total: Tensor, gradient: Tensor) -> None:

@@ -178,6 +178,12 @@ class _Sizes:
         wide = narrow_bytes // self.element * WIDE_BYTES
         return min(WIDE_TILE_BYTES, wide) if self.threads and self.narrow else 0
 
+    def group_sum(self, narrow_bytes: int) -> int:
+        """Key gradients of every query head while they become those of key heads."""
+        group = self.model.num_heads // self.model.kv_heads
+        cast = self.cast(narrow_bytes)
+        return cast + cast // group if group > 1 else cast
+
     def product(self, name: str) -> int:
         """See :meth:`weight_gradient`."""
         return self.weight_gradient(*layer_shapes(self.model)[f"{name}.weight"])
@@ -276,9 +282,10 @@ def _attention_backward(s: _Sizes) -> Iterator[tuple[str, int]]:
     """Beside q, o and do: all three by head, the sum of dq, a block's gradients."""
     base = 3 * s.query + s.wide_query + s.threads * (_FLASH_NARROW_BYTES if s.narrow else 0)
     square = min(s.tokens, CAUSAL_TOKENS)
+    of_square = s.query * square // s.tokens
     # dq, dk and dv of every query head, and the product of o and do.
-    of_square = 4 * (s.query * square // s.tokens)
-    yield "a causal square", base + of_square + s.flash_scratch(square, buffers=2)
+    yield "a causal square", base + 4 * of_square + s.flash_scratch(square, buffers=2)
+    yield "adding a causal square", base + 3 * of_square + s.group_sum(of_square)
     if s.prefix:
         keys = min(s.prefix, PREFIX_KEYS)
         parts = max(1, min(s.key_parts, keys // LEAST_PART_KEYS))

@@ -132,6 +132,23 @@ def test_squares_that_are_halved_and_layers_that_share_an_input(lengths, policy,
     assert seen == pytest.approx(moment.live_bytes, rel=0.05, abs=THREADS_BYTES), moment
 
 
+def test_many_query_heads_on_one_key_head():
+    """Their key gradients are summed by tiles: a cast of all would be the largest moment."""
+    model = ModelConfig(
+        num_layers=LAYERS, vocab_size=512, hidden_size=256, mlp_size=256,
+        num_heads=32, num_kv_heads=1, head_size=64,
+    )  # fmt: skip
+    case = {"dtype": "bf16", "policy": "retain", "lengths": (2048,), "input_every": 1}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen = measured(model, **case)
+    finally:
+        torch.set_num_threads(threads)
+    moment = predicted(model, **case)
+    assert seen == pytest.approx(moment.live_bytes, rel=0.03, abs=THREADS_BYTES), moment
+
+
 def test_constants_are_those_of_the_kernels():
     assert planned.TILE_BYTES == row_tiles.TILE_BYTES
     assert planned.WIDE_TILE_BYTES == row_tiles.WIDE_TILE_BYTES
