@@ -6,6 +6,7 @@ pixel, because nobody can tell its bars apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,6 +264,7 @@ def _rgb(colour: str) -> tuple[int, int, int]:
 def _draw_memory(axes: Axes, *, timeline: Timeline, end_s: float) -> None:
     """Memory over time of a few ranks, spread evenly from the first to the last."""
     from matplotlib import colormaps
+    from matplotlib.ticker import MultipleLocator
 
     ranks = len(timeline.ranks)
     count = min(ranks, _MOST_MEMORY_LINES)
@@ -283,6 +285,7 @@ def _draw_memory(axes: Axes, *, timeline: Timeline, end_s: float) -> None:
     axes.set_ylim(0, peak * 1.12)
     axes.set_ylabel("memory", fontsize=8)
     if peak >= MIB:  # abstract costs have no unit
+        axes.yaxis.set_major_locator(MultipleLocator(binary_step(peak)))
         axes.yaxis.set_major_formatter(lambda value, _: format_bytes(round(value)))
     else:
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)
@@ -291,6 +294,11 @@ def _draw_memory(axes: Axes, *, timeline: Timeline, end_s: float) -> None:
         fontsize=6.5, ncol=1 if len(chosen) < 5 else 2, loc="upper right",
         handlelength=1.2, labelspacing=0.15, borderaxespad=0.1, edgecolor="none", framealpha=0.8,
     )  # fmt: skip
+
+
+def binary_step(peak_bytes: float) -> int:
+    """A power of two for one to three marks up to ``peak_bytes``: 32 MiB rather than 47.7."""
+    return 1 << int(math.log2(peak_bytes) - 0.5)
 
 
 def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]]]:

@@ -14,7 +14,8 @@ from sppo.schedule.actions import ActionKind
 from sppo.schedule.chrome_trace import write_trace
 from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline_html import write_html
-from sppo.schedule.timeline_png import write_png
+from sppo.schedule.timeline_png import binary_step, write_png
+from sppo.units import GIB, MIB
 from tests.schedule.cases import make, play
 
 
@@ -81,6 +82,13 @@ def test_labels_name_the_unit_and_no_more():
     assert style.unit_label(many.programs[0][1], schedule=many) == "0.1"
     assert style.unit_label(whole.programs[0][1], schedule=whole) == "1"
     assert style.unit_label(one.programs[0][-1], schedule=one) == ""
+
+
+@pytest.mark.parametrize(
+    ("peak", "step"), [(MIB, MIB // 2), (75 * MIB, 32 * MIB), (58 * GIB, 32 * GIB)]
+)
+def test_memory_is_marked_at_round_binary_sizes(peak, step):
+    assert binary_step(peak) == step
 
 
 def test_a_title_says_what_is_shown():
