@@ -22,7 +22,7 @@ SUMMARY_FILE = "run_summary.json"
 Pair = tuple[float | None, float | None]
 """(predicted, measured), either of which may be unknown."""
 
-_ENDS = 5  # steps that the first and the last loss are means of
+_MOST_ENDS = 5  # steps that the first and the last loss are means of, where they do not overlap
 
 
 def run_summary(
@@ -43,9 +43,11 @@ def run_summary(
         phases_s: (predicted, measured) time of one step by phase, e.g. ``forward``.
 
     Returns:
-        JSON-able figures, None where unknown; rates are medians over the steps.
+        JSON-able figures, None where unknown; rates are medians over the steps, ``loss_first`` and
+        ``loss_last`` means of ``loss_steps`` steps each.
     """
     losses = [m.loss for m in steps if math.isfinite(m.loss)]
+    ends = max(1, min(_MOST_ENDS, len(losses) // 2))
     step_s = (_median(m.predicted_step_s for m in steps), _median(m.step_s for m in steps))
     return {
         "name": name,
@@ -56,8 +58,9 @@ def run_summary(
         "tokens_per_s": _median(m.tokens_per_s for m in steps),
         "mfu": _median(m.mfu for m in steps),
         "hfu": _median(m.hfu for m in steps),
-        "loss_first": statistics.fmean(losses[:_ENDS]) if losses else None,
-        "loss_last": statistics.fmean(losses[-_ENDS:]) if losses else None,
+        "loss_steps": ends,
+        "loss_first": statistics.fmean(losses[:ends]) if losses else None,
+        "loss_last": statistics.fmean(losses[-ends:]) if losses else None,
         "device_peak_bytes": _largest(m.device_peak_bytes for m in steps),
         "host_peak_bytes": _largest(m.host_peak_bytes for m in steps),
         "offloaded_bytes_per_step": _median(m.offloaded_bytes for m in steps),
@@ -107,7 +110,9 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "wall time", format_duration(summary["wall_s"])
     first, last = summary["loss_first"], summary["loss_last"]
     if last is not None:
-        yield f"loss, first and last {_ENDS} steps", f"{first:.3f} → {last:.3f}"
+        ends = summary["loss_steps"]
+        which = f"{ends} steps" if ends > 1 else "step"
+        yield f"loss, first and last {which}", f"{first:.3f} → {last:.3f}"
     formats = {
         "tokens_per_s": ("tokens/s (median)", format_count),
         "mfu": ("MFU (median)", _percent),

@@ -67,6 +67,17 @@ def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
     assert "Predicted" not in text
 
 
+@pytest.mark.parametrize(
+    ("steps", "label", "losses"),
+    [(1, "step ", "5.750 → 5.750"), (3, "step ", "5.750 → 5.250"), (9, "4 steps", "5.375 → 4.125")],
+)
+def test_the_ends_of_a_short_run_do_not_overlap(steps: int, label: str, losses: str) -> None:
+    summary = run_summary(_steps(steps), name="short", wall_s=1.0, memory_bytes={}, phases_s={})
+    text = _printed(summary)
+    assert f"first and last {label}" in text
+    assert losses in text
+
+
 def test_non_finite_losses_and_unknown_pairs_stay_out(tmp_path: Path) -> None:
     steps = [*_steps(2), *_steps(1, step=3, loss=math.nan, skipped=True)]
     summary = run_summary(
@@ -76,7 +87,7 @@ def test_non_finite_losses_and_unknown_pairs_stay_out(tmp_path: Path) -> None:
         memory_bytes={"activations": (None, None)},
         phases_s={"backward": (math.nan, 0.0)},
     )
-    assert summary["loss_last"] == pytest.approx(5.625)
+    assert (summary["loss_first"], summary["loss_last"]) == (5.75, 5.5)
     assert summary["skipped_steps"] == 1
     assert summary["phases_s"]["backward"] == {"predicted": None, "measured": 0.0}
     write_summary(summary, tmp_path / "run_summary.json")
