@@ -113,7 +113,7 @@ def build_state(
             exchange=_exchange(run, mesh),
             reduce=lambda stage: shared.reduce(stage, gradients),
         ),
-        loss_terms=LossTerms(run.train.label_smoothing, run.train.z_loss),
+        loss_terms=loss_terms(run),
         stopwatch=device.stopwatch(),
     )
     return TrainingState(weights, gradients, optimizer, engine, shared)
@@ -130,6 +130,11 @@ def _exchange(run: RunConfig, mesh: Mesh) -> HeadExchange | TensorExchange | Non
         num_heads=run.model.num_heads,
         kv_heads=run.model.kv_heads,
     )
+
+
+def loss_terms(run: RunConfig) -> LossTerms:
+    """What training adds to the cross entropy."""
+    return LossTerms(run.train.label_smoothing, run.train.z_loss)
 
 
 def build_optimizer(

@@ -20,7 +20,7 @@ from sppo.model.gradients import zero_gradients
 from sppo.planning.parameters import parameter_shapes
 from sppo.train.device import CpuDevice, Device
 from sppo.train.optimizer import AdamW, clip_, global_norm
-from sppo.train.state import DTYPES
+from sppo.train.state import DTYPES, loss_terms
 
 _TOKENS = 64
 _MOST_LENGTHS = 16
@@ -81,7 +81,13 @@ def _step(
         for name, shape in parameter_shapes(model).items()
     }
     gradients = zero_gradients(weights)
-    engine = Engine(model, weights=weights, gradients=gradients, policy="keep_attention")
+    engine = Engine(
+        model,
+        weights=weights,
+        gradients=gradients,
+        policy="keep_attention",
+        loss_terms=loss_terms(run),  # kernels are compiled for the ones there are
+    )
     engine.accumulate([device.put(_sequence(model, cuts[-1]))], [cuts])
     if with_optimizer:
         optimizer = AdamW(weights, config=run.optimizer)
