@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from option_types import head_counts, one_of, positive, several  # beside this file
 from torch import Tensor
 from torch.nn import functional
 
@@ -48,7 +49,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Medians over the turns, and the time of the unsplit call relative to it in each turn."""
+    """Medians over the turns: seconds, and the time relative to the unsplit call in each turn."""
 
     problem: Problem
     tokens: int
@@ -67,24 +68,31 @@ Side = Callable[[], tuple[float, float]]
 def main() -> None:
     """Parse arguments, let the sides take turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=16384, help="tokens of the sequence")
-    parser.add_argument("--tokens", default="1024,2048,4096", help="of a subsequence; several")
-    parser.add_argument("--heads", default="8/2,8/8", help="query/key heads; several")
-    parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--dtypes", default="bf16,fp32")
-    parser.add_argument("--turns", type=int, default=5, help="measured, after one that warms up")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--length", type=positive, default="16Ki", help="tokens of the sequence")
+    parser.add_argument(
+        "--tokens", type=several(positive), default="1Ki,2Ki,4Ki", help="of a subsequence; several"
+    )
+    parser.add_argument(
+        "--heads", type=several(head_counts), default="8/2,8/8", help="query/key heads; several"
+    )
+    parser.add_argument("--head-size", type=positive, default=64)
+    parser.add_argument("--dtypes", type=several(one_of(*DTYPES)), default="bf16,fp32")
+    parser.add_argument(
+        "--turns", type=positive, default=5, help="measured, after one that warms up"
+    )
+    parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     arguments = parser.parse_args()
+    longest = max(arguments.tokens)
+    if longest > arguments.length:
+        parser.error(f"--tokens {longest}: more than the sequence's --length {arguments.length}")
     torch.set_num_threads(arguments.threads)
-    lengths = [int(text) for text in arguments.tokens.split(",")]
     found: list[Times] = []
-    for dtype in arguments.dtypes.split(","):
-        for heads in arguments.heads.split(","):
-            n, k = (int(text) for text in heads.split("/"))
-            problem = Problem(arguments.length, n, k, arguments.head_size, dtype)
-            found += compare(problem, lengths, turns=arguments.turns)
-            _print(found[-len(lengths) :])
+    for dtype in arguments.dtypes:
+        for heads, kv_heads in arguments.heads:
+            problem = Problem(arguments.length, heads, kv_heads, arguments.head_size, dtype)
+            found += compare(problem, arguments.tokens, turns=arguments.turns)
+            _print(found[-len(arguments.tokens) :])
     if arguments.output is not None:
         _write(arguments.output, found, threads=arguments.threads)
 

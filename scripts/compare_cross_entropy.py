@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from option_types import one_of, positive, several  # beside this file
 from turns import take_turns  # beside this file
 
 if TYPE_CHECKING:
@@ -36,22 +37,24 @@ MIB = 1 << 20
 def main() -> None:
     """Parse arguments, let the sides take turns, report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--tokens", type=positive, default=4096)
+    parser.add_argument("--vocabulary", type=positive, default=32768)
+    parser.add_argument("--hidden", type=positive, default=1024)
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--sides", default=",".join(SIDES), help="which, comma-separated")
-    parser.add_argument("--turns", type=int, default=5, help="measured, after one that warms up")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--sides", type=several(one_of(*SIDES)), default=",".join(SIDES), help="which of both"
+    )
+    parser.add_argument(
+        "--turns", type=positive, default=5, help="measured, after one that warms up"
+    )
+    parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, help="add the figures to this JSON file")
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         _serve(arguments)
         return
-    commands = {
-        side: [__file__, *sys.argv[1:], "--worker", side] for side in arguments.sides.split(",")
-    }
+    commands = {side: [__file__, *sys.argv[1:], "--worker", side] for side in arguments.sides}
     answers = take_turns(commands, turns=arguments.turns + 1, threads=arguments.threads)
     report = _report(arguments, {side: found[1:] for side, found in answers.items()})
     _print(report)

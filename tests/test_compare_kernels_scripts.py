@@ -5,19 +5,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
 def run(name, *arguments):
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / name, *arguments, "--threads", "1", "--turns", "1"],
+    done = start(name, *arguments, "--threads", "1", "--turns", "1")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def start(name, *arguments):
+    return subprocess.run(
+        [sys.executable, SCRIPTS / name, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_attention_beside_one_unsplit_call(tmp_path):
@@ -39,3 +45,21 @@ def test_cross_entropy_beside_two_steps(tmp_path):
     losses = [side["loss"] for side in both["sides"].values()]
     assert abs(losses[0] - losses[1]) < 1e-2 * losses[1]
     assert set(tiled["sides"]) == {"tiled"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("attention", "--heads 8/3", "--heads: 8 query heads cannot share 3 key-value heads"),
+        ("attention", "--dtypes fp32,fp16", "--dtypes: 'fp16' is not one of bf16, fp32"),
+        ("attention", "--turns 0", "--turns: 0 is too small; write a number from 1 on"),
+        ("attention", "--length 1Ki", "--tokens 4096: more than the sequence's --length 1024"),
+        ("cross_entropy", "--tokens 0", "--tokens: 0 is too small; write a number from 1 on"),
+        ("cross_entropy", "--sides plan", "--sides: 'plan' is not one of tiled, plain"),
+    ],
+)
+def test_bad_options_are_refused(name, words, message):
+    done = start(f"compare_{name}.py", *words.split())
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
