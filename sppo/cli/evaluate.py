@@ -100,11 +100,12 @@ def _show(result: Evaluation, console: Console) -> None:
     for row in result.by_position:
         table.add_row(f"{row.start} to {row.end - 1}", str(row.num_tokens), f"{row.loss:.4f}")
     console.print(table)
+    sequences = f"{result.num_sequences} sequence{'s' * (result.num_sequences > 1)}"
     what = "held-out tokens" if result.held_out else "training tokens (no data.eval_tokens given)"
     console.print(
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.3f} over {result.num_tokens} "
-        f"{what} in {result.num_sequences} sequences of {result.tokens_from}, weights of step "
-        f"{result.step} from {result.weights_from}",
+        f"{what} in {sequences} of {result.tokens_from}, weights of step {result.step} from "
+        f"{result.weights_from}",
         markup=False,
         highlight=False,
         soft_wrap=True,

@@ -28,9 +28,10 @@ def print_tables(
     console = Console(soft_wrap=True)
     first = timelines[0]
     schedule = first.schedule
+    sequences = f"{schedule.num_sequences} sequence{'s' * (schedule.num_sequences > 1)}"
     console.print(
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-        f"{schedule.num_sequences} sequences, {schedule.num_units} units ({first.provenance})",
+        f"{sequences}, {schedule.num_units} units ({first.provenance})",
         highlight=False,
     )
     ahead = ""

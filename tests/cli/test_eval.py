@@ -50,6 +50,10 @@ def test_the_table(trained):
     assert tree(trained) == before
 
 
+def test_one_sequence(trained):
+    assert " in 1 sequence of held, " in succeed("eval", "run.yaml", "--sequences", "1")
+
+
 def test_json(trained):
     result = json.loads(succeed("eval", "run.yaml", "--json"))
     assert result["held_out"] is True

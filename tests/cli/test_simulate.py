@@ -110,7 +110,7 @@ def test_schedules_are_compared(words):
 
 def test_the_table_is_for_people():
     text = run("--schedule", "sppo", *SHAPE).stdout
-    assert "sppo: 4 ranks, 4 stages, 1 sequences, 8 units (simulated)" in text
+    assert "sppo: 4 ranks, 4 stages, 1 sequence, 8 units (simulated)" in text
     assert "step 33 · forward alone 11 · idle 27.3%" in text
     many = run("--schedule", "sppo", "--ranks", 20, "--sequences", 1, "--subsequences", 2).stdout
     assert "and 4 more ranks; --json lists all of them" in many
