@@ -48,6 +48,9 @@ Mechanism = Literal["ulysses", "megatron"]
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 WIDE_BYTES = 4
 """Masters, gradients, optimizer moments and dK/dV are fp32."""
+_ACCUMULATED_BYTES = 2 * WIDE_BYTES
+"""Of a weight's gradient and a subsequence: its sum is read and written. What is added to it exists
+in tiles that stay in the cache on a CPU, not at all on a GPU."""
 
 _FORWARD_KERNELS = 16
 _BACKWARD_KERNELS = 36
@@ -297,8 +300,7 @@ def _products(
         )
         seconds += count * 2 * prod(shape) * tokens / rate
         if product == "weight" and not device.measured_gemm(dtype):
-            moved = count * prod(shape) * _accumulated_bytes(workload)
-            seconds += moved / device.memory_bytes_per_s
+            seconds += count * prod(shape) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
     return seconds
 
 
@@ -321,12 +323,6 @@ def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
         return np.zeros_like(tokens)
     names = sorted(tensors_of((index,), workload.model))
     return _elementwise_seconds(workload, saving_work(workload.model, names=names), tokens=tokens)
-
-
-def _accumulated_bytes(workload: Workload) -> int:
-    """Bytes per weight and subsequence of adding its gradient to the fp32 sum."""
-    narrow = workload.element_bytes if workload.element_bytes < WIDE_BYTES else 0
-    return 2 * WIDE_BYTES + 2 * narrow
 
 
 def seconds_per_token_and_pair(workload: Workload, *, tokens: float) -> tuple[float, float]:

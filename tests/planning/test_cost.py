@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ from sppo.planning.flops import (
     rebuilt_linear_flops,
 )
 from sppo.planning.hardware_presets import PRESETS
-from sppo.planning.layer_cost import Workload
-from sppo.planning.parameters import num_parameters
+from sppo.planning.layer_cost import Workload, layer_seconds
+from sppo.planning.parameters import layer_shapes, num_parameters
 from sppo.planning.simulated_run import RunShape, simulated_run
 from sppo.schedule.simulate import simulate
 from tests.planning.cases import A100, PERFECT, machine, price, run_config
@@ -175,6 +176,25 @@ def test_short_subsequences_run_less_efficiently():
     assert shreds.forward_s.sum() > 2 * whole.forward_s.sum()
     assert shreds.backward_s.sum() > 1.5 * whole.backward_s.sum()
     assert shreds.weight_s.sum() > 2 * whole.weight_s.sum()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_weight_gradient_costs_reading_and_writing_its_fp32_sum(dtype):
+    """8 bytes a weight and subsequence: no half-precision product goes through memory."""
+    rate = 1e12
+    device = replace(PERFECT.device, memory_bytes_per_s=rate)
+    slower = replace(PERFECT, device=device)
+    seconds = [
+        layer_seconds(
+            Workload(MODEL, hardware, dtype=dtype),
+            begins=np.array([0.0]),
+            ends=np.array([1024.0]),
+            window=None,
+        ).weight[0]
+        for hardware in (slower, PERFECT)
+    ]
+    matrices = sum(prod(shape) for shape in layer_shapes(MODEL).values() if len(shape) == 2)
+    assert seconds[0] - seconds[1] == pytest.approx(8 * matrices / rate, rel=1e-3)
 
 
 def test_links_know_the_nodes():
