@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from turns import take_turns  # beside this file
+from option_types import positive  # beside this file
+from turns import take_turns
 
 MODEL = {
     "vocab_size": 4096,
@@ -42,10 +43,10 @@ def main() -> None:
     parser.add_argument("--disk", default=".", help="directory on the disk to move to")
     parser.add_argument("--policy", default="offload_all", help="of the side that moves")
     parser.add_argument("--ratio", help="activations.offload_ratio instead of a policy")
-    parser.add_argument("--length", type=int, default=32768, help="tokens of a sequence")
-    parser.add_argument("--pieces", type=int, default=16, help="subsequences")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--length", type=positive, default="32Ki", help="tokens of a sequence")
+    parser.add_argument("--pieces", type=positive, default=16, help="subsequences")
+    parser.add_argument("--steps", type=positive, default=3, help="measured steps of each side")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, help="write the figures here as JSON")
     parser.add_argument("--picture", type=Path, help="draw memory over time here as PNG")
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
@@ -53,6 +54,8 @@ def main() -> None:
     if arguments.worker:
         _serve(arguments)
         return
+    if not Path(arguments.disk).is_dir():
+        parser.error(f"--disk {arguments.disk}: there is no such directory; name one on the disk")
     answers = _take_turns(arguments)
     report = _report(arguments, {side: found[1:] for side, found in answers.items()})
     _print(report)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "offload_cpu.py"
 
 
@@ -29,3 +31,19 @@ def test_both_sides_take_turns_and_agree(tmp_path):
     assert moved["predicted_peak_bytes"] < kept["predicted_peak_bytes"]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {"found.json", "memory.png"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--disk", "absent"], "--disk absent: there is no such directory"),
+        (["--steps", "0"], "--steps: 0 is too small; write a number from 1 on"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path, words, message):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *words], cwd=tmp_path, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
