@@ -153,7 +153,7 @@ def _bias_gradient(operands: Operands, dtype: torch.dtype, elements: int) -> Cal
     return lambda: accumulate_bias_gradient(total, dy)
 
 
-def _cross_entropy(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
+def _loss_gradient(operands: Operands, dtype: torch.dtype, elements: int) -> Call:
     tokens = elements // _VOCABULARY
     logits = operands.take(tokens, _VOCABULARY, dtype=dtype).clone()  # written over
     labels = torch.arange(tokens, device=operands.device) % _VOCABULARY
@@ -201,7 +201,7 @@ MAKERS: Mapping[str, Maker] = {
         f"{kind}_backward": partial(_activation_backward, kind=kind)
         for kind in get_args(Activation)
     },
-    "cross_entropy": _cross_entropy,
+    "loss_gradient": _loss_gradient,
     "adamw": _adamw,
 }
 """What builds the call of each kernel in :data:`sppo.planning.elementwise_cost.PASSES`."""

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.kv_layout import empty_keys
-from sppo.planning.logits_tile import LOGITS_TILE_BYTES
+from sppo.units import MIB
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_HEAP_BLOCK_BYTES = 31 * MIB
+"""Nearly the largest block that glibc ever serves from its heap."""
 _POOL_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
@@ -29,7 +31,7 @@ class Operands:
         self.device = device
         # The C library serves blocks up to the largest one freed so far from its heap, and asks the
         # system for larger ones anew each time. A training run frees a tile of logits early on.
-        torch.empty(LOGITS_TILE_BYTES["cpu"], dtype=torch.uint8).fill_(0)
+        torch.empty(_HEAP_BLOCK_BYTES, dtype=torch.uint8).fill_(0)
         self._random = torch.randn(_POOL_ELEMENTS[device], device=device)
         self._pools: dict[torch.dtype, Tensor] = {torch.float32: self._random}
         self._used = 0

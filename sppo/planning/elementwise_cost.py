@@ -46,14 +46,14 @@ PASSES: Mapping[str, tuple[float, float]] = {
     "gelu_backward": (4, 0),
     "gelu_tanh": (2, 0),
     "gelu_tanh_backward": (4, 0),
-    "cross_entropy": (3, 0),
+    "loss_gradient": (3, 0),
     "adamw": (0, 11),
 }
 """Elements read and written per element of the operand, in the compute dtype and in fp32.
 
 ``rmsnorm_add`` reads two tensors and writes their sum and its norm; ``rmsnorm_add_backward`` adds
 the residual's gradient to the norm's; ``layernorm`` has the same. ``swiglu_backward`` reads three
-and writes three: it rebuilds its output as well. ``cross_entropy`` reads a tile of logits twice,
+and writes three: it rebuilds its output as well. ``loss_gradient`` reads a tile of logits twice,
 for the loss and for their gradient, which it writes in their place. ``adamw`` is everything a step
 does to a parameter in fp32: its gradient is zeroed, read for the norm, read and written by
 clipping, and read by the update, which reads and writes the master and two moments. Weights

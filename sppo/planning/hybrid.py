@@ -147,7 +147,7 @@ def with_share(problem: StageProblem, *, share: float) -> Rows | None:
 
 
 def least(problem: StageProblem, *, most: float) -> Rows:
-    """What needs least memory: all rebuilt that can be, and of shares up to ``most`` the best moved.
+    """What needs least memory: all rebuilt that can be, and of shares up to ``most`` the best one.
 
     What moves needs places to wait in, which may be more than it frees.
     """

@@ -200,7 +200,7 @@ def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
     loss = work_seconds(
         device,
         workload.dtype,
-        work=[Work("cross_entropy", model.vocab_size)],
+        work=[Work("loss_gradient", model.vocab_size)],
         tokens=tile,
         element_bytes=workload.element_bytes,
     )
