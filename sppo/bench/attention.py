@@ -19,6 +19,7 @@ from sppo.bench.attention_backends import (
     BackendRate,
     LeftOut,
     backends_to_try,
+    failure,
     why_not_timed,
 )
 from sppo.bench.attention_grid import AttentionGrid, Span
@@ -129,14 +130,35 @@ def _choose(
     timed: list[tuple[Name, Span]] = []
     left_out: list[LeftOut] = []
     for name in names:
-        reason = reasons[name]
-        in_time: list[Span] = []
-        if reason is None:
-            reason = f"would take longer than {longest_s:g} s a call"
-            in_time = spans if name == first else _in_time(operands, name, spans, longest_s)
-        timed += [(name, span) for span in in_time]
-        left_out += [LeftOut(name, span, reason) for span in spans if span not in in_time]
+        gaps = dict.fromkeys(spans, reasons[name])
+        if reasons[name] is None and name != first:
+            gaps = _gaps(operands, name, spans, longest_s)
+        timed += [(name, span) for span, reason in gaps.items() if reason is None]
+        left_out += [LeftOut(name, span, why) for span, why in gaps.items() if why is not None]
     return timed, left_out
+
+
+def _gaps(
+    operands: Operands, name: Name, spans: list[Span], longest_s: float
+) -> dict[Span, str | None]:
+    """Why a back end that ``auto`` does not take is not timed on each span; None where it is.
+
+    A package may get a small case right and fail on a larger one: that costs its own place only.
+    """
+    gaps: dict[Span, str | None] = dict.fromkeys(spans)
+    try:
+        in_time = _in_time(operands, name, spans, longest_s)
+    except Exception as error:  # whatever other people's packages raise
+        return dict.fromkeys(spans, failure(error))
+    for span in spans:
+        if span not in in_time:
+            gaps[span] = f"would take longer than {longest_s:g} s a call"
+            continue
+        try:
+            time_once(_make(operands, name, span, "backward"), device=operands.device)
+        except Exception as error:  # as above
+            gaps[span] = failure(error)
+    return gaps
 
 
 def _shorter(operands: Operands, name: Name, spans: list[Span]) -> list[Span]:

@@ -111,6 +111,12 @@ class BackendComparison:
         return tuple(name for name in CAPABILITIES if name in timed)
 
 
+def failure(error: Exception) -> str:
+    """What a back end ended with, as the end of a sentence."""
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"fails with {type(error).__name__}: {first_line}"
+
+
 def backends_to_try(grid: AttentionGrid, *, device: str) -> tuple[Name, ...]:
     """Those asked for, else all that are made for ``device``."""
     if grid.backends is not None:

@@ -161,6 +161,25 @@ def test_one_that_is_slow_only_on_short_spans_is_tried_again(operands, clock, mo
     assert found.left_out == ()
 
 
+@pytest.mark.parametrize(("from_keys", "left"), [(48, {(16, 48)}), (0, {(8, 8), (16, 48)})])
+def test_one_that_fails_on_some_shapes_loses_those_only(operands, monkeypatch, from_keys, left):
+    """The largest, where its call fails; all, where already the first one does."""
+    backward = attention.attention_backward
+
+    def fails(do, q, k, *rest, backend, **options):
+        if backend == "torch_blocks" and len(k) >= from_keys:
+            raise RuntimeError("no kernel image\nis available")
+        return backward(do, q, k, *rest, backend=backend, **options)
+
+    monkeypatch.setattr(attention, "attention_backward", fails)
+    watcher = Watcher()
+    _, found = measure_attention(operands, SMALL, dtypes=["fp32"], rounds=ONCE, watcher=watcher)
+    assert left <= {(gap.span.queries, gap.span.keys) for gap in found.left_out}
+    assert {gap.reason for gap in found.left_out} == {"fails with RuntimeError: no kernel image"}
+    assert len(found.rates) == 8 - len(found.left_out)
+    assert sum(rate.backend == "cpu_flash" for rate in found.rates) == 4
+
+
 def test_what_auto_takes_is_timed_however_slow(operands, clock):
     clock(cpu_flash=1.0, torch_blocks=1.0)
     grid = replace(SMALL, queries=(8, 16, 32), fixed=True)
