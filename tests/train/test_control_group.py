@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from sppo.units import MIB
+from sppo.units import GIB, MIB
 from tests.conftest import write_run, write_tokens
 
-LENGTH = 8192
+LENGTH = 4096
 MODEL = {
     "vocab_size": 256,
     "hidden_size": 256,
@@ -41,10 +41,13 @@ class ControlGroup:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """``sppo`` with ``arguments``, all of whose memory counts."""
+        return self.run_python("from sppo.cli.app import main; main()", *arguments)
+
+    def run_python(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """``code``, likewise."""
         enter = f"import os; open({str(self.path / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
-        go_on = "from sppo.cli.app import main; main()"
         return subprocess.run(
-            [sys.executable, "-c", f"{enter}; {go_on}", *arguments],
+            [sys.executable, "-c", f"{enter}; {code}", *arguments],
             capture_output=True,
             text=True,
             timeout=300,
@@ -88,6 +91,23 @@ def run_file(tmp_path, monkeypatch):
     )
 
 
+LOADED = """
+import sppo.train.trainer
+from sppo.kernels.machine_memory import control_group_room
+from sppo.train.libraries import load_libraries
+load_libraries()
+print(control_group_room())
+"""
+
+
+def loaded_bytes(group):
+    """What a process takes before it has any tensor."""
+    group.limit(4 * GIB)
+    done = group.run_python(LOADED)
+    assert done.returncode == 0, done.stderr
+    return 4 * GIB - int(done.stdout)
+
+
 def metrics(output):
     return [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
 
@@ -98,7 +118,9 @@ def test_a_limit_is_planned_for(group, run_file):
     free = group.run("train", str(run_file), "train.output=free")
     assert free.returncode == 0, free.stderr
     assert metrics("free")[0]["offloaded_bytes"] == 0
-    group.limit(470 * MIB)
+    summary = json.loads(Path("free", "run_summary.json").read_text())
+    needed = summary["memory_bytes"]["all"]["predicted"]
+    group.limit(loaded_bytes(group) + int(0.8 * needed))
     done = group.run("train", str(run_file), "train.output=limited")
     assert done.returncode == 0, done.stdout + done.stderr
     assert group.kills == 0
@@ -109,7 +131,7 @@ def test_a_limit_is_planned_for(group, run_file):
 
 def test_too_low_a_limit_is_refused_before_anything_is_made(group, run_file, tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
-    group.limit(260 * MIB)
+    group.limit(loaded_bytes(group) + 40 * MIB)
     refused = group.run("train", str(run_file))
     assert refused.returncode == 4, refused.stdout + refused.stderr
     assert "may be used" in refused.stderr
