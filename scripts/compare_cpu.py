@@ -107,32 +107,19 @@ def _serve(side: str, length: int, threads: int) -> None:
     """Worker: build one side, then answer each line on stdin with one measured step."""
     import torch
 
+    from sppo.train.process_memory import peak_resident_bytes, reset_peak, resident_bytes
+
     torch.set_num_threads(threads)
     trainer = _build(side, length)
-    idle = _resident_bytes()
+    idle = resident_bytes()
     print("ready", flush=True)
     for _ in sys.stdin:
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
         start = time.perf_counter()
         loss = trainer.step()
         seconds = time.perf_counter() - start
-        peak = _peak_bytes() - idle
+        peak = peak_resident_bytes() - idle
         print(json.dumps({"step_s": seconds, "peak_bytes": peak, "loss": loss}), flush=True)
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def _resident_bytes() -> int:
-    return _status_bytes("VmRSS")
-
-
-def _peak_bytes() -> int:
-    return _status_bytes("VmHWM")
 
 
 def _build(side: str, length: int) -> Trainer:

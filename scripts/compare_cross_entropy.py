@@ -66,6 +66,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     """Worker: make the operands, then answer each line on stdin with one measured pass."""
     import torch
 
+    from sppo.train.process_memory import peak_resident_bytes, reset_peak, resident_bytes
+
     torch.set_num_threads(arguments.threads)
     generator = torch.Generator().manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype]
@@ -77,14 +79,14 @@ def _serve(arguments: argparse.Namespace) -> None:
     make = passes[arguments.worker]
     make(hidden[:256].clone(), weight[:256].clone(), labels[:256] % 256)()  # threads, libraries
     step = make(hidden, weight, labels)
-    before = _status_bytes("VmRSS")
+    before = resident_bytes()
     print("ready", flush=True)
     for _ in sys.stdin:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew
+        reset_peak()
         start = time.perf_counter()
         loss, returned_bytes = step()
         seconds = time.perf_counter() - start
-        extra = _status_bytes("VmHWM") - before - returned_bytes
+        extra = peak_resident_bytes() - before - returned_bytes
         print(json.dumps({"step_s": seconds, "extra_bytes": extra, "loss": loss}), flush=True)
 
 
@@ -127,13 +129,6 @@ def _plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Pass:
         return float(loss.detach()), sum(x.nbytes for x in gradients)
 
     return step
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def _report(

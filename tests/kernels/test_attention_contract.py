@@ -15,6 +15,7 @@ import torch
 
 from sppo.kernels import attention_reference
 from sppo.kernels.attention import attention_backward, attention_forward
+from tests.kernels.operands import poison_fresh_memory
 from tests.kernels.places import ATTENTION_PLACES, need_backend
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -67,13 +68,7 @@ def _small_tiles(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _fresh_memory_is_poisoned(monkeypatch):
-    empty = torch.empty
-
-    def poisoned(*arguments, **options):
-        x = empty(*arguments, **options)
-        return x.fill_(float("nan")) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison_fresh_memory(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
