@@ -28,8 +28,9 @@ LENGTH = 61
 STEPS = 5
 LR = 0.01
 BOUNDARIES = (0, 1, 14, 22, 23, 40, 58, LENGTH)  # seven, uneven, two of one token
-WARM_UP_COSINE = (0.5, 1.0, 0.775, 0.325, 0.1)
-"""Share of the rate in each step: two steps up, half a cosine down to a tenth."""
+WARM_UP_COSINE = (0.5, 1.0, 0.868198, 0.55, 0.231802)
+"""Share of the rate in each step: two steps up, then half a cosine down to a tenth at step 5,
+which is not taken."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
     final_lr_ratio: Fraction = 0.0
-    """Learning rate of the last step as a share of ``lr`` (cosine and linear)."""
+    """Share of ``lr`` that cosine and linear fall to; reached one step after the last, so that
+    every step has a rate above 0."""
     offload: bool = False
     """Keep fp32 masters and moments in host memory and step them there, on a GPU; a CPU's memory
     is the host's already, so there it changes nothing."""

@@ -8,12 +8,13 @@ from sppo.config.run import OptimizerConfig
 
 
 def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> float:
-    """Learning rate of ``step``, counted from 0.
+    """Return the learning rate of ``step``, counted from 0.
 
     Warm-up over w steps gives step t the rate lr (t + 1) / w, so that step 0 already learns and
     step w - 1 is the peak. From the peak, step max(w - 1, 0), cosine and linear fall to
-    ``final_lr_ratio`` lr at the last step, total_steps - 1, and stay there beyond. A run whose
-    last step is the peak never falls.
+    ``final_lr_ratio`` lr at step ``total_steps``, the first that is not taken, and stay there: all
+    steps of a run learn, also the last one of a run that falls to 0. PyTorch's CosineAnnealingLR,
+    transformers' schedules and torchtitan (which adds a virtual last step) count the same way.
 
     Cosine (Loshchilov and Hutter, 2017, equation 5): f + (1 - f) (1 + cos(pi p)) / 2 of lr, linear:
     1 - (1 - f) p, where p in [0, 1] is the share of the way down and f the final ratio.
@@ -23,10 +24,9 @@ def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> fl
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     peak = max(config.warmup_steps - 1, 0)
-    descent = total_steps - 1 - peak
-    if config.schedule == "constant" or descent <= 0:
+    if config.schedule == "constant" or total_steps <= peak:
         return config.lr
-    progress = min((step - peak) / descent, 1.0)
+    progress = min((step - peak) / (total_steps - peak), 1.0)
     return config.lr * _share(config.schedule, progress, final=config.final_lr_ratio)
 
 
