@@ -71,11 +71,13 @@ def _start_ranks(
 
     from sppo.parallel.launch import run_ranks
     from sppo.planning.this_machine import count_cores
+    from sppo.train.display import log_to
     from sppo.train.preflight import check_before_training
 
-    _log_to_stderr()
+    console = Console()
+    log_to(console)
     preflight = check_before_training(run, plan=plan, local_ranks=num_ranks, device=device)
-    _announce(run, preflight, Console(), device=device)
+    _announce(run, preflight, console, device=device)
     code = run_ranks(
         [sys.executable, "-m", "sppo", *sys.argv[1:]],
         num_ranks=num_ranks,
@@ -95,6 +97,7 @@ def _train_as_rank(
     """Train as one rank of the run, or alone."""
     from rich.console import Console
 
+    from sppo.train.display import log_to
     from sppo.train.nonfinite import NonFiniteError
     from sppo.train.preflight import check_before_training
     from sppo.train.ranks import joined
@@ -102,9 +105,9 @@ def _train_as_rank(
     from sppo.train.trainer import train as train_run
 
     is_main = environment is None or environment.rank == 0
-    if is_main:
-        _log_to_stderr()
     console = Console(quiet=not is_main)
+    if is_main:
+        log_to(console)
     with joined(run, environment, device=device) as ranks:
         local = ranks.local_count
         decided = ranks.decided_by_main(
@@ -119,12 +122,6 @@ def _train_as_rank(
             fail(str(error), code=1)
         if is_main:
             report(run, preflight, outcome, console=console)
-
-
-def _log_to_stderr() -> None:
-    import logging
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
 
 
 def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device: Device) -> None:

@@ -1,11 +1,54 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere.
+
+Rich redraws the bars from where it left the cursor. A line that reaches the same terminal by
+another way moves the cursor, so the bars stay behind as dead text and the line is drawn over.
+Therefore log messages take the way of the bars' own console where both share a terminal.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+
+def log_to(console: Console) -> None:
+    """Show the log messages of this process as lines of their own, above any bars of ``console``.
+
+    They go to stderr, unless that is the terminal which ``console`` draws on.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogHandler(console)])
+
+
+class LogHandler(logging.Handler):
+    """Log messages through ``console`` on a terminal that it shares with stderr, else to stderr."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one message."""
+        try:
+            text = self.format(record)
+            if _stderr_shares_terminal(self._console):
+                print_line(text, self._console)
+            else:
+                print(text, file=sys.stderr, flush=True)
+        except Exception:  # as logging.StreamHandler: a message never ends a run
+            self.handleError(record)
+
+
+def print_line(text: str, console: Console) -> None:
+    """Print ``text`` as it is; a long line is wrapped by the terminal alone, so it copies whole."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _stderr_shares_terminal(console: Console) -> bool:
+    return console.is_terminal and sys.stderr.isatty()
 
 
 class TrainingDisplay:
@@ -31,6 +74,7 @@ class TrainingDisplay:
                 MofNCompleteColumn(),
                 console=console,
                 transient=True,
+                redirect_stderr=_stderr_shares_terminal(console),
             )
             self._run = self._progress.add_task("run", total=total_steps, completed=first_step)
             self._step = self._progress.add_task("step", total=actions_per_step)
@@ -63,4 +107,4 @@ class TrainingDisplay:
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(text, self._console)
