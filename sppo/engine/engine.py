@@ -112,6 +112,8 @@ class Engine:
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
         loss_terms: what training adds to the cross entropy; evaluation adds nothing.
         stopwatch: takes the time of every action; None: the host's clock does.
+        debug: overwrite memory that is used again with NaN as soon as it is given back: K/V and
+            their gradients of a sequence, saved tensors on a stack.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Engine:
         attention_backend: Backend = "auto",
         loss_terms: LossTerms = CROSS_ENTROPY,
         stopwatch: Stopwatch | None = None,
+        debug: bool = False,
     ) -> None:
         self._pipeline, self._companions = pipeline, companions
         self._stopwatch = stopwatch
@@ -147,7 +150,7 @@ class Engine:
             # One rank alone runs one sequence after another: what was saved last is taken first.
             alone = pipeline.num_ranks * pipeline.num_virtual == 1
             stacked = on_cpu and alone and pipeline.schedule == ALONE.schedule
-            self._stores[index] = StackStore() if stacked else ResidentStore()
+            self._stores[index] = StackStore(poison=debug) if stacked else ResidentStore()
             names = shares.shapes(layers)
             self._stages[index] = Stage(
                 model,
@@ -162,6 +165,7 @@ class Engine:
                 attention_backend=attention_backend,
                 loss_terms=loss_terms,
                 sends_keys=pipeline.pieces is not None,
+                debug=debug,
             )
         self._programs: dict[object, Schedule] = {}
         self._piece_store = ResidentStore()

@@ -3,7 +3,8 @@
 One buffer ``[S, K, D]`` per (layer, sequence) for K and for V, allocated at the first write.
 Writing the same positions twice is idempotent, so recomputation needs no second protocol.
 Gradients are summed in fp32 (float64) buffers of the same shape, allocated at a sequence's first
-backward.
+backward. Everything that is read is a view of these buffers, lent until the sequence is released:
+then they serve the next one, so what must live longer is copied.
 
 Forward spans of a sequence ascend without gaps, backward spans descend from its end, so when a
 span runs backward every later span has already added its share and the span's own slice is
@@ -45,6 +46,8 @@ class KVStore:
         device: where they live.
         heads: key/value heads of this rank; None for all.
         sent: whether ranks send each other what is stored.
+        poison: overwrite the buffers of a released sequence with NaN, so that what reads them
+            later reads NaN instead of another sequence's values.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class KVStore:
         device: torch.device | str = "cpu",
         heads: int | None = None,
         sent: bool = False,
+        poison: bool = False,
     ) -> None:
+        self._poison = poison
         self._tail = (model.kv_heads if heads is None else heads, model.head_dim)
         self._dtype, self._device, self._sent = dtype, device, sent
         self._entries: dict[tuple[int, int], _Entry] = {}
@@ -82,7 +87,7 @@ class KVStore:
         entry.written = max(entry.written, end)
 
     def prefix(self, layer: int, sequence: int, *, end: int) -> tuple[Tensor, Tensor]:
-        """(k_TKD, v_TKD) of positions ``0..end-1``; views, not copies."""
+        """Return (k_TKD, v_TKD) of positions ``0..end-1``: views, lent until :meth:`release`."""
         entry = self._entries[layer, sequence]
         assert end <= entry.written, f"keys up to {end} are read, {entry.written} are written"
         return entry.k[:end], entry.v[:end]
@@ -90,10 +95,11 @@ class KVStore:
     def prefix_gradients(
         self, layer: int, sequence: int, *, start: int, end: int
     ) -> tuple[Tensor, Tensor]:
-        """(dk_TKD, dv_TKD) accumulators of positions ``0..end-1`` for span ``[start, end)``.
+        """Return the sums (dk_TKD, dv_TKD) of positions ``0..end-1`` for the span ``[start, end)``.
 
-        Spans of a sequence come in descending order; after the caller has added its share, the
-        slice ``[start, end)`` is final.
+        They are views, lent until :meth:`release`, which may come in the same backward. Spans of a
+        sequence come in descending order; after the caller has added its part, the slice
+        ``[start, end)`` is final.
         """
         entry = self._entries[layer, sequence]
         if entry.dk is None or entry.dv is None:
@@ -116,6 +122,8 @@ class KVStore:
             entry = self._entries.pop(key)
             for buffer in (entry.k, entry.v, entry.dk, entry.dv):
                 if buffer is not None:
+                    if self._poison:
+                        buffer.fill_(float("nan"))
                     self._bytes -= buffer.numel() * buffer.element_size()
                     self._spare.setdefault((buffer.shape[0], buffer.dtype), []).append(buffer)
 

@@ -31,12 +31,22 @@ class SavedTensors:
             self.moved.save(key, moved)
 
     def take(self, key: ActivationKey) -> Saved:
-        """What was saved, good until :meth:`release`."""
+        """Return what was saved under ``key``, good until :meth:`release`."""
         moved = {} if self.moved is None else self.moved.take(key)
         return join(moved, self.kept.take(key))
+
+    def take_owned(self, key: ActivationKey) -> Saved:
+        """Return what was saved under ``key`` in memory of its own, which outlives the stores'."""
+        moved = {} if self.moved is None else _copied(self.moved.take(key))
+        kept = self.kept.take(key)
+        return join(moved, _copied(kept) if self.kept.lends_memory else kept)
 
     def release(self, key: ActivationKey) -> None:
         """Compute has read what :meth:`take` gave."""
         self.kept.release(key)
         if self.moved is not None:
             self.moved.release(key)
+
+
+def _copied(tensors: Saved) -> Saved:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 from sppo.engine.kv_store import KVStore
 from sppo.engine.unit import Span
 from sppo.kernels.attention import Backend, attention_backward, attention_forward
-from sppo.kernels.kv_layout import by_token
+from sppo.kernels.kv_layout import copy_by_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,11 @@ class StoredAttention:
             document_starts=self._documents(),
             backend=self.backend,
         )
-        return dq, by_token(dk[start:], dtype=k.dtype), by_token(dv[start:], dtype=v.dtype)
+        return (
+            dq,
+            copy_by_token(dk[start:], dtype=k.dtype),
+            copy_by_token(dv[start:], dtype=v.dtype),
+        )
 
     def _documents(self) -> tuple[int, ...]:
         return tuple(start for start in self.span.document_starts if start < self.span.end)

@@ -9,7 +9,7 @@ Legend: C tokens of the subsequence, E hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -71,6 +71,7 @@ class Stage:
         attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
         loss_terms: what training adds to the cross entropy; evaluation adds nothing.
         sends_keys: whether ranks that run pieces of its units get the stored K and V.
+        debug: overwrite lent memory with NaN when it is given back.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Stage:
         attention_backend: Backend = "auto",
         loss_terms: LossTerms = CROSS_ENTROPY,
         sends_keys: bool = False,
+        debug: bool = False,
     ) -> None:
         self._tensor = exchange if isinstance(exchange, TensorExchange) else None
         self._heads = exchange if isinstance(exchange, HeadExchange) else None
@@ -109,7 +111,12 @@ class Stage:
         self._residual_plans: dict[tuple[int, int], SubsequencePlan] = {}
         heads = None if self._heads is None else self._heads.share.keys
         self.kv = KVStore(
-            self.model, dtype=weights.dtype, device=weights.device, heads=heads, sent=sends_keys
+            self.model,
+            dtype=weights.dtype,
+            device=weights.device,
+            heads=heads,
+            sent=sends_keys,
+            poison=debug,
         )
         self._layer_gradients = {i: _local(gradients or {}, f"layers.{i}.") for i in self._layers}
         self._token_losses: dict[tuple[int, int], Tensor] = {}
@@ -234,8 +241,8 @@ class Stage:
             unit: as given to :meth:`forward`; units of a sequence come in descending order.
             dy_CE: gradient of the output; None on the last stage.
             defer_weights: leave the products that make weight gradients to
-                :meth:`weight_gradients`. Their operands stay until then, so the store must not
-                use their memory again.
+                :meth:`weight_gradients`. Their operands stay until then, so saved tensors that
+                the stores lend are copied.
 
         Returns:
             Gradient of the input ``[C, E]``, None on the first stage.
@@ -245,12 +252,13 @@ class Stage:
             dy_CE = self.take_loss_gradient(unit)
         dx = dy_CE
         rotary = self._rotary(unit)
+        take = self._saved.take_owned if defer_weights else self._saved.take
         taken: dict[int, Saved] = {}
         sinks = {index: self._sink(index, deferred=defer_weights) for index in self._layers}
         for index in reversed(self._layers):
-            saved = taken.pop(index, None) or self._saved.take(_key(unit, index))
+            saved = taken.pop(index, None) or take(_key(unit, index))
             if "x_in" not in saved:
-                self._rebuild_input(unit, index, saved, taken, rotary)
+                self._rebuild_input(unit, index, saved, taken, take, rotary)
             with visit(self._weights, index) as weights:
                 self._complete(unit, index, saved, weights, rotary)
                 dx = self._layer(unit).backward(
@@ -280,9 +288,7 @@ class Stage:
     def _sink(self, index: int, *, deferred: bool) -> GradientSum | DeferredGradients:
         """Where the weight gradients of layer ``index`` go."""
         totals = self._layer_gradients[index]
-        if not deferred:
-            return GradientSum(totals)
-        return DeferredGradients(totals, copy=self._moved is not None)
+        return DeferredGradients(totals) if deferred else GradientSum(totals)
 
     def _rebuild_input(
         self,
@@ -290,19 +296,20 @@ class Stage:
         index: int,
         saved: Saved,
         taken: dict[int, Saved],
+        take: Callable[[ActivationKey], Saved],
         rotary: RotaryTable | None,
     ) -> None:
         """Put x_in into ``saved`` of layer ``index``: the output of the layers below it.
 
         Given a layer's o, the residual stream goes on without attention: x_mid = x_in + o W_o,
         y = x_mid + MLP(x_mid), one product more per token than rebuilding the layer itself. What
-        is taken out of the store on the way waits in ``taken`` for its own turn.
+        ``take`` takes out of the stores on the way waits in ``taken`` for its own turn.
         """
         below = index - 1
         if below not in taken:
-            taken[below] = self._saved.take(_key(unit, below))
+            taken[below] = take(_key(unit, below))
         if "x_in" not in taken[below]:
-            self._rebuild_input(unit, below, taken[below], taken, rotary)
+            self._rebuild_input(unit, below, taken[below], taken, take, rotary)
         with visit(self._weights, below) as weights:
             self._complete(unit, below, taken[below], weights, rotary)
             saved["x_in"] = self._layer(unit).output_again(taken[below], weights)

@@ -36,9 +36,10 @@ def empty_keys(
     return torch.empty((heads, tokens, head_size), dtype=dtype, device=device).transpose(0, 1)
 
 
-def by_token(x_CKD: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """``x_CKD`` in ``dtype`` with a token's heads next to each other, as projections read them.
+def copy_by_token(x_CKD: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Return a copy of ``x_CKD`` in ``dtype`` with the heads of a token next to each other.
 
-    At most one copy, whatever changes; none where nothing does.
+    That is how projections read it. The copy never shares memory with ``x_CKD``, so it may outlive
+    the buffer that ``x_CKD`` is a part of.
     """
-    return x_CKD.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    return torch.empty(x_CKD.shape, dtype=dtype, device=x_CKD.device).copy_(x_CKD)

@@ -16,7 +16,11 @@ class GradientSink(Protocol):
     """Takes the weight gradients of one layer under its local names."""
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
-        """The operands of ``name.weight``'s gradient (and of its bias, if it has one)."""
+        """Take the operands of ``name.weight``'s gradient, and of its bias if it has one.
+
+        The operands become the sink's, which may read them after the layer's backward: nobody
+        writes to their memory or lends it to anything else from here on.
+        """
         ...
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -53,36 +57,26 @@ def zero_gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class DeferredGradients:
     """Adds small gradients at once, and keeps the operands of products until they are wanted.
 
-    The weight-gradient half of a backward (zero bubble, Qi et al., 2024): :meth:`linear` holds on
-    to its operands, which nobody may change, and :meth:`add_up` multiplies them.
+    The weight-gradient half of a backward (zero bubble, Qi et al., 2024): :meth:`linear` keeps its
+    operands, which are its own (:class:`GradientSink`), and :meth:`add_up` multiplies them. Saved
+    tensors that a store only lends are copied before the layer's backward begins, by
+    :meth:`sppo.engine.saved_tensors.SavedTensors.take_owned`.
 
     Args:
         totals: fp32 buffers by local name.
-        copy: operands lie in memory that is used again before :meth:`add_up`.
     """
 
-    def __init__(self, totals: Mapping[str, Tensor], *, copy: bool) -> None:
+    def __init__(self, totals: Mapping[str, Tensor]) -> None:
         self._sum = GradientSum(totals)
-        self._copy = copy
         self._operands: list[tuple[str, Tensor, Tensor]] = []
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
         """See :class:`GradientSink`."""
-        self._operands.append((name, self._kept(dy_CO), self._kept(x_CI)))
+        self._operands.append((name, dy_CO, x_CI))
 
     def add(self, name: str, gradient: Tensor) -> None:
         """See :class:`GradientSink`."""
         self._sum.add(name, gradient)
-
-    def _kept(self, operand: Tensor) -> Tensor:
-        """The operand in memory that nobody else writes to.
-
-        What is part of something larger, as gradients of K and V are of those of a sequence, will
-        be written over when that serves the next.
-        """
-        own_bytes = operand.numel() * operand.element_size()
-        shared = operand.untyped_storage().nbytes() > own_bytes
-        return operand.clone() if self._copy or shared else operand
 
     def add_up(self) -> None:
         """The products, in the order in which they would have been added at once."""

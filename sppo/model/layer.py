@@ -49,7 +49,10 @@ class SpanAttention(Protocol):
     def backward(
         self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq_CND, dk_CKD, dv_CKD): k and v gradients complete, later subsequences included."""
+        """Return (dq_CND, dk_CKD, dv_CKD), all three in memory that belongs to the caller.
+
+        The gradients of k and v are complete: those from later subsequences are in them.
+        """
         ...
 
 
@@ -135,7 +138,11 @@ class Layer:
         rotary: RotaryTable | None,
         attention: SpanAttention,
     ) -> Tensor:
-        """Gradient of the layer input ``[C, E]``; consumes ``saved``, rebuilding what it lacks."""
+        """Return the gradient of the layer input ``[C, E]``; consumes ``saved``.
+
+        What ``saved`` lacks is recomputed. Saved tensors are overwritten and become operands of
+        weight gradients, so where ``gradients`` keeps its operands ``saved`` must own its memory.
+        """
         x_in = saved.pop("x_in")
         n1 = self._gathered_norm("attention_norm", x_in, weights)
         queries = self._queries(n1, saved, weights, rotary)

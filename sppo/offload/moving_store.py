@@ -95,7 +95,8 @@ class _Parcel:
 class MovingStore:
     """Takes, gives back and forgets tensors as a :class:`sppo.offload.store.ActivationStore` does.
 
-    On the device it holds nothing but the ring, which :meth:`take_report` counts.
+    On the device it holds nothing but the ring, which :meth:`take_report` counts. What
+    :meth:`take` returns is lent out of the ring.
 
     Args:
         queues: that carry out the copies; closed with the store.

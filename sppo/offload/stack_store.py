@@ -21,10 +21,18 @@ from sppo.offload.store import ActivationKey
 class StackStore:
     """:class:`sppo.offload.store.ActivationStore` over a :class:`HostArena`.
 
-    What :meth:`take` returns are views, good until the next :meth:`save`.
+    What :meth:`take` returns are views of the stack, good until :meth:`release`.
+
+    Args:
+        poison: overwrite tensors with NaN when they are released, so that what reads them later
+            reads NaN instead of what was saved next.
     """
 
-    def __init__(self) -> None:
+    lends_memory = True
+
+    def __init__(self, *, poison: bool = False) -> None:
+        self._poison = poison
+        self._lent: dict[ActivationKey, dict[str, Tensor]] = {}
         self._arena: HostArena | None = None
         self._entries: dict[ActivationKey, tuple[int, dict[str, Tensor]]] = {}
         self._top_bytes = 0
@@ -69,14 +77,19 @@ class StackStore:
         assert saved == key, f"{key} is taken before {saved}, which was saved later"
         self._top_bytes = start
         self._held_bytes -= _total_bytes(slots)
+        if self._poison:
+            self._lent[key] = dict(slots)
         return slots
 
     def release(self, key: ActivationKey) -> None:
-        """Nothing to do: the next :meth:`save` writes over it."""
+        """See :class:`sppo.offload.store.ActivationStore`; the next save writes over it."""
+        for tensor in self._lent.pop(key, {}).values():
+            tensor.fill_(float("nan"))
 
     def discard(self) -> None:
         """See :class:`sppo.offload.store.ActivationStore`."""
         self._entries.clear()
+        self._lent.clear()
         self._top_bytes = self._held_bytes = 0
 
     @property

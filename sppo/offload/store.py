@@ -26,6 +26,14 @@ class ActivationStore(Protocol):
     peak_bytes: int
     """Most bytes held on the device at once."""
 
+    @property
+    def lends_memory(self) -> bool:
+        """Whether :meth:`take` lends memory that is used again after :meth:`release`.
+
+        Otherwise what it returns belongs to the caller.
+        """
+        ...
+
     def reserve(self, capacity_bytes: int) -> None:
         """Nothing is held, and up to ``capacity_bytes`` will be: make room."""
         ...
@@ -62,6 +70,8 @@ class ActivationStore(Protocol):
 
 class ResidentStore:
     """Keeps every saved tensor where it is, in memory of the device's own allocator."""
+
+    lends_memory = False
 
     def __init__(self) -> None:
         self._entries: dict[ActivationKey, dict[str, Tensor]] = {}

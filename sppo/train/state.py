@@ -115,6 +115,7 @@ def build_state(
         ),
         loss_terms=loss_terms(run),
         stopwatch=device.stopwatch(),
+        debug=run.activations.debug,
     )
     return TrainingState(weights, gradients, optimizer, engine, shared)
 

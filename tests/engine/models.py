@@ -105,7 +105,7 @@ class Trained:
     def __init__(self, model, weights, *, policy="retain", **options):
         self.gradients = zero_gradients(weights)
         self.engine = Engine(
-            model, weights=weights, gradients=self.gradients, policy=policy, **options
+            model, weights=weights, gradients=self.gradients, policy=policy, debug=True, **options
         )
 
     def step(self, sequences, cuts, **options):

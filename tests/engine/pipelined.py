@@ -203,6 +203,7 @@ def _steps(rank: int, case: Case):
         input_every=case.input_every,
         pipeline=pipeline,
         companions=Companions(exchange, reduce),
+        debug=True,
     )
     for step in range(case.steps):
         for gradient in gradients.values():

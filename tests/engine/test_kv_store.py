@@ -109,3 +109,11 @@ def test_bytes_are_counted_and_given_back(dtype, narrow, wide):
     store.discard()
     assert (store.device_bytes, store.num_sequences) == (0, 0)
     assert store.peak_bytes == elements * (2 * narrow + wide)
+
+
+def test_a_released_sequence_is_poisoned_for_debugging():
+    store = KVStore(MODEL, dtype=torch.float32, poison=True)
+    write(store, 0, 10)
+    lent = [*store.prefix(0, 0, end=10), *store.prefix_gradients(0, 0, start=0, end=10)]
+    store.release(0)
+    assert all(tensor.isnan().all() for tensor in lent)

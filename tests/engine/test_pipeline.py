@@ -100,6 +100,27 @@ def test_sequences_of_one_length_use_the_same_memory_again(ranks, schedule):
     check(ranks, Case(shape=(1, 2, 1), schedule=schedule, cuts=((0, 3, 4, 11, 17),) * 4))
 
 
+@pytest.mark.parametrize("schedule", ["zb_h1", "seq_zb_h1"])
+@pytest.mark.parametrize("sequence_parallel", ["ulysses", "megatron"])
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 2, 2)])
+def test_weight_gradients_outlive_the_sequence_they_belong_to(
+    ranks, schedule, sequence_parallel, shape
+):
+    """One key/value head and one subsequence: its dV is all of the KV store's buffer."""
+    check(
+        ranks,
+        Case(
+            "mqa, window, biases",
+            shape=shape,
+            sequence_parallel=sequence_parallel,
+            schedule=schedule,
+            cuts=((0, 9),) * 4,
+            sizes={"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_size": 4},
+            steps=2,
+        ),
+    )
+
+
 @pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_steps_in_a_row(ranks, schedule, shared):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo.kernels.kv_layout import by_token, empty_keys
+from sppo.kernels.kv_layout import copy_by_token, empty_keys
 
 
 def stored(dtype):
@@ -19,12 +19,15 @@ def test_a_head_lies_together_unless_ranks_send_prefixes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_by_token(dtype):
     rows = stored(torch.float32)[5:]
-    found = by_token(rows, dtype=dtype)
+    found = copy_by_token(rows, dtype=dtype)
     assert found.dtype is dtype
     assert found.is_contiguous()
     assert torch.equal(found, rows.to(dtype))
 
 
-def test_what_lies_by_token_is_not_copied():
-    rows = torch.randn(9, 3, 4)[5:]
-    assert by_token(rows, dtype=torch.float32).data_ptr() == rows.data_ptr()
+def test_what_lies_by_token_is_copied_as_well():
+    """The buffer it is a part of is used again while the copy still waits to be multiplied."""
+    rows = torch.randn(9, 3, 4)
+    found = copy_by_token(rows, dtype=torch.float32)
+    assert torch.equal(found, rows)
+    assert found.data_ptr() != rows.data_ptr()

@@ -40,6 +40,16 @@ def test_what_is_saved_is_a_copy():
     assert torch.equal(store.take(KEYS[0])["x"], saved(0)["x"])
 
 
+def test_released_tensors_are_poisoned_for_debugging():
+    store = StackStore(poison=True)
+    store.reserve(capacity(1))
+    store.save(KEYS[0], saved(0))
+    taken = store.take(KEYS[0])
+    assert torch.equal(taken["x"], saved(0)["x"])
+    store.release(KEYS[0])
+    assert all(tensor.isnan().all() for tensor in taken.values())
+
+
 def test_more_than_was_reserved_is_refused():
     store = StackStore()
     store.reserve(capacity(1))
