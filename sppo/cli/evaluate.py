@@ -27,6 +27,13 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIR", help="A checkpoint; without it the run's newest."),
     ] = None,
+    initial: Annotated[
+        bool,
+        typer.Option(
+            "--initial",
+            help="Evaluate the weights that the run starts from: model.from_hf, or random ones.",
+        ),
+    ] = False,
     sequences: Annotated[
         int | None, typer.Option(min=1, help="Evaluate the first sequences only.")
     ] = None,
@@ -54,6 +61,8 @@ def evaluate(
 
         if png is not None and not png.parent.is_dir():
             raise ValueError(f"--png {png}: there is no directory {png.parent}")
+        if initial and checkpoint is not None:
+            raise ValueError(f"--initial and --checkpoint {checkpoint}: leave one of the two out")
 
         def show_progress(done: int, total: int) -> None:
             if not json_output and done * _PROGRESS_LINES // total > (
@@ -64,6 +73,7 @@ def evaluate(
         result = evaluate_run(
             run,
             checkpoint=checkpoint,
+            initial=initial,
             max_sequences=sequences,
             on_sequence=show_progress,
             device=choose_device(run),

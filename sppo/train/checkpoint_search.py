@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import islice
 from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Any
 
+from sppo.config.problems import nearest
 from sppo.train.checkpoint_files import (
     CHECKPOINTS_DIRECTORY,
     METADATA_FILE,
@@ -18,10 +20,18 @@ from sppo.train.checkpoint_files import (
 from sppo.train.checkpoint_manifest import Damage, find_damage
 
 _logger = logging.getLogger(__name__)
+_MOST_LEVELS = 2
+"""Directories of a name that may be mistyped."""
+_MOST_RUNS = 1000
+_SHOWN_RUNS = 3
 
 
 class InvalidCheckpointError(ValueError):
     """No checkpoint to be found where one must be, or none that is whole."""
+
+
+class NoCheckpointError(InvalidCheckpointError):
+    """No checkpoint to be found where one must be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,8 @@ def find_checkpoint(path: Path | str) -> Checkpoint:
         path: a run's output directory, its ``checkpoints`` or one ``step_...`` in there.
 
     Raises:
-        InvalidCheckpointError: no checkpoint there, or none that is whole.
+        NoCheckpointError: there is none.
+        InvalidCheckpointError: none is whole.
     """
     path = Path(path)
     below = path / CHECKPOINTS_DIRECTORY
@@ -53,11 +64,31 @@ def find_checkpoint(path: Path | str) -> Checkpoint:
     else:
         checkpoint, _ = newest_valid(path)
     if checkpoint is None:
-        raise InvalidCheckpointError(
-            f"{path} holds no checkpoint: give a run's output directory, which contains "
-            f"{CHECKPOINTS_DIRECTORY}/{step_name(12)} or the like, or one such checkpoint"
+        raise NoCheckpointError(
+            f"{path} holds no checkpoint{'' if path.is_dir() else ' (no such directory)'}: give "
+            f"a run's output directory, which contains {CHECKPOINTS_DIRECTORY}/{step_name(12)} or "
+            f"the like, or one such checkpoint{_runs_nearby(path)}"
         )
     return checkpoint
+
+
+def _runs_nearby(path: Path) -> str:
+    """Return ". Did you mean 'runs/mine'?", or the runs there are in its place, or nothing."""
+    path = path.parent if path.name == CHECKPOINTS_DIRECTORY else path
+    missing = [path.name]
+    root = path.parent
+    while not root.is_dir() and root.name:
+        missing.insert(0, root.name)
+        root = root.parent
+    pattern = "/".join([*("*" for _ in missing), CHECKPOINTS_DIRECTORY])
+    some = islice(root.glob(pattern), _MOST_RUNS) if len(missing) <= _MOST_LEVELS else ()
+    runs = sorted(found.parent for found in some if list_checkpoints(found))
+    names = [str(run.relative_to(root)) for run in runs]
+    hint = nearest("/".join(missing), names)
+    if hint:
+        return f".{hint}"
+    shown = ", ".join(str(run) for run in runs[:_SHOWN_RUNS])
+    return f". Runs with checkpoints: {shown}" if shown else ""
 
 
 def newest_valid(directory: Path) -> tuple[Checkpoint | None, set[Path]]:

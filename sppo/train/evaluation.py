@@ -23,8 +23,8 @@ from sppo.planning.layer_cost import Workload
 from sppo.planning.memory import evaluation_bytes
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import run_boundaries
-from sppo.train.checkpoint import find_checkpoint, read_model
-from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.train.checkpoint import read_model
+from sppo.train.checkpoint_search import Checkpoint, NoCheckpointError, find_checkpoint
 from sppo.train.data import count_sequences, training_sequence
 from sppo.train.device import CpuDevice, Device
 from sppo.train.preflight import check_weights, open_data
@@ -70,6 +70,7 @@ def evaluate(
     run: RunConfig,
     *,
     checkpoint: Path | None = None,
+    initial: bool = False,
     max_sequences: int | None = None,
     on_sequence: Callable[[int, int], None] = lambda done, total: None,
     device: Device | None = None,
@@ -78,17 +79,19 @@ def evaluate(
 
     Args:
         run: checked.
-        checkpoint: a particular checkpoint; None takes the run's newest, and the starting weights
-            if it has none.
+        checkpoint: a particular checkpoint; None takes the run's newest.
+        initial: evaluate the weights that the run starts from, whatever it has learnt since: those
+            of ``model.from_hf``, or random ones.
         max_sequences: evaluate the first of them only.
         on_sequence: called with (sequences done, sequences in all).
         device: that computes; None: the CPU.
 
     Raises:
-        ValueError: data or weights that cannot be used, or no label that counts.
+        ValueError: no checkpoint, data or weights that cannot be used, or no label that counts.
         MemoryError: it does not fit in this machine's memory.
     """
     device = device or CpuDevice()
+    found = None if initial else _checkpoint(run, checkpoint)
     directory = run.data.eval_tokens or run.data.tokens
     data = open_data(run, directory)
     hardware = hardware_for(
@@ -97,7 +100,7 @@ def evaluate(
     boundaries = run_boundaries(run, hardware=hardware)
     device.begin()
     _check_memory(run, hardware=hardware, boundaries=boundaries, device=device)
-    weights, source, step = _weights(run, checkpoint, device=device.torch_device)
+    weights, source, step = _weights(run, found, device=device.torch_device)
     engine = Engine(run.model, weights=weights, gradients=None)
     length = run.sequence.length
     total = count_sequences(data, length=length)
@@ -160,19 +163,36 @@ def _check_memory(
         )
 
 
+def _checkpoint(run: RunConfig, given: Path | None) -> Checkpoint:
+    """Return the checkpoint ``given``, or the newest of the run.
+
+    Raises:
+        ValueError: there is none: weights that nothing has trained are evaluated only on request.
+    """
+    if given is not None:
+        return find_checkpoint(given)
+    try:
+        return find_checkpoint(run.train.output)
+    except NoCheckpointError as error:
+        raise ValueError(
+            f"train.output: {error}. To evaluate {_initial_weights(run)}, which the run starts "
+            "from, write --initial"
+        ) from None
+
+
+def _initial_weights(run: RunConfig) -> str:
+    return run.model.from_hf or f"random weights of seed {run.train.seed}"
+
+
 def _weights(
-    run: RunConfig, checkpoint: Path | None, *, device: torch.device
+    run: RunConfig, found: Checkpoint | None, *, device: torch.device
 ) -> tuple[dict[str, Tensor], str, int]:
     """(weights in the compute dtype on the device, where they come from, steps they have seen)."""
     dtype = DTYPES[run.train.dtype]
-    output = Path(run.train.output)
-    if checkpoint is None and list_checkpoints(output / CHECKPOINTS_DIRECTORY):
-        checkpoint = output
-    if checkpoint is None:
+    if found is None:
         check_weights(run)
-        source = run.model.from_hf or f"random weights of seed {run.train.seed}"
-        return {name: w.to(device, dtype) for name, w in starting_weights(run)}, source, 0
-    found = find_checkpoint(checkpoint)
+        weights = {name: w.to(device, dtype) for name, w in starting_weights(run)}
+        return weights, _initial_weights(run), 0
     metadata, weights = read_model(found.path)
     _check_model(run, metadata, found.path)
     placed = {name: w.to(device, dtype) for name, w in weights.items()}

@@ -86,11 +86,43 @@ def test_a_particular_checkpoint(trained):
     assert json.loads(succeed("eval", "run.yaml", "--json"))["step"] == 6
 
 
-def test_a_run_that_has_not_begun_is_evaluated_as_it_will_start(trained):
-    result = json.loads(succeed("eval", "run.yaml", "train.output=later", "--json"))
+def test_the_weights_that_a_run_starts_from_on_request(trained):
+    words = ("eval", "run.yaml", "train.output=later", "--initial", "--json")
+    result = json.loads(succeed(*words))
     assert (result["step"], result["weights_from"]) == (0, "random weights of seed 0")
     assert result["loss"] == pytest.approx(math.log(32), abs=0.05)
     assert not (trained / "later").exists()
+    # also of a run that has learnt since
+    assert json.loads(succeed("eval", "run.yaml", "--initial", "--json")) == result
+
+
+def test_published_weights_before_any_training_on_request(trained):
+    succeed("convert", "to-hf", "out", "exported")
+    words = ("run.yaml", "model={from_hf: exported}", "train.output=later")
+    said = refuse("eval", *words)
+    assert "To evaluate exported, which the run starts from, write --initial" in said
+    result = json.loads(succeed("eval", *words, "--initial", "--json"))
+    assert (result["step"], result["weights_from"]) == (0, "exported")
+    trained_loss = json.loads(succeed("eval", "run.yaml", "--json"))["loss"]
+    assert result["loss"] == pytest.approx(trained_loss, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("uot", "train.output: uot holds no checkpoint (no such directory): "),
+        ("uot", "Did you mean 'out'?"),
+        ("xyz", "Runs with checkpoints: out."),
+        ("tokens", "train.output: tokens holds no checkpoint: "),
+        ("no/where/at/all", "random weights of seed 0, which the run starts from, write --initial"),
+    ],
+)
+def test_weights_that_nothing_has_trained_are_never_taken_unasked(trained, output, says):
+    before = tree(trained)
+    said = refuse("eval", "run.yaml", f"train.output={output}")
+    assert says in said
+    assert len(said.splitlines()) == 1
+    assert tree(trained) == before
 
 
 def test_the_picture(trained):
@@ -103,6 +135,8 @@ def test_the_picture(trained):
     [
         (["model.mlp_size=128"], "model.mlp_size is 64 there, 128 in the run file"),
         (["--checkpoint", "nowhere"], "nowhere holds no checkpoint"),
+        (["--checkpoint", "uot"], "Did you mean 'out'?"),
+        (["--checkpoint", "out", "--initial"], "--initial and --checkpoint out: leave one"),
         (["--checkpoint", "tokens"], "tokens holds no checkpoint"),
         (["--png", "no/such/place.png"], "there is no directory no/such"),
         (["data.eval_tokens=nowhere"], "nowhere: no such directory"),
@@ -143,6 +177,6 @@ def test_losses_that_are_no_numbers_are_null_in_json(trained, monkeypatch):
 
 
 def test_progress_is_ten_lines_at_most(work: Path):
-    text = succeed("eval", "run.yaml")
+    text = succeed("eval", "run.yaml", "--initial")
     assert "sequence 20 of 20" in text
     assert text.count(" of 20") == 10

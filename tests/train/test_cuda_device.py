@@ -215,14 +215,14 @@ def test_memory_is_what_torch_reserves_beyond_the_baseline(work):
 
 def test_evaluation_is_that_of_the_cpu(work):
     run = run_of(work)
-    expected = evaluate(run)
+    expected = evaluate(run, initial=True)
     with fake_gpu() as (device, runtime):
-        assert evaluate(run, device=device) == expected
+        assert evaluate(run, initial=True, device=device) == expected
         assert runtime.counts.set_to == [device.torch_device]
     with fake_gpu(free_bytes=1000) as (device, runtime):
         runtime.memory_reserved = runtime.memory_allocated = lambda device: 0
         with pytest.raises(MemoryError, match="tokens needs .*: 1000 B free on NVIDIA H200"):
-            evaluate(run, device=device)
+            evaluate(run, initial=True, device=device)
 
 
 def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypatch):

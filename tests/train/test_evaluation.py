@@ -15,10 +15,15 @@ from sppo.kernels.cross_entropy import IGNORED_LABEL
 from sppo.kernels.machine_memory import MemoryRoom
 from sppo.train import device, evaluation
 from sppo.train.data import training_sequence
-from sppo.train.evaluation import evaluate, loss_by_position
+from sppo.train.evaluation import Evaluation, loss_by_position
 from sppo.train.state import starting_weights
 from sppo.train.tokens import open_tokens
 from tests.conftest import LENGTH, write_tokens
+
+
+def evaluate_initial(run, **options) -> Evaluation:
+    """What a run says before it has trained."""
+    return evaluation.evaluate(run, initial=True, **options)
 
 
 def directly(run, *, sequences):
@@ -44,7 +49,7 @@ def test_as_the_plain_model_says(work, run_file, isolate):
     starts = (3, 50, LENGTH, LENGTH + 1, 2 * LENGTH - 1, 150)
     write_tokens(work / "documents", num_tokens=3 * LENGTH + 1, documents=starts)
     run = load_run(run_file(data={"tokens": "documents", "isolate_documents": isolate}))
-    result = evaluate(run)
+    result = evaluate_initial(run)
     losses, counts = directly(run, sequences=3)
     assert result.num_tokens == int(counts.sum()) == 3 * LENGTH - isolate * len(starts)
     assert result.loss == pytest.approx(float(losses.sum() / counts.sum()), rel=1e-5)
@@ -56,7 +61,7 @@ def test_as_the_plain_model_says(work, run_file, isolate):
 
 def test_bins_as_the_plain_model_says(work, run_file):
     run = load_run(run_file(sequence={"length": 300, "num_subsequences": 5}))
-    result = evaluate(run, max_sequences=2)
+    result = evaluate_initial(run, max_sequences=2)
     losses, counts = directly(run, sequences=2)
     assert [(row.start, row.end) for row in result.by_position] == [
         (0, 64),
@@ -72,14 +77,14 @@ def test_bins_as_the_plain_model_says(work, run_file):
 
 
 def test_cuts_do_not_matter(work, run_file):
-    whole = evaluate(load_run(run_file(sequence={"num_subsequences": 1})), max_sequences=3)
+    whole = evaluate_initial(load_run(run_file(sequence={"num_subsequences": 1})), max_sequences=3)
     run = load_run(run_file(sequence={"boundaries": [0, 1, 40, 64], "num_subsequences": "auto"}))
-    assert evaluate(run, max_sequences=3).loss == pytest.approx(whole.loss, rel=1e-6)
+    assert evaluate_initial(run, max_sequences=3).loss == pytest.approx(whole.loss, rel=1e-6)
 
 
 def test_bf16_is_close(work, run_file):
-    wide = evaluate(load_run(run_file()), max_sequences=3)
-    narrow = evaluate(load_run(run_file(train={"dtype": "bf16"})), max_sequences=3)
+    wide = evaluate_initial(load_run(run_file()), max_sequences=3)
+    narrow = evaluate_initial(load_run(run_file(train={"dtype": "bf16"})), max_sequences=3)
     assert narrow.loss != wide.loss
     assert narrow.loss == pytest.approx(wide.loss, rel=1e-2)
 
@@ -89,12 +94,14 @@ def test_no_label_that_counts(work, run_file):
     write_tokens(work / "words", num_tokens=2 * LENGTH + 1, documents=starts)
     run = load_run(run_file(data={"tokens": "words", "isolate_documents": True}))
     with pytest.raises(ValueError, match="no label of its first 2 sequences counts"):
-        evaluate(run)
+        evaluate_initial(run)
 
 
 def test_progress(work, run_file):
     seen = []
-    evaluate(load_run(run_file()), max_sequences=3, on_sequence=lambda *pair: seen.append(pair))
+    evaluate_initial(
+        load_run(run_file()), max_sequences=3, on_sequence=lambda *pair: seen.append(pair)
+    )
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
@@ -116,4 +123,4 @@ def test_too_large_is_said_before_any_weight_is_read(work, run_file, monkeypatch
     monkeypatch.setattr(device, "memory_room", lambda: MemoryRoom(machine_bytes=1000))
     monkeypatch.setattr(evaluation, "_weights", None)
     with pytest.raises(MemoryError, match=f"of {LENGTH} tokens needs .*1000 B available"):
-        evaluate(load_run(run_file()))
+        evaluate_initial(load_run(run_file()))
