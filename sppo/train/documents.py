@@ -188,5 +188,5 @@ def _decode(data: bytes, path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path}: byte {error.start} is 0x{data[error.start]:02x}, which is not UTF-8; convert"
-            " the file, leave it out with --glob, or use --tokenizer bytes, which takes any bytes"
+            " the file, leave it out with --glob, or use --tokenizer bytes, which takes any text"
         ) from None

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sppo.train.documents import find_files, reading
+from sppo.train.text_files import check_text_files
 from sppo.train.token_writer import (
     TokenWriter,
     check_destination,
@@ -105,6 +106,8 @@ def prepare_tokens(
         )
         if existing is not None:
             _refuse_other_tokenizer(existing, chosen)
+        if tokenizer != "ids":
+            check_text_files(paths)
         num_empty = _write(
             temporary, chosen, paths=paths, total_bytes=source_bytes, on_progress=on_progress
         )

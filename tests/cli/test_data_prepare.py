@@ -57,9 +57,9 @@ def assert_nothing_left(work: Path) -> None:
 
 
 def test_bytes(work: Path) -> None:
-    (work / "src/b.bin").write_bytes(b"\xff\x00")
+    (work / "src/b.bin").write_bytes(b"\xff\xe9")
     summary = succeed("--tokenizer", "bytes", "--out", "out", "src/b.bin", "src/a.txt")
-    assert tokens_of(work / "out") == [255, 0, 256, 104, 105, 256]
+    assert tokens_of(work / "out") == [255, 233, 256, 104, 105, 256]
     assert np.load(work / "out/documents.npy").tolist() == [0, 3, 6]
     assert summary["num_tokens"] == 6
     assert summary["num_documents"] == summary["num_files"] == 2
@@ -189,6 +189,7 @@ def test_empty_directory_may_be_the_output(work: Path) -> None:
         ("bytes", {}, "src/x: no such file or directory"),
         ("bytes", {"x": b""}, "no tokens: every document is empty"),
         ("bytes", {"x": None}, "src/x: no files (hidden ones are left out)"),
+        ("bytes", {"x": b"ab\0c"}, "src/x is not text: byte 2 is NUL. Unpack"),
         ("ids", {"x": None}, "src/x: no files that match *.npy"),
         ("byte", {"x": b"a"}, "--tokenizer byte: neither 'bytes' nor 'ids', and no such file"),
         ("src", {"x": b"a"}, "--tokenizer src: the directory holds no tokenizer.json"),
@@ -214,6 +215,20 @@ def test_refused_inputs(work: Path, tokenizer: str, contents: dict[str, Any], me
     error = refuse("--tokenizer", tokenizer, "--out", "deep/out", "src/x")
     assert message in error
     assert_nothing_left(work)
+
+
+def test_binary_files_are_refused_by_name(work: Path) -> None:
+    for name in "bcdef":
+        np.save(work / "src" / f"{name}.npy", np.arange(9))
+    error = refuse("--tokenizer", "bytes", "--out", "deep/out", "src")
+    assert (
+        "src/b.npy is not text: a NumPy array, which --tokenizer ids reads; src/c.npy is not text: "
+        in error
+    )
+    assert "; and 2 more. Unpack compressed files" in error
+    assert "src/f.npy" not in error
+    assert_nothing_left(work)
+    succeed("--tokenizer", "bytes", "--out", "out", "--glob", "*.txt", "src")
 
 
 @pytest.mark.parametrize(
