@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sppo.output_file import write_text
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import read_hardware
 
@@ -118,7 +119,7 @@ def write_run(case: Case, path: Path, *, steps: int, hardware: Path) -> None:
             "output": f"runs/{path.stem}_{time.strftime('%H%M%S')}",
         },
     }
-    path.write_text(json.dumps(run, indent=1) + "\n")
+    write_text(path, json.dumps(run, indent=1) + "\n")
 
 
 def train(run_file: Path, directory: Path) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def write_report(path: Path, rows: list[dict[str, Any]], hardware: HardwareSpec)
         "command": shlex.join(["bash", "scripts/check_prediction.sh", *sys.argv[1:]]),
         "cases": rows,
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_text(path, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

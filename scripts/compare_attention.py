@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from sppo.kernels.attention import attention_backward, attention_forward
 from sppo.kernels.kv_layout import empty_keys
+from sppo.output_file import write_text
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNSPLIT = 0
@@ -206,7 +207,7 @@ def _write(path: Path, found: list[Times], *, threads: int) -> None:
         "comparisons": [asdict(times) for times in found],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_text(path, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

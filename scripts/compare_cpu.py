@@ -22,6 +22,8 @@ from typing import Any, Protocol
 
 from turns import take_turns  # beside this file
 
+from sppo.output_file import write_text
+
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 4096, 512, 6, 8, 2, 1792
 SIDES = ("sppo retain", "transformers", "sppo keep_attention", "transformers checkpointing")
 
@@ -81,7 +83,7 @@ def _write_report(path: Path, measurements: list[Measurement], *, threads: int) 
         "command": shlex.join(["bash", "scripts/compare_cpu.sh", *sys.argv[1:]]),
         "measurements": [asdict(m) for m in measurements],
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_text(path, json.dumps(report, indent=1) + "\n")
 
 
 def compare(sides: list[str], length: int, *, steps: int, threads: int) -> list[Measurement]:

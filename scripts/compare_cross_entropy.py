@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 from option_types import one_of, positive, several  # beside this file
 from turns import take_turns  # beside this file
 
+from sppo.output_file import write_text
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -174,7 +176,7 @@ def _print(report: dict[str, Any]) -> None:
 def _append(path: Path, report: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     reports = json.loads(path.read_text()) if path.exists() else []
-    path.write_text(json.dumps([*reports, report], indent=1) + "\n")
+    write_text(path, json.dumps([*reports, report], indent=1) + "\n")
 
 
 if __name__ == "__main__":

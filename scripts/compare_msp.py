@@ -23,6 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sppo.output_file import write_text
+
 MODEL = {
     "vocab_size": 4096,
     "hidden_size": 512,
@@ -70,7 +72,7 @@ def main() -> None:
         f"{report['loss_difference']:.1e}"
     )
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+        write_text(arguments.output, json.dumps(report, indent=1) + "\n")
 
 
 def _ended_badly(process: Any) -> bool:

@@ -30,6 +30,8 @@ from typing import IO, Any, Protocol, cast
 
 from turns import take_turns  # beside this file
 
+from sppo.output_file import write_text
+
 MODEL = {
     "vocab_size": 4096,
     "hidden_size": 512,
@@ -330,7 +332,7 @@ def _write_report(path: Path, cases: list[Case]) -> None:
         "provenance": "measured; planned_bubble_fraction is simulated with analytic rates",
         "cases": [asdict(case) for case in cases],
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_text(path, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

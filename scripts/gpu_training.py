@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sppo.output_file import write_text
+
 TEXT = ("asyncio", "email", "http", "json", "logging", "unittest")
 LLAMA = {
     "vocab_size": 512, "hidden_size": 512, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2,
@@ -87,7 +89,7 @@ class Place:
             "hardware": {"preset": "laptop-cpu"} if device == "cpu" else "auto",
         }
         file = self.directory / f"{name}.json"  # JSON is YAML
-        file.write_text(json.dumps(sections))
+        write_text(file, json.dumps(sections))
         start = time.perf_counter()
         self.sppo("train", file.name, timeout_s=timeout_s)
         output = self.directory / "runs" / name
@@ -213,7 +215,7 @@ def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
             result["memory"].extend(memory_beside(case, runs))
             if case is timed:
                 result["times"] = times_beside(case, runs)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write_text(out, json.dumps(result, indent=1) + "\n")
     return not result["failed"] and all(row["within_tolerance"] for row in result["losses"])
 
 

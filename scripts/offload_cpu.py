@@ -25,6 +25,8 @@ from typing import Any
 from option_types import positive  # beside this file
 from turns import take_turns
 
+from sppo.output_file import write_figure, write_text
+
 MODEL = {
     "vocab_size": 4096,
     "hidden_size": 512,
@@ -60,7 +62,7 @@ def main() -> None:
     report = _report(arguments, {side: found[1:] for side, found in answers.items()})
     _print(report)
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+        write_text(arguments.output, json.dumps(report, indent=1) + "\n")
     if arguments.picture is not None:
         _draw(answers, arguments.picture)
 
@@ -232,7 +234,7 @@ def _draw(answers: dict[str, list[dict[str, Any]]], path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure, dpi=150)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from sppo.bench.panels import (
     write_labels,
 )
 from sppo.bench.suite import Measurements
+from sppo.output_file import write_figure
 from sppo.planning.rates import ElementwisePoint, GemmPoint
 from sppo.units import format_count
 
@@ -65,7 +66,7 @@ def write_picture(path: Path, *, name: str, measurements: Measurements) -> None:
         f"{name}, measured", x=0.01, ha="left", color=INK, fontsize=_TITLE_PT, parse_math=False
     )
     figure.tight_layout(rect=(0, 0, 1, 0.97), w_pad=2.5)
-    figure.savefig(path, format="png")
+    write_figure(path, figure)
 
 
 def _draw_gemm(axes: Any, *, points: tuple[GemmPoint, ...]) -> None:

@@ -22,7 +22,7 @@ from sppo.cli.bench_shapes import (
     list_words,
 )
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.output_file import check_writable
+from sppo.output_file import check_output_files, write_json
 
 if TYPE_CHECKING:
     from sppo.bench.suite import CopySetup, Measurements
@@ -123,9 +123,11 @@ def bench(
         shapes = ShapeOptions(queries, keys, heads, head_size, backend, tokens, width)
         shapes.check_subjects(subject.value, subject.parts)
         _check_copy_options(subject, disk=disk, run_file=run)
-        for option, path in (("-o", output), ("--png", png)):
-            if path is not None:
-                check_writable(option, path)
+        check_output_files(
+            {"-o": output, "--png": png},
+            pictures=["--png"],
+            inputs=[] if run is None else [run],
+        )
         from sppo.bench.description import describe, described_machine, starting_description
         from sppo.bench.display import BenchDisplay
         from sppo.bench.memory import check_memory
@@ -216,7 +218,6 @@ def _write(
 ) -> None:
     if output is not None:
         from sppo.planning.hardware_file import hardware_json
-        from sppo.train.durable_files import write_json
 
         write_json(output, hardware_json(spec))
     if png is not None:

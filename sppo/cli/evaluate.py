@@ -10,6 +10,7 @@ import typer
 
 from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes
+from sppo.output_file import check_output_files
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,8 +60,7 @@ def evaluate(
         from sppo.train.device import choose_device
         from sppo.train.evaluation import evaluate as evaluate_run
 
-        if png is not None and not png.parent.is_dir():
-            raise ValueError(f"--png {png}: there is no directory {png.parent}")
+        check_output_files({"--png": png}, pictures=["--png"], inputs=[run_file])
         if initial and checkpoint is not None:
             raise ValueError(f"--initial and --checkpoint {checkpoint}: leave one of the two out")
 

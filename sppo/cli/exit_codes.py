@@ -27,6 +27,9 @@ _BAD_PATH = frozenset(
         errno.ENOTDIR,
         errno.EISDIR,
         errno.EEXIST,
+        errno.EBADF,
+        errno.EBUSY,
+        errno.ELOOP,
         errno.ENAMETOOLONG,
     }
 )
@@ -46,13 +49,12 @@ def exit_codes() -> Iterator[None]:
     except MemoryError as error:
         fail(str(error) or "out of memory", code=NO_ROOM)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
         if error.errno in _NO_ROOM:
-            fail(f"{where}{error.strerror or error}", code=NO_ROOM)
+            fail(_disk_fault(error), code=NO_ROOM)
         if error.errno in _BAD_PATH:
-            fail(f"{where}{error.strerror or error}", code=BAD_INPUT)
+            fail(_disk_fault(error), code=BAD_INPUT)
         if error.errno in _FAULTS:
-            fail(f"{where}{error.strerror or error}", code=FAULT)
+            fail(_disk_fault(error), code=FAULT)
         raise
     except RuntimeError as error:
         if type(error).__name__ == "PeerLostError":  # its module loads torch
@@ -66,6 +68,12 @@ def fail(message: str, *, code: int) -> None:
     """Print ``message`` and end the command."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(code) from None
+
+
+def _disk_fault(error: OSError) -> str:
+    """The file, what the system says, and what was kept."""
+    where = f"{error.filename}: " if error.filename else ""
+    return "; ".join([f"{where}{error.strerror or error}", *getattr(error, "__notes__", [])])
 
 
 def _with_notes(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from sppo.cli import simulate_options as options
 from sppo.cli.arguments import Json
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.simulate_request import Flags, Simulation, read_request, sort_words
+from sppo.output_file import check_output_files, write_text
 
 if TYPE_CHECKING:
     from sppo.schedule.timeline import Timeline
@@ -104,18 +105,34 @@ def _simulate(
     flags: Flags, *, words: Sequence[str], compare: Sequence[str], wanted: _Outputs
 ) -> None:
     """Simulate, write the files, then print; nothing is printed for a request that fails."""
-    request = read_request(sort_words(words), flags=flags, compare=compare)
+    sorted_words = sort_words(words)
+    _check_outputs(wanted, inputs=(sorted_words.run_file, flags.program))
+    request = read_request(sorted_words, flags=flags, compare=compare)
     timelines, forward_makespan_s = _play(request)
     _draw(timelines, wanted=wanted)
     if wanted.program is not None:
         from sppo.schedule.program_text import format_program
 
-        wanted.program.write_text(format_program(timelines[0].schedule), encoding="utf-8")
+        write_text(wanted.program, format_program(timelines[0].schedule))
     _print(
         timelines,
         forward_makespan_s=forward_makespan_s,
         as_json=wanted.as_json,
         hardware=request.hardware,
+    )
+
+
+def _check_outputs(wanted: _Outputs, *, inputs: Sequence[Path | None]) -> None:
+    """Refuse files that cannot be written, before anything is simulated."""
+    check_output_files(
+        {
+            "--png": wanted.png,
+            "--timeline": wanted.html,
+            "--trace": wanted.trace,
+            "--write-program": wanted.program,
+        },
+        pictures=["--png"],
+        inputs=[path for path in inputs if path is not None],
     )
 
 

@@ -9,7 +9,7 @@ import typer
 
 from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
-from sppo.cli.output_file import check_writable
+from sppo.output_file import check_output_files, write_json
 
 if TYPE_CHECKING:
     from sppo.planning.ablation import AblationRow
@@ -44,8 +44,7 @@ def solve(
         sppo solve configs/run/gpt_7b_512k_32gpu.yaml sequence.length=1Mi --json
     """
     with exit_codes():
-        if output is not None:
-            check_writable("-o", output)
+        check_output_files({"-o": output}, inputs=[run_file])
         solution = _solution(run_file, overrides or [])
         rows = _ablation(solution) if ablation and solution.best is not None else ()
         if solution.best is not None and output is not None:
@@ -74,7 +73,6 @@ def _ablation(solution: Solution) -> tuple[AblationRow, ...]:
 def _write_plan(solution: Solution, output: Path) -> None:
     from sppo.planning.make_plan import make_plan
     from sppo.planning.plan import plan_json
-    from sppo.train.durable_files import write_json
 
     assert solution.best is not None, "only called with a plan to write"
     write_json(output, plan_json(make_plan(solution.run, solution.best)))

@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +24,7 @@ from sppo.config.huggingface import hf_config
 from sppo.config.model import ModelConfig
 from sppo.model.hf_files import INDEX_FILE, SINGLE_FILE
 from sppo.model.hf_names import HfTensor, hf_tensors
+from sppo.output_file import FULL_ERRNOS, check_new_directory, sync_directory, write_text
 from sppo.planning.parameters import parameter_shapes
 from sppo.units import GIB, MIB, format_bytes
 
@@ -120,10 +121,10 @@ def plan_shards(sizes: Mapping[str, int], *, max_shard_bytes: int) -> dict[str, 
 
 
 def check_unused(directory: Path) -> None:
-    """Check that ``directory`` does not exist or is empty.
+    """Check that ``directory`` can be made, or is empty.
 
     Raises:
-        ValueError: it holds something, or is no directory.
+        ValueError: it holds something, is no directory, or may not be written.
     """
     if directory.is_symlink() and not directory.exists():
         raise ValueError(f"{directory} is a link to nowhere; name a new directory")
@@ -131,6 +132,7 @@ def check_unused(directory: Path) -> None:
         raise ValueError(f"{directory} is a file; name a new directory")
     if directory.is_dir() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty and is left as it is; name a new directory")
+    check_new_directory(directory)
 
 
 def _check_names(weights: Mapping[str, Tensor], model: ModelConfig) -> None:
@@ -164,18 +166,26 @@ def _check_space(directory: Path, needed_bytes: int) -> None:
 def _whole_directory(directory: Path) -> Iterator[Path]:
     """A directory under a temporary name that takes its own when the body succeeds."""
     directory = directory.resolve()
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    made = [parent for parent in directory.parents if not parent.exists()]
     partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}.partial")
-    partial.mkdir()
     try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
         yield partial
         for path in [*partial.iterdir(), partial]:
             _sync(path)
         partial.rename(directory)
-        _sync(directory.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError) and error.errno in FULL_ERRNOS:
+            full = OSError(error.errno, error.strerror, str(directory))
+            full.add_note("nothing was written")
+            raise full from error
         raise
+    sync_directory(directory.parent)
 
 
 def _sync(path: Path) -> None:
@@ -188,7 +198,7 @@ def _sync(path: Path) -> None:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
 def _write_shard(

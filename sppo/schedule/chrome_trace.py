@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sppo.output_file import whole_file
 from sppo.schedule import timeline_style as style
 from sppo.schedule.timeline import Lane, Timeline
 
@@ -32,13 +33,13 @@ def write_trace(path: Path, *, timelines: Sequence[Timeline]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    with path.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+    with whole_file(path) as file:
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = ""
         for event in _events(timelines):
-            file.write(separator + json.dumps(event, separators=(",", ":")))
+            file.write((separator + json.dumps(event, separators=(",", ":"))).encode("utf-8"))
             separator = ",\n"
-        file.write("\n]}\n")
+        file.write(b"\n]}\n")
 
 
 def _events(timelines: Sequence[Timeline]) -> Iterator[Event]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from sppo.output_file import write_text
 from sppo.schedule import timeline_style as style
 from sppo.schedule.timeline import RankTrack, Span, Timeline
 from sppo.schedule.timeline_page import PAGE
@@ -46,7 +47,7 @@ def write_html(path: Path, *, timelines: Sequence[Timeline]) -> None:
     names = " · ".join(timeline.schedule.name for timeline in timelines)
     filled = {"TITLE": html.escape(names), "DATA": text}
     page = re.sub(r"\{\{(TITLE|DATA)\}\}", lambda match: filled[match[1]], PAGE)
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
 
 
 def _panel(timeline: Timeline, *, every: int) -> dict[str, object]:

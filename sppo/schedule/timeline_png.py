@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sppo.output_file import write_figure
 from sppo.schedule import timeline_style as style
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.timeline import COMPUTE_KINDS, IdleCause, Span, Timeline
@@ -78,7 +79,7 @@ def write_png(path: Path, *, timelines: Sequence[Timeline], dpi: int = 150) -> N
     legend_rows = -(-sum(len(name) + 6 for name, _ in entries) // _LEGEND_CHARACTERS)
     legend_inches, gap = 0.05 + 0.2 * legend_rows, 0.42
     total = sum(heights) + legend_inches + gap * len(panels) + 0.45
-    figure = Figure(figsize=(_WIDTH_INCHES, total))
+    figure = Figure(figsize=(_WIDTH_INCHES, total), facecolor="white")
     end = max(timeline.makespan_s for timeline in timelines) or 1.0
     top = total - legend_inches
     for number, panel in enumerate(panels):
@@ -96,7 +97,7 @@ def write_png(path: Path, *, timelines: Sequence[Timeline], dpi: int = 150) -> N
             below.tick_params(labelbottom=True)
             below.set_xlabel("time", fontsize=9)
     _draw_legend(figure, entries=entries, rows=legend_rows)
-    figure.savefig(path, dpi=dpi, facecolor="white")
+    write_figure(path, figure, dpi=dpi)
 
 
 def _panel(timeline: Timeline) -> _Panel:

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from sppo import __version__
 from sppo.config import RunConfig
+from sppo.output_file import write_json
 from sppo.train.checkpoint_files import (
     METADATA_FILE,
     list_checkpoints,
@@ -56,7 +57,6 @@ from sppo.train.checkpoint_tensors import (
     saved_shapes,
     silence_single_process_warning,
 )
-from sppo.train.durable_files import write_json
 from sppo.train.state_block import StateBlock, as_blocks
 from sppo.units import MIB, format_bytes, format_duration
 

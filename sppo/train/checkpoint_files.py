@@ -13,7 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
-from sppo.train.durable_files import sync_directory
+from sppo.output_file import sync_directory
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
 """Inside a run's output directory."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sppo.train.durable_files import write_json
+from sppo.output_file import write_json
 from sppo.units import MIB
 
 MANIFEST_FILE = "manifest.json"

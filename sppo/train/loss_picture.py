@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.output_file import write_figure
 from sppo.train.metrics import StepMetrics, read_metrics
 from sppo.units import format_count
 
@@ -49,7 +50,7 @@ def loss_picture(metrics_path: Path, png_path: Path, *, terms: str = "") -> None
     _draw_loss(loss_axes, steps, terms=terms)
     _draw_rate(figure.add_axes(_RATE_AREA, sharex=loss_axes), steps)
     _write_title(figure, steps, name=metrics_path.absolute().parent.name)
-    figure.savefig(png_path, format="png")
+    write_figure(png_path, figure)
 
 
 def running_mean(values: Sequence[float], *, window: int) -> NDArray[np.float64]:

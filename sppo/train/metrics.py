@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from sppo.train.durable_files import write_text
+from sppo.output_file import write_text
 
 METRICS_FILE = "metrics.jsonl"
 """Inside a run's output directory."""
@@ -59,6 +61,13 @@ class StepMetrics:
 
 
 _MAY_BE_NONE = frozenset(f.name for f in fields(StepMetrics) if f.default is None)
+_KINDS: dict[str, tuple[type, ...]] = {f.name: (int, float) for f in fields(StepMetrics)} | {
+    "step": (int,),
+    "skipped": (bool,),
+}
+"""Types of the fields."""
+_LARGEST_COUNT = 1 << 53
+"""Above any count of steps, tokens or bytes; a float is exact below it."""
 
 
 class MetricSink(Protocol):
@@ -74,7 +83,9 @@ class MetricSink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object per line and step, flushed at once; non-finite numbers are null.
+    """One JSON object per line and step, written at once; non-finite numbers are null.
+
+    A line that finds no room is taken back, so every line of the file is whole.
 
     Args:
         path: appended to, or made.
@@ -88,13 +99,21 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         _drop_after(path, step=resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics) -> None:
         """See :class:`MetricSink`."""
         record = {name: finite_or_none(value) for name, value in asdict(metrics).items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps(record, allow_nan=False) + "\n").encode("utf-8")
+        whole_bytes = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) or 0 :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(whole_bytes)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         """See :class:`MetricSink`."""
@@ -104,16 +123,16 @@ class JsonlSink:
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The steps in a ``metrics.jsonl``, by step; a null where a number must be reads as NaN.
 
-    Lines that are torn are left out, keys this version does not know ignored.
+    Lines that are not the whole record of a step are counted in a warning and left out, keys this
+    version does not know ignored.
 
     Raises:
-        ValueError: no such file, or a line without the fields of a step.
+        ValueError: no such file.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a run writes {METRICS_FILE} into its output")
     steps: dict[int, StepMetrics] = {}
-    for record, _ in _records(path):
-        metrics = _from_record(record, path)
+    for metrics, _ in _records(path):
         steps[metrics.step] = metrics
     return [steps[step] for step in sorted(steps)]
 
@@ -123,39 +142,63 @@ def finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _from_record(record: dict[str, Any], path: Path) -> StepMetrics:
-    known = {f.name for f in fields(StepMetrics)}
-    values: dict[str, Any] = {
-        name: math.nan if value is None and name not in _MAY_BE_NONE else value
-        for name, value in record.items()
-        if name in known
-    }
-    try:
-        return StepMetrics(**values)
-    except TypeError as error:
-        raise ValueError(f"{path}: step {record['step']} is incomplete: {error}") from None
-
-
 def _drop_after(path: Path, *, step: int) -> None:
     if not path.exists():
         return
-    kept = {record["step"]: line for record, line in _records(path) if record["step"] <= step}
+    kept = {metrics.step: line for metrics, line in _records(path) if metrics.step <= step}
     text = "".join(f"{line}\n" for line in kept.values())
     if text != path.read_text(encoding="utf-8", errors="replace"):
         write_text(path, text)
 
 
-def _records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def _records(path: Path) -> Iterator[tuple[StepMetrics, str]]:
     """Each line that is the whole record of a step, and its text."""
+    left_out: list[int] = []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip("\0 \t\r"):  # a crash of the machine can leave zeros
             continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            yield record, line
+        metrics = _parse(line)
+        if metrics is None:
+            left_out.append(number)
         else:
-            _logger.warning("%s: line %d is torn and left out", path, number)
+            yield metrics, line
+    if left_out:
+        _logger.warning(
+            "%s: %d of %d lines are left out, the first of them line %d: torn, or not the record "
+            "of a step",
+            path,
+            len(left_out),
+            len(lines) - 1 if not lines[-1] else len(lines),
+            left_out[0],
+        )
+
+
+def _parse(line: str) -> StepMetrics | None:
+    """The step that a line records; None where it does not record one."""
+    try:
+        record = json.loads(line)
+        values = {name: record[name] for name in _KINDS if name in record}
+        metrics = StepMetrics(**{name: _checked(name, value) for name, value in values.items()})
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
+    return metrics if metrics.step > 0 else None
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A field's value; a null where a number must be is NaN.
+
+    Raises:
+        TypeError: it is of another type.
+        OverflowError: a count above any that there is.
+    """
+    kind = _KINDS[name]
+    if value is None:
+        if name in _MAY_BE_NONE:
+            return None
+        value = math.nan
+    if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kind):
+        raise TypeError(f"{name} is {value!r}")
+    if isinstance(value, int) and abs(value) >= _LARGEST_COUNT:
+        raise OverflowError(f"{name} has {value.bit_length()} bits")
+    return value

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from sppo.output_file import write_figure
 from sppo.train.evaluation import Evaluation, PositionLoss
 from sppo.units import format_count, format_tokens
 
@@ -37,7 +38,7 @@ def position_picture(result: Evaluation, path: Path) -> None:
     _draw_columns(axes, result.by_position)
     _clean(axes)
     _write_title(figure, result)
-    figure.savefig(path, format="png")
+    write_figure(path, figure)
 
 
 def _draw_columns(axes: Any, rows: tuple[PositionLoss, ...]) -> None:

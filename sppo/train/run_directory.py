@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from sppo.config import RunConfig
 from sppo.config.base import Section
-from sppo.train.durable_files import write_json
+from sppo.output_file import write_json
 
 CONFIG_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"

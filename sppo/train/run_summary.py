@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sppo.train.durable_files import write_json
+from sppo.output_file import write_json
 from sppo.train.metrics import StepMetrics, finite_or_none
 from sppo.units import format_bytes, format_count, format_duration
 

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.output_file import write_json
+
 FORMAT_VERSION = 1
 TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.npy"
@@ -188,7 +190,7 @@ def _shorter(num_tokens: int) -> str:
 
 def write_meta(path: Path, meta: TokenMeta) -> None:
     """Write ``meta.json``: indented, keys in the order of the class."""
-    path.write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")
+    write_json(path, asdict(meta))
 
 
 def _read_meta(path: Path) -> TokenMeta:

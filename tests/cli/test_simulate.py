@@ -183,7 +183,7 @@ def test_a_wrong_request_ends_with_2_and_says_what_to_write(words, message):
 
 def test_a_picture_that_cannot_be_written_ends_with_2(tmp_path):
     result = run("--schedule", "sppo", *SHAPE, "--png", tmp_path / "no" / "t.png", code=2)
-    assert "No such file or directory" in result.stderr
+    assert "there is no directory" in result.stderr
 
 
 RUN = """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -277,18 +277,25 @@ def test_an_output_that_cannot_be_written_is_found_before_solving(run, output, m
 
 
 def test_a_directory_without_permission(run, monkeypatch):
-    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
-    assert "the directory . cannot be written to" in refuse("solve", run, "-o", "plan.json")
+    def forbid(path, mode="r", *rest, **named):
+        if mode == "xb":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open(path, mode, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", forbid)
+    error = refuse("solve", run, "-o", "plan.json")
+    assert "-o plan.json: the directory . cannot be written to: Permission denied" in error
 
 
 def test_a_full_disk_leaves_the_old_plan(run, monkeypatch):
     Path("plan.json").write_text("old")
 
-    def full(path, value):
-        raise OSError(28, "No space left on device", str(path))
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("sppo.train.durable_files.write_json", full)
-    assert "No space left on device" in refuse("solve", run, "-o", "plan.json", code=4)
+    monkeypatch.setattr("os.fsync", full)
+    error = refuse("solve", run, "-o", "plan.json", code=4)
+    assert error == "error: plan.json: No space left on device; the older file is kept\n"
     assert Path("plan.json").read_text() == "old"
 
 

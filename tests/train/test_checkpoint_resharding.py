@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_plainly
 from typer.testing import CliRunner
 
 from sppo.cli.convert import app
+from sppo.output_file import write_json
 from sppo.train.checkpoint import CheckpointManager, find_checkpoint, read_model
 from sppo.train.checkpoint_manifest import sum_files, write_manifest
 from sppo.train.checkpoint_tensors import read_tensors, saved_shapes
-from sppo.train.durable_files import write_json
 from sppo.train.state_block import StateBlock
 from tests.train import faulty_ranks as faulty
 from tests.train import resharding_ranks as work

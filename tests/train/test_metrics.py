@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import resource
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +126,71 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(ValueError, match="no such file"):
         read_metrics(path)
-    path.write_text('{"step": 3, "loss": 1.0}\n')
-    with pytest.raises(ValueError, match="step 3 is incomplete"):
-        read_metrics(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        '{"step": 3, "loss": 1.0}',
+        '{"step": 3, "los',
+        "[" * 100_000,
+        '{"step":' * 100_000,
+        "9" * 5000,
+        "[1, 2]",
+        "null",
+        "\x00\xff{",
+        *(
+            json.dumps(asdict(_metrics(3)) | changed)
+            for changed in (
+                {"loss": "low"},
+                {"loss": [1.0]},
+                {"lr": {}},
+                {"tokens": True},
+                {"tokens": 10**400},
+                {"mfu": "40 %"},
+                {"skipped": 1},
+                {"step": "3"},
+                {"step": True},
+                {"step": 3.0},
+                {"step": None},
+                {"step": -1},
+                {"step": 10**30},
+            )
+        ),
+    ],
+    ids=lambda line: line[:24],
+)
+def test_what_is_no_record_of_a_step_is_counted_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, 1, 2)
+    path.write_text(path.read_text() + wrong + "\n" + wrong + "\n")
+    assert [m.step for m in read_metrics(path)] == [1, 2]
+    assert "2 of 4 lines are left out, the first of them line 3" in caplog.text
+    loss_picture(path, tmp_path / "loss.png")
+    _write(path, 3, resume_step=2)
+    assert _steps(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("fits", [0, 1, 100])
+def test_a_line_that_finds_no_room_is_taken_back(tmp_path: Path, fits: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, resume_step=0)
+    sink.write(_metrics(1))
+    whole = path.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + fits, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            sink.write(_metrics(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == whole
+    sink.write(_metrics(2))
+    sink.close()
+    assert _steps(path) == [1, 2]
 
 
 def test_keys_of_later_versions_are_ignored(tmp_path: Path) -> None:
@@ -246,4 +310,4 @@ def test_torn_lines_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         file.write("{")
     with caplog.at_level(logging.WARNING):
         read_metrics(path)
-    assert "line 2 is torn" in caplog.text
+    assert "1 of 2 lines are left out, the first of them line 2: torn" in caplog.text

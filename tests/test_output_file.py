@@ -1,0 +1,274 @@
+"""Output files are whole or absent, and say which one could not be written."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sppo import output_file
+from sppo.output_file import check_output_files, whole_file, write_bytes, write_text
+
+OLD, NEW = b"the older file", b"a longer file that is to replace it"
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_bytes(OLD)
+    return tmp_path / "file"
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[Callable[[int], None]]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def assert_kept(path: Path, error: OSError) -> None:
+    assert error.filename == str(path)
+    assert error.__notes__ == ["the older file is kept"]
+    assert path.read_bytes() == OLD
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+# Whole or absent
+
+
+@pytest.mark.parametrize("written", range(len(NEW)))
+def test_a_write_that_fails_at_any_byte(path, file_size_limit, written):
+    file_size_limit(written)
+    with pytest.raises(OSError, match="File too large") as caught:
+        write_bytes(path, NEW)
+    assert_kept(path, caught.value)
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_fails_after_the_last_byte(path, monkeypatch, call, number):
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(*{"fsync": (os, "fsync"), "rename": (Path, "replace")}[call], fail)
+    with pytest.raises(OSError, match="file") as caught:
+        write_bytes(path, NEW)
+    assert caught.value.errno == number
+    assert_kept(path, caught.value)
+
+
+def test_an_exception_while_writing(path):
+    def interrupted() -> None:
+        with whole_file(path) as file:
+            file.write(NEW)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_bytes() == OLD
+    assert len(list(path.parent.iterdir())) == 1
+
+
+def test_an_error_of_another_file_keeps_its_name(path):
+    with pytest.raises(FileNotFoundError) as caught, whole_file(path):
+        open("/nowhere/else")  # noqa: SIM115
+    assert caught.value.filename == "/nowhere/else"
+
+
+def test_nothing_is_left_of_a_new_file(tmp_path, file_size_limit):
+    file_size_limit(3)
+    with pytest.raises(OSError, match="File too large") as caught:
+        write_bytes(tmp_path / "new", NEW)
+    assert caught.value.__notes__ == ["nothing was written"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk(tmp_path):
+    """On a real one, whatever room is left: all of the new file or all of the old."""
+    (tmp_path / "disk").mkdir()
+    script = f"""
+import errno, os, sys
+from pathlib import Path
+from sppo.output_file import write_bytes
+os.chdir({str(tmp_path / "disk")!r})
+page, outcomes = os.sysconf("SC_PAGE_SIZE"), set()
+for free in range(5):
+    path = Path(f"file{{free}}"); path.write_bytes(b"old")
+    with open("filler", "wb", buffering=0) as filler:
+        try:
+            while True: filler.write(bytes(page))
+        except OSError: pass
+        filler.truncate(filler.tell() - free * page)
+    try:
+        write_bytes(path, b"x" * 3 * page)
+        outcomes.add("written"); assert path.read_bytes() == b"x" * 3 * page
+    except OSError as error:
+        outcomes.add("full"); assert error.errno == errno.ENOSPC and error.filename == path.name
+        assert path.read_bytes() == b"old"
+    assert sorted(os.listdir()) == sorted([path.name, "filler"]), os.listdir()
+    path.unlink()
+assert outcomes == {{"written", "full"}}, outcomes
+"""
+    mount = f"mount -t tmpfs -o size=256k none {tmp_path}/disk 2>/dev/null || exit 77; "
+    command = ["unshare", "-rm", "sh", "-c", mount + 'exec "$0" -c "$1"', sys.executable, script]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("needs unshare, to mount a small disk")
+    if "unshare failed" in done.stderr or done.returncode == 77:
+        pytest.skip("this machine lets nobody mount a small disk")
+    assert done.returncode == 0, done.stderr
+
+
+# What stands at the path
+
+
+def test_a_link_stays_and_the_file_keeps_its_permissions(path):
+    path.chmod(0o640)
+    link = path.with_name("link")
+    link.symlink_to("file")
+    write_bytes(link, NEW)
+    assert link.is_symlink()
+    assert path.read_bytes() == NEW
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_name_as_long_as_the_file_system_allows(tmp_path):
+    write_bytes(tmp_path / ("n" * 255), NEW)
+    with pytest.raises(OSError, match="File name too long"):
+        write_bytes(tmp_path / ("n" * 256), NEW)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_directory_is_not_replaced(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        write_bytes(tmp_path / "taken", NEW)
+    assert caught.value.filename == str(tmp_path / "taken")
+    assert [file.name for file in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_device_is_written_as_it_is():
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_bytes(Path("/dev/full"), NEW)
+    assert caught.value.filename == "/dev/full"
+    write_bytes(Path("/dev/null"), NEW)
+
+
+def test_a_pipe_is_written_as_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=write_bytes, args=(tmp_path / "pipe", NEW))
+    writer.start()
+    assert (tmp_path / "pipe").read_bytes() == NEW
+    writer.join()
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "link"])
+def test_standard_output_goes_on_after_the_file(tmp_path, name):
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    script = f"""
+from pathlib import Path
+from sppo.output_file import write_text
+print("before", flush=True); write_text(Path({name!r}), "file\\n"); print("after")
+"""
+    out = tmp_path / "out"
+    with out.open("wb") as file:
+        subprocess.run([sys.executable, "-c", script], cwd=tmp_path, stdout=file, check=True)
+    assert out.read_text() == "before\nfile\nafter\n"
+
+
+# Before the work
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (".", "is a directory; name a file in it"),
+        ("file.txt", "end the name in .png"),
+        ("none/file.png", "there is no directory none"),
+        ("input.png", "is read by this command"),
+        ("n" * 300 + ".png", "File name too long"),
+        ("loop.png", "Too many levels of symbolic links"),
+        ("/proc/file.png", "the directory /proc cannot be written to"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_and_untouched(tmp_path, monkeypatch, name, says):
+    monkeypatch.chdir(tmp_path)
+    Path("input.png").touch()
+    Path("loop.png").symlink_to("loop.png")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=f"--png .*{says}"):
+        check_output_files({"--png": Path(name)}, pictures=["--png"], inputs=[Path("input.png")])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_two_options_with_one_file_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="--trace .* --png is another file of this command"):
+        check_output_files({"--png": tmp_path / "a.png", "--trace": tmp_path / "x/../a.png"})
+
+
+def test_a_full_disk_is_found_before_the_work(path, monkeypatch, file_size_limit):
+    file_size_limit(0)
+    monkeypatch.setattr(output_file, "FULL_ERRNOS", {errno.EFBIG})
+    with pytest.raises(OSError, match="File too large") as caught:
+        check_output_files({"-o": path})
+    assert caught.value.filename == f"-o {path}"
+    assert path.read_bytes() == OLD
+    assert len(list(path.parent.iterdir())) == 1
+
+
+def test_devices_and_new_names_pass(path):
+    files = {"-o": path, "--png": Path("/dev/stdout"), "--trace": Path("/dev/null"), "--x": None}
+    check_output_files(files, pictures=["--png"])
+    assert path.read_bytes() == OLD
+
+
+# One mechanism for all
+
+_BY_ITSELF = {
+    "sppo/output_file.py": "the mechanism",
+    "sppo/train/metrics.py": "metrics.jsonl grows by whole lines",
+    "sppo/train/token_writer.py": "in a directory that is renamed when it is complete",
+    "sppo/train/run_directory.py": "the lock, which holds nothing",
+    "sppo/train/process_memory.py": "a switch of the kernel",
+    "sppo/parallel/progress.py": "a mapped file of the launcher's own",
+}
+
+
+def test_no_other_module_writes_files():
+    found = {
+        str(file.relative_to(ROOT))
+        for folder in ("sppo", "scripts")
+        for file in (ROOT / folder).rglob("*.py")
+        if any(_writes(node) for node in ast.walk(ast.parse(file.read_text())))
+    }
+    assert found == set(_BY_ITSELF)
+
+
+def _writes(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, (ast.Attribute, ast.Name)):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+    if isinstance(node.func, ast.Attribute) and name in ("write_text", "write_bytes", "savefig"):
+        return True
+    modes = [*node.args, *(keyword.value for keyword in node.keywords)]
+    return name == "open" and any(
+        isinstance(mode, ast.Constant)
+        and isinstance(mode.value, str)
+        and len(mode.value) <= 3
+        and set(mode.value) & set("wax+")
+        for mode in modes
+    )
+
+
+def test_text_is_utf_8(tmp_path):
+    write_text(tmp_path / "text", "→\n")
+    assert (tmp_path / "text").read_bytes() == "→\n".encode()
