@@ -153,7 +153,8 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
         f"model     {name}: {format_count(num_parameters(run.model))} parameters, "
         f"{run.train.dtype} on {device.describe()}, torch {torch.__version__}",
         f"data      {format_count(data.data.num_tokens)} tokens in {data.data.num_documents} "
-        f"documents: {data.num_sequences} sequences of {format_tokens(data.length)} an epoch",
+        f"documents: {data.num_sequences} sequences of {format_tokens(data.length)} an epoch"
+        + _ids_made_elsewhere(run, preflight),
         *_loss(run),
         cut,
         *([f"parallel  {shared}; schedule {preflight.plan.schedule}"] if shared else ()),
@@ -166,6 +167,12 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ids_made_elsewhere(run: RunConfig, preflight: Preflight) -> str:
+    """What nobody could check about ready-made ids for weights that know a vocabulary."""
+    unknown = preflight.data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
+    return f"; ready-made ids, taken for those of {run.model.from_hf}" if unknown else ""
 
 
 def _loss(run: RunConfig) -> tuple[str, ...]:

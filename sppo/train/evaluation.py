@@ -27,8 +27,10 @@ from sppo.train.checkpoint import read_model
 from sppo.train.checkpoint_search import Checkpoint, NoCheckpointError, find_checkpoint
 from sppo.train.data import count_sequences, training_sequence
 from sppo.train.device import CpuDevice, Device
+from sppo.train.model_tokenizer import check_same_vocabulary
 from sppo.train.preflight import check_weights, open_data
 from sppo.train.state import DTYPES, starting_weights
+from sppo.train.tokens import open_tokens
 from sppo.units import format_bytes
 
 _FIRST_BIN_TOKENS = 64
@@ -94,6 +96,8 @@ def evaluate(
     found = None if initial else _checkpoint(run, checkpoint)
     directory = run.data.eval_tokens or run.data.tokens
     data = open_data(run, directory)
+    if run.data.eval_tokens is not None and Path(run.data.tokens).is_dir():
+        check_same_vocabulary(data, open_tokens(run.data.tokens))
     hardware = hardware_for(
         run.hardware, this_machine=None if device.kind == "cpu" else device.machine()
     )

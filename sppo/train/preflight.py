@@ -21,6 +21,7 @@ from sppo.planning.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.train.data import TrainingData
 from sppo.train.device import CpuDevice, Device, Kind
 from sppo.train.libraries import load_libraries
+from sppo.train.model_tokenizer import check_tokenizer
 from sppo.train.run_directory import check_output
 from sppo.train.tokens import TokenData, check_fits, open_tokens
 from sppo.units import format_bytes
@@ -178,9 +179,11 @@ def open_data(run: RunConfig, directory: str) -> TokenData:
     """Tokens that this run's model and sequence length can use.
 
     Raises:
-        ValueError: missing, damaged, ids beyond the vocabulary, or shorter than a sequence.
+        ValueError: missing, damaged, of another tokenizer than the weights, ids beyond the
+            vocabulary, or shorter than a sequence.
     """
     data = open_tokens(Path(directory))
+    check_tokenizer(data, run.model)
     check_fits(data, vocab_size=run.model.vocab_size, length=run.sequence.length)
     return data
 

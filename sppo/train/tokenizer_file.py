@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from sppo.train.documents import TextDocument, read_text, reading
+from sppo.train.model_tokenizer import TOKENIZER_FILE, vocabulary_identity
 from sppo.train.tokenizers import EncodedPiece, EndOfDocument, check_end_of_document
 from sppo.train.tokens import TokenizerDescription
-
-TOKENIZER_FILE = "tokenizer.json"
 
 END_OF_TEXT_TOKENS = (
     "<|end_of_text|>",  # Llama 3
@@ -88,8 +87,12 @@ def load_tokenizer_file(name: str, *, end_of_document: EndOfDocument) -> FileTok
         end = None
     else:
         end = check_end_of_document(end_of_document, vocab_size=vocab_size)
+    identity = vocabulary_identity(data)
     description = TokenizerDescription(
-        name=name, end_of_document=end, sha256=hashlib.sha256(data).hexdigest()
+        name=name,
+        end_of_document=end,
+        sha256=hashlib.sha256(data).hexdigest(),
+        vocabulary_sha256=None if identity is None else identity.sha256,
     )
     return FileTokenizer(backend, vocab_size=vocab_size, description=description)
 

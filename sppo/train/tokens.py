@@ -41,6 +41,8 @@ class TokenizerDescription:
     """Id appended to every document; None when nothing is."""
     sha256: str | None = None
     """Of the tokenizer file; None for the built-in ones."""
+    vocabulary_sha256: str | None = None
+    """Of its words by id (:mod:`sppo.train.model_tokenizer`); None for the built-in ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,23 @@ def test_published_weights_before_any_training_on_request(trained):
     assert result["loss"] == pytest.approx(trained_loss, rel=1e-4)
 
 
+def test_bytes_for_weights_with_a_tokenizer_are_refused_before_anything(trained):
+    succeed("convert", "to-hf", "out", "exported")
+    (trained / "exported" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
+    (trained / "text.txt").write_text("some words " * 99)
+    succeed("data", "prepare", "--tokenizer", "bytes", "--out", "bytes", "text.txt")
+    before = tree(trained)
+    words = ("run.yaml", "model={from_hf: exported}", "train.output=new")
+    for command, key in (("train", "tokens"), ("eval", "eval_tokens")):
+        initial = ("--initial",) * (command == "eval")
+        said = refuse(command, *words, f"data.{key}=bytes", *initial)
+        assert "bytes: tokens of tokenizer bytes (vocabulary of 257), but the weights" in said
+        assert "sppo data prepare --tokenizer exported/tokenizer.json" in said
+    assert tree(trained) == before
+    said = succeed("train", *words, "train.steps=1")
+    assert "; ready-made ids, taken for those of exported" in said
+
+
 @pytest.mark.parametrize(
     ("output", "says"),
     [
