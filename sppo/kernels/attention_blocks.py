@@ -14,7 +14,7 @@ Every visible (query, key) pair lies in exactly one block.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -25,6 +25,9 @@ MAX_CAUSAL_TOKENS = 2048
 # keys; were they to grow with every subsequence, an allocator could never use freed ones again.
 MAX_FULL_KEYS = 8192
 BAND_TILE_TOKENS = 512
+# A rectangle that remains beside whole units has at most this many rows and keys, so that casting
+# its operands takes little.
+MAX_REMAINDER_TOKENS = 256
 
 
 class BlockKind(StrEnum):
@@ -91,6 +94,55 @@ def attention_blocks(
         else:
             blocks += _bands(begin - start, last - start, start, first, window)
     return tuple(blocks)
+
+
+@lru_cache(maxsize=256)
+def whole_units(blocks: tuple[Block, ...], *, unit: int, window: int | None) -> tuple[Block, ...]:
+    """Cut `blocks` into blocks of whole units and what remains of each, one row and key to a pair.
+
+    A band is not cut: it begins earlier, at keys that its mask hides, where the window ends it.
+
+    Args:
+        blocks: of a span.
+        unit: tokens; rows and keys of most blocks become multiples of it.
+        window: keys a query sees, itself included; None for all.
+    """
+    return tuple(part for block in blocks for part in _in_units(block, unit, window))
+
+
+def _in_units(block: Block, unit: int, window: int | None) -> Iterator[Block]:
+    if block.kind is BlockKind.BAND:
+        missing = -block.num_keys % unit
+        first_query = block.k1 - block.num_queries
+        ends_at_window = window is not None and block.k0 == first_query - window + 1
+        yield replace(block, k0=block.k0 - missing * (ends_at_window and missing <= block.k0))
+        return
+    q = block.q1 - block.num_queries % unit
+    k = block.k1 - block.num_keys % unit
+    if block.kind is BlockKind.FULL:
+        yield from _rectangle(block.q0, q, block.k0, k)
+        yield from _remainder(block.q0, q, k, block.k1)
+        yield from _remainder(q, block.q1, block.k0, block.k1)
+        return
+    if q > block.q0:
+        yield replace(block, q1=q, k1=k)
+        yield from _remainder(q, block.q1, block.k0, k)
+    if block.q1 > q:
+        yield replace(block, q0=q, k0=k)
+
+
+def _remainder(q0: int, q1: int, k0: int, k1: int) -> Iterator[Block]:
+    """A rectangle in parts that are small either way."""
+    step = MAX_REMAINDER_TOKENS
+    for q in range(q0, q1, step):
+        for k in range(k0, k1, step):
+            yield from _rectangle(q, min(q + step, q1), k, min(k + step, k1))
+
+
+def _rectangle(q0: int, q1: int, k0: int, k1: int) -> Iterator[Block]:
+    """The rectangle, unless it is empty."""
+    if q1 > q0 and k1 > k0:
+        yield Block(BlockKind.FULL, q0, q1, k0, k1)
 
 
 def documents_in_span(

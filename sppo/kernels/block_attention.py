@@ -20,13 +20,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sppo.kernels.attention_blocks import Block, BlockKind
+from sppo.kernels.attention_blocks import Block, BlockKind, whole_units
 from sppo.kernels.fused import fused
 from sppo.kernels.row_tiles import wide_tiles
 
 
 class BlockKernel(Protocol):
     """One rectangle of attention on one device; all tensors are ``[batch, heads, tokens, D]``."""
+
+    def backward_unit(self, dtype: torch.dtype) -> int | None:
+        """Tokens in whole multiples of which backward is best called; None where any do."""
+        ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
@@ -101,6 +105,9 @@ def backward(
     scale: float,
 ) -> Tensor:
     """dq_CND; adds into ``dk_TKD`` and ``dv_TKD`` (fp32 or better) in place."""
+    unit = kernel.backward_unit(q_CND.dtype)
+    if unit is not None:
+        blocks = whole_units(blocks, unit=unit, window=window)
     q_NCD, o_NCD, do_NCD = (x.transpose(0, 1).contiguous() for x in (q_CND, o_CND, do_CND))
     dq_NCD = torch.zeros_like(q_NCD, dtype=lse_NC.dtype)
     for block in blocks:

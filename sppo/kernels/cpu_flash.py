@@ -4,6 +4,11 @@ It splits its backward over (batch, head) pairs only, so a rectangle with fewer 
 than threads would leave cores idle. There the keys are cut into parts that ride along as a batch:
 with the global lse each part's gradients are exact, dk and dv fall apart by part, and dq is their
 sum.
+
+torch multiplies matrices in half precision by oneDNN, which compiles code for every shape, two
+thirds of a MiB each, and whatever ONEDNN_PRIMITIVE_CACHE_CAPACITY says frees a third of it at most.
+Documents come in thousands of lengths. Tiles of a backward whose rows and keys are no multiples of
+:data:`HALF_BACKWARD_TOKENS` are therefore computed in fp32, whose kernels serve all shapes.
 """
 
 from __future__ import annotations
@@ -18,10 +23,17 @@ from sppo.kernels.row_tiles import row_tiles
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _MIN_PART_TOKENS = 512
+HALF_BACKWARD_TOKENS = 256
+"""Rows, and keys, in multiples of which a backward in half precision is computed as such."""
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class CpuFlash:
     """Block kernel over ``aten::_scaled_dot_product_flash_attention_for_cpu``."""
+
+    def backward_unit(self, dtype: torch.dtype) -> int | None:
+        """See :class:`sppo.kernels.block_attention.BlockKernel`."""
+        return HALF_BACKWARD_TOKENS if dtype in _HALF else None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
@@ -43,12 +55,23 @@ class CpuFlash:
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`sppo.kernels.block_attention.BlockKernel`."""
+        """See :class:`sppo.kernels.block_attention.BlockKernel`; odd shapes' gradients in fp32."""
+        unit = self.backward_unit(q.dtype)
+        if unit is not None and (q.shape[2] % unit or k.shape[2] % unit):
+            do, q, k, v, o = (_wide(x) for x in (do, q, k, v, o))
+            mask = None if mask is None else _wide(mask)
         parts = 1 if causal or mask is not None else _key_parts(q, k)
         if parts == 1:
             dq, dk, dv = _BACKWARD(do, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scale)
             return dq, dk, dv
         return _backward_in_parts(do, q, k, v, o, lse, scale=scale, parts=parts)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """``x`` in fp32; what is repeated for a group of heads is cast once."""
+    if x.dim() == 4 and x.stride(1) == 0:
+        return x[:, :1].float().expand_as(x)
+    return x.float()
 
 
 def _key_parts(q: Tensor, k: Tensor) -> int:
@@ -63,7 +86,8 @@ def _key_parts(q: Tensor, k: Tensor) -> int:
 def _backward_in_parts(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, scale: float, parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    size = k.shape[2] // parts
+    unit = HALF_BACKWARD_TOKENS if k.dtype in _HALF else 1
+    size = k.shape[2] // parts // unit * unit
     even = size * parts
     rows = (x.expand(parts, *x.shape[1:]) for x in (do, q, o, lse))
     do_p, q_p, o_p, lse_p = rows

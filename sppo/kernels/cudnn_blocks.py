@@ -9,6 +9,10 @@ from torch import Tensor
 class CudnnBlocks:
     """Block kernel over ``aten::_scaled_dot_product_cudnn_attention``."""
 
+    def backward_unit(self, dtype: torch.dtype) -> int | None:
+        """See :class:`sppo.kernels.block_attention.BlockKernel`."""
+        return None
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:

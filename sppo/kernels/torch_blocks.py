@@ -20,6 +20,10 @@ TILE_BYTES = 64 * MIB
 class TorchBlocks:
     """Block kernel of matrix products, computed in fp32 or better."""
 
+    def backward_unit(self, dtype: torch.dtype) -> int | None:
+        """See :class:`sppo.kernels.block_attention.BlockKernel`."""
+        return None
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:

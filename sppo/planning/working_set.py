@@ -33,6 +33,9 @@ CAUSAL_TOKENS = 2048
 """Rows of the largest causal square, as in :mod:`sppo.kernels.attention_blocks`."""
 PREFIX_KEYS = 8192
 """Keys of the longest part of a prefix, as there."""
+REMAINDER_TOKENS = 255
+"""Rows, at most, of a causal square that is computed in fp32 for its odd size, as in
+:mod:`sppo.kernels.cpu_flash`."""
 LEAST_PART_KEYS = 512
 """Of the parts that a prefix is cut into where it has fewer heads than there are threads, as in
 :mod:`sppo.kernels.cpu_flash`."""
@@ -147,6 +150,11 @@ class _Sizes:
     def key(self) -> int:
         """K, v and their gradients, of the subsequence's own tokens."""
         return self.tokens * self.model.kv_heads * self.model.head_dim * self.element
+
+    @property
+    def cast_key(self) -> int:
+        """K or v in fp32."""
+        return self.key // self.element * WIDE_BYTES
 
     @property
     def lse(self) -> int:
@@ -285,6 +293,11 @@ def _attention_backward(s: _Sizes) -> Iterator[tuple[str, int]]:
     of_square = s.query * square // s.tokens
     # dq, dk and dv of every query head, and the product of o and do.
     yield "a causal square", base + 4 * of_square + s.flash_scratch(square, buffers=2)
+    if s.narrow and s.threads:
+        rows = min(s.tokens, REMAINDER_TOKENS)
+        # Beside the same four: q, o, do, k and v cast.
+        operands = (7 * s.wide_query + 2 * s.cast_key) * rows // s.tokens
+        yield "a small causal square", base + operands + s.flash_scratch(rows, buffers=2)
     yield "adding a causal square", base + 3 * of_square + s.group_sum(of_square)
     if s.prefix:
         keys = min(s.prefix, PREFIX_KEYS)

@@ -129,3 +129,29 @@ def test_a_window_wider_than_the_document_needs_no_mask():
 def test_impossible_spans_are_refused(queries, keys, window, message):
     with pytest.raises(ValueError, match=message):
         attention_blocks.attention_blocks(queries, keys, window=window)
+
+
+@settings(deadline=None, max_examples=300)
+@given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(1, 30))
+def test_whole_units_cover_the_same_pairs(span, tiles, unit):
+    """Beside the bands, what is not a multiple of the unit is small."""
+    blocks = blocks_with(tiles, span)
+    size = (span["num_queries"], span["num_keys"], span["window"])
+    with mock.patch.object(attention_blocks, "MAX_REMAINDER_TOKENS", 7):
+        parts = attention_blocks.whole_units.__wrapped__(blocks, unit=unit, window=span["window"])
+    assert np.array_equal(covered(parts, *size), visible(*size, span["document_starts"]))
+    for part in parts:
+        whole = part.num_queries % unit == part.num_keys % unit == 0
+        if part.kind is BlockKind.FULL:
+            assert whole or max(part.num_queries, part.num_keys) <= 7
+        if part.kind is BlockKind.CAUSAL:
+            assert part.num_queries == part.num_keys
+            assert whole or part.num_queries < unit
+        assert part.k0 >= 0
+
+
+def test_a_band_that_its_window_ends_begins_earlier():
+    blocks = attention_blocks.attention_blocks(2048, 8192, window=1000)
+    assert {b.kind for b in blocks} == {BlockKind.BAND}
+    parts = attention_blocks.whole_units(blocks, unit=256, window=1000)
+    assert {part.num_keys % 256 for part in parts} == {0}
