@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes
+
+if TYPE_CHECKING:
+    from sppo.config.problems import Problem
 
 app = typer.Typer(no_args_is_help=True, help="Look at a run file without running it.")
 
@@ -37,24 +41,40 @@ def show(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fal
 
 @app.command()
 def check(run_file: RunFile, overrides: Overrides = None, json_output: Json = False) -> None:
-    """Report every problem of a run file at once; exit code 2 if there is one."""
+    """Report every problem of a run file at once; exit code 2 if there is one.
+
+    First the keys and values of the file; once these are right, what they name, as train looks at
+    it: data, weights, output, disk, hardware, degrees. Whether it fits into memory, train and solve
+    say.
+    """
     import json
     from dataclasses import asdict
 
-    from sppo.config import ConfigError, load_run
+    from sppo.config import ConfigError
 
+    problems = _problems(run_file, overrides or ())
     if json_output:
-        try:
-            load_run(run_file, overrides or ())
-        except ConfigError as error:
-            problems = [asdict(problem) for problem in error.problems]
-            typer.echo(json.dumps({"valid": False, "problems": problems}, indent=2))
-            raise typer.Exit(2) from None
-        typer.echo(json.dumps({"valid": True, "problems": []}))
+        listed = [asdict(problem) for problem in problems]
+        typer.echo(json.dumps({"valid": not problems, "problems": listed}, indent=2))
+        if problems:
+            raise typer.Exit(2)
         return
     with exit_codes():
-        load_run(run_file, overrides or ())
+        if problems:
+            raise ConfigError(str(run_file), problems)
     typer.echo(f"{run_file}: no problems")
+
+
+def _problems(run_file: Path, overrides: Sequence[str]) -> Sequence[Problem]:
+    from sppo.config import ConfigError, load_run
+
+    try:
+        run = load_run(run_file, overrides)
+    except ConfigError as error:
+        return error.problems
+    from sppo.train.input_checks import run_file_problems
+
+    return run_file_problems(run)
 
 
 @app.command()

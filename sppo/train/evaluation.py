@@ -27,8 +27,8 @@ from sppo.train.checkpoint import read_model
 from sppo.train.checkpoint_search import Checkpoint, NoCheckpointError, find_checkpoint
 from sppo.train.data import count_sequences, training_sequence
 from sppo.train.device import CpuDevice, Device
+from sppo.train.input_checks import check_weights, open_data
 from sppo.train.model_tokenizer import check_same_vocabulary
-from sppo.train.preflight import check_weights, open_data
 from sppo.train.state import DTYPES, starting_weights
 from sppo.train.tokens import open_tokens
 from sppo.units import format_bytes

@@ -11,19 +11,16 @@ from sppo.engine.saved_rows import check_whole_classes
 from sppo.kernels.cpu_allocator import install_cpu_allocator
 from sppo.offload.disk_room import DiskRoom, is_memory
 from sppo.offload.spill_directory import usable_directory
-from sppo.parallel.tensor_parallel import tensor_share
-from sppo.parallel.ulysses import head_share
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import hardware_for
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
-from sppo.planning.run_plan import plan_run, trains_pieces
+from sppo.planning.run_plan import plan_run
 from sppo.planning.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.train.data import TrainingData
 from sppo.train.device import CpuDevice, Device, Kind
+from sppo.train.input_checks import check_inputs
 from sppo.train.libraries import load_libraries
-from sppo.train.model_tokenizer import check_tokenizer
-from sppo.train.run_directory import check_output
-from sppo.train.tokens import TokenData, check_fits, open_tokens
+from sppo.train.tokens import open_tokens
 from sppo.units import format_bytes
 
 
@@ -55,14 +52,9 @@ def check_before_training(
         MemoryError: the run does not fit in this machine's memory.
     """
     device = device or CpuDevice()
-    _check_degrees(run)
-    data = open_data(run, run.data.tokens)
-    check_weights(run)
-    check_output(run)
-    if run.train.tensorboard:
-        _check_tensorboard()
+    check_inputs(run)
     training = TrainingData(
-        data,
+        open_tokens(run.data.tokens),
         length=run.sequence.length,
         sequences_per_step=run.train.sequences_per_step,
         seed=run.train.seed,
@@ -105,38 +97,6 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
     return replace(hardware, node=node, num_nodes=max(1, ranks // local_ranks))
 
 
-def _check_degrees(run: RunConfig) -> None:
-    """Degrees of parallelism that the model or the step cannot be divided by."""
-    parallel, model = run.parallel, run.model
-    if parallel.multiplexed == "on" and parallel.pipeline_parallel_degree == 1:
-        raise ValueError(
-            "parallel.multiplexed=on shares units among pipeline ranks, and there is one: raise "
-            "parallel.pipeline_parallel_degree, or leave it out"
-        )
-    if parallel.multiplexed == "on" and not trains_pieces(run):
-        raise ValueError(
-            "parallel.multiplexed=on lends whole weights to other pipeline ranks, and with "
-            "parallel.sequence_parallel=megatron or parallel.zero=3 no rank has them: write "
-            "ulysses and parallel.zero=1, or parallel.multiplexed=off"
-        )
-    if parallel.pipeline_parallel_degree > model.num_layers:
-        raise ValueError(
-            f"parallel.pipeline_parallel_degree {parallel.pipeline_parallel_degree}: every stage "
-            f"needs a layer, and the model has {model.num_layers}; use at most that many"
-        )
-    if run.train.sequences_per_step % parallel.data_parallel_degree:
-        raise ValueError(
-            f"parallel.data_parallel_degree {parallel.data_parallel_degree}: "
-            f"train.sequences_per_step {run.train.sequences_per_step} cannot be shared out evenly; "
-            "make it a multiple"
-        )
-    degree = parallel.sequence_parallel_degree
-    if parallel.sequence_parallel == "megatron":
-        tensor_share(model, degree=degree)
-    else:
-        head_share(model.num_heads, model.kv_heads, degree=degree)
-
-
 def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
     """What a plan may hold, and training cannot do."""
     if plan.sequence_parallel == "megatron" and plan.sequence_parallel_degree > 1:
@@ -173,31 +133,6 @@ def _with_heap(hardware: HardwareSpec) -> HardwareSpec:
     if hardware.device.kind != "cpu" or install_cpu_allocator() is not None:
         return hardware
     return replace(hardware, device=replace(hardware.device, heap_share=C_HEAP_SHARE))
-
-
-def open_data(run: RunConfig, directory: str) -> TokenData:
-    """Tokens that this run's model and sequence length can use.
-
-    Raises:
-        ValueError: missing, damaged, of another tokenizer than the weights, ids beyond the
-            vocabulary, or shorter than a sequence.
-    """
-    data = open_tokens(Path(directory))
-    check_tokenizer(data, run.model)
-    check_fits(data, vocab_size=run.model.vocab_size, length=run.sequence.length)
-    return data
-
-
-def check_weights(run: RunConfig) -> None:
-    """Read the headers of ``model.from_hf``, if given.
-
-    Raises:
-        ValueError: missing or unknown tensors, or wrong shapes.
-    """
-    if run.model.from_hf is not None:
-        from sppo.model.hf import open_hf_weights
-
-        open_hf_weights(Path(run.model.from_hf), run.model)
 
 
 def given_plan(
@@ -301,13 +236,3 @@ def _check_disk(run: RunConfig, plan: ExecutionPlan, disk: DiskRoom, *, local_ra
             f"{disk}; activations.offload_ratio={int(share * 100) / 100:.2f} would fit, or name a "
             "directory on a larger disk"
         )
-
-
-def _check_tensorboard() -> None:
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError:
-        raise ValueError(
-            "train.tensorboard needs the tensorboard package: pip install 'sppo[track]', "
-            "or set train.tensorboard=false"
-        ) from None

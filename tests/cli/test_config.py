@@ -1,10 +1,11 @@
 import json
+import sys
 
 import pytest
 
 from sppo.config import RunConfig, load_run
 from sppo.config.yaml_file import parse_yaml
-from tests.conftest import refuse, succeed, tree, write_run
+from tests.conftest import call, refuse, succeed, tree, write_run, write_tokens
 
 BAD = "model: {preset: tinny}\ndata: {tokens: t}\nsequence: {length: 5, alignmnt: 3}\n"
 
@@ -29,7 +30,9 @@ def test_show_as_json(run_yaml):
     assert values == json.loads(load_run(run_yaml, ["train.steps=9"]).model_dump_json())
 
 
-def test_check_says_so_when_nothing_is_wrong(run_yaml):
+def test_check_says_so_when_nothing_is_wrong(run_yaml, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path / "tokens")
     assert succeed("config", "check", run_yaml) == f"{run_yaml}: no problems\n"
     assert json.loads(succeed("config", "check", run_yaml, "--json")) == {
         "valid": True,
@@ -52,8 +55,6 @@ def test_check_lists_all_that_is_wrong(tmp_path):
 
 
 def test_check_as_json(tmp_path):
-    from tests.conftest import call
-
     path = tmp_path / "run.yaml"
     path.write_text(BAD)
     result = call("config", "check", path, "--json")
@@ -70,6 +71,76 @@ def test_check_as_json(tmp_path):
         "value": "3",
         "rule": "unknown key. Did you mean 'alignment'?",
     }
+
+
+WRONG = {
+    "hardware.preset=h101": ("hardware", "'h101'", "Did you mean 'h100'?"),
+    "hardware.file=none.json": ("hardware", "'none.json'", "none.json: No such file"),
+    "data.tokens=nowhere": ("data.tokens", "'nowhere'", "nowhere: no such directory"),
+    "data.eval_tokens=held": ("data.eval_tokens", "'held'", "held: no such directory"),
+    "activations.disk=gone": ("activations.disk", "'gone'", "gone: no such directory"),
+    "train.output=tokens": ("train.output", "'tokens'", "holds files but no run.json"),
+    "model.vocab_size=8": ("data.tokens", "'tokens'", "an id must be below it"),
+    "sequence.length=1Mi": ("data.tokens", "'tokens'", "needs 1048577"),
+    "parallel.pipeline_parallel_degree=2": (
+        "parallel.pipeline_parallel_degree",
+        "2",
+        "every stage needs a layer",
+    ),
+    "parallel.data_parallel_degree=3": ("parallel.data_parallel_degree", "3", "make it a multiple"),
+    "parallel.sequence_parallel_degree=5": (
+        "parallel.sequence_parallel_degree",
+        "5",
+        "use a divisor of",
+    ),
+    "parallel.multiplexed=on": ("parallel.multiplexed", "'on'", "and there is one"),
+    "activations={policy: retain, offload_ratio: 0.5}": ("activations", "'retain'", "leave one of"),
+    "activations.policy=offload_all": ("activations", "'offload_all'", "has no tier to move"),
+    "activations.tier=disk": ("activations", "'auto'", "write activations.disk=DIR"),
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_check_looks_at_what_the_file_names_as_train_does(work, word):
+    path, value, says = WRONG[word]
+    before = tree(work)
+    result = call("config", "check", "run.yaml", word, "--json")
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert (problem["path"], problem["value"]) == (path, value)
+    assert says in problem["rule"]
+    assert says in refuse("config", "check", "run.yaml", word)
+    if path != "data.eval_tokens":  # train does not read them
+        assert says in refuse("train", "run.yaml", word)
+    assert tree(work) == before
+
+
+def test_check_lists_what_the_file_names_all_at_once(work, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    words = (
+        "hardware.preset=h101",
+        "data={tokens: nowhere, eval_tokens: held}",
+        "parallel={pipeline_parallel_degree: 2, data_parallel_degree: 3}",
+        "train.tensorboard=true",
+    )
+    error = refuse("config", "check", "run.yaml", *words)
+    assert "run.yaml has 6 problems" in error
+    for says in ("h101", "nowhere", "held", "every stage", "multiple", "pip install 'sppo[track]'"):
+        assert says in error
+    told = refuse("train", "run.yaml", *words[1:])  # without hardware it is the device that asks
+    for says in ("nowhere", "every stage", "multiple", "pip install 'sppo[track]'"):
+        assert says in told
+
+
+def test_check_reads_the_headers_of_the_weights(work):
+    succeed("train", "run.yaml", "train.steps=1")
+    succeed("convert", "to-hf", "out", "exported")
+    words = ("model={from_hf: exported, hidden_size: 64}", "train.output=new")
+    error = refuse("config", "check", "run.yaml", *words)
+    assert "model.from_hf" in error
+    assert "has 1 problem" in error
+    (work / "exported" / "model.safetensors").unlink()
+    error = refuse("config", "check", "run.yaml", "model={from_hf: exported}", "train.output=new")
+    assert "holds neither model.safetensors nor" in error
 
 
 def test_files_that_are_not_there(tmp_path):
