@@ -78,7 +78,7 @@ setup(
         "gpu": ["triton>=3.6", "flash-attn>=2.7", "cupy-cuda13x", "nvidia-ml-py"],
         "dev": [*DEV, *HF, *TRACK, "transformers>=4.51"],
     },
-    entry_points={"console_scripts": ["sppo = sppo.cli.app:main"]},
+    entry_points={"console_scripts": ["sppo = sppo.__main__:main"]},
     cmdclass={"build_py": BuildWithNative},
     distclass=PlatformDistribution,
 )

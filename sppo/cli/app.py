@@ -14,6 +14,7 @@ from sppo.cli.estimate import estimate
 from sppo.cli.evaluate import evaluate
 from sppo.cli.simulate import simulate
 from sppo.cli.solve import solve
+from sppo.cli.stop_signals import stop_signals
 from sppo.cli.train import train
 
 app = typer.Typer(
@@ -51,5 +52,6 @@ app.add_typer(config.app, name="config")
 
 
 def main() -> None:
-    """Entry point of the ``sppo`` command."""
-    app()
+    """Run the ``sppo`` command, which SIGTERM and SIGINT end with a line and 128 + their number."""
+    with stop_signals():
+        app()

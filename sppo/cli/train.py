@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +11,7 @@ import typer
 
 from sppo.cli.arguments import Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes, fail
+from sppo.cli.stop_signals import Stopped, stopped_exit_code
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +26,9 @@ PlanFile = Annotated[
     Path | None,
     typer.Option("--plan", help="Follow this plan of sppo solve.", show_default=False),
 ]
+
+
+_GOES_ON = ": the same command goes on from the newest checkpoint, or begins again"
 
 
 def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None) -> None:
@@ -40,7 +46,7 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
 
     from sppo.config import load_run
 
-    with exit_codes():
+    with exit_codes(), _stops_say(_GOES_ON):
         run = load_run(run_file, overrides or ())
         from sppo.parallel.environment import rank_environment
         from sppo.train.device import choose_device, device_kind
@@ -58,6 +64,16 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
         else:
             device = choose_device(run, environment=environment)
             _train_as_rank(run, chosen, environment, device=device)
+
+
+@contextmanager
+def _stops_say(advice: str) -> Iterator[None]:
+    """Let a signal that ends the process within be told with ``advice``."""
+    try:
+        yield
+    except Stopped as stopped:
+        stopped.advice = advice
+        raise
 
 
 def _start_ranks(
@@ -95,9 +111,12 @@ def _train_as_rank(
     device: Device,
 ) -> None:
     """Train as one rank of the run, or alone."""
+    import signal
+
     from rich.console import Console
 
     from sppo.train.display import log_to
+    from sppo.train.interruption import StopRequest
     from sppo.train.nonfinite import NonFiniteError
     from sppo.train.preflight import check_before_training
     from sppo.train.ranks import joined
@@ -121,7 +140,21 @@ def _train_as_rank(
         except NonFiniteError as error:
             fail(str(error), code=1)
         if is_main:
-            report(run, preflight, outcome, console=console)
+            # Once all steps are done a signal comes too late to change the exit code.
+            with StopRequest() if outcome.interrupted_by is None else nullcontext():
+                report(run, preflight, outcome, console=console, command=_command(environment))
+    if outcome.interrupted_by is not None:
+        raise typer.Exit(stopped_exit_code(signal.Signals[outcome.interrupted_by]))
+
+
+def _command(environment: RankEnvironment | None) -> str:
+    """Return how to call this very command again, as people write it."""
+    import shlex
+    import sys
+
+    if environment is None or environment.launcher == "sppo":
+        return shlex.join(["sppo", *sys.argv[1:]])
+    return "the same command"
 
 
 def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device: Device) -> None:

@@ -209,7 +209,7 @@ class Executor:
             f">>> {action} <<<" if first + i == position else str(action)
             for i, action in enumerate(shown)
         ]
-        return f"failed in action {position} of {len(self._program)}: {' '.join(words)}"
+        return f"failed in action {position + 1} of {len(self._program)}: {' '.join(words)}"
 
 
 def _own_tokens(units: Mapping[tuple[int, int], Unit]) -> LocalTokens:

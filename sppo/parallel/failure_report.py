@@ -10,6 +10,8 @@ from sppo.parallel.progress import ProgressNote, RankState
 
 _OTHER_FAILURE = 1
 """Exit code of what has no code of its own, as in :mod:`sppo.cli.exit_codes`."""
+_STOP_CODES = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGINT)}
+"""Exit codes of ranks that a signal asked to end, as in :mod:`sppo.cli.stop_signals`."""
 
 _NOTABLE_STILLNESS_S = 1.0
 
@@ -61,9 +63,30 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     return min(failed, key=lambda end: (_distance(end), end.failed_s), default=None)
 
 
-def exit_code(end: RankEnd) -> int:
-    """Of the whole job: that of the rank to blame, 1 for one that a signal has killed."""
+def exit_code(end: RankEnd, *, asked: Sequence[str] = ()) -> int:
+    """Exit code of the whole job: that of the rank to blame, 1 for one that a signal has killed.
+
+    Args:
+        end: of the rank to blame.
+        asked: names of the signals by which the user had asked for the end. What a rank did not
+            fail at by itself then follows from the first of them: 128 + its number.
+    """
+    failed_itself = end.returncode > 0 and _distance(end) == 0
+    if asked and not failed_itself:
+        return 128 + signal.Signals[asked[0]]
     return end.returncode if end.returncode > 0 else _OTHER_FAILURE
+
+
+def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
+    """Return whether rank 0, whose output is seen, has said the one reason why all ranks ended.
+
+    That is so where all of them refused the same, and where all ended because a signal asked them.
+    """
+    codes = {end.returncode for end in ends}
+    if codes <= {0, *_STOP_CODES}:
+        return ends[0].returncode != 0
+    messages = {_message(end) for end in ends}
+    return len(codes) == len(messages) == 1 and min(codes) > _OTHER_FAILURE and messages != {""}
 
 
 def failure_report(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[str]) -> str:
@@ -94,6 +117,8 @@ def _distance(end: RankEnd) -> int:
 
 
 def _how(end: RankEnd) -> str:
+    if end.returncode in _STOP_CODES:
+        return f"was stopped by {_STOP_CODES[end.returncode]}"
     if end.returncode >= 0:
         return f"ended with exit code {end.returncode}"
     name = signal_name(-end.returncode)

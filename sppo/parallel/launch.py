@@ -27,6 +27,7 @@ from sppo.parallel.failure_report import (
     failure_report,
     first_failure,
     signal_name,
+    was_said_by_rank_0,
 )
 from sppo.parallel.progress import read_progress
 
@@ -37,6 +38,7 @@ _GIVE_UP_S = 30.0
 """From SIGKILL until a process is left to the system, which cannot end it either."""
 _LAST_LINES = 15
 _LAST_BYTES = 1 << 14
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHARED_MEMORY = "/dev/shm"
 _WRAPPER = Path(__file__).with_name("end_with_parent.py")
 
@@ -63,17 +65,20 @@ def run_ranks(
 
     Rank 0 has this process's output, the others' is kept for the report. SIGTERM and SIGINT pass
     on to every rank, once; a second one kills them. When a rank fails, the others have ``grace_s``
-    to end by themselves and are then stopped, and a report goes to stderr.
+    to end by themselves and are then stopped, and a report goes to stderr, unless rank 0 has said
+    what all of them met.
 
     Args:
-        command: the path of a program and its words.
+        command: the path of a program and its words. It starts with SIGTERM and SIGINT blocked, and
+            lets them through once it can say that one came.
         num_ranks: how many to start.
         environ: what they inherit; each also gets its place.
         threads_per_rank: for OMP_NUM_THREADS, where ``environ`` does not have it.
         grace_s: seconds.
 
     Returns:
-        0, or the exit code of the rank that failed first; 1 if a signal killed it.
+        0, or the exit code of the rank that failed first; 1 if a signal killed it; 128 + the
+        signal's number if the ranks ended because this process was asked to.
 
     Raises:
         OSError: a process or the port cannot be had.
@@ -97,8 +102,9 @@ def run_ranks(
     first = first_failure(ends)
     if first is None:
         return 0
-    print(failure_report(ends, first=first, asked=job.asked), file=sys.stderr, flush=True)
-    return exit_code(first)
+    if not was_said_by_rank_0(ends):
+        print(failure_report(ends, first=first, asked=job.asked), file=sys.stderr, flush=True)
+    return exit_code(first, asked=job.asked)
 
 
 def _nameless_file() -> IO[bytes]:
@@ -139,6 +145,16 @@ def _meeting_place(num_ranks: int) -> Iterator[int]:
         del store
 
 
+@contextmanager
+def _held_back(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Block signals for processes that start within, which inherit it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Job:
     """The ranks as children of this process; none outlives the context."""
 
@@ -151,7 +167,7 @@ class _Job:
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> _Job:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -174,15 +190,16 @@ class _Job:
     ) -> None:
         """In a process group of its own, so that a terminal's Ctrl-C reaches it only from here."""
         wrapped = (sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid()), *command)
-        process = subprocess.Popen(
-            wrapped,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=(record.fileno(),),
-            process_group=0,
-        )
+        with _held_back(_STOP_SIGNALS):
+            process = subprocess.Popen(
+                wrapped,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(record.fileno(),),
+                process_group=0,
+            )
         self._children.append(_Child(rank, process, record, output))
 
     def wait(self) -> tuple[RankEnd, ...]:

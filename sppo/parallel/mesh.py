@@ -193,6 +193,8 @@ class Mesh:
         Args:
             holders: the group of :class:`Groups` that has the same ranks.
         """
+        if not self.is_distributed:
+            return None
         ranks = {
             "stage": self.stage_ranks,
             "block": self.shape.block_ranks(self.at),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 
@@ -11,7 +12,7 @@ class Interrupted(Exception):  # noqa: N818 - a wish, not an error
 
 
 class StopRequest:
-    """Notes the first SIGTERM or SIGINT; a second one ends the process at once.
+    """Notes the first SIGTERM or SIGINT; a second one goes to the handler that was there before.
 
     Use as a context manager in the main thread; earlier handlers come back at its end.
     """
@@ -27,7 +28,8 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def check(self) -> None:
         """Called between the actions of a step.
@@ -38,11 +40,13 @@ class StopRequest:
         if self.signal_name is not None:
             raise Interrupted(self.signal_name)
 
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self.signal_name = signal.Signals(number).name
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name is None:
+            self.signal_name = signal.Signals(number).name
+            return
+        previous = self._previous[signal.Signals(number)]
+        if callable(previous):
+            previous(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

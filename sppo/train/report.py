@@ -31,9 +31,22 @@ from sppo.train.trainer import TrainingOutcome
 
 
 def report(
-    run: RunConfig, preflight: Preflight, outcome: TrainingOutcome, *, console: Console
+    run: RunConfig,
+    preflight: Preflight,
+    outcome: TrainingOutcome,
+    *,
+    console: Console,
+    command: str = "the same command",
 ) -> None:
-    """Draw, summarise, write and print; a run that was done before keeps its summary."""
+    """Draw, summarise, write and print; a run that was done before keeps its summary.
+
+    Args:
+        run: checked.
+        preflight: of the same run.
+        outcome: what training did.
+        console: where to print.
+        command: that goes on with the run where steps are left.
+    """
     if _was_done(outcome):
         _say(
             f"{outcome.output}: all {run.train.steps} steps were done before, nothing to do; "
@@ -79,7 +92,7 @@ def report(
     if outcome.interrupted_by is not None:
         _say(
             f"stopped by {outcome.interrupted_by} after step {outcome.done_steps} of "
-            f"{run.train.steps}; the same command goes on",
+            f"{run.train.steps}, {run.train.steps - outcome.done_steps} left; to go on: {command}",
             console,
         )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -365,3 +367,18 @@ def test_tensorboard_files(work):
 def test_a_vocabulary_larger_than_the_data_is_no_fault(work):
     write_tokens(work / "small", vocab_size=8)
     succeed("train", "run.yaml", "data.tokens=small", "train.steps=1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_last_step_leaves_the_exit_code_0(work, monkeypatch, number):
+    from sppo.train import report
+
+    drawn = report.loss_picture
+
+    def interrupted(*args, **kwargs):
+        os.kill(os.getpid(), number)
+        drawn(*args, **kwargs)
+
+    monkeypatch.setattr(report, "loss_picture", interrupted)
+    succeed("train", "run.yaml")
+    assert (work / "out/loss.png").exists()

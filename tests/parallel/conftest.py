@@ -12,11 +12,12 @@ import pytest
 from sppo.parallel.launch import run_ranks
 
 PREAMBLE = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from sppo.parallel.environment import rank_environment
 from sppo.parallel.progress import RankProgress
 
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 place = rank_environment(os.environ)
 progress = RankProgress.create(place.progress_file)
 rank = place.rank

@@ -74,6 +74,30 @@ def test_exit_codes(returncode, code):
     assert exit_code(end(0, returncode)) == code
 
 
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (end(0, 143, state="failed"), 143),
+        (end(0, -15, state=None), 143),
+        (end(0, 1, state="peer_lost"), 143),
+        (end(0, -9, stopped=True), 143),
+        (end(0, 4, state="failed"), 4),
+    ],
+)
+def test_exit_codes_of_a_job_that_was_asked_to_stop(end, code):
+    assert exit_code(end, asked=["SIGTERM", "SIGINT"]) == code
+
+
+def test_a_rank_that_a_signal_stopped():
+    ends = [end(0, 1, state="peer_lost", message="closed"), end(1, 143, state="failed")]
+    first = first_failure(ends)
+    assert first is ends[1]
+    assert failure_report(ends, first=first, asked=[]).startswith(
+        "error: rank 1 of 2 was stopped by SIGTERM at step 3"
+    )
+    assert exit_code(first) == 143
+
+
 def test_the_report_of_a_killed_rank():
     ends = [
         end(0, 1, state="peer_lost", message="waiting for 0SEND_ACT0.3 from rank 1: closed"),

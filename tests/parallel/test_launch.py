@@ -151,9 +151,38 @@ time.sleep(600)
 """
     ready = [tmp_path / f"ready{rank}" for rank in range(2)]
     thread = signals_once_ready(signal.SIGTERM, signal.SIGTERM, ready=ready)
-    assert run(code, num_ranks=2) == 1
+    assert run(code, num_ranks=2) == 128 + signal.SIGTERM
     thread.join()
     assert capfd.readouterr().err.startswith("error: after SIGTERM and SIGTERM, rank ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_all_stop_when_asked_need_no_report(run, tmp_path, capfd, number):
+    """The signal comes while a rank cannot hear it yet, and is held back until it can."""
+    code = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, (15, 2))
+Path(f"ready{rank}").touch()
+while not signal.sigpending():
+    time.sleep(0.01)
+from sppo.cli.stop_signals import stop_signals
+with stop_signals():
+    time.sleep(600)
+"""
+    thread = signals_once_ready(number, ready=[tmp_path / f"ready{rank}" for rank in range(2)])
+    assert run(code, num_ranks=2) == 128 + number
+    thread.join()
+    assert capfd.readouterr().err == f"error: stopped by {number.name}\n"
+
+
+def test_what_all_ranks_refuse_is_said_once(run, capfd):
+    code = """
+progress.state("failed", message="no such data")
+print("error: no such data", file=sys.stderr)
+sys.exit(2)
+"""
+    assert run(code, num_ranks=3) == 2
+    assert capfd.readouterr().err == "error: no such data\n"
 
 
 def start_job(command, **options):

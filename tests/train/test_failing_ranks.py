@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -118,12 +119,15 @@ def test_a_rank_that_hangs_is_given_up_after_the_timeout(endless):
     assert "Traceback" not in errors
 
 
-def test_a_signal_saves_on_all_ranks_and_ends_well(endless):
+def test_a_signal_saves_on_all_ranks_and_says_what_is_left(endless):
     with training(endless, after_steps=2) as job:
         job.send_signal(signal.SIGTERM)
         output, errors = job.communicate(timeout=60)
-    assert job.returncode == 0, errors
+    assert job.returncode == 143, errors
+    assert "error" not in errors
     assert "SIGTERM: saving after step" in output
+    assert re.search(r"stopped by SIGTERM after step (\d+) of 100000, \d+ left; to go on: ", output)
+    assert f"to go on: sppo train run.yaml {TWO_STAGES}" in output
     newest = max((endless / "out/checkpoints").glob("step_*"))
     assert int(newest.name.removeprefix("step_")) == steps_done(endless)
 

@@ -185,9 +185,10 @@ def test_without_a_whole_checkpoint_nothing_is_done(plain):
 def test_a_request_to_stop_saves_and_ends_well(plain, number):
     output = f"asked-{number.name}"
     ended = plain.train(output, step=5, action=6, signals=[number])
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 128 + number, ended.stderr
     assert f"{number.name}: saving after step 4" in ended.stdout
-    assert f"stopped by {number.name} after step 4 of 10; the same command goes on" in ended.stdout
+    left = f"stopped by {number.name} after step 4 of 10, 6 left; to go on: sppo train run.yaml "
+    assert left in ended.stdout
     summary = json.loads((plain.directory / output / "run_summary.json").read_text())
     assert (summary["steps"], summary["interrupted_by"]) == (4, number.name)
     again = plain.train(output)
@@ -200,7 +201,7 @@ def test_a_request_to_stop_saves_and_ends_well(plain, number):
 
 def test_a_request_between_checkpoints_loses_no_step(plain):
     ended = plain.train("between", step=6, action=0, signals=[signal.SIGTERM])
-    assert ended.returncode == 0
+    assert ended.returncode == 143
     assert (plain.directory / "between/checkpoints/step_000005").is_dir()
     assert plain.train("between").returncode == 0
     plain.assert_undisturbed("between")
@@ -208,23 +209,27 @@ def test_a_request_between_checkpoints_loses_no_step(plain):
 
 def test_a_request_in_the_first_step(plain):
     ended = plain.train("at-once", step=1, action=1, signals=[signal.SIGTERM])
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 143, ended.stderr
     assert "SIGTERM: saving after step 0" in ended.stdout
     assert "loss.png" not in ended.stdout
     assert plain.train("at-once").returncode == 0
     plain.assert_undisturbed("at-once")
 
 
-def test_a_request_in_the_last_pass_ends_a_whole_run(plain):
+def test_a_request_in_the_last_pass_leaves_that_step(plain):
     ended = plain.train("last", step=10, action=7, signals=[signal.SIGTERM])
-    assert ended.returncode == 0
+    assert ended.returncode == 143
+    assert "after step 9 of 10, 1 left" in ended.stdout
     assert plain.train("last").returncode == 0
     plain.assert_undisturbed("last")
 
 
 def test_a_second_request_ends_at_once(plain):
     ended = plain.train("twice", step=5, signals=[signal.SIGTERM, signal.SIGTERM])
-    assert ended.returncode == -signal.SIGTERM
+    assert ended.returncode == 143
+    assert "error: stopped by SIGTERM: the same command goes on from the newest checkpoint" in (
+        ended.stderr
+    )
     assert not (plain.directory / "twice/checkpoints/step_000005").exists()
     assert plain.train("twice").returncode == 0
     plain.assert_undisturbed("twice")

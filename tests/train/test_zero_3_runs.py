@@ -40,6 +40,13 @@ def test_a_run_of_one_rank_goes_on_with_rows_on_each_of_many(ranks, job):
     assert_like_alone(job, "moving")
 
 
+def test_a_run_with_rows_on_each_of_many_goes_on_on_one(ranks, job):
+    """A process that is alone has nothing to gather from, and keeps whole weights."""
+    run_on(ranks, job, (2, 1, 1), 1, "moving", **ZERO_3)
+    alone(job, overrides((1, 1, 1), 3, **{"train.output": "moving"}, **ZERO_3))
+    assert_like_alone(job, "moving")
+
+
 def test_rows_of_shared_weights(ranks, job):
     """Megatron's blocks, of which those that replicas hold are shared out again."""
     run_on(ranks, job, (2, 1, 4), 3, "grid", **MEGATRON, **ZERO_3)

@@ -1,0 +1,136 @@
+"""SIGTERM and SIGINT end any command with one line on stderr and exit code 128 plus their number.
+
+The first one is raised as an exception in the main thread, so that locks and partial files go as
+after any other error; a second one ends the process at once. A training loop takes over with
+:class:`sppo.train.interruption.StopRequest`, which saves first. Imports nothing slow: it stands
+before every other import of the command.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_UNHEARD_S = 5.0
+"""How long the main thread may be inside a library, where it hears no signal."""
+_REPEATED_S = 0.2
+"""Signals this close to each other count as one."""
+
+
+class Stopped(BaseException):
+    """The process was asked to end; no fault, so ``except Exception`` lets it through.
+
+    Attributes:
+        number: The signal's.
+        advice: What to say after its name.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number, self.advice = number, ""
+
+
+def stopped_exit_code(number: int) -> int:
+    """Exit code of a process that the signal ``number`` stopped, as shells have it."""
+    return 128 + number
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """End the process by SIGTERM or SIGINT with a line and its exit code; for the main thread.
+
+    Signals that were blocked so far are let through: a launcher holds them back for its ranks until
+    they can say that one came.
+
+    Raises:
+        SystemExit: a signal came.
+    """
+    watch = _Watch()
+    previous = {number: signal.signal(number, watch.stop) for number in STOP_SIGNALS}
+    try:
+        watch.begin()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        yield
+    except BaseException as error:
+        if watch.number is None:
+            raise
+        # Whatever came out of it, e.g. of a library that lets no exception pass.
+        advice = error.advice if isinstance(error, Stopped) else ""
+        print(_line(watch.number, advice), file=sys.stderr, flush=True)
+        sys.exit(stopped_exit_code(watch.number))
+    finally:
+        watch.end()
+        if watch.number is None:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+class _Watch:
+    """Raises Stopped in the main thread, or ends the process where that thread cannot hear.
+
+    No exception is raised within an import: modules that are imported on trial would take it for
+    their absence, and the process would go on with half of them.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The signal that the main thread has heard."""
+        self._heard_s = 0.0
+        self._reader, self._writer = os.pipe()
+        self._previous_fd = -1
+
+    def begin(self) -> None:
+        os.set_blocking(self._writer, False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._see_to_it, name="stop signals", daemon=True).start()
+
+    def end(self) -> None:
+        signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._writer)  # which ends the thread
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread: raise Stopped, or end at once if it is the second."""
+        if self.number is not None:
+            if time.monotonic() - self._heard_s > _REPEATED_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+        elif not _is_importing(frame):
+            self.number, self._heard_s = number, time.monotonic()
+            raise Stopped(number)
+
+    def _see_to_it(self) -> None:
+        """Repeat each signal until the main thread has heard it; for a thread."""
+        with os.fdopen(self._reader, "rb", buffering=0) as arrivals:
+            while byte := arrivals.read(1):
+                # A training loop hears signals between its actions, however long these take.
+                if byte[0] in STOP_SIGNALS and signal.getsignal(byte[0]) == self.stop:
+                    self._insist(byte[0])
+
+    def _insist(self, number: int) -> None:
+        until_s = time.monotonic() + _UNHEARD_S
+        while time.monotonic() < until_s:
+            time.sleep(_REPEATED_S / 4)
+            if self.number is not None:
+                return
+            os.kill(os.getpid(), number)
+        os.write(2, f"{_line(number, '')}\n".encode())
+        os._exit(stopped_exit_code(number))
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _line(number: int, advice: str) -> str:
+    return f"error: stopped by {signal.Signals(number).name}{advice}"

@@ -1,0 +1,113 @@
+"""How a command ends that is asked to: one line and the exit code, whatever it was about."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+
+def ended(code):
+    """A process that runs ``code`` with the signals blocked, as it does from its first line on."""
+    before = "import os, signal, sys, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, (15, 2))\n"
+    words = [sys.executable, "-c", before + code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_before_the_command_is_loaded(number):
+    code = f"""
+os.kill(os.getpid(), {int(number)})
+import sppo.__main__
+sppo.__main__.main()
+"""
+    assert ended(code) == (128 + number, "", f"error: stopped by {number.name}\n")
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_what_was_begun_is_taken_back(number):
+    code = f"""
+from sppo.cli.stop_signals import stop_signals
+with stop_signals():
+    try:
+        os.kill(os.getpid(), {int(number)})
+        time.sleep(60)
+    except Exception:
+        print("taken for an error")
+    finally:
+        print("tidied")
+"""
+    assert ended(code) == (128 + number, "tidied\n", f"error: stopped by {number.name}\n")
+
+
+def test_a_main_thread_that_hears_nothing_is_ended():
+    """A lock in C is what waiting in a library looks like; no signal ends it."""
+    code = """
+import ctypes, threading
+from sppo.cli import stop_signals
+stop_signals._UNHEARD_S = 0.2
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+with stop_signals.stop_signals():
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    lock(mutex)
+    lock(mutex)
+"""
+    assert ended(code) == (143, "", "error: stopped by SIGTERM\n")
+
+
+def test_an_import_that_lets_no_exception_pass(tmp_path):
+    (tmp_path / "optional.py").write_text(
+        "import os\nos.kill(os.getpid(), 15)\nfor _ in range(9): pass\n"
+    )
+    code = f"""
+from sppo.cli.stop_signals import stop_signals
+sys.path.insert(0, {str(tmp_path)!r})
+with stop_signals():
+    try:
+        import optional
+    except:
+        print("taken for absent")
+    time.sleep(60)
+"""
+    assert ended(code) == (143, "", "error: stopped by SIGTERM\n")
+
+
+def test_another_error_after_the_signal_is_its_consequence():
+    code = """
+from sppo.cli.stop_signals import stop_signals
+with stop_signals():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    except:
+        raise AttributeError("no such name")
+"""
+    assert ended(code) == (143, "", "error: stopped by SIGTERM\n")
+
+
+def test_a_second_signal_ends_the_tidying():
+    code = """
+from sppo.cli.stop_signals import stop_signals
+with stop_signals():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+"""
+    assert ended(code)[0] == -signal.SIGINT
+
+
+def test_handlers_come_back():
+    from sppo.cli.stop_signals import stop_signals
+
+    before = [signal.getsignal(number) for number in NUMBERS]
+    with stop_signals():
+        assert [signal.getsignal(number) for number in NUMBERS] != before
+    assert [signal.getsignal(number) for number in NUMBERS] == before
+    assert signal.set_wakeup_fd(-1) == -1
