@@ -9,9 +9,13 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from sppo.quoting import quoted
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+LARGEST_SIZE = (1 << 63) - 1
+"""Of a count of tokens or bytes: arrays, files and messages count in 64 bits."""
 
 _MULTIPLIERS = {
     "": 1,
@@ -38,26 +42,23 @@ def parse_size(text: object) -> int:
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if text != text or text in (float("inf"), float("-inf")):
-            raise ValueError(f"{text!r} is not a size; a size is finite")
+            raise ValueError(f"{quoted(text)} is not a size; a size is finite")
         return _whole(Fraction(text), text)
     match = _SIZE.match(text) if isinstance(text, str) and len(text) <= _MOST_DIGITS else None
     if match is None:
-        raise ValueError(f"{_short(text)} is not a size; write one such as 32Ki, 2GiB or 4096")
+        raise ValueError(f"{quoted(text)} is not a size; write one such as 32Ki, 2GiB or 4096")
     number, suffix = match.groups()
     return _whole(Fraction(number.replace("_", "")) * _MULTIPLIERS[suffix], text)
 
 
 def _whole(value: Fraction, text: object) -> int:
     if value < 0:
-        raise ValueError(f"{text!r} is negative; a size is at least 0")
+        raise ValueError(f"{quoted(text)} is negative; a size is at least 0")
     if value.denominator != 1:
-        raise ValueError(f"{text!r} is not a whole number of units")
+        raise ValueError(f"{quoted(text)} is not a whole number of units")
+    if value > LARGEST_SIZE:
+        raise ValueError(f"{quoted(text)} is too large; a size is below 2^63")
     return value.numerator
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_DIGITS else text[: _MOST_DIGITS - 3] + "..."
 
 
 def format_bytes(count: int | float) -> str:

@@ -23,6 +23,7 @@ from sppo.cli.bench_shapes import (
 )
 from sppo.cli.exit_codes import exit_codes
 from sppo.output_file import check_output_files, write_json
+from sppo.quoting import quoted
 
 if TYPE_CHECKING:
     from sppo.bench.suite import CopySetup, Measurements
@@ -207,7 +208,7 @@ def _dtypes(text: str) -> tuple[str, ...]:
     unknown = [name for name in names if name not in _DTYPES]
     if unknown or not names:
         raise ValueError(
-            f"--dtype {text!r}: {unknown[0] if unknown else 'nothing'} is not one of "
+            f"--dtype {quoted(text)}: {unknown[0] if unknown else 'nothing'} is not one of "
             f"{', '.join(_DTYPES)}; separate them by commas"
         )
     return names

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from sppo.quoting import quoted
 from sppo.units import format_tokens, parse_size
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ class ShapeOptions:
             user = "gemm" if field in _GEMM_FIELDS else "attention"
             if text is not None and user not in parts:
                 raise ValueError(
-                    f"--{field.replace('_', '-')} {text!r}: only sppo bench {user} and all use it; "
-                    f"leave it out of sppo bench {subject}"
+                    f"--{field.replace('_', '-')} {quoted(text)}: only sppo bench {user} and all "
+                    f"use it; leave it out of sppo bench {subject}"
                 )
 
 
@@ -133,11 +134,11 @@ def _each(option: str, text: str | None, read: Callable[[str], _T]) -> tuple[_T,
         return ()
     words = list_words(text)
     if not words:
-        raise ValueError(f"{option} {text!r}: names nothing; separate values by commas")
+        raise ValueError(f"{option} {quoted(text)}: names nothing; separate values by commas")
     try:
         return tuple(dict.fromkeys(map(read, words)))
     except ValueError as error:
-        raise ValueError(f"{option} {text!r}: {error}") from None
+        raise ValueError(f"{option} {quoted(text)}: {error}") from None
 
 
 def _sizes(option: str, text: str | None) -> tuple[int, ...]:

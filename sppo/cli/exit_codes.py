@@ -66,7 +66,9 @@ def exit_codes() -> Iterator[None]:
 
 def fail(message: str, *, code: int) -> None:
     """Print ``message`` and end the command."""
-    typer.echo(f"error: {message}", err=True)
+    from sppo.quoting import readable
+
+    typer.echo(f"error: {readable(message)}", err=True)
     raise typer.Exit(code) from None
 
 

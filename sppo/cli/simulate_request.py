@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from sppo.quoting import quoted
+
 if TYPE_CHECKING:
     from sppo.planning.simulated_run import SimulatedRun
     from sppo.schedule.abstract import AbstractCase, AbstractOffload, OffloadRatios
@@ -99,7 +101,7 @@ def sort_words(words: Sequence[str]) -> Words:
             overrides.append(word)
         else:
             raise ValueError(
-                f"{word!r} is neither a run file (.yaml) nor a plan (.json), neither "
+                f"{quoted(word)} is neither a run file (.yaml) nor a plan (.json), neither "
                 f"section.key=value nor a schedule to compare with: {', '.join(schedule_names())}"
             )
     if len(files) > 1:
@@ -131,7 +133,7 @@ def read_request(words: Words, *, flags: Flags, compare: Sequence[str]) -> Simul
             "--sequences M --subsequences N, or --program FILE"
         )
     if words.overrides:
-        raise ValueError(f"{words.overrides[0]!r} changes a run file, but none is given")
+        raise ValueError(f"{quoted(words.overrides[0])} changes a run file, but none is given")
     return _abstract(flags, names=names)
 
 
@@ -291,8 +293,8 @@ def _numbers(text: str | None, *, option: str) -> tuple[float, ...]:
         values = tuple(float(word) for word in text.split(","))
     except ValueError:
         raise ValueError(
-            f"{option} {text!r}: write numbers with commas between them, as in 1,2,1"
+            f"{option} {quoted(text)}: write numbers with commas between them, as in 1,2,1"
         ) from None
     if not all(math.isfinite(value) and value >= 0 for value in values):
-        raise ValueError(f"{option} {text!r}: every number must be finite and at least 0")
+        raise ValueError(f"{option} {quoted(text)}: every number must be finite and at least 0")
     return values

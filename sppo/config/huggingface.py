@@ -6,14 +6,15 @@ function a model computes is refused by name.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from sppo.config.huggingface_export import hf_config
 from sppo.config.huggingface_rope import read_rope
 from sppo.config.huggingface_values import Json, flag, integer, number, refusal, require
+from sppo.config.json_file import read_json
 from sppo.config.model import Family
+from sppo.quoting import quoted
 
 __all__ = ["hf_config", "ignored_settings", "model_fields", "read_config", "read_model_fields"]
 
@@ -109,13 +110,11 @@ def read_config(directory: Path) -> dict[str, Any]:
         )
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except FileNotFoundError:
         raise ValueError(f"{directory} holds no config.json") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds {type(config).__name__}, not a mapping of settings")
     return config
@@ -132,7 +131,7 @@ def model_fields(config: Json) -> dict[str, Any]:
         raise refusal("model_type", family, ", ".join(_FAMILIES))
     known = cast(Family, family)
     faults = [
-        f"{key} {config[key]!r} (supported: {supported})"
+        f"{key} {quoted(config[key])} (supported: {supported})"
         for key, allowed, supported in _OFF
         if config.get(key) is not None and config[key] not in allowed
     ]
@@ -151,7 +150,7 @@ def model_fields(config: Json) -> dict[str, Any]:
 
 def ignored_settings(config: Json) -> tuple[str, ...]:
     """Settings of a ``config.json`` that training here leaves out, as ``key value`` lines."""
-    return tuple(f"{key} {config[key]}" for key in _DROPOUTS if config.get(key))
+    return tuple(f"{key} {quoted(config[key])}" for key in _DROPOUTS if config.get(key))
 
 
 def _read_rotary(values: Json) -> dict[str, Any]:
@@ -246,7 +245,7 @@ def _read_gpt2(raw: Json) -> dict[str, Any]:
     values |= {key: raw[key] for key in _ALIASES.values() if raw.get(key) is not None}
     require(values, ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"))
     activation = values["activation_function"]
-    if activation not in _GELUS:
+    if not isinstance(activation, str) or activation not in _GELUS:
         raise refusal("activation_function", activation, ", ".join(_GELUS))
     hidden, heads = integer(values, "n_embd"), integer(values, "n_head")
     if hidden % heads:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from sppo.quoting import quoted
 
 Json = Mapping[str, Any]
 
 
 def refusal(key: str, value: object, supported: str) -> ValueError:
     """The error for a setting that this trainer cannot represent exactly."""
-    return ValueError(f"config.json has {key} {value!r}; supported: {supported}")
+    return ValueError(f"config.json has {key} {quoted(value)}; supported: {supported}")
 
 
 def require(values: Json, keys: Iterable[str]) -> None:
@@ -37,7 +40,7 @@ def integer(values: Json, key: str) -> int:
 
 
 def number(values: Json, key: str) -> float:
-    """The finite number under ``key``.
+    """The number under ``key``, one that fits a float.
 
     Raises:
         ValueError: absent or another type.
@@ -45,7 +48,13 @@ def number(values: Json, key: str) -> float:
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise refusal(key, value, "a number")
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        found = math.inf
+    if not math.isfinite(found):
+        raise refusal(key, value, "a finite number")
+    return found
 
 
 def flag(values: Json, key: str) -> bool:

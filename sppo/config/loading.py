@@ -17,12 +17,12 @@ from sppo.config.problems import (
     Problem,
     nearest,
     problems_of,
-    show_value,
     unknown_key,
 )
 from sppo.config.rules import check_sections
 from sppo.config.run import RunConfig
 from sppo.config.yaml_file import parse_yaml, read_yaml
+from sppo.quoting import quoted
 
 _REQUIRED = ("model", "data", "sequence")
 _SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")
@@ -60,11 +60,11 @@ def apply_overrides(
         try:
             value = parse_yaml(text, source=word)
         except ConfigError as error:
-            problems.append(Problem(path, repr(text), error.problems[0].rule))
+            problems.append(Problem(path, quoted(text), error.problems[0].rule))
             continue
         if not _write(merged, keys, value):
             rule = f"{'.'.join(keys[:-1])} is a value in the run file: it has no keys"
-            problems.append(Problem(path, show_value(value), rule))
+            problems.append(Problem(path, quoted(value), rule))
     return merged
 
 
@@ -119,7 +119,7 @@ def _parse_section(name: str, value: Any, found: list[Problem]) -> Any:
         value = {}
     if not isinstance(value, dict):
         rule = "a section is a mapping of keys to values" + (" or auto" * (name == "hardware"))
-        found.append(Problem(name, show_value(value), rule))
+        found.append(Problem(name, quoted(value), rule))
         return None
     if name == "model":
         value = expand_model(value, found)
@@ -169,20 +169,20 @@ def expand_model(value: dict[str, Any], found: list[Problem]) -> dict[str, Any] 
     preset, directory = value.get("preset"), value.get("from_hf")
     if preset is not None and directory is not None:
         rule = "give either model.preset or model.from_hf, not both"
-        found.append(Problem("model.preset", show_value(preset), rule))
+        found.append(Problem("model.preset", quoted(preset), rule))
         return None
     if preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
             near = nearest(preset, PRESETS) if isinstance(preset, str) else ""
             rule = f"no such preset.{near or ' Presets: ' + ', '.join(PRESETS)}"
-            found.append(Problem("model.preset", show_value(preset), rule))
+            found.append(Problem("model.preset", quoted(preset), rule))
             return None
         return _overlay(PRESETS[preset], value)
     if directory is not None:
         try:
             return _overlay(read_model_fields(Path(str(directory))), value)
         except ValueError as error:
-            found.append(Problem("model.from_hf", show_value(directory), str(error)))
+            found.append(Problem("model.from_hf", quoted(directory), str(error)))
             return None
     return value
 

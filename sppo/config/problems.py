@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from reprlib import Repr
 from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+
+from sppo.quoting import one_line, quoted
 
 MISSING = "(missing)"
 """Shown as the value of what was not given."""
@@ -20,10 +21,7 @@ Homes = Mapping[str, Sequence[str]]
 NO_HOMES: Homes = {}
 
 _SHOWN_PROBLEMS = 20
-_SHOWN_CHARACTERS = 40
-
-_repr = Repr()
-_repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN_CHARACTERS
+_RULE_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +34,9 @@ class Problem:
 
     def line(self) -> str:
         """``path  value  rule`` on one line; an empty path or value takes no room."""
-        where = f"{self.path:<32} " if self.path else ""
-        written = f"{self.value:<16} " if self.value else ""
-        return f"  {where}{written}{self.rule}".rstrip()
+        where = f"{one_line(self.path):<32} " if self.path else ""
+        written = f"{one_line(self.value):<16} " if self.value else ""
+        return f"  {where}{written}{one_line(self.rule, most=_RULE_CHARACTERS)}".rstrip()
 
 
 class ConfigError(ValueError):
@@ -48,18 +46,12 @@ class ConfigError(ValueError):
         self.source = source
         self.problems = tuple(problems)
         count = len(self.problems)
-        lines = [f"{source} has {count} problem{'' if count == 1 else 's'}"]
+        lines = [f"{one_line(source)} has {count} problem{'' if count == 1 else 's'}"]
         lines += [problem.line() for problem in self.problems[:_SHOWN_PROBLEMS]]
         if count > _SHOWN_PROBLEMS:
             more = count - _SHOWN_PROBLEMS
             lines.append(f"  and {more} more; sppo config check --json lists all")
         super().__init__("\n".join(lines))
-
-
-def show_value(value: object) -> str:
-    """A value short enough for one line of a report."""
-    text = _repr.repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 def nearest(word: object, choices: Iterable[object]) -> str:
@@ -90,7 +82,7 @@ def unknown_key(
         hint = f" Did you mean {' or '.join(homes[key])}?"
     else:
         hint = nearest(key, known) or f" Known keys: {', '.join(known)}"
-    return Problem(path, show_value(value), f"unknown key.{hint}")
+    return Problem(path, quoted(value), f"unknown key.{hint}")
 
 
 def problems_of(
@@ -129,7 +121,7 @@ def _problem(
         return Problem(path, MISSING, "required")
     if kind == "extra_forbidden":
         return unknown_key(path, names[-1], value, _siblings(names, annotations), homes=homes)
-    shown = "" if isinstance(value, dict) and not names else show_value(value)
+    shown = "" if isinstance(value, dict) and not names else quoted(value)
     words = list(_literals(_annotation_of(names, annotations)))
     if not any(detail["type"] == "literal_error" for detail in details) or not words:
         return Problem(path, shown, _rule(details[0]))

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sppo.config.model import ModelConfig
-from sppo.config.problems import Problem, nearest, show_value
+from sppo.config.problems import Problem, nearest
 from sppo.config.run import ParallelConfig, SequenceConfig
+from sppo.quoting import quoted
 
 SCHEDULES = (
     "auto",
@@ -53,7 +54,7 @@ def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != length or not ascending:
         yield Problem(
             "sequence.boundaries",
-            show_value(list(cuts)),
+            quoted(list(cuts)),
             f"must rise from 0 to sequence.length = {length}, e.g. [0, {length // 2}, {length}]",
         )
     elif sequence.num_subsequences not in ("auto", len(cuts) - 1):
@@ -68,7 +69,7 @@ def _schedule_exists(parallel: ParallelConfig) -> Iterator[Problem]:
     if parallel.schedule not in SCHEDULES:
         yield Problem(
             "parallel.schedule",
-            repr(parallel.schedule),
+            quoted(parallel.schedule),
             f"not one of {', '.join(SCHEDULES)}.{nearest(parallel.schedule, SCHEDULES)}",
         )
 

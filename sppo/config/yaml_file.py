@@ -10,7 +10,10 @@ from typing import Any
 import yaml
 
 from sppo.config.problems import ConfigError, Problem
+from sppo.config.text_file import NotTextError, read_text_file
+from sppo.quoting import one_line, quoted
 
+_MOST_BYTES = 4 << 20
 _NEIGHBOURS = 5
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -43,7 +46,7 @@ class StrictLoader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=rule, problem_mark=mark)
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                rule = f"key {key!r} is given twice (first in line {seen[key]}); keep one"
+                rule = f"key {quoted(key)} is given twice (first in line {seen[key]}); keep one"
                 raise yaml.MarkedYAMLError(problem=rule, problem_mark=mark)
             seen[key] = mark.line + 1
 
@@ -53,7 +56,7 @@ class StrictLoader(yaml.SafeLoader):
             return super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError) as error:
             kind = node.tag.rpartition(":")[2]
-            rule = f"cannot be read as {kind}: {error}".partition(";")[0]
+            rule = one_line(f"cannot be read as {kind}: {error}".partition(";")[0])
             raise yaml.MarkedYAMLError(problem=rule, problem_mark=node.start_mark) from None
 
     def construct_decimal(self, node: yaml.ScalarNode) -> int:
@@ -91,10 +94,11 @@ def parse_yaml(text: str, *, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}" if mark else "somewhere"
-        rule = ", ".join(part for part in (error.context, error.problem) if part)
+        parts = (one_line(part) for part in (error.context, error.problem) if part)
+        rule = ", ".join(parts)
         raise ConfigError(source, [Problem(where, "", rule)]) from None
     except yaml.YAMLError as error:
-        rule = f"is not YAML text: {error}".partition("\n")[0]
+        rule = one_line(f"is not YAML text: {error}".partition("\n")[0])
         raise ConfigError(source, [Problem("", "", rule)]) from None
     except RecursionError:
         raise ConfigError(source, [Problem("", "", "is nested too deeply")]) from None
@@ -107,15 +111,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: missing, unreadable, not YAML or not a mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text_file(path, most_bytes=_MOST_BYTES)
     except FileNotFoundError:
         raise ConfigError(str(path), [Problem("", "", _not_found(path))]) from None
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
         raise ConfigError(str(path), [Problem("", "", rule)]) from None
-    except UnicodeDecodeError as error:
-        rule = f"byte {error.start} is not UTF-8: this is no YAML text"
-        raise ConfigError(str(path), [Problem("", "", rule)]) from None
+    except NotTextError as error:
+        raise ConfigError(str(path), [Problem("", "", f"no YAML text: {error.rule}")]) from None
     value = parse_yaml(text, source=str(path))
     if value is None:
         return {}

@@ -202,6 +202,8 @@ class Engine:
     ) -> Accumulated:
         """Add the gradient of the mean loss over all valid labels of the step.
 
+        Without any valid label it adds nothing, and the total loss is 0.
+
         Args:
             sequences: this replica's sequences, of any lengths; every rank of it is given all of
                 them.
@@ -210,14 +212,12 @@ class Engine:
             before_action: called before every action; what it raises gives the step up cleanly.
 
         Raises:
-            ValueError: no label is valid, or boundaries that do not tile a sequence.
+            ValueError: boundaries that do not tile a sequence.
         """
         if num_valid is None:
             num_valid = sum(data.num_valid for data in sequences)
-        if num_valid == 0:
-            raise ValueError("none of the step's labels is valid: there is nothing to learn from")
         schedule, output = self._run(
-            sequences, boundaries, loss_scale=1.0 / num_valid, before_action=before_action
+            sequences, boundaries, loss_scale=1.0 / max(1, num_valid), before_action=before_action
         )
         losses = [loss.double().sum() for loss in output.token_losses.values()]
         nothing = torch.zeros((), dtype=torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sppo.config.json_file import read_json
 from sppo.model.hf_names import bare_name, is_buffer
 from sppo.planning.parameters import Shape
+from sppo.quoting import one_line, quoted
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_REASON_CHARACTERS = 300
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -119,13 +121,14 @@ def _hint(directory: Path) -> str:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         names = {str(key): str(name) for key, name in weight_map.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of weight files: {error}") from None
-    outside = [name for name in names.values() if Path(name).name != name]
+        reason = one_line(error, most=_REASON_CHARACTERS)
+        raise ValueError(f"{index} is no index of weight files: {reason}") from None
+    outside = [name for name in names.values() if Path(name).name != name or "\0" in name]
     if outside:
-        raise ValueError(f"{index} names {outside[0]!r}, which is not a file beside it")
+        raise ValueError(f"{index} names {quoted(outside[0])}, which is not a file beside it")
     return names
 
 
@@ -136,4 +139,5 @@ def _headers(path: Path) -> Iterator[StoredTensor]:
                 part = file.get_slice(key)
                 yield StoredTensor(path, key, tuple(part.get_shape()), part.get_dtype())
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+        reason = one_line(error, most=_REASON_CHARACTERS)
+        raise ValueError(f"{path} is damaged or no safetensors file: {reason}") from None

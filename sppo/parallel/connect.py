@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from sppo.parallel.agreement import require_same_in
 from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.peer_loss import PeerLostError, loss_in, peer_errors
+from sppo.quoting import quoted
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACKS = ("lo", "lo0")
@@ -99,8 +100,8 @@ def _check_host(host: str, *, port: int) -> None:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(
-            f"the host {host!r}, where the ranks are to meet, has no address ({error.strerror}): "
-            "set MASTER_ADDR to the host of rank 0"
+            f"the host {quoted(host)}, where the ranks are to meet, has no address "
+            f"({error.strerror}): set MASTER_ADDR to the host of rank 0"
         ) from None
 
 

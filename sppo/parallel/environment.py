@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sppo.quoting import quoted
+
 Launcher = Literal["sppo", "torchrun", "slurm"]
 
 _MARKER = "SPPO_STARTED_RANK"
@@ -225,8 +227,8 @@ def expand_hosts(hosts: str) -> Iterator[str]:
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
     if not items or ",".join(items) != hosts:
         raise ValueError(
-            f"host list {hosts!r} is not written like node[03-05,09]; set MASTER_ADDR to the host "
-            "of rank 0"
+            f"host list {quoted(hosts)} is not written like node[03-05,09]; set MASTER_ADDR to the "
+            "host of rank 0"
         )
     for item in items:
         yield from _expand_host(item)
@@ -243,8 +245,8 @@ def _expand_host(item: str) -> Iterator[str]:
         ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if ends is None:
             raise ValueError(
-                f"host list item {item!r}: {part!r} is no number and no range; set MASTER_ADDR to "
-                "the host of rank 0"
+                f"host list item {quoted(item)}: {quoted(part)} is no number and no range; set "
+                "MASTER_ADDR to the host of rank 0"
             )
         first, last = ends[1], ends[2] or ends[1]
         for number in range(int(first), int(last) + 1):
@@ -257,8 +259,8 @@ def _number(environ: Mapping[str, str], name: str, *, least: int = 0) -> int:
         raise ValueError(f"{name} is not set; start with torchrun, srun or sppo train itself")
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise ValueError(
-            f"{name}={text!r} must be a whole number of at least {least}; it is set by whatever "
-            "starts the ranks: start with torchrun, srun or sppo train itself"
+            f"{name}={quoted(text)} must be a whole number of at least {least}; it is set by "
+            "whatever starts the ranks: start with torchrun, srun or sppo train itself"
         )
     return int(text)
 

@@ -10,12 +10,16 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from sppo.config.json_file import JsonError, read_json
 from sppo.config.problems import nearest
 from sppo.config.run import HardwareConfig
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_presets import PRESETS
+from sppo.quoting import one_line, quoted
 
 _ADAPTER = TypeAdapter(HardwareSpec)
+_FIX = "sppo bench all -o FILE writes a good one"
+_SHOWN_PROBLEMS = 5
 
 
 def hardware_for(
@@ -41,7 +45,7 @@ def hardware_for(
         spec = PRESETS[config.preset]
     else:
         raise ValueError(
-            f"hardware.preset {config.preset!r} is not one of {', '.join(PRESETS)}."
+            f"hardware.preset {quoted(config.preset)} is not one of {', '.join(PRESETS)}."
             f"{nearest(config.preset, tuple(PRESETS))}"
         )
     given = config.model_fields_set
@@ -59,13 +63,12 @@ def read_hardware(path: Path) -> HardwareSpec:
         ValueError: not JSON, or fields missing, unknown or out of range; names them all.
         OSError: the file cannot be read.
     """
-    text = path.read_text(encoding="utf-8")
     try:
-        return _ADAPTER.validate_json(text)
+        return _ADAPTER.validate_python(read_json(path))
     except ValidationError as error:
-        raise ValueError(
-            f"hardware file {path}: {_problems(error)}; sppo bench all -o FILE writes a good one"
-        ) from None
+        raise ValueError(f"hardware file {path}: {_problems(error)}; {_FIX}") from None
+    except JsonError as error:
+        raise ValueError(f"hardware file {error}; {_FIX}") from None
 
 
 def hardware_json(spec: HardwareSpec) -> dict[str, Any]:
@@ -79,8 +82,11 @@ def hardware_digest(spec: HardwareSpec) -> str:
 
 
 def _problems(error: ValidationError) -> str:
-    """Every problem with the path of its value."""
-    return "; ".join(
-        f"{'.'.join(map(str, problem['loc'])) or 'file'}: {problem['msg']}"
-        for problem in error.errors()
-    )
+    """Return the first problems, each with the path of its value."""
+    problems = error.errors(include_input=False, include_url=False, include_context=False)
+    shown = [
+        f"{one_line('.'.join(map(str, problem['loc']))) or 'file'}: {one_line(problem['msg'])}"
+        for problem in problems[:_SHOWN_PROBLEMS]
+    ]
+    more = len(problems) - len(shown)
+    return "; ".join([*shown, *([f"and {more} more"] if more else [])])

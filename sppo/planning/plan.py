@@ -17,10 +17,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from sppo import __version__
+from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
 from sppo.planning.hardware import HardwareSpec, Provenance
 from sppo.planning.memory import StageMemory
+from sppo.quoting import one_line, quoted
 
 PLAN_VERSION = 1
 """Raised whenever the meaning of a field changes; other versions are refused."""
@@ -252,7 +254,7 @@ def read_plan(path: Path) -> ExecutionPlan:
     version = values.get("version") if isinstance(values, dict) else None
     if version != PLAN_VERSION:
         raise ValueError(
-            f"plan {path} has version {version!r}, this is sppo {__version__} with plans of "
+            f"plan {path} has version {quoted(version)}, this is sppo {__version__} with plans of "
             f"version {PLAN_VERSION}: make it again with sppo solve RUN.yaml -o {path.name}"
         )
     digest = values.pop(_DIGEST, None)
@@ -260,7 +262,7 @@ def read_plan(path: Path) -> ExecutionPlan:
         plan = _ADAPTER.validate_json(json.dumps(values))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = one_line(".".join(map(str, first["loc"])))
         raise ValueError(
             f"plan {path}: {where}: {first['msg']}; make it again with sppo solve"
         ) from None
@@ -277,9 +279,9 @@ def read_plan(path: Path) -> ExecutionPlan:
 
 def _parsed(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"plan {path} is not JSON: {error}; make it again: sppo solve") from None
+        return read_json(path)
+    except JsonError as error:
+        raise ValueError(f"plan {error}; make it again: sppo solve") from None
 
 
 def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:
@@ -304,7 +306,8 @@ def _differences(
         if isinstance(before, dict) and isinstance(after, dict):
             yield from _differences(before, after, f"{prefix}{key}.")
         elif before != after:
-            yield f"{prefix}{key} was {json.dumps(before)}, is {json.dumps(after)}"
+            was, now_is = one_line(json.dumps(before)), one_line(json.dumps(after))
+            yield f"{prefix}{key} was {was}, is {now_is}"
 
 
 def _faults(plan: ExecutionPlan) -> Iterator[str]:
@@ -315,7 +318,7 @@ def _faults(plan: ExecutionPlan) -> Iterator[str]:
     if plan.hardware_digest != digest_of(asdict(plan.hardware)):
         yield "its hardware does not match its digest"
     if plan.boundaries[:1] != (0,) or any(tokens < 1 for tokens in plan.lengths):
-        yield f"its boundaries {list(plan.boundaries)} do not rise from 0"
+        yield f"its boundaries {quoted(list(plan.boundaries))} do not rise from 0"
     if len(plan.stages) != plan.pipeline_parallel_degree:
         yield f"{len(plan.stages)} stages for {plan.pipeline_parallel_degree} ranks"
     layers = 0

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from sppo.quoting import quoted
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
 
@@ -42,7 +43,7 @@ def place_copies(
         return schedule
     if not schedule.is_training:
         raise ValueError(
-            f"schedule {schedule.name!r} has no backward: nothing is kept, so nothing can be "
+            f"schedule {quoted(schedule.name)} has no backward: nothing is kept, so nothing can be "
             "offloaded; set every offload ratio to 0"
         )
     offsets = schedule.unit_offsets()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from sppo.quoting import quoted
 from sppo.schedule import orders
 from sppo.schedule.actions import Action, ActionKind, Placement, Schedule
 from sppo.schedule.costs import Costs
@@ -199,7 +200,7 @@ def _checked(name: str, request: _Request) -> _Request:
     """`request` if `name` can serve it."""
     if name not in schedule_names():
         raise ValueError(
-            f"schedule {name!r} is not known: choose one of {', '.join(schedule_names())}"
+            f"schedule {quoted(name)} is not known: choose one of {', '.join(schedule_names())}"
         )
     if request.num_ranks < 1:
         raise ValueError(f"num_ranks is {request.num_ranks}: a pipeline has at least 1 rank")
@@ -209,13 +210,14 @@ def _checked(name: str, request: _Request) -> _Request:
         raise ValueError(f"hop is {request.hop}: must be 1, or 2 to hide the latency of messages")
     if request.hop > 1 and name not in _WITH_HOP:
         raise ValueError(
-            f"hop {request.hop} lengthens the warm-up of {', '.join(_WITH_HOP)}, not of {name!r}: "
-            "set hop to 1, or use one of those"
+            f"hop {request.hop} lengthens the warm-up of {', '.join(_WITH_HOP)}, not of "
+            f"{quoted(name)}: set hop to 1, or use one of those"
         )
     if request.num_virtual > 1 and not name.startswith("interleaved"):
         raise ValueError(
-            f"schedule {name!r} holds one stage per rank, got num_virtual {request.num_virtual}: "
-            "use interleaved_1f1b or interleaved_seq1f1b, or set num_virtual to 1"
+            f"schedule {quoted(name)} holds one stage per rank, got num_virtual "
+            f"{request.num_virtual}: use interleaved_1f1b or interleaved_seq1f1b, or set "
+            "num_virtual to 1"
         )
     _check_lengths(name, request.lengths)
     return request
@@ -233,6 +235,6 @@ def _check_lengths(name: str, lengths: Lengths) -> None:
             )
         if name in WHOLE_SEQUENCES and len(parts) > 1:
             raise ValueError(
-                f"schedule {name!r} runs whole sequences, but sequence {sequence} is cut into "
-                f"{len(parts)} subsequences: use {WHOLE_SEQUENCES[name]}, or 1 subsequence"
+                f"schedule {quoted(name)} runs whole sequences, but sequence {sequence} is cut "
+                f"into {len(parts)} subsequences: use {WHOLE_SEQUENCES[name]}, or 1 subsequence"
             )

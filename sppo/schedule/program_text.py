@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from sppo.quoting import quoted
 from sppo.schedule.actions import Action, ActionKind, Cut, Placement, PlacementStyle, Schedule, Wire
 from sppo.schedule.validate import find_violations
 from sppo.schedule.violations import Violation
@@ -64,14 +65,14 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text!r} is not an action: write stage, kind, sequence.subsequence, as in 0F2.1, "
-            "1B0.3, 0SEND_ACT2.1, 0D2H2.1 or 0F2.1[1/3], or 0REDUCE"
+            f"{quoted(text)} is not an action: write stage, kind, sequence.subsequence, as in "
+            "0F2.1, 1B0.3, 0SEND_ACT2.1, 0D2H2.1 or 0F2.1[1/3], or 0REDUCE"
         )
     name, _, wire = match["kind"].partition("_")
     kind = ActionKind(name)
     if (match["sequence"] is None) != (kind is ActionKind.REDUCE):
         rule = "names only a stage" if kind is ActionKind.REDUCE else "names its unit"
-        raise ValueError(f"{text!r} is not an action: {name} {rule}, as in 0REDUCE or 0F2.1")
+        raise ValueError(f"{quoted(text)} is not an action: {name} {rule}, as in 0REDUCE or 0F2.1")
     carried: dict[str, Wire] = {"ACT": "act", "GRAD": "grad"}
     if kind is ActionKind.REDUCE:
         return Action(kind, int(match["stage"]))
@@ -138,7 +139,7 @@ def check_program(
     violations = find_violations(file.schedule, max_in_flight=max_in_flight)
     if violations:
         shown = "\n".join(_located(v, file=file, source=source) for v in violations[:5])
-        raise ProgramTextError(f"{file.schedule.name!r} is not a valid schedule:\n{shown}")
+        raise ProgramTextError(f"{quoted(file.schedule.name)} is not a valid schedule:\n{shown}")
 
 
 def _located(violation: Violation, *, file: ProgramFile, source: str) -> str:
@@ -186,19 +187,21 @@ class _Reader:
             self.virtual = _whole(value)
         elif key == "style":
             if value not in ("loop", "v"):
-                raise ValueError(f"style {value!r}: must be loop or v")
+                raise ValueError(f"style {quoted(value)}: must be loop or v")
             self.style = "v" if value == "v" else "loop"
         elif key == "lengths":
             self.lengths.append(tuple(_whole(word) for word in value.split(",")))
         elif key == "cut":
             match = _CUT.fullmatch(value)
             if match is None:
-                raise ValueError(f"cut {value!r}: write stage, unit and tokens: cut 0 2.1 = 5,6,5")
+                raise ValueError(
+                    f"cut {quoted(value)}: write stage, unit and tokens: cut 0 2.1 = 5,6,5"
+                )
             parts = tuple(_whole(word) for word in match[4].split(","))
             self.cuts.append(Cut(int(match[1]), int(match[2]), int(match[3]), parts))
         else:
             raise ValueError(
-                f"{key!r} starts no line: write name, ranks, virtual, style, lengths, cut, "
+                f"{quoted(key)} starts no line: write name, ranks, virtual, style, lengths, cut, "
                 "or a program such as 'rank 0: 0F0.0 0B0.0'"
             )
 
@@ -245,7 +248,7 @@ class _Reader:
 def _whole(text: str) -> int:
     word = text.strip()
     if not word.isdigit():
-        raise ValueError(f"{word!r} is not a whole number")
+        raise ValueError(f"{quoted(word)} is not a whole number")
     return int(word)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sppo.quoting import quoted
+
 _SHOWN = 5
 
 
@@ -39,4 +41,4 @@ class ScheduleError(ValueError):
         shown = "\n".join(f"  {violation}" for violation in self.violations[:_SHOWN])
         hidden = len(self.violations) - _SHOWN
         more = f"\n  and {hidden} more" if hidden > 0 else ""
-        super().__init__(f"schedule {name!r} is not valid:\n{shown}{more}")
+        super().__init__(f"schedule {quoted(name)} is not valid:\n{shown}{more}")

@@ -9,7 +9,6 @@ rank that wrote it; what they found, rank 0 writes down.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sppo.config.json_file import read_json
 from sppo.output_file import write_json
 from sppo.units import MIB
 
@@ -126,7 +126,7 @@ def _listed(directory: Path) -> dict[str, FileSum] | Damage:
 
 
 def _read_manifest(path: Path) -> dict[str, FileSum]:
-    manifest = json.loads(path.read_text(encoding="utf-8"))
+    manifest = read_json(path)
     if {key: manifest[key] for key in _header()} != _header():
         raise ValueError("another format, or a flipped bit")
     files = {

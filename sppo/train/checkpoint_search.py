@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from itertools import islice
-from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Any
 
+from sppo.config.json_file import read_json
 from sppo.config.problems import nearest
+from sppo.quoting import one_line, quoted
 from sppo.train.checkpoint_files import (
     CHECKPOINTS_DIRECTORY,
     METADATA_FILE,
@@ -123,7 +124,10 @@ def _open_one(path: Path) -> Checkpoint:
 def _open(path: Path) -> Checkpoint | Damage:
     """The checkpoint at ``path``, whose files are known to be as they were written."""
     try:
-        metadata = loads((path / METADATA_FILE).read_text(encoding="utf-8"))
-        return Checkpoint(path, step=metadata["step"], metadata=metadata)
-    except (OSError, JSONDecodeError, KeyError, TypeError) as error:
-        return Damage(METADATA_FILE, f"cannot be used: {error}")
+        metadata = read_json(path / METADATA_FILE)
+        step = metadata["step"]
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step {quoted(step)} is not a whole number of at least 0")
+        return Checkpoint(path, step=step, metadata=metadata)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Damage(METADATA_FILE, f"cannot be used: {one_line(error)}")

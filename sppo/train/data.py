@@ -17,6 +17,8 @@ from sppo.kernels.cross_entropy import IGNORED_LABEL
 from sppo.train.order import SequenceOrder
 from sppo.train.tokens import TOKENS_FILE, TokenData
 
+_NAMED_SEQUENCES = 4
+
 
 def count_sequences(data: TokenData, *, length: int) -> int:
     """Training sequences of ``length`` tokens in the stream; the rest at its end is not used."""
@@ -54,6 +56,14 @@ def training_sequence(
         labels[torch.from_numpy(begins - 1)] = IGNORED_LABEL
         starts = (0, *(int(begin) for begin in begins if begin < length))
     return SequenceData(tokens_S=stream[:-1], labels_S=labels, document_starts=starts)
+
+
+def count_labels(data: TokenData, index: int, *, length: int, isolate_documents: bool) -> int:
+    """Labels of sequence ``index`` that count: as many as :func:`training_sequence` gives it."""
+    if not isolate_documents:
+        return length
+    first = index * length
+    return length - len(_document_starts(data, first + 1, first + length + 1))
 
 
 def _document_starts(data: TokenData, low: int, high: int) -> np.ndarray:
@@ -113,6 +123,26 @@ class TrainingData:
         """The B sequences of ``step``; a step at the end of an epoch runs on into the next."""
         order, first = self.order, step * self.sequences_per_step
         return tuple(order.sequence_index(first + k) for k in range(self.sequences_per_step))
+
+    def has_labels(self, step: int) -> bool:
+        """Whether any label of ``step`` counts: without one there is nothing to learn from."""
+        return any(
+            count_labels(
+                self.data, index, length=self.length, isolate_documents=self.isolate_documents
+            )
+            for index in self.sequence_indices(step)
+        )
+
+    def why_no_labels(self, step: int) -> str:
+        """Say why no label of ``step`` counts, for a step of which that is true."""
+        indices = self.sequence_indices(step)
+        named = ", ".join(map(str, indices[:_NAMED_SEQUENCES]))
+        more = f" and {len(indices) - _NAMED_SEQUENCES} more" * (len(indices) > _NAMED_SEQUENCES)
+        return (
+            f"no label counts in sequence {named}{more} of {self.data.directory}: all documents "
+            "there have one token, and with data.isolate_documents the first token of a document "
+            "is nobody's label"
+        )
 
     def sequence(self, index: int) -> SequenceData:
         """Sequence ``index`` alone, for a rank that trains a share of a step."""

@@ -5,13 +5,15 @@ One file is one document, except ``.jsonl``: there each line is one, ``{"text": 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+
+from sppo.config.json_file import JsonError, parse_json
+from sppo.quoting import one_line
 
 JSONL_SUFFIX = ".jsonl"
 
@@ -57,7 +59,7 @@ def find_files(
     missing = [str(path) for path in inputs if not _exists(path)]
     if missing:
         more = f" and {len(missing) - _SHOWN_PATHS} more" if len(missing) > _SHOWN_PATHS else ""
-        shown = ", ".join(missing[:_SHOWN_PATHS])
+        shown = ", ".join(map(one_line, missing[:_SHOWN_PATHS]))
         raise ValueError(f"{shown}{more}: no such file or directory; check the spelling")
     found: list[Path] = []
     for path in inputs:
@@ -163,14 +165,15 @@ def _read_lines(path: Path) -> Iterator[TextDocument]:
 def _text_of(line: bytes, source: str) -> str:
     fix = 'a line of a .jsonl file is an object such as {"text": "..."}'
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{source}: not JSON ({error}); {fix}") from None
+        # Only the text is read: other values of the line may be whatever its writer put there.
+        record = parse_json(line, source=source, strict=False)
+    except JsonError as error:
+        raise ValueError(f"{error}; {fix}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{source}: a {type(record).__name__}, not an object; {fix}")
     text = record.get("text")
     if not isinstance(text, str):
-        keys = ", ".join(list(record)[:_SHOWN_PATHS]) or "none"
+        keys = one_line(", ".join(list(record)[:_SHOWN_PATHS])) or "none"
         raise ValueError(f'{source}: no string under "text" (its keys: {keys}); {fix}')
     try:
         text.encode("utf-8")

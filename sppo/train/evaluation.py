@@ -23,6 +23,7 @@ from sppo.planning.layer_cost import Workload
 from sppo.planning.memory import evaluation_bytes
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import run_boundaries
+from sppo.quoting import quoted
 from sppo.train.checkpoint import read_model
 from sppo.train.checkpoint_search import Checkpoint, NoCheckpointError, find_checkpoint
 from sppo.train.data import count_sequences, training_sequence
@@ -210,7 +211,7 @@ def _check_model(run: RunConfig, metadata: dict[str, object], path: Path) -> Non
     if not isinstance(trained, dict):
         return
     different = [
-        f"model.{key} is {trained[key]!r} there, {ours[key]!r} in the run file"
+        f"model.{key} is {quoted(trained[key])} there, {quoted(ours[key])} in the run file"
         for key in ours.keys() & trained.keys() - _NOT_ITS_SHAPE
         if ours[key] != trained[key]
     ]

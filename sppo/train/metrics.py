@@ -30,12 +30,16 @@ class StepMetrics:
     step: int
     """Counted from 1: steps done."""
     loss: float
-    """Mean cross entropy, nats per label; NaN or infinite in a step that went wrong."""
+    """Mean cross entropy, nats per label; NaN or infinite in a step that went wrong, NaN in one
+    without labels."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
     tokens: int
     """Trained in this step."""
+    labels: int | None = None
+    """Labels that the loss is the mean of; with isolated documents fewer than there are tokens,
+    and none where every document has one token. None in files from before they were counted."""
     step_s: float
     predicted_step_s: float | None = None
     """Of the plan; None as long as none predicts it."""
@@ -57,7 +61,7 @@ class StepMetrics:
     disk_peak_bytes: int = 0
     """Size of the file of a disk tier."""
     skipped: bool = False
-    """The update was left out because loss or gradients were not finite."""
+    """The update was left out: loss or gradients were not finite, or no label counts."""
 
 
 _MAY_BE_NONE = frozenset(f.name for f in fields(StepMetrics) if f.default is None)

@@ -61,6 +61,7 @@ def check_before_training(
         shuffle=run.data.shuffle,
         isolate_documents=run.data.isolate_documents,
     )
+    _check_labels(training, steps=run.train.steps)
     if device.kind == "cpu":
         load_libraries()
     available, disk = device.room_bytes(local_ranks=local_ranks), _disk_room(run)
@@ -83,6 +84,19 @@ def check_before_training(
     if plan.moves_anything and plan.tier == "disk":
         _check_disk(run, plan, disk, local_ranks=local_ranks)
     return Preflight(training, plan)
+
+
+def _check_labels(training: TrainingData, *, steps: int) -> None:
+    """Raise ValueError if no step has a label; looks no further than the first that has one."""
+    epoch = -(-training.num_sequences // training.sequences_per_step)
+    tokens = training.data
+    looked_at = 0 if tokens.num_documents == tokens.num_tokens else min(steps, epoch)
+    if not training.isolate_documents or any(map(training.has_labels, range(looked_at))):
+        return
+    raise ValueError(
+        f"{training.why_no_labels(0)}, and so it is in every step: there is nothing to learn "
+        "from. Set data.isolate_documents=false, or prepare longer documents"
+    )
 
 
 def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpec:

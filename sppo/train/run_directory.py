@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,9 @@ from pydantic_core import to_jsonable_python
 
 from sppo.config import RunConfig
 from sppo.config.base import Section
+from sppo.config.json_file import JsonError, read_json
 from sppo.output_file import write_json
+from sppo.quoting import quoted
 
 CONFIG_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
@@ -106,9 +107,14 @@ def note_configuration(run: RunConfig, output: Path) -> None:
 
 def _check_same(run: RunConfig, config: Path) -> None:
     try:
-        before = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{config} cannot be read: {error}; choose another train.output") from None
+        before = read_json(config)
+    except JsonError as error:
+        raise ValueError(f"{error}; choose another train.output") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"{config} cannot be read: {reason}; choose another train.output"
+        ) from None
     if not isinstance(before, dict):
         raise ValueError(f"{config} is no run's configuration; choose another train.output")
     differences = list(_differences(_completed(before, run), run.model_dump(mode="json"), ()))
@@ -145,4 +151,4 @@ def _differences(before: Any, now: Any, path: tuple[str, ...]) -> Iterator[str]:
         for key in sorted(before.keys() | now.keys()):
             yield from _differences(before.get(key), now.get(key), (*path, key))
     elif before != now:
-        yield f"{'.'.join(path)}: {before!r} there, {now!r} here"
+        yield f"{'.'.join(path)}: {quoted(before)} there, {quoted(now)} here"

@@ -21,7 +21,7 @@ def step_line(
     """
     parts = [
         f"step {metrics.step}/{total_steps}",
-        f"loss {metrics.loss:.3f}" + (" (not finite: update skipped)" if metrics.skipped else ""),
+        _loss(metrics),
         f"{format_count(metrics.tokens_per_s)} tok/s",
     ]
     if metrics.mfu is not None:
@@ -35,6 +35,13 @@ def step_line(
     if eta_s is not None:
         parts.append(f"eta {_short(eta_s)}")
     return " | ".join(parts)
+
+
+def _loss(metrics: StepMetrics) -> str:
+    if metrics.labels == 0:
+        return "loss none (no label counts: update skipped)"
+    skipped = " (not finite: update skipped)" if metrics.skipped else ""
+    return f"loss {metrics.loss:.3f}{skipped}"
 
 
 def _memory(peak_bytes: int, capacity_bytes: int | None) -> str:

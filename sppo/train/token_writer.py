@@ -115,8 +115,9 @@ class TokenWriter:
         """
         assert self._offsets[-1] == self._num_tokens, "finish() inside a document"
         _flush_to_disk(self._file)
+        starts = np.frombuffer(self._offsets, dtype=np.int64)
         with (self._directory / DOCUMENTS_FILE).open("wb") as file:
-            np.save(file, np.frombuffer(self._offsets, dtype=np.int64))
+            np.save(file, starts)
             _flush_to_disk(file)
         meta = TokenMeta(
             format_version=FORMAT_VERSION,
@@ -127,6 +128,7 @@ class TokenWriter:
             num_documents=len(self._offsets) - 1,
             tokens_sha256=self._digest.hexdigest(),
             tokenizer=self._description,
+            documents_sha256=hashlib.sha256(starts.data).hexdigest(),
         )
         write_meta(self._directory / META_FILE, meta)
         return meta

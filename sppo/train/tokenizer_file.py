@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from sppo.config.json_file import read_json
+from sppo.quoting import one_line
 from sppo.train.documents import TextDocument, read_text, reading
 from sppo.train.model_tokenizer import TOKENIZER_FILE, vocabulary_identity
 from sppo.train.tokenizers import EncodedPiece, EndOfDocument, check_end_of_document
@@ -127,7 +128,7 @@ def _load(data: bytes, path: Path) -> Any:
         backend = Tokenizer.from_buffer(data)
     except Exception as error:
         raise ValueError(
-            f"{path}: not a tokenizer of the tokenizers library ({error}); give its"
+            f"{path}: not a tokenizer of the tokenizers library ({one_line(error)}); give its"
             f" {TOKENIZER_FILE}"
         ) from None
     backend.no_truncation()
@@ -148,7 +149,7 @@ def _end_of_text(backend: Any, *, vocabulary: dict[str, int], folder: Path) -> i
 def _configured_end(path: Path) -> str:
     """``eos_token`` of a ``tokenizer_config.json``, or an empty string."""
     try:
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        token = read_json(path).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return ""
     content = token.get("content") if isinstance(token, dict) else token

@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.quoting import one_line
+from sppo.train.array_file import map_array
 from sppo.train.documents import read_bytes, reading
 from sppo.train.tokens import MAX_VOCAB_SIZE, TokenizerDescription
 
@@ -149,11 +151,11 @@ def _map_ids(path: Path) -> NDArray[Any]:
     fix = "--tokenizer ids reads .npy files of whole numbers with one axis, one document each"
     with reading(path):
         try:
-            ids = np.lib.format.open_memmap(path, mode="r")
+            ids = map_array(path)
         except ValueError as error:
-            raise ValueError(f"{path}: not a .npy array ({error}); {fix}") from None
+            raise ValueError(f"{error}; {fix}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"{path}: {ids.dtype} of shape {list(ids.shape)}; {fix}")
+        raise ValueError(f"{path}: {one_line(ids.dtype)} of shape {list(ids.shape)}; {fix}")
     return ids
 
 

@@ -10,15 +10,19 @@ A directory holds three files:
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.config.json_file import JsonError, read_json
 from sppo.output_file import write_json
+from sppo.quoting import one_line, quoted
+from sppo.train.array_file import map_array
+from sppo.units import LARGEST_SIZE
 
 FORMAT_VERSION = 1
 TOKENS_FILE = "tokens.bin"
@@ -29,6 +33,8 @@ MAX_VOCAB_SIZE = 1 << 32
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _HASH_BLOCK_BYTES = 8 << 20
+_STARTS_BLOCK = 1 << 20
+_AGAIN = "prepare the data again with --force"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class TokenMeta:
     tokens_sha256: str
     """Of ``tokens.bin``."""
     tokenizer: TokenizerDescription
+    documents_sha256: str | None = None
+    """Of the starts in ``documents.npy``; None in data from before they were summed."""
 
     @property
     def token_dtype(self) -> np.dtype[Any]:
@@ -101,11 +109,12 @@ def dtype_name(vocab_size: int) -> str:
 def open_tokens(directory: Path | str) -> TokenData:
     """Map the tokens in ``directory`` after checking that its three files belong together.
 
-    The contents of ``tokens.bin`` are not read; :func:`verify_tokens` does that.
+    The document starts are read and checked; the contents of ``tokens.bin`` are not read:
+    :func:`verify_tokens` does that.
 
     Raises:
         ValueError: no such directory, a file missing or unreadable, another format version,
-            or sizes that disagree with ``meta.json``.
+            sizes that disagree with ``meta.json``, or document starts that cannot be.
     """
     directory = Path(directory)
     try:
@@ -148,11 +157,7 @@ def verify_tokens(data: TokenData) -> None:
             f" {META_FILE} records {data.meta.tokens_sha256[:12]}...: the file has changed since"
             " it was written; copy it again or prepare it again with --force"
         )
-    if not bool(np.all(np.diff(data.document_offsets) > 0)):
-        raise ValueError(
-            f"{data.directory / DOCUMENTS_FILE}: document starts do not increase: the file has"
-            " changed since it was written; prepare it again with --force"
-        )
+    _check_starts(data.document_offsets, data.meta, path=data.directory / DOCUMENTS_FILE)
 
 
 def check_fits(data: TokenData, *, vocab_size: int, length: int) -> None:
@@ -196,15 +201,15 @@ def write_meta(path: Path, meta: TokenMeta) -> None:
 
 
 def _read_meta(path: Path) -> TokenMeta:
-    fix = "prepare the data again with --force"
+    fix = _AGAIN
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); {fix}") from None
+        raw = read_json(path)
+    except JsonError as error:
+        raise ValueError(f"{error}; {fix}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{path}: format_version {version!r}, but this program reads {FORMAT_VERSION};"
+            f"{path}: format_version {quoted(version)}, but this program reads {FORMAT_VERSION};"
             f" use the version of sppo that wrote it, or {fix}"
         )
     try:
@@ -214,16 +219,43 @@ def _read_meta(path: Path) -> TokenMeta:
 
 
 def _parse_meta(raw: dict[str, Any]) -> TokenMeta:
-    expected = {field.name for field in fields(TokenMeta)}
-    if raw.keys() != expected:
-        wrong = ", ".join(sorted(raw.keys() ^ expected))
-        raise ValueError(f"keys missing or unknown: {wrong}")
-    if raw["dtype"] not in _DTYPES:
-        raise ValueError(f"dtype {raw['dtype']!r} is not one of {', '.join(_DTYPES)}")
+    _check_keys(TokenMeta, raw, name="its")
+    if not isinstance(raw["dtype"], str) or raw["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype {quoted(raw['dtype'])} is not one of {', '.join(_DTYPES)}")
     for name in ("vocab_size", "max_id", "num_tokens", "num_documents"):
-        if type(raw[name]) is not int or raw[name] < 0:
-            raise ValueError(f"{name} {raw[name]!r} is not a whole number of at least 0")
-    return TokenMeta(**{**raw, "tokenizer": TokenizerDescription(**raw["tokenizer"])})
+        _check_count(name, raw[name])
+    for name in ("tokens_sha256", "documents_sha256"):
+        digest = raw.get(name)
+        if not isinstance(digest, str) and not (digest is None and name == "documents_sha256"):
+            raise ValueError(f"{name} {quoted(digest)} is not a checksum")
+    return TokenMeta(**{**raw, "tokenizer": _parse_tokenizer(raw["tokenizer"])})
+
+
+def _parse_tokenizer(raw: Any) -> TokenizerDescription:
+    if not isinstance(raw, dict):
+        raise ValueError(f"tokenizer {quoted(raw)} is not a description")
+    _check_keys(TokenizerDescription, raw, name="its tokenizer's")
+    if not isinstance(raw["name"], str):
+        raise ValueError(f"tokenizer.name {quoted(raw['name'])} is not a word")
+    if raw["end_of_document"] is not None:
+        _check_count("tokenizer.end_of_document", raw["end_of_document"])
+    if not isinstance(raw.get("sha256"), str | None):
+        raise ValueError(f"tokenizer.sha256 {quoted(raw['sha256'])} is not a checksum")
+    return TokenizerDescription(**raw)
+
+
+def _check_keys(kind: type[Any], raw: Mapping[str, Any], *, name: str) -> None:
+    """Raise ValueError unless `raw` has the fields of the dataclass `kind` and no others."""
+    known = {field.name for field in fields(kind)}
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    wrong = (raw.keys() - known) | (needed - raw.keys())
+    if wrong:
+        raise ValueError(f"{name} keys missing or unknown: {one_line(', '.join(sorted(wrong)))}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or not 0 <= value <= LARGEST_SIZE:
+        raise ValueError(f"{name} {quoted(value)} is not a whole number from 0 to 2^63 - 1")
 
 
 def _map_tokens(path: Path, meta: TokenMeta) -> NDArray[np.unsignedinteger]:
@@ -240,19 +272,51 @@ def _map_tokens(path: Path, meta: TokenMeta) -> NDArray[np.unsignedinteger]:
 
 def _map_offsets(path: Path, meta: TokenMeta) -> NDArray[np.int64]:
     try:
-        offsets = np.lib.format.open_memmap(path, mode="r")
+        offsets = map_array(path)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; prepare the data again with --force") from None
-    whole = (
-        offsets.dtype == np.int64
-        and offsets.shape == (meta.num_documents + 1,)
-        and int(offsets[0]) == 0
-        and int(offsets[-1]) == meta.num_tokens
-    )
-    if not whole:
+        raise ValueError(f"{error}; {_AGAIN}") from None
+    if offsets.dtype != np.int64 or offsets.shape != (meta.num_documents + 1,):
         raise ValueError(
-            f"{path}: {offsets.dtype} {list(offsets.shape)}, but {META_FILE} says int64"
-            f" [{meta.num_documents + 1}] from 0 to {meta.num_tokens}: the files are not of one"
-            " data set; prepare it again with --force"
+            f"{path}: {one_line(offsets.dtype)} {quoted(list(offsets.shape))}, but {META_FILE} "
+            f"says int64 [{meta.num_documents + 1}]: the files are not of one data set; {_AGAIN}"
         )
+    _check_starts(offsets, meta, path=path)
     return offsets
+
+
+def _check_starts(offsets: NDArray[np.int64], meta: TokenMeta, *, path: Path) -> None:
+    """Raise ValueError unless documents start at 0, ascend to `num_tokens` and are as written.
+
+    Reads 8 bytes a document, a block at a time.
+    """
+    digest = hashlib.sha256()
+    before = -1
+    for first in range(0, len(offsets), _STARTS_BLOCK):
+        block = np.ascontiguousarray(offsets[first : first + _STARTS_BLOCK])
+        digest.update(block.data)
+        wrong = block <= np.concatenate([[before], block[:-1]])
+        if wrong.any():
+            index = int(wrong.argmax())
+            previous = int(block[index - 1]) if index else before
+            raise _bad_start(
+                path, first + index, int(block[index]), f"the one before is {previous}"
+            )
+        before = int(block[-1])
+    if offsets[0] != 0:
+        raise _bad_start(path, 0, int(offsets[0]), "the first document starts at 0")
+    if before != meta.num_tokens:
+        rule = f"the last is the num_tokens of {META_FILE}, {meta.num_tokens}"
+        raise _bad_start(path, len(offsets) - 1, before, rule)
+    if meta.documents_sha256 not in (None, digest.hexdigest()):
+        raise ValueError(
+            f"{path}: sha256 of its starts {digest.hexdigest()[:12]}..., but {META_FILE} records "
+            f"{one_line(meta.documents_sha256, most=12)}...: the file has changed since it was "
+            f"written; copy it again or {_AGAIN}"
+        )
+
+
+def _bad_start(path: Path, index: int, start: int, rule: str) -> ValueError:
+    return ValueError(
+        f"{path}: start {index} is {start}, but {rule}: the file was damaged or is of another "
+        f"data set; {_AGAIN}"
+    )

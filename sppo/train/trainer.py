@@ -8,6 +8,7 @@ continues bit for bit.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -284,12 +285,16 @@ class _Loop:
         state.shared.finish(gradients)
         norm = state.shared.norm(gradients, self._peers)
         (total_loss,) = self._peers.total([float(accumulated.total_loss)])
-        loss, grad_norm = total_loss / num_valid, float(norm)
+        loss = total_loss / num_valid if num_valid else math.nan
+        grad_norm = float(norm)
         lr = learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
         own = state.shared.own(gradients)
-        problem = self._guard.problem(
-            step=step + 1, loss=loss, norm=grad_norm, gradients=own, everyones=self._names
-        )
+        if num_valid:
+            problem = self._guard.problem(
+                step=step + 1, loss=loss, norm=grad_norm, gradients=own, everyones=self._names
+            )
+        else:
+            problem = f"step {step + 1}: {self._data.why_no_labels(step)}. The update is skipped"
         if problem is None:
             clip_(own, norm=norm, clip_norm=self._run.optimizer.clip_norm)
             state.optimizer.step(own, lr=lr)
@@ -311,6 +316,7 @@ class _Loop:
                 rest_s=rest_s,
             ),
             seconds=seconds,
+            labels=int(num_valid),
             skipped=problem is not None,
         )
 
@@ -340,6 +346,7 @@ class _Loop:
         lr: float,
         phases: StepPhases,
         seconds: float,
+        labels: int,
         skipped: bool,
     ) -> StepMetrics:
         """The figures of a step, the same on every rank.
@@ -383,6 +390,7 @@ class _Loop:
             grad_norm=grad_norm,
             lr=lr,
             tokens=tokens,
+            labels=labels,
             step_s=seconds,
             tokens_per_s=tokens / seconds,
             mfu=self._model_flops / seconds / self._peak_flops_per_s,

@@ -236,6 +236,7 @@ def test_binary_files_are_refused_by_name(work: Path) -> None:
     [
         ("{", "x.jsonl:2: not JSON"),
         ("[1]", "x.jsonl:2: a list, not an object"),
+        ("[" * 3000, "x.jsonl:2: nested more than 100 levels deep (column 101)"),
         ('{"content": "a"}', 'no string under "text" (its keys: content)'),
         ('{"text": "\\ud800"}', "x.jsonl:2: character 0 of the text is half of a surrogate pair"),
     ],

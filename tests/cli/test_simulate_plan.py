@@ -93,7 +93,7 @@ def test_what_a_plan_has_fixed_cannot_be_asked_for(plan, words, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text[: len(text) // 2], "plan.json is not JSON"),
+        (lambda text: text[: len(text) // 2], "plan.json: not JSON"),
         (lambda text: "[]", "has version None"),
         (lambda text: json.dumps({**json.loads(text), "version": 99}), "has version 99"),
         (lambda text: json.dumps({**json.loads(text), "run_digest": "0"}), "does not match its"),
@@ -111,5 +111,7 @@ def test_a_damaged_plan_is_one_clear_error(plan, plan_text, change, message):
 
 def test_a_file_that_is_no_plan(plan):
     Path("data.json").write_bytes(b"\xff\xfe\x00")
-    assert "plan data.json is not JSON" in refuse("simulate", "data.json")
+    assert "plan data.json: byte 0 is 0xff, which is not UTF-8 text" in refuse(
+        "simulate", "data.json"
+    )
     assert "none.json: No such file" in refuse("simulate", "none.json")

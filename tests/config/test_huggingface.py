@@ -234,6 +234,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ("qwen2", {"layer_types": ["full_attention"]}, ["each of 3 layers"]),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers -1"]),
         ("gpt2", {"activation_function": "relu"}, ["activation_function 'relu'", "gelu_new"]),
+        ("gpt2", {"activation_function": ["gelu"]}, ["activation_function ['gelu']", "gelu_new"]),
+        ("llama", {"rope_theta": 10**400}, ["rope_theta a whole number of 401 digits", "finite"]),
+        ("llama", {"rms_norm_eps": 10**400}, ["rms_norm_eps", "finite"]),
+        ("llama", {"model_type": ["llama"]}, ["model_type ['llama']"]),
+        ("llama", {"hidden_act": ["x" * 5000]}, ["hidden_act ['xxx", "...", "supported: silu"]),
         ("gpt2", {"n_embd": 25}, ["n_embd 25", "n_head 6"]),
         ("gpt2", {"add_cross_attention": True}, ["add_cross_attention True"]),
         ("gpt2", {"scale_attn_weights": False}, ["scale_attn_weights False"]),
@@ -253,7 +258,13 @@ def test_refusals_name_key_value_and_what_is_supported(family, keys, words):
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [(None, "holds no config.json"), ("{", "is not JSON"), ("[1]", "not a mapping")],
+    [
+        (None, "holds no config.json"),
+        ("{", "config.json: not JSON"),
+        ("[1]", "not a mapping"),
+        ("[" * 3000, "config.json: nested more than 100 levels deep"),
+        ('{"rope_theta": 1' + "0" * 400 + "}", "a number of 401 digits"),
+    ],
 )
 def test_missing_or_broken_file(tmp_path, text, word):
     if text is not None:

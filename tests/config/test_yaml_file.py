@@ -137,7 +137,7 @@ def test_other_files_that_cannot_be_read(tmp_path: Path):
     assert f"no directory {tmp_path / 'none'}" in read(tmp_path / "none/run.yaml")
     assert "Is a directory" in read(tmp_path)
     (tmp_path / "bad.yaml").write_bytes(b"a: \xff")
-    assert "byte 3 is not UTF-8" in read(tmp_path / "bad.yaml")
+    assert "byte 3 is 0xff, which is not UTF-8" in read(tmp_path / "bad.yaml")
     assert "Not a directory" in read(tmp_path / "bad.yaml/run.yaml")
 
 

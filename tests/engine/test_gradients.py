@@ -186,11 +186,28 @@ def test_gradients_add_up_over_calls():
         torch.testing.assert_close(gradient, 2 * once[name], rtol=1e-12, atol=1e-15)
 
 
-def test_a_step_without_labels_is_refused():
+def without_labels(length: int) -> SequenceData:
+    return SequenceData(
+        torch.zeros(length, dtype=torch.int64), torch.full((length,), IGNORED_LABEL)
+    )
+
+
+def test_a_step_without_labels_adds_nothing():
     model = tiny_model()
-    data = SequenceData(torch.zeros(4, dtype=torch.int64), torch.full((4,), IGNORED_LABEL))
-    with pytest.raises(ValueError, match="nothing to learn from"):
-        engine_step(model, random_weights(model), [data], [(0, 4)])
+    loss, gradients = engine_step(model, random_weights(model), [without_labels(4)], [(0, 2, 4)])
+    assert loss.isnan()  # the mean of nothing
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_a_sequence_without_labels_beside_others_changes_nothing():
+    model = tiny_model("gqa, q/k-norm")
+    weights, data = random_weights(model), random_sequence(model, 12)
+    loss, gradients = engine_step(model, weights, [data], [(0, 5, 12)])
+    cuts = [(0, 2, 4), (0, 5, 12)]
+    beside, those_beside = engine_step(model, weights, [without_labels(4), data], cuts)
+    assert beside == pytest.approx(loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(those_beside[name], gradient, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("cuts", [(0, 3), (1, 4), (0, 5)])

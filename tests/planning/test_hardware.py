@@ -60,7 +60,7 @@ def test_a_measured_machine_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda values: "{", "Invalid JSON"),
+        (lambda values: "{", "not JSON"),
         (lambda values: [1], "file: "),
         (lambda values: {**values, "speed": 3}, "speed: Unexpected"),
         (lambda values: {k: v for k, v in values.items() if k != "node"}, "node: .*required"),

@@ -172,6 +172,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
         ("metadata.json", _flip_a_bit, "are not those that were written"),
         ("manifest.json", Path.unlink, "missing"),
         ("manifest.json", _truncate, "not a manifest"),
+        ("manifest.json", lambda path: path.write_text("[" * 3000), "not a manifest"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(

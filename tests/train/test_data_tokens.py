@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sppo.train import tokens
 from sppo.train.prepare import prepare_tokens
+from sppo.train.tokenizers import scan_ids
 from sppo.train.tokens import TokenData, check_fits, open_tokens, verify_tokens
 
 
@@ -80,7 +82,9 @@ def test_truncated_index(tmp_path: Path) -> None:
 def test_index_of_other_data(tmp_path: Path) -> None:
     directory = _prepare(tmp_path, [1, 2, 3])
     np.save(directory / "documents.npy", np.array([0, 9]))
-    with pytest.raises(ValueError, match="the files are not of one data set"):
+    with pytest.raises(
+        ValueError, match="start 1 is 9, but the last is the num_tokens of meta.json, 3"
+    ):
         open_tokens(directory)
 
 
@@ -92,6 +96,11 @@ def test_index_of_other_data(tmp_path: Path) -> None:
         ({"num_tokens": -1}, r"num_tokens -1 is not a whole number"),
         ({"extra": 1}, r"keys missing or unknown: extra"),
         ({"tokenizer": {"kind": 3}}, r"meta.json: .*kind"),
+        ({"dtype": ["uint16"]}, r"dtype \['uint16'\] is not one of"),
+        ({"num_tokens": 10**30}, r"num_tokens 10+ is not a whole number from 0"),
+        ({"tokens_sha256": 3}, r"tokens_sha256 3 is not a checksum"),
+        ({"tokenizer": None}, r"tokenizer None is not a description"),
+        ({"tokenizer": {"name": [], "end_of_document": None}}, r"tokenizer.name \[\] is not"),
     ],
 )
 def test_faulty_meta(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -117,11 +126,69 @@ def test_flipped_bit_is_found_by_verification(tmp_path: Path) -> None:
         verify_tokens(open_tokens(directory))
 
 
-def test_shuffled_index_is_found_by_verification(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([0, 2, 1, 3], "start 2 is 1, but the one before is 2"),
+        ([0, 1, 1, 3], "start 2 is 1, but the one before is 1"),
+        ([0, 1, 2, 4], "start 3 is 4, but the last is the num_tokens of meta.json, 3"),
+        ([1, 2, 3, 4], "start 0 is 1, but the first document starts at 0"),
+        ([-1, 1, 2, 3], "start 0 is -1, but"),
+        ([0, 2**63 - 1, -(2**63), 3], f"start 2 is {-(2**63)}, but the one before is {2**63 - 1}"),
+    ],
+)
+@pytest.mark.parametrize("block", [1, 2, 1 << 20])
+def test_document_starts_ascend_inside_the_tokens(
+    tmp_path: Path, starts: list[int], message: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = _prepare(tmp_path, [1], [2], [3])
-    np.save(directory / "documents.npy", np.array([0, 2, 1, 3]))
-    with pytest.raises(ValueError, match="document starts do not increase"):
-        verify_tokens(open_tokens(directory))
+    np.save(directory / "documents.npy", np.array(starts))
+    monkeypatch.setattr(tokens, "_STARTS_BLOCK", block)
+    with pytest.raises(ValueError, match=f"documents.npy: {message}"):
+        open_tokens(directory)
+
+
+def test_other_starts_that_ascend_are_found_by_their_checksum(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2], [3])
+    np.save(directory / "documents.npy", np.array([0, 1, 3]))
+    with pytest.raises(ValueError, match="sha256 of its starts .* the file has changed since"):
+        open_tokens(directory)
+    meta = json.loads((directory / "meta.json").read_text())
+    del meta["documents_sha256"]  # as in data from before there was one
+    (directory / "meta.json").write_text(json.dumps(meta))
+    assert open_tokens(directory).document_offsets.tolist() == [0, 1, 3]
+
+
+def _header(text: str) -> bytes:
+    padded = text.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + bytes(32)
+
+
+DAMAGED_HEADERS = [
+    _header("{'descr': '<i8', 'fortran_order': False, 'shape': (4,), "),
+    _header("{'descr': '<i8', 'fortran_order': False, 'shape': (4,), }" + "("),
+    _header("{'descr': '<i8', 'fortran_order': False, 'shape': (" + "9" * 30 + ",), }"),
+    _header("{'descr': '<i8', 'fortran_order': False, 'shape': (-4,), }"),
+    _header("{'descr': '|O', 'fortran_order': False, 'shape': (4,), }"),
+    _header("{'descr': '<q9', 'fortran_order': False, 'shape': (4,), }"),
+    _header("{'descr': [('', '<i8'), ('a', 7)], 'fortran_order': 0, 'shape': (4,), }"),
+    _header("[" * 100),
+    _header("\x00" * 50),
+    b"\x93NUMPY\x07\x00",
+    b"",
+]
+
+
+@pytest.mark.parametrize("data", DAMAGED_HEADERS)
+def test_damaged_array_files_are_one_line(tmp_path: Path, data: bytes) -> None:
+    directory = _prepare(tmp_path, [1], [2], [3])
+    (directory / "documents.npy").write_bytes(data)
+    with pytest.raises(ValueError, match="documents.npy: ") as caught:
+        open_tokens(directory)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="documents.npy: ") as caught:
+        scan_ids([directory / "documents.npy"], vocab_size=None, end_of_document=None)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture

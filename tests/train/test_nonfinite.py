@@ -1,4 +1,4 @@
-"""Steps with NaN or infinity: named, skipped, counted, and never saved."""
+"""Steps with NaN or infinity, or without labels: named, skipped, counted, and never saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sppo.train.checkpoint import read_model
 from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from sppo.train.optimizer import AdamW
 from sppo.train.preflight import check_before_training
-from tests.conftest import call, tree
+from tests.conftest import LENGTH, call, refuse, tree, write_tokens
 
 GRADIENTS = {"a": torch.ones(3), "b": torch.ones(2, 2)}
 
@@ -106,9 +106,23 @@ def bad_steps(work, monkeypatch):
     return bad
 
 
-def test_a_skipped_step_changes_nothing(work, run_file, bad_steps, monkeypatch):
-    states = []
-    step = trainer._Loop._step
+class States:
+    """Optimizer states before and after every step."""
+
+    def __init__(self):
+        self.pairs = []
+
+    def changed(self):
+        return [
+            any(not torch.equal(before[name], after[name]) for name in before)
+            for before, after in self.pairs
+        ]
+
+
+@pytest.fixture
+def states(work, monkeypatch):
+    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    seen, step = States(), trainer._Loop._step
 
     def remember(loop, number, *rest):
         def copy():
@@ -116,19 +130,19 @@ def test_a_skipped_step_changes_nothing(work, run_file, bad_steps, monkeypatch):
 
         before = copy()
         metrics = step(loop, number, *rest)
-        states.append((before, copy()))
+        seen.pairs.append((before, copy()))
         return metrics
 
     monkeypatch.setattr(trainer._Loop, "_step", remember)
+    return seen
+
+
+def test_a_skipped_step_changes_nothing(work, run_file, bad_steps, states):
     bad_steps.update({2, 3})
     run = load_run(run_file(train={"steps": 5, "dtype": "bf16"}))
     screen = io.StringIO()
     trainer.train(run, check_before_training(run), console=Console(file=screen, width=500))
-    changed = [
-        any(not torch.equal(before[name], after[name]) for name in before)
-        for before, after in states
-    ]
-    assert changed == [True, False, False, True, True]
+    assert states.changed() == [True, False, False, True, True]
     said = [line for line in screen.getvalue().splitlines() if "skipped" in line]
     assert said[0].startswith("step 2: loss 3.")
     assert "not finite in the gradients of layers.0.q.weight. The update is skipped" in said[0]
@@ -212,3 +226,47 @@ def test_a_huge_learning_rate(work, monkeypatch):
     assert result.exit_code == 1
     assert "6 such steps in a row" in result.stderr
     assert "not finite in the gradients of" in result.stdout
+
+
+# Without labels: every document has one token, and a first token is nobody's label
+
+
+def short_documents(work, run_file, starts):
+    write_tokens(work / "short", documents=starts)
+    data = {"tokens": "short", "shuffle": False, "isolate_documents": True}
+    return load_run(run_file(data=data, train={"steps": 4, "dtype": "bf16"}))
+
+
+def test_a_step_without_labels_is_skipped(work, run_file, states):
+    run = short_documents(work, run_file, range(LENGTH + 1, 2 * LENGTH + 1))
+    screen = io.StringIO()
+    trainer.train(run, check_before_training(run), console=Console(file=screen, width=500))
+    assert states.changed() == [True, False, True, True]
+    said = [line for line in screen.getvalue().splitlines() if "skipped" in line]
+    assert said[0].startswith("step 2: no label counts in sequence 1 of short: all documents")
+    assert "loss none (no label counts: update skipped)" in said[1]
+    records = [json.loads(line) for line in (work / "out/metrics.jsonl").read_text().splitlines()]
+    assert [record["labels"] for record in records] == [LENGTH, 0, LENGTH, LENGTH]
+    assert [record["skipped"] for record in records] == [False, True, False, False]
+    assert [record["loss"] is None for record in records] == [False, True, False, False]
+
+
+def test_reports_of_a_run_with_such_a_step(work, run_file, bad_steps):
+    short_documents(work, run_file, range(LENGTH + 1, 2 * LENGTH + 1))
+    result = call("train", "run.yaml")
+    assert result.exit_code == 0, result.output
+    assert "4 (1 skipped)" in result.stdout
+    summary = json.loads((work / "out/run_summary.json").read_text())
+    assert summary["skipped_steps"] == 1
+    assert summary["loss_last"] > 0
+    assert call("train", "run.yaml", "train.steps=6").exit_code == 0
+    assert (work / "out/loss.png").exists()
+
+
+@pytest.mark.parametrize("end", [4 * LENGTH, 20 * LENGTH])
+def test_a_run_without_any_label_is_refused_before_it_starts(work, run_file, end):
+    short_documents(work, run_file, range(1, end + 1))
+    message = refuse("train", "run.yaml")
+    assert "no label counts in sequence 0 of short" in message
+    assert "and so it is in every step" in message
+    assert not (work / "out").exists()

@@ -1,6 +1,8 @@
 """The same run on other grids of ranks: same losses, and checkpoints that go between them."""
 
 import json
+import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from sppo.train.checkpoint import read_model
 from sppo.train.peers import Peers
 from sppo.train.preflight import check_before_training, given_plan
 from sppo.train.ranks import Ranks, mesh_shape
+from tests.conftest import LENGTH, write_tokens
 
 SHAPES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
 # Constant, whatever train.steps is. With the usual eps AdamW turns the rounding of a gradient near
@@ -61,7 +64,8 @@ def alone(directory, arguments):
 
 def losses(directory):
     lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    return [(m["loss"], m["grad_norm"]) for m in map(json.loads, lines)]
+    records = map(json.loads, lines)
+    return [(math.nan if m["loss"] is None else m["loss"], m["grad_norm"]) for m in records]
 
 
 @pytest.fixture
@@ -85,7 +89,7 @@ def assert_like_alone(directory, output):
     found, expected = losses(directory / output), losses(directory / "alone")
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=2e-6)
+        assert mine == pytest.approx(theirs, rel=2e-6, nan_ok=True)
     (_, weights), (_, others) = read_model(directory / output), read_model(directory / "alone")
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
@@ -94,6 +98,24 @@ def assert_like_alone(directory, output):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_losses_and_weights_are_those_of_one_rank(ranks, job, shape):
+    run_on(ranks, job, shape, 3, "grid")
+    assert_like_alone(job, "grid")
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_steps_and_replicas_without_labels(ranks, job, run_file, shape):
+    """No label counts in sequence 1, beside another one, nor in sequences 2 and 3, a whole step."""
+    starts = range(LENGTH + 1, 4 * LENGTH + 1)
+    write_tokens(job / "short", documents=starts)
+    run_file(
+        model=MODEL,
+        data={"tokens": "short", "shuffle": False, "isolate_documents": True},
+        optimizer=OPTIMIZER,
+        train={"steps": 3, "dtype": "fp32", "sequences_per_step": 2, "output": "alone"},
+    )
+    shutil.rmtree(job / "alone")
+    alone(job, overrides((1, 1, 1), 3))
+    assert [math.isnan(loss) for loss, _ in losses(job / "alone")] == [False, True, False]
     run_on(ranks, job, shape, 3, "grid")
     assert_like_alone(job, "grid")
 

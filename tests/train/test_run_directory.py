@@ -122,6 +122,22 @@ def test_an_older_version_did_what_the_defaults_say(work, run, run_file):
     assert "train.z_loss: 0 there, 0.0001 here" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 5000, "run.json: nested more than 100 levels deep"),
+        ("{", "run.json: not JSON"),
+        ("[]", "is no run's configuration"),
+        ('{"optimizer": NaN}', "run.json: NaN is not JSON"),
+    ],
+)
+def test_a_noted_configuration_that_cannot_be_read(work, run, text, says):
+    (work / "out").mkdir()
+    (work / "out/run.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{says}.*choose another train.output"):
+        check_output(run)
+
+
 def test_a_key_that_this_version_does_not_know(work, run):
     note_with(work, run, lambda noted: noted["optimizer"].update(momentum=0.5))
     with pytest.raises(ValueError, match="another configuration") as caught:

@@ -1,0 +1,70 @@
+"""Values of users inside messages: on one line, of bounded length, without control characters."""
+
+from __future__ import annotations
+
+from reprlib import Repr
+
+QUOTE_CHARACTERS = 80
+"""Most characters of one quoted value."""
+
+_LINE_CHARACTERS = 2000
+_DOTS = "..."
+_QUOTED_LEVELS = 3
+_QUOTED_ITEMS = 20
+
+
+class _BoundedRepr(Repr):
+    """`repr` that stops early: deep, long and huge values cost no time and no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = _QUOTED_LEVELS
+        self.maxstring = self.maxother = self.maxlong = QUOTE_CHARACTERS
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = _QUOTED_ITEMS
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to spell whole numbers of thousands of digits."""
+        bits = x.bit_length()
+        if bits > 4 * QUOTE_CHARACTERS:
+            return f"a whole number of {int(bits * 0.30103) + 1} digits"
+        return super().repr_int(x, level)
+
+
+_repr = _BoundedRepr()
+
+
+def quoted(value: object) -> str:
+    """Return the Python spelling of `value`, cut in its middle to :data:`QUOTE_CHARACTERS`."""
+    return one_line(_repr.repr(value))
+
+
+def one_line(text: object, *, most: int = QUOTE_CHARACTERS) -> str:
+    """Return `text` with control characters escaped, cut in its middle to `most` characters."""
+    whole = str(text)
+    head = most * 2 // 3
+    tail = most - head - len(_DOTS)
+    if len(whole) > most:  # escaping makes text longer: the rest of it need not be looked at
+        return _cut(_escaped(whole[:most]) + _escaped(whole[-most:]), head=head, tail=tail)
+    escaped = _escaped(whole)
+    return escaped if len(escaped) <= most else _cut(escaped, head=head, tail=tail)
+
+
+def readable(message: str) -> str:
+    """Return `message` with its lines kept and each of them as :func:`one_line` leaves it.
+
+    A bound for whole messages, behind the one for each value: what a message repeats may come
+    from a library that quotes as much as it was given.
+    """
+    return "\n".join(one_line(line, most=_LINE_CHARACTERS) for line in message.split("\n"))
+
+
+def _cut(text: str, *, head: int, tail: int) -> str:
+    return f"{text[:head]}{_DOTS}{text[-tail:]}"
+
+
+def _escaped(text: str) -> str:
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else repr(character)[1:-1]

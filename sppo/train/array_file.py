@@ -1,0 +1,30 @@
+"""``.npy`` files: mapped, so that opening one costs no memory whatever its size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo.quoting import one_line
+
+
+def map_array(path: Path) -> NDArray[Any]:
+    """Map the array in `path`; any number of axes, any type but Python objects.
+
+    Raises:
+        ValueError: no ``.npy`` file, or one that is damaged or cut off.
+        OSError: it cannot be read.
+    """
+    try:
+        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    # A header is Python text that numpy evaluates: a damaged one raises whatever Python does,
+    # TokenError and SyntaxError, MemoryError and OverflowError among them.
+    except Exception as error:
+        reason = one_line(error) or type(error).__name__
+        raise ValueError(f"{one_line(path)}: not a .npy array ({reason})") from None
+    return array

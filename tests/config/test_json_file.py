@@ -1,0 +1,69 @@
+"""JSON of any kind is read, or refused in one line that names file, place and rule."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sppo.config.json_file import JsonError, parse_json, read_json
+
+
+def refused(tmp_path, text):
+    path = tmp_path / "some.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(JsonError) as caught:
+        read_json(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert message.isprintable()
+    assert len(message) < len(str(path)) + 200
+    return message.removeprefix(f"{path}: ")
+
+
+@pytest.mark.parametrize("levels", [101, 900, 2000, 100_000])
+@pytest.mark.parametrize("words", ["[]", ('{"a": ', "}")])
+def test_deep_nesting(tmp_path, levels, words):
+    text = words[0] * levels + "1" + words[1] * levels
+    column = 100 * len(words[0]) + 1
+    assert refused(tmp_path, text) == f"nested more than 100 levels deep (column {column})"
+
+
+def test_a_hundred_levels_are_read():
+    assert parse_json("[" * 100 + "]" * 100, source="x") is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1,\n "b": NaN}', "NaN is not JSON: write a number, or null (line 2, column 7)"),
+        ('["NaN", -Infinity]', "-Infinity is not JSON: write a number, or null (column 9)"),
+        ("[1, 1e400]", "1e400 is beyond every number that can be computed with (column 5)"),
+        ('{"a": 1' + "0" * 400 + "}", "a number of 401 digits; at most 300 can be read (column 7)"),
+        ("1" * 5000, "a number of 5000 digits; at most 300 can be read (column 1)"),
+        ('{"a": {"b\\n": 1, "b\\n": 2}}', r"key 'b\n' stands twice in one object; keep one"),
+        ("{", "not JSON: Expecting property name enclosed in double quotes (column 2)"),
+        ("", "not JSON: Expecting value (column 1)"),
+        (b'{"a": "\xff"}', "byte 7 is 0xff, which is not UTF-8 text"),
+        (b"\xef\xbb\xbf{}", "not JSON: Unexpected UTF-8 BOM (decode using utf-8-sig) (column 1)"),
+    ],
+)
+def test_what_is_refused(tmp_path, text, message):
+    assert refused(tmp_path, text) == message
+
+
+def test_a_file_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("sppo.config.json_file._MOST_BYTES", 10)
+    assert refused(tmp_path, "[1,2,3,4,5,6]") == "larger than 10 B"
+
+
+def test_values_are_those_of_json():
+    text = '{"a": [1, -2.5e3, true, null, "\\u00e9"], "b": {}, "c": 123456789012345678901}'
+    assert parse_json(text, source="x") == json.loads(text)
+
+
+def test_without_strictness_other_values_are_taken():
+    line = b'{"text": "a", "score": NaN, "id": ' + b"7" * 5000 + b', "id": 1e999}'
+    assert parse_json(line, source="x", strict=False)["text"] == "a"
+    with pytest.raises(JsonError, match=r"x:3: nested more than 100 levels deep \(column 102\)"):
+        parse_json(" " + "[" * 3000 + "]" * 3000, source="x:3", strict=False)
