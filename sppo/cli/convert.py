@@ -163,10 +163,18 @@ def _model(fields: dict[str, Any], *, source: Path) -> ModelConfig:
 
 
 def _trained(metadata: dict[str, Any], *, source: Path) -> tuple[dict[str, Any], str]:
-    """Model fields and train.dtype of the run that wrote a checkpoint."""
+    """Model fields and train.dtype of the run that wrote a checkpoint.
+
+    The longest context is at least what the run was trained on: programs that load the model cut
+    their input there.
+    """
     try:
         config = metadata["config"]
-        return dict(config["model"]), str(config["train"]["dtype"])
+        fields = dict(config["model"])
+        if fields.get("position") == "rotary" and fields.get("max_positions") is not None:
+            trained_on = int(config.get("sequence", {}).get("length", 0))
+            fields["max_positions"] = max(fields["max_positions"], trained_on)
+        return fields, str(config["train"]["dtype"])
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{source} does not say which run wrote it; is it a checkpoint?") from None
 

@@ -189,13 +189,14 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
         f"documents: {data.num_sequences} sequences of {format_tokens(data.length)} an epoch"
         + _ids_made_elsewhere(run, preflight),
         *_loss(run),
+        *_positions(run),
         cut,
         *([f"parallel  {shared}; schedule {preflight.plan.schedule}"] if shared else ()),
         f"keep      {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
         f"({format_bytes(memory.activations_bytes)} activations, "
         f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
         *_moves(run, preflight),
-        f"native    {describe()}",
+        f"library   {describe()}",
         f"output    {run.train.output}",
     )
     for line in lines:
@@ -206,6 +207,19 @@ def _ids_made_elsewhere(run: RunConfig, preflight: Preflight) -> str:
     """What nobody could check about ready-made ids for weights that know a vocabulary."""
     unknown = preflight.data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
     return f"; ready-made ids, taken for those of {run.model.from_hf}" if unknown else ""
+
+
+def _positions(run: RunConfig) -> tuple[str, ...]:
+    """A warning where published weights meet positions that they have never seen."""
+    length, reach = run.sequence.length, run.model.context_reach
+    if run.model.from_hf is None or reach is None or length <= reach:
+        return ()
+    factor = -(-length // reach)
+    scaling = f"{{type: yarn, factor: {factor}, original_max_positions: {reach}}}"
+    return (
+        f"warning   sequence.length {length} is beyond the {reach} positions of these weights, "
+        f"which have never seen such; stretch them with e.g. model.rope_scaling={scaling}",
+    )
 
 
 def _loss(run: RunConfig) -> tuple[str, ...]:

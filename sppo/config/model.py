@@ -128,6 +128,15 @@ class ModelConfig(Section):
             yield "rope_scaling belongs to rotary positions, this model learns its own"
 
     @property
+    def context_reach(self) -> int | None:
+        """Longest context in tokens that positions are stretched to; None where nothing says."""
+        scaling = self.rope_scaling
+        if scaling is None or self.max_positions is None:
+            return self.max_positions
+        stretched = (scaling.original_max_positions or self.max_positions) * scaling.factor
+        return max(self.max_positions, int(stretched))
+
+    @property
     def kv_heads(self) -> int:
         """K: key/value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads

@@ -95,11 +95,11 @@ def install_cpu_allocator() -> CpuAllocator | None:
 
 
 def describe_cpu_allocator() -> str:
-    """``pool: …`` or ``C heap: …`` with the reason; one line for people."""
+    """Return what allocates torch's CPU tensors, with the reason where it is the C heap."""
     installed = _install(_PLACE)
     if isinstance(installed, CpuAllocator):
-        return f"pool: {LIBRARY_NAME}, torch {torch.__version__}"
-    return f"C heap: {installed}"
+        return f"a pool of sppo's own ({LIBRARY_NAME})"
+    return f"the C heap, for there is no pool ({installed})"
 
 
 @functools.cache

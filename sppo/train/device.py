@@ -163,7 +163,7 @@ class CpuDevice:
 
     def describe_memory(self) -> str:
         """See :class:`Device`."""
-        return f"CPU tensors: {describe_cpu_allocator()}"
+        return f"memory of tensors: {describe_cpu_allocator()}"
 
     def machine(self) -> HardwareSpec:
         """See :class:`Device`."""

@@ -121,7 +121,8 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         "host_peak_bytes": ("host memory, peak", format_bytes),
     }
     for key, (label, show) in formats.items():
-        if summary[key] is not None:
+        nothing = key == "host_peak_bytes" and summary[key] == 0  # a CPU has no host beside it
+        if summary[key] is not None and not nothing:
             yield label, show(summary[key])
     if summary["offloaded_bytes_per_step"]:
         yield "moved out per step", format_bytes(int(summary["offloaded_bytes_per_step"]))

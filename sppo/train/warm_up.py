@@ -33,7 +33,6 @@ _SIZES = {
     "num_layers": 1,
     "num_heads": 2,
     "num_kv_heads": 1,
-    "head_size": 16,
     "mlp_size": 32,
     "max_positions": 2 * _TOKENS,
     "sliding_window_first_layer": 0,

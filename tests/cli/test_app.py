@@ -34,6 +34,20 @@ def test_every_command_explains_itself(words):
     assert len(text.splitlines()) <= 100
 
 
+@pytest.mark.parametrize("words", ALL, ids=lambda words: " ".join(words) or "sppo")
+def test_help_has_a_short_name(words):
+    assert succeed(*words, "-h") == succeed(*words, "--help")
+
+
+def test_help_shows_defaults_and_fills_its_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "Stages per rank [default: 1]." in succeed("simulate", "--help")
+    paragraphs = succeed("train", "--help").split("Usage: ")[1].split("\n\n")
+    lines = [line.strip() for line in "\n\n".join(paragraphs).splitlines()]
+    start = next(n for n, line in enumerate(lines) if line.startswith("On the machine's GPUs"))
+    assert all(len(line) > 60 for line in lines[start : start + 4]), lines[start : start + 4]
+
+
 def test_there_are_commands_within_commands():
     assert ("config", "check") in ALL
     assert ("data", "prepare") in ALL
