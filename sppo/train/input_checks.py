@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sppo.config import RunConfig
-from sppo.config.problems import Problem, show_value
+from sppo.config.problems import Problem
 from sppo.offload.spill_directory import usable_directory
 from sppo.parallel.tensor_parallel import tensor_share
 from sppo.parallel.ulysses import head_share
 from sppo.planning.hardware_file import hardware_for
 from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.run_plan import plan_run, trains_pieces
+from sppo.quoting import quoted
 from sppo.train.device import device_kind
 from sppo.train.model_tokenizer import check_tokenizer
 from sppo.train.run_directory import check_output
@@ -59,7 +60,7 @@ def run_file_problems(run: RunConfig) -> list[Problem]:
 def _input_problems(run: RunConfig) -> Iterator[Problem]:
     parallel = run.parallel
     for key, rule in degree_problems(run):
-        yield Problem(f"parallel.{key}", show_value(getattr(parallel, key)), rule)
+        yield Problem(f"parallel.{key}", quoted(getattr(parallel, key)), rule)
     for check in _INPUTS:
         yield from _problems(run, check)
 
@@ -70,7 +71,7 @@ def _problems(run: RunConfig, check: _Check) -> Iterator[Problem]:
     except (ValueError, OSError) as error:
         where = getattr(error, "filename", None)
         text = f"{where}: {error.strerror}" if isinstance(error, OSError) and where else str(error)
-        yield Problem(check.key, show_value(check.value(run)), text)
+        yield Problem(check.key, quoted(check.value(run)), text)
 
 
 def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
