@@ -16,6 +16,8 @@ class RopeScaling(Section):
     """How rotary frequencies are stretched past the length they were trained at."""
 
     type: Literal["linear", "llama3", "yarn"]
+    """linear: all frequencies alike; llama3: long wavelengths only; yarn: by rotations within the
+    original context, with a temperature of attention."""
     factor: float = Field(default=1.0, ge=1.0)
     """How many times longer the context becomes."""
     original_max_positions: Tokens | None = None
@@ -53,9 +55,11 @@ class ModelConfig(Section):
     """Hugging Face family to export as; null takes the first that holds the model exactly."""
 
     vocab_size: Degree
+    """Rows of the token embedding; every id is below it."""
     hidden_size: Degree
     """E: width of the residual stream."""
     num_layers: Degree
+    """Transformer layers."""
     num_heads: Degree
     """N: query heads."""
     num_kv_heads: Degree | None = None
@@ -65,19 +69,27 @@ class ModelConfig(Section):
     mlp_size: Degree
     """F: width of the MLP."""
     mlp: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    """Activation of the MLP; swiglu has a gate projection beside the up projection."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalization before attention, before the MLP and after the last layer."""
     norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the mean square, or variance, under the root."""
     position: Literal["rotary", "learned"] = "rotary"
+    """How tokens know their place: rotation of q and k, or a table of learned vectors."""
     max_positions: Tokens | None = None
     """Longest context: rows of the table for learned positions, information for rotary ones."""
     rope_theta: float = Field(default=10_000.0, gt=0)
+    """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
+    """How the rotation is stretched to longer contexts; null: not at all."""
     qk_norm: bool = False
     """RMSNorm over each head of q and k before rotation (Qwen3)."""
     qkv_bias: bool = False
+    """Biases of the q, k and v projections."""
     output_bias: bool = False
     """Bias of the attention output projection."""
     mlp_bias: bool = False
+    """Biases of the MLP's projections."""
     tie_embeddings: bool = False
     """The vocabulary projection reuses the token embedding."""
     sliding_window: Tokens | None = None

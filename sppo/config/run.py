@@ -48,16 +48,24 @@ class ParallelConfig(Section):
     """Degrees of parallelism and the pipeline schedule."""
 
     data_parallel_degree: Degree = 1
+    """Replicas that train on other sequences of the same step; gradients are added up."""
     pipeline_parallel_degree: Degree = 1
+    """Stages of layers, through which subsequences flow; at most the number of layers."""
     sequence_parallel_degree: Degree = 1
+    """Ranks that share the tokens of every subsequence."""
     sequence_parallel: Literal["ulysses", "megatron"] = "ulysses"
     """How sequence-parallel ranks share a layer. ulysses: weights whole on each, tokens exchanged
     for heads around attention; megatron: weights shared out, by heads and the MLP's width, tokens
     gathered before the projections and added up after, a share of the weights, gradients and
     optimizer states for more traffic."""
     schedule: str = "auto"
+    """Order in which stages run: gpipe, 1f1b, interleaved_1f1b, seq1f1b, interleaved_seq1f1b,
+    zb_h1, seq_zb_h1, sppo or sppo_msp. auto: the fastest one simulated."""
     multiplexed: Literal["auto", "on", "off"] = "auto"
+    """Multiplexed sequence partitioning: cut the units next to pipeline bubbles once more, over the
+    ranks that would idle. auto: where that is faster, with its messages priced."""
     zero: Literal[0, 1, 3] = 1
+    """Sharded among ranks with the same weights: 0 nothing, 1 optimizer states, 3 weights too."""
     timeout_s: float = Field(default=600, gt=0)
     """Seconds a rank waits for another before it gives up."""
 
@@ -76,11 +84,16 @@ class ActivationsConfig(Section):
     """Layers that share one saved input: the others rebuild it from the layer below, whose
     attention output is kept, at the price of one product of the MLP."""
     offload_ratio: Auto | Fraction = "auto"
+    """Share of the bytes saved by every subsequence but the last that is moved to the next tier."""
     tier: Literal["auto", "device", "host", "disk"] = "auto"
+    """Where moved activations wait; device moves nothing. auto: host memory behind a GPU, the
+    directory of ``disk`` on a CPU."""
     host_memory: Auto | Size = "auto"
+    """Most host memory of one machine for moved activations, e.g. 64GiB. auto: what is free."""
     disk: Directory | None = None
     """Directory on a fast local disk, where moved activations wait; nothing in it has a name."""
     disk_memory: Auto | Size = "auto"
+    """Most bytes on the disk for moved activations, e.g. 200GiB. auto: what is free."""
     debug: bool = False
     """Verify every moved tensor by checksum, and overwrite with NaN what is done with; slow."""
 
@@ -89,17 +102,22 @@ class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
     lr: float = Field(default=3e-4, ge=0)
+    """Learning rate at the peak of the schedule."""
     betas: tuple[
         Annotated[float, Field(ge=0, lt=1)],
         Annotated[float, Field(ge=0, lt=1)],
     ] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Applied to matrices and embeddings, never to biases and norms."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the rate falls after warm-up, towards ``final_lr_ratio``."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises to ``lr``."""
     final_lr_ratio: Fraction = 0.0
     """Share of ``lr`` that cosine and linear fall to; reached one step after the last, so that
     every step has a rate above 0."""
@@ -112,16 +130,21 @@ class TrainConfig(Section):
     """How long to train, in which precision, and where results go."""
 
     steps: Degree = 100
+    """Optimizer steps in all; a finished run goes on when it is raised."""
     sequences_per_step: Degree = 1
-    """B: sequences whose gradients are summed into one optimizer step."""
+    """B: sequences whose gradients are summed into one optimizer step: gradient accumulation, as
+    every sequence runs by itself."""
     dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type of weights and activations in compute; the optimizer keeps fp32 weights."""
     label_smoothing: float = Field(default=0, ge=0, lt=1)
     """Share of a label's weight that all words of the vocabulary get alike."""
     z_loss: float = Field(default=0, ge=0)
     """Weight of the squared log-sum-exp of the logits, which keeps it near zero; 1e-4 is usual. The
     loss that training reports has both terms, that of an evaluation neither."""
     seed: int = Field(default=0, ge=0)
+    """Of initial weights and of the order of sequences."""
     output: Directory = "runs/default"
+    """Directory for metrics, summary, pictures and checkpoints; one run each."""
     nonfinite: Literal["skip", "stop"] = "skip"
     """A step whose loss or gradient is NaN or inf: skip its update, or stop the run."""
     max_nonfinite_steps: int = Field(default=5, ge=0)
@@ -151,23 +174,36 @@ class HardwareConfig(Section):
     """A machine to plan for; ``hardware: auto`` looks at this one."""
 
     preset: str | None = None
+    """Built-in machine by name, such as a100-80g, h100 or laptop-cpu."""
     file: Directory | None = None
+    """Description of a measured machine, written by ``sppo bench -o``."""
     nodes: Degree = 1
+    """Machines of the cluster."""
     devices_per_node: Degree = 8
+    """GPUs of each machine; left out, as many as the preset or file has."""
 
 
 class RunConfig(Section):
     """One RUN.yaml, complete and checked."""
 
     model: ModelConfig
+    """What is trained."""
     data: DataConfig
+    """Which tokens it is trained on."""
     sequence: SequenceConfig
+    """How long sequences are, and how they are cut."""
     parallel: ParallelConfig = ParallelConfig()
+    """How many ranks share the work, and how."""
     activations: ActivationsConfig = ActivationsConfig()
+    """What is kept, moved or recomputed between forward and backward."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """How weights are updated."""
     train: TrainConfig = TrainConfig()
+    """How long, in which precision, and where to."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When state is saved."""
     hardware: Auto | HardwareConfig = "auto"
+    """Machine that is planned for; auto: this one."""
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON form: equal exactly when the configuration is."""

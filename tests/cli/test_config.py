@@ -154,3 +154,15 @@ def test_schema_needs_no_file():
     assert schema == json.loads(succeed("config", "schema", "not-there.yaml"))
     assert schema["required"] == ["model", "data", "sequence"]
     assert "required" not in schema["$defs"]["ModelConfig"]
+
+
+def test_every_key_of_the_schema_is_described():
+    schema = json.loads(succeed("config", "schema"))
+    sections = {"": schema, **schema["$defs"]}
+    unsaid = [
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key, about in section["properties"].items()
+        if len(about.get("description", "")) < 10
+    ]
+    assert not unsaid
