@@ -99,6 +99,20 @@ def differences(facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
             yield f"{name}: {expected} on rank 0, {value} on {who}"
 
 
+def difference_report(facts: Sequence[Mapping[str, str]]) -> str:
+    """Return what to tell users of ranks that differ, "" if none does; ``facts`` are by rank."""
+    lines = [f"  {line}" for line in differences(facts)]
+    if not lines:
+        return ""
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    return (
+        "the ranks of a job must all run the same, and these do not:\n"
+        + "\n".join(lines)
+        + "\nstart every rank from the same installation with the same command and the same data"
+    )
+
+
 def _key(call: int, rank: int) -> str:
     return f"call {call} rank {rank}"
 
@@ -124,14 +138,4 @@ def _verdict(store: Store, *, call: int, world_size: int, timeout_s: float) -> d
             missing = f"rank {rank} did not come within {timeout_s:g} s (parallel.timeout_s)"
             return {"missing": missing, "different": ""}
         facts.append(json.loads(store.get(_key(call, rank))))
-    lines = [f"  {line}" for line in differences(facts)]
-    if not lines:
-        return {"missing": "", "different": ""}
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
-    different = (
-        "the ranks of a job must all run the same, and these do not:\n"
-        + "\n".join(lines)
-        + "\nstart every rank from the same installation with the same command"
-    )
-    return {"missing": "", "different": different}
+    return {"missing": "", "different": difference_report(facts)}

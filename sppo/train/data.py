@@ -14,6 +14,7 @@ import torch
 
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.train.array_file import require_whole
 from sppo.train.order import SequenceOrder
 from sppo.train.tokens import TOKENS_FILE, TokenData
 
@@ -41,10 +42,11 @@ def training_sequence(
         isolate_documents: Respect document boundaries.
 
     Raises:
-        ValueError: an id that cannot be in this data: ``tokens.bin`` is damaged.
+        ValueError: an id that cannot be in this data, or a file that has become shorter.
     """
     assert 0 <= index < count_sequences(data, length=length), f"no sequence {index}"
     first = index * length
+    require_whole(data.tokens)
     ids = data.tokens[first : first + length + 1].astype(np.int64)
     _check_ids(data, ids, first=first)
     stream = torch.from_numpy(ids)
@@ -68,6 +70,7 @@ def count_labels(data: TokenData, index: int, *, length: int, isolate_documents:
 
 def _document_starts(data: TokenData, low: int, high: int) -> np.ndarray:
     """Starts of documents in [low, high) of the stream, int64."""
+    require_whole(data.document_offsets)
     starts = data.document_offsets[:-1]
     begin, end = np.searchsorted(starts, (low, high))
     return np.array(starts[begin:end], dtype=np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from sppo import __version__
 from sppo.config import RunConfig
-from sppo.parallel.agreement import flat_facts
+from sppo.parallel.agreement import difference_report, flat_facts
 from sppo.parallel.connect import connect, disconnect
 from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.mesh import Mesh, MeshShape, alone
@@ -24,6 +24,9 @@ from sppo.train.peers import Peers
 from sppo.train.run_directory import locked_output
 
 T = TypeVar("T")
+
+_MAY_DIFFER = frozenset({"data.tokens", "data.eval_tokens", "model.from_hf"})
+"""Where files lie that a node may have copies of: :func:`sppo.train.input_facts.input_facts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,19 @@ class Ranks:
                 f"ranks {', '.join(map(str, different))} have made another {what} than rank 0: do "
                 "all machines run the same versions of Python and numpy on the same kind of CPU?"
             )
+
+    def require_same_facts(self, facts: Mapping[str, str]) -> None:
+        """Refuse to go on with ranks that read different things.
+
+        Args:
+            facts: by name, e.g. a checksum of the token data.
+
+        Raises:
+            ValueError: on every rank: which ranks differ in which fact, with both values.
+        """
+        report = difference_report(self.peers.everyones(dict(facts)))
+        if report:
+            raise ValueError(report)
 
 
 def one_rank() -> Ranks:
@@ -125,7 +141,7 @@ def joined(
                 "SPPO": __version__,
                 "torch": torch.__version__,
                 "Python": platform.python_version(),
-                **flat_facts(run.model_dump(mode="json")),
+                **_configuration(run),
             },
         )
         mesh = Mesh(
@@ -138,6 +154,12 @@ def joined(
         # Not after a failure: leaving may wait for peers that never answer, before anyone is told
         # what failed. The process ends, and its connections with it.
         disconnect()
+
+
+def _configuration(run: RunConfig) -> dict[str, str]:
+    """What ranks must be told alike; of data they compare the contents, wherever a copy lies."""
+    facts = flat_facts(run.model_dump(mode="json"))
+    return {name: value for name, value in facts.items() if name not in _MAY_DIFFER}
 
 
 @contextmanager

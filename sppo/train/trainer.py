@@ -31,6 +31,7 @@ from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.train.device import CpuDevice, Device
 from sppo.train.display import TrainingDisplay
 from sppo.train.executed_step import executed_timeline
+from sppo.train.input_facts import input_facts
 from sppo.train.interruption import Interrupted, StopRequest
 from sppo.train.learning_rate import learning_rate
 from sppo.train.measured import MeasuredBuckets, StepPhases
@@ -104,6 +105,8 @@ def train(
     """
     ranks, device = ranks or one_rank(), device or CpuDevice()
     started = time.perf_counter()
+    if ranks.mesh.is_distributed:
+        ranks.require_same_facts(input_facts(run, preflight.data.data))
     device.begin()
     _log.info("%s", device.describe_memory())
     # Next, for both load libraries, which belong to the baseline.

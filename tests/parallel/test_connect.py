@@ -84,7 +84,7 @@ except ValueError as error:
         "the ranks of a job must all run the same, and these do not:\n"
         "  sppo: 0.1.0 on rank 0, 0.2.0 on rank 2\n"
         "  configuration: abc on rank 0, def on ranks 1, 2\n"
-        "start every rank from the same installation with the same command"
+        "start every rank from the same installation with the same command and the same data"
     }
 
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sppo.train import tokens
+from sppo.train.data import training_sequence
 from sppo.train.prepare import prepare_tokens
 from sppo.train.tokenizers import scan_ids
-from sppo.train.tokens import TokenData, check_fits, open_tokens, verify_tokens
+from sppo.train.tokens import (
+    DOCUMENTS_FILE,
+    TOKENS_FILE,
+    TokenData,
+    check_fits,
+    open_tokens,
+    verify_tokens,
+)
+from tests.conftest import write_tokens
 
 
 def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = None) -> Path:
@@ -211,3 +221,14 @@ def test_sequence_longer_than_the_data(four_tokens: TokenData) -> None:
     with pytest.raises(ValueError, match=r"4 tokens, .*length 4 needs 5 .*to at most 3") as caught:
         check_fits(four_tokens, vocab_size=10, length=4)
     assert "model.vocab_size" in str(caught.value), "both problems at once"
+
+
+@pytest.mark.parametrize("name", [TOKENS_FILE, DOCUMENTS_FILE])
+def test_a_file_that_is_cut_while_it_is_in_use_is_named(tmp_path, name):
+    """Reading on in the mapping would kill the process with SIGBUS."""
+    num_tokens = 1 << 17
+    write_tokens(tmp_path / "data", num_tokens=num_tokens, documents=range(1, num_tokens, 2))
+    data = open_tokens(tmp_path / "data")
+    os.truncate(tmp_path / "data" / name, 4096)
+    with pytest.raises(ValueError, match=f"{name}: 4096 bytes, and there were .* cut while"):
+        training_sequence(data, 1000, length=64, isolate_documents=True)

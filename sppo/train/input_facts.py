@@ -1,0 +1,63 @@
+"""What all ranks must read alike: their token data and starting weights, as far as it shows.
+
+Files may lie in other places on other nodes, as copies on local disks do; their contents must not
+differ, or a pipeline takes inputs from one data set and labels from another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from sppo.config import RunConfig
+from sppo.train.tokens import TOKENS_FILE, TokenData
+from sppo.units import KIB
+
+_BLOCK_BYTES = 4 * KIB
+_NUM_BLOCKS = 64
+_SHOWN_DIGITS = 16
+
+
+def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
+    """Return what ranks compare of their inputs, by name.
+
+    Args:
+        run: checked.
+        data: this rank's token data.
+    """
+    meta, tokenizer = data.meta, data.meta.tokenizer
+    documents = hashlib.sha256(memoryview(data.document_offsets).cast("B"))
+    facts = {
+        "data.tokens, tokens": f"{meta.num_tokens} {meta.dtype}",
+        "data.tokens, tokens_sha256": meta.tokens_sha256[:_SHOWN_DIGITS],
+        "data.tokens, sample of tokens.bin": fingerprint(data.directory / TOKENS_FILE),
+        "data.tokens, documents": str(meta.num_documents),
+        "data.tokens, starts of documents": documents.hexdigest()[:_SHOWN_DIGITS],
+        "data.tokens, vocabulary": str(meta.vocab_size),
+        "data.tokens, tokenizer": str(tokenizer.sha256 and tokenizer.sha256[:_SHOWN_DIGITS]),
+        "data.tokens, end of document": str(tokenizer.end_of_document),
+    }
+    if run.model.from_hf is not None:
+        facts |= {
+            f"model.from_hf, sample of {file.name}": fingerprint(file)
+            for file in sorted(Path(run.model.from_hf).glob("*.safetensors"))
+        }
+    return facts
+
+
+def fingerprint(path: Path) -> str:
+    """Return a checksum of a file's size and of 64 blocks of 4 KiB spread evenly over it.
+
+    Tells copies of different files apart at any size; a few flipped bytes it misses.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        for index in range(_NUM_BLOCKS):
+            start = max(0, size - _BLOCK_BYTES) * index // (_NUM_BLOCKS - 1)
+            digest.update(os.pread(file.fileno(), _BLOCK_BYTES, start))
+    return digest.hexdigest()[:_SHOWN_DIGITS]
