@@ -109,7 +109,7 @@ def _simulate(
     _check_outputs(wanted, inputs=(sorted_words.run_file, flags.program))
     request = read_request(sorted_words, flags=flags, compare=compare)
     timelines, forward_makespan_s = _play(request)
-    _draw(timelines, wanted=wanted)
+    _draw(timelines, wanted=wanted, is_abstract=request.hardware is None)
     if wanted.program is not None:
         from sppo.schedule.program_text import format_program
 
@@ -147,16 +147,16 @@ def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
     return timelines, alone.makespan_s
 
 
-def _draw(timelines: Sequence[Timeline], *, wanted: _Outputs) -> None:
+def _draw(timelines: Sequence[Timeline], *, wanted: _Outputs, is_abstract: bool) -> None:
     """Write the pictures asked for."""
     if wanted.png is not None:
         from sppo.schedule.timeline_png import write_png
 
-        write_png(wanted.png, timelines=timelines)
+        write_png(wanted.png, timelines=timelines, is_abstract=is_abstract)
     if wanted.html is not None:
         from sppo.schedule.timeline_html import write_html
 
-        write_html(wanted.html, timelines=timelines)
+        write_html(wanted.html, timelines=timelines, is_abstract=is_abstract)
     if wanted.trace is not None:
         from sppo.schedule.chrome_trace import write_trace
 

@@ -27,8 +27,14 @@ _LEGEND_ORDER = (
 )
 
 
-def write_html(path: Path, *, timelines: Sequence[Timeline]) -> None:
+def write_html(path: Path, *, timelines: Sequence[Timeline], is_abstract: bool = False) -> None:
     """Write `timelines` into one page, under each other on one time axis.
+
+    Args:
+        path: Where the page goes.
+        timelines: At least one.
+        is_abstract: Times are multiples of one forward and memory is of one unit's, rather than
+            seconds and bytes.
 
     Raises:
         OSError: the file cannot be written.
@@ -36,7 +42,10 @@ def write_html(path: Path, *, timelines: Sequence[Timeline]) -> None:
     bars = sum(len(track.actions) for timeline in timelines for track in timeline.ranks)
     every = max(1, -(-bars // _MOST_BARS))
     data = {
-        "panels": [_panel(timeline, every=every) for timeline in timelines],
+        "abstract": is_abstract,
+        "panels": [
+            _panel(timeline, every=every, is_abstract=is_abstract) for timeline in timelines
+        ],
         "idle": [
             {"name": style.IDLE_NAMES[cause], "colour": colour}
             for cause, colour in style.IDLE_COLOURS.items()
@@ -44,13 +53,13 @@ def write_html(path: Path, *, timelines: Sequence[Timeline]) -> None:
     }
     # No tag may begin inside a script element, whatever a program file calls itself.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    names = " · ".join(timeline.schedule.name for timeline in timelines)
+    names = " · ".join(f"{line.schedule.name}, {line.provenance}" for line in timelines)
     filled = {"TITLE": html.escape(names), "DATA": text}
     page = re.sub(r"\{\{(TITLE|DATA)\}\}", lambda match: filled[match[1]], PAGE)
     write_text(path, page)
 
 
-def _panel(timeline: Timeline, *, every: int) -> dict[str, object]:
+def _panel(timeline: Timeline, *, every: int, is_abstract: bool) -> dict[str, object]:
     """One schedule: every `every`-th of its ranks."""
     phases = style.phases(timeline.schedule)
     styles: dict[tuple[str, str], int] = {}
@@ -72,7 +81,7 @@ def _panel(timeline: Timeline, *, every: int) -> dict[str, object]:
     ]
     shown = "" if every == 1 else f" · 1 of {every} ranks shown"
     return {
-        "title": style.title(timeline) + shown,
+        "title": style.title(timeline, is_abstract=is_abstract) + shown,
         "makespan": timeline.makespan_s,
         "rows": rows,
         "styles": [

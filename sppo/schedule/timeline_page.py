@@ -44,12 +44,26 @@ PAGE = r"""<!DOCTYPE html>
 <script>
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const LEFT = 70, RIGHT = 10, AXIS = 20, MEMORY = 70;
+const LEFT = 78, RIGHT = 10, AXIS = 20, MEMORY = 86, LEGEND = 14;
 const end = Math.max(...data.panels.map(p => p.makespan), 1e-30);
 let from = 0, to = end * 1.005, redraw = 0;
 const tip = document.getElementById("tip");
 const isFar = v => Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3);
 const number = v => isFar(v) ? v.toExponential(3) : String(+v.toPrecision(5));
+const time = v => data.abstract ? number(v) : number(v) + " s";
+function size(v) {
+  if (data.abstract) return number(v);
+  const power = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(v, 1)) / 10)));
+  return +(v / 2 ** (10 * power)).toPrecision(3) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][power];
+}
+
+// "0B2.1[1/3]" in words; what is of no sequence is left as it is.
+function inWords(code) {
+  const m = /^(\d+)[A-Z_0-9]*?[A-Z](\d+)\.(\d+)(?:\[(\d+)\/(\d+)\])?$/.exec(code);
+  if (!m) return code;
+  const piece = m[4] === undefined ? "" : `, piece ${+m[4] + 1} of ${m[5]}`;
+  return `of stage ${m[1]}, sequence ${m[2]}, subsequence ${m[3]}${piece} (${code})`;
+}
 
 // Bars of a row are sorted by lane and time, so that the visible ones are found by bisection.
 const panels = data.panels.map(panel => {
@@ -126,6 +140,7 @@ function draw(view) {
   view.rows.forEach((row, n) => {
     if (n % every === 0) g.fillText("rank " + row.rank, LEFT - 8, (n + middle) * view.height);
   });
+  drawEnd(g, view, x, width);
   drawAxis(g, view, x, width);
   if (view.below) drawMemory(g, view, x, width);
 }
@@ -168,6 +183,20 @@ function drawBar(g, view, bar, top, where, x) {
   g.fillText(label, (x0 + x1) / 2, y + h / 2 + 0.5);
 }
 
+// Panels share one time axis: one that ends before the others says so.
+function drawEnd(g, view, x, width) {
+  const start = Math.max(LEFT, x(view.panel.makespan)), room = width - RIGHT - start;
+  if (room < 1) return;
+  g.fillStyle = "#fafafa";
+  g.fillRect(start, 0, room, view.rows.length * view.height);
+  const text = "ended at " + time(view.panel.makespan);
+  g.font = "12px sans-serif";
+  if (room < g.measureText(text).width + 12) return;
+  g.fillStyle = "#888";
+  g.textAlign = "left";
+  g.fillText(text, start + 6, view.rows.length * view.height / 2);
+}
+
 function drawAxis(g, view, x, width) {
   const y = view.rows.length * view.height;
   g.strokeStyle = "#999";
@@ -180,21 +209,22 @@ function drawAxis(g, view, x, width) {
   for (const t of ticks()) {
     g.moveTo(x(t), y);
     g.lineTo(x(t), y + 4);
-    g.fillText(number(t), x(t), y + 12);
+    g.fillText(time(t), x(t), y + 12);
   }
   g.stroke();
 }
 
 function drawMemory(g, view, x, width) {
-  const top = view.rows.length * view.height + AXIS, h = view.below - 8;
+  const top = view.rows.length * view.height + AXIS + LEGEND, h = view.below - LEGEND - 8;
   const y = v => top + h - v / view.peak * (h - 4);
   g.save();
   g.beginPath();
   g.rect(LEFT, top, width - LEFT - RIGHT, h + 2);
   g.clip();
   const step = Math.max(1, Math.ceil(view.rows.length / 16));
+  const colour = n => `hsl(${260 - 220 * n / Math.max(1, view.rows.length - 1)} 70% 42%)`;
   for (let n = 0; n < view.rows.length; n += step) {
-    g.strokeStyle = `hsl(${260 - 220 * n / Math.max(1, view.rows.length - 1)} 70% 42%)`;
+    g.strokeStyle = colour(n);
     g.lineWidth = 1.2;
     g.beginPath();
     g.moveTo(x(0), y(0));
@@ -208,11 +238,18 @@ function drawMemory(g, view, x, width) {
     g.stroke();
   }
   g.restore();
+  g.font = "11px sans-serif";
+  g.textAlign = "left";
+  let right = LEFT + 4;
+  for (let n = 0; n < view.rows.length; n += step) {
+    g.fillStyle = colour(n);
+    g.fillText("rank " + view.rows[n].rank, right, top - LEGEND / 2 + 1);
+    right += 56;
+  }
   g.fillStyle = "#444";
   g.textAlign = "right";
-  g.font = "11px sans-serif";
   g.fillText("memory", LEFT - 8, top + h / 2);
-  g.fillText(number(view.peak), LEFT - 8, y(view.peak) + 3);
+  g.fillText(size(view.peak), LEFT - 8, y(view.peak) + 3);
   g.fillText("0", LEFT - 8, y(0) - 3);
 }
 
@@ -233,36 +270,37 @@ function move(a, b) {
   drawAll();
 }
 
-const lasting = (verb, a, b) => `${number(a)} to ${number(b)}, ${verb} ${number(b - a)}`;
+const lasting = (verb, a, b) => `${time(a)} to ${time(b)}, ${verb} ${time(b - a)}`;
 
-function memoryAt(view, time) {
-  if (time < 0 || time > view.panel.makespan) return null;
+function memoryAt(view, when) {
+  if (when < 0 || when > view.panel.makespan) return null;
   const lines = [];
   for (let n = 0; n < view.rows.length; n += Math.max(1, Math.ceil(view.rows.length / 16))) {
     let value = 0;
-    for (const [at, next] of view.rows[n].memory) { if (at > time) break; value = next; }
-    lines.push(`rank ${view.rows[n].rank}: ${number(value)}`);
+    for (const [at, next] of view.rows[n].memory) { if (at > when) break; value = next; }
+    lines.push(`rank ${view.rows[n].rank}: ${size(value)}`);
   }
-  return `memory at ${number(time)}\n` + lines.join("\n");
+  return `memory at ${time(when)}\n` + lines.join("\n");
 }
 
 function pointed(view, event) {
   const box = view.canvas.getBoundingClientRect(), py = event.clientY - box.top;
-  const time = timeAt(view, event);
+  const when = timeAt(view, event);
   const row = view.rows[Math.floor(py / view.height)];
-  if (view.below && py > view.total - view.below) return memoryAt(view, time);
+  if (view.below && py > view.total - view.below) return memoryAt(view, when);
   if (!row || event.clientX - box.left < LEFT) return null;
   const share = py / view.height % 1;
   for (let lane = 0; lane < 5; lane++) {
     const where = place(view, lane);
     if (!where || share < where[0] || share > where[0] + where[1]) continue;
-    const bars = row.lanes[lane], bar = bars[firstVisible(bars, time)];
-    if (bar && bar[0] <= time) {
-      return `${bar[5]}   ${view.panel.styles[bar[3]].name}\n` + lasting("takes", bar[0], bar[1]);
+    const bars = row.lanes[lane], bar = bars[firstVisible(bars, when)];
+    if (bar && bar[0] <= when) {
+      const what = `${view.panel.styles[bar[3]].name} ${inWords(bar[5])}`;
+      return what + "\n" + lasting("takes", bar[0], bar[1]);
     }
   }
-  const gap = row.idle[firstVisible(row.idle, time)];
-  if (gap && gap[0] <= time) {
+  const gap = row.idle[firstVisible(row.idle, when)];
+  if (gap && gap[0] <= when) {
     return `${data.idle[gap[2]].name}\n` + lasting("lasts", gap[0], gap[1]);
   }
   return null;
@@ -273,8 +311,8 @@ for (const view of panels) {
   let grabbed = null;
   canvas.addEventListener("wheel", event => {
     event.preventDefault();
-    const time = timeAt(view, event), factor = Math.exp(event.deltaY * 0.0015);
-    move(time - (time - from) * factor, time + (to - time) * factor);
+    const at = timeAt(view, event), factor = Math.exp(event.deltaY * 0.0015);
+    move(at - (at - from) * factor, at + (to - at) * factor);
   }, { passive: false });
   canvas.addEventListener("pointerdown", event => {
     grabbed = { x: event.clientX, from, to };

@@ -38,6 +38,7 @@ class _Panel:
     """Sizes of one schedule's panel."""
 
     timeline: Timeline
+    is_abstract: bool
     is_painted: bool
     has_copies: bool
     has_memory: bool
@@ -58,12 +59,16 @@ class _Panel:
         return len(style.unit_label(longest, schedule=schedule))
 
 
-def write_png(path: Path, *, timelines: Sequence[Timeline], dpi: int = 150) -> None:
+def write_png(
+    path: Path, *, timelines: Sequence[Timeline], is_abstract: bool = False, dpi: int = 150
+) -> None:
     """Draw `timelines` under each other on one time axis.
 
     Args:
         path: Where the picture goes.
         timelines: At least one.
+        is_abstract: Times are multiples of one forward and memory is of one unit's, rather than
+            seconds and bytes.
         dpi: Pixels per inch; the picture is 15 inches wide.
 
     Raises:
@@ -71,7 +76,7 @@ def write_png(path: Path, *, timelines: Sequence[Timeline], dpi: int = 150) -> N
     """
     from matplotlib.figure import Figure
 
-    panels = [_panel(timeline) for timeline in timelines]
+    panels = [_panel(timeline, is_abstract=is_abstract) for timeline in timelines]
     heights: list[float] = []
     for panel in panels:
         heights += [panel.rows_inches, 0.75 if panel.has_memory else 0.01]
@@ -89,18 +94,18 @@ def write_png(path: Path, *, timelines: Sequence[Timeline], dpi: int = 150) -> N
         top -= panel.rows_inches
         if panel.has_memory:
             below = _axes(figure, top - 0.75, 0.65, total)
-            _draw_memory(below, timeline=panel.timeline, end_s=end)
+            _draw_memory(below, panel=panel, end_s=end)
             top -= 0.75
         else:
             below = axes
         if number == len(panels) - 1:
             below.tick_params(labelbottom=True)
-            below.set_xlabel("time", fontsize=9)
+            below.set_xlabel("time" if is_abstract else "seconds", fontsize=9)
     _draw_legend(figure, entries=entries, rows=legend_rows)
     write_figure(path, figure, dpi=dpi)
 
 
-def _panel(timeline: Timeline) -> _Panel:
+def _panel(timeline: Timeline, *, is_abstract: bool) -> _Panel:
     bars = sum(len(track.actions) for track in timeline.ranks)
     has_copies = any(
         action.kind in (ActionKind.D2H, ActionKind.H2D)
@@ -115,7 +120,8 @@ def _panel(timeline: Timeline) -> _Panel:
     has_memory = any(
         track.memory and track.memory["total"].peak_bytes > 0 for track in timeline.ranks
     )
-    return _Panel(timeline, is_painted, has_copies and not is_painted, has_memory, rows_inches)
+    copies = has_copies and not is_painted
+    return _Panel(timeline, is_abstract, is_painted, copies, has_memory, rows_inches)
 
 
 def _axes(figure: Figure, bottom: float, height: float, total: float) -> Axes:
@@ -143,7 +149,9 @@ def _draw_rows(axes: Axes, *, panel: _Panel, end_s: float) -> None:
     )
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set_title(style.title(timeline), fontsize=10, loc="left", pad=4)
+    axes.set_title(
+        style.title(timeline, is_abstract=panel.is_abstract), fontsize=10, loc="left", pad=4
+    )
     if panel.is_painted:
         _paint(axes, timeline=timeline)
         return
@@ -262,11 +270,12 @@ def _rgb(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
-def _draw_memory(axes: Axes, *, timeline: Timeline, end_s: float) -> None:
+def _draw_memory(axes: Axes, *, panel: _Panel, end_s: float) -> None:
     """Memory over time of a few ranks, spread evenly from the first to the last."""
     from matplotlib import colormaps
     from matplotlib.ticker import MultipleLocator
 
+    timeline = panel.timeline
     ranks = len(timeline.ranks)
     count = min(ranks, _MOST_MEMORY_LINES)
     chosen = sorted({round(k * (ranks - 1) / max(1, count - 1)) for k in range(count)})
@@ -283,17 +292,17 @@ def _draw_memory(axes: Axes, *, timeline: Timeline, end_s: float) -> None:
             label=f"rank {rank}",
         )
     axes.set_xlim(0, end_s)
-    axes.set_ylim(0, peak * 1.12)
+    axes.set_ylim(0, peak * 1.35)  # the legend stands above every curve
     axes.set_ylabel("memory", fontsize=8)
-    if peak >= MIB:  # abstract costs have no unit
+    if not panel.is_abstract and peak >= MIB:
         axes.yaxis.set_major_locator(MultipleLocator(binary_step(peak)))
         axes.yaxis.set_major_formatter(lambda value, _: format_bytes(round(value)))
     else:
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)
     axes.grid(axis="y", linewidth=0.3)
     axes.legend(
-        fontsize=6.5, ncol=1 if len(chosen) < 5 else 2, loc="upper right",
-        handlelength=1.2, labelspacing=0.15, borderaxespad=0.1, edgecolor="none", framealpha=0.8,
+        fontsize=6.5, ncol=len(chosen), loc="upper right", handlelength=1.2, columnspacing=1.0,
+        borderpad=0.1, borderaxespad=0.1, frameon=False,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.timeline import IdleCause, Timeline
+from sppo.units import format_duration
 
 Phase = Literal["left", "right"]
 
@@ -107,18 +108,24 @@ def unit_label(action: Action, *, schedule: Schedule) -> str:
     return f"{action.sequence}.{action.subsequence}"
 
 
-def title(timeline: Timeline) -> str:
-    """One line that says what a panel shows and its main numbers."""
+def title(timeline: Timeline, *, is_abstract: bool) -> str:
+    """One line that says what a panel shows and its main numbers.
+
+    Args:
+        timeline: of the panel.
+        is_abstract: its times are multiples of one forward, not seconds.
+    """
     schedule = timeline.schedule
     peak = max(track.peak_in_flight for track in timeline.ranks)
     stages = f", {schedule.num_stages} stages" if schedule.num_stages > schedule.num_ranks else ""
     counts = sorted({len(parts) for parts in schedule.lengths})
+    took = duration(timeline.makespan_s, is_abstract=is_abstract)
     parts = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return (
         f"{schedule.name}: {_count(schedule.num_ranks, 'rank')}{stages}, "
         f"{_count(schedule.num_sequences, 'sequence')} of {parts} "
         f"subsequence{'' if parts == '1' else 's'} · {timeline.provenance} step "
-        f"{duration(timeline.makespan_s)} · idle {timeline.bubble_fraction:.1%} · "
+        f"{took} · idle {timeline.bubble_fraction:.1%} · "
         f"at most {peak:.4g} units in flight"
     )
 
@@ -127,6 +134,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def duration(value: float) -> str:
-    """A time without its unit, which may be seconds or one abstract forward."""
-    return f"{value:.4g}"
+def duration(value: float, *, is_abstract: bool) -> str:
+    """A time with its unit, which an abstract one has not: it is a multiple of one forward."""
+    return f"{value:.4g}" if is_abstract else format_duration(value)

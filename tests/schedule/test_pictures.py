@@ -92,11 +92,14 @@ def test_memory_is_marked_at_round_binary_sizes(peak, step):
 
 
 def test_a_title_says_what_is_shown():
-    title = style.title(play(make("interleaved_seq1f1b", p=2, v=2, n=3, m=2)))
+    title = style.title(play(make("interleaved_seq1f1b", p=2, v=2, n=3, m=2)), is_abstract=True)
     assert title.startswith("interleaved_seq1f1b: 2 ranks, 4 stages, 2 sequences of 3 subsequences")
-    assert "simulated step" in title
+    assert "simulated step 39 ·" in title
+    assert "simulated step 39.00 s ·" in style.title(
+        play(make("interleaved_seq1f1b", p=2, v=2, n=3, m=2)), is_abstract=False
+    )
     ragged = replace(make("sppo", p=1, n=2, m=1), lengths=((1, 1),))
-    assert "1 rank, 1 sequence of 2 subsequences" in style.title(play(ragged))
+    assert "1 rank, 1 sequence of 2 subsequences" in style.title(play(ragged), is_abstract=True)
 
 
 def page_data(path):
@@ -108,8 +111,12 @@ def page_data(path):
 def test_a_page_is_self_contained_and_holds_every_bar(tmp_path):
     path = tmp_path / "a.html"
     first, second = offloaded(), play(make("sppo_msp", p=4, n=8, m=1))
-    write_html(path, timelines=[first, second])
+    write_html(path, timelines=[first, second], is_abstract=True)
     text, data = page_data(path)
+    assert data["abstract"] is True
+    assert "<title>" in text
+    title = text.partition("<title>")[2].partition("</title>")[0]
+    assert title == " · ".join(f"{t.schedule.name}, simulated" for t in (first, second))
     assert not re.search(r"https?://|<link|src=", text)
     assert "{{" not in text
     for timeline, panel in zip((first, second), data["panels"], strict=True):
