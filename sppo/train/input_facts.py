@@ -27,7 +27,7 @@ def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
         data: this rank's token data.
     """
     meta, tokenizer = data.meta, data.meta.tokenizer
-    documents = hashlib.sha256(memoryview(data.document_offsets).cast("B"))
+    documents = hashlib.sha256(data.document_offsets.data)
     facts = {
         "data.tokens, tokens": f"{meta.num_tokens} {meta.dtype}",
         "data.tokens, tokens_sha256": meta.tokens_sha256[:_SHOWN_DIGITS],
