@@ -1,0 +1,201 @@
+"""One random training: everything that decides what it computes, in one line that can be pasted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from sppo.config.model import ModelConfig
+from sppo.config.run import OptimizerConfig
+from sppo.engine.unit import SequenceData
+from sppo.kernels.cross_entropy import IGNORED_LABEL, LossTerms
+from sppo.parallel.mesh import MeshShape
+from sppo.parallel.tensor_parallel import tensor_share
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+_GPT = {
+    "norm": "layernorm",
+    "mlp": "gelu_tanh",
+    "position": "learned",
+    "qkv_bias": True,
+    "output_bias": True,
+    "mlp_bias": True,
+    "max_positions": 128,
+}
+FAMILIES = {
+    "llama": {},
+    "llama, biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "mistral": {},
+    "gpt2": _GPT,
+    "layernorm, rotary, gelu": {"norm": "layernorm", "mlp": "gelu", "output_bias": True},
+    "learned positions, q/k-norm": {"position": "learned", "qk_norm": True, "max_positions": 128},
+}
+ROPES = {
+    "": None,
+    "linear": {"type": "linear", "factor": 3.0},
+    "llama3": {"type": "llama3", "factor": 4.0, "original_max_positions": 16},
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_positions": 16},
+}
+
+
+class _Short:
+    """Its repr leaves out what is as usual."""
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)  # type: ignore[arg-type]
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Shape(_Short):
+    """The model."""
+
+    family: str = "llama"
+    layers: int = 2
+    hidden: int = 16
+    heads: int = 4
+    kv_heads: int = 4
+    head_size: int = 4
+    mlp_size: int = 24
+    vocab_size: int = 23
+    tied: bool = False
+    window: int | None = None
+    window_from: int = 0
+    rope: str = ""
+
+    def config(self) -> ModelConfig:
+        return ModelConfig.model_validate(
+            {
+                **FAMILIES[self.family],
+                "vocab_size": self.vocab_size,
+                "hidden_size": self.hidden,
+                "num_layers": self.layers,
+                "num_heads": self.heads,
+                "num_kv_heads": self.kv_heads,
+                "head_size": self.head_size,
+                "mlp_size": self.mlp_size,
+                "tie_embeddings": self.tied,
+                "sliding_window": self.window,
+                "sliding_window_first_layer": self.window_from,
+                "rope_scaling": ROPES[self.rope],
+            }
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Leg(_Short):
+    """Some steps on one grid of ranks; the state goes on to the next leg."""
+
+    steps: int = 1
+    cuts: tuple[int, ...] = (0, 16)
+    """Of every sequence, from 0 to its length."""
+    other_cuts: tuple[int, ...] = ()
+    """Of every second sequence of a replica instead, where there are any."""
+    replica_sequences: int = 1
+    """Sequences of a step on each data-parallel replica."""
+    dp: int = 1
+    pp: int = 1
+    sp: int = 1
+    sequence_parallel: str = "ulysses"
+    schedule: str = "sppo"
+    virtual: int = 1
+    zero: int = 1
+    bucket_bytes: int = 400
+    policy: str = "retain"
+    """Of :class:`PolicyRows`; of tensors that move, what happens to the rest: kept or rebuilt."""
+    ratio: float = 0.0
+    """Of the bytes that a subsequence saves, what moves."""
+    last_too: bool = False
+    """Whether the last subsequence moves tensors, too."""
+    input_every: int = 1
+    tier: str = ""
+    """host or disk, where tensors move."""
+    queues: str = "threads"
+    lag: int = 0
+    """Packed tensors that compute may be ahead of the copies out."""
+    evaluates: bool = False
+    """Whether a sequence is evaluated before each step."""
+    debug: bool = False
+    """Whether memory that is used again is overwritten with NaN in between."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.pp * self.sp
+
+    @property
+    def num_sequences(self) -> int:
+        return self.dp * self.replica_sequences
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.virtual
+
+    def cuts_of(self, sequence: int) -> tuple[int, ...]:
+        """Of one sequence of a replica."""
+        return self.other_cuts if self.other_cuts and sequence % 2 else self.cuts
+
+    def mesh_shape(self, model: ModelConfig) -> MeshShape:
+        copies = None
+        if self.sequence_parallel == "megatron" and self.sp > 1:
+            copies = tensor_share(model, degree=self.sp).repeats
+        return MeshShape(self.dp, self.pp, self.sp, copies)
+
+
+@dataclass(frozen=True, repr=False)
+class Case(_Short):
+    """A whole training."""
+
+    seed: int = 0
+    """Of weights, tokens, labels, documents, and of the order in which emulated ranks run."""
+    dtype: str = "fp32"
+    model: Shape = Shape()
+    legs: tuple[Leg, ...] = (Leg(),)
+    documents: int = 1
+    """Isolated documents of a sequence."""
+    ignored: float = 0.1
+    """Share of labels that do not count."""
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    clip_norm: float = 1.0
+    weight_decay: float = 0.1
+
+    @property
+    def terms(self) -> LossTerms:
+        return LossTerms(self.label_smoothing, self.z_loss)
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        return OptimizerConfig(
+            lr=0.02, eps=1e-4, clip_norm=self.clip_norm, weight_decay=self.weight_decay
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Most ranks of a leg."""
+        return max(leg.num_ranks for leg in self.legs)
+
+    def sequences(self, leg: int, step: int) -> list[SequenceData]:
+        """The data of one step of one leg, for all replicas."""
+        count = self.legs[leg].num_sequences
+        return [self._sequence(leg, step, index) for index in range(count)]
+
+    def _sequence(self, leg: int, step: int, index: int) -> SequenceData:
+        key = ((self.seed * 7 + leg) * 31 + step) * 17 + index
+        generator = torch.Generator().manual_seed(key)
+        cuts = self.legs[leg].cuts_of(index % self.legs[leg].replica_sequences)
+        length, words = cuts[-1], self.model.vocab_size
+        tokens = torch.randint(0, words, (length + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        labels[torch.rand(length, generator=generator) < self.ignored] = IGNORED_LABEL
+        if index == 0:
+            labels[length // 2] = tokens[length // 2 + 1]  # at least one of the step counts
+        starts = torch.randperm(length, generator=generator)[: self.documents - 1].tolist()
+        return SequenceData(tokens[:-1], labels, tuple(sorted({0, *starts})))

@@ -1,0 +1,160 @@
+"""Draws a case from a seed: any combination that training does not refuse."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from sppo.schedule.generators import WHOLE_SEQUENCES
+from tests.offload.emulated_queues import SCHEDULERS
+from tests.random_training.case import FAMILIES, ROPES, Case, Leg, Shape
+
+T = TypeVar("T")
+
+_SEQUENCE_SCHEDULES = ("sppo", "seq1f1b", "seq_zb_h1", "gpipe", "interleaved_seq1f1b")
+_SCHEDULES = (*_SEQUENCE_SCHEDULES, *WHOLE_SEQUENCES)
+_GRIDS = tuple(
+    (dp, pp, sp) for dp in (1, 2, 3) for pp in (1, 2, 3, 4) for sp in (1, 2, 3, 4)
+    if dp * pp * sp <= 8
+)  # fmt: skip
+
+
+def draw(seed: int, *, most_ranks: int = 8) -> Case:
+    """The case of a seed.
+
+    Args:
+        seed: of all choices.
+        most_ranks: that a leg may have.
+    """
+    return _Draw(seed, most_ranks).case()
+
+
+class _Draw:
+    def __init__(self, seed: int, most_ranks: int) -> None:
+        self._seed, self._most_ranks = seed, most_ranks
+        self._random = random.Random(seed)
+
+    def case(self) -> Case:
+        chance, pick = self._chance, self._pick
+        shape = self._shape()
+        case = Case(
+            seed=self._seed,
+            dtype=pick(["fp64", "fp32", "fp32", "bf16"]),
+            model=shape,
+            documents=pick([2, 3, 5]) if chance(0.3) else 1,
+            ignored=pick([0.0, 0.1, 0.5, 0.97]),
+            label_smoothing=0.1 if chance(0.2) else 0.0,
+            z_loss=1e-2 if chance(0.2) else 0.0,
+            clip_norm=pick([1.0, 0.0, 0.05]),
+            weight_decay=pick([0.1, 0.0]),
+        )
+        legs = tuple(self._leg(shape) for _ in range(pick([1, 1, 1, 2, 2, 3])))
+        shortest = min(cuts[-1] for leg in legs for cuts in (leg.cuts, leg.other_cuts) if cuts)
+        return replace(case, legs=legs, documents=min(case.documents, shortest))
+
+    def _shape(self) -> Shape:
+        chance, pick = self._chance, self._pick
+        kv_heads, group = pick([1, 1, 2, 3, 4]), pick([1, 2, 3, 4])
+        family = pick(list(FAMILIES))
+        learned = FAMILIES[family].get("position") == "learned"
+        layers = pick([1, 1, 2, 2, 3, 4])
+        window = self._random.randint(1, 20) if chance(0.3) else None
+        return Shape(
+            family=family,
+            layers=layers,
+            hidden=pick([12, 16, 24]),
+            heads=kv_heads * group,
+            kv_heads=kv_heads,
+            head_size=pick([4, 6, 8]),
+            mlp_size=pick([12, 24, 48]),
+            vocab_size=pick([17, 32]),
+            tied=chance(0.4),
+            window=window,
+            window_from=self._random.randint(0, layers) if window and chance(0.4) else 0,
+            rope="" if learned or chance(0.6) else pick(list(ROPES)),
+        )
+
+    def _leg(self, shape: Shape) -> Leg:
+        chance, pick = self._chance, self._pick
+        dp, pp, sp = self._grid(shape)
+        leg = Leg(
+            steps=pick([1, 2, 2]),
+            replica_sequences=pick([1, 2, 3, 4] if dp == 1 else [1, 2]),
+            dp=dp,
+            pp=pp,
+            sp=sp,
+            sequence_parallel="megatron" if self._splits(shape, sp) and chance(0.5) else "ulysses",
+            schedule=pick(_SCHEDULES),
+            zero=pick([0, 1, 1, 3]),
+            bucket_bytes=pick([400, 25_000_000]),
+            input_every=pick([2, 3]) if chance(0.25) else 1,
+            evaluates=chance(0.3),
+            debug=chance(0.3),
+        )
+        if leg.schedule.startswith("interleaved") and shape.layers >= 2 * pp and chance(0.7):
+            leg = replace(leg, virtual=2)
+        megatron = sp > 1 and leg.sequence_parallel == "megatron"
+        if pp > 1 and not megatron and leg.zero != 3 and chance(0.25):
+            leg = replace(leg, schedule="sppo_msp", virtual=1)
+        leg = replace(leg, cuts=self._cuts(leg))
+        if leg.replica_sequences > 1 and chance(0.2):
+            leg = replace(leg, other_cuts=self._cuts(leg))
+        return self._with_rows(leg, megatron=megatron)
+
+    def _grid(self, shape: Shape) -> tuple[int, int, int]:
+        """Degrees that the model can be divided by; one rank as often as not."""
+        if self._chance(0.45):
+            return 1, 1, 1
+        grids = [
+            (dp, pp, sp)
+            for dp, pp, sp in _GRIDS
+            if dp * pp * sp <= self._most_ranks
+            and pp <= shape.layers
+            and shape.heads % sp == 0
+            and (shape.kv_heads % sp == 0 or sp % shape.kv_heads == 0)
+        ]
+        small = [1 / (dp * pp * sp) for dp, pp, sp in grids]
+        return self._random.choices(grids, weights=small)[0]
+
+    @staticmethod
+    def _splits(shape: Shape, sp: int) -> bool:
+        """Whether Megatron can share the weights out."""
+        return sp > 1 and shape.mlp_size % sp == 0
+
+    def _cuts(self, leg: Leg) -> tuple[int, ...]:
+        """Cuts of subsequences that every rank has a part of, at odd places."""
+        count = 1 if leg.schedule in WHOLE_SEQUENCES else self._pick([1, 1, 2, 3, 5])
+        least = 2 * leg.sp * leg.pp if leg.schedule == "sppo_msp" else leg.sp
+        most = max(least, 64 // count)
+        cuts = [0]
+        for _ in range(count):
+            # Short ones often: a subsequence of one token is where edges meet.
+            short = min(most, least + 3)
+            upper = short if self._chance(0.3) else min(most, 16)
+            cuts.append(cuts[-1] + self._random.randint(least, max(least, upper)))
+        cuts[-1] = max(cuts[-1], cuts[-2] + least)
+        return tuple(cuts)
+
+    def _with_rows(self, leg: Leg, *, megatron: bool) -> Leg:
+        """What happens to saved tensors."""
+        if self._chance(0.6):
+            return replace(leg, policy=self._pick(["retain", "keep_attention", "recompute"]))
+        # Ranks that share weights out rebuild whole classes only.
+        rest = "kept" if megatron else self._pick(["kept", "rebuilt"])
+        return replace(
+            leg,
+            policy=rest,
+            ratio=self._pick([1.0, round(self._random.random(), 2)]),
+            last_too=self._chance(0.3),
+            tier=self._pick(["host", "disk"]),
+            queues=self._pick(["threads", *SCHEDULERS]),
+            lag=self._pick([0, 1, 2]),
+        )
+
+    def _chance(self, share: float) -> bool:
+        return self._random.random() < share
+
+    def _pick(self, values: Sequence[T]) -> T:
+        return self._random.choice(values)

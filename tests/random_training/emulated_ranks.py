@@ -1,0 +1,350 @@
+"""Ranks as threads of one process, and messages between them in memory.
+
+The functions of torch.distributed that sppo calls, with the loosest order they promise: what a
+message or a collective carries moves at a moment that a seed chooses, between the last rank's call
+and the first wait, and what arrives is NaN until the receiver has waited. So memory that is changed
+while it travels, or read before it has come, shows in the numbers, and does so again with the same
+seed.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from sppo.parallel import collectives
+from tests.random_training.turns import Turns
+
+
+def run_emulated(function: Callable[..., Any], *arguments: Any, ranks: int, seed: int) -> list[Any]:
+    """What ``function(rank, *arguments)`` returns on each of ``ranks`` emulated ranks."""
+    if ranks == 1:
+        return [function(0, *arguments)]
+    turns = Turns(ranks, seed=seed)
+    with _in_place_of_torch(Distributed(turns)):
+        return turns.run(lambda rank: function(rank, *arguments))
+
+
+@contextmanager
+def _in_place_of_torch(emulated: Distributed) -> Iterator[None]:
+    """Let every module of sppo talk through ``emulated``."""
+    replacements = (
+        ("dist", torch.distributed, emulated),
+        ("all_gather", collectives.all_gather, emulated.all_gather),
+        ("reduce_scatter", collectives.reduce_scatter, emulated.reduce_scatter),
+    )
+    undo = []
+    for module_name, module in sorted(sys.modules.items()):
+        if not module_name.startswith("sppo."):
+            continue
+        for name, original, replacement in replacements:
+            if vars(module).get(name) is original:
+                change = patch.object(module, name, replacement)
+                change.start()
+                undo.append(change)
+    try:
+        yield
+    finally:
+        for change in reversed(undo):
+            change.stop()
+
+
+class Group:
+    """A communicator as one of its ranks sees it."""
+
+    def __init__(self, ranks: tuple[int, ...], *, number: int, here: int) -> None:
+        self.ranks, self.key, self._here = ranks, (ranks, number), here
+        self.calls = 0
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.ranks.index(self._here)
+
+
+@dataclass(eq=False)
+class _Message:
+    """One tensor from a sender to a receiver; either may come first."""
+
+    late: bool
+    sent: Tensor | None = None
+    received: Tensor | None = None
+    moved: bool = False
+
+    def is_posted(self) -> bool:
+        return self.sent is not None and self.received is not None
+
+    def move(self) -> None:
+        if self.moved:
+            return
+        assert self.sent is not None
+        assert self.received is not None
+        _same_kind(self.sent, self.received)
+        self.received.view(-1).copy_(self.sent.view(-1))
+        self.moved = True
+
+
+@dataclass(eq=False)
+class _Call:
+    """One collective: what every rank gave, and what every rank gets."""
+
+    late: bool
+    name: str = ""
+    given: dict[int, Any] = field(default_factory=dict)
+    results: list[Any] | None = None
+
+
+@dataclass(eq=False)
+class _Work:
+    """What a caller waits on."""
+
+    complete: Callable[[], None]
+    is_done: Callable[[], bool]
+
+    def wait(self) -> bool:
+        self.complete()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_done()
+
+
+class Distributed:
+    """``torch.distributed`` for threads that take turns."""
+
+    ReduceOp = torch.distributed.ReduceOp
+    ProcessGroup = Group
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._groups_made: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        self._messages: dict[Any, list[_Message]] = {}
+        self._posted: Counter[Any] = Counter()
+        self._calls: dict[Any, _Call] = {}
+
+    def new_group(self, ranks: Sequence[int], **_: Any) -> Group:
+        here, members = self._turns.here, tuple(ranks)
+        self._groups_made[here, members] += 1
+        return Group(members, number=self._groups_made[here, members], here=here)
+
+    # Messages
+
+    def isend(self, tensor: Tensor, dst: int, *, group: Group) -> _Work:
+        message = self._message(group, self._turns.here, dst, end="sent", tensor=tensor)
+        return self._message_work(message, f"rank {dst} to receive")
+
+    def irecv(self, tensor: Tensor, src: int, *, group: Group) -> _Work:
+        _poison(tensor)
+        message = self._message(group, src, self._turns.here, end="received", tensor=tensor)
+        return self._message_work(message, f"rank {src} to send")
+
+    def send(self, tensor: Tensor, dst: int, *, group: Group) -> None:
+        self.isend(tensor, dst, group=group).wait()
+
+    def recv(self, tensor: Tensor, src: int, *, group: Group) -> None:
+        self.irecv(tensor, src, group=group).wait()
+
+    def _message(
+        self, group: Group, sender: int, receiver: int, *, end: str, tensor: Tensor
+    ) -> _Message:
+        assert tensor.is_contiguous(), "gloo sends contiguous tensors only"
+        assert sender != receiver, "a message goes to another rank"
+        key = (group.key, sender, receiver)
+        queue, place = self._messages.setdefault(key, []), self._posted[key, end]
+        self._posted[key, end] += 1
+        if place == len(queue):
+            queue.append(_Message(late=self._turns.random.random() < 0.7))
+        message = queue[place]
+        setattr(message, end, tensor)
+        if message.is_posted() and not message.late:
+            message.move()
+        return message
+
+    def _message_work(self, message: _Message, what: str) -> _Work:
+        def complete() -> None:
+            self._turns.wait(message.is_posted, what)
+            message.move()
+
+        return _Work(complete, lambda: message.moved)
+
+    # Collectives
+
+    def broadcast(
+        self, tensor: Tensor, src: int, *, group: Group, async_op: bool = False
+    ) -> _Work | None:
+        place = group.ranks.index(src)
+        if group.rank() != place:
+            _poison(tensor)
+        return self._collective(
+            "broadcast",
+            group,
+            tensor,
+            lambda given: [given[place].clone()] * group.size(),
+            tensor.copy_,
+            async_op,
+        )
+
+    def reduce(
+        self, tensor: Tensor, dst: int, *, group: Group, async_op: bool = False
+    ) -> _Work | None:
+        place = group.ranks.index(dst)
+
+        def combine(given: list[Tensor]) -> list[Tensor]:
+            nothing = torch.full_like(given[0], float("nan"))
+            return [_sum(given) if n == place else nothing for n in range(group.size())]
+
+        return self._collective("reduce", group, tensor, combine, tensor.copy_, async_op)
+
+    def all_reduce(
+        self, tensor: Tensor, *, group: Group, op: Any = None, async_op: bool = False
+    ) -> _Work | None:
+        largest = op == self.ReduceOp.MAX
+
+        def combine(given: list[Tensor]) -> list[Tensor]:
+            total = torch.stack(given).amax(0) if largest else _sum(given)
+            return [total] * group.size()
+
+        name = "all_reduce of largest" if largest else "all_reduce"
+        return self._collective(name, group, tensor, combine, tensor.copy_, async_op)
+
+    def all_gather(
+        self, output: Tensor, tensor: Tensor, *, group: Group, async_op: bool = False
+    ) -> _Work | None:
+        assert output.numel() == tensor.numel() * group.size(), "one part of each rank"
+        given = tensor.clone()
+        _poison(output)
+        if _share_memory(output, tensor):
+            tensor.copy_(given)
+        return self._collective(
+            "all_gather",
+            group,
+            tensor,
+            lambda parts: [torch.cat([part.reshape(-1) for part in parts])] * group.size(),
+            lambda whole: output.view(-1).copy_(whole),
+            async_op,
+        )
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, *, group: Group, async_op: bool = False
+    ) -> _Work | None:
+        assert tensor.numel() == output.numel() * group.size(), "one part for each rank"
+        _poison(output)
+        return self._collective(
+            "reduce_scatter",
+            group,
+            tensor,
+            lambda given: list(_sum(given).view(-1).chunk(group.size())),
+            lambda part: output.view(-1).copy_(part),
+            async_op,
+        )
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int], *, group: Group
+    ) -> None:
+        assert sum(received) == output.numel(), "parts fill the output"
+        assert sum(sent) == tensor.numel(), "parts are all of the input"
+        _poison(output)
+
+        def combine(given: list[tuple[Tensor, list[int]]]) -> list[Tensor]:
+            parts = [torch.split(whole, sizes) for whole, sizes in given]
+            return [torch.cat([row[rank] for row in parts]) for rank in range(group.size())]
+
+        self._collective("all_to_all", group, (tensor, sent), combine, output.copy_, False)
+
+    def barrier(self, *, group: Group) -> None:
+        self._collective("barrier", group, None, lambda given: given, lambda _: None, False)
+
+    def all_gather_object(self, found: list[Any], value: Any, *, group: Group) -> None:
+        sent = pickle.dumps(value)
+
+        def put(values: list[bytes]) -> None:
+            found[:] = [pickle.loads(each) for each in values]
+
+        self._collective(
+            "all_gather_object", group, sent, lambda given: [given] * len(given), put, False
+        )
+
+    def broadcast_object_list(self, box: list[Any], *, src: int, group: Group) -> None:
+        place, sent = group.ranks.index(src), pickle.dumps(list(box))
+
+        def put(values: bytes) -> None:
+            box[:] = pickle.loads(values)
+
+        self._collective(
+            "broadcast_object", group, sent, lambda given: [given[place]] * len(given), put, False
+        )
+
+    def _collective(
+        self,
+        name: str,
+        group: Group,
+        given: Any,
+        combine: Callable[[list[Any]], list[Any]],
+        put: Callable[[Any], object],
+        async_op: bool,
+    ) -> _Work | None:
+        """One call of one rank; the n-th of each rank of a group belong together."""
+        group.calls += 1
+        call = self._calls.setdefault(
+            (group.key, group.calls),
+            _Call(late=self._turns.random.random() < 0.7, name=name),
+        )
+        assert call.name == name, f"rank {self._turns.here} calls {name}, others {call.name}"
+        place = group.rank()
+        call.given[place] = given
+
+        def is_posted() -> bool:
+            return len(call.given) == group.size()
+
+        def finish() -> None:
+            if call.results is None:
+                call.results = combine([call.given[rank] for rank in range(group.size())])
+
+        if is_posted() and not call.late:
+            finish()
+
+        def complete() -> None:
+            self._turns.wait(is_posted, f"{name} of ranks {group.ranks}")
+            finish()
+            assert call.results is not None
+            if call.given[place] is not _TAKEN:
+                call.given[place] = _TAKEN
+                put(call.results[place])
+
+        work = _Work(complete, lambda: call.given[place] is _TAKEN)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+_TAKEN = object()
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).sum(0)
+
+
+def _poison(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _same_kind(sent: Tensor, received: Tensor) -> None:
+    assert sent.dtype == received.dtype, f"{sent.dtype} is sent, {received.dtype} expected"
+    assert sent.numel() == received.numel(), f"{sent.shape} is sent, {received.shape} expected"

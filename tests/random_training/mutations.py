@@ -1,0 +1,241 @@
+"""Defects to put back, each as a context: what the random trainings must find.
+
+They are of the kind that a training survives: no shape changes and nothing is raised, only numbers
+are wrong, and most of them only for some combinations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from sppo.engine import engine, span_attention, stage
+from sppo.engine.saved_tensors import SavedTensors
+from sppo.model.gradients import DeferredGradients
+from sppo.parallel import pipeline_p2p
+from sppo.parallel.data_parallel import StageGroup
+from sppo.parallel.row_gather import Gathering
+from sppo.train.optimizer import AdamW
+from sppo.train.shared_state import SharedState
+from tests.random_training.case import Case
+
+Mutation = Callable[[], AbstractContextManager[Any]]
+
+
+@contextmanager
+def lent_operands() -> Iterator[None]:
+    """Deferred weight gradients copy only operands that are smaller than their storage.
+
+    So they keep the KV store's whole dV buffer, which the next sequence writes over.
+    """
+    unchanged = DeferredGradients.linear
+
+    def kept(operand: torch.Tensor) -> torch.Tensor:
+        own_bytes = operand.numel() * operand.element_size()
+        return operand.clone() if operand.untyped_storage().nbytes() > own_bytes else operand
+
+    def linear(self: Any, name: str, *, dy_CO: torch.Tensor, x_CI: torch.Tensor) -> None:
+        unchanged(self, name, dy_CO=kept(dy_CO), x_CI=kept(x_CI))
+
+    def by_token(x_CKD: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+        return x_CKD.to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+    with (
+        patch.object(DeferredGradients, "linear", linear),
+        patch.object(span_attention, "copy_by_token", by_token),
+    ):
+        yield
+
+
+def lent_saved_tensors() -> Any:
+    """Deferred weight gradients keep saved tensors that a store lends."""
+    return patch.object(SavedTensors, "take_owned", SavedTensors.take)
+
+
+def message_not_awaited() -> Any:
+    """A received tensor is used before it is here."""
+    return patch.object(pipeline_p2p._Awaited, "wait", lambda self: self.tensor)
+
+
+@contextmanager
+def sent_memory_reused() -> Iterator[None]:
+    """A tensor is written over while it is being sent."""
+    send = pipeline_p2p.PipelineLinks.send
+
+    def send_and_reuse(self: Any, tensor: torch.Tensor, *, receiver: int, what: str) -> None:
+        send(self, tensor, receiver=receiver, what=what)
+        tensor.mul_(1.5)
+
+    with patch.object(pipeline_p2p.PipelineLinks, "send", send_and_reuse):
+        yield
+
+
+def buckets_not_awaited() -> Any:
+    """Gradients are taken out of a bucket before they are added up."""
+
+    def _wait_for(self: Any, most: int) -> None:
+        while len(self._under_way) > most:
+            _, finish = self._under_way.popleft()
+            finish()
+
+    return patch.object(StageGroup, "_wait_for", _wait_for)
+
+
+@contextmanager
+def gathers_not_awaited() -> Iterator[None]:
+    """Weights of ZeRO-3 are used before they are here."""
+    finish = Gathering.finish
+
+    def finish_early(self: Any) -> Any:
+        work, self._work = self._work, _Nothing()
+        try:
+            return finish(self)
+        finally:
+            self._work = work
+
+    with patch.object(Gathering, "finish", finish_early):
+        yield
+
+
+class _Nothing:
+    def wait(self) -> None:
+        pass
+
+
+@contextmanager
+def positions_from_subsequence() -> Iterator[None]:
+    """Every subsequence counts positions from its own start, as if it were a document."""
+    units_of = engine.units_of
+
+    def shifted(*arguments: Any, **options: Any) -> Any:
+        units = units_of(*arguments, **options)
+        return {
+            key: replace(
+                unit,
+                positions_C=(unit.positions_C - unit.span.start).clamp_min(0),
+                span_positions_C=(unit.span_positions_C - unit.span.start).clamp_min(0),
+            )
+            for key, unit in units.items()
+        }
+
+    with patch.object(engine, "units_of", shifted):
+        yield
+
+
+@contextmanager
+def prefix_without_dk() -> Iterator[None]:
+    """What a subsequence adds to the key gradients of earlier ones is lost."""
+    backward = span_attention.attention_backward
+
+    def forgetful(do: Any, q: Any, k: Any, *rest: Any, dk_TKD: Any, **options: Any) -> Any:
+        before = dk_TKD.clone()
+        dq = backward(do, q, k, *rest, dk_TKD=dk_TKD, **options)
+        start = dk_TKD.shape[0] - q.shape[0]
+        dk_TKD[:start] = before[:start]
+        return dq
+
+    with patch.object(span_attention, "attention_backward", forgetful):
+        yield
+
+
+def documents_not_isolated() -> Any:
+    """Recomputed attention and its backward look across the starts of documents."""
+    return patch.object(span_attention.StoredAttention, "_documents", lambda self: (0,))
+
+
+def norm_of_own_gradients() -> Any:
+    """Every rank clips by the norm of its own gradients."""
+    from sppo.train.optimizer import global_norm
+
+    return patch.object(SharedState, "norm", lambda self, gradients, peers: global_norm(gradients))
+
+
+@contextmanager
+def tied_gradients_apart() -> Iterator[None]:
+    """The first and the last stage keep their own parts of a tied embedding's gradient."""
+
+    def finish(self: Any, gradients: Any) -> None:
+        for group in self._groups.values():
+            group.wait()
+
+    with patch.object(SharedState, "finish", finish):
+        yield
+
+
+@contextmanager
+def resumed_without_step() -> Iterator[None]:
+    """An optimizer that goes on from a checkpoint corrects its moments as in the first step."""
+    load_state = AdamW.load_state
+
+    def forgetful(self: Any, state: Any) -> None:
+        load_state(self, state)
+        for master in self._masters.values():
+            self._optimizer.state[master]["step"].fill_(0)
+
+    with patch.object(AdamW, "load_state", forgetful):
+        yield
+
+
+def weights_not_gathered() -> Any:
+    """After a step every rank goes on with the rows that it updated itself, others being old."""
+    return patch.object(SharedState, "gather", lambda self, weights: None)
+
+
+@contextmanager
+def window_one_short() -> Iterator[None]:
+    """A sliding window is one token shorter in a backward than in its forward."""
+    backward = span_attention.attention_backward
+
+    def shorter(*arguments: Any, window: int | None, **options: Any) -> Any:
+        return backward(*arguments, window=window and max(1, window - 1), **options)
+
+    with patch.object(span_attention, "attention_backward", shorter):
+        yield
+
+
+@contextmanager
+def smoothing_forgotten() -> Iterator[None]:
+    """The gradient of the loss leaves label smoothing out."""
+    gradient = stage.linear_cross_entropy_with_gradient
+
+    def plain(*arguments: Any, terms: Any, **options: Any) -> Any:
+        return gradient(*arguments, terms=replace(terms, label_smoothing=0.0), **options)
+
+    with patch.object(stage, "linear_cross_entropy_with_gradient", plain):
+        yield
+
+
+def _lends_gradients(case: Case) -> bool:
+    """Whether dV of a sequence may be read after the next sequence has its buffer."""
+    return case.dtype != "bf16" and any(
+        "zb_h1" in leg.schedule and leg.pp > 1 and len(leg.cuts) == 2 and leg.replica_sequences > 1
+        for leg in case.legs
+    )
+
+
+MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
+    function.__name__: (function, may_show)
+    for function, may_show in (
+        (lent_operands, _lends_gradients),
+        (lent_saved_tensors, lambda case: any("zb_h1" in leg.schedule for leg in case.legs)),
+        (message_not_awaited, lambda case: any(leg.pp > 1 for leg in case.legs)),
+        (sent_memory_reused, lambda case: any(leg.pp > 1 for leg in case.legs)),
+        (buckets_not_awaited, lambda case: case.num_ranks > 1),
+        (gathers_not_awaited, lambda case: any(leg.zero == 3 for leg in case.legs)),
+        (positions_from_subsequence, lambda case: any(len(leg.cuts) > 2 for leg in case.legs)),
+        (prefix_without_dk, lambda case: any(len(leg.cuts) > 2 for leg in case.legs)),
+        (documents_not_isolated, lambda case: case.documents > 1),
+        (norm_of_own_gradients, lambda case: case.num_ranks > 1),
+        (tied_gradients_apart, lambda case: case.model.tied and case.num_ranks > 1),
+        (resumed_without_step, lambda case: len(case.legs) > 1),
+        (weights_not_gathered, lambda case: case.num_ranks > 1),
+        (window_one_short, lambda case: case.model.window is not None),
+        (smoothing_forgotten, lambda case: case.label_smoothing > 0),
+    )
+}
+"""By name: the defect, and which cases can show it at all."""

@@ -1,0 +1,233 @@
+"""One rank's part of one leg of a training, as the trainer does it; what it computed, as blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo.config.model import ModelConfig
+from sppo.engine.engine import Companions, Engine
+from sppo.engine.pipeline import Pipeline
+from sppo.model.gradients import zero_gradients
+from sppo.offload.moving_store import MovingStore
+from sppo.offload.tiers import Tier
+from sppo.parallel.mesh import Mesh, alone
+from sppo.parallel.piece_exchange import PieceLinks
+from sppo.parallel.pipeline_p2p import PipelineLinks
+from sppo.parallel.tensor_parallel import TensorExchange
+from sppo.parallel.ulysses import HeadExchange
+from sppo.planning.row_plan import PolicyRows, RowPlan
+from sppo.train.checkpoint import MODEL_PREFIX
+from sppo.train.learning_rate import learning_rate
+from sppo.train.optimizer import AdamW, clip_
+from sppo.train.peers import Peers
+from sppo.train.shared_state import SharedState
+from sppo.train.state_block import StateBlock
+from tests.engine.moving import RatioRows, queues_of
+from tests.random_training.case import DTYPES, Case, Leg
+
+Blocks = dict[str, StateBlock]
+"""Parts of the whole model's tensors, by name."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one rank has of one step."""
+
+    loss: float
+    norm: float
+    evaluated: float
+    """Its part of the loss of the step's first sequence, before the step; nan: not evaluated."""
+    gradients: Blocks
+    weights: Blocks
+    """After the step, in the compute dtype."""
+    state: Blocks
+    """Masters and moments after the step."""
+    executed: tuple[str, ...]
+    program: tuple[str, ...]
+
+
+def run_leg(
+    rank: int, case: Case, number: int, state: Mapping[str, Tensor], disk: str
+) -> list[StepResult]:
+    """Every step of leg ``number`` on ``rank``.
+
+    Args:
+        rank: of the grid.
+        case: the training.
+        number: of the leg.
+        state: of the optimizer, whole, as a checkpoint has it.
+        disk: directory of a disk tier.
+    """
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        return list(_Rank(rank, case, number, state, disk).steps())
+
+
+class _Rank:
+    def __init__(
+        self, rank: int, case: Case, number: int, state: Mapping[str, Tensor], disk: str
+    ) -> None:
+        self._case, self._number, self._leg = case, number, case.legs[number]
+        leg, model = self._leg, case.model.config()
+        mesh = alone()
+        if leg.num_ranks > 1:
+            mesh = Mesh(leg.mesh_shape(model), rank=rank, timeout_s=30.0, wraps=leg.virtual > 1)
+        self._mesh, self._peers = mesh, Peers(mesh)
+        links = PipelineLinks(mesh, device=torch.device("cpu")) if mesh.groups.edges else None
+        pieces = PieceLinks(mesh) if leg.schedule == "sppo_msp" else None
+        pipeline = Pipeline(
+            leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, courier=links, pieces=pieces
+        )
+        shared = SharedState(model, mesh=mesh, pipeline=pipeline, zero=leg.zero)
+        dtype = DTYPES[case.dtype]
+        self._weights: dict[str, Tensor] = {}
+        masters: dict[str, Tensor] = {}
+        for name in shared.shapes:
+            wide = shared.shares.cut(name, state[MODEL_PREFIX + name].clone())
+            self._weights[name] = shared.kept(name, wide.to(dtype))
+            if dtype is torch.bfloat16:
+                masters |= shared.own({name: wide}, copy=True)
+        whole = {n: torch.empty(shape, dtype=dtype) for n, shape in shared.shapes.items()}
+        self._gradients = zero_gradients(whole)
+        self._optimizer = AdamW(
+            shared.updated(self._weights), config=case.optimizer, masters=masters or None
+        )
+        self._resume(shared, state)
+        self._shared = shared
+        stages = pipeline.placement.stages_of(pipeline.rank)
+        lent = range(leg.num_stages) if pieces is not None else ()
+        self._engine = Engine(
+            model,
+            weights=shared.provider(self._weights),
+            gradients=self._gradients,
+            rows=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
+            moved={stage: _store(leg, disk) for stage in stages if leg.tier},
+            moved_pieces={stage: _store(leg, disk) for stage in lent if leg.tier},
+            input_every=leg.input_every,
+            pipeline=pipeline,
+            companions=Companions(
+                _exchange(leg, model, mesh), lambda stage: shared.reduce(stage, self._gradients)
+            ),
+            loss_terms=case.terms,
+            debug=leg.debug,
+        )
+
+    def steps(self) -> Iterator[StepResult]:
+        try:
+            for step in range(self._leg.steps):
+                yield self._step(step)
+        finally:
+            self._engine.close()
+
+    def _step(self, step: int) -> StepResult:
+        case, leg, shared, gradients = self._case, self._leg, self._shared, self._gradients
+        everything = case.sequences(self._number, step)
+        first = self._mesh.at.data * leg.replica_sequences
+        own = everything[first : first + leg.replica_sequences]
+        evaluated = float("nan")
+        if leg.evaluates:
+            losses = self._engine.evaluate(everything[0], leg.cuts)
+            evaluated = float(losses.double().sum()) * (self._mesh.at.data == 0)
+        for gradient in gradients.values():
+            gradient.zero_()
+        done = self._engine.accumulate(
+            own,
+            [leg.cuts_of(sequence) for sequence in range(len(own))],
+            num_valid=sum(data.num_valid for data in everything),
+        )
+        shared.finish(gradients)
+        norm = shared.norm(gradients, self._peers)
+        (loss,) = self._peers.total([float(done.total_loss)])
+        own_gradients = shared.own(gradients)
+        named = {MODEL_PREFIX + name: gradient for name, gradient in own_gradients.items()}
+        computed = _copied(shared.blocks(named))
+        lr = learning_rate(step, config=case.optimizer, total_steps=100)
+        clip_(own_gradients, norm=norm, clip_norm=case.clip_norm)
+        self._optimizer.step(own_gradients, lr=lr)
+        shared.gather(self._weights)
+        return StepResult(
+            loss / done.num_valid,
+            float(norm),
+            evaluated,
+            computed,
+            self._weight_blocks(),
+            _copied(shared.blocks(self._optimizer.state())),
+            tuple(str(executed.action) for executed in done.trace),
+            tuple(map(str, done.schedule.programs[self._mesh.at.pipeline])),
+        )
+
+    def _resume(self, shared: SharedState, state: Mapping[str, Tensor]) -> None:
+        """Take this rank's part of ``state``."""
+        live = self._optimizer.state()
+        for key, block in shared.blocks(live).items():
+            live[key].copy_(state[key][places(block)])
+        self._optimizer.load_state(live)
+        shared.gather(self._weights)
+
+    def _weight_blocks(self) -> Blocks:
+        """What the rank keeps of the weights between steps."""
+        kept = {MODEL_PREFIX + name: weight for name, weight in self._weights.items()}
+        found = _copied(self._shared.blocks(kept)) if self._leg.zero == 3 else {}
+        for name, weight in self._weights.items():
+            if self._leg.zero != 3:
+                offsets = self._shared.shares.offsets(name)
+                shape = tuple(whole_shape(self._case.model.config(), name))
+                found[MODEL_PREFIX + name] = StateBlock(weight.clone(), offsets, shape)
+        return found
+
+
+def places(block: StateBlock) -> tuple[slice, ...]:
+    """Where a block lies in its tensor."""
+    return tuple(
+        slice(first, first + size)
+        for first, size in zip(block.offsets, block.tensor.shape, strict=True)
+    )
+
+
+def whole_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
+    from sppo.planning.parameters import parameter_shapes
+
+    return parameter_shapes(model)[name]
+
+
+def _copied(blocks: Blocks) -> Blocks:
+    return {
+        name: StateBlock(block.tensor.detach().clone(), block.offsets, block.global_shape)
+        for name, block in blocks.items()
+    }
+
+
+def rows_of_leg(leg: Leg, model: ModelConfig, dtype: torch.dtype) -> RowPlan:
+    """What every stage keeps, moves and rebuilds."""
+    if not leg.tier:
+        return PolicyRows(leg.policy)
+    return RatioRows(
+        model,
+        dtype.itemsize,
+        leg.ratio,
+        rest=leg.policy,
+        last_too=leg.last_too,
+        alignment=1,
+        input_every=leg.input_every,
+    )
+
+
+def _store(leg: Leg, disk: str) -> MovingStore:
+    tier = Tier("disk", Path(disk)) if leg.tier == "disk" else Tier("host")
+    queues = queues_of(leg.queues, poison=leg.debug)
+    return MovingStore(queues, tier=tier, source_lag=leg.lag, checksums=leg.debug)
+
+
+def _exchange(leg: Leg, model: ModelConfig, mesh: Mesh) -> Any:
+    group, rank = mesh.groups.sequence, mesh.at.sequence
+    if group is None:
+        return None
+    if leg.sequence_parallel == "megatron":
+        return TensorExchange(group, rank=rank, model=model)
+    return HeadExchange(group, rank=rank, num_heads=model.num_heads, kv_heads=model.kv_heads)

@@ -1,0 +1,129 @@
+"""Random trainings: every number is that of plain autograd in float64, and defects are found.
+
+For many more: ``python scripts/random_training.py --seed S --count N``.
+"""
+
+import logging
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import tests.random_training.case as case_module
+from tests.random_training.case import Case, Leg, Shape
+from tests.random_training.draw import draw
+from tests.random_training.emulated_ranks import Distributed, run_emulated
+from tests.random_training.mutations import MUTATIONS
+from tests.random_training.training import faults_of
+from tests.random_training.turns import Deadlock, Turns
+
+SAMPLE = range(50)
+MOST_TRIED = 12
+"""Cases that may show a defect before one must have."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    """Without the advice not to move tensors to a disk in memory."""
+    caplog.set_level(logging.ERROR, logger="sppo")
+
+
+@pytest.mark.parametrize("first", SAMPLE[::10])
+def test_every_number_of_random_trainings(first):
+    wrong = [
+        f"{case}: {faults}"
+        for case in map(draw, range(first, first + 10))
+        if (faults := faults_of(case))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_ranks_that_are_processes(ranks):
+    """Also their messages are real; of the cases of up to four ranks the first few."""
+    cases = [case for case in map(draw, range(1000, 1100)) if 2 <= case.num_ranks <= 4][:5]
+    assert {leg.sequence_parallel for case in cases for leg in case.legs} == {"ulysses", "megatron"}
+    wrong = [f"{case}: {faults}" for case in cases if (faults := faults_of(case, ranks))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_defect_is_found(name):
+    put_in, may_show = MUTATIONS[name]
+    cases = [case for case in map(draw, range(500)) if may_show(case)][:MOST_TRIED]
+    for case in cases:
+        with put_in():
+            faults = faults_of(case)
+        if faults:
+            assert not faults_of(case)
+            return
+    pytest.fail(f"{name} shows in none of {len(cases)} cases")
+
+
+def test_a_case_can_be_pasted():
+    for seed in range(50):
+        case = draw(seed)
+        assert eval(repr(case), vars(case_module)) == case
+        assert "\n" not in repr(case)
+    assert repr(Case(model=Shape(layers=3))) == "Case(model=Shape(layers=3))"
+
+
+def call_script(monkeypatch, *words):
+    """Exit code of ``scripts/random_training.py`` with these words, in this process."""
+    script = Path(__file__).parents[2] / "scripts" / "random_training.py"
+    monkeypatch.syspath_prepend(str(script.parent))
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    return ended.value.code
+
+
+def test_the_script_repeats_a_case(monkeypatch, capsys):
+    case = Case(seed=7, dtype="fp64", legs=(Leg(cuts=(0, 5, 11)),))
+    assert call_script(monkeypatch, "--case", repr(case)) == 0
+    assert "1 cases, 0 of them on several ranks" in capsys.readouterr().out
+    words = ["--case", repr(case), "--mutation", "prefix_without_dk"]
+    assert call_script(monkeypatch, *words) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("seed 7: leg 0, step 0: gradients of rank 0: ")
+    assert f"\n  {case}\n" in out
+    assert "1 wrong (seeds 7)" in out
+    assert call_script(monkeypatch, "--seed", 3, "--count", 1) == 0
+
+
+def test_emulated_ranks_do_the_same_again():
+    case = Case(seed=5, legs=(Leg(pp=2, sp=2, replica_sequences=2, steps=2),))
+
+    def order(rank, turns, dist):
+        group, seen = dist.new_group([0, 1, 2]), []
+        for number in range(20):
+            tensor = torch.tensor([float(rank)])
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            seen.append((turns.random.random(), float(tensor), number))
+            work.wait()
+            assert float(tensor) == 3.0
+        return seen
+
+    def once():
+        turns = Turns(3, seed=3)
+        dist = Distributed(turns)
+        return turns.run(lambda rank: order(rank, turns, dist))
+
+    assert once() == once()
+    assert faults_of(case) == []
+
+
+def test_ranks_that_wait_for_each_other_are_found_at_once():
+    def wait_first(rank):
+        from sppo.parallel import pipeline_p2p
+
+        group = pipeline_p2p.dist.new_group([0, 1])
+        pipeline_p2p.dist.recv(torch.zeros(1), 1 - rank, group=group)
+
+    begin = time.monotonic()
+    with pytest.raises(Deadlock, match="0: rank 1 to send; 1: rank 0 to send"):
+        run_emulated(wait_first, ranks=2, seed=0)
+    assert time.monotonic() - begin < 10
