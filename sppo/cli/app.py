@@ -5,6 +5,9 @@ So ``sppo --help`` answers at once, and planning never waits for torch.
 
 from __future__ import annotations
 
+import io
+import sys
+
 import typer
 
 from sppo import __version__
@@ -12,6 +15,7 @@ from sppo.cli import config, convert, data
 from sppo.cli.bench import bench
 from sppo.cli.estimate import estimate
 from sppo.cli.evaluate import evaluate
+from sppo.cli.exit_codes import StandardOutput, exit_codes
 from sppo.cli.simulate import simulate
 from sppo.cli.solve import solve
 from sppo.cli.stop_signals import stop_signals
@@ -55,5 +59,14 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     """Run the ``sppo`` command, which SIGTERM and SIGINT end with a line and 128 + their number."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = StandardOutput(sys.stdout)
     with stop_signals():
-        app()
+        try:
+            app()
+        except OSError as error:  # commands print what they found after their work
+            try:
+                with exit_codes():
+                    raise error
+            except typer.Exit as ended:
+                sys.exit(ended.exit_code)

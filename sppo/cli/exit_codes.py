@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -62,6 +63,37 @@ def exit_codes() -> Iterator[None]:
         if not _is_out_of_memory(error):
             raise
         fail(f"out of memory: {error}", code=NO_ROOM)
+
+
+class StandardOutput(io.TextIOWrapper):
+    """``stdout`` whose errors say that it is what could not be written."""
+
+    def __init__(self, stdout: io.TextIOWrapper) -> None:
+        super().__init__(
+            stdout.buffer,
+            encoding=stdout.encoding,
+            errors=stdout.errors,
+            line_buffering=stdout.line_buffering,
+            write_through=stdout.write_through,
+        )
+
+    def write(self, text: str) -> int:
+        """Write as a file does."""
+        with _naming("standard output"):
+            return super().write(text)
+
+    def flush(self) -> None:
+        """Flush as a file does."""
+        with _naming("standard output"):
+            super().flush()
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, name) from error
 
 
 def fail(message: str, *, code: int) -> None:

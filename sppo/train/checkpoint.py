@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,14 @@ def read_model(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return checkpoint.metadata, weights
 
 
+def _newest(directory: Path) -> str:
+    """What a run that ends now goes on from."""
+    with suppress(OSError):
+        for step, path in list_checkpoints(directory):
+            return f"the newest is {path.name}: what was trained after step {step} is lost"
+    return "there is none: all that was trained is lost"
+
+
 def _save_error(error: OSError, *, step: int, directory: Path, needed: int) -> CheckpointError:
     try:
         free = f"{shutil.disk_usage(directory).free} are free"
@@ -351,5 +360,5 @@ def _save_error(error: OSError, *, step: int, directory: Path, needed: int) -> C
         error.errno or errno.EIO,
         f"cannot save step {step} in {directory}: {error.strerror or error}; it needs {needed} "
         f"bytes ({format_bytes(needed)}) and {free}. Free some space or set train.output to "
-        "another disk; earlier checkpoints are untouched",
+        f"another disk; earlier checkpoints are untouched, and {_newest(directory)}",
     )

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,8 @@ from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.schedule.timeline_html import write_html
 from sppo.schedule.timeline_png import write_png
 from sppo.train.ranks import Ranks
+from sppo.train.run_directory import TIMELINE_PAGE, TIMELINE_PICTURE, TIMELINE_TRACE
 
-TIMELINE_PICTURE = "timeline.png"
-TIMELINE_PAGE = "timeline.html"
-TIMELINE_TRACE = "timeline.json"
 _MOST_DRAWN = 4000
 """Actions above which a picture shows nothing any more; the page can still be zoomed."""
 
@@ -83,13 +82,16 @@ def planned_timeline(plan: ExecutionPlan) -> Timeline:
     return simulate(case.schedule, costs=case.costs)
 
 
-def draw_timelines(planned: Timeline, measured: Timeline, *, output: Path) -> None:
-    """Draw the plan above what was measured: a picture, a page to zoom, a Chrome trace."""
+def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callable[[Path], None]]:
+    """What draws the plan above what was measured, by file: a picture, a page, a Chrome trace."""
     both = (planned, measured)
+    writers: dict[str, Callable[[Path], None]] = {
+        TIMELINE_PAGE: partial(write_html, timelines=both),
+        TIMELINE_TRACE: partial(write_trace, timelines=both),
+    }
     if sum(timeline.schedule.num_actions for timeline in both) <= _MOST_DRAWN:
-        write_png(output / TIMELINE_PICTURE, timelines=both)
-    write_html(output / TIMELINE_PAGE, timelines=both)
-    write_trace(output / TIMELINE_TRACE, timelines=both)
+        writers[TIMELINE_PICTURE] = partial(write_png, timelines=both)
+    return writers
 
 
 def timeline_summary(planned: Timeline, measured: Timeline) -> Mapping[str, Any]:

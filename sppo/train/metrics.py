@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sppo.output_file import write_text
-
-METRICS_FILE = "metrics.jsonl"
-"""Inside a run's output directory."""
+from sppo.train.run_directory import METRICS_FILE
 
 _logger = logging.getLogger(__name__)
 

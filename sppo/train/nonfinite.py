@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sppo.train.state_block import StateBlock
+
 _NAMED = 4
 
 
@@ -73,6 +75,18 @@ def nonfinite_state(state: Mapping[str, Tensor]) -> str | None:
     """What is NaN or infinite in a state that is to be saved; None if nothing is."""
     bad = _nonfinite_names(state)
     return f"not finite: {_first_of(bad)}" if bad else None
+
+
+def nonfinite_place(state: Mapping[str, StateBlock]) -> str | None:
+    """The first NaN or infinite value of a state, by tensor and row; None if there is none."""
+    for name, block in state.items():
+        if block.tensor.numel() and not _is_finite(block.tensor):
+            bad = ~torch.isfinite(block.tensor)
+            rows = bad.reshape(bad.shape[0], -1).any(1) if bad.dim() else bad.reshape(1)
+            first = int(rows.nonzero()[0]) + (block.offsets[0] if block.offsets else 0)
+            more = f" and {int(rows.sum()) - 1} more" if rows.sum() > 1 else ""
+            return f"{name} is not finite in row {first}{more} of {(*block.global_shape, 1)[0]}"
+    return None
 
 
 def _culprits(bad: Sequence[str]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
@@ -14,20 +16,35 @@ from sppo.planning.plan import Prediction
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 from sppo.train.copies_summary import copies_summary
 from sppo.train.executed_step import (
-    TIMELINE_PAGE,
-    TIMELINE_PICTURE,
-    TIMELINE_TRACE,
-    draw_timelines,
     planned_timeline,
     timeline_summary,
+    timeline_writers,
 )
 from sppo.train.loss_picture import loss_picture
 from sppo.train.measured import MeasuredBuckets, StepPhases
-from sppo.train.metrics import METRICS_FILE, read_metrics
+from sppo.train.metrics import read_metrics
 from sppo.train.preflight import Preflight
-from sppo.train.run_directory import LOSS_PICTURE
-from sppo.train.run_summary import SUMMARY_FILE, Pair, print_summary, run_summary, write_summary
+from sppo.train.run_directory import (
+    LOSS_PICTURE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    TIMELINE_PAGE,
+    TIMELINE_PICTURE,
+    TIMELINE_TRACE,
+)
+from sppo.train.run_summary import Pair, print_summary, run_summary, write_summary
 from sppo.train.trainer import TrainingOutcome
+
+_WRITTEN = (
+    METRICS_FILE,
+    SUMMARY_FILE,
+    LOSS_PICTURE,
+    TIMELINE_PICTURE,
+    TIMELINE_PAGE,
+    TIMELINE_TRACE,
+    CHECKPOINTS_DIRECTORY,
+)
+"""In the order in which they are told."""
 
 
 def report(
@@ -38,7 +55,9 @@ def report(
     console: Console,
     command: str = "the same command",
 ) -> None:
-    """Draw, summarise, write and print; a run that was done before keeps its summary.
+    """Summarise, write, draw and print; a run that was done before keeps its summary.
+
+    The run is over and its state saved, so a file that cannot be written is a warning.
 
     Args:
         run: checked.
@@ -47,17 +66,20 @@ def report(
         console: where to print.
         command: that goes on with the run where steps are left.
     """
+    output = outcome.output
     if _was_done(outcome):
         _say(
-            f"{outcome.output}: all {run.train.steps} steps were done before, nothing to do; "
+            f"{output}: all {run.train.steps} steps were done before, nothing to do; "
             "raise train.steps to go on",
             console,
         )
+        if not (output / LOSS_PICTURE).exists():
+            _write({LOSS_PICTURE: _loss_writer(run, outcome)}, outcome, console=console)
         return
-    steps = read_metrics(outcome.output / METRICS_FILE)
+    steps = read_metrics(output / METRICS_FILE)
     summary = run_summary(
         steps,
-        name=outcome.output.name,
+        name=output.name,
         wall_s=outcome.wall_s,
         memory_bytes=_memory(preflight, outcome),
         phases_s=_phases(preflight.plan.predicted, outcome),
@@ -66,35 +88,53 @@ def report(
     summary["predicted_for"] = f"{hardware.name} ({hardware.provenance})"
     summary["copies"] = copies_summary(preflight.plan, outcome.copies)
     summary["interrupted_by"] = outcome.interrupted_by
+    writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
+    if steps:
+        writers[LOSS_PICTURE] = _loss_writer(run, outcome)
     if outcome.timeline is not None:
         planned = planned_timeline(preflight.plan)
         summary["timeline"] = timeline_summary(planned, outcome.timeline)
-        draw_timelines(planned, outcome.timeline, output=outcome.output)
-    write_summary(summary, outcome.output / SUMMARY_FILE)
-    if steps:
-        loss_picture(
-            outcome.output / METRICS_FILE,
-            outcome.output / LOSS_PICTURE,
-            terms=run.train.beside_cross_entropy,
-        )
+        writers |= timeline_writers(planned, outcome.timeline)
+    missing = _write(writers, outcome, console=console)
     print_summary(summary, console=console)
-    names = (
-        METRICS_FILE,
-        SUMMARY_FILE,
-        LOSS_PICTURE,
-        TIMELINE_PICTURE,
-        TIMELINE_PAGE,
-        TIMELINE_TRACE,
-        CHECKPOINTS_DIRECTORY,
-    )
-    written = [name for name in names if (outcome.output / name).exists()]
-    _say(f"{outcome.output}: {', '.join(written)}", console)
+    written = [name for name in _WRITTEN if name not in missing and (output / name).exists()]
+    _say(f"{output}: {', '.join(written)}", console)
     if outcome.interrupted_by is not None:
         _say(
             f"stopped by {outcome.interrupted_by} after step {outcome.done_steps} of "
             f"{run.train.steps}, {run.train.steps - outcome.done_steps} left; to go on: {command}",
             console,
         )
+
+
+def _loss_writer(run: RunConfig, outcome: TrainingOutcome) -> Callable[[Path], None]:
+    metrics = outcome.output / METRICS_FILE
+    return partial(loss_picture, metrics, terms=run.train.beside_cross_entropy)
+
+
+def _write(
+    writers: Mapping[str, Callable[[Path], None]], outcome: TrainingOutcome, *, console: Console
+) -> list[str]:
+    """Write the files that can be written; warn of the others, and return their names."""
+    missing = []
+    for name, write in writers.items():
+        path = outcome.output / name
+        try:
+            write(path)
+        except Exception as error:  # of whatever kind: the run itself is whole
+            missing.append(name)
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            told = "; ".join([why or type(error).__name__, *getattr(error, "__notes__", [])])
+            _say(f"warning: {path} cannot be written: {told}", console)
+    if missing:
+        again = [name for name in missing if name in (SUMMARY_FILE, LOSS_PICTURE)]
+        hint = f"; the same command writes {', '.join(again)}" if again else ""
+        _say(
+            f"{outcome.output}: done and saved after step {outcome.done_steps}, without "
+            f"{', '.join(missing)}{hint}",
+            console,
+        )
+    return missing
 
 
 def _was_done(outcome: TrainingOutcome) -> bool:

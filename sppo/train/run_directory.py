@@ -14,15 +14,27 @@ from pydantic_core import to_jsonable_python
 from sppo.config import RunConfig
 from sppo.config.base import Section
 from sppo.config.json_file import JsonError, read_json
-from sppo.output_file import write_json
+from sppo.output_file import PARTIAL, write_json
 from sppo.quoting import quoted
+from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 
 CONFIG_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "run_summary.json"
 LOSS_PICTURE = "loss.png"
+TIMELINE_PICTURE, TIMELINE_PAGE, TIMELINE_TRACE = "timeline.png", "timeline.html", "timeline.json"
+TENSORBOARD_DIRECTORY = "tensorboard"
 _LOCK_FILE = ".lock"
-_PARTIAL_CONFIG = f"{CONFIG_FILE}.partial-"
+_FILES = (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    LOSS_PICTURE,
+    TIMELINE_PICTURE,
+    TIMELINE_PAGE,
+    TIMELINE_TRACE,
+)
+_PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
 """Start of the name of what a run that was killed at its very beginning may leave."""
 
 # What may differ when a run goes on: how long, how often it is saved and shown, on how many ranks,
@@ -60,6 +72,7 @@ def check_output(run: RunConfig) -> None:
         raise ValueError(f"train.output {output}: {nearest} is not writable; choose another place")
     if not output.exists():
         return
+    _check_places(output)
     config = output / CONFIG_FILE
     if config.exists():
         _check_same(run, config)
@@ -68,6 +81,32 @@ def check_output(run: RunConfig) -> None:
             f"train.output {output} holds files but no {CONFIG_FILE}, so it is no run's directory; "
             "choose an empty or a new one"
         )
+
+
+def _check_places(output: Path) -> None:
+    """Refuse what stands where a run writes its files.
+
+    Raises:
+        ValueError: a directory in place of a file or the other way round, or one write-protected.
+    """
+    for name in _FILES:
+        path = output / name
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no file, and a run writes one there; move it away")
+    for name in (CHECKPOINTS_DIRECTORY, TENSORBOARD_DIRECTORY):
+        path = output / name
+        if os.path.lexists(path) and not path.is_dir():
+            raise ValueError(f"{path} is no directory, and a run makes one there; move it away")
+    for path in (output / name for name in (*_FILES, CHECKPOINTS_DIRECTORY)):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{path} is not writable; change that, or choose another train.output")
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Delete files that a killed run has written in part; the caller holds the lock."""
+    for name in _FILES:
+        for partial in output.glob(f"{name}{PARTIAL}*"):
+            partial.unlink(missing_ok=True)
 
 
 def _is_foreign(entry: Path) -> bool:
@@ -97,6 +136,7 @@ def locked_output(run: RunConfig) -> Iterator[Path]:
                 f"train.output {output} is in use by another run; wait for it or choose another"
             ) from None
         check_output(run)
+        _remove_leftovers(output)
         yield output
 
 

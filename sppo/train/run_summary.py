@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SUMMARY_FILE = "run_summary.json"
-"""Inside a run's output directory."""
-
 Pair = tuple[float | None, float | None]
 """(predicted, measured), either of which may be unknown."""
 

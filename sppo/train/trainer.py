@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,12 +35,17 @@ from sppo.train.input_facts import input_facts
 from sppo.train.interruption import Interrupted, StopRequest
 from sppo.train.learning_rate import learning_rate
 from sppo.train.measured import MeasuredBuckets, StepPhases
-from sppo.train.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
-from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
+from sppo.train.metrics import JsonlSink, MetricSink, StepMetrics
+from sppo.train.nonfinite import (
+    NonFiniteError,
+    NonFiniteGuard,
+    nonfinite_place,
+    nonfinite_state,
+)
 from sppo.train.optimizer import clip_
 from sppo.train.preflight import Preflight
 from sppo.train.ranks import Ranks, one_rank, shared_output
-from sppo.train.run_directory import note_configuration
+from sppo.train.run_directory import METRICS_FILE, TENSORBOARD_DIRECTORY, note_configuration
 from sppo.train.state import DTYPES, TrainingState, build_state
 from sppo.train.step_line import step_line
 from sppo.train.tensorboard_sink import TensorBoardSink
@@ -49,6 +54,10 @@ from sppo.train.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
+_START_ANEW = (
+    "earlier checkpoints are untouched: start anew in another train.output with a lower "
+    "optimizer.lr, longer optimizer.warmup_steps, or train.dtype=fp32"
+)
 _SAVES_TAKE = 10
 """Times as long as a rank waits in a step, it waits for others to read or write a checkpoint."""
 
@@ -100,7 +109,8 @@ def train(
     Raises:
         ValueError: the output directory is in use, or its checkpoints cannot be read.
         CheckpointError: the disk is full; earlier checkpoints are untouched.
-        NonFiniteError: too many steps in a row with NaN or inf.
+        NonFiniteError: too many steps in a row with NaN or inf, or the state at the end has them.
+        OSError: a step could not be recorded; the state is saved.
         PeerLostError: another rank ended or does not answer.
     """
     ranks, device = ranks or one_rank(), device or CpuDevice()
@@ -124,8 +134,8 @@ def train(
             patience_s=_SAVES_TAKE * run.parallel.timeout_s,
         )
         first_step = _resume(manager, state, tokens=preflight.data.data)
-        if ranks.is_main:
-            note_configuration(run, output)
+        _check_finite(run, state, ranks=ranks)
+        ranks.decided_by_main(lambda: note_configuration(run, output))
         outcome = TrainingOutcome(output, first_step, first_step, baseline_bytes=baseline)
         outcome.buckets.count_state(state)
         loop = _Loop(
@@ -167,6 +177,21 @@ def _resume(manager: CheckpointManager, state: TrainingState, *, tokens: TokenDa
     state.shared.gather(state.weights)
     _log.info("going on after step %d from %s", checkpoint.step, checkpoint.path)
     return checkpoint.step
+
+
+def _check_finite(run: RunConfig, state: TrainingState, *, ranks: Ranks) -> None:
+    """Refuse a state that could never be saved.
+
+    Raises:
+        ValueError: on every rank, where one starts with NaN or infinite values; names the first.
+    """
+    blocks = state.shared.blocks(state.optimizer.state())
+    found = [place for place in ranks.peers.everyones(nonfinite_place(blocks)) if place is not None]
+    if found:
+        raise ValueError(
+            f"{run.model.from_hf or run.train.output}: {found[0]}; training would keep it, and no "
+            "checkpoint with NaN or infinity is saved: repair the weights"
+        )
 
 
 class _Loop:
@@ -212,14 +237,21 @@ class _Loop:
         )
         self._peak_flops_per_s = peak_flops_per_s
         self._stopped_by: str | None = None
+        self._unrecorded: OSError | None = None
 
     def run(self, console: Console) -> None:
-        """All remaining steps; saves at the end, also when interrupted."""
+        """All remaining steps; saves at the end, also when interrupted.
+
+        Raises:
+            NonFiniteError: too many steps failed, or the state at the end cannot be saved.
+            OSError: a step could not be recorded; the state is saved.
+        """
         outcome, total = self._outcome, self._run.train.steps
         actions = self._actions_per_step
         started = time.perf_counter()
         with ExitStack() as stack:
-            sinks = [self._close_later(stack, sink) for sink in self._sinks()]
+            sinks: list[MetricSink] = []
+            self._ranks.decided_by_main(lambda: sinks.extend(self._sinks(stack)))
             display = stack.enter_context(
                 TrainingDisplay(
                     console,
@@ -233,33 +265,49 @@ class _Loop:
                 for step in range(outcome.first_step, total):
                     self._agree_to_go_on(stop)
                     metrics = self._step(step, display, stop)
-                    self._record(metrics, sinks)
                     outcome.done_steps = step + 1
-                    display.step_done(self._line(metrics, started))
+                    self._record(metrics, sinks, display, line=self._line(metrics, started))
                     self._save_if_due(step + 1, display)
             except Interrupted:
                 outcome.interrupted_by = stop.signal_name or self._stopped_by
-                display.say(f"{outcome.interrupted_by}: saving after step {outcome.done_steps}")
+                with suppress(OSError):  # standard output may be what is full
+                    display.say(f"{outcome.interrupted_by}: saving after step {outcome.done_steps}")
             except NonFiniteError:
                 self._save_if_first(display)
                 self._manager.wait()
                 raise
-            self._save(display)
+            unsaved = self._save(display)
             self._manager.wait()
+        if unsaved is not None:
+            raise NonFiniteError(f"{unsaved}; {_START_ANEW}")
+        self._agree_that_all_is_recorded()
 
     def _agree_to_go_on(self, stop: StopRequest) -> None:
-        """Stop all ranks, between steps, once one of them is asked to.
+        """Stop all ranks, between steps, once one is asked to or cannot record its steps.
 
         Raises:
-            Interrupted: one was.
+            Interrupted: one was, or cannot.
         """
-        if not self._ranks.mesh.is_distributed:
-            stop.check()
-            return
-        named = [name for name in self._peers.everyones(stop.signal_name) if name is not None]
+        reason = stop.signal_name
+        if self._unrecorded is not None:
+            reason = f"{self._unrecorded.filename}: {self._unrecorded.strerror}"
+        named = [name for name in self._peers.everyones(reason) if name is not None]
         if named:
             self._stopped_by = named[0]
             raise Interrupted(named[0])
+
+    def _agree_that_all_is_recorded(self) -> None:
+        """Raise, on every rank, what kept one from recording a step."""
+        faults = [fault for fault in self._peers.everyones(self._unrecorded) if fault is not None]
+        if faults:
+            done, total = self._outcome.done_steps, self._run.train.steps
+            faults[0].add_note(
+                f"all {total} steps are done and saved, the record of the last is missing"
+                if done == total
+                else f"the state after step {done} of {total} is saved; free some space, and the "
+                "same command goes on"
+            )
+            raise faults[0]
 
     def _step(self, step: int, display: TrainingDisplay, stop: StopRequest) -> StepMetrics:
         """Run step number ``step``, counted from 0."""
@@ -419,13 +467,23 @@ class _Loop:
             eta_s=eta_s,
         )
 
-    def _record(self, metrics: StepMetrics, sinks: Sequence[MetricSink]) -> None:
+    def _record(
+        self,
+        metrics: StepMetrics,
+        sinks: Sequence[MetricSink],
+        display: TrainingDisplay,
+        *,
+        line: str,
+    ) -> None:
+        """Write and show a step; a failure ends the run after it, once the state is saved."""
+        where = str(self._outcome.output / METRICS_FILE)
         try:
             for sink in sinks:
                 sink.write(metrics)
-        except OSError as error:  # writing does not say where, as opening does
-            where = error.filename or str(self._outcome.output / METRICS_FILE)
-            raise OSError(error.errno, error.strerror, where) from error
+            where = "standard output"
+            display.step_done(line)
+        except OSError as error:
+            self._unrecorded = OSError(error.errno, error.strerror, error.filename or where)
 
     def _save_if_due(self, done: int, display: TrainingDisplay) -> None:
         every = self._run.checkpoint.every
@@ -441,30 +499,26 @@ class _Loop:
         if self._ranks.decided_by_main(lambda: not list_checkpoints(directory)):
             self._save(display)
 
-    def _save(self, display: TrainingDisplay) -> None:
-        """Save, unless that would put a state nobody can go on from in place of a good one."""
+    def _save(self, display: TrainingDisplay) -> str | None:
+        """Save a checkpoint unless the state contains NaN or inf; return why it was not saved."""
         done, state = self._outcome.done_steps, self._state.optimizer.state()
         problems = [p for p in self._peers.everyones(nonfinite_state(state)) if p is not None]
         if problems:
-            display.say(f"the state after step {done} is not saved; {problems[0]}")
-            return
+            unsaved = f"the state after step {done} is not saved; {problems[0]}"
+            display.say(unsaved)
+            return unsaved
         metadata = run_metadata(
             self._run,
             sequences_consumed=done * self._sequences,
             tokens_sha256=self._data.data.meta.tokens_sha256,
         )
         self._manager.save(self._state.shared.saved(state), step=done, metadata=metadata)
+        return None
 
-    def _sinks(self) -> list[MetricSink]:
-        if not self._ranks.is_main:
-            return []
+    def _sinks(self, stack: ExitStack) -> Iterator[MetricSink]:
+        """What takes the metrics of every step, closed with ``stack``."""
         output, done = self._outcome.output, self._outcome.first_step
-        sinks: list[MetricSink] = [JsonlSink(output / METRICS_FILE, resume_step=done)]
+        yield stack.enter_context(closing(JsonlSink(output / METRICS_FILE, resume_step=done)))
         if self._run.train.tensorboard:
-            sinks.append(TensorBoardSink(output / "tensorboard", resume_step=done))
-        return sinks
-
-    @staticmethod
-    def _close_later(stack: ExitStack, sink: MetricSink) -> MetricSink:
-        stack.callback(sink.close)
-        return sink
+            sink = TensorBoardSink(output / TENSORBOARD_DIRECTORY, resume_step=done)
+            yield stack.enter_context(closing(sink))

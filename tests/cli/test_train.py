@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sppo.kernels.machine_memory import MemoryRoom
-from sppo.train import checkpoint, device, trainer
+from sppo.train import checkpoint, device, report, trainer
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 
 KEYS = {
@@ -294,14 +294,127 @@ def refuse_call(work: Path, *extra: str, code: int) -> str:
     return result.stderr
 
 
-def test_a_disk_too_full_for_a_line_of_metrics(work, monkeypatch):
+def full_at(monkeypatch, *, step: int) -> None:
+    """Let metrics.jsonl find no room for the line of ``step``."""
+    write = trainer.JsonlSink.write
+
     def fail(sink, metrics):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        if metrics.step == step:
+            raise OSError(errno.ENOSPC, "No space left on device", str(sink._path))
+        write(sink, metrics)
 
     monkeypatch.setattr(trainer.JsonlSink, "write", fail)
+
+
+def test_a_disk_too_full_for_a_line_of_metrics(work, monkeypatch):
+    with monkeypatch.context() as patch:
+        full_at(patch, step=2)
+        result = call("train", "run.yaml", "checkpoint.every=0")
+    assert result.exit_code == 4
+    assert result.stderr.splitlines()[-1] == (
+        "error: out/metrics.jsonl: No space left on device; the state after step 2 of 4 is saved; "
+        "free some space, and the same command goes on"
+    )
+    assert [path.name for path in (work / "out/checkpoints").iterdir()] == ["step_000002"]
+    assert "4 steps" not in result.stdout
+    again = call("train", "run.yaml", "checkpoint.every=0")
+    assert again.exit_code == 0
+    lines = (work / "out/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3, 4]
+
+
+def test_a_disk_too_full_for_the_last_line_of_metrics(work, monkeypatch):
+    full_at(monkeypatch, step=4)
     result = call("train", "run.yaml")
     assert result.exit_code == 4
-    assert result.stderr == "error: out/metrics.jsonl: No space left on device\n"
+    assert "all 4 steps are done and saved, the record of the last is missing" in result.stderr
+    assert (work / "out/checkpoints/step_000004").is_dir()
+
+
+def test_a_disk_too_full_for_a_checkpoint_as_well(trained, monkeypatch):
+    def fill_up(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    full_at(monkeypatch, step=5)
+    monkeypatch.setattr(checkpoint, "save_tensors", fill_up)
+    error = refuse_call(trained, code=4)
+    assert "cannot save step 5 in out/checkpoints" in error
+    assert "the newest is step_000004: what was trained after step 4 is lost" in error
+
+
+def test_standard_output_on_a_full_disk(work):
+    result = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m sppo train run.yaml > /dev/full', sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 4
+    assert "error: standard output: No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# A picture or a summary that cannot be written does not undo a run
+
+
+@pytest.mark.parametrize("name", ["loss.png", "run_summary.json"])
+def test_a_run_is_done_without_its_picture_or_summary(work, monkeypatch, name):
+    with monkeypatch.context() as patch:
+        replace = Path.replace
+
+        def fail(path, target):
+            if target.name == name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return replace(path, target)
+
+        patch.setattr(Path, "replace", fail)
+        text = succeed("train", "run.yaml")
+    assert f"warning: out/{name} cannot be written: No space left on device; nothing was" in text
+    assert f"done and saved after step 4, without {name}; the same command writes {name}" in text
+    assert (work / "out/checkpoints/step_000004").is_dir()
+    assert not list((work / "out").glob("*.partial-*"))
+    succeed("train", "run.yaml")
+    assert (work / "out" / name).is_file()
+
+
+def test_a_picture_that_fails_in_another_way(work, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise ImportError("no fonts")
+
+    monkeypatch.setattr(report, "loss_picture", fail)
+    assert "warning: out/loss.png cannot be written: no fonts" in succeed("train", "run.yaml")
+
+
+# What stands in the way of a file is found before a step
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["run.json", "metrics.jsonl", "run_summary.json", "loss.png", "timeline.html"],
+)
+def test_a_directory_in_place_of_a_file(trained, name):
+    (trained / "out" / name).unlink(missing_ok=True)
+    (trained / "out" / name).mkdir()
+    error = refuse_unchanged(trained, "train.steps=6")
+    assert f"out/{name} is no file, and a run writes one there; move it away" in error
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard"])
+@pytest.mark.parametrize("kind", ["file", "link to nowhere"])
+def test_a_file_in_place_of_a_directory(trained, name, kind):
+    path = trained / "out" / name
+    shutil.rmtree(path, ignore_errors=True)
+    path.touch() if kind == "file" else path.symlink_to("nowhere")
+    error = refuse_unchanged(trained, "train.steps=6")
+    assert f"out/{name} is no directory, and a run makes one there; move it away" in error
+
+
+def test_what_a_killed_run_wrote_in_part_is_removed(trained):
+    (trained / "out/loss.png.partial-0123456789ab").touch()
+    (trained / "out/loss.png.mine").touch()
+    succeed("train", "run.yaml")
+    assert not (trained / "out/loss.png.partial-0123456789ab").exists()
+    assert (trained / "out/loss.png.mine").exists()
 
 
 # What it writes

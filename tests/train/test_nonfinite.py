@@ -11,12 +11,14 @@ import torch
 from rich.console import Console
 
 from sppo.config import load_run
+from sppo.model.hf import save_hf_weights
+from sppo.model.initialize import initial_weights
 from sppo.train import device, shared_state, trainer
 from sppo.train.checkpoint import read_model
 from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from sppo.train.optimizer import AdamW
 from sppo.train.preflight import check_before_training
-from tests.conftest import LENGTH, call, refuse, tree, write_tokens
+from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
 
 GRADIENTS = {"a": torch.ones(3), "b": torch.ones(2, 2)}
 
@@ -217,6 +219,39 @@ def test_weights_that_blew_up_are_never_saved(work, bad_steps, monkeypatch):
     assert "the state after step 3 is not saved; not finite: model.head.weight" in result.stdout
     names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
     assert names == ["step_000001", "step_000002"]
+
+
+def test_a_run_whose_last_state_is_not_finite_does_not_end_well(work, bad_steps, monkeypatch):
+    update = AdamW.step
+
+    def blow_up(optimizer, gradients, *, lr):
+        update(optimizer, gradients, lr=lr)
+        optimizer.state()["model.head.weight"][0, 0] = math.inf
+
+    monkeypatch.setattr(AdamW, "step", blow_up)
+    monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)
+    result = call("train", "run.yaml", "train.max_nonfinite_steps=1000000")
+    assert result.exit_code == 1
+    assert "error: the state after step 4 is not saved; not finite: model.head" in result.stderr
+    assert "earlier checkpoints are untouched" in result.stderr
+    assert not (work / "out/checkpoints").exists()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_refused_before_the_start(work, value, monkeypatch):
+    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    run = load_run("run.yaml")
+    weights = initial_weights(run.model, seed=0)
+    weights["embed.weight"][3, 2] = value
+    weights["embed.weight"][5] = value
+    save_hf_weights(work / "weights", weights, run.model, dtype="fp32")
+    (work / "hf.yaml").write_text(json.dumps({**RUN, "model": {"from_hf": "weights"}}))
+    result = call("train", "hf.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith(
+        "error: weights: model.embed.weight is not finite in row 3 and 1 more of"
+    )
+    assert sorted(path.name for path in (work / "out").iterdir()) == [".lock"]
 
 
 def test_a_huge_learning_rate(work, monkeypatch):
