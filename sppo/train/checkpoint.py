@@ -46,6 +46,7 @@ from sppo.train.checkpoint_search import (
     Checkpoint,
     InvalidCheckpointError,
     find_checkpoint,
+    held_checkpoint,
     newest_valid,
 )
 from sppo.train.checkpoint_tensors import (
@@ -70,6 +71,7 @@ __all__ = [
     "StateBlock",
     "find_checkpoint",
     "read_model",
+    "read_weights",
     "run_metadata",
 ]
 
@@ -304,7 +306,8 @@ class CheckpointManager:
         whole = [path for _, path in list_checkpoints(self.directory) if path not in damaged]
         for path in [*whole[self._keep :], *damaged]:
             try:
-                remove_checkpoint(path)
+                if not remove_checkpoint(path):
+                    _logger.info("%s is being read and stays until the next save", path)
             except OSError as error:
                 _logger.warning("old checkpoint %s cannot be deleted: %s", path, error.strerror)
         self._damaged = set()
@@ -336,11 +339,29 @@ def read_model(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         InvalidCheckpointError: no checkpoint there, or none that is whole.
     """
-    checkpoint = find_checkpoint(path)
-    names = [name for name in saved_shapes(checkpoint.path) if name.startswith(MODEL_PREFIX)]
-    tensors = read_tensors(checkpoint.path, names=names)
-    weights = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+    checkpoint, weights = read_weights(path)
     return checkpoint.metadata, weights
+
+
+def read_weights(path: Path | str) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """The checkpoint that :func:`find_checkpoint` finds, and its fp32 weights by global name.
+
+    A run may go on saving meanwhile: what is read here, it deletes later.
+    """
+    while True:
+        with held_checkpoint(path) as checkpoint:
+            try:
+                return checkpoint, _model_tensors(checkpoint.path)
+            except Exception:
+                if checkpoint.path.is_dir():
+                    raise
+        # Deleted all the same, by a run on a file system without locks: it has a newer one.
+
+
+def _model_tensors(directory: Path) -> dict[str, Tensor]:
+    names = [name for name in saved_shapes(directory) if name.startswith(MODEL_PREFIX)]
+    tensors = read_tensors(directory, names=names)
+    return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def _newest(directory: Path) -> str:

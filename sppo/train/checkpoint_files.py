@@ -7,10 +7,13 @@ left behind.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sppo.output_file import sync_directory
@@ -45,12 +48,39 @@ def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """(step, path) of every checkpoint in ``directory``, newest first, unverified."""
     if not directory.is_dir():
         return []
+    # Twice where the first look finds none: a run that publishes one and deletes another while the
+    # names are read may show neither.
+    return _listed(directory) or _listed(directory)
+
+
+def _listed(directory: Path) -> list[tuple[int, Path]]:
     found = [
         (int(match.group(1)), path)
         for path in directory.iterdir()
         if (match := _COMPLETE.fullmatch(path.name)) and path.is_dir()
     ]
     return sorted(found, reverse=True)
+
+
+@contextmanager
+def held(path: Path) -> Iterator[bool]:
+    """Keep runs from deleting the checkpoint at ``path``; yields False where it is gone already.
+
+    A shared lock of its directory, which a run that deletes it asks for alone. Where the file
+    system has no locks nothing is kept, and a reader must look whether it is still there.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield path.is_dir()
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        # It may have been renamed between opening and locking.
+        yield path.is_dir() and os.path.samestat(path.stat(), os.fstat(descriptor))
+    finally:
+        os.close(descriptor)
 
 
 def publish(partial: Path, target: Path) -> None:
@@ -67,9 +97,24 @@ def publish(partial: Path, target: Path) -> None:
         shutil.rmtree(aside)
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint so that a kill in the middle leaves no half of it under its name."""
-    shutil.rmtree(_set_aside(path))
+def remove_checkpoint(path: Path) -> bool:
+    """Delete a checkpoint so that a kill in the middle leaves no half of it under its name.
+
+    Returns:
+        Whether it was: one that is :func:`held` stays.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError:
+        pass  # no locks here
+    aside = _set_aside(path)
+    os.close(descriptor)
+    shutil.rmtree(aside)
+    return True
 
 
 def _set_aside(path: Path) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,6 +16,7 @@ from sppo.quoting import one_line, quoted
 from sppo.train.checkpoint_files import (
     CHECKPOINTS_DIRECTORY,
     METADATA_FILE,
+    held,
     is_step_name,
     list_checkpoints,
     step_name,
@@ -56,21 +59,29 @@ def find_checkpoint(path: Path | str) -> Checkpoint:
         NoCheckpointError: there is none.
         InvalidCheckpointError: none is whole.
     """
+    with held_checkpoint(path) as checkpoint:
+        return checkpoint
+
+
+@contextmanager
+def held_checkpoint(path: Path | str) -> Iterator[Checkpoint]:
+    """As :func:`find_checkpoint`; until the end of the context no run deletes it."""
     path = Path(path)
     below = path / CHECKPOINTS_DIRECTORY
-    if below.is_dir():
-        checkpoint, _ = newest_valid(below)
-    elif (path / METADATA_FILE).exists() or is_step_name(path.name):
-        return _open_one(path)
-    else:
-        checkpoint, _ = newest_valid(path)
-    if checkpoint is None:
-        raise NoCheckpointError(
-            f"{path} holds no checkpoint{'' if path.is_dir() else ' (no such directory)'}: give "
-            f"a run's output directory, which contains {CHECKPOINTS_DIRECTORY}/{step_name(12)} or "
-            f"the like, or one such checkpoint{_runs_nearby(path)}"
-        )
-    return checkpoint
+    with ExitStack() as stack:
+        if below.is_dir():
+            checkpoint, _ = stack.enter_context(_newest_held(below))
+        elif (path / METADATA_FILE).exists() or is_step_name(path.name):
+            checkpoint = stack.enter_context(_one_held(path))
+        else:
+            checkpoint, _ = stack.enter_context(_newest_held(path))
+        if checkpoint is None:
+            raise NoCheckpointError(
+                f"{path} holds no checkpoint{'' if path.is_dir() else ' (no such directory)'}: "
+                f"give a run's output directory, which contains {CHECKPOINTS_DIRECTORY}/"
+                f"{step_name(12)} or the like, or one such checkpoint{_runs_nearby(path)}"
+            )
+        yield checkpoint
 
 
 def _runs_nearby(path: Path) -> str:
@@ -94,13 +105,32 @@ def _runs_nearby(path: Path) -> str:
 
 def newest_valid(directory: Path) -> tuple[Checkpoint | None, set[Path]]:
     """The newest undamaged checkpoint, and the paths of those that are newer."""
+    with _newest_held(directory) as found:
+        return found
+
+
+@contextmanager
+def _newest_held(directory: Path) -> Iterator[tuple[Checkpoint | None, set[Path]]]:
+    """As :func:`newest_valid`; what is found stays until the end of the context."""
+    with ExitStack() as stack:
+        while (found := _newest(directory, stack)) is None:
+            stack.close()
+        yield found
+
+
+def _newest(directory: Path, stack: ExitStack) -> tuple[Checkpoint | None, set[Path]] | None:
+    """As :func:`newest_valid`, held by ``stack``; None where a run has deleted one meanwhile."""
     damages: dict[Path, Damage] = {}
     for _, path in list_checkpoints(directory):
+        if not stack.enter_context(held(path)):
+            return None
         opened = find_damage(path) or _open(path)
         if isinstance(opened, Checkpoint):
             for bad, damage in damages.items():
                 _logger.warning("checkpoint %s is damaged: %s; using %s", bad, damage, path.name)
             return opened, set(damages)
+        if not path.is_dir():
+            return None
         damages[path] = opened
     if damages:
         raise InvalidCheckpointError(
@@ -111,14 +141,27 @@ def newest_valid(directory: Path) -> tuple[Checkpoint | None, set[Path]]:
     return None, set()
 
 
-def _open_one(path: Path) -> Checkpoint:
-    if not path.is_dir():
-        raise InvalidCheckpointError(f"{path} is not a directory; a checkpoint is one")
-    damage = find_damage(path)
-    opened = damage or _open(path)
-    if isinstance(opened, Damage):
-        raise InvalidCheckpointError(f"checkpoint {path} is damaged: {opened}; use another one")
-    return opened
+@contextmanager
+def _one_held(path: Path) -> Iterator[Checkpoint]:
+    """The checkpoint at ``path``, which stays until the end of the context."""
+    with held(path) as is_there:
+        if not is_there:
+            raise InvalidCheckpointError(
+                f"{path} is not a directory; a checkpoint is one" + _deleted(path)
+            )
+        opened = find_damage(path) or _open(path)
+        if isinstance(opened, Damage):
+            raise InvalidCheckpointError(
+                f"checkpoint {path} is damaged: {opened}; use another one" + _deleted(path)
+            )
+        yield opened
+
+
+def _deleted(path: Path) -> str:
+    """What to do where the run has deleted its old checkpoint."""
+    if path.exists() or not list_checkpoints(path.parent):
+        return ""
+    return f". A run keeps its newest ones: name {path.parent}, and the newest is read"
 
 
 def _open(path: Path) -> Checkpoint | Damage:

@@ -24,7 +24,7 @@ from sppo.planning.memory import evaluation_bytes
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import run_boundaries
 from sppo.quoting import quoted
-from sppo.train.checkpoint import read_model
+from sppo.train.checkpoint import read_weights
 from sppo.train.checkpoint_search import Checkpoint, NoCheckpointError, find_checkpoint
 from sppo.train.data import count_sequences, training_sequence
 from sppo.train.device import CpuDevice, Device
@@ -105,7 +105,8 @@ def evaluate(
     boundaries = run_boundaries(run, hardware=hardware)
     device.begin()
     _check_memory(run, hardware=hardware, boundaries=boundaries, device=device)
-    weights, source, step = _weights(run, found, device=device.torch_device)
+    source = None if found is None else checkpoint or Path(run.train.output)
+    weights, weights_from, step = _weights(run, source, device=device.torch_device)
     engine = Engine(run.model, weights=weights, gradients=None)
     length = run.sequence.length
     total = count_sequences(data, length=length)
@@ -132,7 +133,7 @@ def evaluate(
         int(counts_S.sum()),
         total,
         loss_by_position(losses_S, counts_S),
-        source,
+        weights_from,
         step,
         directory,
         run.data.eval_tokens is not None,
@@ -190,16 +191,16 @@ def _initial_weights(run: RunConfig) -> str:
 
 
 def _weights(
-    run: RunConfig, found: Checkpoint | None, *, device: torch.device
+    run: RunConfig, source: Path | None, *, device: torch.device
 ) -> tuple[dict[str, Tensor], str, int]:
     """(weights in the compute dtype on the device, where they come from, steps they have seen)."""
     dtype = DTYPES[run.train.dtype]
-    if found is None:
+    if source is None:
         check_weights(run)
         weights = {name: w.to(device, dtype) for name, w in starting_weights(run)}
         return weights, _initial_weights(run), 0
-    metadata, weights = read_model(found.path)
-    _check_model(run, metadata, found.path)
+    found, weights = read_weights(source)  # the newest by now
+    _check_model(run, found.metadata, found.path)
     placed = {name: w.to(device, dtype) for name, w in weights.items()}
     return placed, str(found.path), found.step
 

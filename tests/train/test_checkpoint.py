@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import resource
@@ -10,6 +11,7 @@ import shutil
 import threading
 from collections import namedtuple
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from sppo.config import RunConfig, check_run
 from sppo.train import checkpoint as checkpoint_module
-from sppo.train import checkpoint_manifest
+from sppo.train import checkpoint_manifest, checkpoint_search
 from sppo.train.checkpoint import (
     CheckpointError,
     CheckpointManager,
@@ -29,6 +31,8 @@ from sppo.train.checkpoint import (
     read_model,
     run_metadata,
 )
+from sppo.train.checkpoint_files import list_checkpoints
+from sppo.train.checkpoint_search import held_checkpoint
 
 KEYS = ("model.embed.weight", "model.final_norm.weight", "optimizer.exp_avg.embed.weight")
 
@@ -329,6 +333,91 @@ def test_read_model_refuses_one_damaged_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpointError, match=r"step_000007 is damaged: __0_0\.distcp"):
         read_model(path)
     assert read_model(tmp_path)[0]["step"] == 5
+
+
+# Readers beside a run ---------------------------------------------------------------------------
+
+
+def _save_before(
+    monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str, manager: CheckpointManager
+) -> None:
+    """Let the run save another step, and delete the older one, just before the reader's call."""
+    real, steps = getattr(owner, name), iter((6, 7, 8))
+
+    def call(*words: Any, **named: Any) -> Any:
+        step = next(steps, None)
+        if step is not None:
+            manager.save(_state(step), step=step, metadata={})
+        return real(*words, **named)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def _has_locks(monkeypatch: pytest.MonkeyPatch, has_locks: bool) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", fail)
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (checkpoint_search, "held"),
+        (checkpoint_search, "find_damage"),
+        (checkpoint_search, "_open"),
+        (checkpoint_module, "saved_shapes"),
+        (checkpoint_module, "read_tensors"),
+    ],
+)
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_run_that_saves_at_any_moment_of_a_reader(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: ModuleType,
+    name: str,
+    keep: int,
+    has_locks: bool,
+) -> None:
+    _has_locks(monkeypatch, has_locks)
+    _save_before(monkeypatch, owner, name, _saved(tmp_path, 5, keep=keep))
+    metadata, weights = read_model(tmp_path)
+    step = metadata["step"]
+    assert 5 <= step <= 8
+    assert torch.equal(weights["embed.weight"], _state(step)[KEYS[0]])
+
+
+def test_what_is_read_stays_until_the_next_save(tmp_path: Path) -> None:
+    manager = _saved(tmp_path, 5, keep=1)
+    with held_checkpoint(tmp_path) as found:
+        manager.save(_state(6), step=6, metadata={})
+        assert found.path.is_dir()
+        assert _names(tmp_path) == ["step_000005", "step_000006"]
+    manager.save(_state(7), step=7, metadata={})
+    assert _names(tmp_path) == ["step_000007"]
+
+
+@pytest.mark.parametrize("name", ["held", "find_damage"])
+def test_one_checkpoint_that_the_run_deletes_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    _has_locks(monkeypatch, False)
+    _save_before(monkeypatch, checkpoint_search, name, _saved(tmp_path, 5, keep=1))
+    with pytest.raises(InvalidCheckpointError, match="A run keeps its newest ones: name .*points"):
+        read_model(tmp_path / "checkpoints" / "step_000005")
+
+
+def test_names_that_change_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that is read while one name comes and another goes may show neither."""
+    _saved(tmp_path, 5, keep=1)
+    looks = iter([[]])
+    real = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: next(looks, None) or real(path))
+    assert [step for step, _ in list_checkpoints(tmp_path / "checkpoints")] == [5]
 
 
 # Full disks -------------------------------------------------------------------------------------
