@@ -10,8 +10,10 @@ def main() -> None:
 
     with stop_signals():
         from sppo.cli.app import app
+        from sppo.cli.exit_codes import standard_output
 
-        app()
+        with standard_output():
+            app()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,6 @@ So ``sppo --help`` answers at once, and planning never waits for torch.
 
 from __future__ import annotations
 
-import io
-import sys
-
 import typer
 
 from sppo import __version__
@@ -15,7 +12,7 @@ from sppo.cli import config, convert, data
 from sppo.cli.bench import bench
 from sppo.cli.estimate import estimate
 from sppo.cli.evaluate import evaluate
-from sppo.cli.exit_codes import StandardOutput, exit_codes
+from sppo.cli.exit_codes import standard_output
 from sppo.cli.simulate import simulate
 from sppo.cli.solve import solve
 from sppo.cli.stop_signals import stop_signals
@@ -59,14 +56,5 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     """Run the ``sppo`` command, which SIGTERM and SIGINT end with a line and 128 + their number."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout = StandardOutput(sys.stdout)
-    with stop_signals():
-        try:
-            app()
-        except OSError as error:  # commands print what they found after their work
-            try:
-                with exit_codes():
-                    raise error
-            except typer.Exit as ended:
-                sys.exit(ended.exit_code)
+    with stop_signals(), standard_output():
+        app()

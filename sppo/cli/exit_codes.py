@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -65,7 +66,25 @@ def exit_codes() -> Iterator[None]:
         fail(f"out of memory: {error}", code=NO_ROOM)
 
 
-class StandardOutput(io.TextIOWrapper):
+@contextmanager
+def standard_output() -> Iterator[None]:
+    """Let errors of standard output name it, and end as those of files do.
+
+    Commands print what they found after their work, outside of :func:`exit_codes`.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = _StandardOutput(sys.stdout)
+    try:
+        yield
+    except OSError as error:
+        try:
+            with exit_codes():
+                raise error
+        except typer.Exit as ended:
+            sys.exit(ended.exit_code)
+
+
+class _StandardOutput(io.TextIOWrapper):
     """``stdout`` whose errors say that it is what could not be written."""
 
     def __init__(self, stdout: io.TextIOWrapper) -> None:
