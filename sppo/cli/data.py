@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sppo.cli.exit_codes import exit_codes
+from sppo.cli.numbers import count
 
 if TYPE_CHECKING:
     from sppo.train.prepare import PreparedTokens, PrepareProgress
@@ -51,7 +52,10 @@ def prepare(
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="For ids: every id is below this. Without it the largest id + 1."),
+        typer.Option(
+            parser=count("--vocab-size", most=1 << 32),
+            help="For ids: every id is below this. Without it the largest id + 1.",
+        ),
     ] = None,
     end_of_document: Annotated[
         str,
@@ -91,6 +95,8 @@ def prepare(
 
 
 def _end_of_document(text: str) -> EndOfDocument:
+    from sppo.quoting import one_line
+
     if text == "auto":
         return "auto"
     if text == "none":
@@ -99,7 +105,7 @@ def _end_of_document(text: str) -> EndOfDocument:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"--end-of-document {text}: write auto, none or the number of a token"
+            f"--end-of-document {one_line(text)}: write auto, none or the number of a token"
         ) from None
 
 

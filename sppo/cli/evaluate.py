@@ -10,6 +10,7 @@ import typer
 
 from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes
+from sppo.cli.numbers import count
 from sppo.output_file import check_output_files
 
 if TYPE_CHECKING:
@@ -36,7 +37,11 @@ def evaluate(
         ),
     ] = False,
     sequences: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate the first sequences only.")
+        int | None,
+        typer.Option(
+            parser=count("--sequences", most=1 << 48),
+            help="Evaluate the first sequences only.",
+        ),
     ] = None,
     png: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw loss by position here.")

@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from sppo.cli.numbers import amount, count
+
+_MOST = 1_000_000
+
 _WHAT = "What to simulate"
 _COST = "Abstract costs"
 _OFFLOAD = "Abstract offload"
@@ -38,22 +42,45 @@ Program = Annotated[
     ),
 ]
 Ranks = Annotated[
-    int | None, typer.Option(metavar="P", help="Pipeline ranks.", rich_help_panel=_WHAT)
+    int | None,
+    typer.Option(
+        parser=count("--ranks", most=_MOST),
+        metavar="P",
+        help="Pipeline ranks.",
+        rich_help_panel=_WHAT,
+    ),
 ]
 Virtual = Annotated[
     int | None,
-    typer.Option(metavar="V", help="Stages per rank [default: 1].", rich_help_panel=_WHAT),
+    typer.Option(
+        parser=count("--virtual", most=_MOST),
+        metavar="V",
+        help="Stages per rank [default: 1].",
+        rich_help_panel=_WHAT,
+    ),
 ]
 Sequences = Annotated[
-    int | None, typer.Option(metavar="M", help="Sequences per step.", rich_help_panel=_WHAT)
+    int | None,
+    typer.Option(
+        parser=count("--sequences", most=_MOST),
+        metavar="M",
+        help="Sequences per step.",
+        rich_help_panel=_WHAT,
+    ),
 ]
 Subsequences = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Subsequences per sequence.", rich_help_panel=_WHAT),
+    typer.Option(
+        parser=count("--subsequences", most=_MOST),
+        metavar="N",
+        help="Subsequences per sequence.",
+        rich_help_panel=_WHAT,
+    ),
 ]
 Hop = Annotated[
     int | None,
     typer.Option(
+        parser=count("--hop", most=2),
         help="Warm-up forwards per rank; 2 hides message latency [default: 1].",
         rich_help_panel=_WHAT,
     ),
@@ -72,15 +99,24 @@ Compare = Annotated[
 ]
 Forward = Annotated[
     float | None,
-    typer.Option(help="Time of one F on one stage [default: 1].", rich_help_panel=_COST),
+    typer.Option(
+        parser=amount("--forward"),
+        help="Time of one F on one stage [default: 1].",
+        rich_help_panel=_COST,
+    ),
 ]
 Backward = Annotated[
     float | None,
-    typer.Option(help="Time of one B, without W [default: 2].", rich_help_panel=_COST),
+    typer.Option(
+        parser=amount("--backward"),
+        help="Time of one B, without W [default: 2].",
+        rich_help_panel=_COST,
+    ),
 ]
 Weight = Annotated[
     float | None,
     typer.Option(
+        parser=amount("--weight"),
         help="Time of one W; part of B in schedules without W [default: 0].",
         rich_help_panel=_COST,
     ),
@@ -103,21 +139,30 @@ UnitSizes = Annotated[
 ]
 Latency = Annotated[
     float | None,
-    typer.Option(help="Latency of a message [default: 0].", rich_help_panel=_COST),
+    typer.Option(
+        parser=amount("--latency"), help="Latency of a message [default: 0].", rich_help_panel=_COST
+    ),
 ]
 Bandwidth = Annotated[
     float | None,
     typer.Option(
-        help="Memory units per time over a link [default: unlimited].", rich_help_panel=_COST
+        parser=amount("--bandwidth", above_zero=True),
+        help="Memory units per time over a link [default: unlimited].",
+        rich_help_panel=_COST,
     ),
 ]
 MessageSize = Annotated[
     float | None,
-    typer.Option(help="Memory units of a message [default: 0].", rich_help_panel=_COST),
+    typer.Option(
+        parser=amount("--message-size"),
+        help="Memory units of a message [default: 0].",
+        rich_help_panel=_COST,
+    ),
 ]
 WeightSize = Annotated[
     float | None,
     typer.Option(
+        parser=amount("--weight-size"),
         help="Memory units of a stage's weights, which MSP moves; its gradients count twice "
         "that [default: 0].",
         rich_help_panel=_COST,
@@ -126,6 +171,7 @@ WeightSize = Annotated[
 KvSize = Annotated[
     float | None,
     typer.Option(
+        parser=amount("--kv-size"),
         help="Memory units of a unit's K/V; dK/dV count twice that [default: 0].",
         rich_help_panel=_COST,
     ),
@@ -143,6 +189,7 @@ D2H = Annotated[
     float | None,
     typer.Option(
         "--d2h",
+        parser=amount("--d2h"),
         help="Time to copy one unit of memory to the host [default: 1].",
         rich_help_panel=_OFFLOAD,
     ),
@@ -151,6 +198,7 @@ H2D = Annotated[
     float | None,
     typer.Option(
         "--h2d",
+        parser=amount("--h2d"),
         help="Time to copy one unit of memory back [default: 1].",
         rich_help_panel=_OFFLOAD,
     ),
@@ -158,6 +206,7 @@ H2D = Annotated[
 KeepLast = Annotated[
     int | None,
     typer.Option(
+        parser=count("--keep-last", least=0, most=_MOST),
         help="Last subsequences that stay [default: 1 with adaptive, else 0].",
         rich_help_panel=_OFFLOAD,
     ),
@@ -165,7 +214,9 @@ KeepLast = Annotated[
 Prefetch = Annotated[
     int | None,
     typer.Option(
-        help="Backwards ahead at which a unit comes back [default: 1].", rich_help_panel=_OFFLOAD
+        parser=count("--prefetch", most=_MOST),
+        help="Backwards ahead at which a unit comes back [default: 1].",
+        rich_help_panel=_OFFLOAD,
     ),
 ]
 Html = Annotated[

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", int, float)
 
+_MOST_PROGRAM_BYTES = 64 << 20
 RUN_FILES = (".yaml", ".yml", ".json")
 
 
@@ -116,6 +117,8 @@ def read_request(words: Words, *, flags: Flags, compare: Sequence[str]) -> Simul
         ValueError: flags that contradict each other or are missing, with what to write.
     """
     names = [name for given in compare for name in given.split(",") if name]
+    _check_schedules("--compare", names)
+    _check_schedules("--schedule", [flags.schedule] if flags.schedule is not None else [])
     names += words.names
     if flags.program is not None:
         if words.run_file or names:
@@ -137,6 +140,19 @@ def read_request(words: Words, *, flags: Flags, compare: Sequence[str]) -> Simul
     return _abstract(flags, names=names)
 
 
+def _check_schedules(option: str, names: Sequence[str]) -> None:
+    """Raise ValueError for a name that is no schedule's."""
+    from sppo.config.problems import nearest
+    from sppo.schedule.generators import schedule_names
+
+    for name in names:
+        if name not in schedule_names():
+            raise ValueError(
+                f"{option} {quoted(name)}: not one of {', '.join(schedule_names())}."
+                f"{nearest(name, schedule_names())}"
+            )
+
+
 def _abstract(flags: Flags, *, names: Sequence[str]) -> Simulation:
     from sppo.schedule.abstract import abstract_case, compared_case, forward_case
 
@@ -156,6 +172,7 @@ def _abstract(flags: Flags, *, names: Sequence[str]) -> Simulation:
 def _program(flags: Flags) -> Simulation:
     from dataclasses import replace
 
+    from sppo.config.text_file import read_text_file
     from sppo.schedule.abstract import case_costs
     from sppo.schedule.prepare import Case, forward_part
     from sppo.schedule.program_text import check_program, parse_program
@@ -168,7 +185,8 @@ def _program(flags: Flags) -> Simulation:
             f"--{name.replace('_', '-')} is the file's to say: leave it out with --program"
         )
     source = str(flags.program)
-    file = parse_program(flags.program.read_text(encoding="utf-8"), source=source)
+    text = read_text_file(flags.program, most_bytes=_MOST_PROGRAM_BYTES)
+    file = parse_program(text, source=source)
     check_program(file, source=source)
     schedule = file.schedule
     shape = replace(

@@ -19,7 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from sppo.units import SIZE_PATTERN, parse_size
+from sppo.units import LARGEST_SIZE, SIZE_PATTERN, parse_size
 
 
 def _no_tilde(path: str) -> str:
@@ -27,6 +27,22 @@ def _no_tilde(path: str) -> str:
         raise ValueError("~ stands for nothing in a run file: write the whole path")
     return path
 
+
+LARGEST_FLOAT = 3.4e38
+"""Largest number of fp32, in which most of them are used."""
+
+MOST_RANKS = 1 << 20
+MOST_SUBSEQUENCES = 1 << 14
+"""Each of them is planned and simulated by itself, on every stage."""
+MOST_LAYERS = 4096
+"""Each of them is planned by itself; thirty times those of the deepest models in use."""
+MOST_TOKENS = 1 << 30
+"""Of one sequence: plans count FLOPs, which grow with its square, in floats and 64-bit numbers."""
+MOST_WIDTH = 1 << 24
+"""Of any dimension of a weight: the product of two fits 64 bits with room for every layer."""
+MOST_STEPS = 10**12
+LONGEST_TIMEOUT_S = 200_000
+"""Two days; checkpoints wait ten times as long, and timers count 32 bits of milliseconds."""
 
 _SIZE_TEXT = {"type": "string", "pattern": SIZE_PATTERN}
 
@@ -41,7 +57,7 @@ Size = Annotated[
 Tokens = Annotated[
     int,
     BeforeValidator(parse_size),
-    Field(ge=1),
+    Field(ge=1, le=MOST_TOKENS),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, _SIZE_TEXT]}),
 ]
 """A count of tokens, at least one: ``32Ki``, ``4Mi`` or a plain number."""
@@ -49,7 +65,14 @@ Tokens = Annotated[
 Directory = Annotated[str, Field(min_length=1), AfterValidator(_no_tilde)]
 """A path as the program opens it: relative to where the command is run, or absolute."""
 
-Degree = Annotated[int, Field(ge=1)]
+Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+"""A count of ranks, or of things that are dealt out to ranks."""
+
+Layers = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+"""A dimension of weights."""
+
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -66,9 +89,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """Pydantic would read ``steps: true`` as one step."""
+    def _number_or_not(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse numbers that no machine computes with, and truth, which pydantic reads as 1."""
         field = cls.model_fields[info.field_name or ""]
-        if isinstance(value, bool) and field.annotation is not bool:
-            raise ValueError("must be a number or a word, not true or false")
+        if isinstance(value, bool):
+            if field.annotation is not bool:
+                raise ValueError("must be a number or a word, not true or false")
+        elif isinstance(value, int) and abs(value) > LARGEST_SIZE:
+            raise ValueError("must be below 2^63, what 64 bits hold")
+        elif isinstance(value, float) and abs(value) > LARGEST_FLOAT:
+            raise ValueError(f"must be a finite number up to {LARGEST_FLOAT:g}, what fp32 holds")
         return value

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from sppo.config.base import Degree, Directory, Section, Tokens
+from sppo.config.base import MOST_LAYERS, Directory, Layers, Section, Tokens, Width
 
 Family = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 
@@ -30,7 +30,7 @@ class RopeScaling(Section):
     """``yarn``: rotations within the original context above which nothing is stretched."""
     beta_slow: float = Field(default=1.0, gt=0)
     """``yarn``: rotations within the original context below which all is stretched."""
-    attention_factor: float | None = None
+    attention_factor: float | None = Field(default=None, gt=0)
     """``yarn``: scale of cos and sin; null computes 0.1 ln(factor) + 1."""
 
     @model_validator(mode="after")
@@ -54,19 +54,19 @@ class ModelConfig(Section):
     family: Family | None = None
     """Hugging Face family to export as; null takes the first that holds the model exactly."""
 
-    vocab_size: Degree
+    vocab_size: Width
     """Rows of the token embedding; every id is below it."""
-    hidden_size: Degree
+    hidden_size: Width
     """E: width of the residual stream."""
-    num_layers: Degree
+    num_layers: Layers
     """Transformer layers."""
-    num_heads: Degree
+    num_heads: Width
     """N: query heads."""
-    num_kv_heads: Degree | None = None
+    num_kv_heads: Width | None = None
     """K: key/value heads; null means num_heads (multi-head attention)."""
-    head_size: Degree | None = None
+    head_size: Width | None = None
     """D: null means hidden_size / num_heads."""
-    mlp_size: Degree
+    mlp_size: Width
     """F: width of the MLP."""
     mlp: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
     """Activation of the MLP; swiglu has a gate projection beside the up projection."""
@@ -78,7 +78,7 @@ class ModelConfig(Section):
     """How tokens know their place: rotation of q and k, or a table of learned vectors."""
     max_positions: Tokens | None = None
     """Longest context: rows of the table for learned positions, information for rotary ones."""
-    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_theta: float = Field(default=10_000.0, ge=1)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
     """How the rotation is stretched to longer contexts; null: not at all."""
@@ -94,7 +94,7 @@ class ModelConfig(Section):
     """The vocabulary projection reuses the token embedding."""
     sliding_window: Tokens | None = None
     """A query sees its last ``sliding_window`` keys, itself included."""
-    sliding_window_first_layer: int = Field(default=0, ge=0)
+    sliding_window_first_layer: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """Layers below this one attend to everything (Qwen2's max_window_layers)."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the random initial weights."""
@@ -136,6 +136,9 @@ class ModelConfig(Section):
             yield f"head_size {self.head_size} is odd: rotary positions need pairs"
         if self.position == "learned" and self.max_positions is None:
             yield "learned positions need max_positions: the rows of their table"
+        yarn = self.rope_scaling is not None and self.rope_scaling.type == "yarn"
+        if yarn and self.rope_theta == 1:
+            yield "rope_scaling of type yarn needs rope_theta above 1: at 1 nothing is stretched"
         if self.position == "learned" and self.rope_scaling is not None:
             yield "rope_scaling belongs to rotary positions, this model learns its own"
 

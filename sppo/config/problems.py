@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sppo.quoting import one_line, quoted
+from sppo.quoting import QUOTE_CHARACTERS, one_line, quoted
 
 MISSING = "(missing)"
 """Shown as the value of what was not given."""
@@ -56,7 +56,8 @@ class ConfigError(ValueError):
 
 def nearest(word: object, choices: Iterable[object]) -> str:
     """``" Did you mean 'flops'?"`` or an empty string when nothing is close."""
-    close = difflib.get_close_matches(str(word), [str(c) for c in choices], n=1, cutoff=0.55)
+    said = str(word)[:QUOTE_CHARACTERS]  # what is longer is near nothing, and slow to compare
+    close = difflib.get_close_matches(said, [str(c) for c in choices], n=1, cutoff=0.55)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 

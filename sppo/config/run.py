@@ -8,10 +8,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from sppo.config.base import Degree, Directory, Fraction, Section, Size, Tokens
+from sppo.config.base import (
+    LONGEST_TIMEOUT_S,
+    MOST_STEPS,
+    MOST_SUBSEQUENCES,
+    Degree,
+    Directory,
+    Fraction,
+    Section,
+    Size,
+    Steps,
+    Tokens,
+)
 from sppo.config.model import ModelConfig
 
-Cuts = tuple[Size, ...]
+Cuts = Annotated[tuple[Size, ...], Field(max_length=MOST_SUBSEQUENCES + 1)]
 Auto = Literal["auto"]
 
 
@@ -33,12 +44,12 @@ class SequenceConfig(Section):
 
     length: Tokens
     """S: tokens of one training sequence."""
-    num_subsequences: Auto | Degree = "auto"
+    num_subsequences: Auto | Annotated[int, Field(ge=1, le=MOST_SUBSEQUENCES)] = "auto"
     """N: pieces each sequence is cut into."""
     partition: Literal["auto", "flops", "length", "cost_model"] = "auto"
     """What the pieces share equally: model FLOPs, tokens, or predicted time. auto: FLOPs where
     pipeline stages wait for each other, tokens, which need the least memory, where none do."""
-    alignment: Degree = 128
+    alignment: Tokens = 128
     """Cuts fall on multiples of this where N pieces fit; halved until they do."""
     boundaries: Cuts | None = None
     """Explicit cuts, e.g. [0, 5000, 9000, 16384]; replaces num_subsequences and partition."""
@@ -66,7 +77,7 @@ class ParallelConfig(Section):
     ranks that would idle. auto: where that is faster, with its messages priced."""
     zero: Literal[0, 1, 3] = 1
     """Sharded among ranks with the same weights: 0 nothing, 1 optimizer states, 3 weights too."""
-    timeout_s: float = Field(default=600, gt=0)
+    timeout_s: float = Field(default=600, gt=0, le=LONGEST_TIMEOUT_S)
     """Seconds a rank waits for another before it gives up."""
 
 
@@ -116,7 +127,7 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; 0 does not clip."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the rate falls after warm-up, towards ``final_lr_ratio``."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps over which the rate rises to ``lr``."""
     final_lr_ratio: Fraction = 0.0
     """Share of ``lr`` that cosine and linear fall to; reached one step after the last, so that
@@ -129,7 +140,7 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """How long to train, in which precision, and where results go."""
 
-    steps: Degree = 100
+    steps: Steps = 100
     """Optimizer steps in all; a finished run goes on when it is raised."""
     sequences_per_step: Degree = 1
     """B: sequences whose gradients are summed into one optimizer step: gradient accumulation, as
@@ -162,9 +173,9 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """When state is saved. The end of a run and SIGTERM always save."""
 
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps between checkpoints; 0 saves at the end only."""
-    keep: Degree = 3
+    keep: Steps = 3
     """Newest checkpoints that stay on disk."""
     async_save: bool = False
     """Write in the background while training goes on."""

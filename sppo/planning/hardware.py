@@ -12,6 +12,8 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 from pydantic import ConfigDict
 
+from sppo.config.base import MOST_RANKS
+from sppo.planning.figures import check_figures
 from sppo.planning.rates import (
     AttentionPoint,
     ElementwisePoint,
@@ -26,6 +28,7 @@ from sppo.planning.rates import (
     gemm_grid,
     wave_fill,
 )
+from sppo.quoting import quoted
 
 Provenance = Literal["measured", "calibrated", "analytic"]
 
@@ -36,7 +39,16 @@ _MOST_LIKE = {
 }
 """Kernels whose rate stands for that of another, in descriptions from before that was measured."""
 
-_SHARES = ("gemm_efficiency", "attention_efficiency", "attention_backward_efficiency")
+_MOST_POINTS = 4096
+_ABOVE_ZERO = (
+    "memory_bytes",
+    "bf16_flops_per_s",
+    "fp32_flops_per_s",
+    "memory_bytes_per_s",
+    "gemm_efficiency",
+    "attention_efficiency",
+    "attention_backward_efficiency",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +93,18 @@ class DeviceSpec:
     elementwise_points: tuple[ElementwisePoint, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_figures(self, above_zero=("memory_bytes", "bf16_flops_per_s", "fp32_flops_per_s"))
-        for name in _SHARES:
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(
-                    f"hardware device.{name} is {getattr(self, name)}: must be within 0 and 1"
-                )
+        check_figures(self, where="device", above_zero=_ABOVE_ZERO)
         self._check_points()
 
     def _check_points(self) -> None:
-        """Every grid is complete, every rate above 0."""
+        """Every point can be, every grid is complete."""
+        for kind in ("gemm_points", "attention_points", "elementwise_points"):
+            points = getattr(self, kind)
+            if len(points) > _MOST_POINTS:
+                raise ValueError(f"hardware device.{kind}: {len(points)}, at most {_MOST_POINTS}")
+            for number, point in enumerate(points):
+                numbers = [field.name for field in fields(point)]
+                check_figures(point, where=f"device.{kind}[{number}]", above_zero=numbers)
         for dtype in sorted({point.dtype for point in self.gemm_points}):
             for product in get_args(Product):
                 gemm_grid(self.gemm_points, dtype, product=product)
@@ -200,7 +214,7 @@ class NodeSpec:
             above += ("d2h_bytes_per_s", "h2d_bytes_per_s")
         if self.disk_bytes:
             above += ("disk_write_bytes_per_s", "disk_read_bytes_per_s")
-        _check_figures(self, above_zero=above)
+        check_figures(self, where="node", above_zero=above)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +236,8 @@ class NetworkSpec:
     inter_node_latency_s: float
 
     def __post_init__(self) -> None:
-        _check_figures(self, above_zero=("intra_node_bytes_per_s", "inter_node_bytes_per_s"))
+        links = ("intra_node_bytes_per_s", "inter_node_bytes_per_s")
+        check_figures(self, where="network", above_zero=links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +263,10 @@ class HardwareSpec:
     num_nodes: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1:
-            raise ValueError(f"hardware num_nodes is {self.num_nodes}: must be at least 1")
+        if not 1 <= self.num_nodes <= MOST_RANKS:
+            raise ValueError(
+                f"hardware num_nodes is {quoted(self.num_nodes)}: must be from 1 to {MOST_RANKS}"
+            )
 
     @property
     def num_devices(self) -> int:
@@ -265,15 +282,3 @@ class HardwareSpec:
     def disk_bytes_per_device(self) -> int:
         """A device's share of its node's disks."""
         return self.node.disk_bytes // self.node.num_devices
-
-
-def _check_figures(spec: object, *, above_zero: tuple[str, ...]) -> None:
-    where = type(spec).__name__.removesuffix("Spec").lower()
-    for field in fields(spec):  # type: ignore[arg-type]
-        value = getattr(spec, field.name)
-        if not isinstance(value, int | float):
-            continue
-        if not value >= 0 or value == float("inf"):
-            raise ValueError(f"hardware {where}.{field.name} is {value}: must be at least 0")
-        if field.name in above_zero and value == 0:
-            raise ValueError(f"hardware {where}.{field.name} is 0: must be above 0")

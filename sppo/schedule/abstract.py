@@ -28,8 +28,8 @@ from sppo.schedule.costs import (
 from sppo.schedule.generators import WHOLE_SEQUENCES, generate
 from sppo.schedule.prepare import Case, lower
 
-# About twenty times a step of 1024 ranks and 512 subsequences.
-_MOST_FORWARDS = 10_000_000
+# About four times a step of 1024 ranks and 512 subsequences; each takes about a kilobyte.
+_MOST_FORWARDS = 2_000_000
 OffloadRatios = Literal["none", "full", "adaptive"] | tuple[float, ...]
 
 

@@ -17,6 +17,9 @@ One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, 
   Without them: as many sequences and subsequences as the actions name, of 1 token each.
 * `cut 0 2.1 = 5,6,5`: tokens of the pieces of unit 2.1 on stage 0.
 * `rank R:` before a program; without it the lines belong to ranks 0, 1, 2 and so on.
+
+A file holds at most a million actions. There is one program per rank and at least one action per
+unit and stage, so a file of a few lines describes nothing large.
 """
 
 from __future__ import annotations
@@ -31,12 +34,18 @@ from sppo.schedule.validate import find_violations
 from sppo.schedule.violations import Violation
 
 _ACTION = re.compile(
-    r"(?P<stage>\d+)"
+    r"(?P<stage>[0-9]{1,9})"
     r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H|H2D|F|B|W|R)"
-    r"(?:(?P<sequence>\d+)\.(?P<subsequence>\d+)(?:\[(?P<piece>\d+)/(?P<pieces>\d+)\])?)?"
+    r"(?:(?P<sequence>[0-9]{1,9})\.(?P<subsequence>[0-9]{1,9})"
+    r"(?:\[(?P<piece>[0-9]{1,9})/(?P<pieces>[0-9]{1,9})\])?)?"
 )
-_RANK = re.compile(r"rank\s+(\d+)\s*:\s*(.*)")
-_CUT = re.compile(r"(\d+)\s+(\d+)\.(\d+)\s*=\s*([\d,\s]+)")
+_RANK = re.compile(r"rank\s+([0-9]+)\s*:\s*(.*)")
+_CUT = re.compile(r"([0-9]{1,9})\s+([0-9]{1,9})\.([0-9]{1,9})\s*=\s*([0-9,\s]+)")
+
+MOST_ACTIONS = 1_000_000
+"""Of one file; simulating them takes minutes."""
+_MOST_DIGITS = 12
+"""Of a number in a file: a trillion tokens."""
 
 
 class ProgramTextError(ValueError):
@@ -163,16 +172,20 @@ class _Reader:
         self.cuts: list[Cut] = []
         self.programs: dict[int, tuple[Action, ...]] = {}
         self.lines: dict[int, int] = {}
+        self.num_actions = 0
 
     def read(self, content: str, *, number: int) -> None:
         """Take in one line without its comment."""
         ranked = _RANK.fullmatch(content)
         if ranked or content[0].isdigit():
-            rank = int(ranked[1]) if ranked else len(self.programs)
+            rank = _whole(ranked[1]) if ranked else len(self.programs)
             if rank in self.programs:
                 raise ValueError(f"rank {rank} has a program on line {self.lines[rank]} already")
-            actions = ranked[2] if ranked else content
-            self.programs[rank] = tuple(parse_action(word) for word in actions.split())
+            words = (ranked[2] if ranked else content).split()
+            self.num_actions += len(words)
+            if self.num_actions > MOST_ACTIONS:
+                raise ValueError(f"more than {MOST_ACTIONS:,} actions; take fewer units or stages")
+            self.programs[rank] = tuple(map(parse_action, words))
             self.lines[rank] = number
             return
         key, _, value = content.partition(" ")
@@ -182,15 +195,15 @@ class _Reader:
         if key == "name":
             self.name = value
         elif key == "ranks":
-            self.ranks = _whole(value)
+            self.ranks = _at_least_one(key, value)
         elif key == "virtual":
-            self.virtual = _whole(value)
+            self.virtual = _at_least_one(key, value)
         elif key == "style":
             if value not in ("loop", "v"):
                 raise ValueError(f"style {quoted(value)}: must be loop or v")
             self.style = "v" if value == "v" else "loop"
         elif key == "lengths":
-            self.lengths.append(tuple(_whole(word) for word in value.split(",")))
+            self.lengths.append(tuple(_at_least_one(key, word) for word in value.split(",")))
         elif key == "cut":
             match = _CUT.fullmatch(value)
             if match is None:
@@ -211,17 +224,25 @@ class _Reader:
             raise ValueError("holds no program: write one line per rank, 'rank 0: 0F0.0 0B0.0'")
         actions = [action for program in self.programs.values() for action in program]
         ranks = self.ranks if self.ranks is not None else max(self.programs) + 1
-        missing = [rank for rank in range(ranks) if rank not in self.programs]
-        if missing or max(self.programs) >= ranks:
+        if ranks != len(self.programs) or max(self.programs) >= ranks:
             raise ValueError(
-                f"programs for ranks {sorted(self.programs)} with {ranks} ranks: write one line "
-                f"for each of the ranks 0 to {ranks - 1}"
+                f"programs for {len(self.programs)} of {ranks} ranks, the last for rank "
+                f"{max(self.programs)}: write one line for each of the ranks 0 to {ranks - 1}"
             )
         num_stages = max((action.stage for action in actions), default=0) + 1
-        if num_stages > max(len(actions), ranks * (self.virtual or 1)):
-            raise ValueError(f"stage {num_stages - 1} is named, but not every stage before it is")
         virtual = self.virtual or -(-num_stages // ranks)
+        if max(num_stages, ranks * virtual) > max(len(actions), ranks):
+            raise ValueError(
+                f"{ranks} ranks with {virtual} stages each, and only {len(actions)} actions: "
+                "every stage needs one"
+            )
         lengths = tuple(self.lengths) or _named_lengths(actions)
+        units = sum(map(len, lengths))
+        if units * ranks * virtual > max(len(actions), 1):
+            raise ValueError(
+                f"{units} subsequences on {ranks * virtual} stages, and only {len(actions)} "
+                "actions: every subsequence needs one on every stage"
+            )
         schedule = Schedule(
             self.name,
             Placement(ranks, virtual, self.style),
@@ -234,9 +255,6 @@ class _Reader:
 
     @staticmethod
     def _check_header(schedule: Schedule) -> None:
-        for sequence, parts in enumerate(schedule.lengths):
-            if min(parts) < 1:
-                raise ValueError(f"lengths of sequence {sequence}, {list(parts)}: at least 1 token")
         for cut in schedule.cuts:
             known = cut.stage < schedule.num_stages and cut.sequence < schedule.num_sequences
             if not known or cut.subsequence >= len(schedule.lengths[cut.sequence]):
@@ -247,9 +265,18 @@ class _Reader:
 
 def _whole(text: str) -> int:
     word = text.strip()
-    if not word.isdigit():
+    if not (word.isascii() and word.isdecimal()):
         raise ValueError(f"{quoted(word)} is not a whole number")
+    if len(word) > _MOST_DIGITS:
+        raise ValueError(f"{quoted(word)} is too large; write at most {_MOST_DIGITS} digits")
     return int(word)
+
+
+def _at_least_one(key: str, text: str) -> int:
+    number = _whole(text)
+    if number < 1:
+        raise ValueError(f"{key} {number}: must be at least 1")
+    return number
 
 
 def _named_lengths(actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:

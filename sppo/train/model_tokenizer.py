@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sppo.config.json_file import parse_json
 from sppo.config.model import ModelConfig
 from sppo.train.documents import reading
 from sppo.train.tokens import TokenData
@@ -38,10 +39,10 @@ def vocabulary_identity(data: bytes) -> VocabularyIdentity | None:
             of [word, score] (Unigram).
     """
     try:
-        content = json.loads(data)
+        content = parse_json(data, source="tokenizer.json")
         words = _words(content["model"]["vocab"])
         added = [int(token["id"]) for token in content.get("added_tokens") or ()]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
     if not words:
         return None

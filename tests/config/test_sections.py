@@ -6,6 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from sppo.config import ModelConfig, RopeScaling, RunConfig
+from sppo.config.loading import check_run
+from sppo.config.problems import ConfigError
 from sppo.config.run import (
     ActivationsConfig,
     CheckpointConfig,
@@ -276,3 +278,45 @@ def test_every_key_is_described_or_speaks_for_itself(schema):
     described = schema["$defs"]["TrainConfig"]["properties"]["max_nonfinite_steps"]
     assert "in a row" in described["description"]
     assert RunConfig.model_fields.keys() == schema["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "path"),
+    [
+        ("model", {"num_layers": 100_000_000}, "model.num_layers"),
+        ("model", {"vocab_size": 10**18}, "model.vocab_size"),
+        ("model", {"num_heads": 10**400}, "model.num_heads"),
+        ("model", {"norm_eps": 1e300}, "model.norm_eps"),
+        ("model", {"rope_theta": 0.5}, "model.rope_theta"),
+        ("sequence", {"length": 10**18}, "sequence.length"),
+        ("sequence", {"length": "9999999Ti"}, "sequence.length"),
+        ("sequence", {"num_subsequences": 10**18}, "sequence.num_subsequences"),
+        ("parallel", {"timeout_s": 1e15}, "parallel.timeout_s"),
+        ("parallel", {"timeout_s": 1e10}, "parallel.timeout_s"),
+        ("parallel", {"data_parallel_degree": 1 << 40}, "parallel.data_parallel_degree"),
+        ("optimizer", {"warmup_steps": 10**399}, "optimizer.warmup_steps"),
+        ("optimizer", {"lr": 1e300}, "optimizer.lr"),
+        ("train", {"steps": 10**20}, "train.steps"),
+        ("train", {"seed": 1 << 64}, "train.seed"),
+        ("checkpoint", {"keep": 10**400}, "checkpoint.keep"),
+    ],
+)
+def test_numbers_beyond_any_use_are_refused_by_their_key(section, keys, path):
+    raw = {
+        "model": {"preset": "llama-3.2-1b"},
+        "data": {"tokens": "t"},
+        "sequence": {"length": "1Ki"},
+    }
+    raw[section] = {**raw.get(section, {}), **keys}
+    with pytest.raises(ConfigError) as caught:
+        check_run(raw, source="run.yaml")
+    assert [problem.path for problem in caught.value.problems] == [path]
+    assert len(str(caught.value)) < 400
+
+
+def test_yarn_needs_frequencies_that_differ():
+    scaling = {"type": "yarn", "factor": 2.0, "original_max_positions": 64}
+    model = {"preset": "llama-3.2-1b", "rope_theta": 1, "rope_scaling": scaling}
+    raw = {"model": model, "data": {"tokens": "t"}, "sequence": {"length": 128}}
+    with pytest.raises(ConfigError, match="yarn needs rope_theta above 1"):
+        check_run(raw, source="run.yaml")

@@ -13,6 +13,7 @@ from sppo.planning.hardware_file import (
     read_hardware,
 )
 from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.rates import AttentionPoint
 from sppo.units import GIB
 
 PROMISED = ("a100-40g", "a100-80g", "a800", "h100", "h200", "b200", "laptop-cpu")
@@ -66,7 +67,7 @@ def test_a_measured_machine_is_read_back(tmp_path):
         (lambda values: {k: v for k, v in values.items() if k != "node"}, "node: .*required"),
         (
             lambda values: {**values, "device": {**values["device"], "gemm_efficiency": 2}},
-            "gemm_efficiency is 2.0: must be within 0 and 1",
+            "gemm_efficiency is 2: must be from 1e-06 to 1",
         ),
     ],
 )
@@ -82,9 +83,20 @@ def test_a_file_that_describes_no_machine_is_refused(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
-        ("device", {"gemm_efficiency": 1.5}, "gemm_efficiency is 1.5: must be within 0 and 1"),
-        ("device", {"bf16_flops_per_s": -1.0}, "bf16_flops_per_s is -1.0: must be at least 0"),
+        ("device", {"gemm_efficiency": 1.5}, "gemm_efficiency is 1.5: must be from 1e-06 to 1"),
+        ("device", {"bf16_flops_per_s": -1.0}, "bf16_flops_per_s is -1: must be at least 0"),
         ("device", {"memory_bytes": 0}, "device.memory_bytes is 0: must be above 0"),
+        ("device", {"memory_bytes_per_s": 0}, "memory_bytes_per_s is 0: must be above 0"),
+        ("device", {"memory_bytes_per_s": 1e-300}, "is 1e-300: must be from 1 to 1e\\+18"),
+        ("device", {"heap_share": 1e308}, "heap_share is 1e\\+308: must be from 0 to 10"),
+        ("device", {"kernel_s": 1e9}, "kernel_s is 1e\\+09: must be from 0 to 3600"),
+        ("device", {"memory_bytes": 1 << 70}, r"memory_bytes is 1\.18059e\+21: must be from 0 to"),
+        (
+            "device",
+            {"attention_points": (AttentionPoint("bf16", 64, 0, 64, 1e12, 1e12),)},
+            r"device.attention_points\[0\].queries is 0: must be above 0",
+        ),
+        ("node", {"num_devices": 10**12}, r"num_devices is 1e\+12: must be from 0 to"),
         ("node", {"num_devices": 0}, "node.num_devices is 0: must be above 0"),
         ("node", {"d2h_bytes_per_s": 0.0}, "node.d2h_bytes_per_s is 0.0|is 0: must be above 0"),
         ("network", {"inter_node_bytes_per_s": float("nan")}, "is nan: must be at least 0"),

@@ -1,0 +1,59 @@
+"""Numbers on the command line: finite, inside their range, refused by the option's name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+_LARGEST = 1e30
+"""A cost beyond it loses what it is added to."""
+
+
+def count(option: str, *, least: int = 1, most: int) -> Callable[[str], int]:
+    """Return the reader of the whole numbers that `option` takes, for ``typer.Option(parser=)``.
+
+    Args:
+        option: as it is written, such as ``--ranks``.
+        least: smallest that is taken.
+        most: largest that is taken.
+    """
+
+    def integer(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            _refuse(option, text, f"must be a whole number from {least} to {most:,}")
+        return number
+
+    return integer
+
+
+def amount(option: str, *, above_zero: bool = False) -> Callable[[str], float]:
+    """Return the reader of the finite numbers from 0 on that `option` takes.
+
+    Args:
+        option: as it is written, such as ``--latency``.
+        above_zero: refuse 0 as well.
+    """
+
+    def float_(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number <= _LARGEST or (above_zero and number == 0):
+            least = "above 0" if above_zero else "of at least 0"
+            _refuse(option, text, f"must be a finite number {least}, up to {_LARGEST:g}")
+        return number
+
+    float_.__name__ = "float"  # what the help shows
+    return float_
+
+
+def _refuse(option: str, text: str, rule: str) -> None:
+    from sppo.cli.exit_codes import BAD_INPUT, fail
+    from sppo.quoting import one_line
+
+    fail(f"{option} {one_line(text)}: {rule}", code=BAD_INPUT)

@@ -1,0 +1,54 @@
+"""Ranges of the figures that describe a machine, by their unit.
+
+They leave room for machines a thousand times larger or smaller than any there is, and none for
+figures with which predictions overflow or divide by zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("flops_per_s", 1e3, 1e21),
+    ("bytes_per_s", 1.0, 1e18),
+    ("_s_per_byte", 0.0, 1.0),
+    ("_bytes", 0, 1 << 60),
+    ("_share", 0.0, 10.0),
+    ("_efficiency", 1e-6, 1.0),
+    ("_s", 0.0, 3600.0),
+    ("elements", 1, 1 << 48),
+    ("", 0, 1 << 30),
+)
+"""(end of a field's name, least value, largest value); the first that fits holds."""
+
+
+def check_figures(spec: object, *, where: str, above_zero: Sequence[str] = ()) -> None:
+    """Check every number among the fields of a dataclass.
+
+    Args:
+        spec: of numbers; fields of other types are left alone.
+        where: what messages call it.
+        above_zero: fields that may not be 0; others may, beside their range.
+
+    Raises:
+        ValueError: a number outside the range of its unit, with the range.
+    """
+    for field in fields(spec):  # type: ignore[arg-type]
+        value = getattr(spec, field.name)
+        if isinstance(value, int | float):
+            _check(value, name=field.name, where=where, above_zero=field.name in above_zero)
+
+
+def _check(value: float, *, name: str, where: str, above_zero: bool) -> None:
+    shown = f"hardware {where}.{name} is {value if math.isnan(value) else f'{value:.6g}'}"
+    if not value >= 0:
+        raise ValueError(f"{shown}: must be at least 0")
+    if value == 0:
+        if above_zero:
+            raise ValueError(f"{shown}: must be above 0")
+        return
+    least, most = next((low, high) for end, low, high in _RANGES if name.endswith(end))
+    if not least <= value <= most:
+        raise ValueError(f"{shown}: must be from {least:g} to {most:g}")
