@@ -105,9 +105,10 @@ def _both(names: tuple[str, str]) -> tuple[str, str]:
 
 def _overlap_table(found: OverlapMeasurements) -> Table:
     table = measurement_table(
-        "Compute alone, copy alone, and both: copy exposed, compute slower; measured"
+        "Compute alone, copy alone, and both: how much of the copy is exposed, and the change of "
+        "compute's time: all of it, matrix products, attention; measured"
     )
-    headings = ("tokens", "context", "compute", "copy", "exposed", "slower", "products")
+    headings = ("tokens", "after", "compute", "copy", "exposed", "change", "products")
     for heading in (*headings, "attention"):
         table.add_column(heading, justify="right", no_wrap=True)
     for point in found.points:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+_STEADY = 0.25
+"""Median spread above which figures are not steady enough to plan with; a choice, not measured."""
+
+
 def print_measurements(measurements: Measurements, *, console: Console) -> None:
     """One table per subject, and how steady the machine was."""
     if measurements.gemm:
@@ -31,6 +35,9 @@ def print_measurements(measurements: Measurements, *, console: Console) -> None:
     if measurements.overlap is not None:
         print_overlap(measurements.overlap, console=console)
     console.print(summary_line(measurements), highlight=False, soft_wrap=True)
+    warning = unsteady_line(measurements.spreads)
+    if warning is not None:
+        console.print(warning, highlight=False, soft_wrap=True)
 
 
 def summary_line(measurements: Measurements) -> str:
@@ -40,6 +47,22 @@ def summary_line(measurements: Measurements) -> str:
         f"measured {len(spreads)} kernels, copies and shapes on {measurements.device} in "
         f"{format_duration(measurements.wall_s)}; slowest round over fastest: "
         f"{statistics.median(spreads):.0%} apart in the median, {max(spreads):.0%} at worst"
+    )
+
+
+def unsteady_line(spreads: Sequence[float]) -> str | None:
+    """Return a warning where rounds of one timing lay too far apart to plan with.
+
+    Args:
+        spreads: slowest over fastest round of each timing, less 1.
+    """
+    median = statistics.median(spreads)
+    if median <= _STEADY:
+        return None
+    return (
+        f"warning: half of the timings lay more than {median:.0%} apart, so other programs kept "
+        "this machine busy, and plans from these figures are off as much: end them and measure "
+        "again"
     )
 
 
@@ -75,7 +98,9 @@ def _gemm_table(points: Sequence[GemmPoint]) -> Table:
 def _elementwise_table(points: Sequence[ElementwisePoint]) -> Table:
     columns = sorted({(p.dtype, p.elements) for p in points})
     by_place = {(p.kernel, p.dtype, p.elements): p for p in points}
-    table = measurement_table("Element-wise kernels, GB/s of the bytes they must move, measured")
+    table = measurement_table(
+        "Element-wise kernels, GB/s of the bytes they must move, by type and elements, measured"
+    )
     table.add_column("kernel", no_wrap=True)
     for dtype, elements in columns:
         table.add_column(f"{dtype} {format_count(elements)}", justify="right")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from sppo.bench import overlap
 from sppo.bench.break_even import BreakEven, OverlapPoint, break_even_tokens, break_evens
-from sppo.bench.copy_report import break_even_text, overlap_lines
+from sppo.bench.copy_report import break_even_text, overlap_lines, print_overlap
 from sppo.bench.description import describe
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import Layer, OverlapMeasurements, added_s_per_byte, measure_overlap
+from sppo.bench.report import unsteady_line
 from sppo.bench.suite import Measurements
 from sppo.config.model import ModelConfig
 from sppo.planning.hardware_presets import PRESETS
@@ -47,6 +50,21 @@ OVERLAP = OverlapMeasurements(
     (BreakEven(0, 800.0, 300.0, True, False), BreakEven(500, 0.0, 0.0, True, True)),
     2e-10,
 )
+
+
+def test_a_narrow_terminal_cuts_no_word():
+    console = Console(file=io.StringIO(), width=80)
+    far = point(65536, 1 << 20, slower=1.684)
+    print_overlap(replace(OVERLAP, points=(*OVERLAP.points, far)), console=console)
+    text = console.file.getvalue()
+    assert "…" not in text
+    heading = next(line for line in text.splitlines() if line.startswith(" tokens"))
+    assert heading.split()[-3:] == ["change", "products", "attention"]
+
+
+def test_unsteady_timings_are_said_not_to_be_planned_with():
+    assert unsteady_line([0.02, 0.1, 3.0]) is None
+    assert "half of the timings lay more than 164% apart" in unsteady_line([0.1, 1.64, 2.0])
 
 
 @pytest.mark.parametrize(("context", "length"), [(0, 800), (100, 600), (390, 20)])
