@@ -48,7 +48,9 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
 
     with exit_codes(), _stops_say(_GOES_ON):
         run = load_run(run_file, overrides or ())
-        from sppo.parallel.environment import rank_environment
+        from sppo.parallel.environment import keep_torch_quiet, rank_environment
+
+        keep_torch_quiet(os.environ)
         from sppo.train.device import choose_device, device_kind
         from sppo.train.preflight import given_plan
         from sppo.train.ranks import mesh_shape

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Literal
+from queue import Empty, SimpleQueue
+from threading import TIMEOUT_MAX, Thread
+from typing import Literal, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -18,6 +20,12 @@ from sppo.quoting import quoted
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACKS = ("lo", "lo0")
+_CONNECT_S = 5.0
+"""torch gives up by itself where nobody listens, and says why; it gets this much longer to."""
+_OTHER_PROGRAM = ("EADDRINUSE", "Ping failed")
+"""What torch says where another program has the port: to the rank that serves, to the others."""
+
+T = TypeVar("T")
 
 
 def connect(
@@ -70,21 +78,31 @@ def _store(environment: RankEnvironment, *, timeout_s: float) -> TCPStore:
     host, port = environment.master_address, environment.master_port
     serves = environment.rank == 0 and not environment.store_is_hosted
     _check_host(host, port=port)
+    in_use = (
+        f"port {port} on {host}, where the ranks are to meet, is in use by another program: set "
+        "MASTER_PORT to a free one"
+    )
     try:
-        return TCPStore(
-            host,
-            port,
-            environment.world_size,
-            serves,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
+        return _in_time(
+            lambda: TCPStore(
+                host,
+                port,
+                environment.world_size,
+                serves,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            ),
+            limit_s=timeout_s + _CONNECT_S,
         )
+    except TimeoutError:
+        raise PeerLostError(
+            f"rank {environment.rank} timed out after {timeout_s:g} s (parallel.timeout_s): {host} "
+            f"port {port}, where the ranks are to meet, accepts connections and does not answer: "
+            "if another program has it, set MASTER_PORT to a free one"
+        ) from None
     except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
-            raise ValueError(
-                f"port {port} on {host}, where the ranks are to meet, is in use by another "
-                "program: set MASTER_PORT to a free one"
-            ) from error
+        if any(sign in str(error) for sign in _OTHER_PROGRAM):
+            raise ValueError(in_use) from error
         reason = loss_in(error)
         if reason is None:
             raise
@@ -92,6 +110,32 @@ def _store(environment: RankEnvironment, *, timeout_s: float) -> TCPStore:
             f"rank {environment.rank} cannot reach {host} port {port}, where the ranks meet: is "
             f"rank 0 running there, and is the port open? ({reason})"
         ) from error
+
+
+def _in_time(make: Callable[[], T], *, limit_s: float) -> T:
+    """Return what `make` returns; it goes on in vain in a thread if that takes too long.
+
+    torch limits the time to connect, but not the time until what is there answers.
+
+    Raises:
+        TimeoutError: it took longer than `limit_s` seconds.
+    """
+    outcomes: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+
+    def attempt() -> None:
+        try:
+            outcomes.put((make(), None))
+        except Exception as error:
+            outcomes.put((None, error))
+
+    Thread(target=attempt, name="connect", daemon=True).start()
+    try:
+        made, error = outcomes.get(timeout=min(limit_s, TIMEOUT_MAX))
+    except Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return cast(T, made)
 
 
 def _check_host(host: str, *, port: int) -> None:

@@ -7,7 +7,7 @@ ranks it starts itself too, and those of Slurm's srun.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -75,6 +75,15 @@ def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     if _is_slurm_task(environ):
         return _from_slurm(environ)
     return None
+
+
+def keep_torch_quiet(environ: MutableMapping[str, str]) -> None:
+    """Leave connections that fail to our own messages, unless the user has set a level.
+
+    torch prints the stack of its C++ code for each of them. To be called before torch is imported,
+    which reads the level then.
+    """
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def child_environment(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,6 +99,10 @@ def failure_report(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[s
         asked: names of the signals by which the user had asked for the end.
     """
     after = f"after {' and '.join(asked)}, " if asked else ""
+    hung = _unanswering(ends)
+    if hung is not None:
+        told = [_other(end) for end in ends if end is not hung]
+        return "\n".join([f"error: {after}{_did_not_answer(hung, ends)}", *told])
     lines = [f"error: {after}rank {first.rank} of {len(ends)} {_how(first)}{_where(first)}"]
     message = _message(first)
     if message and not any(message in line for line in first.last_lines):
@@ -107,6 +112,40 @@ def failure_report(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[s
         lines += [f"  | {line}" for line in first.last_lines]
     lines += [_other(end) for end in ends if end is not first]
     return "\n".join(lines)
+
+
+def _unanswering(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """Return the rank that others waited for until they timed out, None: they ended otherwise.
+
+    It neither failed nor waited long enough to give up itself: of the ranks that had to be ended it
+    has not moved for the longest time, since before the first of the others gave up.
+    """
+    lost = [end for end in ends if _timeout(end) is not None]
+    if not lost or any(end.returncode and _distance(end) == 0 for end in ends):
+        return None
+    gave_up_s = min(end.failed_s for end in lost)
+    still = [(end.note.changed_s, end) for end in ends if end.stopped and end.note is not None]
+    changed_s, hung = min(still, key=lambda found: found[0], default=(gave_up_s, ends[0]))
+    return hung if changed_s < gave_up_s else None
+
+
+def _timeout(end: RankEnd) -> str | None:
+    """Return what a rank said of the timeout that ended it, e.g. ``timed out after 8 s``."""
+    if end.note is None or end.note.state != "peer_lost":
+        return None
+    found = re.search(r"timed out after [\d.]+ s", _message(end))
+    return found and found[0]
+
+
+def _did_not_answer(hung: RankEnd, ends: Sequence[RankEnd]) -> str:
+    waited = min((end for end in ends if _timeout(end) is not None), key=lambda end: end.failed_s)
+    assert hung.note is not None, "a rank without a note is never blamed for not answering"
+    still_s = hung.ended_s - hung.note.changed_s
+    return (
+        f"rank {hung.rank} of {len(ends)} did not answer, and rank {waited.rank} "
+        f"{_timeout(waited)}: rank {hung.rank} {_WORDS[hung.note.state]} {_at(hung.note)}, "
+        f"for {still_s:.0f} s"
+    )
 
 
 def _distance(end: RankEnd) -> int:

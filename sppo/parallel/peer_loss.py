@@ -33,6 +33,10 @@ _SIGNS = (
     "communicator was aborted",
 )
 _PLACE_IN_SOURCE = re.compile(r"^\[\S+:\d+\]\s*")
+_TIMEOUT = re.compile(r"(?:timed out waiting|wait timeout after) (\d+)ms.*", re.IGNORECASE)
+"""What gloo says of a message and what the store says of a key."""
+_CLOSED_AFTER_TIMEOUT = "application timeout caused pair closure"
+"""What gloo says of a connection on which a wait of this process has run out before."""
 _ADVICE = re.compile(r"\. This is typically caused by.*$")
 
 
@@ -65,5 +69,12 @@ def loss_in(error: RuntimeError) -> str | None:
     """Why a peer is lost according to an error of torch, in a line; None: it is another error."""
     for line in str(error).splitlines():
         if any(sign in line.lower() for sign in _SIGNS):
-            return _ADVICE.sub("", _PLACE_IN_SOURCE.sub("", line.strip()))
+            return _plain(_ADVICE.sub("", _PLACE_IN_SOURCE.sub("", line.strip())))
     return None
+
+
+def _plain(reason: str) -> str:
+    """Say timeouts in one way, in seconds."""
+    if _CLOSED_AFTER_TIMEOUT in reason.lower():
+        return "timed out before, and closed the connection then"
+    return _TIMEOUT.sub(lambda match: f"timed out after {int(match[1]) / 1000:g} s", reason)

@@ -1,6 +1,7 @@
 import os
 import re
 import socket
+import threading
 import time
 from dataclasses import replace
 
@@ -153,9 +154,15 @@ except PeerLostError as error:
     waited, said = capfd.readouterr()
     assert 1.5 < float(waited) < 10
     lines = said[said.index("error: rank") :].splitlines()
-    assert lines[0].endswith("rank 0 of 2 ended with exit code 1 at step 3, action 7 of 40 (0F2)")
-    assert re.match("  waiting for 0SEND_ACT2 from rank 1: Timed out waiting 2000ms", lines[1])
-    assert re.match(r"  rank 1 was running at step 3, action 7 of 40 \(1F2\), for \d+ s", lines[2])
+    assert re.fullmatch(
+        r"error: rank 1 of 2 did not answer, and rank 0 timed out after 2 s: rank 1 was running "
+        r"at step 3, action 7 of 40 \(1F2\), for \d+ s",
+        lines[0],
+    )
+    assert lines[1:] == [
+        "  rank 0 lost another rank at step 3, action 7 of 40 (0F2): waiting for 0SEND_ACT2 from "
+        "rank 1: timed out after 2 s"
+    ]
 
 
 def test_ranks_that_do_not_come_are_named():
@@ -172,6 +179,48 @@ def test_a_port_in_use_is_refused():
         port = other.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port} on 127.0.0.1.* in use .*MASTER_PORT"):
             connect(place_at(port), backend="gloo", timeout_s=5)
+
+
+@pytest.fixture
+def foreign_port():
+    """Where a program listens that is no meeting place, and what it sends to those that come."""
+
+    def listen(says):
+        def serve():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connection.sendall(says)
+                kept.append(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        return listener.getsockname()[1]
+
+    kept = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listen
+    for connection in kept:
+        connection.close()
+
+
+def test_a_master_that_accepts_and_does_not_answer(foreign_port, monkeypatch):
+    monkeypatch.setattr(connect_module, "_CONNECT_S", 0.5)
+    port = foreign_port(b"")
+    started_s = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        connect(place_at(port, rank=1), backend="gloo", timeout_s=0.5)
+    assert time.monotonic() - started_s < 20
+    assert str(caught.value).startswith("rank 1 timed out after 0.5 s (parallel.timeout_s): ")
+    assert f"127.0.0.1 port {port}, " in str(caught.value)
+    assert "set MASTER_PORT to a free one" in str(caught.value)
+
+
+def test_a_master_that_answers_something_else(foreign_port):
+    port = foreign_port(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9)
+    with pytest.raises(ValueError, match=f"port {port} on 127.0.0.1.* in use .*MASTER_PORT"):
+        connect(place_at(port, rank=1), backend="gloo", timeout_s=1)
 
 
 def test_a_master_that_is_not_there_is_a_lost_peer():
@@ -201,10 +250,13 @@ def test_a_host_without_an_address_is_refused(monkeypatch):
         (
             "[/build/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv "
             "operation to complete",
-            "Timed out waiting 3000ms for recv operation to complete",
+            "timed out after 3 s",
         ),
-        ("Application timeout caused pair closure", "Application timeout caused pair closure"),
-        ("wait timeout after 3000ms, keys: /0/1\nmore", "wait timeout after 3000ms, keys: /0/1"),
+        (
+            "[/build/gloo/transport/tcp/pair.cc:144] Application timeout caused pair closure",
+            "timed out before, and closed the connection then",
+        ),
+        ("wait timeout after 3500ms, keys: /0/1\nmore", "timed out after 3.5 s"),
         ("NCCL error\nncclRemoteError: a peer", "ncclRemoteError: a peer"),
     ],
 )

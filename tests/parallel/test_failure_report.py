@@ -98,6 +98,29 @@ def test_a_rank_that_a_signal_stopped():
     assert exit_code(first) == 143
 
 
+def test_the_rank_that_did_not_answer_is_to_blame():
+    late = "waiting for 0SEND_ACT2 from rank 1: timed out after 8 s"
+    ends = [
+        end(0, 1, state="peer_lost", at_s=18, message=late),
+        end(1, -9, stopped=True, at_s=9, ended_s=30),
+        end(2, -9, stopped=True, at_s=12, ended_s=30),
+    ]
+    lines = failure_report(ends, first=first_failure(ends), asked=[]).splitlines()
+    assert lines[0] == (
+        "error: rank 1 of 3 did not answer, and rank 0 timed out after 8 s: rank 1 was running at "
+        "step 3, action 7 of 40 (0F2), for 21 s"
+    )
+    assert lines[1].endswith(f"(0F2): {late}")
+    assert lines[2].startswith("  rank 2 was running")
+    assert len(lines) == 3
+
+
+def test_ranks_that_all_timed_out_leave_the_first_to_blame():
+    late = "hearing from every rank: timed out after 8 s"
+    ends = [end(rank, 1, state="peer_lost", at_s=18 - rank, message=late) for rank in range(2)]
+    assert failure_report(ends, first=first_failure(ends), asked=[]).startswith("error: rank 1 of")
+
+
 def test_the_report_of_a_killed_rank():
     ends = [
         end(0, 1, state="peer_lost", message="waiting for 0SEND_ACT0.3 from rank 1: closed"),
