@@ -105,7 +105,7 @@ def test_a_rank_that_is_killed_ends_the_job_which_then_resumes(endless):
 
 
 def test_a_rank_that_hangs_is_given_up_after_the_timeout(endless):
-    with training(endless, "parallel.timeout_s=8", after_steps=2) as job:
+    with training(endless, "parallel.timeout_s=8", "checkpoint.every=0", after_steps=2) as job:
         hung = rank_process(job, 1)
         hung.suspend()
         try:
