@@ -35,10 +35,10 @@ from sppo.train.checkpoint_files import (
     step_name,
 )
 from sppo.train.checkpoint_manifest import (
-    SHARED,
     FileSum,
     find_absence,
     sum_files,
+    why_absent,
     write_manifest,
 )
 from sppo.train.checkpoint_ranks import PATIENCE_S, CheckpointRanks
@@ -233,7 +233,7 @@ class CheckpointManager:
         if absence is not None:
             raise InvalidCheckpointError(
                 f"rank {self._ranks.rank} does not see checkpoint {path} as rank 0 does: "
-                f"{absence}; {SHARED}"
+                f"{absence}; {why_absent(alone=False)}"
             )
         check_fits(path, blocks)
 
@@ -282,7 +282,8 @@ class CheckpointManager:
         about = partial / METADATA_FILE
         write_json(about, {"step": step, **metadata})
         all_sums = [*sums, sum_files([about])]
-        write_manifest(partial, {name: file for of in all_sums for name, file in of.items()})
+        files = {name: file for of in all_sums for name, file in of.items()}
+        write_manifest(partial, files, alone=len(sums) == 1)
         publish(partial, self.directory / step_name(step))
 
     def _give_up(self, own: Path, error: OSError, *, step: int, needed: int) -> CheckpointError:

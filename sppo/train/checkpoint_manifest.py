@@ -22,7 +22,8 @@ from sppo.output_file import write_json
 from sppo.units import MIB
 
 MANIFEST_FILE = "manifest.json"
-SHARED = "train.output must be a directory that all ranks share"
+_SHARED = "train.output must be a directory that all ranks share"
+_DELETED = "train.output was deleted or changed while the run wrote into it"
 
 _FORMAT_VERSION = 1
 _CHECKSUM = "crc32 of each block, hexadecimal"
@@ -57,6 +58,11 @@ class _Block:
     size_bytes: int
 
 
+def why_absent(*, alone: bool) -> str:
+    """Return why what a rank has written may not be seen: of several ranks, by another one."""
+    return _DELETED if alone else _SHARED
+
+
 def sum_files(paths: Iterable[Path]) -> dict[str, FileSum]:
     """Read files of one directory: what they are, by name.
 
@@ -71,8 +77,13 @@ def sum_files(paths: Iterable[Path]) -> dict[str, FileSum]:
     return {path.name: FileSum(size, tuple(found[path])) for path, size in sizes.items()}
 
 
-def write_manifest(directory: Path, files: Mapping[str, FileSum]) -> None:
+def write_manifest(directory: Path, files: Mapping[str, FileSum], *, alone: bool = False) -> None:
     """List ``files``, which are all that ``directory`` holds.
+
+    Args:
+        directory: of a checkpoint.
+        files: by name.
+        alone: one rank wrote all of them.
 
     Raises:
         OSError: a file that another rank wrote is not to be seen here, or only part of it; or the
@@ -81,7 +92,8 @@ def write_manifest(directory: Path, files: Mapping[str, FileSum]) -> None:
     for name, file in files.items():
         problem = _wrong_size(directory / name, file.size_bytes)
         if problem is not None:
-            raise OSError(errno.ENOENT, f"{name}, written by another rank: {problem}; {SHARED}")
+            writer = "just written" if alone else "written by another rank"
+            raise OSError(errno.ENOENT, f"{name}, {writer}: {problem}; {why_absent(alone=alone)}")
     listed = {
         name: {"size_bytes": file.size_bytes, "block_crc32": list(file.block_crc32)}
         for name, file in sorted(files.items())

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from sppo.parallel.peer_loss import peer_errors
-from sppo.train.checkpoint_manifest import SHARED
+from sppo.train.checkpoint_manifest import why_absent
 from sppo.train.checkpoint_planners import BlockLoadPlanner, BlockSavePlanner
 from sppo.train.checkpoint_ranks import CheckpointRanks, portable
 from sppo.train.state_block import StateBlock, whole
@@ -62,7 +62,7 @@ def save_tensors(
         PeerLostError: another rank has ended.
     """
     silence_single_process_warning()
-    writer = _Writer(directory)
+    writer = _Writer(directory, alone=ranks.group is None)
     try:
         with peer_errors("writing a checkpoint together with the other ranks"):
             save(
@@ -130,10 +130,10 @@ def silence_single_process_warning() -> None:
 class _Writer(FileSystemWriter):
     """Fails with the system's own words, which DCP then carries to the other ranks."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, alone: bool) -> None:
         # One thread: DCP loses the errors of its others, and with them the tensors they held.
         super().__init__(directory, thread_count=1, sync_files=True)
-        self.fs = self.files = _Files()
+        self.fs = self.files = _Files(alone=alone)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's blocks into one file; into none where replicas write them all."""
@@ -153,7 +153,8 @@ class _Writer(FileSystemWriter):
 class _Files(FileSystem):
     """Remembers the system's error, which torch's archive writer turns into a riddle."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
         self.error: OSError | None = None
         self.written: list[Path] = []
 
@@ -188,7 +189,9 @@ class _Files(FileSystem):
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         """Instead of making a second one elsewhere, look for the directory that rank 0 made."""
         if not Path(path).is_dir():
-            raise OSError(errno.ENOENT, f"{path}, which rank 0 has made, is not here; {SHARED}")
+            maker = "just made" if self._alone else "which rank 0 has made"
+            why = why_absent(alone=self._alone)
+            raise OSError(errno.ENOENT, f"{path}, {maker}, is not here; {why}")
 
 
 class _WatchedFile:

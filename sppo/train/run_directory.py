@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +18,7 @@ from sppo.config import RunConfig
 from sppo.config.base import Section
 from sppo.config.json_file import JsonError, read_json
 from sppo.output_file import PARTIAL, write_json
-from sppo.quoting import quoted
+from sppo.quoting import one_line, quoted
 from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY
 
 CONFIG_FILE = "run.json"
@@ -25,6 +28,8 @@ LOSS_PICTURE = "loss.png"
 TIMELINE_PICTURE, TIMELINE_PAGE, TIMELINE_TRACE = "timeline.png", "timeline.html", "timeline.json"
 TENSORBOARD_DIRECTORY = "tensorboard"
 _LOCK_FILE = ".lock"
+_HOLDER_WRITES_S = 0.1
+"""A run that has just taken the lock has written by then who it is."""
 _FILES = (
     CONFIG_FILE,
     METRICS_FILE,
@@ -132,12 +137,45 @@ def locked_output(run: RunConfig) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            time.sleep(_HOLDER_WRITES_S)
+            holder = _holder(output)
             raise ValueError(
-                f"train.output {output} is in use by another run; wait for it or choose another"
+                f"train.output {output} is in use by another run{holder}; wait for it or choose "
+                "another"
             ) from None
-        check_output(run)
-        _remove_leftovers(output)
-        yield output
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        try:
+            check_output(run)
+            _remove_leftovers(output)
+            yield output
+        finally:
+            lock.truncate(0)
+
+
+def _holder(output: Path) -> str:
+    """Return who has written that it holds the directory, in brackets."""
+    try:
+        holder = one_line((output / _LOCK_FILE).read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ""
+    return holder and f" ({holder})"
+
+
+def require_output(output: Path) -> None:
+    """Raise unless the directory that a run has locked is still there, before more is written.
+
+    Raises:
+        FileNotFoundError: it was deleted.
+    """
+    if not (output / _LOCK_FILE).exists():
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "was deleted while the run wrote into it, and with it what was saved; the same command "
+            "begins again",
+            str(output),
+        )
 
 
 def note_configuration(run: RunConfig, output: Path) -> None:

@@ -45,7 +45,12 @@ from sppo.train.nonfinite import (
 from sppo.train.optimizer import clip_
 from sppo.train.preflight import Preflight
 from sppo.train.ranks import Ranks, one_rank, shared_output
-from sppo.train.run_directory import METRICS_FILE, TENSORBOARD_DIRECTORY, note_configuration
+from sppo.train.run_directory import (
+    METRICS_FILE,
+    TENSORBOARD_DIRECTORY,
+    note_configuration,
+    require_output,
+)
 from sppo.train.state import DTYPES, TrainingState, build_state
 from sppo.train.step_line import step_line
 from sppo.train.tensorboard_sink import TensorBoardSink
@@ -501,6 +506,8 @@ class _Loop:
 
     def _save(self, display: TrainingDisplay) -> str | None:
         """Save a checkpoint unless the state contains NaN or inf; return why it was not saved."""
+        output = self._outcome.output
+        self._ranks.decided_by_main(lambda: require_output(output))
         done, state = self._outcome.done_steps, self._state.optimizer.state()
         problems = [p for p in self._peers.everyones(nonfinite_state(state)) if p is not None]
         if problems:

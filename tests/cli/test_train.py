@@ -518,3 +518,35 @@ def test_a_signal_after_the_last_step_leaves_the_exit_code_0(work, monkeypatch, 
     monkeypatch.setattr(report, "loss_picture", interrupted)
     succeed("train", "run.yaml")
     assert (work / "out/loss.png").exists()
+
+
+def test_an_output_that_is_deleted_while_a_run_writes_into_it(work, monkeypatch):
+    write = trainer.JsonlSink.write
+
+    def delete(sink, metrics):
+        write(sink, metrics)
+        if metrics.step == 2:
+            shutil.rmtree("out")
+
+    monkeypatch.setattr(trainer.JsonlSink, "write", delete)
+    error = call("train", "run.yaml", "checkpoint.every=1")
+    assert error.exit_code == 2
+    assert "error: out: was deleted while the run wrote into it" in error.stderr
+    assert "share" not in error.stderr
+    assert not (work / "out").exists()
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_written(work, monkeypatch):
+    from sppo.train import checkpoint
+
+    made = checkpoint._made
+
+    def vanishing(directory):
+        made(directory)
+        directory.rmdir()
+        return directory
+
+    monkeypatch.setattr(checkpoint, "_made", vanishing)
+    error = refuse("train", "run.yaml")
+    assert "train.output was deleted or changed while the run wrote into it" in error
+    assert "ranks share" not in error

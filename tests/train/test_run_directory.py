@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 
 import pytest
@@ -72,9 +73,12 @@ def test_not_writable_as_the_system_says(work, run, monkeypatch):
 
 
 def test_two_runs_in_one_directory(run):
-    with locked_output(run):
-        with pytest.raises(ValueError, match="in use by another run"), locked_output(run):
+    with locked_output(run) as output:
+        before = tree(output)
+        with pytest.raises(ValueError, match="in use by another run") as caught, locked_output(run):
             pass
+        assert f"(pid {os.getpid()} on {socket.gethostname()}); wait" in str(caught.value)
+        assert tree(output) == before
         with pytest.raises(ValueError, match="in use"), locked_output(run):
             pass
     with locked_output(run):
