@@ -19,7 +19,12 @@ BAD_INPUT = 2
 NO_PLAN = 3
 NO_ROOM = 4
 
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM})
+_NO_ROOM = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
+)
+"""Of memory or disk, and of what else the system limits: open files, processes."""
+_LIMITS = ("Too many open files", "Resource temporarily unavailable", "can't start new thread")
+"""What torch and Python say of these limits in errors without a number."""
 _BAD_PATH = frozenset(
     {
         errno.EACCES,
@@ -61,6 +66,9 @@ def exit_codes() -> Iterator[None]:
     except RuntimeError as error:
         if type(error).__name__ == "PeerLostError":  # its module loads torch
             fail(_with_notes(error), code=FAULT)
+        limit = next((words for words in _LIMITS if words in str(error)), None)
+        if limit is not None:
+            fail(f"{limit}: raise that limit (ulimit -n, ulimit -u)", code=NO_ROOM)
         if not _is_out_of_memory(error):
             raise
         fail(f"out of memory: {error}", code=NO_ROOM)

@@ -87,6 +87,7 @@ def _start_ranks(
 
     from rich.console import Console
 
+    from sppo.parallel.connect import allow_connections
     from sppo.parallel.launch import run_ranks
     from sppo.planning.this_machine import count_cores
     from sppo.train.display import log_to
@@ -94,6 +95,7 @@ def _start_ranks(
 
     console = Console()
     log_to(console)
+    allow_connections(num_ranks)
     preflight = check_before_training(run, plan=plan, local_ranks=num_ranks, device=device)
     _announce(run, preflight, console, device=device)
     code = run_ranks(

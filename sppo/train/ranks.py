@@ -14,7 +14,7 @@ import torch
 from sppo import __version__
 from sppo.config import RunConfig
 from sppo.parallel.agreement import difference_report, flat_facts
-from sppo.parallel.connect import connect, disconnect
+from sppo.parallel.connect import allow_connections, connect, disconnect
 from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.mesh import Mesh, MeshShape, alone
 from sppo.parallel.progress import RankProgress
@@ -123,6 +123,7 @@ def joined(
     Raises:
         ValueError: there are more or fewer ranks than the degrees of parallelism make, or they run
             different versions or configurations.
+        MemoryError: this process may open too few files.
         PeerLostError: another rank did not come.
     """
     shape, device = mesh_shape(run), device or CpuDevice()
@@ -133,6 +134,7 @@ def joined(
         return
     progress = RankProgress.create(environment.progress_file)
     with progress.ending():
+        allow_connections(shape.num_ranks)
         connect(
             environment,
             backend="gloo",

@@ -550,3 +550,21 @@ def test_a_checkpoint_that_is_deleted_while_it_is_written(work, monkeypatch):
     error = refuse("train", "run.yaml")
     assert "train.output was deleted or changed while the run wrote into it" in error
     assert "ranks share" not in error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at loop.cc:105] epoll_create: Too many open files"),
+        RuntimeError("can't start new thread"),
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.EAGAIN, "Resource temporarily unavailable"),
+    ],
+    ids=str,
+)
+def test_limits_of_the_system_are_told_in_a_line(work, monkeypatch, error):
+    def fail(run, **_):
+        raise error
+
+    monkeypatch.setattr(trainer, "warm_up", fail)
+    assert len(refuse("train", "run.yaml", code=4).splitlines()) == 1

@@ -1,6 +1,8 @@
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -163,6 +165,36 @@ except PeerLostError as error:
         "  rank 0 lost another rank at step 3, action 7 of 40 (0F2): waiting for 0SEND_ACT2 from "
         "rank 1: timed out after 2 s"
     ]
+
+
+LIMITED = """
+import resource
+from sppo.parallel.connect import allow_connections
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+try:
+    allow_connections(2)
+except MemoryError as error:
+    print(error)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "told"),
+    [
+        (50, 200, "(200, 200)\n"),
+        (
+            50,
+            64,
+            "a rank of 2 opens about 76 files and connections, and this process may open 64: raise "
+            "that limit (ulimit -n)\n(64, 64)\n",
+        ),
+    ],
+)
+def test_a_limit_of_open_files_is_raised_or_refused(soft, hard, told):
+    words = [sys.executable, "-c", LIMITED.format(soft=soft, hard=hard)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == told
 
 
 def test_ranks_that_do_not_come_are_named():
