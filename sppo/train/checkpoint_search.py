@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from sppo.config.json_file import read_json
-from sppo.config.problems import nearest
 from sppo.quoting import one_line, quoted
 from sppo.train.checkpoint_files import (
     CHECKPOINTS_DIRECTORY,
@@ -28,6 +28,8 @@ _MOST_LEVELS = 2
 """Directories of a name that may be mistyped."""
 _MOST_RUNS = 1000
 _SHOWN_RUNS = 3
+_ALIKE = 0.5
+"""Ratio of :mod:`difflib` from which on two names are taken for one and a slip of it."""
 
 
 class InvalidCheckpointError(ValueError):
@@ -85,7 +87,7 @@ def held_checkpoint(path: Path | str) -> Iterator[Checkpoint]:
 
 
 def _runs_nearby(path: Path) -> str:
-    """Return ". Did you mean 'runs/mine'?", or the runs there are in its place, or nothing."""
+    """Return ". Did you mean runs/mine?", or the runs there are in its place, or nothing."""
     path = path.parent if path.name == CHECKPOINTS_DIRECTORY else path
     missing = [path.name]
     root = path.parent
@@ -95,10 +97,10 @@ def _runs_nearby(path: Path) -> str:
     pattern = "/".join([*("*" for _ in missing), CHECKPOINTS_DIRECTORY])
     some = islice(root.glob(pattern), _MOST_RUNS) if len(missing) <= _MOST_LEVELS else ()
     runs = sorted(found.parent for found in some if list_checkpoints(found))
-    names = [str(run.relative_to(root)) for run in runs]
-    hint = nearest("/".join(missing), names)
-    if hint:
-        return f".{hint}"
+    by_name = {str(run.relative_to(root)): run for run in runs}
+    close = get_close_matches("/".join(missing), by_name, n=1, cutoff=_ALIKE)
+    if close:
+        return f". Did you mean {by_name[close[0]]}?"
     shown = ", ".join(str(run) for run in runs[:_SHOWN_RUNS])
     return f". Runs with checkpoints: {shown}" if shown else ""
 

@@ -181,8 +181,8 @@ def _checkpoint(run: RunConfig, given: Path | None) -> Checkpoint:
         return find_checkpoint(run.train.output)
     except NoCheckpointError as error:
         raise ValueError(
-            f"train.output: {error}. To evaluate {_initial_weights(run)}, which the run starts "
-            "from, write --initial"
+            f"train.output: {error}{'' if str(error).endswith('?') else '.'} To evaluate "
+            f"{_initial_weights(run)}, which the run starts from, write --initial"
         ) from None
 
 

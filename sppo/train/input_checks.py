@@ -7,7 +7,7 @@ on how much memory there is, and nothing is changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sppo.config import RunConfig
@@ -54,7 +54,12 @@ def run_file_problems(run: RunConfig) -> list[Problem]:
     problems = [*_input_problems(run), *_problems(run, _HELD_OUT)]
     if not problems:  # a plan is made of what was found whole
         problems = [*_problems(run, _PLAN)]
-    return problems
+    return [replace(problem, rule=_on_one_line(problem.rule)) for problem in problems]
+
+
+def _on_one_line(rule: str) -> str:
+    """Return the lines of ``rule`` as parts of one sentence."""
+    return "; ".join(line.strip() for line in rule.splitlines()).replace(":; ", ": ")
 
 
 def _input_problems(run: RunConfig) -> Iterator[Problem]:

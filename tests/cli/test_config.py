@@ -131,6 +131,15 @@ def test_check_lists_what_the_file_names_all_at_once(work, monkeypatch):
         assert says in told
 
 
+def test_check_keeps_what_has_several_lines_on_one(work):
+    succeed("train", "run.yaml", "train.steps=1")
+    error = refuse("config", "check", "run.yaml", "optimizer.lr=0.5", "train.seed=3")
+    assert len(error.splitlines()) == 2
+    assert "configuration: optimizer.lr: 0.01 there, 0.5 here; train.seed: 0 there" in error
+    told = refuse("train", "run.yaml", "optimizer.lr=0.5", "train.seed=3")
+    assert "configuration:\n  optimizer.lr: 0.01 there, 0.5 here\n  train.seed" in told
+
+
 def test_check_reads_the_headers_of_the_weights(work):
     succeed("train", "run.yaml", "train.steps=1")
     succeed("convert", "to-hf", "out", "exported")

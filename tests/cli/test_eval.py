@@ -128,7 +128,7 @@ def test_bytes_for_weights_with_a_tokenizer_are_refused_before_anything(trained)
     ("output", "says"),
     [
         ("uot", "train.output: uot holds no checkpoint (no such directory): "),
-        ("uot", "Did you mean 'out'?"),
+        ("uot", "one such checkpoint. Did you mean out? To evaluate random weights"),
         ("xyz", "Runs with checkpoints: out."),
         ("tokens", "train.output: tokens holds no checkpoint: "),
         ("no/where/at/all", "random weights of seed 0, which the run starts from, write --initial"),
@@ -152,7 +152,7 @@ def test_the_picture(trained):
     [
         (["model.mlp_size=128"], "model.mlp_size is 64 there, 128 in the run file"),
         (["--checkpoint", "nowhere"], "nowhere holds no checkpoint"),
-        (["--checkpoint", "uot"], "Did you mean 'out'?"),
+        (["--checkpoint", "uot"], "Did you mean out?"),
         (["--checkpoint", "out", "--initial"], "--initial and --checkpoint out: leave one"),
         (["--checkpoint", "tokens"], "tokens holds no checkpoint"),
         (["--png", "no/such/place.png"], "there is no directory no/such"),
