@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from option_types import output_file
+
 from sppo.output_file import write_text
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import read_hardware
@@ -66,7 +68,7 @@ def main() -> None:
     parser.add_argument("--hardware", type=Path, help="a description to use instead of measuring")
     parser.add_argument("--steps", type=int, default=7, help="steps of each run; medians count")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--output", type=Path, help="write the comparison here as JSON")
+    parser.add_argument("--output", type=output_file, help="write the comparison here as JSON")
     arguments = parser.parse_args()
     directory: Path = arguments.directory
     directory.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from option_types import head_counts, one_of, positive, several  # beside this file
+from option_types import head_counts, one_of, output_file, positive, several  # beside this file
 from torch import Tensor
 from torch.nn import functional
 
@@ -82,7 +82,7 @@ def main() -> None:
         "--turns", type=positive, default=5, help="measured, after one that warms up"
     )
     parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1)
-    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
     arguments = parser.parse_args()
     longest = max(arguments.tokens)
     if longest > arguments.length:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from option_types import output_file
 from turns import take_turns  # beside this file
 
 from sppo.output_file import write_text
@@ -58,7 +59,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--sides", default=",".join(SIDES), help="which sides, comma-separated")
-    parser.add_argument("--output", type=Path, help="write the measurements here as JSON")
+    parser.add_argument("--output", type=output_file, help="write the measurements here as JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

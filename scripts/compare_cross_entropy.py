@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from option_types import one_of, positive, several  # beside this file
+from option_types import one_of, output_file, positive, several  # beside this file
 from turns import take_turns  # beside this file
 
 from sppo.output_file import write_text
@@ -50,7 +50,7 @@ def main() -> None:
         "--turns", type=positive, default=5, help="measured, after one that warms up"
     )
     parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1)
-    parser.add_argument("--output", type=Path, help="add the figures to this JSON file")
+    parser.add_argument("--output", type=output_file, help="add the figures to this JSON file")
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

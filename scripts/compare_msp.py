@@ -20,8 +20,9 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
+
+from option_types import output_file, picture_file
 
 from sppo.output_file import write_text
 
@@ -45,8 +46,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
-    parser.add_argument("--output", type=Path, help="write the figures here as JSON")
-    parser.add_argument("--picture", type=Path, help="draw both executed steps here as PNG")
+    parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
+    parser.add_argument("--picture", type=picture_file, help="draw both executed steps here as PNG")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with socket.socket() as free:  # closed before rank 0 listens there

@@ -28,6 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
+from option_types import output_file
 from turns import take_turns  # beside this file
 
 from sppo.output_file import write_text
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument(
         "--pool-for-torch", action="store_true", help="SPPO's memory pool for torch's side too"
     )
-    parser.add_argument("--output", type=Path, help="write the measurements here as JSON")
+    parser.add_argument("--output", type=output_file, help="write the measurements here as JSON")
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
+from sppo.output_file import check_new_directory, check_output_files
 from sppo.units import parse_size
 
 _T = TypeVar("_T")
@@ -32,6 +34,30 @@ def head_counts(text: str) -> tuple[int, int]:
             "with K dividing N"
         )
     return counts
+
+
+def output_file(text: str) -> Path:
+    """A file to write, which can be written; its directory may have to be made."""
+    return _writable(text, pictures=())
+
+
+def picture_file(text: str) -> Path:
+    """As :func:`output_file`, a PNG."""
+    return _writable(text, pictures=("file",))
+
+
+def _writable(text: str, *, pictures: tuple[str, ...]) -> Path:
+    path = Path(text)
+    try:
+        if path.parent.exists():
+            check_output_files({"file": path}, pictures=pictures)
+        else:
+            check_new_directory(path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{error.filename}: {error.strerror}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
 
 
 def one_of(*names: str) -> Callable[[str], str]:

@@ -240,6 +240,7 @@ _BY_ITSELF = {
     "sppo/train/run_directory.py": "the lock, which holds nothing",
     "sppo/train/process_memory.py": "a switch of the kernel",
     "sppo/parallel/progress.py": "a mapped file of the launcher's own",
+    "scripts/full_disk.py": "what fills the disk",
 }
 
 
