@@ -27,7 +27,7 @@ LEVELS = (0, 1, 2, 3, 4, 6, 9, 14, 20, 32, 50, 80, 130, 260)
 """Pages left on the disk."""
 OLD = b"the older file\n"
 RUN = {
-    "model": {"preset": "tiny-test", "vocab_size": 257, "num_layers": 1},
+    "model": {"preset": "tiny-test", "vocab_size": 257, "num_layers": 2},
     "data": {"tokens": "../tokens", "shuffle": False},
     "sequence": {"length": 64, "num_subsequences": 2, "alignment": 8},
     "train": {"steps": 4, "dtype": "fp32", "output": "out"},

@@ -43,13 +43,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """
     path = Path(path)
     if _is_special(path):
-        with _named_errors(path), _open_in_place(path) as file:
+        with named_errors(path), _open_in_place(path) as file:
             yield file
         return
     target = Path(os.path.realpath(path))
     partial = _partial_name(target)
     kept = "the older file is kept" if os.path.exists(target) else "nothing was written"
-    with _named_errors(path, partial=partial, kept=kept):
+    with named_errors(path, partial=partial, kept=kept):
         try:
             _check_name(path)
             with partial.open("xb") as file:
@@ -225,10 +225,10 @@ def _descriptor(path: Path) -> int | None:
 
 
 @contextmanager
-def _named_errors(
+def named_errors(
     path: Path, *, partial: Path | None = None, kept: str | None = None
 ) -> Iterator[None]:
-    """Say which file could not be written where the system does not, and what was kept."""
+    """Name ``path`` in an OSError that names no file, or ``partial``; add what was kept."""
     try:
         yield
     except OSError as error:

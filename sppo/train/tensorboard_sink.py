@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from pathlib import Path
 
+from sppo.output_file import named_errors
 from sppo.train.metrics import StepMetrics
 
+_logger = logging.getLogger(__name__)
 _TAGS = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -46,15 +49,21 @@ class TensorBoardSink:
                 "train.tensorboard: true needs TensorBoard; run  pip install 'sppo[track]'  "
                 "or write train.tensorboard: false"
             ) from error
-        self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
+        self._directory = directory
+        with named_errors(directory):
+            self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
 
     def write(self, metrics: StepMetrics) -> None:
         """See :class:`sppo.train.metrics.MetricSink`."""
         values = asdict(metrics)
-        for field, tag in _TAGS.items():
-            if values[field] is not None:
-                self._writer.add_scalar(tag, float(values[field]), metrics.step)
+        with named_errors(self._directory):
+            for field, tag in _TAGS.items():
+                if values[field] is not None:
+                    self._writer.add_scalar(tag, float(values[field]), metrics.step)
 
     def close(self) -> None:
         """See :class:`sppo.train.metrics.MetricSink`."""
-        self._writer.close()
+        try:
+            self._writer.close()
+        except OSError as error:  # the run is over, and its state saved
+            _logger.warning("%s is incomplete: %s", self._directory, error.strerror)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -201,6 +202,24 @@ def test_keys_of_later_versions_are_ignored(tmp_path: Path) -> None:
 
 
 # TensorBoard ------------------------------------------------------------------------------------
+
+
+def test_a_disk_too_full_for_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sink = TensorBoardSink(tmp_path, resume_step=0)
+    monkeypatch.setattr(sink._writer, "add_scalar", fail)
+    with pytest.raises(OSError, match="No space left") as caught:
+        sink.write(_metrics(1))
+    assert caught.value.filename == str(tmp_path)
+    monkeypatch.setattr(sink._writer, "close", fail)
+    sink.close()
+    assert f"{tmp_path} is incomplete: No space left on device" in caplog.text
 
 
 def test_tensorboard_gets_every_number_it_can_show(tmp_path: Path) -> None:
