@@ -19,6 +19,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _REASON_CHARACTERS = 300
+_NAME_CHARACTERS = 255
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -71,14 +72,17 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         stored = {tensor.key: tensor for tensor in _headers(path)}
         absent = sorted(expected - stored.keys())
         if absent:
-            raise ValueError(f"{path} lacks {absent[0]}, which {INDEX_FILE} says it holds")
+            raise ValueError(
+                f"{path} lacks {one_line(absent[0])}, which {INDEX_FILE} says it holds"
+            )
         for key, tensor in stored.items():
             name = bare_name(key)
             if is_buffer(name):
                 continue
             if name in found:
                 raise ValueError(
-                    f"{path} holds {key}, which {found[name].path.name} holds as {found[name].key}"
+                    f"{path} holds {one_line(key)}, which {found[name].path.name} holds as "
+                    f"{one_line(found[name].key)}"
                 )
             found[name] = tensor
     return found
@@ -108,7 +112,8 @@ def weight_files(directory: Path) -> dict[Path, set[str]]:
         files.setdefault(directory / name, set()).add(key)
     absent = sorted(path.name for path in files if not path.is_file())
     if absent:
-        raise ValueError(f"{directory} lacks {', '.join(absent)}, named in {INDEX_FILE}")
+        shown = one_line(", ".join(absent), most=_REASON_CHARACTERS)
+        raise ValueError(f"{directory} lacks {shown}, named in {INDEX_FILE}")
     return files
 
 
@@ -126,10 +131,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = one_line(error, most=_REASON_CHARACTERS)
         raise ValueError(f"{index} is no index of weight files: {reason}") from None
-    outside = [name for name in names.values() if Path(name).name != name or "\0" in name]
+    outside = [name for name in names.values() if not _is_file_name(name)]
     if outside:
         raise ValueError(f"{index} names {quoted(outside[0])}, which is not a file beside it")
     return names
+
+
+def _is_file_name(name: str) -> bool:
+    return name.isprintable() and Path(name).name == name and len(name) <= _NAME_CHARACTERS
 
 
 def _headers(path: Path) -> Iterator[StoredTensor]:

@@ -13,6 +13,7 @@ from sppo.config.model import ModelConfig
 from sppo.model.hf_files import DTYPES, StoredTensor, stored_tensors
 from sppo.model.hf_names import HEAD, HfTensor, hf_tensors
 from sppo.planning.parameters import parameter_shapes
+from sppo.quoting import one_line
 
 _SHOWN = 8
 
@@ -112,7 +113,7 @@ def _faults(stored: Mapping[str, StoredTensor], expected: Mapping[str, HfTensor]
 
 def _listing(title: str, names: list[str]) -> list[str]:
     more = [f"... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    return [f"{title}: {name}" for name in [*names[:_SHOWN], *more]]
+    return [f"{title}: {one_line(name, most=200)}" for name in [*names[:_SHOWN], *more]]
 
 
 def _check_tied(directory: Path, head: StoredTensor, embedding: Tensor) -> None:

@@ -327,8 +327,13 @@ def _faults(plan: ExecutionPlan) -> Iterator[str]:
             yield f"stage {number} begins with layer {stage.first_layer}, not {layers}"
         layers += stage.num_layers
         yield from _stage_faults(stage, number=number, lengths=plan.lengths)
-    if layers != plan.model.num_layers:
-        yield f"its stages have {layers} layers, its model {plan.model.num_layers}"
+    try:
+        model_layers = plan.model.num_layers
+    except (ValidationError, KeyError, TypeError):
+        yield "its run holds no model that can be read"
+        return
+    if layers != model_layers:
+        yield f"its stages have {layers} layers, its model {model_layers}"
 
 
 def _stage_faults(stage: StagePlan, *, number: int, lengths: tuple[int, ...]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from sppo.config.json_file import read_json
 from sppo.output_file import write_json
+from sppo.quoting import one_line
 from sppo.units import MIB
 
 MANIFEST_FILE = "manifest.json"
@@ -30,6 +31,7 @@ _CHECKSUM = "crc32 of each block, hexadecimal"
 _BLOCK_BYTES = 64 * MIB
 _READ_BYTES = 4 * MIB
 _MAX_THREADS = 8
+_PROBLEM_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Damage:
     problem: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.problem}"
+        return f"{one_line(self.file)}: {one_line(self.problem, most=_PROBLEM_CHARACTERS)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,9 @@ def _read_manifest(path: Path) -> dict[str, FileSum]:
     }
     if not files:
         raise ValueError("no files")
+    for name, file in files.items():
+        if Path(name).name != name or not name.isprintable() or type(file.size_bytes) is not int:
+            raise ValueError("names no file beside it, or no size")
     return files
 
 

@@ -1,0 +1,338 @@
+"""What is fuzzed: every kind of file that users hand in, and the options of the pure commands."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from sppo.cli.app import app
+from sppo.config.loading import check_run, load_run
+from sppo.config.yaml_file import read_yaml
+from sppo.planning.estimate import estimate
+from sppo.planning.hardware_file import hardware_json, read_hardware
+from sppo.planning.hardware_presets import PRESETS
+from sppo.planning.plan import digest_of, plan_json, read_plan
+from sppo.schedule.program_text import check_program, format_program, parse_program
+from sppo.train.checkpoint_manifest import find_damage, sum_files, write_manifest
+from sppo.train.checkpoint_search import find_checkpoint
+from sppo.train.data import count_sequences, training_sequence
+from sppo.train.documents import read_text
+from sppo.train.model_tokenizer import vocabulary_identity
+from sppo.train.prepare import prepare_tokens
+from sppo.train.tokenizer_file import load_tokenizer_file
+from sppo.train.tokenizers import scan_ids
+from sppo.train.tokens import open_tokens
+from tests.fuzzing.harness import Case
+from tests.fuzzing.mutations import changed_bytes, changed_tree, changed_words, json_text, nasty
+
+RUN: dict[str, Any] = {
+    "model": {
+        "vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+        "mlp_size": 64, "rope_theta": 10000.0, "norm_eps": 1e-5, "sliding_window": 16,
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_positions": 64},
+    },
+    "data": {"tokens": "tokens", "shuffle": True},
+    "sequence": {"length": 64, "num_subsequences": 2, "alignment": 8},
+    "parallel": {"pipeline_parallel_degree": 2, "zero": 1, "timeout_s": 60, "schedule": "auto"},
+    "activations": {"policy": "sppo", "offload_ratio": 0.5, "host_memory": "1GiB"},
+    "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "warmup_steps": 2},
+    "train": {"steps": 4, "sequences_per_step": 2, "dtype": "fp32", "z_loss": 1e-4},
+    "checkpoint": {"every": 2, "keep": 2},
+    "hardware": {"preset": "h100", "nodes": 1, "devices_per_node": 2},
+}  # fmt: skip
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": True,
+    "max_position_embeddings": 64, "attention_bias": False,
+    "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0,
+                     "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 32, "n_embd": 24, "n_layer": 2, "n_head": 4,
+    "n_positions": 64, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+    "n_inner": None, "attn_pdrop": 0.1,
+}  # fmt: skip
+WORDS = ("train.steps=3", "sequence.length=4Ki", "model={preset: tiny}", "parallel.zero=3",
+         "activations.policy=auto", "model.rope_scaling={type: linear, factor: 2}", "a.b=1",
+         "hardware=auto", "optimizer.betas=[0.9, 0.99]", "sequence.boundaries=[0, 32]")  # fmt: skip
+
+
+def run_files(rng: random.Random, directory: Path) -> None:
+    """A run file with damaged values, and damaged overrides."""
+    path = directory / "run.yaml"
+    path.write_text(json_text(changed_tree(rng, RUN)), encoding="utf-8")
+    overrides = [changed_words(rng, rng.choice(WORDS), changes=1) for _ in range(rng.randint(0, 2))]
+    load_run(path, overrides).digest()
+
+
+def yaml_text(rng: random.Random, directory: Path) -> None:
+    """A run file with damaged bytes."""
+    path = directory / "run.yaml"
+    path.write_bytes(changed_bytes(rng, yaml.safe_dump(RUN, sort_keys=False).encode()))
+    read_yaml(path)
+
+
+def estimates(rng: random.Random, directory: Path) -> None:
+    """A prediction of memory for whatever run passes the checks."""
+    raw = changed_tree(rng, RUN, changes=2)
+    run = check_run(raw if isinstance(raw, dict) else {}, source="run.yaml")
+    estimate(run, hardware=PRESETS["h100"])
+
+
+@lru_cache(maxsize=1)
+def _program() -> str:
+    from sppo.schedule.generators import generate
+
+    schedule = generate("seq1f1b", num_ranks=2, lengths=[[4, 4], [4, 4]])
+    return format_program(schedule)
+
+
+def programs(rng: random.Random, directory: Path) -> None:
+    """A hand-written program with damaged words."""
+    text = "ranks 2 \nvirtual 1 \nstyle loop \n" + _program()
+    parsed = parse_program(changed_words(rng, text), source="program.txt")
+    check_program(parsed, source="program.txt")
+
+
+@lru_cache(maxsize=1)
+def _plan() -> dict[str, Any]:
+    from sppo.planning.make_plan import make_plan
+    from sppo.planning.solver import solve
+
+    run = check_run(RUN | {"activations": {}}, source="run.yaml")
+    solution = solve(run, hardware=PRESETS["h100"])
+    assert solution.best is not None, "a tiny model fits"
+    return plan_json(make_plan(run, solution.best))
+
+
+def plans(rng: random.Random, directory: Path) -> None:
+    """A plan with damaged values, its digests mended in half of the cases."""
+    path = directory / "plan.json"
+    tree = changed_tree(rng, _plan())
+    if rng.random() < 0.5 and isinstance(tree, dict):
+        tree.pop("digest", None)
+        for part in ("run", "hardware"):
+            if isinstance(tree.get(part), dict):
+                tree[f"{part}_digest"] = digest_of(tree[part])
+        tree["digest"] = digest_of(tree)
+    path.write_text(json_text(tree), encoding="utf-8")
+    read_plan(path)
+
+
+def hardware_files(rng: random.Random, directory: Path) -> None:
+    """A hardware description with damaged values, and a prediction with what passes."""
+    path = directory / "hardware.json"
+    tree = hardware_json(PRESETS[rng.choice(("h100", "laptop-cpu"))])
+    path.write_text(json_text(changed_tree(rng, tree)), encoding="utf-8")
+    spec = read_hardware(path)
+    if rng.random() < 0.2:
+        run = check_run({**RUN, "activations": {}}, source="run.yaml")
+        estimate(run, hardware=spec)
+
+
+def model_configs(rng: random.Random, directory: Path) -> None:
+    """A config.json with damaged values."""
+    tree = changed_tree(rng, rng.choice((LLAMA, GPT2)))
+    (directory / "config.json").write_text(json_text(tree), encoding="utf-8")
+    model = {"from_hf": str(directory)}
+    check_run({**RUN, "model": model, "sequence": {"length": 32}}, source="run.yaml")
+
+
+@lru_cache(maxsize=1)
+def _weights() -> tuple[Any, bytes, bytes]:
+    """(model, a whole file, an index) of a tiny model without values that matter."""
+    import torch
+    from safetensors.torch import save
+
+    from sppo.config.huggingface import model_fields
+    from sppo.config.model import ModelConfig
+    from sppo.model.hf_names import hf_tensors
+
+    model = ModelConfig.model_validate(model_fields(LLAMA))
+    tensors = {t.full_name: torch.zeros(t.shape) for t in hf_tensors(model)}
+    index = {"weight_map": dict.fromkeys(tensors, "part.safetensors")}
+    return model, save(tensors), json.dumps(index).encode()
+
+
+def weight_files(rng: random.Random, directory: Path) -> None:
+    """Safetensors with a damaged header, or behind a damaged index."""
+    from sppo.model.hf_reading import open_hf_weights
+
+    model, whole, index = _weights()
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+    if rng.random() < 0.5:
+        header = 8 + int.from_bytes(whole[:8], "little")
+        damaged = changed_bytes(rng, whole[:header]) + whole[header:]
+        (directory / "model.safetensors").write_bytes(damaged)
+    else:
+        (directory / "part.safetensors").write_bytes(whole)
+        text = (
+            changed_bytes(rng, index)
+            if rng.random() < 0.5
+            else json_text(changed_tree(rng, json.loads(index))).encode()
+        )
+        (directory / "model.safetensors.index.json").write_bytes(text)
+    open_hf_weights(directory, model)
+
+
+@lru_cache(maxsize=1)
+def _token_files(folder: Path) -> Mapping[str, bytes]:
+    """Contents of a small token directory."""
+    ids = []
+    for number, length in enumerate((1, 40, 1, 1, 60)):
+        path = folder / f"made{number}.npy"
+        np.save(path, np.arange(length) % 50)
+        ids.append(path)
+    prepare_tokens(ids, tokenizer="ids", out=folder / "made", force=True)
+    return {path.name: path.read_bytes() for path in (folder / "made").iterdir()}
+
+
+def token_data(rng: random.Random, directory: Path) -> None:
+    """A token directory with one damaged file, read to its end."""
+    files = dict(_token_files(directory))
+    name = rng.choice(sorted(files))
+    if name == "meta.json" and rng.random() < 0.7:
+        files[name] = json_text(changed_tree(rng, json.loads(files[name]))).encode()
+    else:
+        files[name] = changed_bytes(rng, files[name])
+    if rng.random() < 0.3:  # as from before document starts were summed
+        files["meta.json"] = files["meta.json"].replace(b'"documents_sha256"', b'"x"')
+    place = directory / "tokens"
+    place.mkdir(exist_ok=True)
+    for file, content in files.items():
+        (place / file).unlink(missing_ok=True)
+        (place / file).write_bytes(content)
+    data = open_tokens(place)
+    for index in range(min(20, count_sequences(data, length=8))):
+        training_sequence(data, index, length=8, isolate_documents=True)
+
+
+def id_files(rng: random.Random, directory: Path) -> None:
+    """A damaged .npy file of ids."""
+    path = directory / "ids.npy"
+    np.save(path, np.arange(30, dtype=rng.choice((np.uint8, np.int64, np.float32))))
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(changed_bytes(rng, data[:128]) + data[128:])
+    tokenizer = scan_ids([path], vocab_size=None, end_of_document=None)
+    for _ in tokenizer.encode([path]):
+        pass
+
+
+def documents(rng: random.Random, directory: Path) -> None:
+    """A .jsonl file with a damaged line."""
+    path = directory / "text.jsonl"
+    line = json_text(changed_tree(rng, {"text": "some words", "id": 7, "meta": {"a": [1, 2]}}))
+    data = line.encode("utf-8", "surrogatepass")
+    path.write_bytes(
+        b'{"text": "a"}\n' + (changed_bytes(rng, data) if rng.random() < 0.5 else data)
+    )
+    for _ in read_text([path]):
+        pass
+
+
+TOKENIZER: dict[str, Any] = {
+    "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "decoder": None,
+    "added_tokens": [{"id": 3, "content": "</s>", "single_word": False, "lstrip": False,
+                      "rstrip": False, "normalized": False, "special": True}],
+    "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None,
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"},
+}  # fmt: skip
+
+
+def tokenizers(rng: random.Random, directory: Path) -> None:
+    """A damaged tokenizer.json, and a damaged configuration beside it."""
+    path = directory / "tokenizer.json"
+    data = json_text(changed_tree(rng, TOKENIZER)).encode()
+    path.write_bytes(data)
+    settings = json_text(changed_tree(rng, {"eos_token": {"content": "b"}}))
+    (directory / "tokenizer_config.json").write_text(settings, encoding="utf-8")
+    vocabulary_identity(data)
+    load_tokenizer_file(str(path), end_of_document="auto")
+
+
+def checkpoints(rng: random.Random, directory: Path) -> None:
+    """A checkpoint with a damaged manifest, or damaged metadata behind a good one."""
+    place = directory / "checkpoints" / "step_000002"
+    place.mkdir(parents=True, exist_ok=True)
+    metadata = {"step": 2, "config": RUN, "tokens_sha256": "0" * 64}
+    forged = rng.random() < 0.5
+    tree = changed_tree(rng, metadata) if forged else metadata
+    (place / "metadata.json").write_text(json_text(tree), encoding="utf-8")
+    (place / "__0_0.distcp").write_bytes(b"values")
+    files = [place / "metadata.json", place / "__0_0.distcp"]
+    write_manifest(place, sum_files(files))
+    if not forged:
+        manifest = place / "manifest.json"
+        content = manifest.read_bytes()
+        text = json_text(changed_tree(rng, json.loads(content)))
+        manifest.write_bytes(changed_bytes(rng, content) if rng.random() < 0.3 else text.encode())
+    find_damage(place)
+    find_checkpoint(directory)
+
+
+SIMULATE = (
+    "--schedule", "--ranks", "--virtual", "--sequences", "--subsequences", "--hop", "--forward",
+    "--backward", "--weight", "--unit-costs", "--unit-sizes", "--latency", "--bandwidth",
+    "--message-size", "--weight-size", "--kv-size", "--offload-ratio", "--d2h", "--h2d",
+    "--keep-last", "--prefetch", "--compare",
+)  # fmt: skip
+VALUES = ("0", "1", "2", "3", "-1", "1.5", "nan", "inf", "1e308", "1e-308", "sppo", "seq1f1b",
+          "1,2", "full", "adaptive", "0.5", "x", "", "9" * 5000, "\x1b[31m", "99999999",
+          "1e400")  # fmt: skip
+
+
+def options(rng: random.Random, directory: Path) -> None:
+    """Options of ``sppo simulate`` and ``sppo config check`` with any values, in this process."""
+    from typer.testing import CliRunner
+
+    given = {"--schedule": rng.choice(("sppo", "seq1f1b", "interleaved_seq1f1b", "gpipe")),
+             "--ranks": "2", "--sequences": "1", "--subsequences": "4"}  # fmt: skip
+    for _ in range(rng.randint(1, 4)):
+        given[rng.choice(SIMULATE)] = rng.choice(VALUES)
+    words = ["simulate", *(word for pair in given.items() for word in pair)]
+    if rng.random() < 0.1:
+        words = ["config", "check", str(directory / "no.yaml"), str(nasty(rng))]
+    words += ["--json"] * (rng.random() < 0.5)
+    words = [word.encode("utf-8", "replace").decode() for word in words]
+    result = CliRunner().invoke(app, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code in (0, 2, 3, 4), f"exit code {result.exit_code} of {words}"
+    said = result.stderr.splitlines()
+    assert all(line.isprintable() for line in said), f"{words}: {said}"
+    assert result.exit_code == 0 or sum(map(len, said)) < 4000, f"{words}: {said}"
+    if "--json" in words and result.exit_code == 0:
+        json.loads(result.stdout, parse_constant=_refuse)
+
+
+def _refuse(name: str) -> float:
+    raise AssertionError(f"{name} in the output is no JSON")
+
+
+TARGETS: Mapping[str, Case] = {
+    "run_files": run_files,
+    "yaml_text": yaml_text,
+    "estimates": estimates,
+    "programs": programs,
+    "plans": plans,
+    "hardware_files": hardware_files,
+    "model_configs": model_configs,
+    "weight_files": weight_files,
+    "token_data": token_data,
+    "id_files": id_files,
+    "documents": documents,
+    "tokenizers": tokenizers,
+    "checkpoints": checkpoints,
+    "options": options,
+}
