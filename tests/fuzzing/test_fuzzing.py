@@ -8,7 +8,7 @@ from tests.fuzzing import harness
 from tests.fuzzing.harness import run_case
 from tests.fuzzing.targets import TARGETS
 
-COUNTS = {"estimates": 30, "options": 60, "plans": 60}
+COUNTS = {"options": 30, "run_files": 30, "checkpoints": 60}
 USUAL_COUNT = 120
 
 
