@@ -1,7 +1,7 @@
 """Ranges of the figures that describe a machine, by their unit.
 
-They leave room for machines a thousand times larger or smaller than any there is, and none for
-figures with which predictions overflow or divide by zero.
+They leave room for imagined machines, where something costs nothing, and none for figures with
+which predictions overflow or divide by zero.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
-    ("flops_per_s", 1e3, 1e21),
-    ("bytes_per_s", 1.0, 1e18),
+    ("flops_per_s", 1e-3, 1e30),
+    ("bytes_per_s", 1e-3, 1e30),
     ("_s_per_byte", 0.0, 1.0),
     ("_bytes", 0, 1 << 60),
     ("_share", 0.0, 10.0),
