@@ -85,7 +85,7 @@ def test_rates_rise_then_fall_between_zero_and_the_peak(
     assert rates[: peak + 1] == sorted(rates[: peak + 1])
     falling = rates[peak:]
     assert all(a >= b - 1e-15 for a, b in zip(falling, falling[1:], strict=False))
-    if schedule != "constant" and final < 1:
+    if schedule != "constant" and final < 0.99:  # beyond that rounding decides
         assert rates[-1] > 0.5 * final
         config = OptimizerConfig(
             lr=0.5, schedule=schedule, warmup_steps=warmup, final_lr_ratio=final
