@@ -1,0 +1,312 @@
+#!/usr/bin/env python
+"""Break small runs of several ranks in random ways, and check how they end and go on.
+
+Each case trains a model of 20 thousand parameters on two ranks of this machine and does one thing
+to it: kills or stops a rank, sends a signal at a random moment, gives ranks different data or
+configurations, takes their port, limits their open files, starts two runs in one directory. A case
+fails if the job does not end in time, ends with a traceback or another exit code than promised, or
+cannot go on afterwards. Exit code 1 if any case failed.
+
+    python scripts/rank_faults.py --seed 1 --count 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+TIMEOUT_S = 10
+"""``parallel.timeout_s`` of all runs."""
+_ENDS_WITHIN_S = 240.0
+_RUN = """\
+model: {preset: tiny-test, vocab_size: 32, num_layers: 2}
+data: {tokens: tokens, shuffle: false}
+sequence: {length: 64, num_subsequences: 4, alignment: 8}
+optimizer: {lr: 0.01, schedule: constant}
+parallel: {pipeline_parallel_degree: 2, timeout_s: 10}
+train: {steps: 100000, dtype: fp32, output: out}
+checkpoint: {every: 5, keep: 2}
+"""
+_NOISE = ("CPU tensors: ", "attention back end", "saved ", "going on after")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job, or one rank of it that was started by hand, ended; returncode None: it did not."""
+
+    returncode: int | None
+    errors: str
+
+    def problem(self, codes: Sequence[int], *words: str) -> str:
+        """Return what is wrong with it, empty if it ended as it must."""
+        if self.returncode is None:
+            return f"it did not end within {_ENDS_WITHIN_S:g} s"
+        if self.returncode not in codes:
+            return f"exit code {self.returncode}, not {codes}: {self.errors[-600:]}"
+        if "Traceback" in self.errors:
+            return f"a traceback: {self.errors[-600:]}"
+        missing = [word for word in words if word not in self.errors]
+        return f"{missing} not said: {self.errors[-600:]}" if missing else ""
+
+
+class Job:
+    """``sppo train`` in a directory of its own, with what is needed to break it."""
+
+    def __init__(self, directory: Path, *words: str, **environment: str) -> None:
+        self.directory = directory
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - goes with the job
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sppo", "train", "run.yaml", *words],
+            cwd=directory,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def steps(self) -> int:
+        """Return how many steps stand in the metrics."""
+        metrics = self.directory / "out/metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def wait_for_steps(self, count: int) -> bool:
+        """Return whether the run has come so far before it ended."""
+        until_s = time.monotonic() + _ENDS_WITHIN_S
+        while time.monotonic() < until_s and self.process.poll() is None:
+            if self.steps() >= count:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def rank(self, number: int) -> int:
+        """Return the process id of a rank that the job has started."""
+        for child in _children(self.process.pid):
+            with contextlib.suppress(OSError):
+                if f"\0RANK={number}\0" in Path(f"/proc/{child}/environ").read_text():
+                    return child
+        raise ProcessLookupError(f"rank {number} does not run")
+
+    def end(self) -> Ended:
+        """Wait for the end; kill what does not come to one."""
+        try:
+            returncode: int | None = self.process.wait(_ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            returncode = None
+            for child in _children(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
+        self._errors.seek(0)
+        lines = [line for line in self._errors if not line.startswith(_NOISE)]
+        return Ended(returncode, "".join(lines))
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in task.read_text().split()]
+    return found
+
+
+def write_tokens(directory: Path, *, seed: int) -> None:
+    """Write 1 281 random tokens with ``sppo data prepare``."""
+    ids = directory.with_suffix(".npy")
+    np.save(ids, np.random.default_rng(seed).integers(0, 32, 1281))
+    words = ["data", "prepare", "--tokenizer", "ids", "--vocab-size", "32", "--out", directory, ids]
+    subprocess.run(
+        [sys.executable, "-m", "sppo", *map(str, words)], check=True, stdout=subprocess.DEVNULL
+    )
+
+
+def _as_ranks(directory: Path, port: int, *words: Sequence[str]) -> list[Job]:
+    """Two ranks as torchrun starts them, the words of each."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    return [
+        Job(
+            directory,
+            *own,
+            **place,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            MASTER_PORT=str(port),
+        )
+        for rank, own in enumerate(words)
+    ]
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[int]:
+    """A program on a port that is no meeting place; gives the port."""
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
+        yield listener.getsockname()[1]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def killed(directory: Path, dice: random.Random) -> str:
+    """Kill a rank at a random moment."""
+    job, rank = Job(directory), dice.randrange(2)
+    if not job.wait_for_steps(dice.randrange(1, 12)):
+        return f"it did not train: {job.end()}"
+    time.sleep(dice.random() * 0.3)
+    os.kill(job.rank(rank), signal.SIGKILL)
+    return job.end().problem([1], f"rank {rank} of 2 was killed by SIGKILL")
+
+
+def stopped(directory: Path, dice: random.Random) -> str:
+    """Stop a rank with SIGSTOP: the others time out, and the report blames it."""
+    job, rank = Job(directory, "checkpoint.every=0"), dice.randrange(2)
+    if not job.wait_for_steps(dice.randrange(1, 6)):
+        return f"it did not train: {job.end()}"
+    os.kill(job.rank(rank), signal.SIGSTOP)
+    return job.end().problem([1], f"rank {rank} of 2 did not answer", "timed out after 10 s")
+
+
+def slow(directory: Path, dice: random.Random) -> str:
+    """Stop a rank for less than the timeout: nobody minds."""
+    job = Job(directory, "train.steps=12")
+    if not job.wait_for_steps(2):
+        return f"it did not train: {job.end()}"
+    rank = job.rank(dice.randrange(2))
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(TIMEOUT_S / 4)
+    os.kill(rank, signal.SIGCONT)
+    return job.end().problem([0])
+
+
+def asked(directory: Path, dice: random.Random) -> str:
+    """Send SIGTERM or SIGINT once the command has begun, in its start-up or a step."""
+    number = dice.choice([signal.SIGTERM, signal.SIGINT])
+    job = Job(directory)
+    time.sleep(1 + dice.random() * 25)
+    job.process.send_signal(number)
+    ended = job.end()
+    return ended.problem([128 + number])
+
+
+def other_configuration(directory: Path, dice: random.Random) -> str:
+    """Give a rank another learning rate."""
+    del dice
+    jobs = _as_ranks(directory, _free_port(), [], ["optimizer.lr=0.5"])
+    ends = [job.end() for job in jobs]
+    return "".join(end.problem([2], "optimizer.lr: 0.01 on rank 0, 0.5 on rank 1") for end in ends)
+
+
+def other_data(directory: Path, dice: random.Random) -> str:
+    """Give a rank other tokens."""
+    write_tokens(directory / "other", seed=dice.randrange(1, 1000))
+    jobs = _as_ranks(directory, _free_port(), [], ["data.tokens=other"])
+    ends = [job.end() for job in jobs]
+    return "".join(end.problem([2], "data.tokens, tokens_sha256: ") for end in ends)
+
+
+def missing_rank(directory: Path, dice: random.Random) -> str:
+    """Start one of two ranks."""
+    rank, port = dice.randrange(2), _free_port()
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+    said = "rank 1 did not come within 10 s" if rank == 0 else "rank 1 cannot reach 127.0.0.1"
+    return Job(directory, **place, **own).end().problem([1], said)
+
+
+def taken_port(directory: Path, dice: random.Random) -> str:
+    """Let another program have the port, and never answer."""
+    del dice
+    with _listening() as port:
+        first, second = (job.end() for job in _as_ranks(directory, port, [], []))
+    return first.problem([2], f"port {port} on 127.0.0.1", "set MASTER_PORT") + second.problem(
+        [1], "rank 1 timed out after 10 s", f"port {port}", "set MASTER_PORT"
+    )
+
+
+def few_files(directory: Path, dice: random.Random) -> str:
+    """Allow too few open files."""
+    del dice
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    code = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
+    code += "os.execv(sys.executable, [sys.executable, '-m', 'sppo', 'train', 'run.yaml'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, check=False
+    )
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before, "the limit is the child's"
+    return Ended(done.returncode, done.stderr).problem([4], "ulimit -n")
+
+
+def together(directory: Path, dice: random.Random) -> str:
+    """Start two runs in one directory in the same instant: one trains, one is refused."""
+    words = [] if dice.random() < 0.5 else ["parallel.pipeline_parallel_degree=1"]
+    ends = [job.end() for job in [Job(directory, "train.steps=8", *words) for _ in range(2)]]
+    ends.sort(key=lambda end: end.returncode or 0)
+    return ends[0].problem([0]) + ends[1].problem([2], "is in use by another run (pid ")
+
+
+FAULTS: Mapping[str, Callable[[Path, random.Random], str]] = {
+    fault.__name__: fault
+    for fault in (
+        killed,
+        stopped,
+        slow,
+        asked,
+        other_configuration,
+        other_data,
+        missing_rank,
+        taken_port,
+        few_files,
+        together,
+    )
+}
+
+
+def goes_on(directory: Path) -> str:
+    """Return why the run does not go on for two steps after a fault, empty if it does."""
+    metrics = directory / "out/metrics.jsonl"
+    before = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    return Job(directory, f"train.steps={before + 2}").end().problem([0])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=len(FAULTS))
+    parser.add_argument("--only", choices=sorted(FAULTS), help="this fault alone")
+    options = parser.parse_args(arguments)
+    failures = 0
+    names = [options.only] if options.only else list(FAULTS)
+    for case in range(options.count):
+        name, dice = names[case % len(names)], random.Random(f"{options.seed} {case}")
+        started_s = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="rank-faults-") as scratch:
+            directory = Path(scratch)
+            (directory / "run.yaml").write_text(_RUN)
+            write_tokens(directory / "tokens", seed=0)
+            problem = FAULTS[name](directory, dice) or goes_on(directory)
+        failures += bool(problem)
+        took_s = time.monotonic() - started_s
+        print(f"{case:4} {name:20} {took_s:6.1f} s  {problem or 'as it must'}", flush=True)
+    print(f"{options.count} cases, {failures} failed (seed {options.seed})")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""``scripts/rank_faults.py``: that it runs, and that it sees what ended wrongly."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.rank_faults import FAULTS, Ended, main
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        (Ended(1, "error: rank 1 of 2 was killed by SIGKILL"), ""),
+        (Ended(None, ""), "it did not end within"),
+        (Ended(0, "killed by SIGKILL"), "exit code 0, not [1]"),
+        (Ended(1, "Traceback\nkilled by SIGKILL"), "a traceback"),
+        (Ended(1, "error: something else"), "['killed by SIGKILL'] not said"),
+    ],
+)
+def test_how_a_job_ended_is_judged(ended, told):
+    problem = ended.problem([1], "killed by SIGKILL")
+    assert problem.startswith(told)
+    assert bool(problem) == bool(told)
+
+
+def test_a_case_that_fails_makes_the_exit_code_1(monkeypatch, capsys):
+    monkeypatch.setitem(FAULTS, "few_files", lambda directory, dice: "it went wrong")
+    monkeypatch.setattr("scripts.rank_faults.write_tokens", lambda directory, seed: None)
+    assert main(["--only", "few_files", "--count", "2"]) == 1
+    assert "2 cases, 2 failed (seed 0)" in capsys.readouterr().out
+
+
+def test_one_fault_from_the_command_line():
+    words = [sys.executable, "scripts/rank_faults.py", "--only", "few_files", "--count", "1"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 cases, 0 failed (seed 0)" in done.stdout
