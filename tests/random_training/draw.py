@@ -59,7 +59,7 @@ class _Draw:
         kv_heads, group = pick([1, 1, 2, 3, 4]), pick([1, 2, 3, 4])
         family = pick(list(FAMILIES))
         learned = FAMILIES[family].get("position") == "learned"
-        layers = pick([1, 1, 2, 2, 3, 4])
+        layers = pick([1, 2, 2, 3, 4])
         window = self._random.randint(1, 20) if chance(0.3) else None
         return Shape(
             family=family,
@@ -96,7 +96,7 @@ class _Draw:
         if leg.schedule.startswith("interleaved") and shape.layers >= 2 * pp and chance(0.7):
             leg = replace(leg, virtual=2)
         megatron = sp > 1 and leg.sequence_parallel == "megatron"
-        if pp > 1 and not megatron and leg.zero != 3 and chance(0.25):
+        if pp > 1 and not megatron and leg.zero != 3 and chance(0.3):
             leg = replace(leg, schedule="sppo_msp", virtual=1)
         leg = replace(leg, cuts=self._cuts(leg))
         if leg.replica_sequences > 1 and chance(0.2):
@@ -104,8 +104,8 @@ class _Draw:
         return self._with_rows(leg, megatron=megatron)
 
     def _grid(self, shape: Shape) -> tuple[int, int, int]:
-        """Degrees that the model can be divided by; one rank as often as not."""
-        if self._chance(0.45):
+        """Degrees that the model can be divided by; few ranks more often, and pipelines."""
+        if self._chance(0.35):
             return 1, 1, 1
         grids = [
             (dp, pp, sp)
@@ -115,8 +115,8 @@ class _Draw:
             and shape.heads % sp == 0
             and (shape.kv_heads % sp == 0 or sp % shape.kv_heads == 0)
         ]
-        small = [1 / (dp * pp * sp) for dp, pp, sp in grids]
-        return self._random.choices(grids, weights=small)[0]
+        weights = [(4 if pp > 1 else 1) / (dp * pp * sp) for dp, pp, sp in grids]
+        return self._random.choices(grids, weights=weights)[0]
 
     @staticmethod
     def _splits(shape: Shape, sp: int) -> bool:
