@@ -22,7 +22,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from sppo.engine.pipeline import Pipeline
 from sppo.parallel import collectives
+from sppo.schedule.actions import Schedule
 from tests.random_training.turns import Turns
 
 
@@ -31,8 +33,24 @@ def run_emulated(function: Callable[..., Any], *arguments: Any, ranks: int, seed
     if ranks == 1:
         return [function(0, *arguments)]
     turns = Turns(ranks, seed=seed)
-    with _in_place_of_torch(Distributed(turns)):
+    with _in_place_of_torch(Distributed(turns)), _same_for_all_ranks():
         return turns.run(lambda rank: function(rank, *arguments))
+
+
+@contextmanager
+def _same_for_all_ranks() -> Iterator[None]:
+    """Make the program of a step once for all ranks, which takes longer than to run it here."""
+    make = Pipeline.program
+    made: dict[Any, Schedule] = {}
+
+    def program(self: Pipeline, lengths: Any, *, forward_only: bool = False) -> Schedule:
+        key = (self.schedule, self.num_ranks, self.num_virtual, lengths, forward_only)
+        if key not in made:
+            made[key] = make(self, lengths, forward_only=forward_only)
+        return made[key]
+
+    with patch.object(Pipeline, "program", program):
+        yield
 
 
 @contextmanager

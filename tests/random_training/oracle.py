@@ -20,10 +20,11 @@ from tests.random_training.run_leg import Blocks, StepResult, places
 State = dict[str, Tensor]
 """Whole masters and moments by name, as a checkpoint has them."""
 
-TOLERANCES = {"fp64": 1e-11, "fp32": 2e-4, "bf16": 0.2}
+TOLERANCES = {"fp64": 1e-11, "fp32": 2e-4, "bf16": 0.35}
 """Of a gradient: the root mean square of its error, as a share of its own. With bf16 an error may
-also be so many times that of plain autograd in bf16, for cancellation can leave little of a sum."""
-_TIMES_AUTOGRAD = 6
+also be so many times that of plain autograd in bf16, for cancellation can leave little of a sum;
+four layers on five counted tokens measured 0.25 with whatever engine, and autograd 0.1."""
+_TIMES_AUTOGRAD = 8
 _LEAST_SHARES = {"fp64": 1e-3, "fp32": 5e-3, "bf16": 3e-2}
 """A gradient that is zero but for rounding (GPT-2's key bias) is held to this share of the largest
 root mean square of all."""
