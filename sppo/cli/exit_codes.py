@@ -63,7 +63,7 @@ def exit_codes() -> Iterator[None]:
         if error.errno in _FAULTS:
             fail(_disk_fault(error), code=FAULT)
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ImportError) as error:
         if type(error).__name__ == "PeerLostError":  # its module loads torch
             fail(_with_notes(error), code=FAULT)
         limit = next((words for words in _LIMITS if words in str(error)), None)
@@ -141,10 +141,18 @@ def _with_notes(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def _is_out_of_memory(error: RuntimeError | ImportError) -> bool:
     """Torch reports a failed allocation as a RuntimeError on the CPU, a subclass of it on CUDA.
 
-    The memory pool of ``csrc`` says the one, torch's own allocator the other.
+    The memory pool of ``csrc`` says the one, torch's own allocator the other; the rest is said
+    where ``ulimit -v`` leaves no addresses for a library, or for a thread's stack.
     """
-    said = ("not enough memory", "can't allocate memory")
+    said = (
+        "not enough memory",
+        "can't allocate memory",
+        "cannot allocate memory",
+        "failed to map segment",
+        "can't start new thread",
+        "std::bad_alloc",
+    )
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in said)

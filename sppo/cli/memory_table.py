@@ -34,6 +34,7 @@ _COLOURS = {
     "L": "white",
     "R": "bright_blue",
     "M": "bright_magenta",
+    "P": "bright_yellow",
 }
 
 

@@ -51,6 +51,8 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
         from sppo.parallel.environment import keep_torch_quiet, rank_environment
 
         keep_torch_quiet(os.environ)
+        environment = rank_environment(os.environ)
+        _check_room_for_libraries(run, starts_ranks=environment is None)
         from sppo.train.device import choose_device, device_kind
         from sppo.train.preflight import given_plan
         from sppo.train.ranks import mesh_shape
@@ -58,7 +60,6 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
         chosen = None
         if plan is not None:
             run, chosen = given_plan(run, plan, kind=device_kind(run))
-        environment = rank_environment(os.environ)
         num_ranks = mesh_shape(run).num_ranks
         if environment is None and num_ranks > 1:
             device = choose_device(run, local_ranks=num_ranks)
@@ -66,6 +67,16 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
         else:
             device = choose_device(run, environment=environment)
             _train_as_rank(run, chosen, environment, device=device)
+
+
+def _check_room_for_libraries(run: RunConfig, *, starts_ranks: bool) -> None:
+    """Refuse, before torch is loaded, to load it where it does not fit, once for every process."""
+    from sppo.kernels.machine_memory import check_room_for_libraries
+
+    degrees = run.parallel
+    ranks = degrees.data_parallel_degree * degrees.pipeline_parallel_degree
+    ranks *= degrees.sequence_parallel_degree
+    check_room_for_libraries(processes=1 + ranks if starts_ranks and ranks > 1 else 1)
 
 
 @contextmanager
@@ -96,7 +107,9 @@ def _start_ranks(
     console = Console()
     log_to(console)
     allow_connections(num_ranks)
-    preflight = check_before_training(run, plan=plan, local_ranks=num_ranks, device=device)
+    preflight = check_before_training(
+        run, plan=plan, local_ranks=num_ranks, device=device, starts_ranks=True
+    )
     _announce(run, preflight, console, device=device)
     code = run_ranks(
         [sys.executable, "-m", "sppo", *sys.argv[1:]],
@@ -121,6 +134,7 @@ def _train_as_rank(
 
     from sppo.train.display import log_to
     from sppo.train.interruption import StopRequest
+    from sppo.train.libraries import load_libraries
     from sppo.train.nonfinite import NonFiniteError
     from sppo.train.preflight import check_before_training
     from sppo.train.ranks import joined
@@ -133,10 +147,14 @@ def _train_as_rank(
         log_to(console)
     with joined(run, environment, device=device) as ranks:
         local = ranks.local_count
+        if device.kind == "cpu":  # memory is free only once every rank has what all will have
+            load_libraries()
+            ranks.peers.meet()
         decided = ranks.decided_by_main(
             lambda: check_before_training(run, plan=plan, local_ranks=local, device=device).plan
         )
         preflight = check_before_training(run, plan=decided, local_ranks=local, device=device)
+        ranks.peers.meet()  # what is free is looked at before any rank takes some
         if environment is None or environment.launcher != "sppo":
             _announce(run, preflight, console, device=device)
         try:

@@ -27,9 +27,15 @@ SWITCH = "SPPO_CPU_ALLOCATOR"
 """Environment variable; ``heap`` leaves torch's allocator as it is."""
 
 _PLACE = Path(__file__).parent / "_native"
+_LEAST_ADDRESSES = 1 << 30
+"""What the pool begins with, at least, however little memory there is."""
 _ADDRESSES_PER_BYTE = 4
 """Addresses are free; several times the memory there is, so that holes never use them up."""
 
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt, as malloc.h numbers them."""
+_LEAST_MAPPED_BYTES = 1 << 20
 
 _FIGURES = (
     "used_bytes",
@@ -102,6 +108,18 @@ def describe_cpu_allocator() -> str:
     return f"the C heap, for there is no pool ({installed})"
 
 
+def _keep_heap_small() -> None:
+    """Have glibc return large blocks to the system when they are freed.
+
+    By itself it raises the size from which it does with every such block, up to 32 MiB: buffers of
+    checkpoints and pictures would stay in the heap for good. Torch's tensors are not among them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc's own
+        mallopt(_M_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _LEAST_MAPPED_BYTES)
+
+
 @functools.cache
 def _install(place: Path) -> CpuAllocator | str:
     """The allocator of the library in directory ``place``, or why there is none."""
@@ -121,10 +139,11 @@ def _install(place: Path) -> CpuAllocator | str:
             f"{path} was built for torch {built_for}, this is {torch.__version__}; install again "
             "to rebuild it"
         )
-    addresses = _ADDRESSES_PER_BYTE * memory_room().least_bytes
+    addresses = max(_LEAST_ADDRESSES, _ADDRESSES_PER_BYTE * memory_room().least_bytes)
     code = library.sppo_cpu_allocator_install(
         ctypes.c_uint64(addresses), ctypes.c_uint64(LEAST_POOLED_BYTES)
     )
     if code != 0:
         return f"no addresses for it: {os.strerror(code)}; see ulimit -v"
+    _keep_heap_small()
     return CpuAllocator(library)

@@ -1,21 +1,28 @@
-"""How much memory there is to take: the machine's, the control groups', one NUMA node's.
+"""How much memory there is to take: the machine's, the control groups', the process's own limits.
 
 Containers limit memory by control groups, of which two versions are in use; a limit of any group
-above the process holds.
+above the process holds. ``ulimit -v`` and ``ulimit -d`` limit the addresses of one process.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import resource
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from sppo.units import format_bytes
+from sppo.units import GIB, MIB, format_bytes
+
+LIBRARY_BYTES = 240 * MIB
+"""What the libraries of a training process take of the memory; measured with torch 2.13."""
+LIBRARY_ADDRESS_BYTES = GIB
+"""Addresses that they take, with threads."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
+_STATUS = Path("/proc/self/status")
 _NODES = Path("/sys/devices/system/node")
 _NO_LIMIT_BYTES = 1 << 60  # version 1 has no word for it and names the largest number instead
 
@@ -28,12 +35,18 @@ class MemoryRoom:
     control_group_bytes: int | None = None
     numa_node: int | None = None
     numa_node_bytes: int | None = None
+    address_bytes: int | None = None
 
     @property
     def least_bytes(self) -> int:
         """What all limits leave together."""
+        return self.share_bytes(1)
+
+    def share_bytes(self, processes: int) -> int:
+        """What one of `processes` may take that share the memory alike; addresses are its own."""
         rooms = (self.machine_bytes, self.control_group_bytes, self.numa_node_bytes)
-        return max(0, min(room for room in rooms if room is not None))
+        shared = min(room for room in rooms if room is not None) // processes
+        return max(0, shared if self.address_bytes is None else min(shared, self.address_bytes))
 
     def __str__(self) -> str:
         group = self.control_group_bytes
@@ -45,6 +58,8 @@ class MemoryRoom:
         ]
         if self.numa_node_bytes is not None:
             parts.append(f"{format_bytes(self.numa_node_bytes)} free on node {self.numa_node}")
+        if self.address_bytes is not None:
+            parts.append(f"{format_bytes(self.address_bytes)} of addresses left by ulimit")
         return ", ".join(parts)
 
 
@@ -59,7 +74,51 @@ def memory_room(*, numa_node: int | None = None) -> MemoryRoom:
         control_group_bytes=control_group_room(),
         numa_node=numa_node,
         numa_node_bytes=None if numa_node is None else numa_node_room(numa_node),
+        address_bytes=address_room(),
     )
+
+
+def check_room_for_libraries(*, processes: int = 1) -> None:
+    """Raise MemoryError unless `processes` that train can load their libraries.
+
+    Called before torch is imported: beyond a limit the system kills without a word.
+    """
+    room = memory_room()
+    needed = processes * LIBRARY_BYTES
+    if replace(room, address_bytes=None).least_bytes < needed:
+        many = f"training in {processes} processes" if processes > 1 else "training"
+        raise MemoryError(
+            f"{many} needs {format_bytes(needed)} for libraries alone, and there is less: "
+            f"{room}; raise the limit, or end other programs"
+        )
+    if room.address_bytes is not None and room.address_bytes < LIBRARY_ADDRESS_BYTES:
+        raise MemoryError(
+            f"the libraries of a training process take {format_bytes(LIBRARY_ADDRESS_BYTES)} of "
+            f"addresses, and ulimit -v (or -d) leaves {format_bytes(room.address_bytes)}: raise it"
+        )
+
+
+def address_room(*, status: Path = _STATUS) -> int | None:
+    """Bytes that ``ulimit -v`` and ``ulimit -d`` leave to this process; None without such a limit.
+
+    Args:
+        status: the file that says what the process has.
+    """
+    rooms = []
+    for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            rooms.append(max(0, soft - _status_bytes(status, name)))
+    return min(rooms, default=None)
+
+
+def _status_bytes(status: Path, name: str) -> int:
+    """A figure of ``/proc/self/status``; 0 where there is no such file."""
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return 1024 * int(found[1]) if found else 0
 
 
 def control_group_room(*, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> int | None:

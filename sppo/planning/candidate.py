@@ -58,6 +58,7 @@ class Candidate:
         input_every: Layers that share one saved input.
         cut_rows: Whether the policy may cut a tensor class.
         spare_bytes: Device memory to leave for what only a simulation follows.
+        background_saves: Checkpoints are copied in memory, then written while training goes on.
     """
 
     workload: Workload
@@ -73,6 +74,7 @@ class Candidate:
     input_every: int = 1
     cut_rows: bool = True
     spare_bytes: int = 0
+    background_saves: bool = False
 
     @property
     def budget_bytes(self) -> int:
@@ -98,6 +100,7 @@ class Candidate:
             data_parallel_degree=self.data_parallel_degree,
             zero=self.zero,
             input_every=self.input_every,
+            background_saves=self.background_saves,
         )
 
 

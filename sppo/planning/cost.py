@@ -42,6 +42,7 @@ class CostRequest:
         data_parallel_degree: Replicas that reduce gradients once per step.
         zero: How much of the state the replicas share out: 0, 1 or 3.
         input_every: Layers that share one saved input; the others rebuild it.
+        background_saves: Checkpoints are copied in memory, then written while training goes on.
     """
 
     workload: Workload
@@ -51,6 +52,7 @@ class CostRequest:
     data_parallel_degree: int = 1
     zero: int = 1
     input_every: int = 1
+    background_saves: bool = False
 
     @property
     def num_stages(self) -> int:

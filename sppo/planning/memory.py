@@ -28,6 +28,7 @@ from sppo.planning.cost import (
 )
 from sppo.planning.layer_cost import WIDE_BYTES, Workload
 from sppo.planning.parameters import layer_shapes, num_parameters, outer_parts
+from sppo.planning.process_growth import process_growth_bytes
 from sppo.planning.working_set import (
     PREFIX_KEYS,
     forward_working_set,
@@ -71,6 +72,8 @@ class MemoryBuckets:
     """What a C heap holds beyond that."""
     communication_bytes: int
     """Messages between stages, and what a sequence-parallel group exchanges."""
+    growth_bytes: int = 0
+    """What the process takes beside tensors, see :mod:`sppo.planning.process_growth`."""
 
     @property
     def total_bytes(self) -> int:
@@ -120,6 +123,7 @@ def state_memory(
         is_last = request.is_last_stage(stage)
         working = max(layer, loss) if is_last else layer
         optimizer = int((own if request.zero else count) * (2 * WIDE_BYTES + masters))
+        saved = int((own if request.zero else count) * 3 * WIDE_BYTES)
         gathered = _put_together_bytes(request, stage=stage) if shares_weights else 0
         buckets = MemoryBuckets(
             weights_bytes=int((own if shares_weights else count) * element) + gathered,
@@ -133,6 +137,13 @@ def state_memory(
             working_bytes=working,
             heap_bytes=round(working * heap_share),
             communication_bytes=messages + _reduce_bytes(request, parameters=count),
+            growth_bytes=process_growth_bytes(
+                workload,
+                request.lengths,
+                stages_per_rank=request.num_virtual,
+                is_pipeline=request.num_stages > 1,
+                background_save_bytes=saved if request.background_saves else 0,
+            ),
         )
         stages.append(StageMemory(buckets, 0, optimizer if offload_optimizer else 0))
     return tuple(stages)

@@ -45,6 +45,7 @@ BUCKETS = (
     Bucket("working_bytes", "R", "running layer"),
     Bucket("heap_bytes", "H", "C heap"),
     Bucket("communication_bytes", "M", "messages"),
+    Bucket("growth_bytes", "P", "process growth"),
 )
 assert [bucket.field for bucket in BUCKETS] == [field.name for field in fields(MemoryBuckets)], (
     "every bucket is shown, in its order"

@@ -167,6 +167,7 @@ def candidate_of(
         # A CPU's host memory is the device's: there is nowhere to go.
         offload_optimizer=run.optimizer.offload and workload.hardware.device.kind != "cpu",
         input_every=run.activations.input_every,
+        background_saves=run.checkpoint.async_save,
         # Where ranks share weights out, tensors are rebuilt whole or not at all.
         cut_rows=workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1,
     )

@@ -33,9 +33,9 @@ CAUSAL_TOKENS = 2048
 """Rows of the largest causal square, as in :mod:`sppo.kernels.attention_blocks`."""
 PREFIX_KEYS = 8192
 """Keys of the longest part of a prefix, as there."""
-REMAINDER_TOKENS = 255
-"""Rows, at most, of a causal square that is computed in fp32 for its odd size, as in
-:mod:`sppo.kernels.cpu_flash`."""
+HALF_TOKENS = 256
+"""Rows and keys in multiples of which attention is computed in bf16 on a CPU, as in
+:mod:`sppo.kernels.cpu_flash`; the rest is in fp32."""
 LEAST_PART_KEYS = 512
 """Of the parts that a prefix is cut into where it has fewer heads than there are threads, as in
 :mod:`sppo.kernels.cpu_flash`."""
@@ -293,8 +293,8 @@ def _attention_backward(s: _Sizes) -> Iterator[tuple[str, int]]:
     of_square = s.query * square // s.tokens
     # dq, dk and dv of every query head, and the product of o and do.
     yield "a causal square", base + 4 * of_square + s.flash_scratch(square, buffers=2)
-    if s.narrow and s.threads:
-        rows = min(s.tokens, REMAINDER_TOKENS)
+    rows = s.tokens % HALF_TOKENS if s.narrow and s.threads else 0
+    if rows:
         # Beside the same four: q, o, do, k and v cast.
         operands = (7 * s.wide_query + 2 * s.cast_key) * rows // s.tokens
         yield "a small causal square", base + operands + s.flash_scratch(rows, buffers=2)

@@ -29,7 +29,7 @@ _DELETED = "train.output was deleted or changed while the run wrote into it"
 _FORMAT_VERSION = 1
 _CHECKSUM = "crc32 of each block, hexadecimal"
 _BLOCK_BYTES = 64 * MIB
-_READ_BYTES = 4 * MIB
+_READ_BYTES = MIB
 _MAX_THREADS = 8
 _PROBLEM_CHARACTERS = 300
 
@@ -207,16 +207,17 @@ def _checksums(blocks: list[_Block]) -> list[str]:
 
 def _checksum(block: _Block) -> str:
     crc, left = 0, block.size_bytes
+    buffer = memoryview(bytearray(_READ_BYTES))
     with block.path.open("rb", buffering=0) as file:
         file.seek(block.first)
         while left:
             try:
-                data = file.read(min(_READ_BYTES, left))
+                count = file.readinto(buffer[: min(_READ_BYTES, left)])
             except OSError as error:
                 # A failing disk reports no name by itself.
                 raise OSError(error.errno, error.strerror, str(block.path)) from error
-            if not data:
+            if not count:
                 break
-            crc = zlib.crc32(data, crc)
-            left -= len(data)
+            crc = zlib.crc32(buffer[:count], crc)
+            left -= count
     return f"{crc:08x}"

@@ -171,7 +171,7 @@ class CpuDevice:
 
     def room_bytes(self, *, local_ranks: int) -> int:
         """See :class:`Device`."""
-        return memory_room().least_bytes // local_ranks
+        return memory_room().share_bytes(local_ranks)
 
     def describe_room(self) -> str:
         """See :class:`Device`."""

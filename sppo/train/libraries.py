@@ -12,9 +12,16 @@ import torch
 
 
 @cache
-def load_libraries() -> None:
-    """Load them; takes a second or two, once, which the run would spend later."""
+def load_libraries(*, tensorboard: bool = False) -> None:
+    """Load them; takes a second or two, once, which the run would spend later.
+
+    Args:
+        tensorboard: also what writes its event files.
+    """
     from matplotlib.backends import backend_agg  # noqa: F401
+
+    if tensorboard:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)

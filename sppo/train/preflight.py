@@ -14,12 +14,14 @@ from sppo.offload.spill_directory import usable_directory
 from sppo.planning.hardware import HardwareSpec
 from sppo.planning.hardware_file import hardware_for
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
+from sppo.planning.process_growth import REPORT_BYTES, step_bytes
 from sppo.planning.run_plan import plan_run
 from sppo.planning.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.train.data import TrainingData
 from sppo.train.device import CpuDevice, Device, Kind
 from sppo.train.input_checks import check_inputs
 from sppo.train.libraries import load_libraries
+from sppo.train.process_memory import private_bytes
 from sppo.train.tokens import open_tokens
 from sppo.units import format_bytes
 
@@ -38,6 +40,7 @@ def check_before_training(
     plan: ExecutionPlan | None = None,
     local_ranks: int = 1,
     device: Device | None = None,
+    starts_ranks: bool = False,
 ) -> Preflight:
     """Open the data, check weights and output, decide what was left to ``auto``.
 
@@ -46,6 +49,7 @@ def check_before_training(
         plan: to follow instead of deciding here.
         local_ranks: processes that share this machine.
         device: that this process computes on; None: the CPU.
+        starts_ranks: this process does not train, but starts those that do.
 
     Raises:
         ValueError: what is wrong, with the rule and the fix; nothing was changed.
@@ -63,9 +67,13 @@ def check_before_training(
     )
     _check_labels(training, steps=run.train.steps)
     if device.kind == "cpu":
-        load_libraries()
+        load_libraries(tensorboard=run.train.tensorboard)
     available, disk = device.room_bytes(local_ranks=local_ranks), _disk_room(run)
+    if starts_ranks and device.kind == "cpu":  # each loads what this process has loaded
+        available = max(0, available - private_bytes())
     host_bytes = device.host_room_bytes(local_ranks=local_ranks)
+    if device.kind == "cpu":
+        _check_step_size(run, available)
     if plan is None:
         hardware = _as_used(run, device, local_ranks=local_ranks)
         if device.kind == "cuda":  # what no plan may use is not free either
@@ -183,9 +191,32 @@ def given_plan(
     return run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)}), plan
 
 
+def _check_step_size(run: RunConfig, available: int) -> None:
+    """Raise MemoryError where a step's data and program alone do not fit: nothing is built first.
+
+    Args:
+        run: checked.
+        available: bytes.
+    """
+    parallel, pieces = run.parallel, run.sequence.num_subsequences
+    sequences = run.train.sequences_per_step // parallel.data_parallel_degree
+    units = sequences * (1 if pieces == "auto" else pieces)
+    tokens = sequences * run.sequence.length
+    is_pipeline = parallel.pipeline_parallel_degree > 1
+    needed = step_bytes(tokens=tokens, units=units, is_pipeline=is_pipeline)
+    if needed > available:
+        raise MemoryError(
+            f"train.sequences_per_step={run.train.sequences_per_step}: the tokens and the program "
+            f"of one step take {format_bytes(needed)} on a rank, and {format_bytes(available)} are "
+            "available: lower it"
+        )
+
+
 def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int, *, kind: Kind) -> None:
     memory = max((stage.memory for stage in plan.stages), key=lambda m: m.device.total_bytes)
     needed = memory.device.total_bytes
+    if kind == "cpu":
+        needed = max(needed, REPORT_BYTES)
     disk = run.activations.disk
     if kind == "cpu" and disk is not None and is_memory(Path(disk)):
         needed += memory.tier_activations_bytes

@@ -157,11 +157,11 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
     predicted, measured = preflight.plan.stages[0].memory.device, outcome.buckets
     if not outcome.phases:
         return {}
-    growth = outcome.peak_bytes - outcome.baseline_bytes
+    growth = outcome.peak_bytes - outcome.baseline_bytes + outcome.warm_up_bytes
     if measured.working_bytes is None:
         rest = {
             "working set and heap": (
-                predicted.working_bytes + predicted.heap_bytes,
+                predicted.working_bytes + predicted.heap_bytes + predicted.growth_bytes,
                 growth - measured.counted_bytes,
             )
         }
@@ -172,7 +172,10 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
                 predicted.working_bytes + predicted.communication_bytes,
                 measured.working_bytes,
             ),
-            "everything else": (predicted.heap_bytes, growth - measured.counted_bytes),
+            "process growth": (
+                predicted.growth_bytes + predicted.heap_bytes,
+                growth - measured.counted_bytes,
+            ),
         }
     return {
         "weights": (predicted.weights_bytes, measured.weights_bytes),

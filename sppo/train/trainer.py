@@ -7,6 +7,7 @@ continues bit for bit.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -81,6 +82,8 @@ class TrainingOutcome:
     wall_s: float = 0.0
     baseline_bytes: int = 0
     """Device memory that the process held before the model was built; on a CPU resident memory."""
+    warm_up_bytes: int = 0
+    """Memory that the process took for good before that; 0 on a GPU."""
     peak_bytes: int = 0
     """Most device memory in any step."""
     phases: list[StepPhases] = field(default_factory=list)
@@ -124,6 +127,7 @@ def train(
         ranks.require_same_facts(input_facts(run, preflight.data.data))
     device.begin()
     _log.info("%s", device.describe_memory())
+    before = device.held_bytes()
     # Next, for both load libraries, which belong to the baseline.
     peak_flops_per_s = device.peak_flops_per_s(DTYPES[run.train.dtype])
     warm_up(run, lengths=preflight.plan.lengths, device=device)
@@ -142,6 +146,7 @@ def train(
         _check_finite(run, state, ranks=ranks)
         ranks.decided_by_main(lambda: note_configuration(run, output))
         outcome = TrainingOutcome(output, first_step, first_step, baseline_bytes=baseline)
+        outcome.warm_up_bytes = max(0, baseline - before) if device.kind == "cpu" else 0
         outcome.buckets.count_state(state)
         loop = _Loop(
             run,
@@ -157,6 +162,10 @@ def train(
         with closing(state.engine):
             loop.run(console)
         outcome.timeline = executed_timeline(outcome.last_step, ranks)
+        # What is drawn and written next has the memory that training had.
+        del loop, manager, state
+        gc.collect()  # the engine's parts refer to each other
+        device.trim()
     outcome.wall_s = time.perf_counter() - started
     return outcome
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -568,3 +569,33 @@ def test_limits_of_the_system_are_told_in_a_line(work, monkeypatch, error):
 
     monkeypatch.setattr(trainer, "warm_up", fail)
     assert len(refuse("train", "run.yaml", code=4).splitlines()) == 1
+
+
+def test_a_step_larger_than_memory_is_refused_before_anything_is_built(work, monkeypatch):
+    monkeypatch.setattr("sppo.train.device.memory_room", lambda: MemoryRoom(8 << 30))
+    before = tree(work)
+    start = time.perf_counter()
+    said = refuse("train", "run.yaml", "train.sequences_per_step=1000000", code=4)
+    assert time.perf_counter() - start < 20
+    assert "train.sequences_per_step=1000000: the tokens and the program" in said
+    assert tree(work) == before
+
+
+@pytest.mark.parametrize("limit_mib", [700, 1150, 1500])
+def test_a_limit_of_addresses_is_told_in_a_line(work, limit_mib):
+    """As ``ulimit -v`` sets it: below what libraries take, and little above."""
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit_mib << 20},) * 2); "
+        "from sppo.cli.app import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "run.yaml", "model.vocab_size=4000000"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+    )
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stderr.startswith("error: ")

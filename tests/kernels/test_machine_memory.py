@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 
 from sppo.kernels.machine_memory import (
     MemoryRoom,
+    address_room,
+    check_room_for_libraries,
     control_group_room,
     memory_room,
     numa_node_room,
@@ -101,3 +105,35 @@ def test_the_room_is_the_least_of_all():
 def test_this_machine_has_room():
     found = memory_room()
     assert 0 < found.least_bytes <= psutil.virtual_memory().total
+
+
+def test_processes_share_memory_and_have_addresses_of_their_own():
+    shared = MemoryRoom(machine_bytes=8 * GIB, control_group_bytes=6 * GIB, address_bytes=2 * GIB)
+    assert shared.least_bytes == 2 * GIB
+    assert shared.share_bytes(6) == GIB
+    assert "2.0 GiB of addresses left by ulimit" in str(shared)
+
+
+def test_addresses_are_what_the_limit_leaves(tmp_path, monkeypatch):
+    status = tmp_path / "status"
+    status.write_text("VmPeak:\t 9 kB\nVmSize:\t 1048576 kB\nVmData:\t 524288 kB\n")
+    limits = {resource.RLIMIT_AS: 4 * GIB, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (limits[limit], limits[limit]))
+    assert address_room(status=status) == 3 * GIB
+    limits[resource.RLIMIT_DATA] = GIB
+    assert address_room(status=status) == GIB // 2
+    limits.update(dict.fromkeys(limits, resource.RLIM_INFINITY))
+    assert address_room(status=status) is None
+
+
+def test_libraries_that_do_not_fit_are_refused():
+    rooms = {
+        "training in 3 processes needs 720.0 MiB for libraries alone": MemoryRoom(700 << 20),
+        "ulimit -v": MemoryRoom(8 * GIB, address_bytes=GIB // 2),
+    }
+    for said, little in rooms.items():
+        with (
+            mock.patch("sppo.kernels.machine_memory.memory_room", lambda little=little: little),
+            pytest.raises(MemoryError, match=said),
+        ):
+            check_room_for_libraries(processes=3)

@@ -129,6 +129,31 @@ def test_a_limit_is_planned_for(group, run_file):
     assert (limited["loss"], limited["grad_norm"]) == (unlimited["loss"], unlimited["grad_norm"])
 
 
+@pytest.mark.parametrize("limit_mib", [150, 700])
+def test_a_limit_below_the_libraries_is_refused_before_they_are_loaded(group, run_file, limit_mib):
+    """They would be killed while torch is loaded, which nobody could tell about."""
+    group.limit(limit_mib * MIB)
+    ranks = [] if limit_mib == 150 else ["parallel.pipeline_parallel_degree=2"]
+    refused = group.run("train", str(run_file), *ranks)
+    assert refused.returncode == 4, refused.stdout + refused.stderr
+    assert "for libraries alone" in refused.stderr
+    assert group.kills == 0
+
+
+def test_what_little_is_accepted_trains_to_its_end(group, run_file):
+    """Checkpoints, what the first steps leave behind, and pictures are in the plan."""
+    loaded, small = loaded_bytes(group), ["model.hidden_size=64", "model.num_layers=1"]
+    words = ["train", str(run_file), *small, "sequence.length=512", "train.steps=3"]
+    group.limit(loaded + 42 * MIB)
+    done = group.run(*words, "checkpoint.every=1", "checkpoint.async_save=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Path("out", "loss.png").exists()
+    assert group.kills == 0
+    memory = json.loads(Path("out", "run_summary.json").read_text())["memory_bytes"]
+    growth = memory["process growth"]
+    assert growth["measured"] == pytest.approx(growth["predicted"], rel=0.4)
+
+
 def test_too_low_a_limit_is_refused_before_anything_is_made(group, run_file, tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
     group.limit(loaded_bytes(group) + 40 * MIB)
