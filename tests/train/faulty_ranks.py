@@ -174,7 +174,7 @@ def load_wrong(group: ProcessGroup, directory: str, fault: str) -> dict[str, Any
         elif fault == "shape":
             state["model.layers.1.norm.weight"] = StateBlock(torch.full((1,), -1.0), (3,), (4,))
         else:
-            hidden = patch.object(Path, "read_text", raising(FileNotFoundError()))
+            hidden = patch.object(checkpoint_manifest, "read_json", raising(FileNotFoundError()))
     with hidden:
         try:
             manager.load_into(found, state)
