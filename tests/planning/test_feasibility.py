@@ -54,7 +54,7 @@ def test_fitting_is_what_the_solver_calls_fitting(length, activations):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"sequence": {"num_subsequences": 64 * KIB}, "length": 32 * KIB},
+        {"sequence": {"num_subsequences": 16 * KIB}, "length": 8 * KIB},
         {"parallel": {"sequence_parallel_degree": 16}},
         {"activations": {"policy": "sppo"}},
     ],
