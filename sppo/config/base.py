@@ -34,6 +34,8 @@ LARGEST_FLOAT = 3.4e38
 MOST_RANKS = 1 << 20
 MOST_SUBSEQUENCES = 1 << 14
 """Each of them is planned and simulated by itself, on every stage."""
+MOST_SEQUENCES = 1 << 14
+"""Of one step: each of them is planned by itself."""
 MOST_LAYERS = 4096
 """Each of them is planned by itself; thirty times those of the deepest models in use."""
 MOST_TOKENS = 1 << 30

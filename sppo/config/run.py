@@ -11,6 +11,7 @@ from pydantic import Field
 from sppo.config.base import (
     LONGEST_TIMEOUT_S,
     MOST_STEPS,
+    MOST_SEQUENCES,
     MOST_SUBSEQUENCES,
     Degree,
     Directory,
@@ -142,7 +143,7 @@ class TrainConfig(Section):
 
     steps: Steps = 100
     """Optimizer steps in all; a finished run goes on when it is raised."""
-    sequences_per_step: Degree = 1
+    sequences_per_step: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
     """B: sequences whose gradients are summed into one optimizer step: gradient accumulation, as
     every sequence runs by itself."""
     dtype: Literal["bf16", "fp32"] = "bf16"

@@ -572,12 +572,12 @@ def test_limits_of_the_system_are_told_in_a_line(work, monkeypatch, error):
 
 
 def test_a_step_larger_than_memory_is_refused_before_anything_is_built(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.device.memory_room", lambda: MemoryRoom(8 << 30))
+    monkeypatch.setattr("sppo.train.device.memory_room", lambda: MemoryRoom(64 << 20))
     before = tree(work)
     start = time.perf_counter()
-    said = refuse("train", "run.yaml", "train.sequences_per_step=1000000", code=4)
+    said = refuse("train", "run.yaml", "train.sequences_per_step=16384", code=4)
     assert time.perf_counter() - start < 20
-    assert "train.sequences_per_step=1000000: the tokens and the program" in said
+    assert "train.sequences_per_step=16384: the tokens and the program" in said
     assert tree(work) == before
 
 

@@ -297,6 +297,7 @@ def test_every_key_is_described_or_speaks_for_itself(schema):
         ("optimizer", {"warmup_steps": 10**399}, "optimizer.warmup_steps"),
         ("optimizer", {"lr": 1e300}, "optimizer.lr"),
         ("train", {"steps": 10**20}, "train.steps"),
+        ("train", {"sequences_per_step": 1 << 20}, "train.sequences_per_step"),
         ("train", {"seed": 1 << 64}, "train.seed"),
         ("checkpoint", {"keep": 10**400}, "checkpoint.keep"),
     ],
