@@ -311,7 +311,7 @@ class CheckpointManager:
                     _logger.info("%s is being read and stays until the next save", path)
             except OSError as error:
                 _logger.warning("old checkpoint %s cannot be deleted: %s", path, error.strerror)
-        self._damaged = set()
+        self._damaged = {path for path in damaged if path.exists()}
 
 
 def _made(directory: Path) -> Path:

@@ -105,16 +105,24 @@ def remove_checkpoint(path: Path) -> bool:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if _is_held(descriptor):
+            return False
+        aside = _set_aside(path)
+    finally:
         os.close(descriptor)
-        return False
-    except OSError:
-        pass  # no locks here
-    aside = _set_aside(path)
-    os.close(descriptor)
     shutil.rmtree(aside)
     return True
+
+
+def _is_held(descriptor: int) -> bool:
+    """Lock a directory alone; return whether others hold it. Without locks nobody does."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _set_aside(path: Path) -> Path:

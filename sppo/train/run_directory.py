@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +143,20 @@ def locked_output(run: RunConfig) -> Iterator[Path]:
                 f"train.output {output} is in use by another run{holder}; wait for it or choose "
                 "another"
             ) from None
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
         try:
+            _note_holder(lock.fileno(), f"pid {os.getpid()} on {socket.gethostname()}")
             check_output(run)
             _remove_leftovers(output)
             yield output
         finally:
-            lock.truncate(0)
+            _note_holder(lock.fileno(), "")
+
+
+def _note_holder(descriptor: int, holder: str) -> None:
+    """Write down who holds the directory, or nobody; a disk too full for that is no matter."""
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, holder.encode())
 
 
 def _holder(output: Path) -> str:

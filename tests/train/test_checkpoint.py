@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sppo.config import RunConfig, check_run
 from sppo.train import checkpoint as checkpoint_module
-from sppo.train import checkpoint_manifest, checkpoint_search
+from sppo.train import checkpoint_files, checkpoint_manifest, checkpoint_search
 from sppo.train.checkpoint import (
     CheckpointError,
     CheckpointManager,
@@ -397,6 +397,22 @@ def test_what_is_read_stays_until_the_next_save(tmp_path: Path) -> None:
         assert _names(tmp_path) == ["step_000005", "step_000006"]
     manager.save(_state(7), step=7, metadata={})
     assert _names(tmp_path) == ["step_000007"]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_not_kept_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = _saved(tmp_path, 5, keep=1)
+    old = tmp_path / "checkpoints" / "step_000005"
+
+    def fail(path: Path) -> Path:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint_files, "_set_aside", fail)
+    manager.save(_state(6), step=6, metadata={})
+    descriptor = os.open(old, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    os.close(descriptor)
 
 
 @pytest.mark.parametrize("name", ["held", "find_damage"])

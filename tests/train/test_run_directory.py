@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import stat
 
@@ -83,6 +84,19 @@ def test_two_runs_in_one_directory(run):
             pass
     with locked_output(run):
         pass
+
+
+def test_a_disk_too_full_to_say_who_holds_the_directory(run):
+    """As a full disk: this process may make files, and write nothing into them."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    entered = False
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with locked_output(run):
+            entered = True
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert entered
 
 
 def test_a_run_that_came_between_looking_and_locking(run, run_file):
