@@ -61,7 +61,7 @@ def parse_json(text: str | bytes, *, source: str, strict: bool = True) -> Any:
         JsonError: it is not UTF-8, no JSON, nested too deeply, or breaks a rule of `strict`.
     """
     try:
-        words = text if isinstance(text, str) else text.decode("utf-8")
+        words = text if isinstance(text, str) else text.decode("utf-8-sig")
         value = _parse(words, strict=strict)
     except UnicodeDecodeError as error:
         raise JsonError(f"{one_line(source)}: byte {error.start} is not UTF-8") from None

@@ -67,3 +67,7 @@ def test_without_strictness_other_values_are_taken():
     assert parse_json(line, source="x", strict=False)["text"] == "a"
     with pytest.raises(JsonError, match=r"x:3: nested more than 100 levels deep \(column 102\)"):
         parse_json(" " + "[" * 3000 + "]" * 3000, source="x:3", strict=False)
+
+
+def test_a_line_may_begin_with_a_byte_order_mark():
+    assert parse_json(b'\xef\xbb\xbf{"text": "a"}', source="x", strict=False) == {"text": "a"}
