@@ -52,7 +52,8 @@ def check(run_file: RunFile, overrides: Overrides = None, json_output: Json = Fa
 
     from sppo.config import ConfigError
 
-    problems = _problems(run_file, overrides or ())
+    with exit_codes():
+        problems = _problems(run_file, overrides or ())
     if json_output:
         listed = [asdict(problem) for problem in problems]
         typer.echo(json.dumps({"valid": not problems, "problems": listed}, indent=2))

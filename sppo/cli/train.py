@@ -147,9 +147,9 @@ def _train_as_rank(
         log_to(console)
     with joined(run, environment, device=device) as ranks:
         local = ranks.local_count
-        if device.kind == "cpu":  # memory is free only once every rank has what all will have
+        if device.kind == "cpu":
             load_libraries()
-            ranks.peers.meet()
+        ranks.peers.meet()  # memory is free only once every rank has what all will have
         decided = ranks.decided_by_main(
             lambda: check_before_training(run, plan=plan, local_ranks=local, device=device).plan
         )

@@ -20,12 +20,15 @@ from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.run_plan import plan_run, trains_pieces
 from sppo.quoting import quoted
 from sppo.train.device import device_kind
-from sppo.train.model_tokenizer import check_tokenizer
+from sppo.train.model_tokenizer import check_same_vocabulary, check_tokenizer
 from sppo.train.run_directory import check_output
 from sppo.train.tokens import TokenData, check_fits, open_tokens
 
 _UNBOUNDED_BYTES = 1 << 60
 """Memory with which a plan is made to see what it refuses for other reasons."""
+
+_BAD_PATHS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""What is wrong with a path in a run file; other faults of the system end the command as such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ def _input_problems(run: RunConfig) -> Iterator[Problem]:
 def _problems(run: RunConfig, check: _Check) -> Iterator[Problem]:
     try:
         check.check(run)
-    except (ValueError, OSError) as error:
+    except (ValueError, *_BAD_PATHS) as error:
         where = getattr(error, "filename", None)
         text = f"{where}: {error.strerror}" if isinstance(error, OSError) and where else str(error)
         yield Problem(check.key, quoted(check.value(run)), text)
@@ -150,7 +153,8 @@ def check_weights(run: RunConfig) -> None:
 
 def _check_held_out(run: RunConfig) -> None:
     if run.data.eval_tokens is not None:
-        open_data(run, run.data.eval_tokens)
+        held_out = open_data(run, run.data.eval_tokens)
+        check_same_vocabulary(held_out, training=Path(run.data.tokens))
 
 
 def _check_disk(run: RunConfig) -> None:

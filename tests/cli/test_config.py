@@ -1,3 +1,4 @@
+import errno
 import json
 import sys
 
@@ -175,3 +176,12 @@ def test_every_key_of_the_schema_is_described():
         if len(about.get("description", "")) < 10
     ]
     assert not unsaid
+
+
+def test_check_ends_as_train_does_where_the_system_is_at_its_limits(run_yaml, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EMFILE, "Too many open files", "tokens/meta.json")
+
+    monkeypatch.setattr("sppo.train.input_checks.open_data", fail)
+    for words in (("config", "check", run_yaml), ("train", run_yaml)):
+        assert refuse(*words, code=4) == "error: tokens/meta.json: Too many open files\n"
