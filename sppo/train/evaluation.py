@@ -31,7 +31,6 @@ from sppo.train.device import CpuDevice, Device
 from sppo.train.input_checks import check_weights, open_data
 from sppo.train.model_tokenizer import check_same_vocabulary
 from sppo.train.state import DTYPES, starting_weights
-from sppo.train.tokens import open_tokens
 from sppo.units import format_bytes
 
 _FIRST_BIN_TOKENS = 64
@@ -97,8 +96,7 @@ def evaluate(
     found = None if initial else _checkpoint(run, checkpoint)
     directory = run.data.eval_tokens or run.data.tokens
     data = open_data(run, directory)
-    if run.data.eval_tokens is not None and Path(run.data.tokens).is_dir():
-        check_same_vocabulary(data, open_tokens(run.data.tokens))
+    check_same_vocabulary(data, training=Path(run.data.tokens))
     hardware = hardware_for(
         run.hardware, this_machine=None if device.kind == "cpu" else device.machine()
     )

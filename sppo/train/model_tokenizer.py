@@ -11,7 +11,7 @@ from typing import Any
 from sppo.config.json_file import parse_json
 from sppo.config.model import ModelConfig
 from sppo.train.documents import reading
-from sppo.train.tokens import TokenData
+from sppo.train.tokens import META_FILE, TokenData, read_meta
 
 TOKENIZER_FILE = "tokenizer.json"
 _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -87,19 +87,28 @@ def check_tokenizer(data: TokenData, model: ModelConfig) -> None:
         raise _refusal(data, directory, theirs=str(path), size=size)
 
 
-def check_same_vocabulary(held_out: TokenData, training: TokenData) -> None:
+def check_same_vocabulary(held_out: TokenData, *, training: Path) -> None:
     """Check that held-out tokens are of the vocabulary that the run is trained on.
+
+    Args:
+        held_out: tokens to evaluate on.
+        training: directory of the tokens to train on; nothing is checked where they are not.
 
     Raises:
         ValueError: they are of another one; ids made elsewhere say nothing about theirs.
     """
-    ours, theirs = held_out.meta.tokenizer, training.meta.tokenizer
+    meta = training / META_FILE
+    if not meta.is_file():
+        return
+    with reading(meta):
+        theirs = read_meta(meta).tokenizer
+    ours = held_out.meta.tokenizer
     if "ids" in (ours.name, theirs.name) or ours.sha256 == theirs.sha256:
         return
     if ours.vocabulary_sha256 is None or ours.vocabulary_sha256 != theirs.vocabulary_sha256:
         raise ValueError(
             f"data.eval_tokens {held_out.directory} are tokens of tokenizer {ours.name}, and the "
-            f"run is trained on those of {theirs.name} in {training.directory}: prepare the "
+            f"run is trained on those of {theirs.name} in {training}: prepare the "
             "held-out text again, with the tokenizer of data.tokens"
         )
 

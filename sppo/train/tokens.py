@@ -119,7 +119,7 @@ def open_tokens(directory: Path | str) -> TokenData:
     directory = Path(directory)
     try:
         _check_files(directory)
-        meta = _read_meta(directory / META_FILE)
+        meta = read_meta(directory / META_FILE)
         tokens = _map_tokens(directory / TOKENS_FILE, meta)
         offsets = _map_offsets(directory / DOCUMENTS_FILE, meta)
     except OSError as error:
@@ -200,7 +200,13 @@ def write_meta(path: Path, meta: TokenMeta) -> None:
     write_json(path, asdict(meta))
 
 
-def _read_meta(path: Path) -> TokenMeta:
+def read_meta(path: Path) -> TokenMeta:
+    """Return what ``meta.json`` says; the files beside it are not looked at.
+
+    Raises:
+        ValueError: not JSON, of another format version, or not a description of tokens.
+        OSError: it cannot be read.
+    """
     fix = _AGAIN
     try:
         raw = read_json(path)

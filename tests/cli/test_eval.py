@@ -197,3 +197,8 @@ def test_progress_is_ten_lines_at_most(work: Path):
     text = succeed("eval", "run.yaml", "--initial")
     assert "sequence 20 of 20" in text
     assert text.count(" of 20") == 10
+
+
+def test_training_tokens_that_are_gone_in_part_are_not_needed(trained):
+    (trained / "tokens/documents.npy").write_bytes(b"")
+    assert " held-out tokens " in succeed("eval", "run.yaml")
