@@ -112,12 +112,12 @@ def _end_of_document(text: str) -> EndOfDocument:
 @contextmanager
 def _disk_full_explained(out: Path) -> Iterator[None]:
     """Say what was being written and what it takes when the disk is full."""
-    from sppo.train.token_writer import DISK_FULL_ERRNOS
+    from sppo.output_file import FULL_ERRNOS
 
     try:
         yield
     except OSError as error:
-        if error.errno not in DISK_FULL_ERRNOS:
+        if error.errno not in FULL_ERRNOS:
             raise
         raise OSError(
             error.errno,

@@ -13,15 +13,15 @@ from contextlib import contextmanager
 
 import typer
 
+from sppo.output_file import FULL_ERRNOS
+
 FAULT = 1
 """Of a disk; also of anything that is reported as a bug."""
 BAD_INPUT = 2
 NO_PLAN = 3
 NO_ROOM = 4
 
-_NO_ROOM = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
-)
+_NO_ROOM = FULL_ERRNOS | {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
 """Of memory or disk, and of what else the system limits: open files, processes."""
 _LIMITS = ("Too many open files", "Resource temporarily unavailable", "can't start new thread")
 """What torch and Python say of these limits in errors without a number."""
@@ -145,14 +145,13 @@ def _is_out_of_memory(error: RuntimeError | ImportError) -> bool:
     """Torch reports a failed allocation as a RuntimeError on the CPU, a subclass of it on CUDA.
 
     The memory pool of ``csrc`` says the one, torch's own allocator the other; the rest is said
-    where ``ulimit -v`` leaves no addresses for a library, or for a thread's stack.
+    where ``ulimit -v`` leaves no addresses for a library.
     """
     said = (
         "not enough memory",
         "can't allocate memory",
         "cannot allocate memory",
         "failed to map segment",
-        "can't start new thread",
         "std::bad_alloc",
     )
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in said)

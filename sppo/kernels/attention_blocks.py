@@ -96,7 +96,7 @@ def attention_blocks(
     return tuple(blocks)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)  # thousands of blocks each, where documents are short
 def whole_units(blocks: tuple[Block, ...], *, unit: int, window: int | None) -> tuple[Block, ...]:
     """Cut `blocks` into blocks of whole units and what remains of each, one row and key to a pair.
 

@@ -108,17 +108,22 @@ def address_room(*, status: Path = _STATUS) -> int | None:
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY:
-            rooms.append(max(0, soft - _status_bytes(status, name)))
+            rooms.append(max(0, soft - (status_bytes(name, status=status) or 0)))
     return min(rooms, default=None)
 
 
-def _status_bytes(status: Path, name: str) -> int:
-    """A figure of ``/proc/self/status``; 0 where there is no such file."""
+def status_bytes(name: str, *, status: Path = _STATUS) -> int | None:
+    """Return a figure of this process in ``/proc/self/status``; None on systems without it.
+
+    Args:
+        name: of the figure, e.g. ``VmHWM``.
+        status: the file that says what the process has.
+    """
     try:
         found = re.search(rf"^{name}:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
     except OSError:
-        return 0
-    return 1024 * int(found[1]) if found else 0
+        return None
+    return 1024 * int(found[1]) if found else None
 
 
 def control_group_room(*, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> int | None:

@@ -20,12 +20,12 @@ from sppo.kernels.extension import describe, native_library
 from sppo.offload.disk_room import disk_room, is_memory
 from sppo.offload.python_tier_file import PythonFile
 from sppo.offload.tier_file import FileStatistics, NativeFile, TierFile, Transfer, wait_for
+from sppo.output_file import FULL_ERRNOS
 from sppo.units import format_bytes
 
 _NO_ROOM = "offload less, free space, or name a directory on another disk"
 _NOT_THERE = "make it, or name a directory that is there"
 _NOT_ALLOWED = "name a directory that this user can write"
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _ADVICE = {
     errno.ENOENT: _NOT_THERE,
     errno.ENOTDIR: _NOT_THERE,
@@ -36,7 +36,7 @@ _ADVICE = {
     errno.EIO: "the disk is faulty (see dmesg): name a directory on another one",
     errno.ECANCELED: "the tier was closed before it was done",
     errno.ECHILD: "a fork has none of the threads of the process that opened the tier",
-    **dict.fromkeys(_FULL, _NO_ROOM),
+    **dict.fromkeys(FULL_ERRNOS, _NO_ROOM),
 }
 _OTHER_ADVICE = "name a directory on another file system"
 
@@ -225,7 +225,7 @@ def _open(directory: Path, size_bytes: int, *, threads: int, direct: bool) -> Ti
             return PythonFile(directory, size_bytes, threads=threads)
         return NativeFile(library.files, directory, size_bytes, threads=threads, direct=direct)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL_ERRNOS:
             raise _fault(error.errno, f"no {what}") from error
         room = disk_room(directory)
         reason = f"a {what} does not fit: {room}; {_NO_ROOM}"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from sppo.kernels.machine_memory import status_bytes
+
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -27,25 +29,17 @@ def reset_peak() -> None:
 
 def peak_resident_bytes() -> int:
     """Most resident memory since :func:`reset_peak`."""
-    try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    peak = status_bytes("VmHWM", status=_STATUS)
+    if peak is not None:
+        return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def private_bytes() -> int:
     """Resident memory now that no other process can share; all of it where nothing tells."""
-    try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return resident_bytes()
+    private = status_bytes("RssAnon", status=_STATUS)
+    return resident_bytes() if private is None else private
 
 
 def resident_bytes() -> int:

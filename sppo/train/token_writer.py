@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -17,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.output_file import FULL_ERRNOS
 from sppo.train.tokens import (
     DOCUMENTS_FILE,
     FORMAT_VERSION,
@@ -28,9 +28,6 @@ from sppo.train.tokens import (
     dtype_name,
     write_meta,
 )
-
-DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""No space left, or the user's quota is used up."""
 
 _BUFFER_BYTES = 1 << 20
 
@@ -187,7 +184,7 @@ def temporary_sibling(out: Path) -> Iterator[Path]:
             out.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
         except OSError as error:
-            if error.errno in DISK_FULL_ERRNOS:
+            if error.errno in FULL_ERRNOS:
                 raise
             raise ValueError(
                 f"--out {out}: cannot be written: {error.strerror}; give a directory you may"
@@ -224,7 +221,7 @@ def move_into_place(temporary: Path, out: Path) -> None:
     except OSError as error:
         if replaced.exists() and not out.exists():
             replaced.rename(out)
-        if error.errno in DISK_FULL_ERRNOS:
+        if error.errno in FULL_ERRNOS:
             raise
         raise ValueError(
             f"--out {out}: cannot be moved into place: {error.strerror}; run the command again"
