@@ -10,8 +10,8 @@ from pydantic import Field
 
 from sppo.config.base import (
     LONGEST_TIMEOUT_S,
-    MOST_STEPS,
     MOST_SEQUENCES,
+    MOST_STEPS,
     MOST_SUBSEQUENCES,
     Degree,
     Directory,
