@@ -198,7 +198,7 @@ def _take_permissions(file: BinaryIO, target: Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether ``path`` is written in place: a device, a pipe, an open descriptor."""
+    """Return whether ``path`` is written in place: a device, a pipe, an open descriptor."""
     if _descriptor(path) is not None:
         return True
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)

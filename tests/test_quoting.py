@@ -23,9 +23,9 @@ def deep(levels: int) -> list:
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_any_value_is_one_short_line(value):
-    start = time.perf_counter()
+    start_s = time.process_time()
     text = quoted(value)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start_s < 1
     assert text.isprintable()
     assert len(text) <= QUOTE_CHARACTERS
 

@@ -64,7 +64,7 @@ class ParallelConfig(Section):
     pipeline_parallel_degree: Degree = 1
     """Stages of layers, through which subsequences flow; at most the number of layers."""
     sequence_parallel_degree: Degree = 1
-    """Ranks that share the tokens of every subsequence."""
+    """Ranks over which the tokens of every subsequence are sharded."""
     sequence_parallel: Literal["ulysses", "megatron"] = "ulysses"
     """How sequence-parallel ranks share a layer. ulysses: weights whole on each, tokens exchanged
     for heads around attention; megatron: weights shared out, by heads and the MLP's width, tokens
@@ -96,16 +96,16 @@ class ActivationsConfig(Section):
     """Layers that share one saved input: the others rebuild it from the layer below, whose
     attention output is kept, at the price of one product of the MLP."""
     offload_ratio: Auto | Fraction = "auto"
-    """Share of the bytes saved by every subsequence but the last that is moved to the next tier."""
+    """Fraction of the bytes saved by every subsequence but the last that is offloaded."""
     tier: Literal["auto", "device", "host", "disk"] = "auto"
-    """Where moved activations wait; device moves nothing. auto: host memory behind a GPU, the
+    """Where offloaded activations lie; device offloads nothing. auto: host memory of a GPU, the
     directory of ``disk`` on a CPU."""
     host_memory: Auto | Size = "auto"
-    """Most host memory of one machine for moved activations, e.g. 64GiB. auto: what is free."""
+    """Most host memory of one machine for offloaded activations, e.g. 64GiB. auto: what is free."""
     disk: Directory | None = None
-    """Directory on a fast local disk, where moved activations wait; nothing in it has a name."""
+    """Directory on a fast local disk, where offloaded activations lie; nothing in it has a name."""
     disk_memory: Auto | Size = "auto"
-    """Most bytes on the disk for moved activations, e.g. 200GiB. auto: what is free."""
+    """Most bytes on the disk for offloaded activations, e.g. 200GiB. auto: what is free."""
     debug: bool = False
     """Verify every moved tensor by checksum, and overwrite with NaN what is done with; slow."""
 
@@ -207,7 +207,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     """How many ranks share the work, and how."""
     activations: ActivationsConfig = ActivationsConfig()
-    """What is kept, moved or recomputed between forward and backward."""
+    """What is retained, offloaded or recomputed between forward and backward."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How weights are updated."""
     train: TrainConfig = TrainConfig()

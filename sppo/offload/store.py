@@ -28,7 +28,7 @@ class ActivationStore(Protocol):
 
     @property
     def lends_memory(self) -> bool:
-        """Whether :meth:`take` lends memory that is used again after :meth:`release`.
+        """True if :meth:`take` lends memory that is used again after :meth:`release`.
 
         Otherwise what it returns belongs to the caller.
         """

@@ -67,7 +67,15 @@ def find_checkpoint(path: Path | str) -> Checkpoint:
 
 @contextmanager
 def held_checkpoint(path: Path | str) -> Iterator[Checkpoint]:
-    """As :func:`find_checkpoint`; until the end of the context no run deletes it."""
+    """Yield the checkpoint that ``path`` stands for, verified, which no run deletes meanwhile.
+
+    Args:
+        path: as for :func:`find_checkpoint`.
+
+    Raises:
+        NoCheckpointError: there is none.
+        InvalidCheckpointError: none is whole.
+    """
     path = Path(path)
     below = path / CHECKPOINTS_DIRECTORY
     with ExitStack() as stack:
@@ -113,7 +121,7 @@ def newest_valid(directory: Path) -> tuple[Checkpoint | None, set[Path]]:
 
 @contextmanager
 def _newest_held(directory: Path) -> Iterator[tuple[Checkpoint | None, set[Path]]]:
-    """As :func:`newest_valid`; what is found stays until the end of the context."""
+    """Yield what :func:`newest_valid` returns, which no run deletes meanwhile."""
     with ExitStack() as stack:
         while (found := _newest(directory, stack)) is None:
             stack.close()
@@ -121,7 +129,7 @@ def _newest_held(directory: Path) -> Iterator[tuple[Checkpoint | None, set[Path]
 
 
 def _newest(directory: Path, stack: ExitStack) -> tuple[Checkpoint | None, set[Path]] | None:
-    """As :func:`newest_valid`, held by ``stack``; None where a run has deleted one meanwhile."""
+    """Return what :func:`newest_valid` does, held by ``stack``; None where a run deleted one."""
     damages: dict[Path, Damage] = {}
     for _, path in list_checkpoints(directory):
         if not stack.enter_context(held(path)):
@@ -160,7 +168,7 @@ def _one_held(path: Path) -> Iterator[Checkpoint]:
 
 
 def _deleted(path: Path) -> str:
-    """What to do where the run has deleted its old checkpoint."""
+    """Return what to do where the run has deleted its old checkpoint, else nothing."""
     if path.exists() or not list_checkpoints(path.parent):
         return ""
     return f". A run keeps its newest ones: name {path.parent}, and the newest is read"

@@ -128,7 +128,7 @@ class TrainingData:
         return tuple(order.sequence_index(first + k) for k in range(self.sequences_per_step))
 
     def has_labels(self, step: int) -> bool:
-        """Whether any label of ``step`` counts: without one there is nothing to learn from."""
+        """Return whether any label of ``step`` counts; without one there is nothing to learn."""
         return any(
             count_labels(
                 self.data, index, length=self.length, isolate_documents=self.isolate_documents
@@ -137,7 +137,7 @@ class TrainingData:
         )
 
     def why_no_labels(self, step: int) -> str:
-        """Say why no label of ``step`` counts, for a step of which that is true."""
+        """Return why no label of ``step`` counts, for a step without any."""
         indices = self.sequence_indices(step)
         named = ", ".join(map(str, indices[:_NAMED_SEQUENCES]))
         more = f" and {len(indices) - _NAMED_SEQUENCES} more" * (len(indices) > _NAMED_SEQUENCES)

@@ -48,7 +48,7 @@ class TokenizerDescription:
     sha256: str | None = None
     """Of the tokenizer file; None for the built-in ones."""
     vocabulary_sha256: str | None = None
-    """Of its words by id (:mod:`sppo.train.model_tokenizer`); None for the built-in ones."""
+    """Checksum of its words by id (:mod:`sppo.train.model_tokenizer`); None for built-in ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class TokenMeta:
     """Of ``tokens.bin``."""
     tokenizer: TokenizerDescription
     documents_sha256: str | None = None
-    """Of the starts in ``documents.npy``; None in data from before they were summed."""
+    """Checksum of the starts in ``documents.npy``; None in data written without one."""
 
     @property
     def token_dtype(self) -> np.dtype[Any]:
