@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +64,7 @@ _START_ANEW = (
     "earlier checkpoints are untouched: start anew in another train.output with a lower "
     "optimizer.lr, longer optimizer.warmup_steps, or train.dtype=fp32"
 )
+_STANDARD_OUTPUT = "standard output"
 _SAVES_TAKE = 10
 """Times as long as a rank waits in a step, it waits for others to read or write a checkpoint."""
 
@@ -284,8 +285,8 @@ class _Loop:
                     self._save_if_due(step + 1, display)
             except Interrupted:
                 outcome.interrupted_by = stop.signal_name or self._stopped_by
-                with suppress(OSError):  # standard output may be what is full
-                    display.say(f"{outcome.interrupted_by}: saving after step {outcome.done_steps}")
+                done = f"saving after step {outcome.done_steps}"
+                self._say(f"{outcome.interrupted_by}: {done}", display)
             except NonFiniteError:
                 self._save_if_first(display)
                 self._manager.wait()
@@ -365,7 +366,7 @@ class _Loop:
             state.optimizer.step(own, lr=lr)
             state.shared.gather(state.weights)
         else:
-            display.say(problem)
+            self._say(problem, display)
         self._device.synchronize()
         seconds = time.perf_counter() - start
         rest_s = seconds - (accumulated_at - accumulating)
@@ -490,14 +491,25 @@ class _Loop:
         line: str,
     ) -> None:
         """Write and show a step; a failure ends the run after it, once the state is saved."""
-        where = str(self._outcome.output / METRICS_FILE)
-        try:
+        with self._recording(str(self._outcome.output / METRICS_FILE)):
             for sink in sinks:
                 sink.write(metrics)
-            where = "standard output"
+        with self._recording(_STANDARD_OUTPUT):
             display.step_done(line)
+
+    def _say(self, text: str, display: TrainingDisplay) -> None:
+        """Print a line, from within a step as well: a failure ends the run only after it."""
+        with self._recording(_STANDARD_OUTPUT):
+            display.say(text)
+
+    @contextmanager
+    def _recording(self, where: str) -> Iterator[None]:
+        """Remember the first failure to write, which ends the run once the state is saved."""
+        try:
+            yield
         except OSError as error:
-            self._unrecorded = OSError(error.errno, error.strerror, error.filename or where)
+            named = OSError(error.errno, error.strerror, error.filename or where)
+            self._unrecorded = self._unrecorded or named
 
     def _save_if_due(self, done: int, display: TrainingDisplay) -> None:
         every = self._run.checkpoint.every
@@ -521,7 +533,7 @@ class _Loop:
         problems = [p for p in self._peers.everyones(nonfinite_state(state)) if p is not None]
         if problems:
             unsaved = f"the state after step {done} is not saved; {problems[0]}"
-            display.say(unsaved)
+            self._say(unsaved, display)
             return unsaved
         metadata = run_metadata(
             self._run,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -219,6 +220,23 @@ def test_weights_that_blew_up_are_never_saved(work, bad_steps, monkeypatch):
     assert "the state after step 3 is not saved; not finite: model.head.weight" in result.stdout
     names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
     assert names == ["step_000001", "step_000002"]
+
+
+def test_a_skipped_step_that_cannot_be_told_ends_the_run_saved(work, bad_steps, monkeypatch):
+    say = trainer.TrainingDisplay.say
+
+    def full(display, text):
+        if "The update is skipped" in text:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        say(display, text)
+
+    monkeypatch.setattr(trainer.TrainingDisplay, "say", full)
+    bad_steps.add(2)
+    result = call("train", "run.yaml")
+    assert result.exit_code == 4
+    said = "error: standard output: No space left on device; the state after step 2 of 4 is saved"
+    assert said in result.stderr
+    assert (work / "out/checkpoints/step_000002").is_dir()
 
 
 def test_a_run_whose_last_state_is_not_finite_does_not_end_well(work, bad_steps, monkeypatch):
