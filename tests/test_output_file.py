@@ -9,7 +9,8 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "file"
 
 
-@pytest.fixture
-def file_size_limit() -> Iterator[Callable[[int], None]]:
+@contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    """Let no file grow beyond a size; as short as can be, for pytest's own output is one as well."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def assert_kept(path: Path, error: OSError) -> None:
@@ -45,9 +50,8 @@ def assert_kept(path: Path, error: OSError) -> None:
 
 
 @pytest.mark.parametrize("written", range(len(NEW)))
-def test_a_write_that_fails_at_any_byte(path, file_size_limit, written):
-    file_size_limit(written)
-    with pytest.raises(OSError, match="File too large") as caught:
+def test_a_write_that_fails_at_any_byte(path, written):
+    with pytest.raises(OSError, match="File too large") as caught, file_size_limit(written):
         write_bytes(path, NEW)
     assert_kept(path, caught.value)
 
@@ -83,9 +87,8 @@ def test_an_error_of_another_file_keeps_its_name(path):
     assert caught.value.filename == "/nowhere/else"
 
 
-def test_nothing_is_left_of_a_new_file(tmp_path, file_size_limit):
-    file_size_limit(3)
-    with pytest.raises(OSError, match="File too large") as caught:
+def test_nothing_is_left_of_a_new_file(tmp_path):
+    with pytest.raises(OSError, match="File too large") as caught, file_size_limit(3):
         write_bytes(tmp_path / "new", NEW)
     assert caught.value.__notes__ == ["nothing was written"]
     assert list(tmp_path.iterdir()) == []
@@ -215,10 +218,9 @@ def test_two_options_with_one_file_are_refused(tmp_path):
         check_output_files({"--png": tmp_path / "a.png", "--trace": tmp_path / "x/../a.png"})
 
 
-def test_a_full_disk_is_found_before_the_work(path, monkeypatch, file_size_limit):
-    file_size_limit(0)
+def test_a_full_disk_is_found_before_the_work(path, monkeypatch):
     monkeypatch.setattr(output_file, "FULL_ERRNOS", {errno.EFBIG})
-    with pytest.raises(OSError, match="File too large") as caught:
+    with pytest.raises(OSError, match="File too large") as caught, file_size_limit(0):
         check_output_files({"-o": path})
     assert caught.value.filename == f"-o {path}"
     assert path.read_bytes() == OLD
