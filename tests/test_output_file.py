@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 @contextmanager
 def file_size_limit(size_bytes: int) -> Iterator[None]:
-    """Let no file grow beyond a size; as short as can be, for pytest's own output is one as well."""
+    """Let no file grow beyond a size, for a short time: the output of pytest may be one as well."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
