@@ -69,6 +69,19 @@ def test_a_disk_that_fails_after_the_last_byte(path, monkeypatch, call, number):
     assert_kept(path, caught.value)
 
 
+def test_a_file_system_that_cannot_flush_directories(path, monkeypatch):
+    whole = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        whole(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_bytes(path, NEW)
+    assert path.read_bytes() == NEW
+
+
 def test_an_exception_while_writing(path):
     def interrupted() -> None:
         with whole_file(path) as file:
