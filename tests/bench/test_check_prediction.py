@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -18,12 +18,10 @@ SCRIPT = Path(__file__).parents[2] / "scripts/check_prediction.py"
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("check_prediction", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_prediction"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["check_prediction"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        yield importlib.import_module("check_prediction")
+        del sys.modules["check_prediction"]
 
 
 def test_every_case_is_a_run_of_its_own(script, tmp_path):
