@@ -82,7 +82,7 @@ def test_its_pictures(plan):
         (["sequence.length=32Ki"], "sequence.length=32Ki: a plan has fixed it"),
         (["--latency", "1"], "--latency sets an abstract cost, but plan.json has real ones"),
         (["--compare", "1f1b"], "use seq1f1b"),
-        (["--compare", "x"], "'x' is not known"),
+        (["--compare", "x"], "--compare 'x': not one of gpipe, 1f1b"),
         (["other.json"], "two files, plan.json and other.json"),
     ],
 )
