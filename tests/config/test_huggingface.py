@@ -327,7 +327,7 @@ def rotary_models(draw):
         mlp_size=draw(st.integers(1, 99)),
         norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
         max_positions=draw(st.integers(1, 999)),
-        rope_theta=draw(st.floats(1.0, 1e7)),
+        rope_theta=draw(st.floats(1.0, 1e7, exclude_min=scaling is not None)),  # yarn needs it
         rope_scaling=scaling,
         qk_norm=family == "qwen3",
         qkv_bias=biased or family == "qwen2",
