@@ -113,7 +113,7 @@ def test_a_step_given_up_anywhere_leaves_the_engine_clean(trained, error):
         with pytest.raises(type(error)) as caught:
             trained.step(data, TWO_CUTS, before_action=raising_at(position, failure))
         (note,) = caught.value.__notes__
-        assert f"failed in action {position} of {len(PROGRAM)}: " in note
+        assert f"failed in action {position + 1} of {len(PROGRAM)}: " in note  # counted from 1
         assert f">>> {action} <<<" in note
         shown = [word for word in note.split(": ")[1].split() if word not in (">>>", "<<<")]
         assert tuple(shown) == PROGRAM[max(0, position - 3) : position + 4]
