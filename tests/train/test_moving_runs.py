@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import resource
 
 import pytest
 from rich.console import Console
@@ -102,7 +103,9 @@ def test_a_file_system_in_memory_counts_as_memory(work, monkeypatch):
 
 
 def test_a_limit_on_files_is_found_before_the_first_step(work, monkeypatch):
-    monkeypatch.setattr(preflight.resource, "getrlimit", lambda which: (100_000, 100_000))
+    whole = resource.getrlimit
+    limits = {resource.RLIMIT_FSIZE: (100_000, 100_000)}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which) or whole(which))
     error = refuse("train", moving_run(work, policy="offload_all"), code=4)
     assert "may write files of 97.7 KiB at most" in error
     assert not (work / "out").exists()
@@ -190,6 +193,7 @@ def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     usable = device.total_bytes - device.activations_bytes // 3
     room = MemoryRoom(int(usable / USABLE_SHARE) + 1)
     monkeypatch.setattr("sppo.train.device.memory_room", lambda: room)
+    monkeypatch.setattr(preflight, "REPORT_BYTES", 0)  # pictures would need more than this run
     run_file = moving_run(work, sequence=long)
     plan = check_before_training(load_run(run_file)).plan
     assert plan.policy == "hybrid"
