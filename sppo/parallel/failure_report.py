@@ -130,10 +130,13 @@ def _unanswering(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def _timeout(end: RankEnd) -> str | None:
-    """Return what a rank said of the timeout that ended it, e.g. ``timed out after 8 s``."""
+    """Return what a rank said of the timeout that ended it, e.g. ``timed out after 8 s``.
+
+    Without the seconds where it used a connection that an earlier wait of its own had given up.
+    """
     if end.note is None or end.note.state != "peer_lost":
         return None
-    found = re.search(r"timed out after [\d.]+ s", _message(end))
+    found = re.search(r"timed out( after [\d.]+ s)?", _message(end))
     return found and found[0]
 
 

@@ -115,6 +115,16 @@ def test_the_rank_that_did_not_answer_is_to_blame():
     assert len(lines) == 3
 
 
+def test_a_rank_whose_earlier_wait_ran_out_does_not_take_the_blame():
+    late = "meeting the other pieces of a unit: timed out before, and closed the connection then"
+    ends = [
+        end(0, 1, state="peer_lost", at_s=18, message=late),
+        end(1, -9, stopped=True, at_s=9, ended_s=30),
+    ]
+    headline = failure_report(ends, first=first_failure(ends), asked=[]).splitlines()[0]
+    assert headline.startswith("error: rank 1 of 2 did not answer, and rank 0 timed out: rank 1 ")
+
+
 def test_ranks_that_all_timed_out_leave_the_first_to_blame():
     late = "hearing from every rank: timed out after 8 s"
     ends = [end(rank, 1, state="peer_lost", at_s=18 - rank, message=late) for rank in range(2)]
