@@ -27,24 +27,14 @@ from sppo.train.preflight import Preflight
 from sppo.train.run_directory import (
     LOSS_PICTURE,
     METRICS_FILE,
+    RESULT_FILES,
     SUMMARY_FILE,
-    TIMELINE_PAGE,
-    TIMELINE_PICTURE,
-    TIMELINE_TRACE,
 )
 from sppo.train.run_summary import Pair, print_summary, run_summary, write_summary
 from sppo.train.trainer import TrainingOutcome
 
-_WRITTEN = (
-    METRICS_FILE,
-    SUMMARY_FILE,
-    LOSS_PICTURE,
-    TIMELINE_PICTURE,
-    TIMELINE_PAGE,
-    TIMELINE_TRACE,
-    CHECKPOINTS_DIRECTORY,
-)
-"""In the order in which they are told."""
+_WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
+"""Names in the output directory, in the order in which the report lists them."""
 
 
 def report(

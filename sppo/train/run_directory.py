@@ -30,8 +30,7 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 _LOCK_FILE = ".lock"
 _HOLDER_WRITES_S = 0.1
 """A run that has just taken the lock has written by then who it is."""
-_FILES = (
-    CONFIG_FILE,
+RESULT_FILES = (
     METRICS_FILE,
     SUMMARY_FILE,
     LOSS_PICTURE,
@@ -39,6 +38,8 @@ _FILES = (
     TIMELINE_PAGE,
     TIMELINE_TRACE,
 )
+"""Files that a run writes beside its checkpoints, in the order in which its report names them."""
+_FILES = (CONFIG_FILE, *RESULT_FILES)
 _PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
 """Start of the name of what a run that was killed at its very beginning may leave."""
 

@@ -29,25 +29,36 @@ def disk(directory, moved_rows):
     return store
 
 
+@pytest.fixture
+def saved(tmp_path):
+    """Save ``X_IN`` with its first rows on a disk and the others in the store named."""
+    on_disk = []
+
+    def save(kept, moved_rows):
+        if moved_rows:
+            on_disk.append(disk(tmp_path, moved_rows))
+        kept_store = stack() if kept == "stack" else ResidentStore()
+        stores = SavedTensors(kept_store, on_disk[0] if on_disk else None)
+        rows = TensorRows(moved_rows, len(X_IN) - moved_rows)
+        stores.save(KEY, {"x_in": X_IN.clone()}, {"x_in": rows})
+        return stores
+
+    yield save
+    for store in on_disk:
+        store.close()
+
+
 @pytest.mark.parametrize(("kept", "moved_rows"), [("stack", 0), ("device", 4), ("device", 2)])
-def test_owned_tensors_outlive_the_stores_memory(tmp_path, kept, moved_rows):
-    moved = disk(tmp_path, moved_rows) if moved_rows else None
-    stores = SavedTensors(stack() if kept == "stack" else ResidentStore(), moved)
-    stores.save(KEY, {"x_in": X_IN.clone()}, {"x_in": TensorRows(moved_rows, 4 - moved_rows)})
+def test_owned_tensors_outlive_the_stores_memory(saved, kept, moved_rows):
+    stores = saved(kept, moved_rows)
     owned = stores.take_owned(KEY)
     stores.release(KEY)
     assert torch.equal(owned["x_in"], X_IN)
-    if moved is not None:
-        moved.close()
 
 
 @pytest.mark.parametrize(("kept", "moved_rows"), [("stack", 0), ("device", 4)])
-def test_lent_tensors_do_not(tmp_path, kept, moved_rows):
-    moved = disk(tmp_path, moved_rows) if moved_rows else None
-    stores = SavedTensors(stack() if kept == "stack" else ResidentStore(), moved)
-    stores.save(KEY, {"x_in": X_IN.clone()}, {"x_in": TensorRows(moved_rows, 4 - moved_rows)})
+def test_lent_tensors_do_not(saved, kept, moved_rows):
+    stores = saved(kept, moved_rows)
     lent = stores.take(KEY)
     stores.release(KEY)
     assert lent["x_in"].isnan().all()
-    if moved is not None:
-        moved.close()
