@@ -17,7 +17,7 @@ assert VERSION is not None, "sppo/__init__.py names the version"
 
 DEV = [
     "hypothesis>=6.100",
-    "import-linter>=2.1",
+    "import-linter>=2.16",
     "mypy>=1.11",
     "pytest>=8",
     "pytest-timeout>=2.3",

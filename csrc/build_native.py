@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ("host_arena.c", "file_tier.c")
 LIBRARY_NAME = "sppo_native.so"
 REASON_NAME = "not_built.txt"
-"""Both names are known to sppo/kernels/extension.py, which reads what is left here."""
+"""Both names are known to sppo/kernels/native/extension.py, which reads what is left here."""
 ALLOCATOR_SOURCES = ("cpu_allocator.cpp", "memory_pool.cpp")
 ALLOCATOR_NAME = "sppo_cpu_allocator.so"
 ALLOCATOR_REASON_NAME = "cpu_allocator_not_built.txt"
-"""Known to sppo/kernels/cpu_allocator.py."""
+"""Known to sppo/kernels/native/cpu_allocator.py."""
 
 _FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-shared", "-pthread")
 _TIMEOUT_S = 120

@@ -16,7 +16,7 @@ extern "C" {
 #define SPPO_EXPORT __attribute__((visibility("default")))
 
 /* Raised with every change of a signature or struct here or in file_tier.h;
- * sppo/kernels/extension.py names the number it was written for and refuses any other. */
+ * sppo/kernels/native/extension.py names the number it was written for and refuses any other. */
 #define SPPO_INTERFACE_VERSION 2
 
 /* sppo_arena.numa_node where the memory is bound to no node. */

@@ -20,9 +20,9 @@ from typing import Any
 
 from option_types import output_file
 
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import read_hardware
 from sppo.output_file import write_text
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.hardware_file import read_hardware
 
 PHASES = ("forward", "backward", "data and update")
 LLAMA = {

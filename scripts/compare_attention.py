@@ -28,8 +28,8 @@ from option_types import head_counts, one_of, output_file, positive, several  # 
 from torch import Tensor
 from torch.nn import functional
 
-from sppo.kernels.attention import attention_backward, attention_forward
-from sppo.kernels.kv_layout import empty_keys
+from sppo.kernels.attention.interface import attention_backward, attention_forward
+from sppo.kernels.attention.kv_layout import empty_keys
 from sppo.output_file import write_text
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -142,11 +142,11 @@ class _Sppo:
         from sppo.config.run import OptimizerConfig
         from sppo.engine.engine import Engine
         from sppo.engine.unit import SequenceData
-        from sppo.kernels.cpu_allocator import install_cpu_allocator
+        from sppo.kernels.native.cpu_allocator import install_cpu_allocator
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
+        from sppo.optim.adamw import AdamW
         from sppo.planning.partition import automatic_pieces, boundaries_by_length
-        from sppo.train.optimizer import AdamW
 
         install_cpu_allocator()  # as `sppo train` does
         model = ModelConfig(
@@ -189,7 +189,7 @@ class _Transformers:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from sppo.config.run import OptimizerConfig
-        from sppo.train.optimizer import AdamW
+        from sppo.optim.adamw import AdamW
 
         config = LlamaConfig(
             vocab_size=VOCAB,

@@ -100,8 +100,8 @@ def _tiled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Pass:
     """Ours; the fp32 gradient of the weight is there before, as in training."""
     import torch
 
-    from sppo.kernels.cpu_allocator import install_cpu_allocator
     from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
+    from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 
     install_cpu_allocator()
     total = torch.ones(weight.shape, dtype=torch.float32)

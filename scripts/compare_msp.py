@@ -129,16 +129,16 @@ class _Sides:
         import torch
 
         from sppo.config.model import ModelConfig
+        from sppo.cost.flops import partition_costs
+        from sppo.cost.parameters import stage_shapes
         from sppo.engine.engine import Engine
         from sppo.engine.pipeline import Pipeline
-        from sppo.kernels.cpu_allocator import install_cpu_allocator
+        from sppo.kernels.native.cpu_allocator import install_cpu_allocator
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
         from sppo.parallel.mesh import Mesh, MeshShape
         from sppo.parallel.piece_exchange import PieceLinks
         from sppo.parallel.pipeline_p2p import PipelineLinks
-        from sppo.planning.flops import partition_costs
-        from sppo.planning.parameters import stage_shapes
         from sppo.planning.partition import boundaries_by_flops
 
         install_cpu_allocator()
@@ -193,7 +193,7 @@ class _Sides:
         """Equal units, free messages; pieces balanced for causal attention."""
         from dataclasses import replace
 
-        from sppo.planning.flops import partition_costs
+        from sppo.cost.flops import partition_costs
         from sppo.schedule.costs import abstract_costs
 
         linear, quadratic = partition_costs(model)
@@ -213,9 +213,9 @@ class _Sides:
 
     def report(self, seconds: dict[str, list[float]]) -> dict[str, Any] | None:
         """Figures of both sides, on rank 0; every rank calls it."""
+        from sppo.parallel.host_collectives import Peers
         from sppo.schedule.simulate import simulate
         from sppo.train.executed_step import executed_timeline
-        from sppo.train.peers import Peers
         from sppo.train.ranks import Ranks
 
         ranks = Ranks(self._mesh, Peers(self._mesh), None)  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ class _Sides:
         costs = self._costs_of_equal_units()
         simulated = {n: simulate(t.schedule, costs=costs).makespan_s for n, t in measured.items()}
         if self._arguments.picture is not None:
-            from sppo.schedule.timeline_png import write_png
+            from sppo.timeline.png import write_png
 
             write_png(self._arguments.picture, timelines=[measured[name] for name in SIDES])
         medians = {name: statistics.median(times) for name, times in seconds.items()}

@@ -79,11 +79,11 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     from sppo.config import check_run
     from sppo.engine.unit import SequenceData
-    from sppo.kernels.cpu_allocator import install_cpu_allocator
-    from sppo.kernels.machine_memory import memory_room
+    from sppo.hardware.this_machine import detect_machine
+    from sppo.kernels.native.cpu_allocator import install_cpu_allocator
+    from sppo.kernels.native.machine_memory import memory_room
     from sppo.offload.spill_directory import usable_directory
     from sppo.planning.run_plan import plan_run
-    from sppo.planning.this_machine import detect_machine
     from sppo.train.process_memory import peak_resident_bytes, reset_peak, resident_bytes
     from sppo.train.state import build_state
     from sppo.train.warm_up import warm_up

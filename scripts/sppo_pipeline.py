@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from sppo.config import RunConfig, check_run
+from sppo.cost.parameters import stage_shapes
 from sppo.engine.engine import Accumulated, Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.unit import SequenceData
-from sppo.kernels.cpu_allocator import install_cpu_allocator
+from sppo.hardware.this_machine import detect_machine, usable_memory_bytes
+from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.parallel.mesh import Mesh, MeshShape
 from sppo.parallel.pipeline_p2p import PipelineLinks
-from sppo.planning.parameters import stage_shapes
 from sppo.planning.run_plan import plan_run
-from sppo.planning.this_machine import detect_machine, usable_memory_bytes
 from sppo.schedule.actions import ActionKind
 from sppo.train.warm_up import warm_up
 

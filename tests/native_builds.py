@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from sppo.kernels.extension import NativeLibrary
+from sppo.kernels.native.extension import NativeLibrary
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sppo.planning.hardware_file import hardware_json
-from sppo.planning.this_machine import describe_cpu, divide_cpu, usable_memory_bytes
+from sppo.hardware.file import hardware_json
+from sppo.hardware.this_machine import describe_cpu, divide_cpu, usable_memory_bytes
 from tests.conftest import write_tokens
 
 ROOT = Path(__file__).parents[1]

@@ -250,8 +250,8 @@ def test_devices_and_new_names_pass(path):
 
 _BY_ITSELF = {
     "sppo/output_file.py": "the mechanism",
-    "sppo/train/metrics.py": "metrics.jsonl grows by whole lines",
-    "sppo/train/token_writer.py": "in a directory that is renamed when it is complete",
+    "sppo/report/metrics.py": "metrics.jsonl grows by whole lines",
+    "sppo/data/token_writer.py": "in a directory that is renamed when it is complete",
     "sppo/train/run_directory.py": "the lock, which says who holds it",
     "sppo/train/process_memory.py": "a switch of the kernel",
     "sppo/parallel/progress.py": "a mapped file of the launcher's own",

@@ -25,10 +25,10 @@ from sppo.bench.attention_backends import (
 from sppo.bench.attention_grid import AttentionGrid, Span
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Call, Case, Rounds, Timing, Watcher, time_cases, time_once
-from sppo.kernels.attention import attention_backward, attention_forward
-from sppo.kernels.attention_choice import Name, chosen_name
-from sppo.kernels.kv_layout import empty_keys
-from sppo.planning.rates import AttentionPoint
+from sppo.hardware.rates import AttentionPoint
+from sppo.kernels.attention.choice import Name, chosen_name
+from sppo.kernels.attention.interface import attention_backward, attention_forward
+from sppo.kernels.attention.kv_layout import empty_keys
 
 Direction = Literal["forward", "backward"]
 AttentionKey = tuple[Name, Span, Direction]

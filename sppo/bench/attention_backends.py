@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from sppo.bench.attention_grid import AttentionGrid, Span
-from sppo.kernels.attention_choice import (
+from sppo.cost.flops import FLASH_BACKWARD_RATIO
+from sppo.kernels.attention.choice import (
     CAPABILITIES,
     AttentionCase,
     Name,
     error_on_a_small_case,
     why_not,
 )
-from sppo.planning.flops import FLASH_BACKWARD_RATIO
 
 BACKENDS: tuple[Name, ...] = tuple(name for name in get_args(Name) if CAPABILITIES[name].automatic)
 """The definition is left out: its memory is that of all scores."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from sppo.bench.operands import DTYPES
-from sppo.kernels.attention_choice import AttentionCase, Name
-from sppo.planning.flops import causal_pairs
+from sppo.cost.flops import causal_pairs
+from sppo.kernels.attention.choice import AttentionCase, Name
 from sppo.units import format_tokens
 
 _QUERIES = {"cpu": (256, 1024), "cuda": (1024, 4096, 16384)}

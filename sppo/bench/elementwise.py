@@ -1,6 +1,6 @@
 """Element-wise kernels, the loss and the optimizer: bytes per second by the planner's count.
 
-The bytes are those of :data:`sppo.planning.elementwise_cost.PASSES`, the least a kernel could move,
+The bytes are those of :data:`sppo.cost.elementwise.PASSES`, the least a kernel could move,
 so that time predicted from them and these rates is the time measured here.
 """
 
@@ -12,8 +12,8 @@ from functools import partial
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Call, Case, Rounds, Timing, Watcher, time_cases
-from sppo.planning.elementwise_cost import PASSES, bytes_per_element
-from sppo.planning.rates import ElementwisePoint
+from sppo.cost.elementwise import PASSES, bytes_per_element
+from sppo.hardware.rates import ElementwisePoint
 
 ElementwiseKey = tuple[str, str, int]
 """(kernel, dtype, elements)."""

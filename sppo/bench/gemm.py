@@ -11,8 +11,8 @@ import torch
 
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Call, Case, Rounds, Timing, Watcher, time_cases, time_once
+from sppo.hardware.rates import GemmPoint, Product
 from sppo.kernels.linear import accumulate_weight_gradient, linear
-from sppo.planning.rates import GemmPoint, Product
 
 GemmKey = tuple[str, int, int, Product]
 """(dtype, tokens, width, product)."""

@@ -204,4 +204,4 @@ MAKERS: Mapping[str, Maker] = {
     "loss_gradient": _loss_gradient,
     "adamw": _adamw,
 }
-"""What builds the call of each kernel in :data:`sppo.planning.elementwise_cost.PASSES`."""
+"""What builds the call of each kernel in :data:`sppo.cost.elementwise.PASSES`."""

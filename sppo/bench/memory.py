@@ -10,7 +10,7 @@ import torch
 from sppo.bench.attention_grid import AttentionGrid, Span
 from sppo.bench.gemm import GemmGrid
 from sppo.bench.operands import DTYPES
-from sppo.kernels.machine_memory import memory_room
+from sppo.kernels.native.machine_memory import memory_room
 from sppo.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from sppo.kernels.kv_layout import empty_keys
+from sppo.kernels.attention.kv_layout import empty_keys
 from sppo.units import MIB
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
+from sppo.activations.policy import class_bytes_per_token
 from sppo.bench.break_even import BreakEven, OverlapPoint, break_evens
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Watcher
 from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS
-from sppo.kernels.attention import attention_forward
+from sppo.cost.parameters import layer_shapes
+from sppo.kernels.attention.interface import attention_forward
 from sppo.kernels.linear import linear
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.queues import CopyQueues, Dependency, Event, Ordering, Region
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.planning.activation_policy import class_bytes_per_token
-from sppo.planning.parameters import layer_shapes
 from sppo.units import GIB, format_duration
 
 _cuda: Any = torch.cuda  # parts of it have no types

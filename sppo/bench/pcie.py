@@ -19,9 +19,9 @@ from torch import Tensor
 
 from sppo.bench.copies import CopyMeasurements, CopyPoint, Directions, Times, measure_point
 from sppo.bench.timing import Watcher
-from sppo.kernels.extension import native_library
+from sppo.hardware.this_machine import count_numa_nodes
+from sppo.kernels.native.extension import native_library
 from sppo.offload.arena import HostArena
-from sppo.planning.this_machine import count_numa_nodes
 from sppo.units import GIB, MIB
 
 _cuda: Any = torch.cuda  # parts of it have no types

@@ -20,7 +20,7 @@ from sppo.bench.operands import Operands
 from sppo.bench.overlap import Layer, OverlapMeasurements, measure_overlap
 from sppo.bench.pcie import measure_pcie
 from sppo.bench.timing import Rounds, Timing, Watcher
-from sppo.planning.rates import AttentionPoint, ElementwisePoint, GemmPoint
+from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
 
 _ROUNDS, _QUICK_ROUNDS = 5, 3
 

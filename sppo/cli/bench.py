@@ -27,7 +27,7 @@ from sppo.quoting import quoted
 
 if TYPE_CHECKING:
     from sppo.bench.suite import CopySetup, Measurements
-    from sppo.planning.hardware import HardwareSpec
+    from sppo.hardware.description import HardwareSpec
 
 _DTYPES = ("bf16", "fp32")
 
@@ -129,9 +129,13 @@ def bench(
             pictures=["--png"],
             inputs=[] if run is None else [run],
         )
-        from sppo.bench.description import describe, described_machine, starting_description
-        from sppo.bench.display import BenchDisplay
         from sppo.bench.memory import check_memory
+        from sppo.bench.report.display import BenchDisplay
+        from sppo.bench.report.hardware_description import (
+            describe,
+            described_machine,
+            starting_description,
+        )
         from sppo.bench.suite import device_to_measure, measure
 
         device = device_to_measure()
@@ -218,11 +222,11 @@ def _write(
     spec: HardwareSpec, found: Measurements, *, output: Path | None, png: Path | None
 ) -> None:
     if output is not None:
-        from sppo.planning.hardware_file import hardware_json
+        from sppo.hardware.file import hardware_json
 
         write_json(output, hardware_json(spec))
     if png is not None:
-        from sppo.bench.picture import write_picture
+        from sppo.bench.report.plot import write_picture
 
         write_picture(png, name=spec.name, measurements=found)
 
@@ -240,7 +244,7 @@ def _print(
         import json
         from dataclasses import asdict
 
-        from sppo.planning.hardware_file import hardware_json
+        from sppo.hardware.file import hardware_json
 
         report: dict[str, Any] = {
             "device": found.device,
@@ -260,7 +264,7 @@ def _print(
         return
     from rich.console import Console
 
-    from sppo.bench.report import print_measurements
+    from sppo.bench.report.tables import print_measurements
 
     console = Console()
     print_measurements(found, console=console)

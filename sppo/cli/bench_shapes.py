@@ -14,7 +14,7 @@ from sppo.units import format_tokens, parse_size
 if TYPE_CHECKING:
     from sppo.bench.attention_grid import AttentionGrid, Heads
     from sppo.bench.suite import Grids
-    from sppo.kernels.attention_choice import Name
+    from sppo.kernels.attention.choice import Name
 
 _T = TypeVar("_T")
 _GEMM_FIELDS = ("tokens", "width")
@@ -204,7 +204,7 @@ def _check_backends(grid: AttentionGrid, *, device: str, dtypes: Sequence[str]) 
 
 def _check_for_plans(grid: AttentionGrid, *, device: str, dtypes: Sequence[str]) -> None:
     """Plans read rates by keys per query, of the back end that training takes."""
-    from sppo.kernels.attention_choice import chosen_name
+    from sppo.kernels.attention.choice import chosen_name
 
     if not grid.for_plans:
         queries = ",".join(map(format_tokens, grid.queries))

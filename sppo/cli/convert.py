@@ -115,8 +115,8 @@ def to_hf(
 
         sppo convert to-hf runs/quickstart models/quickstart --tokenizer downloads/Qwen3-0.6B
     """
+    from sppo.checkpoint.checkpoint import read_model
     from sppo.model.hf import check_unused, save_hf_weights
-    from sppo.train.checkpoint import read_model
     from sppo.units import parse_size
 
     with exit_codes():

@@ -13,8 +13,8 @@ from sppo.cli.exit_codes import exit_codes
 from sppo.cli.numbers import count
 
 if TYPE_CHECKING:
-    from sppo.train.prepare import PreparedTokens, PrepareProgress
-    from sppo.train.tokenizers import EndOfDocument
+    from sppo.data.prepare import PreparedTokens, PrepareProgress
+    from sppo.data.tokenizers import EndOfDocument
 
 app = typer.Typer(no_args_is_help=True, help="Write the token data that runs read.")
 
@@ -78,7 +78,7 @@ def prepare(
 
     Example: sppo data prepare --tokenizer bytes --out data/stdlib --glob '*.py' DIRECTORY
     """
-    from sppo.train.prepare import prepare_tokens
+    from sppo.data.prepare import prepare_tokens
 
     with exit_codes(), _disk_full_explained(out), _progress(quiet=json_output) as on_progress:
         prepared = prepare_tokens(

@@ -54,13 +54,13 @@ def _print(found: Estimate, *, baselines: tuple[Baseline, ...], as_json: bool) -
     if as_json:
         import json
 
-        from sppo.cli.estimate_report import estimate_report
+        from sppo.cli.output.estimate_json import estimate_report
 
         typer.echo(json.dumps(estimate_report(found, baselines=baselines), allow_nan=False))
         return
     from rich.console import Console
 
-    from sppo.cli.estimate_tables import print_baselines, print_estimate
+    from sppo.cli.output.estimate_tables import print_baselines, print_estimate
 
     console = Console()
     print_estimate(found, console=console)

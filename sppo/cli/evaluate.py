@@ -62,7 +62,7 @@ def evaluate(
     console = Console(stderr=json_output)
     with exit_codes():
         run = load_run(run_file, overrides or ())
-        from sppo.train.device import choose_device
+        from sppo.train.choose_device import choose_device
         from sppo.train.evaluation import evaluate as evaluate_run
 
         check_output_files({"--png": png}, pictures=["--png"], inputs=[run_file])
@@ -84,7 +84,7 @@ def evaluate(
             device=choose_device(run),
         )
         if png is not None:
-            from sppo.train.position_picture import position_picture
+            from sppo.train.position_plot import position_picture
 
             position_picture(result, png)
         text = json.dumps(_without_nan(asdict(result)), indent=2, allow_nan=False)

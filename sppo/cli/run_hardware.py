@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sppo.config.run import RunConfig
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.hardware_file import hardware_for
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import hardware_for
 
 
 def run_hardware(run: RunConfig) -> HardwareSpec:
@@ -17,7 +17,7 @@ def run_hardware(run: RunConfig) -> HardwareSpec:
     config = run.hardware
     if config != "auto" and (config.file is not None or config.preset is not None):
         return hardware_for(config)
-    from sppo.planning.this_machine import detect_machine
+    from sppo.hardware.this_machine import detect_machine
 
     return hardware_for(config, this_machine=detect_machine())
 

@@ -150,15 +150,15 @@ def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
 def _draw(timelines: Sequence[Timeline], *, wanted: _Outputs, is_abstract: bool) -> None:
     """Write the pictures asked for."""
     if wanted.png is not None:
-        from sppo.schedule.timeline_png import write_png
+        from sppo.timeline.png import write_png
 
         write_png(wanted.png, timelines=timelines, is_abstract=is_abstract)
     if wanted.html is not None:
-        from sppo.schedule.timeline_html import write_html
+        from sppo.timeline.html import write_html
 
         write_html(wanted.html, timelines=timelines, is_abstract=is_abstract)
     if wanted.trace is not None:
-        from sppo.schedule.chrome_trace import write_trace
+        from sppo.timeline.chrome_trace import write_trace
 
         write_trace(wanted.trace, timelines=timelines)
 
@@ -172,13 +172,13 @@ def _print(
 ) -> None:
     """One JSON object, or a table for people."""
     if not as_json:
-        from sppo.cli.simulate_table import print_tables
+        from sppo.cli.output.simulate_table import print_tables
 
         print_tables(timelines, forward_makespan_s=forward_makespan_s, hardware=hardware)
         return
     import json
 
-    from sppo.schedule.report import timeline_report
+    from sppo.timeline.report import timeline_report
 
     report = timeline_report(timelines[0])
     if hardware is not None:

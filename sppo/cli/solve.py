@@ -83,13 +83,13 @@ def _print_solution(
 ) -> None:
     """One JSON object, or tables for people."""
     if as_json:
-        from sppo.cli.solve_report import solution_report
+        from sppo.cli.output.solve_json import solution_report
 
         _print_json(solution_report(solution, ablation=rows, output=output))
         return
     from rich.console import Console
 
-    from sppo.cli.solve_tables import print_ablation, print_solution
+    from sppo.cli.output.solve_tables import print_ablation, print_solution
 
     console = Console()
     print_solution(solution, console=console)
@@ -105,13 +105,13 @@ def _print_failure(solution: Solution, *, as_json: bool) -> None:
 
     changes = what_would_fit(solution.run, hardware=solution.hardware)
     if as_json:
-        from sppo.cli.solve_report import failure_report
+        from sppo.cli.output.solve_json import failure_report
 
         _print_json(failure_report(solution, changes=changes))
         return
     from rich.console import Console
 
-    from sppo.cli.solve_failure import print_failure
+    from sppo.cli.output.solve_failure import print_failure
 
     print_failure(solution, changes=changes, console=Console(stderr=True))
 

@@ -53,7 +53,7 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
         keep_torch_quiet(os.environ)
         environment = rank_environment(os.environ)
         _check_room_for_libraries(run, starts_ranks=environment is None)
-        from sppo.train.device import choose_device, device_kind
+        from sppo.train.choose_device import choose_device, device_kind
         from sppo.train.preflight import given_plan
         from sppo.train.ranks import mesh_shape
 
@@ -71,7 +71,7 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
 
 def _check_room_for_libraries(run: RunConfig, *, starts_ranks: bool) -> None:
     """Refuse, before torch is loaded, to load it where it does not fit, once for every process."""
-    from sppo.kernels.machine_memory import check_room_for_libraries
+    from sppo.kernels.native.machine_memory import check_room_for_libraries
 
     degrees = run.parallel
     ranks = degrees.data_parallel_degree * degrees.pipeline_parallel_degree
@@ -98,10 +98,10 @@ def _start_ranks(
 
     from rich.console import Console
 
+    from sppo.hardware.this_machine import count_cores
     from sppo.parallel.connect import allow_connections
     from sppo.parallel.launch import run_ranks
-    from sppo.planning.this_machine import count_cores
-    from sppo.train.display import log_to
+    from sppo.report.display import log_to
     from sppo.train.preflight import check_before_training
 
     console = Console()
@@ -132,13 +132,13 @@ def _train_as_rank(
 
     from rich.console import Console
 
-    from sppo.train.display import log_to
+    from sppo.report.display import log_to
     from sppo.train.interruption import StopRequest
     from sppo.train.libraries import load_libraries
     from sppo.train.nonfinite import NonFiniteError
     from sppo.train.preflight import check_before_training
     from sppo.train.ranks import joined
-    from sppo.train.report import report
+    from sppo.train.results import report
     from sppo.train.trainer import train as train_run
 
     is_main = environment is None or environment.rank == 0
@@ -183,8 +183,8 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
     """What is about to happen, before it does."""
     import torch
 
-    from sppo.kernels.extension import describe
-    from sppo.planning.parameters import num_parameters
+    from sppo.cost.parameters import num_parameters
+    from sppo.kernels.native.extension import describe
     from sppo.units import format_bytes, format_count, format_tokens
 
     lengths = preflight.plan.lengths

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.engine.executor import BeforeAction, Executor, StepOutput
-from sppo.engine.piece_stage import PieceMemory, PieceStage
-from sppo.engine.piece_team import PieceTeam
+from sppo.engine.msp.executor import PieceTeam
+from sppo.engine.msp.stage import PieceMemory, PieceStage
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.stage import Stage
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, TokenShare, Unit, units_of
 from sppo.engine.weights import Part, ResidentWeights, WeightProvider
-from sppo.kernels.attention import Backend
+from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.copy_report import CopyReport, combined
 from sppo.offload.moving_store import MovingStore
@@ -101,7 +101,7 @@ class Engine:
         weights: all parameters of this rank's stages by global name, in the compute dtype; or what
             gives them.
         gradients: fp32 (float64) buffers by global name, added to; None evaluates only.
-        policy: activation policy, see :mod:`sppo.planning.activation_policy`.
+        policy: activation policy, see :mod:`sppo.activations.policy`.
         rows: what to keep, move and rebuild instead, by stage: of this rank's, and where units are
             cut into pieces of all.
         moved: where each stage's moved tensors go; closed with the engine.
@@ -109,7 +109,7 @@ class Engine:
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
         companions: with whom else it works.
-        attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
+        attention_backend: of :func:`sppo.kernels.attention.interface.attention_forward`.
         loss_terms: what training adds to the cross entropy; evaluation adds nothing.
         stopwatch: takes the time of every action; None: the host's clock does.
         debug: overwrite memory that is used again with NaN as soon as it is given back: K/V and

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sppo.engine.hand_over import HandOver, LocalTokens
-from sppo.engine.piece_team import PieceTeam
+from sppo.engine.msp.executor import PieceTeam
 from sppo.engine.stage import Stage
 from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit

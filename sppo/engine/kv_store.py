@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
+from sppo.kernels.attention.kv_layout import empty_keys
 from sppo.kernels.elementwise import wide_dtype
-from sppo.kernels.kv_layout import empty_keys
 
 
 @dataclass(slots=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sppo.cost.stage_cost import layers_of_stages
 from sppo.parallel.piece_exchange import PieceLinks
 from sppo.parallel.pipeline_p2p import Courier
-from sppo.planning.cost import layers_of_stages
 from sppo.schedule.actions import Placement, Schedule
+from sppo.schedule.checks.deadlock import replay
+from sppo.schedule.checks.validate import validate
 from sppo.schedule.communication import place_messages
 from sppo.schedule.costs import Costs
 from sppo.schedule.generators import generate
-from sppo.schedule.rendezvous import replay
-from sppo.schedule.validate import validate
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from sppo.activations.placement import CLASSES
+from sppo.activations.policy import RESIDUAL, tensors_of
 from sppo.config.model import ModelConfig
 from sppo.model.layer import Saved, token_dimension
-from sppo.planning.activation_decisions import CLASSES
-from sppo.planning.activation_policy import RESIDUAL, tensors_of
 from sppo.planning.plan import SubsequencePlan
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sppo.engine.kv_store import KVStore
 from sppo.engine.unit import Span
-from sppo.kernels.attention import Backend, attention_backward, attention_forward
-from sppo.kernels.kv_layout import copy_by_token
+from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
+from sppo.kernels.attention.kv_layout import copy_by_token
 
 
 @dataclass(frozen=True, slots=True)

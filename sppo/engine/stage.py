@@ -16,6 +16,9 @@ from functools import cached_property
 from torch import Tensor
 from torch.nn import functional
 
+from sppo.activations.block_layout import ParcelShape, parcel_offsets
+from sppo.activations.placement import ATTENTION
+from sppo.activations.policy import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.engine.kv_store import KVStore
 from sppo.engine.saved_rows import (
@@ -29,7 +32,7 @@ from sppo.engine.shared_attention import SharedAttention
 from sppo.engine.span_attention import StoredAttention
 from sppo.engine.unit import Unit
 from sppo.engine.weights import Part, WeightProvider, visit
-from sppo.kernels.attention import Backend
+from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import (
     CROSS_ENTROPY,
     LossTerms,
@@ -45,9 +48,6 @@ from sppo.offload.stack_store import slot_bytes
 from sppo.offload.store import ActivationKey, ActivationStore
 from sppo.parallel.tensor_parallel import SharedTokens, TensorExchange
 from sppo.parallel.ulysses import HeadExchange
-from sppo.planning.activation_decisions import ATTENTION
-from sppo.planning.activation_policy import tensor_bytes_per_token
-from sppo.planning.parcels import ParcelShape, parcel_offsets
 from sppo.planning.plan import SubsequencePlan
 from sppo.planning.row_plan import RowPlan
 from sppo.schedule.actions import ActionKind
@@ -68,7 +68,7 @@ class Stage:
         layers: half-open range of layers; None for all.
         exchange: with the ranks that share every unit's tokens; None where nobody does. A
             :class:`TensorExchange` where they share the layers' weights too.
-        attention_backend: of :func:`sppo.kernels.attention.attention_forward`.
+        attention_backend: of :func:`sppo.kernels.attention.interface.attention_forward`.
         loss_terms: what training adds to the cross entropy; evaluation adds nothing.
         sends_keys: whether ranks that run pieces of its units get the stored K and V.
         debug: overwrite lent memory with NaN when it is given back.

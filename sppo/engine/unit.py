@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.ulysses import token_parts
 
 

@@ -1,1 +1,1 @@
-"""Kernels: attention, elementwise operations, cross entropy, each behind one interface."""
+"""Kernels: attention, element-wise operations, cross entropy, each behind one interface."""

@@ -23,13 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sppo.cost.logits_tile import tile_tokens
 from sppo.kernels.elementwise import wide_dtype
 from sppo.kernels.fused import fused
+from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.linear import accumulate_weight_gradient, linear
 from sppo.kernels.row_tiles import row_tiles
-from sppo.planning.logits_tile import tile_tokens
-
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, slots=True)

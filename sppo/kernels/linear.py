@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sppo.cost.product_tile import product_rows
 from sppo.kernels.row_tiles import row_tiles
-from sppo.planning.product_tile import product_rows
 
 
 def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

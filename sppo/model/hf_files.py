@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sppo.config.json_file import read_json
+from sppo.cost.parameters import Shape
 from sppo.model.hf_names import bare_name, is_buffer
-from sppo.planning.parameters import Shape
 from sppo.quoting import one_line, quoted
 
 SINGLE_FILE = "model.safetensors"

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from sppo.config.model import ModelConfig
-from sppo.planning.parameters import Shape, parameter_shapes
+from sppo.cost.parameters import Shape, parameter_shapes
 
 _ROTARY_MODULES = {
     "embed": "embed_tokens",

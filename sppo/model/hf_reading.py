@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
+from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_files import DTYPES, StoredTensor, stored_tensors
 from sppo.model.hf_names import HEAD, HfTensor, hf_tensors
-from sppo.planning.parameters import parameter_shapes
 from sppo.quoting import one_line
 
 _SHOWN = 8

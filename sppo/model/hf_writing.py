@@ -22,10 +22,10 @@ from torch import Tensor
 
 from sppo.config.huggingface import hf_config
 from sppo.config.model import ModelConfig
+from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_files import INDEX_FILE, SINGLE_FILE
 from sppo.model.hf_names import HfTensor, hf_tensors
 from sppo.output_file import FULL_ERRNOS, check_new_directory, sync_directory, write_text
-from sppo.planning.parameters import parameter_shapes
 from sppo.units import GIB, MIB, format_bytes
 
 MAX_SHARD_BYTES = 5 * GIB

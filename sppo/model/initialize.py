@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
-from sppo.planning.parameters import Shape, parameter_shapes
+from sppo.cost.parameters import Shape, parameter_shapes
 
 _RESIDUAL_OUTPUTS = ("o.weight", "down.weight")
 

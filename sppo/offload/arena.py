@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sppo.kernels.extension import describe, native_library
-from sppo.kernels.machine_memory import MemoryRoom, memory_room
+from sppo.kernels.native.extension import describe, native_library
+from sppo.kernels.native.machine_memory import MemoryRoom, memory_room
 from sppo.offload.host_mapping import HostMapping, NativeMapping, PythonMapping
 from sppo.units import format_bytes
 

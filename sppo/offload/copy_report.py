@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sppo.planning.activation_decisions import CLASSES, LINEAR
+from sppo.activations.placement import CLASSES, LINEAR
 
 _CLASS_OF = {"x_in": "x_in", "o": "attention", "lse": "attention"}
 
 
 def class_of(tensor: str) -> str:
-    """The class of a layer's saved tensor, see :mod:`sppo.planning.activation_policy`."""
+    """The class of a layer's saved tensor, see :mod:`sppo.activations.policy`."""
     return _CLASS_OF.get(tensor, CLASSES[LINEAR])
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.kernels.extension import describe, native_library
+from sppo.kernels.native.extension import describe, native_library
 from sppo.offload.disk_room import disk_room, is_memory
 from sppo.offload.python_tier_file import PythonFile
 from sppo.offload.tier_file import FileStatistics, NativeFile, TierFile, Transfer, wait_for

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.kernels.extension import NativeLibrary
+from sppo.kernels.native.extension import NativeLibrary
 
 _BLOCK_BYTES = 2 << 20  # a share of the first touch is whole blocks: no huge page has two threads
 

@@ -24,13 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sppo.activations.block_layout import PREFETCH_LAYERS, packed_offsets
 from sppo.offload.copy_report import CopyReport, class_of
 from sppo.offload.integrity import Checksums
 from sppo.offload.queues import CopyQueues, Event, Ordering, Region
 from sppo.offload.slots import Slot
 from sppo.offload.store import ActivationKey
 from sppo.offload.tiers import Tier
-from sppo.planning.parcels import PREFETCH_LAYERS, packed_offsets
 
 
 class Place(NamedTuple):

@@ -19,7 +19,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.kernels.native_file import SECTOR_BYTES
+from sppo.kernels.native.file import SECTOR_BYTES
 from sppo.offload.tier_file import BLOCK_BYTES, FileStatistics, Transfer, wait_for
 
 

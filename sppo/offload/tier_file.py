@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.kernels.native_file import FileFunctions, FileStruct
+from sppo.kernels.native.file import FileFunctions, FileStruct
 from sppo.units import MIB
 
 BLOCK_BYTES = 8 * MIB

@@ -7,7 +7,7 @@ buckets.
 
 Ranks of one stage are its data-parallel replicas and, with Ulysses, the ranks that share tokens:
 both see some of the tokens with the same weights. With Megatron the ranks that share tokens hold
-parts of most parameters, so there is a group for each kind (:mod:`sppo.train.shared_state`).
+parts of most parameters, so there is a group for each kind (:mod:`sppo.optim.sharded_state`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sppo.cost.memory import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.parallel.collectives import all_gather, reduce_scatter
 from sppo.parallel.peer_loss import peer_errors
-from sppo.planning.memory import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 
 
 def rows_of(num_rows: int, *, index: int, count: int) -> slice:

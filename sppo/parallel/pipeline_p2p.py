@@ -115,7 +115,7 @@ class PipelineLinks:
 
         Gloo does not tell of a message that it has left unless it is waited for. Waiting is safe:
         a program is proven to end even if every send waits for its receive
-        (:mod:`sppo.schedule.rendezvous`).
+        (:mod:`sppo.schedule.checks.deadlock`).
         """
         while under_way and under_way[0][1].is_completed():
             under_way.popleft()

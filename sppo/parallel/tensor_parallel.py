@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.config.model import ModelConfig
+from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
+from sppo.cost.sharded_weights import COLUMNS, KEYS, ROWS
 from sppo.parallel.collectives import all_gather
 from sppo.parallel.mesh import Holders
 from sppo.parallel.peer_loss import peer_errors
 from sppo.parallel.ulysses import HeadShare, head_share
-from sppo.planning.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
-from sppo.planning.shared_weights import COLUMNS, KEYS, ROWS
 
 
 def tensor_share(model: ModelConfig, *, degree: int) -> HeadShare:

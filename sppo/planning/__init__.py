@@ -1,1 +1,1 @@
-"""Decisions made before a run: cost, memory, partition. Pure Python and numpy, never torch."""
+"""Plans: what fits, what is fastest, and the solver. Pure Python and numpy, never torch."""

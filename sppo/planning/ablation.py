@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sppo.config.run import RunConfig
+from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidate import Assessment, Candidate, assess
-from sppo.planning.hardware import HardwareSpec
 from sppo.planning.option import Option, simulate_option
 from sppo.planning.solver import solve
 from sppo.schedule.costs import Costs, Links

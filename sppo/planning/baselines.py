@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sppo.activations.policy import saved_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
-from sppo.planning.activation_policy import saved_bytes_per_token
+from sppo.cost.layer import Mechanism, Workload
+from sppo.cost.memory import MemoryBuckets, exchanged_bytes, state_memory
+from sppo.cost.stage_cost import CostRequest, kv_bytes_per_token, same_weights_degree
+from sppo.hardware.description import HardwareSpec
 from sppo.planning.choices import Degrees
-from sppo.planning.cost import CostRequest, kv_bytes_per_token, same_weights_degree
 from sppo.planning.feasibility import fits_at_all
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.layer_cost import Mechanism, Workload
-from sppo.planning.memory import MemoryBuckets, exchanged_bytes, state_memory
 from sppo.units import KIB
 
 _LONGEST_TOKENS = 1 << 32

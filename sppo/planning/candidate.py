@@ -7,15 +7,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sppo.planning.activation_decisions import Counts, Decisions, Situation
-from sppo.planning.activation_policy import POLICIES, decide, decide_ratio
-from sppo.planning.copy_room import (
+from sppo.activations.hybrid import choices
+from sppo.activations.placement import Counts, Decisions, Situation
+from sppo.activations.policy import POLICIES, decide, decide_ratio
+from sppo.cost.copy_room import (
     copy_slots,
     ring_share,
     tier_padding_bytes,
     with_exact_room,
 )
-from sppo.planning.cost import (
+from sppo.cost.layer import Workload, exchange_seconds
+from sppo.cost.memory import (
+    StageMemory,
+    helper_bytes,
+    state_memory,
+    with_activations,
+)
+from sppo.cost.stage_cost import (
     CostRequest,
     StageSeconds,
     copy_bytes_per_s,
@@ -23,15 +31,7 @@ from sppo.planning.cost import (
     stage_costs,
     stage_seconds,
 )
-from sppo.planning.hybrid import choices
-from sppo.planning.layer_cost import Workload, exchange_seconds
-from sppo.planning.memory import (
-    StageMemory,
-    helper_bytes,
-    state_memory,
-    with_activations,
-)
-from sppo.planning.step_time import StepTime, step_time
+from sppo.cost.step_time import StepTime, step_time
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.generators import generate

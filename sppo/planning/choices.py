@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from sppo.config.run import RunConfig
-from sppo.planning.flops import partition_costs
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.layer_cost import Workload, seconds_per_token_and_pair
+from sppo.cost.flops import partition_costs
+from sppo.cost.layer import Workload, seconds_per_token_and_pair
+from sppo.hardware.description import HardwareSpec
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
 from sppo.schedule.generators import WHOLE_SEQUENCES
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sppo.activations.policy import POLICIES, saved_bytes_per_token
 from sppo.config.run import RunConfig
-from sppo.planning.activation_policy import POLICIES, saved_bytes_per_token
+from sppo.cost.layer import ELEMENT_BYTES, WIDE_BYTES
+from sppo.cost.parameters import num_parameters
+from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidate import Assessment, assess
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.layer_cost import ELEMENT_BYTES, WIDE_BYTES
-from sppo.planning.parameters import num_parameters
 from sppo.planning.run_plan import run_candidate
 
 TABLE_2_BYTES = 32

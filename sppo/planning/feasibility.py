@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sppo.config.run import RunConfig
+from sppo.hardware.description import HardwareSpec
 from sppo.planning.advice import Advice, advise
 from sppo.planning.candidate import assess, leaves_room
 from sppo.planning.choices import degrees_to_try, piece_counts_to_try
-from sppo.planning.hardware import HardwareSpec
 from sppo.planning.solver import candidate_of_pieces, enumerate_options
 from sppo.units import format_duration
 

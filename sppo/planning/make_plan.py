@@ -9,10 +9,10 @@ import numpy as np
 
 from sppo import __version__
 from sppo.config.run import RunConfig
+from sppo.cost.copy_room import parcel_shape, stage_parcels, staging_bytes
+from sppo.cost.flops import step_flops
+from sppo.cost.stage_cost import row_bytes_of
 from sppo.planning.candidate import Assessment
-from sppo.planning.copy_room import parcel_shape, stage_parcels, staging_bytes
-from sppo.planning.cost import row_bytes_of
-from sppo.planning.flops import step_flops
 from sppo.planning.option import Option
 from sppo.planning.plan import (
     PLAN_VERSION,

@@ -12,7 +12,7 @@ from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline import Timeline
 
 _CLOSED_FORM = ("sppo", "seq1f1b", "1f1b")
-"""Schedules that `sppo.planning.step_time` is about."""
+"""Schedules that `sppo.cost.step_time` is about."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,15 +20,15 @@ from sppo import __version__
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
-from sppo.planning.hardware import HardwareSpec, Provenance
-from sppo.planning.memory import StageMemory
+from sppo.cost.memory import StageMemory
+from sppo.hardware.description import HardwareSpec, Provenance
 from sppo.quoting import one_line, quoted
 
 PLAN_VERSION = 1
 """Raised whenever the meaning of a field changes; other versions are refused."""
 
 Rows = tuple[int, int, int]
-"""Of x_in, attention and linear, see :mod:`sppo.planning.activation_policy`."""
+"""Of x_in, attention and linear, see :mod:`sppo.activations.policy`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from sppo.planning.activation_decisions import CLASSES
-from sppo.planning.activation_policy import classes_kept
+from sppo.activations.placement import CLASSES
+from sppo.activations.policy import classes_kept
 from sppo.planning.plan import SubsequencePlan
 
 

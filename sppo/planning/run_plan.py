@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sppo.config.run import RunConfig
+from sppo.cost.layer import Workload
+from sppo.cost.stage_cost import row_bytes_of
+from sppo.hardware.description import HardwareSpec, NodeSpec
+from sppo.hardware.presets import PRESETS
 from sppo.planning.best_schedule import with_best_schedule
 from sppo.planning.candidate import Assessment, Candidate, assess
 from sppo.planning.choices import Degrees, cut_sequence
-from sppo.planning.cost import row_bytes_of
-from sppo.planning.hardware import HardwareSpec, NodeSpec
-from sppo.planning.hardware_presets import PRESETS
-from sppo.planning.layer_cost import Workload
 from sppo.planning.make_plan import make_plan
 from sppo.planning.option import Option, simulate_option
 from sppo.planning.partition import automatic_pieces

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sppo.cost.memory import MemoryBuckets
 from sppo.planning.candidate import assess
-from sppo.planning.memory import MemoryBuckets
 from sppo.planning.option import Option, simulate_option
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "copies_bytes")

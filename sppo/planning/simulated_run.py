@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sppo.activations.placement import Decisions
 from sppo.config.run import RunConfig
-from sppo.planning.activation_decisions import Decisions
+from sppo.cost.layer import Workload
+from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import hardware_for
 from sppo.planning.candidate import Candidate, assess
-from sppo.planning.cost import stage_costs, stage_seconds
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.hardware_file import hardware_for
-from sppo.planning.layer_cost import Workload
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import run_candidate
 from sppo.schedule.costs import Costs

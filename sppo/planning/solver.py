@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sppo.config.run import RunConfig
+from sppo.cost.layer import Workload
+from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.cost.step_time import step_time
+from sppo.hardware.description import HardwareSpec
 from sppo.planning.best_schedule import with_best_schedule
 from sppo.planning.candidate import Assessment, Candidate, Shortfall, assess, leaves_room
 from sppo.planning.choices import (
@@ -20,12 +24,8 @@ from sppo.planning.choices import (
     machine_asked_for,
     piece_counts_to_try,
 )
-from sppo.planning.cost import stage_costs, stage_seconds
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.layer_cost import Workload
 from sppo.planning.option import Option
 from sppo.planning.simulated_memory import simulate_within_budget
-from sppo.planning.step_time import step_time
 
 RUNNERS_UP = 3
 _SIMULATED = 4

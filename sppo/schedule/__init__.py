@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: actions, generators, validation, simulation, pictures."""
+"""Pipeline schedules as data: actions, generators, messages, copies, and their simulation."""

@@ -7,12 +7,13 @@ are placed by later passes (`copies`, `communication`), which see the whole sche
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sppo.quoting import quoted
 from sppo.schedule import orders
 from sppo.schedule.actions import Action, ActionKind, Placement, Schedule
 from sppo.schedule.costs import Costs
+from sppo.schedule.multiplex import multiplex
 from sppo.schedule.orders import Lengths, Step
 
 _KINDS = {"F": ActionKind.F, "B": ActionKind.B, "W": ActionKind.W}
@@ -73,18 +74,19 @@ def generate(
         _Request(num_ranks, num_virtual, tuple(map(tuple, lengths)), hop, forward_only),
     )
     if name == "sppo_msp":
-        # Imported here because multiplexing simulates plain schedules, which this module makes.
-        from sppo.schedule.multiplex import multiplex
+        plain = replace(_plain("sppo", request), name=name)
+        return multiplex(plain, forward_only=forward_only, costs=costs)
+    return _plain(name, request)
 
-        return multiplex(
-            request.lengths, num_ranks=num_ranks, forward_only=forward_only, costs=costs
-        )
+
+def _plain(name: str, request: _Request) -> Schedule:
+    """Return a schedule in which every unit runs on the rank of its stage."""
     generator = _GENERATORS[name]
-    placement = Placement(num_ranks=num_ranks, num_virtual=num_virtual)
+    placement = Placement(num_ranks=request.num_ranks, num_virtual=request.num_virtual)
     programs = []
-    for rank in range(num_ranks):
+    for rank in range(request.num_ranks):
         order: Iterable[tuple[str, Step]] = generator(request, rank)
-        if forward_only:
+        if request.forward_only:
             order = (item for item in order if item[0] == "F")
         programs.append(_program(order, stages=placement.stages_of(rank)))
     return Schedule(name, placement, request.lengths, tuple(programs))
@@ -95,19 +97,7 @@ def _program(order: Iterable[tuple[str, Step]], *, stages: Sequence[int]) -> tup
     actions = [
         Action(_KINDS[kind], stages[chunk], unit[0], unit[1]) for kind, (chunk, unit) in order
     ]
-    return tuple(with_reductions(actions, stages=stages))
-
-
-def with_reductions(actions: Sequence[Action], *, stages: Sequence[int]) -> list[Action]:
-    """`actions` of one rank with a REDUCE behind the last B or W of each stage it owns."""
-    backward = (ActionKind.B, ActionKind.W)
-    last = {a.stage: n for n, a in enumerate(actions) if a.kind in backward and a.stage in stages}
-    placed: list[Action] = []
-    for index, action in enumerate(actions):
-        placed.append(action)
-        if last.get(action.stage) == index:
-            placed.append(Action(ActionKind.REDUCE, action.stage))
-    return placed
+    return tuple(orders.with_reductions(actions, stages=stages))
 
 
 def _gpipe(request: _Request, rank: int) -> RankOrder:

@@ -29,8 +29,7 @@ from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.encoding import encode
 from sppo.schedule.event_loop import run_clock
 from sppo.schedule.gangs import Gang, balanced_pieces, gang_seconds
-from sppo.schedule.generators import generate, with_reductions
-from sppo.schedule.orders import Lengths
+from sppo.schedule.orders import with_reductions
 
 # Up to this many gangs, runs and single gangs are dropped one by one; of more, the best eighths of
 # the runs are tried; of gangs with so many pieces that one trial takes seconds, all, the better
@@ -56,33 +55,28 @@ def multiplexed_ranks(stage: int, *, unit: int, num_ranks: int, num_units: int) 
 
 
 def multiplex(
-    lengths: Lengths, *, num_ranks: int, forward_only: bool = False, costs: Costs | None = None
+    plain: Schedule, *, forward_only: bool = False, costs: Costs | None = None
 ) -> Schedule:
-    """The fastest of the plain program and those with some units cut over idle ranks.
+    """The fastest of the plain schedule and those with some units cut over idle ranks.
 
     Several sequences run one after another, each almost without a bubble; if that is slower than
-    letting them overlap, the plain program is returned.
+    letting them overlap, the plain schedule is returned.
 
     Args:
-        lengths: Tokens of every subsequence of every sequence.
-        num_ranks: Pipeline ranks, one stage each.
+        plain: Every unit on the rank of its stage, one stage per rank.
         forward_only: Leave out the backward.
         costs: What to weigh with; equal units and free messages if not given.
 
     Raises:
         ValueError: costs for other stages or units.
     """
-    num_units = sum(map(len, lengths))
+    num_ranks, num_units = plain.num_ranks, sum(map(len, plain.lengths))
     costs = costs or abstract_costs(num_ranks, num_units=num_units)
     if (costs.num_stages, costs.num_units) != (num_ranks, num_units):
         raise ValueError(
             f"costs of {costs.num_stages} stages and {costs.num_units} units for {num_ranks} "
             f"stages and {num_units} units: make the costs for this schedule"
         )
-    plain = replace(
-        generate("sppo", num_ranks=num_ranks, lengths=lengths, forward_only=forward_only),
-        name="sppo_msp",
-    )
     builder = _Builder(plain, costs=costs, forward_only=forward_only)
     best = builder.choose(_paying(builder.candidates(), builder=builder))
     return best if builder.makespan_s(best) < builder.makespan_s(plain) - _TOLERANCE else plain

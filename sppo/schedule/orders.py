@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from sppo.schedule.actions import Action, ActionKind
+
 Unit = tuple[int, int]
 Step = tuple[int, Unit]
 Lengths = tuple[tuple[int, ...], ...]
@@ -108,3 +110,15 @@ def delay_weights(order: Sequence[tuple[str, Step]], *, delay: int) -> list[tupl
                 split.append(("W", held.pop(0)))
     split.extend(("W", step) for step in held)
     return split
+
+
+def with_reductions(actions: Sequence[Action], *, stages: Sequence[int]) -> list[Action]:
+    """`actions` of one rank with a REDUCE behind the last B or W of each stage it owns."""
+    backward = (ActionKind.B, ActionKind.W)
+    last = {a.stage: n for n, a in enumerate(actions) if a.kind in backward and a.stage in stages}
+    placed: list[Action] = []
+    for index, action in enumerate(actions):
+        placed.append(action)
+        if last.get(action.stage) == index:
+            placed.append(Action(ActionKind.REDUCE, action.stage))
+    return placed

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sppo.schedule.actions import ActionKind, Schedule
+from sppo.schedule.checks.deadlock import replay
+from sppo.schedule.checks.validate import validate
 from sppo.schedule.communication import place_messages
 from sppo.schedule.copies import place_copies
 from sppo.schedule.costs import Costs
-from sppo.schedule.rendezvous import replay
-from sppo.schedule.validate import validate
 
 
 @dataclass(frozen=True, slots=True, eq=False)

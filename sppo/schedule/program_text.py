@@ -30,8 +30,8 @@ from dataclasses import dataclass
 
 from sppo.quoting import quoted
 from sppo.schedule.actions import Action, ActionKind, Cut, Placement, PlacementStyle, Schedule, Wire
-from sppo.schedule.validate import find_violations
-from sppo.schedule.violations import Violation
+from sppo.schedule.checks.validate import find_violations
+from sppo.schedule.checks.violations import Violation
 
 _ACTION = re.compile(
     r"(?P<stage>[0-9]{1,9})"

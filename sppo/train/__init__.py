@@ -1,1 +1,1 @@
-"""Data, optimizer, checkpoints, metrics and the training loop."""
+"""The training loop, its devices, its checks before the start, and evaluation."""

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from sppo.engine.trace import CudaStopwatch, Stopwatch
 from sppo.engine.unit import SequenceData
-from sppo.kernels.machine_memory import memory_room
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.this_machine import Gpus, describe_gpus, usable_memory_bytes
+from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.moving_store import MovingStore
 from sppo.offload.tiers import Tier
-from sppo.planning.hardware import HardwareSpec
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.this_machine import Gpus, describe_gpus, usable_memory_bytes
 from sppo.train.device import Kind, PoolUse
 from sppo.units import format_bytes
 

@@ -14,22 +14,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sppo.checkpoint.checkpoint import read_weights
+from sppo.checkpoint.search import Checkpoint, NoCheckpointError, find_checkpoint
 from sppo.config import RunConfig
+from sppo.cost.layer import Workload
+from sppo.cost.memory import evaluation_bytes
+from sppo.data.model_tokenizer import check_same_vocabulary
+from sppo.data.sequences import count_sequences, training_sequence
 from sppo.engine.engine import Engine
-from sppo.kernels.cross_entropy import IGNORED_LABEL
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.hardware_file import hardware_for
-from sppo.planning.layer_cost import Workload
-from sppo.planning.memory import evaluation_bytes
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import hardware_for
+from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import run_boundaries
 from sppo.quoting import quoted
-from sppo.train.checkpoint import read_weights
-from sppo.train.checkpoint_search import Checkpoint, NoCheckpointError, find_checkpoint
-from sppo.train.data import count_sequences, training_sequence
-from sppo.train.device import CpuDevice, Device
+from sppo.train.cpu_device import CpuDevice
+from sppo.train.device import Device
 from sppo.train.input_checks import check_weights, open_data
-from sppo.train.model_tokenizer import check_same_vocabulary
 from sppo.train.state import DTYPES, starting_weights
 from sppo.units import format_bytes
 

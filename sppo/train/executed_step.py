@@ -18,11 +18,11 @@ from typing import Any
 from sppo.engine.engine import Accumulated
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
-from sppo.schedule.chrome_trace import write_trace
 from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline import Timeline, measured_timeline
-from sppo.schedule.timeline_html import write_html
-from sppo.schedule.timeline_png import write_png
+from sppo.timeline.chrome_trace import write_trace
+from sppo.timeline.html import write_html
+from sppo.timeline.png import write_png
 from sppo.train.ranks import Ranks
 from sppo.train.run_directory import TIMELINE_PAGE, TIMELINE_PICTURE, TIMELINE_TRACE
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
+from sppo.data.model_tokenizer import check_same_vocabulary, check_tokenizer
+from sppo.data.tokens import TokenData, check_fits, open_tokens
+from sppo.hardware.file import hardware_for
+from sppo.hardware.presets import PRESETS
 from sppo.offload.spill_directory import usable_directory
 from sppo.parallel.tensor_parallel import tensor_share
 from sppo.parallel.ulysses import head_share
-from sppo.planning.hardware_file import hardware_for
-from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.run_plan import plan_run, trains_pieces
 from sppo.quoting import quoted
-from sppo.train.device import device_kind
-from sppo.train.model_tokenizer import check_same_vocabulary, check_tokenizer
+from sppo.train.choose_device import device_kind
 from sppo.train.run_directory import check_output
-from sppo.train.tokens import TokenData, check_fits, open_tokens
 
 _UNBOUNDED_BYTES = 1 << 60
 """Memory with which a plan is made to see what it refuses for other reasons."""

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from sppo.config import RunConfig
-from sppo.train.tokens import TOKENS_FILE, TokenData
+from sppo.data.tokens import TOKENS_FILE, TokenData
 from sppo.units import KIB
 
 _BLOCK_BYTES = 4 * KIB

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from sppo.train.state_block import StateBlock
+from sppo.checkpoint.state_block import StateBlock
 
 _NAMED = 4
 

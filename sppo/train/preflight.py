@@ -7,22 +7,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sppo.config import RunConfig
+from sppo.cost.process_growth import REPORT_BYTES, step_bytes
+from sppo.data.sequences import TrainingData
+from sppo.data.tokens import open_tokens
 from sppo.engine.saved_rows import check_whole_classes
-from sppo.kernels.cpu_allocator import install_cpu_allocator
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import hardware_for
+from sppo.hardware.this_machine import C_HEAP_SHARE, divide_cpu
+from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.offload.disk_room import DiskRoom, is_memory
 from sppo.offload.spill_directory import usable_directory
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.hardware_file import hardware_for
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
-from sppo.planning.process_growth import REPORT_BYTES, step_bytes
 from sppo.planning.run_plan import plan_run
-from sppo.planning.this_machine import C_HEAP_SHARE, divide_cpu
-from sppo.train.data import TrainingData
-from sppo.train.device import CpuDevice, Device, Kind
+from sppo.train.cpu_device import CpuDevice
+from sppo.train.device import Device, Kind
 from sppo.train.input_checks import check_inputs
 from sppo.train.libraries import load_libraries
 from sppo.train.process_memory import private_bytes
-from sppo.train.tokens import open_tokens
 from sppo.units import format_bytes
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from sppo.kernels.machine_memory import status_bytes
+from sppo.kernels.native.machine_memory import status_bytes
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")

@@ -16,11 +16,12 @@ from sppo.config import RunConfig
 from sppo.parallel.agreement import difference_report, flat_facts
 from sppo.parallel.connect import allow_connections, connect, disconnect
 from sppo.parallel.environment import RankEnvironment
+from sppo.parallel.host_collectives import Peers
 from sppo.parallel.mesh import Mesh, MeshShape, alone
 from sppo.parallel.progress import RankProgress
 from sppo.parallel.tensor_parallel import tensor_share
-from sppo.train.device import CpuDevice, Device
-from sppo.train.peers import Peers
+from sppo.train.cpu_device import CpuDevice
+from sppo.train.device import Device
 from sppo.train.run_directory import locked_output
 
 T = TypeVar("T")

@@ -14,15 +14,15 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
 from sppo.config.base import Section
 from sppo.config.json_file import JsonError, read_json
 from sppo.output_file import PARTIAL, write_json
 from sppo.quoting import one_line, quoted
-from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY
+from sppo.report.metrics import METRICS_FILE
 
 CONFIG_FILE = "run.json"
-METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "run_summary.json"
 LOSS_PICTURE = "loss.png"
 TIMELINE_PICTURE, TIMELINE_PAGE, TIMELINE_TRACE = "timeline.png", "timeline.html", "timeline.json"

@@ -11,25 +11,26 @@ import torch
 from torch import Tensor
 
 from sppo.config import RunConfig
+from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Companions, Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf import open_hf_weights
 from sppo.model.initialize import initial_weight
+from sppo.optim.adamw import AdamW
+from sppo.optim.host_adamw import HostAdamW
+from sppo.optim.host_transfers import CudaTransfers
+from sppo.optim.sharded_state import SharedState
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.piece_exchange import PieceLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.tensor_parallel import TensorExchange
 from sppo.parallel.ulysses import HeadExchange
-from sppo.planning.parameters import parameter_shapes
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.row_plan import PlannedRows
 from sppo.planning.simulated_run import plan_costs
-from sppo.train.device import CpuDevice, Device
-from sppo.train.host_optimizer import HostAdamW
-from sppo.train.host_transfers import CudaTransfers
-from sppo.train.optimizer import AdamW
-from sppo.train.shared_state import SharedState
+from sppo.train.cpu_device import CpuDevice
+from sppo.train.device import Device
 
 _log = logging.getLogger(__name__)
 

@@ -19,43 +19,43 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from sppo.activations.placement import ATTENTION, LINEAR
+from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig
+from sppo.cost.flops import executed_step_flops, step_flops
+from sppo.data.tokens import TokenData
 from sppo.engine.engine import Accumulated
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
-from sppo.planning.activation_decisions import ATTENTION, LINEAR
-from sppo.planning.flops import executed_step_flops, step_flops
+from sppo.optim.adamw import clip_
+from sppo.optim.learning_rate import learning_rate
+from sppo.report.display import TrainingDisplay
+from sppo.report.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
+from sppo.report.step_line import step_line
+from sppo.report.tensorboard_sink import TensorBoardSink
 from sppo.schedule.actions import Action
 from sppo.schedule.timeline import Timeline
-from sppo.train.checkpoint import CheckpointManager, run_metadata
-from sppo.train.checkpoint_files import CHECKPOINTS_DIRECTORY, list_checkpoints
-from sppo.train.device import CpuDevice, Device
-from sppo.train.display import TrainingDisplay
+from sppo.train.cpu_device import CpuDevice
+from sppo.train.device import Device
 from sppo.train.executed_step import executed_timeline
 from sppo.train.input_facts import input_facts
 from sppo.train.interruption import Interrupted, StopRequest
-from sppo.train.learning_rate import learning_rate
 from sppo.train.measured import MeasuredBuckets, StepPhases
-from sppo.train.metrics import JsonlSink, MetricSink, StepMetrics
 from sppo.train.nonfinite import (
     NonFiniteError,
     NonFiniteGuard,
     nonfinite_place,
     nonfinite_state,
 )
-from sppo.train.optimizer import clip_
 from sppo.train.preflight import Preflight
 from sppo.train.ranks import Ranks, one_rank, shared_output
 from sppo.train.run_directory import (
-    METRICS_FILE,
     TENSORBOARD_DIRECTORY,
     note_configuration,
     require_output,
 )
 from sppo.train.state import DTYPES, TrainingState, build_state
-from sppo.train.step_line import step_line
-from sppo.train.tensorboard_sink import TensorBoardSink
-from sppo.train.tokens import TokenData
 from sppo.train.warm_up import warm_up
 
 _log = logging.getLogger(__name__)

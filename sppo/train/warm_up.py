@@ -14,12 +14,13 @@ import torch
 
 from sppo.config import RunConfig
 from sppo.config.model import ModelConfig
+from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.model.gradients import zero_gradients
-from sppo.planning.parameters import parameter_shapes
-from sppo.train.device import CpuDevice, Device
-from sppo.train.optimizer import AdamW, clip_, global_norm
+from sppo.optim.adamw import AdamW, clip_, global_norm
+from sppo.train.cpu_device import CpuDevice
+from sppo.train.device import Device
 from sppo.train.state import DTYPES, loss_terms
 
 _TOKENS = 64

@@ -20,9 +20,9 @@ from sppo.bench.attention_backends import (
     why_not_timed,
 )
 from sppo.bench.attention_grid import AttentionGrid, Heads, Span, attention_grid
-from sppo.bench.attention_report import automatic_line, print_attention
 from sppo.bench.operands import Operands
-from sppo.bench.picture import write_picture
+from sppo.bench.report.attention_tables import automatic_line, print_attention
+from sppo.bench.report.plot import write_picture
 from sppo.bench.suite import Measurements
 from sppo.bench.timing import Rounds, Timing
 from sppo.kernels.triton import launch

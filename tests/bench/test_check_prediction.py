@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sppo.config import load_run
-from sppo.planning.hardware_file import hardware_json
-from sppo.planning.hardware_presets import PRESETS
+from sppo.hardware.file import hardware_json
+from sppo.hardware.presets import PRESETS
 
 SCRIPT = Path(__file__).parents[2] / "scripts/check_prediction.py"
 

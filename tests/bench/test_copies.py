@@ -11,12 +11,12 @@ import pytest
 
 from sppo.bench import disk, pcie
 from sppo.bench.copies import CopyMeasurements, CopyPoint, Directions, busy_rates, measure_point
-from sppo.bench.copy_report import copies_lines
-from sppo.bench.description import describe
+from sppo.bench.report.copy_tables import copies_lines
+from sppo.bench.report.hardware_description import describe
 from sppo.bench.suite import Measurements
+from sppo.hardware.file import hardware_json, read_hardware
+from sppo.hardware.presets import PRESETS
 from sppo.offload.disk_room import DiskRoom
-from sppo.planning.hardware_file import hardware_json, read_hardware
-from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.run_plan import plan_run
 from sppo.units import MIB
 from tests.bench.test_timing import Watcher
@@ -123,7 +123,7 @@ def test_a_plan_moves_what_hides_at_the_measured_rate(tmp_path, speed):
     )
     plan = plan_run(run, hardware=read_hardware(path), available_bytes=1 << 40, disk_bytes=1 << 34)
     assert plan.hardware.node.disk_write_bytes_per_s == speed * 3e6
-    from sppo.planning.activation_policy import class_bytes_per_token
+    from sppo.activations.policy import class_bytes_per_token
 
     row_bytes = class_bytes_per_token(run.model, element_bytes=2) * run.model.num_layers
     (stage,) = plan.stages
@@ -138,8 +138,8 @@ def test_a_plan_moves_what_hides_at_the_measured_rate(tmp_path, speed):
 
 def hideable_bytes(plan, run):
     """Out behind the next forward and back behind the next backward, by the planner's prices."""
-    from sppo.planning.cost import CostRequest, copy_bytes_per_s, stage_seconds
-    from sppo.planning.layer_cost import Workload
+    from sppo.cost.layer import Workload
+    from sppo.cost.stage_cost import CostRequest, copy_bytes_per_s, stage_seconds
 
     workload = Workload(run.model, plan.hardware, dtype=run.train.dtype)
     request = CostRequest(workload, (plan.lengths,))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sppo.bench import overlap, pcie
-from sppo.bench.copy_report import copies_lines
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import Layer, default_layer, measure_overlap
+from sppo.bench.report.copy_tables import copies_lines
 from sppo.config.model import ModelConfig
 from sppo.offload import cuda_queues
 from sppo.offload.cuda_queues import CudaQueues

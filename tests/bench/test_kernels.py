@@ -14,9 +14,9 @@ from sppo.bench.attention_grid import AttentionGrid, Heads, Span, attention_grid
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Rounds, Timing
-from sppo.planning.elementwise_cost import PASSES, Work, bytes_per_element, work_seconds
-from sppo.planning.flops import causal_pairs
-from sppo.planning.hardware_presets import PRESETS
+from sppo.cost.elementwise import PASSES, Work, bytes_per_element, work_seconds
+from sppo.cost.flops import causal_pairs
+from sppo.hardware.presets import PRESETS
 from tests.bench.test_timing import Watcher
 
 CPU = PRESETS["laptop-cpu"].device

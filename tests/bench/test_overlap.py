@@ -11,14 +11,14 @@ from rich.console import Console
 
 from sppo.bench import overlap
 from sppo.bench.break_even import BreakEven, OverlapPoint, break_even_tokens, break_evens
-from sppo.bench.copy_report import break_even_text, overlap_lines, print_overlap
-from sppo.bench.description import describe
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import Layer, OverlapMeasurements, added_s_per_byte, measure_overlap
-from sppo.bench.report import unsteady_line
+from sppo.bench.report.copy_tables import break_even_text, overlap_lines, print_overlap
+from sppo.bench.report.hardware_description import describe
+from sppo.bench.report.tables import unsteady_line
 from sppo.bench.suite import Measurements
 from sppo.config.model import ModelConfig
-from sppo.planning.hardware_presets import PRESETS
+from sppo.hardware.presets import PRESETS
 from tests.bench.test_timing import Watcher
 
 PRODUCTS_S, PAIR_S, COPY_S = 1e-6, 1e-8, 5e-6

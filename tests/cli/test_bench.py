@@ -10,13 +10,13 @@ import pytest
 from sppo.bench import disk, suite
 from sppo.bench.attention_grid import attention_grid
 from sppo.bench.gemm import GemmGrid
+from sppo.hardware import this_machine
+from sppo.hardware.file import hardware_json, read_hardware
+from sppo.hardware.presets import PRESETS
+from sppo.hardware.this_machine import detect_machine
 from sppo.offload.disk_room import DiskRoom
-from sppo.planning import this_machine
-from sppo.planning.hardware_file import hardware_json, read_hardware
-from sppo.planning.hardware_presets import PRESETS
-from sppo.planning.this_machine import detect_machine
+from tests.bench.report.test_hardware_description import BACKENDS, EVERYTHING, GEMM, NOTHING
 from tests.bench.test_copies import DISK
-from tests.bench.test_description import BACKENDS, EVERYTHING, GEMM, NOTHING
 from tests.bench.test_overlap import OVERLAP
 from tests.conftest import call, refuse, succeed, tree, write_run
 

@@ -7,14 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from sppo.checkpoint import checkpoint
+from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.cli.convert import app
 from sppo.config import PRESETS, ModelConfig, check_run
 from sppo.config.huggingface import read_model_fields
 from sppo.model import hf_writing
 from sppo.model.hf import load_hf_weights, save_hf_weights
 from sppo.model.initialize import initial_weights
-from sppo.train import checkpoint
-from sppo.train.checkpoint import CheckpointManager, run_metadata
 
 MODEL = ModelConfig.model_validate({**PRESETS["tiny-test"], "family": "mistral"})
 

@@ -366,7 +366,7 @@ def test_heads_that_cannot_be_shared_out(run):
 def test_a_wrong_request_ends_with_2(run, words, message):
     from dataclasses import asdict, replace
 
-    from sppo.planning.hardware_presets import PRESETS
+    from sppo.hardware.presets import PRESETS
 
     laptop = PRESETS["laptop-cpu"]
     bare = replace(laptop, node=replace(laptop.node, disk_bytes=0))
@@ -424,8 +424,10 @@ def test_the_screens_are_screens(run):
 def test_a_plan_whose_simulation_is_over_budget_says_so(run, monkeypatch):
     found = report(run)["best"]
     assert len(found["simulated_device_bytes"]) == len(found["stages"])
-    monkeypatch.setattr("sppo.cli.solve_tables.simulated_excess", lambda option: (3, 90 * GIB))
+    monkeypatch.setattr(
+        "sppo.cli.output.solve_tables.simulated_excess", lambda option: (3, 90 * GIB)
+    )
     text = one_line(succeed("solve", run))
     assert "warning: the simulation of this plan fills a device of stage 3 to 90.0 GiB" in text
-    monkeypatch.setattr("sppo.cli.solve_tables.simulated_excess", lambda option: None)
+    monkeypatch.setattr("sppo.cli.output.solve_tables.simulated_excess", lambda option: None)
     assert "warning" not in succeed("solve", run)

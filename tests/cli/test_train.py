@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from sppo.kernels.machine_memory import MemoryRoom
-from sppo.train import checkpoint, device, report, trainer
+from sppo.checkpoint import checkpoint
+from sppo.kernels.native.machine_memory import MemoryRoom
+from sppo.train import cpu_device, trainer
+from sppo.train import results as report
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 
 KEYS = {
@@ -40,7 +42,7 @@ BUCKETS = ("weights", "gradients", "optimizer", "K/V and gradients", "activation
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """How fast this machine multiplies matrices takes longer to find than these runs."""
-    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
 
 
 def refuse_unchanged(work: Path, *words: object, code: int = 2) -> str:
@@ -103,7 +105,7 @@ def test_broken_token_data(work, name, fault):
 
 
 def test_not_enough_memory(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.device.memory_room", lambda: MemoryRoom(1 << 16))
+    monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: MemoryRoom(1 << 16))
     error = refuse_unchanged(work, code=4)
     assert "even with everything rebuilt" in error
     assert "of 64.0 KiB" in error
@@ -113,7 +115,7 @@ def test_not_enough_memory(work, monkeypatch):
 
 
 def test_a_policy_that_was_asked_for_is_taken_as_long_as_it_fits(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.device.memory_room", lambda: MemoryRoom(1 << 30))
+    monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: MemoryRoom(1 << 30))
     assert "keep      retain: " in succeed("train", "run.yaml", "activations.policy=retain")
 
 
@@ -508,7 +510,7 @@ def test_a_vocabulary_larger_than_the_data_is_no_fault(work):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_after_the_last_step_leaves_the_exit_code_0(work, monkeypatch, number):
-    from sppo.train import report
+    from sppo.train import results as report
 
     drawn = report.loss_picture
 
@@ -538,7 +540,7 @@ def test_an_output_that_is_deleted_while_a_run_writes_into_it(work, monkeypatch)
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_written(work, monkeypatch):
-    from sppo.train import checkpoint
+    from sppo.checkpoint import checkpoint
 
     made = checkpoint._made
 
@@ -572,7 +574,7 @@ def test_limits_of_the_system_are_told_in_a_line(work, monkeypatch, error):
 
 
 def test_a_step_larger_than_memory_is_refused_before_anything_is_built(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.device.memory_room", lambda: MemoryRoom(64 << 20))
+    monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: MemoryRoom(64 << 20))
     before = tree(work)
     start_s = time.process_time()
     said = refuse("train", "run.yaml", "train.sequences_per_step=16384", code=4)

@@ -2,7 +2,7 @@ import pytest
 
 from sppo.config import PRESETS, ModelConfig
 from sppo.config.loading import expand_model
-from sppo.planning.parameters import num_parameters
+from sppo.cost.parameters import num_parameters
 
 
 def model(**fields):

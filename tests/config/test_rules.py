@@ -1,8 +1,8 @@
 import pytest
 
+from sppo.activations.policy import MOVING_POLICIES, POLICIES
 from sppo.config import ConfigError, check_run
 from sppo.config.rules import SCHEDULES
-from sppo.planning.activation_policy import MOVING_POLICIES, POLICIES
 from sppo.schedule.generators import schedule_names
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 
 from sppo.config.model import ModelConfig
+from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
 from sppo.engine.reference import reference_loss
 from sppo.engine.unit import SequenceData
-from sppo.kernels.cross_entropy import CROSS_ENTROPY, IGNORED_LABEL
+from sppo.kernels.cross_entropy import CROSS_ENTROPY
+from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.gradients import zero_gradients
-from sppo.planning.parameters import parameter_shapes
 
 BASE = {
     "vocab_size": 23,

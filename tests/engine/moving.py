@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sppo.activations.block_layout import ParcelShape
+from sppo.activations.placement import ATTENTION, ROW_ALIGNMENT, prefix_rows
+from sppo.activations.policy import class_bytes_per_token
 from sppo.offload.moving_store import MovingStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
-from sppo.planning.activation_decisions import ATTENTION, ROW_ALIGNMENT, prefix_rows
-from sppo.planning.activation_policy import class_bytes_per_token
-from sppo.planning.parcels import ParcelShape
 from sppo.planning.plan import SubsequencePlan
 from tests.engine.models import Trained
 from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sppo.cost.parameters import layer_shapes, outer_shapes, parameter_shapes
 from sppo.engine.engine import Engine
 from sppo.engine.gathered_weights import GatheredWeights
 from sppo.parallel.data_parallel import rows_of
 from sppo.parallel.row_gather import RowGather
-from sppo.planning.parameters import layer_shapes, outer_shapes, parameter_shapes
 from tests.engine.models import random_sequence, random_weights, tiny_model
 from tests.engine.pipelined import Case, run_case
 from tests.engine.test_pipeline import CUTS_FOR_TWO, UNEVEN, check

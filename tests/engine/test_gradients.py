@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.activations.policy import POLICIES
 from sppo.engine.reference import reference_token_losses
 from sppo.engine.unit import SequenceData
-from sppo.kernels.cross_entropy import IGNORED_LABEL, LossTerms
-from sppo.planning.activation_policy import POLICIES
+from sppo.kernels.cross_entropy import LossTerms
+from sppo.kernels.labels import IGNORED_LABEL
 from tests.engine.models import (
     VARIANTS,
     Trained,

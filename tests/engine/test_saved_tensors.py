@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sppo.activations.block_layout import packed_offsets
 from sppo.engine.saved_rows import TensorRows
 from sppo.engine.saved_tensors import SavedTensors
 from sppo.offload.moving_store import Itinerary, MovingStore, Place
@@ -10,7 +11,6 @@ from sppo.offload.stack_store import StackStore, slot_bytes
 from sppo.offload.store import ActivationKey, ResidentStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
-from sppo.planning.parcels import packed_offsets
 
 KEY = ActivationKey(0, 0, 0)
 X_IN = torch.arange(12.0).view(4, 3)

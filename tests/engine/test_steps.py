@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from sppo.activations.policy import POLICIES
 from sppo.engine.engine import Engine
-from sppo.planning.activation_policy import POLICIES
 from tests.engine.models import (
     VARIANTS,
     Trained,

@@ -2,10 +2,10 @@
 
 import pytest
 
-from sppo.planning.activation_policy import classes_kept
-from sppo.planning.cost import CostRequest, kv_bytes_per_token, row_bytes_of
-from sppo.planning.hardware_presets import PRESETS
-from sppo.planning.layer_cost import Workload
+from sppo.activations.policy import classes_kept
+from sppo.cost.layer import Workload
+from sppo.cost.stage_cost import CostRequest, kv_bytes_per_token, row_bytes_of
+from sppo.hardware.presets import PRESETS
 from tests.engine.models import VARIANTS, tiny_model
 from tests.engine.moving import FixedRows, RatioRows
 from tests.engine.pipelined import Case, run_case

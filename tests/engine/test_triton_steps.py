@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sppo.kernels import block_attention, cross_entropy, elementwise, fused, rotary
+from sppo.kernels import cross_entropy, elementwise, fused, rotary
+from sppo.kernels.attention import block_attention
 from tests.engine.models import (
     Trained,
     assert_same_step,

@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import yaml
 
+from sppo.checkpoint.manifest import find_damage, sum_files, write_manifest
+from sppo.checkpoint.search import find_checkpoint
 from sppo.cli.app import app
 from sppo.config.loading import check_run, load_run
 from sppo.config.yaml_file import read_yaml
+from sppo.data.documents import read_text
+from sppo.data.model_tokenizer import vocabulary_identity
+from sppo.data.prepare import prepare_tokens
+from sppo.data.sequences import count_sequences, training_sequence
+from sppo.data.tokenizer_file import load_tokenizer_file
+from sppo.data.tokenizers import scan_ids
+from sppo.data.tokens import open_tokens
+from sppo.hardware.file import hardware_json, read_hardware
+from sppo.hardware.presets import PRESETS
 from sppo.planning.estimate import estimate
-from sppo.planning.hardware_file import hardware_json, read_hardware
-from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.plan import digest_of, plan_json, read_plan
 from sppo.schedule.program_text import check_program, format_program, parse_program
-from sppo.train.checkpoint_manifest import find_damage, sum_files, write_manifest
-from sppo.train.checkpoint_search import find_checkpoint
-from sppo.train.data import count_sequences, training_sequence
-from sppo.train.documents import read_text
-from sppo.train.model_tokenizer import vocabulary_identity
-from sppo.train.prepare import prepare_tokens
-from sppo.train.tokenizer_file import load_tokenizer_file
-from sppo.train.tokenizers import scan_ids
-from sppo.train.tokens import open_tokens
 from tests.fuzzing.harness import Case
 from tests.fuzzing.mutations import changed_bytes, changed_tree, changed_words, json_text, nasty
 

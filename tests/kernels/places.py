@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sppo.kernels.attention_choice import CAPABILITIES, AttentionCase, why_not
+from sppo.kernels.attention.choice import CAPABILITIES, AttentionCase, why_not
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CPU_BACKENDS = ("cpu_flash", "triton", "torch_blocks")

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from sppo.cost import logits_tile
+from sppo.cost.logits_tile import tile_tokens
 from sppo.kernels import cross_entropy
 from sppo.kernels.cross_entropy import (
     CROSS_ENTROPY,
-    IGNORED_LABEL,
     LossTerms,
     linear_cross_entropy,
     linear_cross_entropy_with_gradient,
 )
-from sppo.planning import logits_tile
-from sppo.planning.logits_tile import tile_tokens
+from sppo.kernels.labels import IGNORED_LABEL
 from sppo.units import MIB
 from tests.kernels.allocations import peak_bytes
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from sppo.cost import product_tile
 from sppo.kernels.linear import accumulate_weight_gradient
-from sppo.planning import product_tile
 from sppo.units import MIB
 from tests.kernels.allocations import peak_bytes
 from tests.kernels.places import DEVICES

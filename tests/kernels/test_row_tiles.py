@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.kernels import row_tiles
-from sppo.kernels.attention import attention_backward, attention_forward
+from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.kernels.row_tiles import wide_tiles
 
 

@@ -5,8 +5,8 @@ import torch
 
 from sppo.config.huggingface import read_model_fields
 from sppo.config.model import ModelConfig
+from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf import load_hf_weights, open_hf_weights, save_hf_weights
-from sppo.planning.parameters import parameter_shapes
 from tests.model.hf_models import FAMILIES, tiny_hf_model
 
 transformers = pytest.importorskip("transformers")

@@ -3,8 +3,8 @@ import torch
 
 from sppo.config import PRESETS
 from sppo.config.model import ModelConfig
+from sppo.cost.parameters import parameter_shapes
 from sppo.model.initialize import initial_weight, initial_weights
-from sppo.planning.parameters import parameter_shapes
 
 
 def model(preset="tiny-test", **fields):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sppo.engine.unit import SequenceData
-from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.hf import load_hf_weights
 from tests.engine.models import engine_step
 from tests.model.hf_models import FAMILIES, tiny_hf_model

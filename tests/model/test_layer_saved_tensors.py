@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.kernels.attention import attention_backward, attention_forward
+from sppo.activations.policy import tensor_bytes_per_token
+from sppo.cost.parameters import layer_shapes
+from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import GradientSum, zero_gradients
 from sppo.model.layer import Layer
 from sppo.model.rope import rotary_table
-from sppo.planning.activation_policy import tensor_bytes_per_token
-from sppo.planning.parameters import layer_shapes
 from tests.engine.models import VARIANTS, tiny_model
 
 TOKENS = 11

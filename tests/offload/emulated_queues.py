@@ -10,8 +10,8 @@ from collections import deque
 
 import torch
 
+from sppo.activations.block_layout import PARCEL_ALIGNMENT_BYTES
 from sppo.offload.queues import Ordering, QueueTimes
-from sppo.planning.parcels import PARCEL_ALIGNMENT_BYTES
 from tests.offload.vector_clocks import AccessChecker, Actor
 
 LANES = ("copy out", "write", "read", "copy back")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sppo.kernels.extension import NativeLibrary
-from sppo.kernels.machine_memory import MemoryRoom
+from sppo.kernels.native.extension import NativeLibrary
+from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.offload import arena as arena_module
 from sppo.offload.arena import ALIGNMENT_BYTES, HostArena
 from sppo.offload.host_mapping import NativeMapping, PythonMapping

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sppo.kernels.native_file import SECTOR_BYTES
+from sppo.kernels.native.file import SECTOR_BYTES
 from sppo.offload import disk_room as disk_room_module
 from sppo.offload import file_tier as file_tier_module
 from sppo.offload.disk_room import DiskRoom, disk_room, is_memory
@@ -344,7 +344,7 @@ def test_a_disk_that_is_memory_is_told(implementation, tmp_path, monkeypatch, ca
 
 SCRIPT = """
 import os, sys, time, numpy as np
-from sppo.kernels.extension import NativeLibrary
+from sppo.kernels.native.extension import NativeLibrary
 from sppo.offload import file_tier as f
 from tests.native_builds import library
 f.native_library = library if sys.argv[1] == "native" else lambda: None

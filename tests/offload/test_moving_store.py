@@ -6,13 +6,13 @@ from functools import cache
 import pytest
 import torch
 
+from sppo.activations.block_layout import packed_bytes
 from sppo.offload.integrity import CorruptActivationError
 from sppo.offload.moving_store import Itinerary, MovingStore, Place
 from sppo.offload.queues import Ordering
 from sppo.offload.slots import Slot
 from sppo.offload.store import ActivationKey
 from sppo.offload.tiers import Tier
-from sppo.planning.parcels import packed_bytes
 from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues, Lazy
 from tests.offload.vector_clocks import RaceError
 

@@ -17,7 +17,7 @@ from sppo.offload.queues import Ordering, Region
 from sppo.offload.store import ActivationKey
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
-from sppo.train.device import CpuDevice
+from sppo.train.cpu_device import CpuDevice
 from tests.offload.test_moving_store import run_step
 
 

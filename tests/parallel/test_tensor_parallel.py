@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sppo.cost.layer import Workload
+from sppo.cost.parameters import parameter_shapes
+from sppo.cost.stage_cost import CostRequest, device_parameters, updated_parameters
+from sppo.hardware.presets import PRESETS
 from sppo.parallel.mesh import Coordinates, MeshShape
 from sppo.parallel.tensor_parallel import TensorExchange, WeightShares, tensor_share
-from sppo.planning.cost import CostRequest, device_parameters, updated_parameters
-from sppo.planning.hardware_presets import PRESETS
-from sppo.planning.layer_cost import Workload
-from sppo.planning.parameters import parameter_shapes
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 
 PARTS = [(4, 4), (3, 2), (1, 2), (5, 5, 5), (2, 3, 3)]

@@ -7,10 +7,10 @@ from typing import Any
 
 from sppo.config.loading import check_run
 from sppo.config.run import RunConfig
-from sppo.planning.cost import CostRequest, stage_costs, stage_seconds
-from sppo.planning.hardware import HardwareSpec
-from sppo.planning.hardware_file import hardware_for
-from sppo.planning.hardware_presets import PRESETS
+from sppo.cost.stage_cost import CostRequest, stage_costs, stage_seconds
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import hardware_for
+from sppo.hardware.presets import PRESETS
 from sppo.planning.solver import Solution, solve
 from sppo.schedule.costs import Costs
 from sppo.schedule.generators import generate

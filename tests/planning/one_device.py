@@ -1,8 +1,8 @@
 """Memory of a run on one CPU device, as the planner predicts it."""
 
+from sppo.cost.layer import Workload
+from sppo.hardware.presets import PRESETS
 from sppo.planning.candidate import Candidate, assess
-from sppo.planning.hardware_presets import PRESETS
-from sppo.planning.layer_cost import Workload
 
 
 def predicted(model, *, dtype="bf16", policy="retain", lengths=(30, 30, 40), sequences=1):

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from sppo.config import check_run
+from sppo.hardware.presets import PRESETS
 from sppo.planning.baselines import (
     KEEPS_EVERYTHING,
     MEGATRON,
@@ -20,7 +21,6 @@ from sppo.planning.baselines import (
     baselines,
 )
 from sppo.planning.choices import Degrees
-from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.solver import solve
 
 A100S = replace(PRESETS["a100-80g"], num_nodes=4)

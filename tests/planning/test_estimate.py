@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sppo.config import check_run
+from sppo.cost.parameters import num_parameters
+from sppo.hardware.presets import PRESETS
 from sppo.planning.estimate import estimate, model_counts
-from sppo.planning.hardware_presets import PRESETS
-from sppo.planning.parameters import num_parameters
 
 GIB = 1 << 30
 LENGTH = 4 << 20

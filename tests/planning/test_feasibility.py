@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from sppo.config import check_run
+from sppo.hardware.presets import PRESETS
 from sppo.planning.feasibility import fits_at_all, quick_step_s, what_would_fit
-from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.solver import solve
 
 KIB = 1 << 10

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sppo.hardware.file import hardware_for
 from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
-from sppo.planning.hardware_file import hardware_for
 from sppo.planning.make_plan import make_plan
 from sppo.planning.option import Option
 from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan

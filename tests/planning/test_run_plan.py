@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.planning.activation_decisions import ATTENTION, LINEAR
-from sppo.planning.activation_policy import POLICIES
-from sppo.planning.hardware_presets import PRESETS
+from sppo.activations.placement import ATTENTION, LINEAR
+from sppo.activations.policy import POLICIES
+from sppo.hardware.presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length
 from sppo.planning.run_plan import USABLE_SHARE, plan_run, run_boundaries
 from sppo.units import MIB

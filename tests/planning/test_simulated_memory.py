@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from sppo.config import check_run
+from sppo.hardware.presets import PRESETS
 from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
-from sppo.planning.hardware_presets import PRESETS
 from sppo.planning.option import Option, simulate_option
 from sppo.planning.simulated_memory import simulated_device_bytes, simulated_excess
 from sppo.planning.solver import candidate_of_pieces

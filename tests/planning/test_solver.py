@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.hardware.file import hardware_for
 from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
-from sppo.planning.hardware_file import hardware_for
 from sppo.planning.make_plan import make_plan
 from sppo.planning.option import Option, simulate_option
 from sppo.planning.plan import plan_json

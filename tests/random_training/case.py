@@ -9,7 +9,8 @@ import torch
 from sppo.config.model import ModelConfig
 from sppo.config.run import OptimizerConfig
 from sppo.engine.unit import SequenceData
-from sppo.kernels.cross_entropy import IGNORED_LABEL, LossTerms
+from sppo.kernels.cross_entropy import LossTerms
+from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.mesh import MeshShape
 from sppo.parallel.tensor_parallel import tensor_share
 

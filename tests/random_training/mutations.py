@@ -17,11 +17,11 @@ import torch
 from sppo.engine import engine, span_attention, stage
 from sppo.engine.saved_tensors import SavedTensors
 from sppo.model.gradients import DeferredGradients
+from sppo.optim.adamw import AdamW
+from sppo.optim.sharded_state import SharedState
 from sppo.parallel import pipeline_p2p
 from sppo.parallel.data_parallel import StageGroup
 from sppo.parallel.row_gather import Gathering
-from sppo.train.optimizer import AdamW
-from sppo.train.shared_state import SharedState
 from tests.random_training.case import Case
 
 Mutation = Callable[[], AbstractContextManager[Any]]
@@ -150,7 +150,7 @@ def documents_not_isolated() -> Any:
 
 def norm_of_own_gradients() -> Any:
     """Every rank clips by the norm of its own gradients."""
-    from sppo.train.optimizer import global_norm
+    from sppo.optim.adamw import global_norm
 
     return patch.object(SharedState, "norm", lambda self, gradients, peers: global_norm(gradients))
 

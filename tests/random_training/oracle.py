@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sppo.checkpoint.checkpoint import MODEL_PREFIX
+from sppo.cost.parameters import is_decayed, parameter_shapes
 from sppo.engine.reference import reference_token_losses
 from sppo.engine.unit import SequenceData
-from sppo.planning.parameters import is_decayed, parameter_shapes
-from sppo.train.checkpoint import MODEL_PREFIX
-from sppo.train.learning_rate import learning_rate
-from sppo.train.optimizer import MOMENTS, STEP_KEY
+from sppo.optim.adamw import MOMENTS, STEP_KEY
+from sppo.optim.learning_rate import learning_rate
 from tests.engine.models import autograd_step, random_weights
 from tests.random_training.case import DTYPES, Case
 from tests.random_training.run_leg import Blocks, StepResult, places

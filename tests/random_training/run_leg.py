@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sppo.checkpoint.checkpoint import MODEL_PREFIX
+from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
 from sppo.engine.engine import Companions, Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
 from sppo.offload.moving_store import MovingStore
 from sppo.offload.tiers import Tier
+from sppo.optim.adamw import AdamW, clip_
+from sppo.optim.learning_rate import learning_rate
+from sppo.optim.sharded_state import SharedState
+from sppo.parallel.host_collectives import Peers
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.piece_exchange import PieceLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.tensor_parallel import TensorExchange
 from sppo.parallel.ulysses import HeadExchange
 from sppo.planning.row_plan import PolicyRows, RowPlan
-from sppo.train.checkpoint import MODEL_PREFIX
-from sppo.train.learning_rate import learning_rate
-from sppo.train.optimizer import AdamW, clip_
-from sppo.train.peers import Peers
-from sppo.train.shared_state import SharedState
-from sppo.train.state_block import StateBlock
 from tests.engine.moving import RatioRows, queues_of
 from tests.random_training.case import DTYPES, Case, Leg
 
@@ -191,7 +191,7 @@ def places(block: StateBlock) -> tuple[slice, ...]:
 
 
 def whole_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
-    from sppo.planning.parameters import parameter_shapes
+    from sppo.cost.parameters import parameter_shapes
 
     return parameter_shapes(model)[name]
 

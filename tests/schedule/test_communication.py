@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import ActionKind
+from sppo.schedule.checks.deadlock import replay
+from sppo.schedule.checks.validate import validate
 from sppo.schedule.communication import place_messages
 from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.generators import generate
-from sppo.schedule.rendezvous import replay
-from sppo.schedule.validate import validate
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, make, play
 
 QUEUES = ("rank", "pair", "direction", "pair_direction", "edge")

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import ActionKind
+from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.communication import place_messages
 from sppo.schedule.generators import generate, schedule_names
-from sppo.schedule.validate import find_violations, validate
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
 
 ragged = st.lists(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import ActionKind
+from sppo.schedule.checks.validate import validate
 from sppo.schedule.costs import Link, Links, abstract_costs
 from sppo.schedule.encoding import encode
 from sppo.schedule.gangs import Gang, balanced_pieces, find_gangs, gang_seconds, routes_between
@@ -17,7 +18,6 @@ from sppo.schedule.generators import generate
 from sppo.schedule.multiplex import multiplex, multiplexed_ranks
 from sppo.schedule.prepare import lower
 from sppo.schedule.simulate import simulate
-from sppo.schedule.validate import validate
 from tests.schedule.cases import make, play
 
 
@@ -109,7 +109,7 @@ def test_it_never_makes_a_step_slower(p, factors, m, bandwidth, forward_only):
     n = len(factors)
     costs = priced(p, n * m, bandwidth=bandwidth, factors=factors * m)
     lengths = ((64,) * n,) * m
-    cut = multiplex(lengths, num_ranks=p, forward_only=forward_only, costs=costs)
+    cut = generate("sppo_msp", num_ranks=p, lengths=lengths, forward_only=forward_only, costs=costs)
     validate(cut)
     plain = generate("sppo", num_ranks=p, lengths=lengths, forward_only=forward_only)
     before = simulate(plain, costs=costs).makespan_s
@@ -161,7 +161,7 @@ def test_a_pipeline_of_many_gangs_is_still_chosen():
 
 def test_costs_for_another_schedule_are_refused():
     with pytest.raises(ValueError, match="costs of 2 stages and 3 units for 4 stages and 8"):
-        multiplex(((16,) * 8,), num_ranks=4, costs=abstract_costs(2, num_units=3))
+        multiplex(make("sppo", p=4, n=8, m=1), costs=abstract_costs(2, num_units=3))
 
 
 @settings(deadline=None)

@@ -10,12 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import Action, ActionKind, Placement, Schedule
+from sppo.schedule.checks.validate import validate
 from sppo.schedule.communication import place_messages
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.prepare import lower
 from sppo.schedule.simulate import simulate
-from sppo.schedule.validate import validate
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, idle, in_flight, make, peaks, play
 
 ZB = {"f": 1, "b": 1, "w": 1}

@@ -18,18 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from sppo.train import checkpoint as checkpoint_module
-from sppo.train import checkpoint_manifest, checkpoint_tensors
-from sppo.train.checkpoint import CheckpointError, InvalidCheckpointError
-from sppo.train.state_block import StateBlock
-from tests.train.resharding_ranks import (
+from sppo.checkpoint import checkpoint as checkpoint_module
+from sppo.checkpoint import manifest as checkpoint_manifest
+from sppo.checkpoint import tensors as checkpoint_tensors
+from sppo.checkpoint.checkpoint import CheckpointError, InvalidCheckpointError
+from sppo.checkpoint.state_block import StateBlock
+from tests.checkpoint.resharding_ranks import (
     cut_state,
     load_and_compare,
     manager_of,
     names,
     tensor_of,
 )
-from tests.train.save_until_killed import die_at_call
+from tests.checkpoint.save_until_killed import die_at_call
 
 
 @contextmanager

@@ -160,7 +160,7 @@ def wait(children: dict[int, int]) -> dict[int, int]:
 
 def serve() -> None:
     """Answer requests until there are no more."""
-    import sppo.train.checkpoint
+    import sppo.checkpoint.checkpoint
     import tests.train.faulty_ranks
 
     del sppo, tests

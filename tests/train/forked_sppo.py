@@ -144,12 +144,13 @@ def serve() -> None:
 
     import sppo.cli.app
     import sppo.config
+    import sppo.train.cpu_device
     import sppo.train.evaluation
-    import sppo.train.report
+    import sppo.train.results
     import sppo.train.trainer
 
     # How fast matrices are multiplied is no matter here, and takes as long to find as ten steps.
-    sppo.train.device.measure_matmul_flops_per_s = lambda dtype: 1e10
+    sppo.train.cpu_device.measure_matmul_flops_per_s = lambda dtype: 1e10
     del matplotlib, rich, torch
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

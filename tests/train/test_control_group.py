@@ -93,7 +93,7 @@ def run_file(tmp_path, monkeypatch):
 
 LOADED = """
 import sppo.train.trainer
-from sppo.kernels.machine_memory import control_group_room
+from sppo.kernels.native.machine_memory import control_group_room
 from sppo.train.libraries import load_libraries
 load_libraries()
 print(control_group_room())

@@ -13,18 +13,19 @@ from rich.console import Console
 from sppo.config import load_run
 from sppo.engine.engine import Engine
 from sppo.engine.trace import CudaStopwatch, Trace
-from sppo.kernels.machine_memory import MemoryRoom
+from sppo.hardware.file import hardware_json
+from sppo.hardware.presets import PRESETS
+from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.parallel.environment import RankEnvironment
-from sppo.planning.hardware_file import hardware_json
-from sppo.planning.hardware_presets import PRESETS
 from sppo.schedule.actions import Action, ActionKind
-from sppo.train import device as devices
-from sppo.train import trainer
+from sppo.train import choose_device as choose_device_module
+from sppo.train import cpu_device, trainer
+from sppo.train.choose_device import choose_device, device_kind
+from sppo.train.cpu_device import CpuDevice
 from sppo.train.cuda_device import SETTINGS, CudaDevice, prepare_cuda
-from sppo.train.device import CpuDevice, choose_device, device_kind
 from sppo.train.evaluation import evaluate
 from sppo.train.preflight import check_before_training, given_plan
-from sppo.train.report import report
+from sppo.train.results import report
 from sppo.train.warm_up import warm_up
 from sppo.units import GIB, MIB
 from tests import fake_cuda
@@ -37,7 +38,7 @@ GPUS = 2
 
 @pytest.fixture(autouse=True)
 def _quick(work, monkeypatch):
-    monkeypatch.setattr(devices, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)
     (work / "spill").mkdir()
 
@@ -47,7 +48,9 @@ def gpus(monkeypatch):
     """A machine on which torch sees two GPUs; none may be used."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
-    monkeypatch.setattr(devices, "device_kind", device_kind)  # whatever conftest makes of it
+    monkeypatch.setattr(
+        choose_device_module, "device_kind", device_kind
+    )  # whatever conftest makes of it
 
 
 def run_of(work, output="out", **sections):
@@ -227,8 +230,8 @@ def test_evaluation_is_that_of_the_cpu(work):
 
 def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypatch):
     with fake_gpu() as (device, _):
-        monkeypatch.setattr(devices, "device_kind", lambda run: "cuda")
-        monkeypatch.setattr(devices, "choose_device", lambda run, **_: device)
+        monkeypatch.setattr(choose_device_module, "device_kind", lambda run: "cuda")
+        monkeypatch.setattr(choose_device_module, "choose_device", lambda run, **_: device)
         moving = ("train", "run.yaml", "activations.policy=offload_all")
         said = succeed(*moving)
         assert f"fp32 on {NAME} (cpu), torch" in said

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo.config import load_run
+from sppo.data.sequences import training_sequence
+from sppo.data.tokens import open_tokens
 from sppo.engine.reference import reference_token_losses
-from sppo.kernels.cross_entropy import IGNORED_LABEL
-from sppo.kernels.machine_memory import MemoryRoom
-from sppo.train import device, evaluation
-from sppo.train.data import training_sequence
+from sppo.kernels.labels import IGNORED_LABEL
+from sppo.kernels.native.machine_memory import MemoryRoom
+from sppo.train import cpu_device, evaluation
 from sppo.train.evaluation import Evaluation, loss_by_position
 from sppo.train.state import starting_weights
-from sppo.train.tokens import open_tokens
 from tests.conftest import LENGTH, write_tokens
 
 
@@ -120,7 +120,7 @@ def test_bins_double_and_lose_nothing(positions):
 
 
 def test_too_large_is_said_before_any_weight_is_read(work, run_file, monkeypatch):
-    monkeypatch.setattr(device, "memory_room", lambda: MemoryRoom(machine_bytes=1000))
+    monkeypatch.setattr(cpu_device, "memory_room", lambda: MemoryRoom(machine_bytes=1000))
     monkeypatch.setattr(evaluation, "_weights", None)
     with pytest.raises(MemoryError, match=f"of {LENGTH} tokens needs .*1000 B available"):
         evaluate_initial(load_run(run_file()))

@@ -14,15 +14,16 @@ import torch
 from rich.console import Console
 
 from sppo.config import load_run
+from sppo.parallel.host_collectives import Peers
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.progress import RankProgress
 from sppo.train import trainer
-from sppo.train.device import CpuDevice, choose_device
+from sppo.train.choose_device import choose_device
+from sppo.train.cpu_device import CpuDevice
 from sppo.train.evaluation import evaluate
-from sppo.train.peers import Peers
 from sppo.train.preflight import check_before_training
 from sppo.train.ranks import Ranks, mesh_shape
-from sppo.train.report import report
+from sppo.train.results import report
 from tests.fake_cuda import fake_gpu
 from tests.train.test_parallel_runs import MODEL, alone, assert_like_alone, overrides
 

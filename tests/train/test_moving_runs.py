@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 
 from sppo.config import load_run
-from sppo.kernels.machine_memory import MemoryRoom
+from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.offload import spill_directory
 from sppo.offload.disk_room import DiskRoom
 from sppo.offload.file_tier import FileTier
 from sppo.planning.run_plan import USABLE_SHARE
 from sppo.train import preflight, trainer
 from sppo.train.preflight import check_before_training
-from sppo.train.report import report
+from sppo.train.results import report
 from tests.conftest import refuse, succeed, write_run
 
 MOVING = {
@@ -35,7 +35,7 @@ MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
 
 @pytest.fixture(autouse=True)
 def _quick(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.device.measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr("sppo.train.cpu_device.measure_matmul_flops_per_s", lambda dtype: 1e10)
     (work / "spill").mkdir()
 
 
@@ -97,7 +97,7 @@ def test_a_file_system_in_memory_counts_as_memory(work, monkeypatch):
     monkeypatch.setattr(preflight, "is_memory", lambda directory: True)
     check_before_training(load_run(run_file))
     room = needed.device.total_bytes + needed.tier_activations_bytes
-    monkeypatch.setattr("sppo.train.device.memory_room", lambda: MemoryRoom(room - 1))
+    monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: MemoryRoom(room - 1))
     error = refuse("train", run_file, code=4)
     assert "activations.disk=spill is a file system in memory" in error
 
@@ -192,7 +192,7 @@ def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     succeed("train", moving_run(work, output="kept", sequence=long, policy="retain"))
     usable = device.total_bytes - device.activations_bytes // 3
     room = MemoryRoom(int(usable / USABLE_SHARE) + 1)
-    monkeypatch.setattr("sppo.train.device.memory_room", lambda: room)
+    monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: room)
     monkeypatch.setattr(preflight, "REPORT_BYTES", 0)  # pictures would need more than this run
     run_file = moving_run(work, sequence=long)
     plan = check_before_training(load_run(run_file)).plan

@@ -11,13 +11,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.model.hf import save_hf_weights
 from sppo.model.initialize import initial_weights
-from sppo.train import device, shared_state, trainer
-from sppo.train.checkpoint import read_model
+from sppo.optim import sharded_state as shared_state
+from sppo.optim.adamw import AdamW
+from sppo.train import cpu_device, trainer
 from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
-from sppo.train.optimizer import AdamW
 from sppo.train.preflight import check_before_training
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
 
@@ -94,7 +95,7 @@ def test_the_state_that_is_saved_is_looked_at():
 @pytest.fixture
 def bad_steps(work, monkeypatch):
     """Put step numbers in here (from 1 in this process): their gradients are not finite."""
-    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     bad: set[int] = set()
     norm, done = shared_state.global_norm, 0
 
@@ -124,7 +125,7 @@ class States:
 
 @pytest.fixture
 def states(work, monkeypatch):
-    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     seen, step = States(), trainer._Loop._step
 
     def remember(loop, number, *rest):
@@ -257,7 +258,7 @@ def test_a_run_whose_last_state_is_not_finite_does_not_end_well(work, bad_steps,
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_not_finite_are_refused_before_the_start(work, value, monkeypatch):
-    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     run = load_run("run.yaml")
     weights = initial_weights(run.model, seed=0)
     weights["embed.weight"][3, 2] = value
@@ -273,7 +274,7 @@ def test_weights_that_are_not_finite_are_refused_before_the_start(work, value, m
 
 
 def test_a_huge_learning_rate(work, monkeypatch):
-    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     words = ("optimizer.lr=1e38", "optimizer.schedule=constant", "train.steps=20")
     result = call("train", "run.yaml", *words)
     assert result.exit_code == 1

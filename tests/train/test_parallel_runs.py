@@ -10,13 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
+from sppo.parallel.host_collectives import Peers
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.progress import RankProgress
 from sppo.planning.plan import plan_json
 from sppo.train import trainer
-from sppo.train.checkpoint import read_model
-from sppo.train.peers import Peers
 from sppo.train.preflight import check_before_training, given_plan
 from sppo.train.ranks import Ranks, mesh_shape
 from tests.conftest import LENGTH, write_tokens

@@ -3,12 +3,12 @@
 import pytest
 
 from sppo.config import load_run
+from sppo.data.tokens import open_tokens
+from sppo.parallel.host_collectives import Peers
 from sppo.parallel.mesh import Mesh, MeshShape
 from sppo.parallel.progress import RankProgress
 from sppo.train.input_facts import fingerprint, input_facts
-from sppo.train.peers import Peers
 from sppo.train.ranks import Ranks, _configuration, one_rank
-from sppo.train.tokens import open_tokens
 from tests.conftest import write_tokens
 from tests.train.test_parallel_runs import overrides, train_as
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sppo.train.checkpoint import read_model
+from sppo.checkpoint.checkpoint import read_model
 from tests.conftest import LENGTH, SCREEN_LINES, tree, write_run, write_tokens
 from tests.train.forked_sppo import Ended, ForkedSppo
 

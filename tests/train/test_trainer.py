@@ -9,12 +9,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.engine.reference import reference_loss
 from sppo.kernels.cross_entropy import LossTerms
-from sppo.train import device, trainer
-from sppo.train.checkpoint import read_model
-from sppo.train.learning_rate import learning_rate
+from sppo.optim.learning_rate import learning_rate
+from sppo.train import cpu_device, trainer
 from sppo.train.preflight import check_before_training
 from sppo.train.state import build_state, starting_weights
 from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
@@ -22,7 +22,7 @@ from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
 
 @pytest.fixture(autouse=True)
 def _quick(work, monkeypatch):
-    monkeypatch.setattr(device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
 
 
 def train(run):

@@ -68,7 +68,7 @@ def attention_backward(
     document_starts: tuple[int, ...],
     tiles: AttentionTiles | None = None,
 ) -> Tensor:
-    """See :func:`sppo.kernels.attention.attention_backward`; ``tiles`` None for the usual ones."""
+    """Gradients as of ``kernels.attention.interface``; ``tiles`` None for the usual ones."""
     assert dk_TKD.stride(-1) == dv_TKD.stride(-1) == 1, "totals are added to where they lie"
     keys = visible_keys(
         q_CND.shape[0],

@@ -153,7 +153,7 @@ def attention_forward(
     document_starts: tuple[int, ...],
     tiles: AttentionTiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`sppo.kernels.attention.attention_forward`; ``tiles`` None for the usual ones."""
+    """Attention as of ``kernels.attention.interface``; ``tiles`` None for the usual ones."""
     num_queries, heads, head_size = q_CND.shape
     keys = visible_keys(
         num_queries,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sppo.kernels.cross_entropy import IGNORED_LABEL
+from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.triton.launch import on_device_of, row_major, wide_type
 
 _LEAST_BLOCK = 1024

@@ -1,0 +1,267 @@
+"""The ``hybrid`` activation policy: keep what fits, move what hides, rebuild the rest.
+
+Bytes freed by a copy that hides cost nothing, so a stage first tries that alone: every subsequence
+moves what a copy of some rate takes away behind it, alpha_i A_i = rate * T_(i+1), with the
+least rate that makes the rest fit. If none will do, a share of all there is goes, waited for where
+that must be, and what is still too much is rebuilt: the linear class first, then attention, the
+earliest subsequence first, for its bytes are held longest.
+
+Which share is best only the whole step can tell, so there are several :func:`choices`. They are
+the same on every machine: more memory only makes more of them fit, and faster copies only make
+each of them faster, so a better machine never makes for a slower plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sppo.activations.placement import (
+    ATTENTION,
+    LINEAR,
+    ROW_ALIGNMENT,
+    CopySlots,
+    Counts,
+    Decisions,
+    Situation,
+    prefix_rows,
+)
+from sppo.schedule.costs import Table
+
+_BISECTIONS = 24
+_STEPS = {False: 32, True: 8}
+"""Steps from moving nothing to moving everything; fewer for large tables."""
+_LARGE = 4096
+_ROUNDING_BYTES = 2
+"""Buckets are rounded to whole bytes on their own."""
+
+Rows = tuple[Counts, Counts, Counts]
+"""Kept, moved, rebuilt, each [subsequences, 3]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageProblem:
+    """One stage of :class:`sppo.activations.placement.Situation`; tables are [N]."""
+
+    tokens: Counts
+    row_bytes: Table
+    ring_share: float
+    in_flight: Counts
+    next_forward_s: Table
+    hidden_bytes: Table
+    device_bytes: float
+    tier_bytes: float
+    cut_rows: bool = True
+    slots: CopySlots | None = None
+    """Of this stage alone."""
+
+    @property
+    def saved_bytes(self) -> Table:
+        """All of each subsequence that may be moved; the last one's are needed at once."""
+        saved: Table = self.tokens * self.row_bytes.sum()
+        saved[-1] = 0.0
+        return saved
+
+    def key(self) -> bytes:
+        """Equal exactly for equal problems of one situation."""
+        single = np.array([self.ring_share, self.device_bytes, self.tier_bytes])
+        slots = np.zeros(0) if self.slots is None else self.slots.row_bytes
+        tables = (self.row_bytes, self.next_forward_s, self.hidden_bytes, single, slots)
+        return b"".join(table.tobytes() for table in tables) + self.in_flight.tobytes()
+
+
+def choices(situation: Situation) -> Iterator[Decisions]:
+    """Decisions worth pricing; all fit, or there is one that does not and is the least of all."""
+    problems = [_problem(situation, stage) for stage in range(len(situation.row_bytes))]
+    keys = [problem.key() for problem in problems]
+    distinct = dict(zip(keys, problems, strict=True))
+    free = {key: without_waiting(problem) for key, problem in distinct.items()}
+    steps = _STEPS[len(situation.tokens) * len(problems) > _LARGE]
+    most = {key: _most_in_tier(problem) for key, problem in distinct.items()}
+    found = False
+    for step in range(steps + 1):
+        rows = {
+            key: free[key] or with_share(problem, share=most[key] * step / steps)
+            for key, problem in distinct.items()
+        }
+        fitting = {key: shared for key, shared in rows.items() if shared is not None}
+        if len(fitting) == len(rows):
+            found = True
+            yield _stacked(fitting, keys)
+        if None not in free.values() or situation.copy_bytes_per_s <= 0:
+            break
+    if not found:
+        short = {key: free[key] or least(p, most=most[key]) for key, p in distinct.items()}
+        yield _stacked(short, keys)
+
+
+def without_waiting(problem: StageProblem) -> Rows | None:
+    """Nothing rebuilt and nothing waited for; None where that does not fit."""
+    rows, nothing = _whole(problem), np.zeros((len(problem.tokens), 3), dtype=np.int64)
+    if _fits(rows, nothing, problem):
+        return rows, nothing, nothing.copy()
+
+    def wanted(rate: float) -> Table:
+        hidden = np.minimum(rate * problem.next_forward_s, problem.hidden_bytes)
+        result: Table = np.minimum(hidden, problem.saved_bytes)
+        return result
+
+    def serves(rate: float) -> bool:
+        moved = _moved(wanted(rate), problem)
+        return _fits(rows - moved, moved, problem)
+
+    # A little more than the largest rate, so that at it every subsequence moves all that hides.
+    most = float((problem.hidden_bytes / problem.next_forward_s).max()) * (1 + 1e-9)
+    if not _in_tier(wanted(most), problem):
+        most, _ = _bisected(0.0, most, lambda rate: not _in_tier(wanted(rate), problem))
+    if most <= 0 or not serves(most):
+        return None
+    _, rate = _bisected(0.0, most, serves)
+    moved = _moved(wanted(rate), problem)
+    return rows - moved, moved, nothing
+
+
+def with_share(problem: StageProblem, *, share: float) -> Rows | None:
+    """A share of everything moved, what is then too much rebuilt; None where that does not fit."""
+    wanted = _shared(problem, share)
+    if not _in_tier(wanted, problem):
+        return None
+    moved = _moved(wanted, problem)
+    kept = _whole(problem) - moved
+    if _fits(kept, moved, problem):
+        return kept, moved, np.zeros_like(kept)
+
+    def serves(count: int) -> bool:
+        return _fits(_freed(kept, count), moved, problem)
+
+    low, high = 0, 2 * len(kept)
+    if not serves(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if serves(middle) else (middle, high)
+    left = _last_in_part(_freed(kept, low), _freed(kept, high), moved, problem)
+    return left, moved, kept - left
+
+
+def least(problem: StageProblem, *, most: float) -> Rows:
+    """What needs least memory: all rebuilt that can be, and of shares up to ``most`` the best one.
+
+    What moves needs places to wait in, which may be more than it frees.
+    """
+    shares = (most * step / _STEPS[False] for step in range(_STEPS[False] + 1))
+    tried = [_rebuilding_all(problem, share=share) for share in shares]
+    return min(tried, key=lambda rows: _needed(rows[0], rows[1], problem))
+
+
+def _most_in_tier(problem: StageProblem) -> float:
+    """The largest share of everything that the tier takes."""
+    if _in_tier(_shared(problem, 1.0), problem):
+        return 1.0
+    share, _ = _bisected(0.0, 1.0, lambda share: not _in_tier(_shared(problem, share), problem))
+    return share
+
+
+def _rebuilding_all(problem: StageProblem, *, share: float) -> Rows:
+    """A share of everything moved, and all rebuilt that can be of the rest."""
+    moved = _moved(_shared(problem, share), problem)
+    kept = _whole(problem) - moved
+    left = _freed(kept, 2 * len(kept))
+    return left, moved, kept - left
+
+
+def _bisected(low: float, high: float, is_high: Callable[[float], bool]) -> tuple[float, float]:
+    """Two neighbours between which `is_high` turns from false to true; it is true of `high`."""
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_high(middle) else (middle, high)
+    return low, high
+
+
+def _whole(problem: StageProblem) -> Counts:
+    return np.repeat(problem.tokens[:, None], 3, axis=1)
+
+
+def _shared(problem: StageProblem, share: float) -> Table:
+    """Bytes in proportion to the time they may take, up to all there are."""
+    saved = problem.saved_bytes
+    most = float((saved / problem.next_forward_s).max())
+    result: Table = np.minimum(share * most * problem.next_forward_s, saved)
+    return result
+
+
+def _moved(wanted: Table, problem: StageProblem) -> Counts:
+    return prefix_rows(
+        wanted,
+        tokens=problem.tokens,
+        row_bytes=problem.row_bytes,
+        cut_rows=problem.cut_rows,
+    )
+
+
+def _in_tier(wanted: Table, problem: StageProblem) -> bool:
+    return float(wanted @ problem.in_flight) <= max(0.0, problem.tier_bytes - _ROUNDING_BYTES)
+
+
+def _fits(kept: Counts, moved: Counts, problem: StageProblem) -> bool:
+    return _needed(kept, moved, problem) <= problem.device_bytes - _ROUNDING_BYTES
+
+
+def _needed(kept: Counts, moved: Counts, problem: StageProblem) -> float:
+    """Device bytes at the worst moment, see `activation_decisions.held_bytes`, and the ring."""
+    held = np.cumsum((kept @ problem.row_bytes) * problem.in_flight)
+    if problem.slots is not None:
+        rebuilt = problem.tokens[:, None] - kept - moved
+        decisions = Decisions(kept[None], moved[None], rebuilt[None])
+        return float(held[-1] + problem.slots.reserved(decisions)[0])
+    draining = moved @ problem.row_bytes
+    before = np.concatenate([[0.0], draining[:-1]])
+    by_layer = (held + np.maximum(draining, before)).max() + problem.ring_share * draining.max()
+    return float(max(by_layer, (held + draining + before).max()))
+
+
+def _freed(kept: Counts, count: int) -> Counts:
+    """`kept` without the first `count` classes to rebuild."""
+    left = kept.copy()
+    left[:count, LINEAR] = 0
+    left[: max(0, count - len(kept)), ATTENTION] = 0
+    return left
+
+
+def _last_in_part(before: Counts, after: Counts, moved: Counts, problem: StageProblem) -> Counts:
+    """Of the last class taken only as many rows as are short, where it may be cut."""
+    index, tensor_class = (int(n) for n in np.argwhere(before != after)[0])
+    others = [moved[index, other] for other in range(3) if other != tensor_class]
+    is_cut = any(0 < rows < problem.tokens[index] for rows in others)
+    if not problem.cut_rows or is_cut:
+        return after
+    row_bytes = float(problem.row_bytes[tensor_class]) * int(problem.in_flight[index])
+    short = _needed(before, moved, problem) - problem.device_bytes + _ROUNDING_BYTES
+    rows = int(np.ceil(short / row_bytes / ROW_ALIGNMENT)) * ROW_ALIGNMENT
+    left = before.copy()
+    left[index, tensor_class] -= min(rows, int(before[index, tensor_class]))
+    # A cut takes memory to join what it cut.
+    return left if _fits(left, moved, problem) else after
+
+
+def _problem(situation: Situation, stage: int) -> StageProblem:
+    slots = situation.slots
+    return StageProblem(
+        tokens=situation.tokens,
+        row_bytes=situation.row_bytes[stage],
+        ring_share=float(situation.ring_share[stage]),
+        in_flight=situation.in_flight[stage],
+        next_forward_s=situation.next_forward_s[stage],
+        hidden_bytes=situation.hidden_bytes[stage],
+        device_bytes=float(situation.device_bytes[stage]),
+        tier_bytes=float(situation.tier_bytes[stage]),
+        cut_rows=situation.cut_rows,
+        slots=None if slots is None else slots.of_stage(stage),
+    )
+
+
+def _stacked(solved: Mapping[bytes, Rows], keys: Sequence[bytes]) -> Decisions:
+    tables = zip(*(solved[key] for key in keys), strict=True)
+    return Decisions(*(np.stack(table) for table in tables))

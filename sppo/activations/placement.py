@@ -1,0 +1,194 @@
+"""Rows of every tensor class by what happens to them, and what there is to decide from.
+
+A row is one token of one subsequence; the classes are those of
+:mod:`sppo.activations.policy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sppo.schedule.costs import Table
+
+Counts = npt.NDArray[np.int64]
+
+CLASSES = ("x_in", "attention", "linear")
+"""Tensor classes, most valuable byte first."""
+X_IN, ATTENTION, LINEAR = range(3)
+ROW_ALIGNMENT = 128
+"""A cut class is cut at a multiple of this many rows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decisions:
+    """Rows of every class by what happens to them.
+
+    Attributes:
+        kept: [stages, subsequences, 3], rows that stay on the device.
+        moved: the same, rows that go to the next tier and come back.
+        rebuilt: the same, rows that backward computes again.
+    """
+
+    kept: Counts
+    moved: Counts
+    rebuilt: Counts
+
+    @property
+    def tokens(self) -> Counts:
+        """Tokens of every subsequence, [subsequences]."""
+        tokens: Counts = (self.kept + self.moved + self.rebuilt)[0, :, X_IN]
+        return tokens
+
+    @property
+    def moves_anything(self) -> bool:
+        """Whether any row leaves the device."""
+        return bool(self.moved.any())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopySlots:
+    """Device memory that copies pass through, reserved for as long as a run lasts.
+
+    Attributes:
+        row_bytes: What the slots take for every row of the subsequence that moves most,
+            [stages, 3].
+        padding_bytes: What alignment adds to that at most, [stages].
+        joined_bytes: What putting a cut class of one layer together takes at most, [stages].
+        queries_bytes: Of that, what counts nowhere else where the other part is rebuilt, [stages].
+        taken_at_once: Layers whose tensors backward holds at once, unless it attends again,
+            [stages].
+    """
+
+    row_bytes: Table
+    padding_bytes: Table
+    joined_bytes: Table
+    queries_bytes: Table
+    taken_at_once: Table
+
+    def of_stage(self, stage: int) -> CopySlots:
+        """The same of one stage."""
+        only = slice(stage, stage + 1)
+        return CopySlots(
+            self.row_bytes[only],
+            self.padding_bytes[only],
+            self.joined_bytes[only],
+            self.queries_bytes[only],
+            self.taken_at_once[only],
+        )
+
+    def reserved(self, decisions: Decisions) -> Table:
+        """What `decisions` need at most, [stages]."""
+        slots = (decisions.moved * self.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
+        parts = np.stack([decisions.kept, decisions.moved, decisions.rebuilt])
+        is_cut, again = (parts > 0).sum(axis=0) > 1, decisions.rebuilt > 0
+        joined = self.joined_bytes[:, None] * (is_cut & ~again).any(axis=2)
+        joined += self.queries_bytes[:, None] * (is_cut & again).any(axis=2)
+        joined *= np.where(again[:, :, ATTENTION], 1.0, self.taken_at_once[:, None])
+        needed: Table = slots + self.padding_bytes * (slots > 0) + joined.max(axis=1)
+        return needed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Situation:
+    """What a policy decides from: bytes, seconds, and room. Tables are [stages, subsequences].
+
+    Attributes:
+        tokens: Tokens of every subsequence, [subsequences].
+        row_bytes: Bytes of one row of each class on one device, all layers, [stages, 3].
+        in_flight: How many times a subsequence is held at once at the worst moment; more than
+            once where several sequences overlap.
+        ring_share: Of the most bytes that one subsequence moves, those on their way back, [stages].
+        next_forward_s: Compute of the next subsequence's forward, behind which copies of this one
+            hide: without the exchanges of its group, which use the same wires.
+        hidden_bytes: What is out during that and back during the next subsequence's backward,
+            which comes before its own.
+        linear_rebuild_s: Price of rebuilding the linear class of a whole subsequence.
+        attention_rebuild_s: Price of attending again.
+        copy_bytes_per_s: Rate of the slower copy direction; 0 without another tier.
+        device_bytes: Room for saved activations on each stage's device, [stages].
+        tier_bytes: Room in the next tier for each stage, [stages].
+        cut_rows: Whether a class may be cut; if not, all of it has one fate.
+        slots: Where copies pass through slots of device memory that are reserved once; None where
+            only what is on its way takes memory.
+    """
+
+    tokens: Counts
+    row_bytes: Table
+    in_flight: Counts
+    ring_share: Table
+    next_forward_s: Table
+    hidden_bytes: Table
+    linear_rebuild_s: Table
+    attention_rebuild_s: Table
+    copy_bytes_per_s: float
+    device_bytes: Table
+    tier_bytes: Table
+    cut_rows: bool = True
+    slots: CopySlots | None = None
+
+    @property
+    def class_bytes(self) -> Table:
+        """Bytes of a whole class, [stages, subsequences, 3]."""
+        result: Table = self.tokens[None, :, None] * self.row_bytes[:, None, :]
+        return result
+
+
+def held_bytes(decisions: Decisions, situation: Situation) -> Table:
+    """Most bytes of saved activations on each device, and of the copies under way, [stages].
+
+    While a subsequence computes, the moved rows of the one before it drain: M_i = M_{i-1} + A_i -
+    alpha_{i-1} A_{i-1} (SPPO, section 5.2). Layer by layer the larger of the two is still there. A
+    simulation moves whole subsequences, so that both are: what of that is beyond the ring for what
+    comes back (:func:`sppo.cost.memory.ring_bytes`), which adds to this, counts here. Slots
+    that are reserved once are there all the time.
+    """
+    kept = (decisions.kept * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
+    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2)
+    if situation.slots is not None:
+        counted_by_ring = situation.ring_share * moved.max(axis=1)
+        reserved: Table = kept.sum(axis=1) + situation.slots.reserved(decisions) - counted_by_ring
+        return reserved
+    before = np.concatenate([np.zeros_like(moved[:, :1]), moved[:, :-1]], axis=1)
+    held = np.cumsum(kept, axis=1)
+    ring = situation.ring_share * moved.max(axis=1)
+    by_layer = (held + np.maximum(moved, before)).max(axis=1)
+    whole = (held + moved + before).max(axis=1)
+    peak: Table = np.maximum(by_layer, whole - ring)
+    return peak
+
+
+def tier_bytes_held(decisions: Decisions, situation: Situation) -> Table:
+    """Bytes in the next tier when all of them are there, [stages]."""
+    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
+    total: Table = moved.sum(axis=1)
+    return total
+
+
+def prefix_rows(
+    wanted: Table, *, tokens: Counts, row_bytes: Table, cut_rows: bool = True
+) -> Counts:
+    """Rows that make up at most ``wanted`` bytes, class after class; the last class may be cut.
+
+    Args:
+        wanted: bytes to make up, [..., subsequences].
+        tokens: of every subsequence, [subsequences].
+        row_bytes: of one row of each class, [..., 3].
+        cut_rows: whether the last class may be cut.
+
+    Returns:
+        [..., subsequences, 3].
+    """
+    rows = np.zeros((*wanted.shape, len(CLASSES)), dtype=np.int64)
+    left = wanted.astype(np.float64)
+    for index in range(len(CLASSES)):
+        size = np.maximum(row_bytes[..., index], 1e-300)[..., None]
+        exact = left / size
+        # A tolerance, so that a whole class counts as whole after the division.
+        whole = exact >= tokens * (1 - 1e-12)
+        cut = (exact // ROW_ALIGNMENT * ROW_ALIGNMENT * cut_rows).astype(np.int64)
+        rows[..., index] = np.where(whole, tokens, np.minimum(cut, tokens))
+        left = np.where(whole, left - tokens * size, 0.0)
+    return rows

@@ -1,0 +1,208 @@
+"""What happens to every saved tensor between forward and backward: kept, moved, or rebuilt.
+
+The tensors of a layer fall in three classes, in the order of what a byte of them is worth:
+
+    x_in       the layer's input; nothing in the layer can rebuild it
+    attention  o and lse; rebuilt by attending again, whose price grows with the context
+    linear     q, k, x_mid, gate, up; rebuilt by matrix products, 4 sqrt(E F) FLOPs per byte
+
+(:mod:`sppo.model.layer` says what each is rebuilt from.) K and V are none of them: later
+subsequences read them, so they stay in the KV store. A policy decides for each (stage,
+subsequence, class) how many rows, i.e. tokens, are kept on the device, moved to the next tier, and
+rebuilt. At most one class of a subsequence is cut, at a multiple of 128 rows.
+
+- ``retain``, ``keep_attention``, ``recompute`` move nothing: they keep all three classes, the
+  first two, or the first.
+- ``offload_all`` moves everything.
+- ``sppo`` (SPPO paper, section 5.2) moves what hides behind a subsequence's forward,
+  alpha_i A_i = bandwidth * T_c, keeps the rest, and keeps the last subsequence whole.
+- ``hybrid`` keeps what fits, moves what hides of the rest, and rebuilds what neither fits nor
+  hides, or waits for its copy where that is cheaper (:mod:`sppo.activations.hybrid`). When
+  everything fits it is ``retain``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from sppo.activations.hybrid import choices
+from sppo.activations.placement import (
+    ATTENTION,
+    CLASSES,
+    LINEAR,
+    X_IN,
+    Decisions,
+    Situation,
+    prefix_rows,
+)
+from sppo.config.model import ModelConfig
+from sppo.schedule.costs import Table
+
+RESIDUAL = ("x_in", "x_mid")
+"""Tensors of the residual stream. Where ranks share weights out (Megatron), these have a rank's own
+tokens, and the others all tokens of a rank's own heads and MLP width."""
+POLICIES = ("retain", "keep_attention", "recompute")
+"""Policies that move nothing, from most memory to least."""
+MOVING_POLICIES = ("offload_all", "sppo", "hybrid")
+"""Policies that need another tier, or a memory budget."""
+
+_LSE_BYTES = 4
+_KEPT: Mapping[str, tuple[int, ...]] = {
+    "retain": (X_IN, ATTENTION, LINEAR),
+    "keep_attention": (X_IN, ATTENTION),
+    "recompute": (X_IN,),
+}
+
+
+def saved_tensors(policy: str, model: ModelConfig) -> frozenset[str]:
+    """Names kept between forward and backward by a policy that moves nothing.
+
+    Raises:
+        ValueError: not one of :data:`POLICIES`.
+    """
+    return tensors_of(classes_kept(policy), model)
+
+
+def classes_kept(policy: str) -> tuple[int, ...]:
+    """Classes kept by a policy that moves nothing; it rebuilds the others.
+
+    Raises:
+        ValueError: not one of :data:`POLICIES`.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"activation policy {policy!r} is not one of {', '.join(POLICIES)}")
+    return _KEPT[policy]
+
+
+def tensors_of(classes: tuple[int, ...], model: ModelConfig) -> frozenset[str]:
+    """Names of the tensors in ``classes`` that a layer of ``model`` has."""
+    names = {
+        X_IN: {"x_in"},
+        ATTENTION: {"o", "lse"},
+        LINEAR: set(tensor_bytes_per_token(model, element_bytes=1)) - {"x_in", "o", "lse"},
+    }
+    return frozenset().union(*(names[index] for index in classes))
+
+
+def tensor_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> dict[str, int]:
+    """Bytes per token and layer of every tensor a layer of ``model`` may save."""
+    e, nd = model.hidden_size, model.num_heads * model.head_dim
+    sizes = {
+        "x_in": e * element_bytes,
+        "q": nd * element_bytes,
+        "o": nd * element_bytes,
+        "lse": model.num_heads * max(_LSE_BYTES, element_bytes),
+        "x_mid": e * element_bytes,
+        "up": model.mlp_size * element_bytes,
+    }
+    if model.gated:
+        sizes["gate"] = model.mlp_size * element_bytes
+    if model.qk_norm:
+        sizes["k"] = model.kv_heads * model.head_dim * element_bytes
+    return sizes
+
+
+def class_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> Table:
+    """Bytes per token and layer of each class, [3] in the order of :data:`CLASSES`."""
+    sizes = tensor_bytes_per_token(model, element_bytes=element_bytes)
+    attention = sizes["o"] + sizes["lse"]
+    return np.array(
+        [sizes["x_in"], attention, sum(sizes.values()) - sizes["x_in"] - attention],
+        dtype=np.float64,
+    )
+
+
+def saved_bytes_per_token(policy: str, model: ModelConfig, *, element_bytes: int) -> int:
+    """Bytes per token and layer that a policy without copies keeps, K/V not included."""
+    sizes = tensor_bytes_per_token(model, element_bytes=element_bytes)
+    return sum(sizes[name] for name in saved_tensors(policy, model))
+
+
+def decide(policy: str, situation: Situation) -> Decisions:
+    """What ``policy`` does to every class of every subsequence on every stage.
+
+    The result may need more room than there is: only ``hybrid`` looks at the room, and it too
+    keeps what it finds no other place for. Whoever asks compares with
+    :func:`sppo.activations.placement.held_bytes`.
+
+    Raises:
+        ValueError: an unknown policy, or one that moves where there is no other tier.
+    """
+    if policy in POLICIES:
+        return _whole(situation, moved=(), kept=_KEPT[policy])
+    if policy not in MOVING_POLICIES:
+        raise ValueError(
+            f"activation policy {policy!r} is not one of {', '.join((*POLICIES, *MOVING_POLICIES))}"
+        )
+    if policy == "hybrid":
+        return min(choices(situation), key=lambda choice: _seconds_added(choice, situation))
+    _check_tier(situation, f"activations.policy {policy!r}")
+    if policy == "offload_all":
+        return _whole(situation, moved=(X_IN, ATTENTION, LINEAR), kept=())
+    return _moved_bytes(situation, _hideable(situation))
+
+
+def decide_ratio(situation: Situation, *, ratio: float) -> Decisions:
+    """Every subsequence but the last of a sequence sends away the same share of its bytes.
+
+    Raises:
+        ValueError: there is no other tier.
+    """
+    if ratio > 0:
+        _check_tier(situation, f"activations.offload_ratio {ratio:g}")
+    wanted = situation.class_bytes.sum(axis=2) * ratio
+    wanted[:, -1] = 0.0
+    return _moved_bytes(situation, wanted)
+
+
+def _check_tier(situation: Situation, asked: str) -> None:
+    if situation.copy_bytes_per_s <= 0:
+        raise ValueError(
+            f"{asked} moves activations, and this machine has no tier to move them to: name a disk "
+            "directory (activations.disk) and close it by neither activations.tier=device nor "
+            "activations.disk_memory=0, or write activations.policy=hybrid"
+        )
+
+
+def _whole(situation: Situation, *, moved: tuple[int, ...], kept: tuple[int, ...]) -> Decisions:
+    """Whole classes, the same on every stage; what is neither kept nor moved is rebuilt."""
+    shape = (len(situation.row_bytes), len(situation.tokens), len(CLASSES))
+    rows = np.broadcast_to(situation.tokens[None, :, None], shape)
+    parts = {name: np.zeros(shape, dtype=np.int64) for name in ("kept", "moved", "rebuilt")}
+    for index in range(len(CLASSES)):
+        name = "moved" if index in moved else "kept" if index in kept else "rebuilt"
+        parts[name][:, :, index] = rows[:, :, index]
+    return Decisions(parts["kept"], parts["moved"], parts["rebuilt"])
+
+
+def _hideable(situation: Situation) -> Table:
+    """Bytes each subsequence moves behind its own time, none of the last one's."""
+    wanted: Table = np.minimum(situation.hidden_bytes, situation.class_bytes.sum(axis=2))
+    wanted[:, -1] = 0.0
+    return wanted
+
+
+def _moved_bytes(situation: Situation, wanted: Table) -> Decisions:
+    """Move ``wanted`` bytes of each subsequence, the most valuable class first; keep the rest."""
+    everything = _whole(situation, moved=(), kept=(X_IN, ATTENTION, LINEAR))
+    moved = prefix_rows(
+        wanted,
+        tokens=situation.tokens,
+        row_bytes=situation.row_bytes,
+        cut_rows=situation.cut_rows,
+    )
+    return Decisions(everything.kept - moved, moved, everything.rebuilt)
+
+
+def _seconds_added(decisions: Decisions, situation: Situation) -> float:
+    """What rebuilding and waiting for copies adds on the stage with most of it."""
+    shares = decisions.rebuilt / situation.tokens[:, None]
+    rebuilt = shares[:, :, LINEAR] * situation.linear_rebuild_s
+    rebuilt = rebuilt + shares[:, :, ATTENTION] * situation.attention_rebuild_s
+    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2)
+    waited = np.maximum(0.0, moved - situation.hidden_bytes)
+    if situation.copy_bytes_per_s > 0:
+        rebuilt = rebuilt + waited / situation.copy_bytes_per_s
+    return float(rebuilt.sum(axis=1).max())

@@ -1,0 +1,1 @@
+"""Measured rates as tables, plots and a hardware description."""

@@ -1,0 +1,86 @@
+"""Panels of a picture: attention with the back end that ``auto`` takes, and all back ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sppo.bench.attention_backends import BackendComparison, BackendRate
+from sppo.bench.report.figures import flops_unit
+from sppo.bench.report.panels import COLOURS, Label, coloured_dtypes, token_axis, write_labels
+from sppo.hardware.rates import AttentionPoint
+from sppo.units import format_tokens
+
+_LEGEND = "keys; forward solid, backward dotted"
+
+
+def draw_attention(axes: Any, *, points: tuple[AttentionPoint, ...]) -> None:
+    """Rate against keys, a line per dtype and queries, at the smallest head size."""
+    size = min(point.head_size for point in points)
+    chosen = [point for point in points if point.head_size == size]
+    unit, name = flops_unit(point.forward_flops_per_s for point in chosen)
+    axes.set_title(f"attention, head size {size}, {name}", loc="left")
+    labels = []
+    for colour, dtype in coloured_dtypes(chosen):
+        for queries in sorted({p.queries for p in chosen if p.dtype == dtype}):
+            row = [p for p in chosen if (p.dtype, p.queries) == (dtype, queries)]
+            text = f"{dtype}, {format_tokens(queries)} queries"
+            keys = [point.keys for point in row]
+            labels.append(_draw_line(axes, keys, row, unit=unit, text=text, colour=colour))
+    token_axis(axes, sorted({p.keys for p in chosen}), _LEGEND)
+    write_labels(axes, labels)
+
+
+def draw_backends(axes: Any, *, found: BackendComparison) -> None:
+    """Rate against keys, a line per back end, of the spans that compare most."""
+    chosen = _most_compared(found)
+    span = chosen[0].span
+    unit, name = flops_unit(rate.forward_flops_per_s for rate in chosen)
+    axes.set_title(
+        f"attention back ends: {span.dtype}, {format_tokens(span.queries)} queries, "
+        f"{span.heads} heads of {span.head_size}, {name}",
+        loc="left",
+    )
+    labels = []
+    for index, backend in enumerate(found.backends):
+        row = sorted(
+            (rate for rate in chosen if rate.backend == backend), key=lambda rate: rate.span.keys
+        )
+        if row:
+            keys, colour = [rate.span.keys for rate in row], COLOURS[index % len(COLOURS)]
+            labels.append(_draw_line(axes, keys, row, unit=unit, text=backend, colour=colour))
+    token_axis(axes, sorted({rate.span.keys for rate in chosen}), _LEGEND)
+    write_labels(axes, labels)
+
+
+def _most_compared(found: BackendComparison) -> list[BackendRate]:
+    """Rates that differ in back end and keys only: of most back ends, on most keys, the longest."""
+    groups: dict[tuple[object, ...], list[BackendRate]] = {}
+    for rate in found.rates:
+        span = rate.span
+        key = (span.dtype, span.queries, span.heads, span.head_size)
+        groups.setdefault(key, []).append(rate)
+
+    def worth(rates: list[BackendRate]) -> tuple[int, int, int]:
+        backends = {rate.backend for rate in rates}
+        spans = {rate.span for rate in rates}
+        return len(backends), len(spans), max(span.forward_flops for span in spans)
+
+    return max(groups.values(), key=worth)
+
+
+def _draw_line(
+    axes: Any,
+    keys: Sequence[int],
+    row: Sequence[AttentionPoint] | Sequence[BackendRate],
+    *,
+    unit: float,
+    text: str,
+    colour: str,
+) -> Label:
+    """Both directions of points that differ in keys only; the label at the forward's end."""
+    forward = [point.forward_flops_per_s / unit for point in row]
+    backward = [point.backward_flops_per_s / unit for point in row]
+    axes.plot(keys, forward, color=colour, lw=1.6, marker="o", ms=3)
+    axes.plot(keys, backward, color=colour, lw=1.0, ls=":", marker="o", ms=3)
+    return Label(keys[-1], forward[-1], text, colour)

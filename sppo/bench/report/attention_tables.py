@@ -1,0 +1,107 @@
+"""Measured attention as a table, and how good the choice of ``auto`` is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sppo.bench.attention_backends import BackendComparison, BackendRate
+from sppo.bench.attention_grid import Span
+from sppo.bench.report.figures import NOT_MEASURED, flops_unit, format_rates, measurement_table
+from sppo.kernels.attention.choice import Name
+from sppo.units import format_tokens
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_MOST_BEHIND = 0.03
+"""How far the back end that ``auto`` takes may be from the fastest."""
+_AUTOMATIC_MARK = "*"
+
+
+def print_attention(found: BackendComparison, *, console: Console) -> None:
+    """A row per shape, a column per back end; what ``auto`` loses; what was left out."""
+    console.print(_table(found))
+    for line in (automatic_line(found), *left_out_lines(found)):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def automatic_line(found: BackendComparison) -> str:
+    """How far the back end that ``auto`` takes is from the fastest, forward and backward."""
+    mark = f"{_AUTOMATIC_MARK} what auto takes"
+    rows = {span: rates for span, rates in found.by_span.items() if _has_choice(found, span, rates)}
+    if not rows:
+        return f"{mark}: no shape was timed with it and another back end"
+    behind = {span: _behind(found, span, rates) for span, rates in rows.items()}
+    within = sum(value <= _MOST_BEHIND for value in behind.values())
+    line = f"{mark}: within {_MOST_BEHIND:.0%} of the fastest on {within} of {len(rows)} shapes"
+    if within == len(rows):
+        return line
+    worst = max(behind, key=lambda span: behind[span])
+    fastest = _fastest(rows[worst]).backend
+    return f"{line}, at worst {behind[worst]:.0%} slower than {fastest} ({worst})"
+
+
+def left_out_lines(found: BackendComparison) -> list[str]:
+    """Why there are gaps, a line per back end and reason."""
+    gaps: dict[tuple[Name, str], int] = {}
+    for left_out in found.left_out:
+        key = (left_out.backend, left_out.reason)
+        gaps[key] = gaps.get(key, 0) + 1
+    return [
+        f"{NOT_MEASURED} {name} {reason}: {count} {'shape' if count == 1 else 'shapes'}"
+        for (name, reason), count in gaps.items()
+    ]
+
+
+def _table(found: BackendComparison) -> Table:
+    unit, name = flops_unit(rate.forward_flops_per_s for rate in found.rates)
+    table = measurement_table(
+        f"Attention over visible pairs, {name}, measured: forward / backward; the fastest in bold"
+    )
+    table.add_column("dtype")
+    for heading in ("heads", "size", "queries", "keys"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for backend in found.backends:
+        table.add_column(backend, justify="right")
+    for span, rates in found.by_span.items():
+        table.add_row(
+            span.dtype,
+            str(span.heads),
+            str(span.head_size),
+            format_tokens(span.queries),
+            format_tokens(span.keys),
+            *(_cell(found, span, rates, backend, unit) for backend in found.backends),
+        )
+    return table
+
+
+def _cell(
+    found: BackendComparison,
+    span: Span,
+    rates: Mapping[Name, BackendRate],
+    backend: Name,
+    unit: float,
+) -> str:
+    if backend not in rates:
+        return NOT_MEASURED
+    rate = rates[backend]
+    text = format_rates((rate.forward_flops_per_s, rate.backward_flops_per_s), unit=unit)
+    if rate is _fastest(rates) and len(rates) > 1:
+        text = f"[bold]{text}[/bold]"
+    # A blank where others have the mark keeps the figures under each other.
+    return f"{text} {_AUTOMATIC_MARK if backend == found.automatic[span] else ' '}"
+
+
+def _has_choice(found: BackendComparison, span: Span, rates: Mapping[Name, BackendRate]) -> bool:
+    return found.automatic[span] in rates and len(rates) > 1
+
+
+def _behind(found: BackendComparison, span: Span, rates: Mapping[Name, BackendRate]) -> float:
+    """How much longer the back end that ``auto`` takes needs than the fastest."""
+    return rates[found.automatic[span]].both_s / _fastest(rates).both_s - 1
+
+
+def _fastest(rates: Mapping[Name, BackendRate]) -> BackendRate:
+    return min(rates.values(), key=lambda rate: rate.both_s)

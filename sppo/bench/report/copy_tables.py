@@ -1,0 +1,144 @@
+"""Measured copies, and copies behind compute, as tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sppo.bench.break_even import BreakEven
+from sppo.bench.copies import CopyMeasurements
+from sppo.bench.overlap import OverlapMeasurements
+from sppo.bench.report.figures import NOT_MEASURED, measurement_table
+from sppo.units import format_bytes, format_duration, format_tokens
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_LENGTH_MARK = "~"
+"""Before a length that was extrapolated."""
+
+
+def print_copies(found: CopyMeasurements, *, console: Console) -> None:
+    """Rates of one tier, and which of them plans will use."""
+    console.print(_copies_table(found))
+    for line in copies_lines(found):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def print_overlap(found: OverlapMeasurements, *, console: Console) -> None:
+    """Copies behind the forward of a layer, and from which length on they hide."""
+    console.print(_overlap_table(found))
+    console.print(_break_even_table(found.break_evens))
+    for line in overlap_lines(found):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def copies_lines(found: CopyMeasurements) -> list[str]:
+    """What stands under the table."""
+    planned = found.planned
+    lines = [found.where]
+    if found.first_write_bytes_per_s:
+        rate = _giga(found.first_write_bytes_per_s)
+        lines.append(f"first write of space that was only set aside: {rate} GB/s")
+    if found.register_s_per_gib:
+        lines.append(f"page-locking an arena: {format_duration(found.register_s_per_gib)} per GiB")
+    lines.append(
+        f"plans use {planned.how}, requests of {format_bytes(planned.request_bytes)}, both at "
+        f"once: {_giga(planned.out_bytes_per_s)} GB/s out, {_giga(planned.back_bytes_per_s)} back"
+    )
+    return lines
+
+
+def overlap_lines(found: OverlapMeasurements) -> list[str]:
+    """What stands under the tables."""
+    point = found.points[0]
+    per_token = format_bytes(point.moved_bytes / point.tokens)
+    lines = [
+        f"the forward of one layer of {found.model}, {found.dtype}; everything it saves, "
+        f"{per_token} a token, copied {found.where}",
+        f"compute that a copied byte costs, for plans: {found.added_s_per_byte * 1e9:.2g} ns",
+    ]
+    for tokens, context, reason in found.left_out:
+        where = f"{format_tokens(tokens)} tokens after {format_tokens(context)}"
+        lines.append(f"left out: {where}, would take {reason}")
+    if any(not (b.everything_measured and b.kept_measured) for b in found.break_evens):
+        lines.append(f"{_LENGTH_MARK} beyond the lengths measured: calculated from the nearest")
+    return lines
+
+
+def break_even_text(tokens: float, *, measured: bool) -> str:
+    """A length as people read it."""
+    if tokens <= 0:
+        return "any"
+    rounded = max(1, round(tokens))
+    return f"{'' if measured else _LENGTH_MARK}{rounded}"
+
+
+def _copies_table(found: CopyMeasurements) -> Table:
+    names = ("write", "read") if found.tier == "disk" else ("D2H", "H2D")
+    table = measurement_table(
+        f"Copies, GB/s, measured: {names[0]} or {names[1]} alone, and both at once"
+    )
+    table.add_column("through", no_wrap=True)
+    bound = any(point.numa_node is not None for point in found.points)
+    headings = ("request", "in flight", *(("node",) if bound else ()))
+    for heading in (*headings, names[0], names[1], *_both(names)):
+        table.add_column(heading, justify="right")
+    for point in found.points:
+        node = NOT_MEASURED if point.numa_node is None else str(point.numa_node)
+        table.add_row(
+            point.how,
+            format_bytes(point.request_bytes),
+            str(point.in_flight),
+            *((node,) if bound else ()),
+            _giga(point.out_alone_bytes_per_s),
+            _giga(point.back_alone_bytes_per_s),
+            _giga(point.out_bytes_per_s),
+            _giga(point.back_bytes_per_s),
+        )
+    return table
+
+
+def _both(names: tuple[str, str]) -> tuple[str, str]:
+    return f"both: {names[0]}", f"both: {names[1]}"
+
+
+def _overlap_table(found: OverlapMeasurements) -> Table:
+    table = measurement_table(
+        "Compute alone, copy alone, and both: how much of the copy is exposed, and the change of "
+        "compute's time: all of it, matrix products, attention; measured"
+    )
+    headings = ("tokens", "after", "compute", "copy", "exposed", "change", "products")
+    for heading in (*headings, "attention"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for point in found.points:
+        attention = point.attention_copying_s / point.attention_s - 1
+        table.add_row(
+            format_tokens(point.tokens),
+            format_tokens(point.context),
+            format_duration(point.compute_s),
+            format_duration(point.copy_s),
+            format_duration(point.exposed_s),
+            f"{point.slowdown:+.1%}",
+            f"{point.products_copying_s / point.products_s - 1:+.1%}",
+            f"{attention:+.1%}",
+        )
+    return table
+
+
+def _break_even_table(found: tuple[BreakEven, ...]) -> Table:
+    table = measurement_table("Break-even: tokens of the shortest subsequence whose copy hides")
+    for heading in ("context", "everything saved", "layer input + attention output"):
+        table.add_column(heading, justify="right")
+    for row in found:
+        table.add_row(
+            format_tokens(row.context),
+            break_even_text(row.everything_tokens, measured=row.everything_measured),
+            break_even_text(row.kept_tokens, measured=row.kept_measured),
+        )
+    return table
+
+
+def _giga(rate: float) -> str:
+    value = rate / 1e9
+    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"

@@ -1,0 +1,160 @@
+"""A hardware description with what was measured in place of what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from sppo.bench.copies import CopyMeasurements
+from sppo.bench.suite import Measurements
+from sppo.hardware.description import DeviceSpec, HardwareSpec, NodeSpec, Provenance
+from sppo.hardware.file import read_hardware
+from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
+from sppo.hardware.this_machine import describe_cpu, detect_machine, usable_memory_bytes
+
+_DTYPES = ("bf16", "fp32")
+
+
+def described_machine(device: str) -> HardwareSpec:
+    """This machine as it is before measuring, with the device that will be measured.
+
+    Args:
+        device: "cpu" or "cuda", whichever torch runs on.
+
+    Raises:
+        ValueError: torch runs on a GPU that cannot be asked what it is.
+    """
+    detected = detect_machine()
+    if detected.device.kind == device:
+        return detected
+    if device == "cpu":  # the GPU is hidden from torch, or torch was built without CUDA
+        return describe_cpu(usable_memory_bytes())
+    raise ValueError(
+        "torch runs on a GPU here, and nothing tells which: pip install nvidia-ml-py, or hide the "
+        "GPU with CUDA_VISIBLE_DEVICES= to measure the CPU"
+    )
+
+
+def starting_description(detected: HardwareSpec, *, path: Path | None) -> HardwareSpec:
+    """What measurements are merged into: the file that is there already, else ``detected``.
+
+    So subjects can be measured one after the other, and what a person wrote into the file stays.
+
+    Raises:
+        ValueError: the file is no hardware description, or one of another machine.
+        OSError: it cannot be read.
+    """
+    if path is None or not path.exists():
+        return detected
+    spec = read_hardware(path)
+    if spec.name != detected.name:
+        raise ValueError(
+            f"{path} describes {spec.name!r} and this machine is {detected.name!r}: choose another "
+            "file, or delete that one"
+        )
+    return spec
+
+
+def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
+    """``base`` with measured points, the peaks that follow from them, and rates of copies.
+
+    "measured" once matrix products, attention and element-wise kernels are, "calibrated" before.
+    """
+    device = base.device
+    device = replace(
+        device,
+        gemm_points=_merged(device.gemm_points, measurements.gemm),
+        attention_points=_merged(device.attention_points, measurements.attention),
+        elementwise_points=_merged(device.elementwise_points, measurements.elementwise),
+    )
+    if measurements.gemm:
+        device = _with_peaks(device, measurements.gemm)
+    if measurements.attention:
+        device = _with_attention(device, measurements.attention)
+    if measurements.elementwise:
+        device = _with_bandwidth(device, measurements.elementwise)
+    node = base.node
+    for copies in measurements.copies:
+        node = _with_copies(node, copies)
+    if measurements.overlap is not None:
+        node = replace(node, copy_compute_s_per_byte=measurements.overlap.added_s_per_byte)
+    complete = device.gemm_points and device.attention_points and device.elementwise_points
+    provenance: Provenance = "measured" if complete else "calibrated"
+    return replace(base, device=device, node=node, provenance=provenance)
+
+
+def _with_copies(node: NodeSpec, copies: CopyMeasurements) -> NodeSpec:
+    """Rates with both directions busy, as a plan wants them."""
+    planned = copies.planned
+    if copies.tier == "disk":
+        return replace(
+            node,
+            disk_bytes=copies.room_bytes,
+            disk_write_bytes_per_s=planned.out_bytes_per_s,
+            disk_read_bytes_per_s=planned.back_bytes_per_s,
+        )
+    return replace(
+        node,
+        d2h_bytes_per_s=planned.out_bytes_per_s,
+        h2d_bytes_per_s=planned.back_bytes_per_s,
+        d2h_alone_bytes_per_s=planned.out_alone_bytes_per_s,
+        h2d_alone_bytes_per_s=planned.back_alone_bytes_per_s,
+    )
+
+
+class _Point(Protocol):
+    @property
+    def dtype(self) -> str: ...
+
+
+_P = TypeVar("_P", bound=_Point)
+
+
+def _merged(old: tuple[_P, ...], new: tuple[_P, ...]) -> tuple[_P, ...]:
+    """A dtype that was measured anew replaces what was known of it."""
+    dtypes = {point.dtype for point in new}
+    return tuple(point for point in old if point.dtype not in dtypes) + new
+
+
+def _with_peaks(device: DeviceSpec, points: Sequence[GemmPoint]) -> DeviceSpec:
+    """What endless products reach: of a GPU as a share of its peak; of a CPU it *is* the peak."""
+    best = {
+        dtype: max(p.forward_flops_per_s for p in points if p.dtype == dtype)
+        for dtype in {point.dtype for point in points}
+    }
+    if device.kind == "cuda":
+        dtype = "bf16" if "bf16" in best else "fp32"
+        return replace(device, gemm_efficiency=min(1.0, best[dtype] / device.flops_per_s(dtype)))
+    reached = {d: device.flops_per_s(d) * device.gemm_efficiency for d in _DTYPES} | best
+    return replace(
+        device,
+        bf16_flops_per_s=reached["bf16"],
+        fp32_flops_per_s=reached["fp32"],
+        gemm_efficiency=1.0,
+    )
+
+
+def _with_attention(device: DeviceSpec, points: Sequence[AttentionPoint]) -> DeviceSpec:
+    dtype = "bf16" if any(point.dtype == "bf16" for point in points) else "fp32"
+    peak = device.flops_per_s(dtype)
+    chosen = [point for point in points if point.dtype == dtype]
+    forward = max(point.forward_flops_per_s for point in chosen)
+    backward = max(point.backward_flops_per_s for point in chosen)
+    return replace(
+        device,
+        attention_efficiency=min(1.0, forward / peak),
+        attention_backward_efficiency=min(1.0, backward / peak),
+    )
+
+
+def _with_bandwidth(device: DeviceSpec, points: Sequence[ElementwisePoint]) -> DeviceSpec:
+    """Memory bandwidth is what the largest copies reach.
+
+    Measured rates hold the fixed cost of a call, so nothing is added to them on a CPU; kernels of a
+    GPU queue up while it works, and so did those that were measured.
+    """
+    copies = [point for point in points if point.kernel == "copy"]
+    largest = max(copies, key=lambda point: (point.elements, point.bytes_per_s))
+    return replace(device, memory_bytes_per_s=largest.bytes_per_s, kernel_s=0.0)

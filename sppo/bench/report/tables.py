@@ -1,0 +1,110 @@
+"""Measured rates as tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sppo.bench.report.attention_tables import print_attention
+from sppo.bench.report.copy_tables import print_copies, print_overlap
+from sppo.bench.report.figures import flops_unit, format_rates, measurement_table
+from sppo.bench.suite import Measurements
+from sppo.hardware.rates import ElementwisePoint, GemmPoint
+from sppo.units import format_count, format_duration, format_tokens
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+_STEADY = 0.25
+"""Median spread above which figures are not steady enough to plan with; a choice, not measured."""
+
+
+def print_measurements(measurements: Measurements, *, console: Console) -> None:
+    """One table per subject, and how steady the machine was."""
+    if measurements.gemm:
+        console.print(_gemm_table(measurements.gemm))
+    if measurements.backends is not None:
+        print_attention(measurements.backends, console=console)
+    if measurements.elementwise:
+        console.print(_elementwise_table(measurements.elementwise))
+    for copies in measurements.copies:
+        print_copies(copies, console=console)
+    if measurements.overlap is not None:
+        print_overlap(measurements.overlap, console=console)
+    console.print(summary_line(measurements), highlight=False, soft_wrap=True)
+    warning = unsteady_line(measurements.spreads)
+    if warning is not None:
+        console.print(warning, highlight=False, soft_wrap=True)
+
+
+def summary_line(measurements: Measurements) -> str:
+    """How long it took, and how far the rounds of a timing lay apart."""
+    spreads = measurements.spreads
+    return (
+        f"measured {len(spreads)} kernels, copies and shapes on {measurements.device} in "
+        f"{format_duration(measurements.wall_s)}; slowest round over fastest: "
+        f"{statistics.median(spreads):.0%} apart in the median, {max(spreads):.0%} at worst"
+    )
+
+
+def unsteady_line(spreads: Sequence[float]) -> str | None:
+    """Return a warning where rounds of one timing lay too far apart to plan with.
+
+    Args:
+        spreads: slowest over fastest round of each timing, less 1.
+    """
+    median = statistics.median(spreads)
+    if median <= _STEADY:
+        return None
+    return (
+        f"warning: half of the timings lay more than {median:.0%} apart, so other programs kept "
+        "this machine busy, and plans from these figures are off as much: end them and measure "
+        "again"
+    )
+
+
+def _gemm_table(points: Sequence[GemmPoint]) -> Table:
+    widths = sorted({point.width for point in points})
+    by_place = {(p.dtype, p.tokens, p.width): p for p in points}
+    unit, name = flops_unit(point.forward_flops_per_s for point in points)
+    table = measurement_table(
+        f"Linear layers, {name}, measured: output / input gradient / weight gradient"
+    )
+    table.add_column("dtype")
+    table.add_column("tokens", justify="right")
+    for width in widths:
+        table.add_column(f"width {width}", justify="right")
+    for dtype, tokens in dict.fromkeys((p.dtype, p.tokens) for p in points):
+        cells = []
+        for width in widths:
+            point = by_place.get((dtype, tokens, width))
+            rates = (
+                ()
+                if point is None
+                else (
+                    point.forward_flops_per_s,
+                    point.input_flops_per_s,
+                    point.weight_flops_per_s,
+                )
+            )
+            cells.append(format_rates(rates, unit=unit))
+        table.add_row(dtype, format_tokens(tokens), *cells)
+    return table
+
+
+def _elementwise_table(points: Sequence[ElementwisePoint]) -> Table:
+    columns = sorted({(p.dtype, p.elements) for p in points})
+    by_place = {(p.kernel, p.dtype, p.elements): p for p in points}
+    table = measurement_table(
+        "Element-wise kernels, GB/s of the bytes they must move, by type and elements, measured"
+    )
+    table.add_column("kernel", no_wrap=True)
+    for dtype, elements in columns:
+        table.add_column(f"{dtype} {format_count(elements)}", justify="right")
+    for kernel in dict.fromkeys(point.kernel for point in points):
+        found = (by_place.get((kernel, *column)) for column in columns)
+        table.add_row(kernel, *(format_rates(() if p is None else (p.bytes_per_s,)) for p in found))
+    return table

@@ -1,0 +1,1 @@
+"""Checkpoints: saved atomically, verified before use, read by any number of ranks."""

@@ -1,0 +1,60 @@
+"""What ``sppo estimate --json`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sppo.cli.output.solve_json import (
+    degrees_report,
+    hardware_report,
+    shortfall_report,
+    stage_reports,
+)
+from sppo.planning.baselines import Baseline
+from sppo.planning.choices import Degrees
+from sppo.planning.estimate import Estimate, ModelCounts
+
+
+def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> dict[str, Any]:
+    """An estimate as plain values."""
+    candidate, assessment = found.assessment.candidate, found.assessment
+    report: dict[str, Any] = {
+        "fits": assessment.shortfall is None,
+        "shortfall": shortfall_report(assessment.shortfall),
+        **degrees_report(
+            Degrees(
+                candidate.data_parallel_degree,
+                candidate.pipeline_parallel_degree,
+                candidate.workload.sequence_parallel_degree,
+            )
+        ),
+        "num_subsequences": len(candidate.lengths),
+        "subsequence_lengths": list(candidate.lengths),
+        "schedule": candidate.schedule,
+        "policy": assessment.effective_policy,
+        "device_peak_bytes": assessment.device_peak_bytes,
+        "model": _counts_report(found.counts),
+        "stages": stage_reports(assessment),
+        "hardware": hardware_report(found.hardware),
+    }
+    if baselines:
+        report["baselines"] = [_baseline_report(row) for row in baselines]
+    return report
+
+
+def _counts_report(counts: ModelCounts) -> dict[str, Any]:
+    values = asdict(counts)
+    values["state_bytes"] = counts.state_bytes
+    return values
+
+
+def _baseline_report(row: Baseline) -> dict[str, Any]:
+    return {
+        "method": row.method,
+        "longest_tokens": row.longest_tokens,
+        "degrees": None if row.degrees is None else degrees_report(row.degrees),
+        "largest_bucket": row.largest_bucket,
+        "paper": row.paper or None,
+    }

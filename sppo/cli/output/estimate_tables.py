@@ -1,0 +1,123 @@
+"""The tables of ``sppo estimate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sppo.cli.output.memory_table import print_memory
+from sppo.cli.output.solve_tables import run_line
+from sppo.cli.output.solve_text import degrees_words, policy_words
+from sppo.cli.run_hardware import hardware_line
+from sppo.cost.memory_plot import bucket_words
+from sppo.planning.advice import explain
+from sppo.planning.baselines import Baseline
+from sppo.planning.choices import Degrees
+from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate
+from sppo.units import GIB, format_bytes, format_tokens
+
+
+def print_estimate(found: Estimate, *, console: Console) -> None:
+    """The model, one sequence of it, and every stage of the run."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    assessment = found.assessment
+    candidate = assessment.candidate
+    degrees = Degrees(
+        candidate.data_parallel_degree,
+        candidate.pipeline_parallel_degree,
+        candidate.workload.sequence_parallel_degree,
+    )
+    say(run_line(found.run))
+    say(f"on {hardware_line(found.hardware)}")
+    console.print(_counts_table(found))
+    say(
+        f"as it stands: {degrees_words(degrees)}, N={len(candidate.lengths)}, schedule "
+        f"{candidate.schedule}, policy {assessment.effective_policy}: {policy_words(assessment)}"
+    )
+    if assessment.shortfall is None:
+        say("fits")
+    else:
+        say(f"does not fit: {explain(assessment.shortfall)}")
+        say("sppo solve says what would")
+    console.print()
+    print_memory(assessment.memory, hardware=found.hardware, console=console)
+
+
+def _counts_table(found: Estimate) -> Table:
+    """Model states, and the activations of one sequence by different counts."""
+    counts, model = found.counts, found.run.model
+    per_layer_token = found.run.sequence.length * model.num_layers
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("one sequence, all devices", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("a token and layer", justify="right", no_wrap=True)
+
+    def add(name: str, amount: int, unit: str) -> None:
+        table.add_row(name, _gib(amount), unit)
+
+    def add_activations(name: str, amount: int) -> None:
+        add(name, amount, f"{amount / per_layer_token:,.0f} B")
+
+    states = f"{counts.state_bytes_per_parameter} B a parameter"
+    add("model states", counts.state_bytes, states)
+    table.add_section()
+    add_activations(f"activations, paper Table 2 ({TABLE_2_BYTES} S H L)", counts.table_2_bytes)
+    add_activations(
+        f"activations, paper §5.1 ({SECTION_5_1_BYTES} S H L)", counts.section_5_1_bytes
+    )
+    for policy, amount in counts.saved_bytes.items():
+        add_activations(f"activations, here: {policy}", amount)
+    add_activations(_kv_name(found), counts.kv_bytes)
+    add_activations("dK and dV in fp32", counts.kv_gradients_bytes)
+    return table
+
+
+def _gib(amount: int) -> str:
+    """In GiB however many, as the paper's tables are."""
+    return f"{amount / GIB:,.1f} GiB" if amount >= GIB else format_bytes(amount)
+
+
+def _kv_name(found: Estimate) -> str:
+    """Says what grouped queries save."""
+    counts, model = found.counts, found.run.model
+    if counts.kv_bytes == counts.multi_head_kv_bytes:
+        return "K and V"
+    return f"K and V, {model.kv_heads} heads for {model.num_heads} (1/{model.group_size})"
+
+
+def print_baselines(rows: Sequence[Baseline], *, console: Console) -> None:
+    """How far other ways go on the same machine."""
+    claims = any(row.paper for row in rows)
+    console.print(
+        "longest sequence that fits on these devices (analytic)"
+        + (", and in the SPPO paper" if claims else ""),
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("trained with", no_wrap=True)
+    table.add_column("longest", justify="right", no_wrap=True)
+    table.add_column("SP·PP·DP", no_wrap=True)
+    table.add_column("most memory in", no_wrap=True)
+    if claims:
+        table.add_column("paper", no_wrap=True)
+    for row in rows:
+        cells = [
+            row.method,
+            format_tokens(row.longest_tokens) if row.longest_tokens else "not 1Ki",
+            "solver's" if row.degrees is None else _short_degrees(row.degrees),
+            "" if row.largest_bucket is None else bucket_words(row.largest_bucket),
+        ]
+        table.add_row(*cells, *([row.paper] if claims else []))
+    console.print(table)
+
+
+def _short_degrees(degrees: Degrees) -> str:
+    numbers = degrees.sequence_parallel, degrees.pipeline_parallel, degrees.data_parallel
+    return "·".join(map(str, numbers))

@@ -1,0 +1,95 @@
+"""Memory of the stages for people: a bar for each, and a table of its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sppo.cost.memory import StageMemory
+from sppo.cost.memory_plot import (
+    BUCKETS,
+    FREE,
+    StageGroup,
+    memory_bar,
+    shown_groups,
+    stage_groups,
+)
+from sppo.hardware.description import HardwareSpec
+from sppo.units import format_bytes
+
+_MOST_GROUPS = 4
+_BAR_WIDTH = 56
+_COLOURS = {
+    "W": "blue",
+    "G": "cyan",
+    "O": "magenta",
+    "K": "green",
+    "D": "yellow",
+    "A": "red",
+    "C": "bright_red",
+    "L": "white",
+    "R": "bright_blue",
+    "M": "bright_magenta",
+    "P": "bright_yellow",
+}
+
+
+def print_memory(
+    memory: Sequence[StageMemory], *, hardware: HardwareSpec, console: Console
+) -> None:
+    """Bars and buckets of one device of each stage, stages with equal memory together."""
+    groups = stage_groups(memory)
+    shown = shown_groups(groups, most=_MOST_GROUPS)
+    budget = hardware.device.usable_bytes
+    console.print(
+        f"memory of one device of each stage; the line is its budget, {format_bytes(budget)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    width = max(len(group.name) for group in shown)
+    scale = max(budget, *(group.memory.device.total_bytes for group in shown))
+    for group in shown:
+        bar = memory_bar(
+            group.memory.device, budget_bytes=budget, scale_bytes=scale, width=_BAR_WIDTH
+        )
+        line = Text(f" {group.name:<{width}} ").append(_coloured(bar))
+        line.append(f" {format_bytes(group.memory.device.total_bytes)}")
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(_bucket_table(shown, hardware=hardware))
+    hidden = len(groups) - len(shown)
+    if hidden:
+        console.print(f"and {hidden} more kinds of stages; --json lists all", highlight=False)
+
+
+def _coloured(bar: str) -> Text:
+    text = Text()
+    for cell in bar:
+        text.append(cell, style=_COLOURS.get(cell, "dim" if cell == FREE else "bold"))
+    return text
+
+
+def _bucket_table(groups: Sequence[StageGroup], *, hardware: HardwareSpec) -> Table:
+    """A row per bucket that anything is in, then totals and what lies elsewhere."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    table.add_column("")
+    for group in groups:
+        table.add_column(group.name, justify="right")
+
+    def add(letter: str, words: str, amounts: list[int]) -> None:
+        if any(amounts):
+            table.add_row(letter, words, *map(format_bytes, amounts))
+
+    held = [group.memory for group in groups]
+    for bucket in BUCKETS:
+        add(bucket.letter, bucket.words, [bucket.bytes_of(each.device) for each in held])
+    table.add_section()
+    add("", "one device", [each.device.total_bytes for each in held])
+    tier = "host memory" if hardware.node.host_memory_bytes else "disk"
+    add("", f"activations in {tier}", [each.tier_activations_bytes for each in held])
+    add("", "optimizer states in host memory", [each.host_optimizer_bytes for each in held])
+    return table

@@ -1,0 +1,83 @@
+"""The screen of ``sppo solve`` where nothing fits: what is short, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from sppo.cli.output.solve_json import nearest_rejection
+from sppo.cli.output.solve_tables import run_line
+from sppo.cli.output.solve_text import degrees_words, rejected_groups
+from sppo.cli.run_hardware import hardware_line
+from sppo.cost.memory import MemoryBuckets
+from sppo.cost.memory_plot import BUCKETS, bucket_words
+from sppo.planning.advice import Advice
+from sppo.planning.candidate import assess
+from sppo.planning.solver import Rejection, Solution, candidate_of_pieces
+from sppo.units import format_bytes
+
+_SHOWN_BUCKETS = 5
+_SHOWN_GROUPS = 3
+
+
+def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Console) -> None:
+    """One screen on stderr."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"error: nothing fits: {run_line(solution.run)}")
+    say(f"on {hardware_line(solution.hardware)}")
+    nearest = nearest_rejection(solution.rejected)
+    if nearest is not None:
+        for line in _nearest_lines(solution, nearest):
+            say(line)
+    groups = rejected_groups(solution.rejected)
+    if nearest is None or len(solution.rejected) > 1:
+        say(f"none of {len(solution.rejected)} ways to share out the devices works:")
+        for group in groups[:_SHOWN_GROUPS]:
+            say(f" {group.count:>3} {group.reason}")
+            if nearest is None:
+                say(f"     {group.example}")
+    if not changes:
+        say("no smaller change was found that makes it fit")
+        return
+    say("what would fit (closed form):")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for advice in changes:
+        table.add_row(f" {advice.change}", advice.effect)
+    console.print(table)
+
+
+def _nearest_lines(solution: Solution, nearest: Rejection) -> list[str]:
+    """What is short, where, by how much, and what takes it."""
+    shortfall = nearest.shortfall
+    assert shortfall is not None, "chosen for it"
+    assert nearest.num_subsequences is not None, "memory is short at some N"
+    lines = [
+        f"nearest: {degrees_words(nearest.degrees)}, N={nearest.num_subsequences}, policy "
+        f"{nearest.policy}",
+        f" stage {shortfall.stage} is short by {format_bytes(shortfall.short_bytes)} of "
+        f"{shortfall.place} memory: needs {format_bytes(shortfall.needed_bytes)}, "
+        f"{format_bytes(shortfall.available_bytes)} are there",
+    ]
+    if shortfall.place != "device":
+        return [*lines, f" most of it {bucket_words(shortfall.bucket)}"]
+    candidate = candidate_of_pieces(
+        solution.run,
+        hardware=solution.hardware,
+        degrees=nearest.degrees,
+        pieces=nearest.num_subsequences,
+    )
+    return [*lines, f" {_largest_buckets(assess(candidate).memory[shortfall.stage].device)}"]
+
+
+def _largest_buckets(device: MemoryBuckets) -> str:
+    by_size = sorted(BUCKETS, key=lambda bucket: -bucket.bytes_of(device))[:_SHOWN_BUCKETS]
+    return ", ".join(
+        f"{bucket.words} {format_bytes(bucket.bytes_of(device))}"
+        for bucket in by_size
+        if bucket.bytes_of(device)
+    )

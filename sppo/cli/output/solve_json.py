@@ -1,0 +1,160 @@
+"""What ``sppo solve --json`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sppo.config.run import RunConfig
+from sppo.cost.memory import StageMemory
+from sppo.hardware.description import HardwareSpec
+from sppo.planning.advice import Advice
+from sppo.planning.candidate import Assessment, Shortfall
+from sppo.planning.choices import Degrees
+from sppo.planning.make_plan import predict
+from sppo.planning.option import Option
+from sppo.planning.simulated_memory import simulated_device_bytes
+from sppo.planning.solver import Rejection, Solution
+
+if TYPE_CHECKING:
+    from sppo.planning.ablation import AblationRow
+
+MFU_DEFINITION = (
+    "causal model FLOPs, nothing recomputed (6·weights·tokens + 6·S²·heads·head size a layer), "
+    "over time · devices · peak"
+)
+
+
+def solution_report(
+    solution: Solution, *, ablation: Sequence[AblationRow] = (), output: Path | None = None
+) -> dict[str, Any]:
+    """A solution as plain values; the best is also the first of the candidates."""
+    assert solution.best is not None, "failure_report is for the other case"
+    run, best = solution.run, solution.best
+    report: dict[str, Any] = {
+        "feasible": True,
+        "best": option_report(run, best),
+        "candidates": [option_report(run, option) for option in (best, *solution.runners_up)],
+        "rejected": [rejection_report(rejection) for rejection in solution.rejected],
+        "by_num_subsequences": [
+            {
+                "num_subsequences": len(option.candidate.lengths),
+                "step_s": option.step_s,
+                "policy": option.assessment.effective_policy,
+                "simulated": option.timeline is not None,
+            }
+            for option in solution.by_pieces
+        ],
+        "devices_left_over": solution.hardware.num_devices - best.degrees.num_devices,
+        "hardware": hardware_report(solution.hardware),
+        "mfu_definition": MFU_DEFINITION,
+        "plan": None if output is None else str(output),
+    }
+    if ablation:
+        report["ablation"] = [asdict(row) for row in ablation]
+    return report
+
+
+def failure_report(solution: Solution, *, changes: Sequence[Advice]) -> dict[str, Any]:
+    """Why nothing fits, and what would."""
+    nearest = nearest_rejection(solution.rejected)
+    return {
+        "feasible": False,
+        "best": None,
+        "candidates": [],
+        "nearest": None if nearest is None else rejection_report(nearest),
+        "advice": [asdict(advice) for advice in changes],
+        "rejected": [rejection_report(rejection) for rejection in solution.rejected],
+        "hardware": hardware_report(solution.hardware),
+    }
+
+
+def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:
+    """What lacks least memory; None where nothing was refused for memory."""
+    short = [rejection for rejection in rejected if rejection.shortfall is not None]
+    return min(short, key=_short_bytes, default=None)
+
+
+def _short_bytes(rejection: Rejection) -> int:
+    assert rejection.shortfall is not None, "only asked of what lacks memory"
+    return rejection.shortfall.short_bytes
+
+
+def option_report(run: RunConfig, option: Option) -> dict[str, Any]:
+    """One way to run it."""
+    candidate, assessment = option.candidate, option.assessment
+    predicted = asdict(predict(run, option))
+    simulated = simulated_device_bytes(option)
+    return {
+        **degrees_report(option.degrees),
+        "num_subsequences": len(candidate.lengths),
+        "subsequence_lengths": list(candidate.lengths),
+        "offload_ratios": list(predicted.pop("offload_ratios")),
+        "schedule": candidate.schedule,
+        "policy": assessment.effective_policy,
+        "sequences_per_replica": candidate.sequences,
+        "predicted": predicted,
+        "simulated_device_bytes": None if simulated is None else list(simulated),
+        "stages": stage_reports(assessment),
+    }
+
+
+def stage_reports(assessment: Assessment) -> list[dict[str, Any]]:
+    """Memory of every stage."""
+    layers = assessment.candidate.request.stages
+    return [
+        {"first_layer": part.start, "num_layers": len(part), **memory_report(held)}
+        for part, held in zip(layers, assessment.memory, strict=True)
+    ]
+
+
+def memory_report(held: StageMemory) -> dict[str, Any]:
+    """One device of a stage, bucket by bucket, and what it has elsewhere."""
+    return {
+        "device": asdict(held.device),
+        "device_bytes": held.device.total_bytes,
+        "tier_activations_bytes": held.tier_activations_bytes,
+        "host_optimizer_bytes": held.host_optimizer_bytes,
+    }
+
+
+def rejection_report(rejection: Rejection) -> dict[str, Any]:
+    """One way that does not work."""
+    return {
+        **degrees_report(rejection.degrees),
+        "num_subsequences": rejection.num_subsequences,
+        "policy": rejection.policy,
+        "reason": rejection.reason,
+        "shortfall": shortfall_report(rejection.shortfall),
+    }
+
+
+def shortfall_report(shortfall: Shortfall | None) -> dict[str, Any] | None:
+    """Where memory is short and by how much."""
+    if shortfall is None:
+        return None
+    return {**asdict(shortfall), "short_bytes": shortfall.short_bytes}
+
+
+def hardware_report(hardware: HardwareSpec) -> dict[str, Any]:
+    """The machine, in what decides."""
+    return {
+        "name": hardware.name,
+        "provenance": hardware.provenance,
+        "num_nodes": hardware.num_nodes,
+        "num_devices": hardware.num_devices,
+        "device_budget_bytes": hardware.device.usable_bytes,
+        "host_budget_bytes": hardware.host_bytes_per_device,
+        "disk_budget_bytes": hardware.disk_bytes_per_device,
+    }
+
+
+def degrees_report(degrees: Degrees) -> dict[str, int]:
+    """Degrees of parallelism by the names of the run file."""
+    return {
+        "sequence_parallel_degree": degrees.sequence_parallel,
+        "pipeline_parallel_degree": degrees.pipeline_parallel,
+        "data_parallel_degree": degrees.data_parallel,
+    }

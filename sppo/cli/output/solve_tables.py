@@ -1,0 +1,203 @@
+"""The tables of ``sppo solve``: the best way, what else was near, and what does not work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sppo.cli.output.memory_table import print_memory
+from sppo.cli.output.solve_json import MFU_DEFINITION
+from sppo.cli.output.solve_text import (
+    degrees_words,
+    lengths_words,
+    policy_words,
+    ratio_words,
+    rejected_groups,
+    sampled_ratios,
+)
+from sppo.cli.run_hardware import hardware_line
+from sppo.config.run import RunConfig
+from sppo.cost.parameters import num_parameters
+from sppo.planning.make_plan import predict
+from sppo.planning.option import Option
+from sppo.planning.plan import Prediction
+from sppo.planning.simulated_memory import simulated_excess
+from sppo.planning.solver import Solution
+from sppo.units import format_bytes, format_count, format_duration, format_tokens
+
+if TYPE_CHECKING:
+    from sppo.planning.ablation import AblationRow
+
+_BAR_WIDTH = 24
+
+
+def run_line(run: RunConfig) -> str:
+    """Model, sequences and precision of a request."""
+    model, sequences = run.model, run.train.sequences_per_step
+    name = model.preset or model.from_hf or "model"
+    plural = "s" if sequences > 1 else ""
+    return (
+        f"{name} ({format_count(num_parameters(model))} parameters), {sequences} sequence{plural} "
+        f"of {format_tokens(run.sequence.length)} tokens a step, {run.train.dtype}"
+    )
+
+
+def step_words(seconds: float) -> str:
+    """Seconds with four digits: neighbours differ by less than `format_duration` shows."""
+    return f"{seconds:.4g} s" if 1 <= seconds < 1000 else format_duration(seconds)
+
+
+def print_solution(solution: Solution, *, console: Console) -> None:
+    """All that a person needs to decide."""
+    assert solution.best is not None, "print_failure is for the other case"
+    best, hardware = solution.best, solution.hardware
+    _say(console, run_line(solution.run))
+    _say(console, f"on {hardware_line(hardware)}")
+    console.print(_option_table(solution))
+    _say(console, f"policy {best.assessment.effective_policy}: {policy_words(best.assessment)}")
+    ratios = predict(solution.run, best).offload_ratios
+    if any(ratios):
+        _say(console, f"offload ratio, first to last subsequence: {sampled_ratios(ratios)}")
+    _say(console, f"MFU: {MFU_DEFINITION}")
+    left = hardware.num_devices - best.degrees.num_devices
+    if left:
+        _say(
+            console,
+            f"{left} of {hardware.num_devices} devices are left over: more sequences per step "
+            "(train.sequences_per_step) would use them",
+        )
+    _print_pieces(solution, console=console)
+    console.print()
+    print_memory(best.assessment.memory, hardware=hardware, console=console)
+    excess = simulated_excess(best)
+    if excess is not None:
+        stage, peak = excess
+        _say(
+            console,
+            f"warning: the simulation of this plan fills a device of stage {stage} to "
+            f"{format_bytes(peak)}, over its budget: write parallel.schedule=sppo, one sequence "
+            "per replica, or a larger sequence.num_subsequences",
+        )
+    _print_rejected(solution, console=console)
+
+
+def _option_table(solution: Solution) -> Table:
+    """The best and its runners-up, a column each."""
+    assert solution.best is not None, "checked by the caller"
+    options = (solution.best, *solution.runners_up)
+    predictions = [predict(solution.run, option) for option in options]
+    pairs = list(zip(options, predictions, strict=True))
+    hardware = solution.hardware
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for place in range(len(options)):
+        table.add_column("best" if place == 0 else f"next {place}", justify="right")
+
+    def add(name: str, value: Callable[[Option, Prediction], str]) -> None:
+        table.add_row(name, *(value(option, predicted) for option, predicted in pairs))
+
+    first_s = options[0].step_s
+    add("sequence parallel", lambda o, _: str(o.degrees.sequence_parallel))
+    add("pipeline parallel", lambda o, _: str(o.degrees.pipeline_parallel))
+    add("data parallel", lambda o, _: str(o.degrees.data_parallel))
+    add("subsequences (N)", lambda o, _: str(len(o.candidate.lengths)))
+    add("tokens of each", lambda o, _: lengths_words(o.candidate.lengths))
+    add("schedule", lambda o, _: o.candidate.schedule)
+    add("policy", lambda o, _: o.assessment.effective_policy)
+    add("offload ratio", lambda _, p: ratio_words(p.offload_ratios))
+    if any(any(predicted.offload_ratios) for predicted in predictions):
+        add("  its mean", lambda _, p: f"{sum(p.offload_ratios) / len(p.offload_ratios):.2f}")
+    table.add_section()
+    add("step", lambda o, _: step_words(o.step_s))
+    add("against the best", lambda o, _: f"{o.step_s / first_s:.3f}x")
+    add("step time is", lambda _, p: "simulated" if p.simulated else "closed form")
+    add("tokens/s a device", lambda _, p: f"{p.tokens_per_s_per_gpu:.4g}")
+    add(
+        "tokens/s in total",
+        lambda o, p: format_count(p.tokens_per_s_per_gpu * o.degrees.num_devices),
+    )
+    add("MFU", lambda _, p: f"{p.mfu:.1%}")
+    add("bubble", lambda _, p: f"{p.bubble_fraction:.1%}")
+    add("exposed copies", lambda _, p: format_duration(p.exposed_copy_s))
+    table.add_section()
+    add("device peak", lambda _, p: format_bytes(p.device_peak_bytes))
+    if hardware.node.host_memory_bytes:
+        add("host peak", lambda _, p: format_bytes(p.host_peak_bytes))
+    if hardware.node.disk_bytes:
+        add("disk peak", lambda _, p: format_bytes(p.disk_peak_bytes))
+    return table
+
+
+def _print_pieces(solution: Solution, *, console: Console) -> None:
+    """Step over N for the best degrees: the bars are what each N costs above the best."""
+    options = solution.by_pieces
+    if len(options) < 2:
+        return
+    assert solution.best is not None, "checked by the caller"
+    chosen = len(solution.best.candidate.lengths)
+    least, most = (pick(option.step_s for option in options) for pick in (min, max))
+    console.print()
+    _say(
+        console,
+        f"step over N with {degrees_words(solution.best.degrees)}, schedule "
+        f"{options[0].candidate.schedule} (closed form); bars: time above the best N",
+    )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(3):
+        table.add_column(justify="right")
+    table.add_column()
+    for option in options:
+        pieces, lost = len(option.candidate.lengths), option.step_s / least - 1
+        width = round(_BAR_WIDTH * (option.step_s - least) / (most - least)) if most > least else 0
+        mark = " ◀ chosen" if pieces == chosen else ""
+        table.add_row(
+            f" N {pieces}", step_words(option.step_s), f"+{lost:.1%}", f"{'█' * width}{mark}"
+        )
+    console.print(table)
+
+
+def _print_rejected(solution: Solution, *, console: Console) -> None:
+    groups = rejected_groups(solution.rejected)
+    if not groups:
+        return
+    total = sum(group.count for group in groups)
+    _say(console, f"{total} other ways do not work (--json lists them):")
+    for group in groups:
+        _say(console, f" {group.count:>3} {group.reason}")
+        _say(console, f"     {group.example}")
+
+
+def print_ablation(rows: Sequence[AblationRow], *, console: Console) -> None:
+    """What each part is worth, beside the paper's figures."""
+    console.print()
+    _say(
+        console,
+        "what each part is worth with the best degrees and cuts (simulated); the paper: GPT-13B, "
+        "512K tokens, 64 A100s",
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in ("step", "speedup", "paper", "device peak"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for row in rows:
+        table.add_row(
+            row.name,
+            step_words(row.step_s),
+            f"{row.speedup:.2f}x",
+            "" if row.paper is None else f"{row.paper:.2f}x",
+            format_bytes(row.device_peak_bytes),
+            "" if row.fits else "does not fit",
+        )
+    console.print(table)
+    for row in rows:
+        if row.note:
+            _say(console, f" {row.name}: {row.note}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

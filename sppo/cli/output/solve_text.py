@@ -1,0 +1,130 @@
+"""What the solver found, in words and short figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sppo.activations.placement import ATTENTION, LINEAR
+from sppo.cost.memory_plot import bucket_words
+from sppo.cost.stage_cost import row_bytes_of
+from sppo.hardware.description import HardwareSpec
+from sppo.planning.candidate import Assessment
+from sppo.planning.choices import Degrees
+from sppo.planning.solver import Rejection
+from sppo.units import format_bytes
+
+_SHOWN_RATIOS = 10
+
+
+def degrees_words(degrees: Degrees) -> str:
+    """``SP 8 · PP 4 · DP 1``."""
+    return (
+        f"SP {degrees.sequence_parallel} · PP {degrees.pipeline_parallel} · "
+        f"DP {degrees.data_parallel}"
+    )
+
+
+def lengths_words(lengths: Sequence[int]) -> str:
+    """First, and last where it differs."""
+    first, last = lengths[0], lengths[-1]
+    return str(first) if first == last else f"{first} … {last}"
+
+
+def ratio_words(ratios: Sequence[float]) -> str:
+    """First and last share."""
+    return f"{ratios[0]:.2f} … {ratios[-1]:.2f}" if any(ratios) else "none"
+
+
+def sampled_ratios(ratios: Sequence[float]) -> str:
+    """Some of them, the first and the last among them."""
+    count = min(len(ratios), _SHOWN_RATIOS)
+    places = np.linspace(0, len(ratios) - 1, count).round().astype(int)
+    return " ".join(f"{ratios[place]:.2f}" for place in places)
+
+
+def tier_words(hardware: HardwareSpec) -> str:
+    """Where moved activations go."""
+    return "host memory" if hardware.node.host_memory_bytes else "disk"
+
+
+def policy_words(assessment: Assessment) -> str:
+    """What happens to saved activations, in shares of their bytes over all stages."""
+    decisions = assessment.decisions
+    row_bytes = row_bytes_of(assessment.candidate.request)[:, None, :]
+    kept, moved, rebuilt = (
+        (table * row_bytes).sum(axis=(0, 1))
+        for table in (decisions.kept, decisions.moved, decisions.rebuilt)
+    )
+    whole = float((kept + moved + rebuilt).sum())
+    if kept.sum() == whole:
+        return "every saved tensor stays on the device until its backward"
+    parts = []
+    if kept.any():
+        parts.append(f"{kept.sum() / whole:.0%} stays on the device")
+    if moved.any():
+        tier = tier_words(assessment.candidate.workload.hardware)
+        parts.append(f"{moved.sum() / whole:.0%} moves to {tier} and back")
+    if rebuilt[LINEAR]:
+        parts.append(f"{rebuilt[LINEAR] / whole:.0%} is rebuilt by projections")
+    if rebuilt[ATTENTION]:
+        parts.append(f"{rebuilt[ATTENTION] / whole:.0%} is rebuilt by attending again")
+    return f"of the saved bytes {', '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedGroup:
+    """Ways that fail for the same reason.
+
+    Attributes:
+        count: How many.
+        reason: What they have in common.
+        example: The one that came nearest, in words.
+    """
+
+    count: int
+    reason: str
+    example: str
+
+
+def rejected_groups(rejected: Sequence[Rejection]) -> tuple[RejectedGroup, ...]:
+    """Rejections by reason: what is short first, then what cannot work; largest group first."""
+    by_reason: dict[tuple[bool, str], list[Rejection]] = {}
+    for rejection in rejected:
+        by_reason.setdefault(_reason(rejection), []).append(rejection)
+    groups = sorted(by_reason.items(), key=lambda item: (item[0][0], -len(item[1]), item[0][1]))
+    return tuple(
+        RejectedGroup(len(members), reason, _example(members)) for (_, reason), members in groups
+    )
+
+
+def _reason(rejection: Rejection) -> tuple[bool, str]:
+    """Whether it cannot work whatever the memory, and why."""
+    shortfall = rejection.shortfall
+    if shortfall is None:
+        return True, _without_numbers(rejection.reason)
+    place = f"{shortfall.place} memory" if shortfall.place != "disk" else "disk space"
+    return False, f"short of {place}, most of it {bucket_words(shortfall.bucket)}"
+
+
+def _without_numbers(reason: str) -> str:
+    """`reason` with what differs between degrees left open."""
+    return " ".join("…" if word.strip(",;").isdigit() else word for word in reason.split())
+
+
+def _example(members: Sequence[Rejection]) -> str:
+    def short_bytes(rejection: Rejection) -> int:
+        return 0 if rejection.shortfall is None else rejection.shortfall.short_bytes
+
+    nearest = min(members, key=short_bytes)
+    shortfall, where = nearest.shortfall, degrees_words(nearest.degrees)
+    if shortfall is None:
+        return f"{where}: {nearest.reason}"
+    return (
+        f"nearest {where}, N={nearest.num_subsequences}: stage {shortfall.stage} is short by "
+        f"{format_bytes(shortfall.short_bytes)} ({bucket_words(shortfall.bucket)} "
+        f"{format_bytes(shortfall.bucket_bytes)} of {format_bytes(shortfall.needed_bytes)} needed, "
+        f"{format_bytes(shortfall.available_bytes)} there)"
+    )

@@ -1,0 +1,162 @@
+"""Memory and room that moving takes, exactly as the run sets it aside: slots, ring, and file.
+
+On a machine whose device memory is RAM and whose next tier is a disk, what is on its way there or
+back passes through slots that are reserved once, so they count whole, whatever moves when. On an
+accelerator a tensor on its way out is its own source, and only the ring is reserved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from sppo.activations.block_layout import ParcelShape, Rows
+from sppo.activations.placement import (
+    ATTENTION,
+    LINEAR,
+    CopySlots,
+    Counts,
+    Decisions,
+)
+from sppo.activations.policy import class_bytes_per_token
+from sppo.cost.memory import StageMemory
+from sppo.cost.stage_cost import CostRequest
+from sppo.schedule.costs import Table
+
+
+def parcel_shape(request: CostRequest, *, stage: int) -> ParcelShape:
+    """The parcels of one stage."""
+    workload = request.workload
+    return ParcelShape(
+        workload.model,
+        workload.element_bytes,
+        layers=len(request.stages[stage]),
+        input_every=request.input_every,
+        shared_by=workload.sequence_parallel_degree,
+    )
+
+
+def passes_through_slots(request: CostRequest) -> bool:
+    """Whether copies go through memory of the device that is reserved once."""
+    hardware = request.workload.hardware
+    return hardware.device.kind == "cpu" and hardware.node.host_memory_bytes == 0
+
+
+def stage_parcels(
+    decisions: Decisions, shape: ParcelShape, *, stage: int
+) -> tuple[tuple[int, ...], ...]:
+    """Bytes of the parcel of every layer of every subsequence."""
+    moved = decisions.moved[stage].tolist()
+    rebuilt = decisions.rebuilt[stage, :, ATTENTION].tolist()
+    sizes: dict[tuple[Rows, bool], tuple[int, ...]] = {}
+    parcels = []
+    for (x_in, attention, linear), attention_rebuilt in zip(moved, rebuilt, strict=True):
+        key = (x_in, attention, linear), attention_rebuilt == 0
+        if key not in sizes:
+            sizes[key] = shape.parcels(key[0], attention_saved=key[1])
+        parcels.append(sizes[key])
+    return tuple(parcels)
+
+
+def ring_share(request: CostRequest) -> Table:
+    """Of what one subsequence moves, what the ring has room for, [stages]."""
+    shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
+    share: Table = np.array([min(1.0, shape.ring_slots / shape.layers) for shape in shapes])
+    return share
+
+
+def copy_slots(request: CostRequest) -> CopySlots | None:
+    """What slots take, from the rows that move; None where copies pass through none."""
+    if not passes_through_slots(request):
+        return None
+    workload = request.workload
+    shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
+    counts = np.array([shape.staging_slots + shape.ring_slots for shape in shapes], dtype=float)
+    classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
+    classes = classes / workload.sequence_parallel_degree
+    longest = max(tokens for parts in request.lengths for tokens in parts)
+    return CopySlots(
+        row_bytes=counts[:, None] * classes,
+        padding_bytes=counts * np.array([shape.most_padding_bytes for shape in shapes]),
+        joined_bytes=np.full(len(shapes), longest * float(classes.max())),
+        queries_bytes=np.array([_queries_bytes(shape, longest) for shape in shapes], dtype=float),
+        taken_at_once=np.array(
+            [shape.taken_at_once(attention_saved=True) for shape in shapes], dtype=float
+        ),
+    )
+
+
+def tier_padding_bytes(request: CostRequest, *, in_flight: Counts) -> Table:
+    """What alignment adds to the moved tensors in the tier at most, [stages]."""
+    shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
+    parcels = np.array([shape.layers * shape.most_padding_bytes for shape in shapes])
+    padding: Table = parcels * in_flight.sum(axis=1).astype(np.float64)
+    return padding
+
+
+def with_exact_room(
+    memory: tuple[StageMemory, ...],
+    *,
+    request: CostRequest,
+    decisions: Decisions,
+    in_flight: Counts,
+) -> tuple[StageMemory, ...]:
+    """`memory` with what moving takes as the run will take it."""
+    exact = []
+    for stage, held in enumerate(memory):
+        shape = parcel_shape(request, stage=stage)
+        parcels = stage_parcels(decisions, shape, stage=stage)
+        tier = sum(
+            int(times) * sum(sizes) for times, sizes in zip(in_flight[stage], parcels, strict=True)
+        )
+        device = held.device
+        if passes_through_slots(request):
+            largest = max(max(sizes) for sizes in parcels)
+            device = replace(
+                device,
+                copies_bytes=(shape.staging_slots + shape.ring_slots) * largest,
+                working_bytes=device.working_bytes + joined_bytes(decisions, shape, stage=stage),
+            )
+        exact.append(replace(held, device=device, tier_activations_bytes=tier))
+    return tuple(exact)
+
+
+def staging_bytes(request: CostRequest, *, decisions: Decisions) -> int:
+    """Host memory of the slots in front of a disk, of the stage with most."""
+    most = 0
+    for stage in range(request.num_stages):
+        shape = parcel_shape(request, stage=stage)
+        parcels = stage_parcels(decisions, shape, stage=stage)
+        most = max(most, shape.staging_slots * max(max(sizes) for sizes in parcels))
+    return most
+
+
+def joined_bytes(decisions: Decisions, shape: ParcelShape, *, stage: int) -> int:
+    """Tensors that are put together again from parts, of all layers that are taken at once.
+
+    Those that share an input are, and what is joined of each stays until its own turn is over; but
+    the input itself only one of them saved. What is partly rebuilt counts in the working set as if
+    it were rebuilt whole, but for queries and keys, which are then there sooner.
+    """
+    parts = np.stack([decisions.kept[stage], decisions.moved[stage], decisions.rebuilt[stage]])
+    is_cut = (parts > 0).sum(axis=0) > 1
+    again = decisions.rebuilt[stage] > 0
+    most = 0
+    for index, tokens in enumerate(decisions.tokens.tolist()):
+        joined, completed = is_cut[index] & ~again[index], is_cut[index] & again[index]
+        x_in, attention, linear = (tokens if joins else 0 for joins in joined.tolist())
+        rows = (x_in, attention, linear)
+        first, other = (
+            sum(shape.tensor_bytes(rows, own_input=own).values()) for own in (True, False)
+        )
+        layers = shape.taken_at_once(attention_saved=not again[index, ATTENTION])
+        sooner = _queries_bytes(shape, tokens) if completed[LINEAR] else 0
+        most = max(most, first + (layers - 1) * other + layers * sooner)
+    return most
+
+
+def _queries_bytes(shape: ParcelShape, tokens: int) -> int:
+    """Saved queries, and keys, of one layer."""
+    sizes = shape.tensor_bytes((0, 0, tokens), own_input=False)
+    return sum(size for name, size in sizes.items() if name in ("q", "k"))

@@ -1,0 +1,349 @@
+"""Seconds of one layer on one subsequence: matrix products, attention, element-wise work, links.
+
+Matrix products and attention are FLOPs over the rate a device reaches at that shape
+(:mod:`sppo.hardware.rates`); element-wise kernels are bytes over the rate of each kernel
+(:mod:`sppo.cost.elementwise`). A flash backward executes 2.5 times its forward, a matrix
+product twice its forward, half of it for the weights. Devices of a sequence-parallel group each do
+a g-th of all of it, and exchange tokens.
+
+Legend: C tokens of a subsequence, E hidden, N query heads, K key/value heads, D head size, F MLP
+width, g sequence-parallel degree. Tables are [subsequences].
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from sppo.activations.placement import ATTENTION, LINEAR, X_IN
+from sppo.activations.policy import tensors_of
+from sppo.config.model import ModelConfig
+from sppo.cost.elementwise import (
+    Work,
+    backward_work,
+    forward_work,
+    linear_rebuild_work,
+    saving_work,
+    work_seconds,
+)
+from sppo.cost.flops import (
+    FLASH_BACKWARD_RATIO,
+    causal_pairs,
+    layer_flops,
+    rebuilt_linear_names,
+)
+from sppo.cost.logits_tile import tile_tokens
+from sppo.cost.parameters import Shape, layer_shapes
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.rates import Floats, Product
+from sppo.schedule.costs import Table
+
+Mechanism = Literal["ulysses", "megatron"]
+
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+WIDE_BYTES = 4
+"""Masters, gradients, optimizer moments and dK/dV are fp32."""
+_ACCUMULATED_BYTES = 2 * WIDE_BYTES
+"""Of a weight's gradient and a subsequence: its sum is read and written. What is added to it exists
+in tiles that stay in the cache on a CPU, not at all on a GPU."""
+
+_FORWARD_KERNELS = 16
+_BACKWARD_KERNELS = 36
+_CLASSES = (X_IN, ATTENTION, LINEAR)
+
+
+class _Exchanges(NamedTuple):
+    """Times of a forward's exchange that other passes take."""
+
+    backward: float
+    linear_rebuild: float
+    attention_rebuild: float
+
+
+# Megatron's backward gathers both normed inputs again beside what forward's exchanges mirror;
+# rebuilding x_mid adds up once more. Ulysses attends again with q, and turns o back.
+_EXCHANGES = {"ulysses": _Exchanges(1.0, 0.0, 0.5), "megatron": _Exchanges(1.5, 0.25, 0.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What runs where: enough to price one layer.
+
+    Attributes:
+        model: Its shape.
+        hardware: The machine.
+        dtype: "bf16" or "fp32".
+        sequence_parallel_degree: g.
+        sequence_parallel: How the group shares a layer.
+        vocabulary_shared: Whether a Megatron group shares out embedding and head as well. Megatron
+            itself does; here each device has them whole.
+    """
+
+    model: ModelConfig
+    hardware: HardwareSpec
+    dtype: str = "bf16"
+    sequence_parallel_degree: int = 1
+    sequence_parallel: Mechanism = "ulysses"
+    vocabulary_shared: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        """Of the compute dtype."""
+        return ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSeconds:
+    """Seconds of each subsequence in one layer.
+
+    Attributes:
+        forward: F.
+        backward: The input half of B, attention included, nothing rebuilt.
+        weight: The weight half of B.
+        linear_rebuild: Rebuilding the linear class.
+        attention_rebuild: Attending again.
+    """
+
+    forward: Table
+    backward: Table
+    weight: Table
+    linear_rebuild: Table
+    attention_rebuild: Table
+
+    def __add__(self, other: LayerSeconds) -> LayerSeconds:
+        """Both, one after the other."""
+        return LayerSeconds(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weight + other.weight,
+            self.linear_rebuild + other.linear_rebuild,
+            self.attention_rebuild + other.attention_rebuild,
+        )
+
+    def times(self, layers: int) -> LayerSeconds:
+        """Of `layers` equal layers."""
+        return LayerSeconds(
+            self.forward * layers,
+            self.backward * layers,
+            self.weight * layers,
+            self.linear_rebuild * layers,
+            self.attention_rebuild * layers,
+        )
+
+
+def layer_seconds(
+    workload: Workload, *, begins: Floats, ends: Floats, window: int | None
+) -> LayerSeconds:
+    """Price of one layer on subsequences ``[begin, end)`` of a sequence.
+
+    Args:
+        workload: model, machine, precision, sequence parallelism.
+        begins: first token of each subsequence, [subsequences].
+        ends: one past its last token.
+        window: the layer's sliding window, None for full attention.
+    """
+    model, device = workload.model, workload.hardware.device
+    tokens = ends - begins
+    shapes = layer_shapes(model)
+    matrices = [shape for shape in shapes.values() if len(shape) == 2]
+    rebuilt = [shapes[f"{name}.weight"] for name in rebuilt_linear_names(model)]
+    attention, attention_backward = _attention(workload, begins=begins, ends=ends, window=window)
+    exchange = exchange_seconds(workload, tokens=tokens)
+    times = _EXCHANGES[workload.sequence_parallel]
+    saving = {index: _saving_seconds(workload, index, tokens=tokens) for index in _CLASSES}
+    backward_elementwise = backward_work(model, element_bytes=workload.element_bytes)
+    return LayerSeconds(
+        forward=_product_seconds(workload, matrices, tokens=tokens, product="forward")
+        + attention
+        + _elementwise_seconds(workload, forward_work(model), tokens=tokens)
+        + sum(saving.values())
+        + exchange
+        + _FORWARD_KERNELS * device.kernel_s,
+        backward=_product_seconds(workload, matrices, tokens=tokens, product="input")
+        + attention_backward
+        + _elementwise_seconds(workload, backward_elementwise, tokens=tokens)
+        + exchange * times.backward
+        + _BACKWARD_KERNELS * device.kernel_s,
+        weight=_product_seconds(workload, matrices, tokens=tokens, product="weight"),
+        linear_rebuild=_product_seconds(workload, rebuilt, tokens=tokens, product="forward")
+        + _elementwise_seconds(workload, linear_rebuild_work(model), tokens=tokens)
+        + exchange * times.linear_rebuild
+        - saving[LINEAR],
+        attention_rebuild=attention + exchange * times.attention_rebuild - saving[ATTENTION],
+    )
+
+
+def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
+    """Last norm, vocabulary projection, loss, and their gradients, all formed in F.
+
+    They go tile by tile, so that is the shape of the products.
+    """
+    model, device = workload.model, workload.hardware.device
+    here = tokens / workload.sequence_parallel_degree
+    tile = np.minimum(
+        here,
+        tile_tokens(model.vocab_size, element_bytes=workload.element_bytes, device=device.kind),
+    )
+    shape = (model.vocab_size, model.hidden_size)
+    products = sum(
+        (
+            _products(workload, [shape], tokens=tile, product=product)
+            for product in ("forward", "input", "weight")
+        ),
+        start=np.zeros_like(tokens),
+    )
+    loss = work_seconds(
+        device,
+        workload.dtype,
+        work=[Work("loss_gradient", model.vocab_size)],
+        tokens=tile,
+        element_bytes=workload.element_bytes,
+    )
+    norms = [Work(model.norm, model.hidden_size), Work(f"{model.norm}_backward", model.hidden_size)]
+    seconds: Table = (products + loss) * here / tile
+    return seconds + _elementwise_seconds(workload, norms, tokens=tokens)
+
+
+def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Table:
+    """The optimizer step over a device's share of `parameters`."""
+    work = [Work("adamw", 1)]
+    if workload.element_bytes < WIDE_BYTES:
+        work.append(Work("narrow", 1))
+    return work_seconds(
+        workload.hardware.device,
+        workload.dtype,
+        work=work,
+        tokens=parameters / shards,
+        element_bytes=workload.element_bytes,
+    )
+
+
+def exchange_seconds(workload: Workload, *, tokens: Floats) -> Table:
+    """Communication of one layer's forward inside a sequence-parallel group.
+
+    Ulysses exchanges q, k, v and o: each device sends (g-1)/g of its own g-th. Megatron gathers
+    and scatters the residual stream before and after attention and the MLP: (g-1)/g of all of it.
+    """
+    degree = workload.sequence_parallel_degree
+    if degree == 1:
+        return np.zeros_like(tokens)
+    model, hardware = workload.model, workload.hardware
+    inside = degree <= hardware.node.num_devices
+    network = hardware.network
+    rate = network.intra_node_bytes_per_s if inside else network.inter_node_bytes_per_s
+    latency = network.intra_node_latency_s if inside else network.inter_node_latency_s
+    away = (degree - 1) / degree * workload.element_bytes
+    if workload.sequence_parallel == "megatron":
+        sent = 4 * tokens * model.hidden_size * away
+    else:
+        # K/V heads are repeated where there are fewer than devices.
+        heads = 2 * model.num_heads + 2 * max(model.kv_heads, min(degree, model.num_heads))
+        sent = tokens / degree * heads * model.head_dim * away
+    seconds: Table = sent / rate + 4 * latency
+    return seconds
+
+
+def _attention(
+    workload: Workload, *, begins: Floats, ends: Floats, window: int | None
+) -> tuple[Table, Table]:
+    """Seconds of attention forward and backward on one device of the group."""
+    model, device = workload.model, workload.hardware.device
+    share = workload.sequence_parallel_degree
+    spans = zip(begins.tolist(), ends.tolist(), strict=True)
+    pairs = np.array([causal_pairs(int(a), int(b), window=window) for a, b in spans], dtype=float)
+    flops = layer_flops(model).attention_flops * pairs / share
+    tokens = ends - begins
+    keys = ends if window is None else np.minimum(ends, tokens + window)
+    heads = max(1.0, model.num_heads / share)
+
+    def rate(*, backward: bool) -> Floats:
+        return device.attention_flops_per_s(
+            workload.dtype,
+            queries=tokens,
+            keys=keys,
+            heads=heads,
+            head_size=model.head_dim,
+            backward=backward,
+        )
+
+    backward: Table = FLASH_BACKWARD_RATIO * flops / rate(backward=True)
+    forward: Table = flops / rate(backward=False)
+    return forward, backward
+
+
+def _product_seconds(
+    workload: Workload, shapes: Iterable[Shape], *, tokens: Floats, product: Product
+) -> Table:
+    """One of the three products of linear layers on a device's share of `tokens`."""
+    here = tokens / workload.sequence_parallel_degree
+    return _products(workload, shapes, tokens=here, product=product)
+
+
+def _products(
+    workload: Workload, shapes: Iterable[Shape], *, tokens: Floats, product: Product
+) -> Table:
+    """The same on `tokens` themselves, each matrix at its own width.
+
+    A measured weight gradient includes adding it to its fp32 sum; otherwise that costs memory
+    traffic, for every subsequence anew.
+    """
+    device, dtype = workload.hardware.device, workload.dtype
+    seconds = np.zeros_like(tokens)
+    for shape, count in Counter(shapes).items():
+        rate = device.gemm_flops_per_s(
+            dtype, tokens=tokens, width=sqrt(prod(shape)), product=product
+        )
+        seconds += count * 2 * prod(shape) * tokens / rate
+        if product == "weight" and not device.measured_gemm(dtype):
+            seconds += count * prod(shape) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
+    return seconds
+
+
+def _elementwise_seconds(workload: Workload, work: Iterable[Work], *, tokens: Floats) -> Table:
+    return work_seconds(
+        workload.hardware.device,
+        workload.dtype,
+        work=work,
+        tokens=tokens / workload.sequence_parallel_degree,
+        element_bytes=workload.element_bytes,
+    )
+
+
+def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
+    """Copying one class of saved tensors onto the stack of a CPU run; a GPU keeps them in place.
+
+    What is rebuilt is not copied, so rebuilding costs that much less.
+    """
+    if workload.hardware.device.kind != "cpu":
+        return np.zeros_like(tokens)
+    names = sorted(tensors_of((index,), workload.model))
+    return _elementwise_seconds(workload, saving_work(workload.model, names=names), tokens=tokens)
+
+
+def seconds_per_token_and_pair(workload: Workload, *, tokens: float) -> tuple[float, float]:
+    """Forward and backward seconds of all layers per token and per visible (query, key) pair.
+
+    The two weights of `sequence.partition: cost_model`, taken where a subsequence has `tokens`
+    tokens and as many before it. A sliding window's pairs count per token.
+    """
+    model = workload.model
+    begins, ends = np.array([tokens]), np.array([2 * tokens])
+    linear = quadratic = 0.0
+    for layer in range(model.num_layers):
+        window = model.window_of(layer)
+        forward, backward = _attention(workload, begins=begins, ends=ends, window=window)
+        seconds = layer_seconds(workload, begins=begins, ends=ends, window=window)
+        attention = float((forward + backward)[0])
+        total = float((seconds.forward + seconds.backward + seconds.weight)[0])
+        linear += (total - attention) / tokens
+        if window is None:
+            quadratic += attention / causal_pairs(int(tokens), int(2 * tokens))
+        else:
+            linear += attention / tokens
+    head = head_seconds(workload, tokens=np.array([tokens]))
+    return linear + float(head[0]) / tokens, quadratic

@@ -1,0 +1,343 @@
+"""Memory of every device by bucket, and of the tiers behind it, before the run.
+
+Legend: S tokens of a sequence, C of its longest subsequence, E hidden, F MLP width, K key/value
+heads, D head size, V vocabulary, g sequence-parallel degree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from math import prod
+
+import numpy as np
+
+from sppo.activations.placement import (
+    Counts,
+    Decisions,
+    Situation,
+    held_bytes,
+    tier_bytes_held,
+)
+from sppo.cost.layer import WIDE_BYTES, Workload
+from sppo.cost.parameters import layer_shapes, num_parameters, outer_parts
+from sppo.cost.process_growth import process_growth_bytes
+from sppo.cost.stage_cost import (
+    CostRequest,
+    device_parameters,
+    kv_bytes_per_token,
+    same_weights_degree,
+    updated_parameters,
+)
+from sppo.cost.working_set import (
+    PREFIX_KEYS,
+    forward_working_set,
+    loss_working_set,
+    most_working_set,
+    working_set,
+)
+from sppo.schedule.costs import Table
+from sppo.units import MIB
+
+REDUCE_BUCKET_BYTES = 32 * MIB
+"""Gradients that are reduced together, of all ranks."""
+REDUCE_BUCKETS = 2
+"""Of those, under way at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBuckets:
+    """Bytes on one device at the peak of a step, by what holds them."""
+
+    weights_bytes: int
+    """Parameters in the compute dtype; with ZeRO-3 a share of them, and those put together."""
+    gradients_bytes: int
+    """fp32 sums, whole until they are reduced once per step."""
+    optimizer_bytes: int
+    """AdamW's two moments, and fp32 masters where the weights are narrower."""
+    kv_bytes: int
+    """K and V of all layers and of every sequence in flight."""
+    kv_gradients_bytes: int
+    """Their fp32 gradients, of the sequence in backward."""
+    activations_bytes: int
+    """Saved tensors that stay on the device."""
+    copies_bytes: int
+    """Saved tensors on their way out or back."""
+    loss_gradient_bytes: int
+    """Gradient of the last layer's output, formed in forward."""
+    working_bytes: int
+    """Of the running subsequence, see :mod:`sppo.cost.working_set`, and of the saved tensors
+    that backward puts together again, see :mod:`sppo.cost.copy_room`."""
+    heap_bytes: int
+    """What a C heap holds beyond that."""
+    communication_bytes: int
+    """Messages between stages, and what a sequence-parallel group exchanges."""
+    growth_bytes: int = 0
+    """What the process takes beside tensors, see :mod:`sppo.cost.process_growth`."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All buckets together."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def largest(self) -> str:
+        """Name of the largest bucket."""
+        return max((field.name for field in fields(self)), key=lambda name: getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """One device of a stage and what it puts elsewhere."""
+
+    device: MemoryBuckets
+    tier_activations_bytes: int
+    """Moved tensors in the next tier."""
+    host_optimizer_bytes: int
+    """Optimizer states in host memory."""
+
+
+def state_memory(
+    request: CostRequest, *, in_flight: Counts, offload_optimizer: bool = False
+) -> tuple[StageMemory, ...]:
+    """Memory of each stage without any saved activation, whatever will be rebuilt.
+
+    Args:
+        request: what is priced.
+        in_flight: how often each subsequence is held at once, [stages, subsequences].
+        offload_optimizer: optimizer states live in host memory.
+    """
+    workload = request.workload
+    parameters, updated = device_parameters(request), updated_parameters(request)
+    element = workload.element_bytes
+    masters = WIDE_BYTES if element < WIDE_BYTES else 0
+    copies = request.data_parallel_degree * same_weights_degree(workload)
+    shares_weights = request.zero >= 3 and copies > 1
+    kv, kv_gradients = _kv_bytes(request, in_flight=in_flight)
+    layer = _most_working_bytes(request)
+    loss = loss_working_set(workload, tokens=_longest(request)).live_bytes
+    heap_share = workload.hardware.device.heap_share
+    messages = _communication_bytes(request)
+    stages = []
+    for stage, (count, own) in enumerate(zip(parameters.tolist(), updated.tolist(), strict=True)):
+        is_last = request.is_last_stage(stage)
+        working = max(layer, loss) if is_last else layer
+        optimizer = int((own if request.zero else count) * (2 * WIDE_BYTES + masters))
+        saved = int((own if request.zero else count) * 3 * WIDE_BYTES)
+        gathered = _put_together_bytes(request, stage=stage) if shares_weights else 0
+        buckets = MemoryBuckets(
+            weights_bytes=int((own if shares_weights else count) * element) + gathered,
+            gradients_bytes=int(count * WIDE_BYTES),
+            optimizer_bytes=0 if offload_optimizer else optimizer,
+            kv_bytes=int(kv[stage]),
+            kv_gradients_bytes=int(kv_gradients[stage]),
+            activations_bytes=0,
+            copies_bytes=0,
+            loss_gradient_bytes=_loss_gradient_bytes(request, in_flight) if is_last else 0,
+            working_bytes=working,
+            heap_bytes=round(working * heap_share),
+            communication_bytes=messages + _reduce_bytes(request, parameters=count),
+            growth_bytes=process_growth_bytes(
+                workload,
+                request.lengths,
+                stages_per_rank=request.num_virtual,
+                is_pipeline=request.num_stages > 1,
+                background_save_bytes=saved if request.background_saves else 0,
+            ),
+        )
+        stages.append(StageMemory(buckets, 0, optimizer if offload_optimizer else 0))
+    return tuple(stages)
+
+
+def with_activations(
+    states: tuple[StageMemory, ...],
+    *,
+    request: CostRequest,
+    decisions: Decisions,
+    situation: Situation,
+) -> tuple[StageMemory, ...]:
+    """Memory of each stage with what the activation policy keeps, moves and rebuilds."""
+    kept = (decisions.kept * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
+    held = held_bytes(decisions, situation)
+    tier = tier_bytes_held(decisions, situation)
+    ring = ring_bytes(decisions, situation)
+    heap_share = request.workload.hardware.device.heap_share
+    stages = []
+    for stage, state in enumerate(states):
+        resident = float(kept[stage].sum())
+        working = _working_bytes(request, decisions, stage=stage)
+        device = replace(
+            state.device,
+            activations_bytes=round(resident),
+            copies_bytes=round(max(0.0, held[stage] - resident) + ring[stage]),
+            working_bytes=working,
+            heap_bytes=round(working * heap_share),
+        )
+        stages.append(replace(state, device=device, tier_activations_bytes=round(tier[stage])))
+    return tuple(stages)
+
+
+def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
+    """Memory of a forward pass alone on one device: weights, K and V, the running subsequence."""
+    model, longest = workload.model, max(lengths)
+    narrow, _ = kv_bytes_per_token(workload)
+    running = max(
+        forward_working_set(workload, tokens=longest).live_bytes,
+        loss_working_set(workload, tokens=longest).live_bytes,
+    )
+    weights = num_parameters(model) * workload.element_bytes
+    return weights + round(model.num_layers * sum(lengths) * narrow) + running
+
+
+def ring_bytes(decisions: Decisions, situation: Situation) -> Table:
+    """Room for what comes back ahead of its use, [stages]."""
+    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
+    ring: Table = situation.ring_share * moved
+    return ring
+
+
+def helper_bytes(request: CostRequest) -> int:
+    """What helping another stage takes under MSP.
+
+    Two of its layers' weights, and one layer's K/V prefix with its gradient.
+    """
+    workload = request.workload
+    tokens = max(sum(parts) for parts in request.lengths)
+    return _two_layers_bytes(request) + round(tokens * sum(kv_bytes_per_token(workload)))
+
+
+def _kv_bytes(request: CostRequest, *, in_flight: Counts) -> tuple[Table, Table]:
+    """K/V buffers hold a whole sequence each, from its first forward to its last backward."""
+    tokens = max(sum(parts) for parts in request.lengths)
+    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)
+    narrow, wide = kv_bytes_per_token(request.workload)
+    sequences = in_flight.max(axis=1)
+    return layers * tokens * narrow * sequences, layers * tokens * wide
+
+
+def _loss_gradient_bytes(request: CostRequest, in_flight: Counts) -> int:
+    lengths = np.array(request.lengths[0])
+    tokens = int((lengths * in_flight[-1]).sum()) // request.workload.sequence_parallel_degree
+    return tokens * request.workload.model.hidden_size * request.workload.element_bytes
+
+
+def _most_working_bytes(request: CostRequest) -> int:
+    """Of the longest subsequence, whatever is rebuilt."""
+    tokens = _longest(request)
+    return most_working_set(
+        request.workload,
+        tokens=tokens,
+        prefix=max(sum(parts) for parts in request.lengths) - 1,
+        input_every=request.input_every,
+        layers=max(len(stage) for stage in request.stages),
+    ).live_bytes
+
+
+def _working_bytes(request: CostRequest, decisions: Decisions, *, stage: int) -> int:
+    """Of the subsequence that needs most, with what is rebuilt of each."""
+    degree = request.workload.sequence_parallel_degree
+    most = 0
+    if request.is_last_stage(stage):
+        most = loss_working_set(request.workload, tokens=_longest(request)).live_bytes
+    for rebuilt, tokens, prefix in _heaviest(request, decisions, stage=stage):
+        moment = working_set(
+            request.workload,
+            tokens=-(-tokens // degree),
+            prefix=prefix,
+            rebuilt=rebuilt,
+            input_every=request.input_every,
+            layers=len(request.stages[stage]),
+        )
+        most = max(most, moment.live_bytes)
+    return most
+
+
+def _heaviest(
+    request: CostRequest, decisions: Decisions, *, stage: int
+) -> Iterator[tuple[frozenset[int], int, int]]:
+    """(classes rebuilt, tokens, prefix) of the subsequences that none other outweighs.
+
+    A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
+    that is read at once.
+    """
+    rebuilt_rows = decisions.rebuilt[stage].tolist()
+    best: dict[frozenset[int], dict[int, int]] = {}
+    for parts in request.lengths:
+        before = 0
+        for tokens, rows in zip(parts, rebuilt_rows, strict=True):
+            rebuilt = frozenset(index for index, count in enumerate(rows) if count)
+            prefix = min(before, PREFIX_KEYS)
+            by_prefix = best.setdefault(rebuilt, {})
+            by_prefix[prefix] = max(by_prefix.get(prefix, 0), tokens)
+            before += tokens
+    for rebuilt, by_prefix in best.items():
+        longest = 0
+        for prefix in sorted(by_prefix, reverse=True):
+            if by_prefix[prefix] > longest:
+                longest = by_prefix[prefix]
+                yield rebuilt, longest, prefix
+
+
+def _longest(request: CostRequest) -> int:
+    """Tokens of the longest subsequence on one device."""
+    longest = max(tokens for parts in request.lengths for tokens in parts)
+    return -(-longest // request.workload.sequence_parallel_degree)
+
+
+def _put_together_bytes(request: CostRequest, *, stage: int) -> int:
+    """Whole weights at once where every device holds a share of them (ZeRO-3).
+
+    Two layers', the one in use and the next one, or what a stage has outside of its layers.
+    """
+    model = request.workload.model
+    before, behind = outer_parts(model)
+    outer = [before] if stage == 0 else []
+    outer += [behind] if request.is_last_stage(stage) else []
+    elements = [sum(map(prod, shapes.values())) for shapes in outer]
+    most_outer = max(elements, default=0) * request.workload.element_bytes
+    return max(_two_layers_bytes(request), most_outer)
+
+
+def _two_layers_bytes(request: CostRequest) -> int:
+    """Weights of two layers, as far as a device computes with them."""
+    workload = request.workload
+    layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
+    shared = workload.sequence_parallel == "megatron"
+    degree = workload.sequence_parallel_degree if shared else 1
+    return 2 * layer * workload.element_bytes // degree
+
+
+def exchanged_bytes(request: CostRequest) -> int:
+    """What a sequence-parallel group exchanges: with Ulysses q, k, v and o, twice.
+
+    With Megatron what has all tokens where the working set counts a device's own: in the backward
+    of the MLP both normed inputs, gathered again, this rank's part of their gradient, and all
+    ranks' parts of its own tokens.
+    """
+    workload = request.workload
+    model, degree = workload.model, workload.sequence_parallel_degree
+    if degree == 1:
+        return 0
+    longest = max(tokens for parts in request.lengths for tokens in parts)
+    if workload.sequence_parallel == "megatron":
+        return 4 * longest * model.hidden_size * workload.element_bytes
+    heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
+    return longest // degree * workload.element_bytes * heads
+
+
+def _reduce_bytes(request: CostRequest, *, parameters: float) -> int:
+    """Gradients on their way to the ranks that update them, and what comes back of each bucket."""
+    copies = request.data_parallel_degree * same_weights_degree(request.workload)
+    if copies == 1:
+        return 0
+    under_way = min(REDUCE_BUCKETS * REDUCE_BUCKET_BYTES, round(parameters * WIDE_BYTES))
+    return round(under_way * (1 + 1 / copies))
+
+
+def _communication_bytes(request: CostRequest) -> int:
+    """Two messages each way between stages, and what is exchanged inside a group."""
+    workload = request.workload
+    longest = max(tokens for parts in request.lengths for tokens in parts)
+    here = longest // workload.sequence_parallel_degree * workload.element_bytes
+    messages = 4 * here * workload.model.hidden_size if request.num_stages > 1 else 0
+    return messages + exchanged_bytes(request)

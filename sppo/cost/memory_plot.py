@@ -1,0 +1,119 @@
+"""Memory of the stages as something to look at: groups of equal stages, and a bar of letters.
+
+Every bucket has a letter, so a bar reads the same with and without colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from sppo.cost.memory import MemoryBuckets, StageMemory
+
+FREE = "·"
+BUDGET_LINE = "│"
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """How a bucket of :class:`sppo.cost.memory.MemoryBuckets` is shown.
+
+    Attributes:
+        field: Its field, with ``_bytes``.
+        letter: In bars.
+        words: In tables.
+    """
+
+    field: str
+    letter: str
+    words: str
+
+    def bytes_of(self, device: MemoryBuckets) -> int:
+        """What it takes."""
+        return int(getattr(device, self.field))
+
+
+BUCKETS = (
+    Bucket("weights_bytes", "W", "weights"),
+    Bucket("gradients_bytes", "G", "gradients"),
+    Bucket("optimizer_bytes", "O", "optimizer states"),
+    Bucket("kv_bytes", "K", "K and V"),
+    Bucket("kv_gradients_bytes", "D", "dK and dV"),
+    Bucket("activations_bytes", "A", "saved activations"),
+    Bucket("copies_bytes", "C", "copies under way"),
+    Bucket("loss_gradient_bytes", "L", "gradient of the loss"),
+    Bucket("working_bytes", "R", "running layer"),
+    Bucket("heap_bytes", "H", "C heap"),
+    Bucket("communication_bytes", "M", "messages"),
+    Bucket("growth_bytes", "P", "process growth"),
+)
+assert [bucket.field for bucket in BUCKETS] == [field.name for field in fields(MemoryBuckets)], (
+    "every bucket is shown, in its order"
+)
+_WORDS: Mapping[str, str] = {bucket.field: bucket.words for bucket in BUCKETS}
+
+
+def bucket_words(name: str) -> str:
+    """A bucket in words, from its name with or without ``_bytes``; other words as they are."""
+    return _WORDS.get(f"{name.removesuffix('_bytes')}_bytes", name.replace("_", " "))
+
+
+@dataclass(frozen=True, slots=True)
+class StageGroup:
+    """Neighbouring stages with the same memory.
+
+    Attributes:
+        first: First of them.
+        last: Last of them.
+        memory: Of each.
+    """
+
+    first: int
+    last: int
+    memory: StageMemory
+
+    @property
+    def name(self) -> str:
+        """``stage 0`` or ``stages 1-6``."""
+        if self.first == self.last:
+            return f"stage {self.first}"
+        return f"stages {self.first}-{self.last}"
+
+
+def stage_groups(memory: Sequence[StageMemory]) -> tuple[StageGroup, ...]:
+    """Neighbouring stages with equal memory, together."""
+    groups: list[StageGroup] = []
+    for stage, held in enumerate(memory):
+        if groups and groups[-1].memory == held:
+            groups[-1] = StageGroup(groups[-1].first, stage, held)
+        else:
+            groups.append(StageGroup(stage, stage, held))
+    return tuple(groups)
+
+
+def shown_groups(groups: Sequence[StageGroup], *, most: int) -> tuple[StageGroup, ...]:
+    """At most `most` of them, in order: the first, the last, and the fullest of the rest."""
+    if len(groups) <= most:
+        return tuple(groups)
+    by_size = sorted(groups[1:-1], key=lambda g: g.memory.device.total_bytes, reverse=True)
+    chosen = (groups[0], *by_size[: most - 2], groups[-1])
+    return tuple(sorted(chosen, key=lambda group: group.first))
+
+
+def memory_bar(device: MemoryBuckets, *, budget_bytes: int, scale_bytes: int, width: int) -> str:
+    """One device's memory in letters, with a line where the budget ends.
+
+    Args:
+        device: its buckets.
+        budget_bytes: what may be filled.
+        scale_bytes: what the whole width stands for; at least the budget and the total.
+        width: characters, the line not counted.
+    """
+    assert scale_bytes >= max(budget_bytes, 1), "the budget is on the bar"
+    cells, filled = "", 0
+    for bucket in BUCKETS:
+        filled += bucket.bytes_of(device)
+        cells += bucket.letter * (round(filled / scale_bytes * width) - len(cells))
+    budget = round(budget_bytes / scale_bytes * width)
+    cells += FREE * (budget - len(cells))
+    return f"{cells[:budget]}{BUDGET_LINE}{cells[budget:]}"

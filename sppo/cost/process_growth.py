@@ -1,0 +1,68 @@
+"""Memory that a training process takes beside tensors after its libraries are loaded, on a CPU.
+
+The device's memory is the process's there, so all of it counts; on a GPU it is the host's.
+Measured with torch 2.13 as anonymous memory between the pre-flight check and the end of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sppo.cost.layer import WIDE_BYTES, Workload
+from sppo.units import KIB, MIB
+
+STEPS_BYTES = 18 * MIB
+"""Threads, page tables, whole huge pages behind tensors, small tensors in the C heap, buffers of
+checkpoints, pages of libraries that the first steps touch: 15 to 17 MiB, however many steps."""
+CODE_BYTES = 8 * MIB
+CODE_BYTES_PER_LENGTH = 16 * MIB
+"""What oneDNN compiles for bf16: for attention, and two thirds of a MiB for each of a layer's 24
+products with subsequences of one length."""
+ACTION_BYTES = 4 * KIB
+"""An action of a step's program, the record of its last execution, and that of the one before."""
+TOKEN_BYTES = 16
+"""An input and its label, int64; a step's sequences are read at once."""
+REPORT_BYTES = 32 * MIB
+"""The pictures at the end, 20 MiB, for which there is what training had taken."""
+
+
+def process_growth_bytes(
+    workload: Workload,
+    lengths: Sequence[Sequence[int]],
+    *,
+    stages_per_rank: int,
+    is_pipeline: bool,
+    background_save_bytes: int,
+) -> int:
+    """Return what one process grows by beside the tensors of the other buckets; 0 on a GPU.
+
+    Args:
+        workload: what runs where.
+        lengths: tokens of every subsequence of every sequence of one data-parallel rank.
+        stages_per_rank: of the pipeline.
+        is_pipeline: whether there are several stages, which send messages.
+        background_save_bytes: copy of the training state that is written while training goes on.
+    """
+    if workload.hardware.device.kind != "cpu":
+        return 0
+    distinct = {*lengths}
+    units = sum(lengths.count(parts) * len(parts) for parts in distinct)
+    tokens = sum(lengths.count(parts) * sum(parts) for parts in distinct)
+    step = step_bytes(tokens=tokens, units=units * stages_per_rank, is_pipeline=is_pipeline)
+    code = 0
+    if workload.element_bytes < WIDE_BYTES:
+        num_lengths = len({length for parts in distinct for length in parts})
+        code = CODE_BYTES + num_lengths * CODE_BYTES_PER_LENGTH
+    return STEPS_BYTES + code + step + background_save_bytes
+
+
+def step_bytes(*, tokens: int, units: int, is_pipeline: bool = False) -> int:
+    """Return what the data and the program of one step take on one rank.
+
+    Args:
+        tokens: of all its sequences.
+        units: forward passes, one for each subsequence and stage.
+        is_pipeline: whether each pass also receives and sends.
+    """
+    actions_per_unit = 6 if is_pipeline else 2
+    return tokens * TOKEN_BYTES + units * actions_per_unit * ACTION_BYTES

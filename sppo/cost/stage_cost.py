@@ -1,0 +1,393 @@
+"""What each stage and subsequence costs on a machine, as the tables that schedules are played with.
+
+Built from :mod:`sppo.cost.layer`, stage by stage; what the activation policy decided
+adds the copies and the time of what is rebuilt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from math import prod
+
+import numpy as np
+
+from sppo.activations.placement import ATTENTION, LINEAR, X_IN, Decisions
+from sppo.activations.policy import class_bytes_per_token
+from sppo.cost.flops import partition_costs, rebuilt_linear_flops
+from sppo.cost.layer import (
+    WIDE_BYTES,
+    LayerSeconds,
+    Workload,
+    head_seconds,
+    layer_seconds,
+    update_seconds,
+)
+from sppo.cost.parameters import layer_shapes, outer_shapes
+from sppo.cost.sharded_weights import layer_elements
+from sppo.hardware.rates import Floats
+from sppo.schedule.costs import CopyEngines, Costs, Link, Links, Table
+
+
+@dataclass(frozen=True, slots=True)
+class CostRequest:
+    """What to price.
+
+    Attributes:
+        workload: Model, machine, precision, sequence parallelism.
+        lengths: Tokens of every subsequence of every sequence of one data-parallel rank.
+        num_ranks: Pipeline ranks.
+        num_virtual: Stages per rank.
+        data_parallel_degree: Replicas that reduce gradients once per step.
+        zero: How much of the state the replicas share out: 0, 1 or 3.
+        input_every: Layers that share one saved input; the others rebuild it.
+        background_saves: Checkpoints are copied in memory, then written while training goes on.
+    """
+
+    workload: Workload
+    lengths: tuple[tuple[int, ...], ...]
+    num_ranks: int = 1
+    num_virtual: int = 1
+    data_parallel_degree: int = 1
+    zero: int = 1
+    input_every: int = 1
+    background_saves: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.num_ranks * self.num_virtual
+
+    def is_last_stage(self, stage: int) -> bool:
+        """Whether it holds the head and the loss."""
+        return stage == self.num_stages - 1
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The layers of each stage."""
+        return layers_of_stages(self.workload.model.num_layers, num_stages=self.num_stages)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageSeconds:
+    """Seconds of each stage: tables [stages, units], units counted through all sequences.
+
+    Attributes:
+        units: What the layers and the head of a stage take.
+        update_s: The optimizer step, [stages].
+        reduce_s: Reducing gradients over the replicas, [stages].
+    """
+
+    units: LayerSeconds
+    update_s: Table
+    reduce_s: Table
+
+
+def layers_of_stages(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
+    """The layers of each stage: as equal as they can be, the last stages never the longer ones.
+
+    The last stage also has the vocabulary projection, so it is the wrong place for a spare layer.
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{num_layers} layers on {num_stages} stages: every stage needs a layer; use at most "
+            f"{num_layers} stages"
+        )
+    size, longer = divmod(num_layers, num_stages)
+    ends = [0]
+    for stage in range(num_stages):
+        ends.append(ends[-1] + size + (stage < longer))
+    return tuple(range(begin, end) for begin, end in zip(ends, ends[1:], strict=False))
+
+
+def stage_seconds(request: CostRequest) -> StageSeconds:
+    """Seconds of every stage and unit when everything is kept.
+
+    Raises:
+        ValueError: more stages than layers.
+    """
+    workload, stages = request.workload, request.stages
+    priced: dict[tuple[int, ...], LayerSeconds] = {}
+    sequences = []
+    for lengths in request.lengths:
+        if lengths not in priced:
+            priced[lengths] = _sequence_seconds(workload, stages=stages, lengths=lengths)
+        sequences.append(priced[lengths])
+    units = LayerSeconds(
+        *(
+            np.concatenate([getattr(sequence, name) for sequence in sequences], axis=1)
+            for name in ("forward", "backward", "weight", "linear_rebuild", "attention_rebuild")
+        )
+    )
+    if request.zero == 3:
+        units = _behind_gathers(units, gather_s=_gather_seconds(request))
+    updated = updated_parameters(request) if request.zero else device_parameters(request)
+    return StageSeconds(
+        units,
+        update_s=update_seconds(workload, parameters=updated, shards=1),
+        reduce_s=_reduce_seconds(request),
+    )
+
+
+def stage_costs(
+    request: CostRequest, *, seconds: StageSeconds, decisions: Decisions | None = None
+) -> Costs:
+    """Costs of every action of a schedule for this request.
+
+    Args:
+        request: what is priced.
+        seconds: of the same request.
+        decisions: of the activation policy, [stages, subsequences] of each sequence; None keeps
+            everything. Rebuilding happens inside B, so it is priced there.
+    """
+    workload = request.workload
+    units, lengths = seconds.units, np.array([n for parts in request.lengths for n in parts])
+    rows = _unit_rows(request, decisions=decisions, lengths=lengths)
+    row_bytes = row_bytes_of(request)[:, None, :]
+    rebuilt = rows.rebuilt / lengths[None, :, None]
+    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)[:, None]
+    link_weights = _streamed_parameters(request)
+    slope_linear, slope_quadratic = partition_costs(workload.model)
+    kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
+    moved = (rows.moved * row_bytes).sum(axis=2)
+    disturbed_s = moved * workload.hardware.node.copy_compute_s_per_byte
+    return Costs(
+        forward_s=units.forward + disturbed_s,
+        backward_s=units.backward
+        + disturbed_s
+        + units.linear_rebuild * (rebuilt[:, :, LINEAR] + _input_rebuild_share(request))
+        + units.attention_rebuild * rebuilt[:, :, ATTENTION],
+        weight_s=units.weight,
+        rebuild_s=np.zeros_like(units.forward),
+        reduce_s=seconds.reduce_s + seconds.update_s,
+        message_bytes=lengths
+        * workload.model.hidden_size
+        * workload.element_bytes
+        / workload.sequence_parallel_degree,
+        activation_bytes=((rows.kept + rows.moved) * row_bytes).sum(axis=2),
+        offload_bytes=moved,
+        kv_bytes=layers * lengths * kv_bytes,
+        kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
+        weight_bytes=link_weights * workload.element_bytes,
+        weight_gradient_bytes=link_weights * WIDE_BYTES,
+        context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
+        links=pipeline_links(request),
+        copies=copy_engines(request),
+    )
+
+
+def _input_rebuild_share(request: CostRequest) -> Table:
+    """Products that rebuild shared inputs over those of the linear class, [stages, 1].
+
+    A layer that rebuilds its input does the down projection of the one below once more.
+    """
+    model = request.workload.model
+    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)[:, None]
+    shared = 1 - np.ceil(layers / request.input_every) / layers
+    down = 2 * model.hidden_size * model.mlp_size
+    share: Table = shared * down / rebuilt_linear_flops(model)
+    return share
+
+
+def row_bytes_of(request: CostRequest) -> Table:
+    """Bytes of one row of each tensor class on one device, all layers of a stage, [stages, 3]."""
+    workload = request.workload
+    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)
+    classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
+    result: Table = layers[:, None] * classes / workload.sequence_parallel_degree
+    result[:, X_IN] *= np.ceil(layers / request.input_every) / layers
+    return result
+
+
+def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
+    """Bytes per token and layer on one device: K and V, and their fp32 gradients.
+
+    A group larger than the K/V heads holds each head several times.
+    """
+    model = workload.model
+    share = min(workload.sequence_parallel_degree, model.kv_heads)
+    elements = 2 * model.kv_heads * model.head_dim / share
+    return elements * workload.element_bytes, elements * WIDE_BYTES
+
+
+def copy_bytes_per_s(request: CostRequest) -> tuple[float, float]:
+    """Rates (out, back) of a device's copies to its next tier; 0 where there is none."""
+    node = request.workload.hardware.node
+    if node.host_memory_bytes:
+        return node.d2h_bytes_per_s, node.h2d_bytes_per_s
+    if node.disk_bytes:
+        share = node.num_devices
+        return node.disk_write_bytes_per_s / share, node.disk_read_bytes_per_s / share
+    return 0.0, 0.0
+
+
+def copy_engines(request: CostRequest) -> CopyEngines:
+    """Copies as schedules are played with them."""
+    out, back = copy_bytes_per_s(request)
+    return CopyEngines(out, back) if out > 0 and back > 0 else CopyEngines()
+
+
+def stage_parameters(request: CostRequest) -> Table:
+    """Parameters of each stage: its layers, the embedding on the first, the head on the last."""
+    model, stages = request.workload.model, request.stages
+    layer = sum(prod(shape) for shape in layer_shapes(model).values())
+    counts = np.array([float(layer * len(layers)) for layers in stages])
+    for name, shape in outer_shapes(model).items():
+        counts[0 if name.startswith(("embed.", "positions.")) else -1] += prod(shape)
+    if model.tie_embeddings and len(stages) > 1:
+        # The last stage projects with its own copy of the embedding.
+        counts[-1] += model.vocab_size * model.hidden_size
+    return counts
+
+
+def _streamed_parameters(request: CostRequest) -> Table:
+    """Parameters of each stage that a device sends to one that helps it (MSP), [stages].
+
+    Of its layers: embedding and head stay with the owner. Devices of a group each send their share
+    to a helper group, which puts it together over its fast links.
+    """
+    workload = request.workload
+    layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
+    counts = np.array([float(layer * len(layers)) for layers in request.stages])
+    return counts / workload.sequence_parallel_degree
+
+
+def device_parameters(request: CostRequest) -> Table:
+    """Parameters a device computes with: Megatron shares them out, Ulysses repeats them."""
+    counts: Table = sum(_parameters_by_copies(request).values(), np.zeros(request.num_stages))
+    return counts
+
+
+def updated_parameters(request: CostRequest) -> Table:
+    """Parameters that a device updates where those with the same weights share the work."""
+    counts: Table = np.zeros(request.num_stages)
+    for copies, held in _parameters_by_copies(request).items():
+        counts = counts + held / (copies * request.data_parallel_degree)
+    return counts
+
+
+def _parameters_by_copies(request: CostRequest) -> Mapping[int, Table]:
+    """Parameters a device computes with, by the devices of its group that hold the same."""
+    workload, everything = request.workload, stage_parameters(request)
+    degree = workload.sequence_parallel_degree
+    if workload.sequence_parallel == "ulysses" or degree == 1:
+        return {degree: everything}
+    model = workload.model
+    layers = np.array([float(len(stage)) for stage in request.stages])
+    found = {n: layers * held for n, held in layer_elements(model, degree=degree).items()}
+    outer = everything - layers * sum(prod(shape) for shape in layer_shapes(model).values())
+    if workload.vocabulary_shared:
+        found[1] = found[1] + outer / degree
+    else:
+        found[degree] = found[degree] + outer
+    return found
+
+
+def same_weights_degree(workload: Workload) -> int:
+    """Devices of a sequence-parallel group that hold the same weights, and can share out state."""
+    return workload.sequence_parallel_degree if workload.sequence_parallel == "ulysses" else 1
+
+
+def pipeline_links(request: CostRequest) -> Links:
+    """Links between pipeline ranks, with sequence-parallel devices next to each other."""
+    hardware, width = request.workload.hardware, request.workload.sequence_parallel_degree
+    network = hardware.network
+    inside = Link(network.intra_node_latency_s, network.intra_node_bytes_per_s)
+    outside = Link(network.inter_node_latency_s, network.inter_node_bytes_per_s)
+    node_of = [rank * width // hardware.node.num_devices for rank in range(request.num_ranks)]
+    members: dict[int, list[int]] = {}
+    for rank, node in enumerate(node_of):
+        members.setdefault(node, []).append(rank)
+    between = {pair: inside for ranks in members.values() for pair in permutations(ranks, 2)}
+    return Links(outside, between)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnitRows:
+    kept: Floats
+    moved: Floats
+    rebuilt: Floats
+
+
+def _unit_rows(request: CostRequest, *, decisions: Decisions | None, lengths: Table) -> _UnitRows:
+    """Rows by unit, [stages, units, 3], from decisions by subsequence."""
+    if decisions is None:
+        shape = (request.num_stages, len(lengths), 3)
+        kept = np.broadcast_to(lengths[None, :, None], shape).astype(np.float64)
+        return _UnitRows(kept, np.zeros(shape), np.zeros(shape))
+    repeats = len(lengths) // decisions.kept.shape[1]
+    tables = (decisions.kept, decisions.moved, decisions.rebuilt)
+    return _UnitRows(*(np.tile(table, (1, repeats, 1)).astype(np.float64) for table in tables))
+
+
+def _sequence_seconds(
+    workload: Workload, *, stages: Sequence[range], lengths: tuple[int, ...]
+) -> LayerSeconds:
+    """Tables [stages, subsequences] of one sequence."""
+    model = workload.model
+    ends = np.cumsum(lengths).astype(np.float64)
+    begins = ends - np.array(lengths)
+    by_window: dict[int | None, LayerSeconds] = {}
+    for layer in range(model.num_layers):
+        window = model.window_of(layer)
+        if window not in by_window:
+            by_window[window] = layer_seconds(workload, begins=begins, ends=ends, window=window)
+    rows = []
+    for layers in stages:
+        windows = [model.window_of(layer) for layer in layers]
+        row = LayerSeconds(*(np.zeros(len(lengths)) for _ in range(5)))
+        for window in dict.fromkeys(windows):
+            row += by_window[window].times(windows.count(window))
+        rows.append(row)
+    last = rows[-1]
+    rows[-1] = LayerSeconds(
+        last.forward + head_seconds(workload, tokens=ends - begins),
+        last.backward,
+        last.weight,
+        last.linear_rebuild,
+        last.attention_rebuild,
+    )
+    names = ("forward", "backward", "weight", "linear_rebuild", "attention_rebuild")
+    return LayerSeconds(*(np.stack([getattr(row, name) for row in rows]) for name in names))
+
+
+def _behind_gathers(units: LayerSeconds, *, gather_s: Table) -> LayerSeconds:
+    """Every unit's F and B fetch a stage's weights anew, a layer ahead of the compute."""
+    least = gather_s[:, None]
+    return replace(
+        units,
+        forward=np.maximum(units.forward, least),
+        backward=np.maximum(units.backward, least - units.weight),
+    )
+
+
+def _gather_seconds(request: CostRequest) -> Table:
+    """Putting the weights of a stage together from everyone who keeps a part of them (ZeRO-3)."""
+    workload = request.workload
+    network = workload.hardware.network
+    replicas = request.data_parallel_degree
+    seconds: Table = np.zeros(request.num_stages)
+    for group, held in _parameters_by_copies(request).items():
+        moved = held * workload.element_bytes
+        inside = moved * (group - 1) / group / network.intra_node_bytes_per_s
+        outside = moved * (replicas - 1) / replicas / network.inter_node_bytes_per_s
+        seconds = seconds + inside + outside
+    return seconds
+
+
+def _reduce_seconds(request: CostRequest) -> Table:
+    """A ring all-reduce of fp32 gradients over everyone with the same weights, once per step."""
+    workload = request.workload
+    network = workload.hardware.network
+    replicas = request.data_parallel_degree
+    seconds: Table = np.zeros(request.num_stages)
+    for group, held in _parameters_by_copies(request).items():
+        moved = held * WIDE_BYTES * 2
+        inside = moved * (group - 1) / group / network.intra_node_bytes_per_s
+        outside = moved * (replicas - 1) / replicas / network.inter_node_bytes_per_s
+        seconds = seconds + inside + outside
+    return seconds

@@ -1,0 +1,170 @@
+"""How long a step takes, in closed form: what the solver ranks by before it simulates a few.
+
+One sequence on p stages is a permutation flow shop forward, and another one backward, with the
+links between stages as further machines. A machine that takes t[u] for unit u once it is ready at
+r[u] ends it at C[u] = P[u] + max over v <= u of (r[v] - P[v-1]), with prefix sums P of t: one
+running maximum. For equal units it gives the paper's (N + p - 1) / N * F(N), and for one sequence
+without copies exactly what the simulator does.
+
+Several sequences overlap: then the step is at least the longest way through one stage, the ramp of
+the first unit down to it, all its work, and the ramp of the last backward up from it.
+
+A copy out that outlasts the forward behind its own holds up the one after that, for which there
+would be no room; a copy back that outlasts the backward in front of its own holds up that. So in
+both flow shops a unit takes the longer of its compute and the copy beside it. The simulator, which
+lets copies lag behind, is never slower; and faster copies or links never make for a slower step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sppo.hardware.rates import Floats
+from sppo.schedule.costs import Costs, Table
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step.
+
+    Attributes:
+        forward_s: Until the last unit has left the last stage; of several sequences, their share.
+        backward_s: From there to the end of the last backward.
+        update_s: From there until gradients are reduced and all optimizers have stepped.
+        exposed_copy_s: Waiting for copies that nothing hides.
+        busy_s: Compute of all stages together.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    exposed_copy_s: float
+    busy_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.forward_s + self.backward_s + self.update_s + self.exposed_copy_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageLinks:
+    """Links between neighbouring stages, one direction.
+
+    Attributes:
+        wire_s: How long each unit occupies the link, [stages - 1, units].
+        latency_s: How much later it arrives, [stages - 1].
+    """
+
+    wire_s: Table
+    latency_s: Table
+
+    @property
+    def reversed(self) -> StageLinks:
+        """The same, last stage and last unit first."""
+        return StageLinks(self.wire_s[::-1, ::-1], self.latency_s[::-1])
+
+    def hops_s(self, unit: int) -> Floats:
+        """Seconds of one unit alone from each stage to the next, [stages - 1]."""
+        hops: Floats = self.wire_s[:, unit] + self.latency_s
+        return hops
+
+
+def step_time(costs: Costs, *, num_sequences: int) -> StepTime:
+    """The step of a schedule of the SPPO family, one stage per rank."""
+    forward, backward = costs.forward_s, costs.backward_s + costs.weight_s
+    computed = _parts(forward, backward, costs=costs, num_sequences=num_sequences)
+    exposed = 0.0
+    if costs.offload_bytes.any():
+        slowed = _parts(
+            *_beside_copies(forward, backward, costs=costs, num_sequences=num_sequences),
+            costs=costs,
+            num_sequences=num_sequences,
+        )
+        exposed = max(0.0, sum(slowed) - sum(computed))
+    return StepTime(*computed, exposed_copy_s=exposed, busy_s=float(forward.sum() + backward.sum()))
+
+
+def flow_ends(seconds: Table, *, links: StageLinks) -> Floats:
+    """When each stage of a permutation flow shop has ended its last unit, [stages].
+
+    Args:
+        seconds: of each unit on each stage, [stages, units].
+        links: from each stage to the next.
+    """
+    ends = np.zeros(len(seconds))
+    done = np.zeros(seconds.shape[1])
+    for stage, row in enumerate(seconds):
+        if stage:
+            done = _queue(done, links.wire_s[stage - 1]) + links.latency_s[stage - 1]
+        done = _queue(done, row)
+        ends[stage] = done[-1]
+    return ends
+
+
+def _queue(ready: Floats, seconds: Floats) -> Floats:
+    """When a machine that serves units in order ends each of them."""
+    work = np.cumsum(seconds)
+    ends: Floats = work + np.maximum.accumulate(ready - (work - seconds))
+    return ends
+
+
+def _beside_copies(
+    forward: Table, backward: Table, *, costs: Costs, num_sequences: int
+) -> tuple[Table, Table]:
+    """Seconds of each unit, or of the copy beside it if that is longer.
+
+    A unit leaves during the forward behind its own, and is back after the backward in front of its
+    own. Behind the last of a sequence there is none: it is gone and back before its backward.
+    """
+    moved = costs.offload_bytes.reshape(costs.num_stages, num_sequences, -1)
+    out, back = moved / costs.copies.d2h_bytes_per_s, moved / costs.copies.h2d_bytes_per_s
+    forward, backward = forward.reshape(moved.shape).copy(), backward.reshape(moved.shape).copy()
+    forward[:, :, 1:] = np.maximum(forward[:, :, 1:], out[:, :, :-1])
+    backward[:, :, 1:] = np.maximum(backward[:, :, 1:], back[:, :, :-1])
+    backward[:, :, -1] += out[:, :, -1] + back[:, :, -1]
+    shape = costs.offload_bytes.shape
+    return forward.reshape(shape), backward.reshape(shape)
+
+
+def _parts(
+    forward: Table, backward: Table, *, costs: Costs, num_sequences: int
+) -> tuple[float, float, float]:
+    """Forward, backward and update one after the other."""
+    down, up = _links(costs, upwards=False), _links(costs, upwards=True)
+    if num_sequences > 1:
+        return _overlapped(forward, backward, down=down, up=up, reduce_s=costs.reduce_s)
+    forward_s = float(flow_ends(forward, links=down)[-1])
+    ends = flow_ends(backward[::-1, ::-1], links=up.reversed)[::-1]
+    return forward_s, float(ends[0]), float((ends + costs.reduce_s).max() - ends[0])
+
+
+def _overlapped(
+    forward: Table, backward: Table, *, down: StageLinks, up: StageLinks, reduce_s: Table
+) -> tuple[float, float, float]:
+    """The longest way through one stage; the first unit leads to it, the last leads from it."""
+    to_it = np.concatenate([[0.0], np.cumsum(forward[:-1, 0] + down.hops_s(0))])
+    from_it = np.concatenate([[0.0], np.cumsum(backward[:-1, 0] + up.hops_s(0))])
+    forward_work, backward_work = forward.sum(axis=1), backward.sum(axis=1)
+    update = np.maximum.accumulate(reduce_s - from_it)
+    longest = int(np.argmax(to_it + forward_work + backward_work + from_it + update))
+    return (
+        float(to_it[longest] + forward_work[longest]),
+        float(backward_work[longest] + from_it[longest]),
+        float(update[longest]),
+    )
+
+
+def _links(costs: Costs, *, upwards: bool) -> StageLinks:
+    """Row s is the link between stages s and s + 1: activations go down, gradients up."""
+    stages = range(costs.num_stages - 1)
+    links = [
+        costs.links.link(s + 1, receiver=s) if upwards else costs.links.link(s, receiver=s + 1)
+        for s in stages
+    ]
+    rates = np.array([link.bytes_per_s for link in links])
+    return StageLinks(
+        costs.message_bytes / rates[:, None], np.array([link.latency_s for link in links])
+    )

@@ -1,0 +1,1 @@
+"""Token data: documents, tokenizers, token directories, and the sequences cut from them."""

@@ -1,0 +1,242 @@
+"""``sppo data prepare``: from files to a token directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from sppo.data.documents import find_files, reading
+from sppo.data.text_files import check_text_files
+from sppo.data.token_writer import (
+    TokenWriter,
+    check_destination,
+    move_into_place,
+    temporary_sibling,
+)
+from sppo.data.tokenizer_file import load_tokenizer_file
+from sppo.data.tokenizers import (
+    BYTE_END_OF_DOCUMENT,
+    BYTE_VOCAB_SIZE,
+    ByteTokenizer,
+    EndOfDocument,
+    Tokenizer,
+    check_end_of_document,
+    scan_ids,
+)
+from sppo.data.tokens import META_FILE, TokenData, TokenMeta, open_tokens, verify_tokens
+from sppo.units import KIB, MIB
+
+PERCENTILES = (0, 10, 50, 90, 99, 100)
+LONG_TOKENS = (16 * KIB, 128 * KIB, MIB)
+"""Lengths above which documents are counted: what long-sequence training lives on."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareProgress:
+    """How far the writing is."""
+
+    done_bytes: int
+    """Bytes of input read."""
+    total_bytes: int
+    num_tokens: int
+    """Tokens written."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTokens:
+    """Summary of a token directory that was written, or found to be there already."""
+
+    directory: str
+    _: KW_ONLY
+    unchanged: bool
+    """The directory held exactly these tokens before; nothing was written."""
+    meta: TokenMeta
+    num_files: int
+    num_empty_documents: int
+    """Documents without a single token, which are left out."""
+    source_bytes: int
+    tokens_bytes: int
+    """Size of ``tokens.bin``."""
+    document_tokens_percentiles: dict[str, int]
+    """Document length in tokens by percentile: p0, p10, ... p100."""
+    documents_longer_than: dict[str, int]
+    """Number of documents with more tokens than 16384, 131072 and 1048576."""
+
+
+def prepare_tokens(
+    inputs: Sequence[Path],
+    *,
+    tokenizer: str,
+    out: Path,
+    globs: Sequence[str] = (),
+    vocab_size: int | None = None,
+    end_of_document: EndOfDocument = "auto",
+    force: bool = False,
+    on_progress: Callable[[PrepareProgress], None] | None = None,
+) -> PreparedTokens:
+    """Tokenize ``inputs`` into the directory ``out``, or leave the disk as it was.
+
+    Args:
+        inputs: Files and directories, in order; see :func:`sppo.data.documents.find_files`.
+        tokenizer: ``bytes``, ``ids``, or the path of a ``tokenizer.json``.
+        out: Directory to write; appears only when it is complete.
+        globs: Patterns for files below directories; for ``ids`` the default is ``*.npy``.
+        vocab_size: For ``ids`` only; None takes the largest id + 1.
+        end_of_document: Id appended to every document; see :data:`EndOfDocument`.
+        force: Replace token data that is already at ``out``.
+        on_progress: Called after every block of input.
+
+    Raises:
+        ValueError: anything the user can put right: inputs, options, destination.
+        OSError: the disk is full (``ENOSPC``, ``EDQUOT``) or faulty.
+    """
+    out = Path(out).resolve()
+    check_destination(out, force=force)
+    existing = None if force or not (out / META_FILE).exists() else open_tokens(out)
+    if not globs and tokenizer == "ids":
+        globs = ("*.npy",)
+    paths = find_files([Path(path) for path in inputs], globs=globs, exclude=out)
+    source_bytes = _total_bytes(paths)
+    with temporary_sibling(out) as temporary:
+        chosen = choose_tokenizer(
+            tokenizer, paths=paths, vocab_size=vocab_size, end_of_document=end_of_document
+        )
+        if existing is not None:
+            _refuse_other_tokenizer(existing, chosen)
+        if tokenizer != "ids":
+            check_text_files(paths)
+        num_empty = _write(
+            temporary, chosen, paths=paths, total_bytes=source_bytes, on_progress=on_progress
+        )
+        written = open_tokens(temporary)
+        if existing is None:
+            move_into_place(temporary, out)
+        else:
+            _refuse_difference(existing, written)
+    return _summary(
+        replace(written, directory=out),
+        unchanged=existing is not None,
+        num_files=len(paths),
+        num_empty=num_empty,
+        source_bytes=source_bytes,
+    )
+
+
+def choose_tokenizer(
+    name: str,
+    *,
+    paths: Sequence[Path],
+    vocab_size: int | None,
+    end_of_document: EndOfDocument,
+) -> Tokenizer:
+    """The tokenizer that ``--tokenizer name`` stands for.
+
+    Raises:
+        ValueError: no such tokenizer, or an option that does not go with it.
+    """
+    if name == "ids":
+        end = None if isinstance(end_of_document, str) else end_of_document
+        return scan_ids(paths, vocab_size=vocab_size, end_of_document=end)
+    if vocab_size is not None:
+        raise ValueError(
+            f"--vocab-size {vocab_size}: only for --tokenizer ids; --tokenizer {name} has its own"
+            " vocabulary. Leave it out"
+        )
+    if name != "bytes":
+        return load_tokenizer_file(name, end_of_document=end_of_document)
+    if end_of_document == "auto":
+        return ByteTokenizer(BYTE_END_OF_DOCUMENT)
+    if end_of_document == "none":
+        return ByteTokenizer(None)
+    return ByteTokenizer(check_end_of_document(end_of_document, vocab_size=BYTE_VOCAB_SIZE))
+
+
+def _total_bytes(paths: Sequence[Path]) -> int:
+    total_bytes = 0
+    for path in paths:
+        with reading(path):
+            total_bytes += path.stat().st_size
+    return total_bytes
+
+
+def _write(
+    directory: Path,
+    tokenizer: Tokenizer,
+    *,
+    paths: Sequence[Path],
+    total_bytes: int,
+    on_progress: Callable[[PrepareProgress], None] | None,
+) -> int:
+    """Write the three files; the number of documents left out because they were empty."""
+    done_bytes = 0
+    with TokenWriter(
+        directory, vocab_size=tokenizer.vocab_size, description=tokenizer.description
+    ) as writer:
+        for piece in tokenizer.encode(paths):
+            writer.append(piece.ids)
+            if piece.ends_document:
+                writer.end_document()
+            done_bytes += piece.source_bytes
+            if on_progress is not None:
+                on_progress(PrepareProgress(done_bytes, total_bytes, writer.num_tokens))
+        if writer.num_tokens == 0:
+            raise ValueError(
+                f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}: no tokens:"
+                " every document is empty; give files with contents"
+            )
+        writer.finish()
+        return writer.num_empty
+
+
+_REPLACE = "replace it with --force, or give a new name"
+
+
+def _refuse_other_tokenizer(existing: TokenData, tokenizer: Tokenizer) -> None:
+    """Say so before the work when the data there cannot be the same."""
+    wanted, there = tokenizer.description, existing.meta.tokenizer
+    same = (there.sha256, there.end_of_document) == (wanted.sha256, wanted.end_of_document)
+    if existing.vocab_size != tokenizer.vocab_size or not same:
+        raise ValueError(
+            f"--out {existing.directory}: holds tokens of tokenizer {there.name}, vocabulary"
+            f" {existing.vocab_size}, end of document {there.end_of_document}; asked for"
+            f" {wanted.name}, {tokenizer.vocab_size}, {wanted.end_of_document}. {_REPLACE}"
+        )
+
+
+def _refuse_difference(existing: TokenData, written: TokenData) -> None:
+    same = existing.meta.tokens_sha256 == written.meta.tokens_sha256 and np.array_equal(
+        existing.document_offsets, written.document_offsets
+    )
+    if not same:
+        raise ValueError(
+            f"--out {existing.directory}: holds other tokens ({existing.num_tokens} in"
+            f" {existing.num_documents} documents, not {written.num_tokens} in"
+            f" {written.num_documents}); {_REPLACE}"
+        )
+    verify_tokens(existing)
+
+
+def _summary(
+    data: TokenData, *, unchanged: bool, num_files: int, num_empty: int, source_bytes: int
+) -> PreparedTokens:
+    lengths = np.diff(data.document_offsets)
+    percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf")
+    return PreparedTokens(
+        directory=str(data.directory),
+        unchanged=unchanged,
+        meta=data.meta,
+        num_files=num_files,
+        num_empty_documents=num_empty,
+        source_bytes=source_bytes,
+        tokens_bytes=data.num_tokens * data.tokens.itemsize,
+        document_tokens_percentiles={
+            f"p{percent}": int(value)
+            for percent, value in zip(PERCENTILES, percentiles, strict=True)
+        },
+        documents_longer_than={
+            str(tokens): int(np.count_nonzero(lengths > tokens)) for tokens in LONG_TOKENS
+        },
+    )

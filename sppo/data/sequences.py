@@ -1,0 +1,162 @@
+"""Training sequences cut from the token stream.
+
+Sequence k of length S is tokens k*S ... k*S + S of the stream: S inputs, S labels, and one token
+shared with sequence k + 1. Long documents are cut and short ones lie side by side; that is simply
+how the stream runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+import torch
+
+from sppo.data.array_file import require_whole
+from sppo.data.order import SequenceOrder
+from sppo.data.tokens import TOKENS_FILE, TokenData
+from sppo.engine.unit import SequenceData
+from sppo.kernels.labels import IGNORED_LABEL
+
+_NAMED_SEQUENCES = 4
+
+
+def count_sequences(data: TokenData, *, length: int) -> int:
+    """Training sequences of ``length`` tokens in the stream; the rest at its end is not used."""
+    return (data.num_tokens - 1) // length
+
+
+def training_sequence(
+    data: TokenData, index: int, *, length: int, isolate_documents: bool
+) -> SequenceData:
+    """Cut sequence ``index`` out of the stream.
+
+    With ``isolate_documents`` every document in the sequence is trained as if alone: attention is
+    to start anew at ``document_starts``, and the label that would be the first token of the next
+    document is :data:`IGNORED_LABEL`. Without it the sequence is one run of text.
+
+    Args:
+        data: Open token data.
+        index: In [0, ``count_sequences(data, length=length)``).
+        length: S.
+        isolate_documents: Respect document boundaries.
+
+    Raises:
+        ValueError: an id that cannot be in this data, or a file that has become shorter.
+    """
+    assert 0 <= index < count_sequences(data, length=length), f"no sequence {index}"
+    first = index * length
+    require_whole(data.tokens)
+    ids = data.tokens[first : first + length + 1].astype(np.int64)
+    _check_ids(data, ids, first=first)
+    stream = torch.from_numpy(ids)
+    labels = stream[1:].clone()
+    starts: tuple[int, ...] = (0,)
+    if isolate_documents:
+        # Documents that start at inputs 1 ... S-1, or at the last label, which is position S.
+        begins = _document_starts(data, first + 1, first + length + 1) - first
+        labels[torch.from_numpy(begins - 1)] = IGNORED_LABEL
+        starts = (0, *(int(begin) for begin in begins if begin < length))
+    return SequenceData(tokens_S=stream[:-1], labels_S=labels, document_starts=starts)
+
+
+def count_labels(data: TokenData, index: int, *, length: int, isolate_documents: bool) -> int:
+    """Labels of sequence ``index`` that count: as many as :func:`training_sequence` gives it."""
+    if not isolate_documents:
+        return length
+    first = index * length
+    return length - len(_document_starts(data, first + 1, first + length + 1))
+
+
+def _document_starts(data: TokenData, low: int, high: int) -> np.ndarray:
+    """Starts of documents in [low, high) of the stream, int64."""
+    require_whole(data.document_offsets)
+    starts = data.document_offsets[:-1]
+    begin, end = np.searchsorted(starts, (low, high))
+    return np.array(starts[begin:end], dtype=np.int64)
+
+
+def _check_ids(data: TokenData, ids: np.ndarray, *, first: int) -> None:
+    # A damaged file would otherwise surface as an index error deep inside a kernel.
+    largest = int(ids.max())
+    if largest > data.meta.max_id:
+        where = first + int(np.argmax(ids))
+        raise ValueError(
+            f"{data.directory / TOKENS_FILE}: id {largest} at token {where}, but the largest id"
+            f" written was {data.meta.max_id}: the file has changed since; copy it again or"
+            " prepare it again with --force"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingData:
+    """The sequences of every step of a run.
+
+    Nothing is kept between calls: a resumed run asks for step t and gets what the first one got.
+    """
+
+    data: TokenData
+    _: KW_ONLY
+    length: int
+    """S: tokens of one sequence."""
+    sequences_per_step: int
+    """B."""
+    seed: int
+    shuffle: bool
+    isolate_documents: bool
+
+    def __post_init__(self) -> None:
+        assert self.num_sequences >= 1, "check_fits() comes before TrainingData"
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in one epoch."""
+        return count_sequences(self.data, length=self.length)
+
+    @property
+    def order(self) -> SequenceOrder:
+        """Which sequence comes at each position of the run."""
+        return SequenceOrder(self.num_sequences, seed=self.seed, shuffle=self.shuffle)
+
+    def epoch_of(self, step: int) -> int:
+        """Epoch of the first sequence of ``step``, from 0."""
+        return self.order.epoch_of(step * self.sequences_per_step)
+
+    def sequence_indices(self, step: int) -> tuple[int, ...]:
+        """The B sequences of ``step``; a step at the end of an epoch runs on into the next."""
+        order, first = self.order, step * self.sequences_per_step
+        return tuple(order.sequence_index(first + k) for k in range(self.sequences_per_step))
+
+    def has_labels(self, step: int) -> bool:
+        """Return whether any label of ``step`` counts; without one there is nothing to learn."""
+        return any(
+            count_labels(
+                self.data, index, length=self.length, isolate_documents=self.isolate_documents
+            )
+            for index in self.sequence_indices(step)
+        )
+
+    def why_no_labels(self, step: int) -> str:
+        """Return why no label of ``step`` counts, for a step without any."""
+        indices = self.sequence_indices(step)
+        named = ", ".join(map(str, indices[:_NAMED_SEQUENCES]))
+        more = f" and {len(indices) - _NAMED_SEQUENCES} more" * (len(indices) > _NAMED_SEQUENCES)
+        return (
+            f"no label counts in sequence {named}{more} of {self.data.directory}: all documents "
+            "there have one token, and with data.isolate_documents the first token of a document "
+            "is nobody's label"
+        )
+
+    def sequence(self, index: int) -> SequenceData:
+        """Sequence ``index`` alone, for a rank that trains a share of a step."""
+        return training_sequence(
+            self.data, index, length=self.length, isolate_documents=self.isolate_documents
+        )
+
+    def step(self, step: int) -> tuple[SequenceData, ...]:
+        """The B sequences of ``step``, read now.
+
+        Raises:
+            ValueError: ``tokens.bin`` is damaged.
+        """
+        return tuple(self.sequence(index) for index in self.sequence_indices(step))

@@ -1,0 +1,230 @@
+"""Writing a token directory: streamed into a hidden sibling, then renamed into place."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo.data.tokens import (
+    DOCUMENTS_FILE,
+    FORMAT_VERSION,
+    META_FILE,
+    TOKEN_DATA_FILES,
+    TOKENS_FILE,
+    TokenizerDescription,
+    TokenMeta,
+    dtype_name,
+    write_meta,
+)
+from sppo.output_file import FULL_ERRNOS
+
+_BUFFER_BYTES = 1 << 20
+
+
+class TokenWriter:
+    """Appends ids to ``tokens.bin`` and remembers where documents start.
+
+    Memory is one buffer and 8 bytes a document, whatever the number of tokens. Use as a context
+    manager; :meth:`finish` writes the other two files.
+    """
+
+    def __init__(
+        self, directory: Path, *, vocab_size: int, description: TokenizerDescription
+    ) -> None:
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._description = description
+        self._dtype = np.dtype(dtype_name(vocab_size)).newbyteorder("<")
+        self._file = (directory / TOKENS_FILE).open("wb", buffering=_BUFFER_BYTES)
+        self._digest = hashlib.sha256()
+        self._offsets = array("q", [0])
+        self._num_tokens = 0
+        self._num_empty = 0
+        self._max_id = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens written so far."""
+        return self._num_tokens
+
+    @property
+    def num_empty(self) -> int:
+        """Documents left out because they held nothing."""
+        return self._num_empty
+
+    def append(self, ids: NDArray[Any]) -> None:
+        """Add ids [n] to the current document.
+
+        Raises:
+            ValueError: an id outside the vocabulary, as when a file changes while it is read.
+            OSError: the disk is full, or another fault of it.
+        """
+        if len(ids) == 0:
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocab_size:
+            raise ValueError(
+                f"id {low if low < 0 else high} is outside the vocabulary of {self._vocab_size};"
+                " an input file changed while it was read; run the command again"
+            )
+        block = np.ascontiguousarray(ids, dtype=self._dtype)
+        self._digest.update(block.data)
+        self._file.write(block.data)
+        self._num_tokens += len(block)
+        self._max_id = max(self._max_id, high)
+
+    def end_document(self) -> None:
+        """Close the current document with its end id; a document without tokens is left out."""
+        if self._num_tokens == self._offsets[-1]:
+            self._num_empty += 1
+            return
+        if self._description.end_of_document is not None:
+            self.append(np.array([self._description.end_of_document]))
+        self._offsets.append(self._num_tokens)
+
+    def finish(self) -> TokenMeta:
+        """Write the document index and ``meta.json``; everything is on the disk afterwards.
+
+        Raises:
+            OSError: the disk is full, or another fault of it.
+        """
+        assert self._offsets[-1] == self._num_tokens, "finish() inside a document"
+        _flush_to_disk(self._file)
+        starts = np.frombuffer(self._offsets, dtype=np.int64)
+        with (self._directory / DOCUMENTS_FILE).open("wb") as file:
+            np.save(file, starts)
+            _flush_to_disk(file)
+        meta = TokenMeta(
+            format_version=FORMAT_VERSION,
+            dtype=dtype_name(self._vocab_size),
+            vocab_size=self._vocab_size,
+            max_id=self._max_id,
+            num_tokens=self._num_tokens,
+            num_documents=len(self._offsets) - 1,
+            tokens_sha256=self._digest.hexdigest(),
+            tokenizer=self._description,
+            documents_sha256=hashlib.sha256(starts.data).hexdigest(),
+        )
+        write_meta(self._directory / META_FILE, meta)
+        return meta
+
+
+def _flush_to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def check_destination(out: Path, *, force: bool) -> None:
+    """Refuse a destination that is something other than token data.
+
+    ``force`` replaces token data, whole or damaged, and never anything else.
+
+    Raises:
+        ValueError: ``out`` is a file, or a directory that holds other files.
+    """
+    try:
+        names = {path.name for path in out.iterdir()}
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise ValueError(
+            f"--out {out}: this or a parent of it is a file; give a new name"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"--out {out}: cannot be read: {error.strerror}") from None
+    foreign = sorted(names - TOKEN_DATA_FILES)
+    if foreign:
+        raise ValueError(
+            f"--out {out}: the directory holds {', '.join(foreign[:3])}, which is not token data"
+            " and is never replaced; give a new name"
+        )
+    if names and names != TOKEN_DATA_FILES and not force:
+        raise ValueError(
+            f"--out {out}: holds part of token data ({', '.join(sorted(names))}); replace it with"
+            " --force, or give a new name"
+        )
+
+
+@contextmanager
+def temporary_sibling(out: Path) -> Iterator[Path]:
+    """A new hidden directory beside ``out``, on the same file system so that a rename moves it.
+
+    When the body fails, it and every parent made for it are removed again.
+
+    Raises:
+        ValueError: it cannot be made.
+        OSError: it cannot be made because the disk is full.
+    """
+    missing_parents = [parent for parent in out.parents if not parent.exists()]
+    temporary = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
+    try:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
+        except OSError as error:
+            if error.errno in FULL_ERRNOS:
+                raise
+            raise ValueError(
+                f"--out {out}: cannot be written: {error.strerror}; give a directory you may"
+                " write to"
+            ) from None
+        yield temporary
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in missing_parents:
+            _remove_if_empty(parent)
+        raise
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    try:
+        directory.rmdir()
+    except OSError:
+        return
+
+
+def move_into_place(temporary: Path, out: Path) -> None:
+    """Rename ``temporary`` to ``out``. Token data already there is replaced, after the rename.
+
+    Raises:
+        ValueError: ``out`` appeared or changed meanwhile.
+        OSError: the disk is full.
+    """
+    replaced = out.parent / f".{out.name}.replaced-{uuid.uuid4().hex[:8]}"
+    try:
+        if out.exists():
+            out.rename(replaced)
+        temporary.rename(out)
+    except OSError as error:
+        if replaced.exists() and not out.exists():
+            replaced.rename(out)
+        if error.errno in FULL_ERRNOS:
+            raise
+        raise ValueError(
+            f"--out {out}: cannot be moved into place: {error.strerror}; run the command again"
+        ) from None
+    # Readers that have the old files mapped keep them until they close.
+    shutil.rmtree(replaced, ignore_errors=True)

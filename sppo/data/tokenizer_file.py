@@ -1,0 +1,156 @@
+"""Tokenizers of the ``tokenizers`` library: a ``tokenizer.json`` and its end-of-text token."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sppo.config.json_file import read_json
+from sppo.data.documents import TextDocument, read_text, reading
+from sppo.data.model_tokenizer import TOKENIZER_FILE, vocabulary_identity
+from sppo.data.tokenizers import EncodedPiece, EndOfDocument, check_end_of_document
+from sppo.data.tokens import TokenizerDescription
+from sppo.quoting import one_line
+
+END_OF_TEXT_TOKENS = (
+    "<|end_of_text|>",  # Llama 3
+    "<|endoftext|>",  # GPT-2, Qwen, Phi
+    "</s>",  # Llama 2, Mistral
+    "<eos>",  # Gemma
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
+    "[EOS]",
+)
+"""Names under which families write the end of a text. A chat model's own ``eos_token`` ends a
+turn (``<|im_end|>``, ``<|eot_id|>``), so these are looked for first."""
+
+_BATCH_CHARACTERS = 2 << 20
+_BATCH_DOCUMENTS = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileTokenizer:
+    """A loaded tokenizer. It adds no special token of its own, cuts nothing and pads nothing."""
+
+    backend: Any
+    """``tokenizers.Tokenizer``."""
+    _: KW_ONLY
+    vocab_size: int
+    description: TokenizerDescription
+
+    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedPiece]:
+        """Ids of each document. A document is tokenized whole: cutting it would change its ids."""
+        batch: list[TextDocument] = []
+        characters = 0
+        for document in read_text(paths):
+            batch.append(document)
+            characters += len(document.text)
+            if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+                yield from self._encode_batch(batch)
+                batch, characters = [], 0
+        yield from self._encode_batch(batch)
+
+    def _encode_batch(self, batch: Sequence[TextDocument]) -> Iterator[EncodedPiece]:
+        texts = [document.text for document in batch]
+        # The "fast" form leaves out character offsets, which nobody reads here.
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        for document, encoding in zip(batch, encodings, strict=True):
+            ids = np.asarray(encoding.ids, dtype=np.int64)
+            yield EncodedPiece(ids, True, document.source_bytes)
+
+
+def load_tokenizer_file(name: str, *, end_of_document: EndOfDocument) -> FileTokenizer:
+    """Load ``tokenizer.json``, given as a file or as a directory that holds one.
+
+    The end-of-text token of ``auto`` is the first of :data:`END_OF_TEXT_TOKENS` among the added
+    tokens; failing that, ``eos_token`` of the ``tokenizer_config.json`` beside the file; failing
+    that, none.
+
+    Raises:
+        ValueError: no such file, not a tokenizer, the library missing, or an id out of range.
+    """
+    path = _tokenizer_path(name)
+    with reading(path):
+        data = path.read_bytes()
+    backend = _load(data, path)
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise ValueError(f"{path}: its vocabulary is empty; give a trained tokenizer")
+    # Ids may have gaps, so the count of tokens is not enough.
+    vocab_size = max(vocabulary.values()) + 1
+    if end_of_document == "auto":
+        end = _end_of_text(backend, vocabulary=vocabulary, folder=path.parent)
+    elif end_of_document == "none":
+        end = None
+    else:
+        end = check_end_of_document(end_of_document, vocab_size=vocab_size)
+    identity = vocabulary_identity(data)
+    description = TokenizerDescription(
+        name=name,
+        end_of_document=end,
+        sha256=hashlib.sha256(data).hexdigest(),
+        vocabulary_sha256=None if identity is None else identity.sha256,
+    )
+    return FileTokenizer(backend, vocab_size=vocab_size, description=description)
+
+
+def _tokenizer_path(name: str) -> Path:
+    path = Path(name)
+    if path.is_dir():
+        if (path / TOKENIZER_FILE).is_file():
+            return path / TOKENIZER_FILE
+        raise ValueError(
+            f"--tokenizer {name}: the directory holds no {TOKENIZER_FILE}; give one that does"
+            " (save the model's tokenizer with transformers' fast tokenizer to get it)"
+        )
+    if not path.exists():
+        raise ValueError(
+            f"--tokenizer {name}: neither 'bytes' nor 'ids', and no such file or directory;"
+            f" give one of those words, or the path of a {TOKENIZER_FILE}"
+        )
+    return path
+
+
+def _load(data: bytes, path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ValueError(
+            f"--tokenizer {path}: the tokenizers library is not installed;"
+            " run `pip install 'sppo[hf]'`, or use --tokenizer bytes"
+        ) from None
+    # The library raises bare Exception for anything it cannot parse.
+    try:
+        backend = Tokenizer.from_buffer(data)
+    except Exception as error:
+        raise ValueError(
+            f"{path}: not a tokenizer of the tokenizers library ({one_line(error)}); give its"
+            f" {TOKENIZER_FILE}"
+        ) from None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _end_of_text(backend: Any, *, vocabulary: dict[str, int], folder: Path) -> int | None:
+    # Only added tokens: "</s>" may also be an ordinary piece of a vocabulary learnt from HTML.
+    decoder = backend.get_added_tokens_decoder()
+    added: dict[str, int] = {token.content: number for number, token in decoder.items()}
+    for token in END_OF_TEXT_TOKENS:
+        if token in added:
+            return added[token]
+    return vocabulary.get(_configured_end(folder / "tokenizer_config.json"))
+
+
+def _configured_end(path: Path) -> str:
+    """``eos_token`` of a ``tokenizer_config.json``, or an empty string."""
+    try:
+        token = read_json(path).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""

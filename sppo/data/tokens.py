@@ -1,0 +1,328 @@
+"""Token data on disk: one flat stream of ids, memory-mapped, with the start of every document.
+
+A directory holds three files:
+
+* ``tokens.bin``: the ids of all documents one after another, little-endian uint16 or uint32;
+* ``documents.npy``: int64 [num_documents + 1], where each document starts, then num_tokens;
+* ``meta.json``: what :class:`TokenMeta` lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo.config.json_file import JsonError, read_json
+from sppo.data.array_file import map_array
+from sppo.output_file import write_json
+from sppo.quoting import one_line, quoted
+from sppo.units import LARGEST_SIZE
+
+FORMAT_VERSION = 1
+TOKENS_FILE = "tokens.bin"
+DOCUMENTS_FILE = "documents.npy"
+META_FILE = "meta.json"
+TOKEN_DATA_FILES = frozenset({TOKENS_FILE, DOCUMENTS_FILE, META_FILE})
+MAX_VOCAB_SIZE = 1 << 32
+
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_HASH_BLOCK_BYTES = 8 << 20
+_STARTS_BLOCK = 1 << 20
+_AGAIN = "prepare the data again with --force"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerDescription:
+    """What turned text into ids: enough to tell whether two data sets share a vocabulary."""
+
+    name: str
+    """``bytes``, ``ids``, or the tokenizer file as it was given."""
+    end_of_document: int | None
+    """Id appended to every document; None when nothing is."""
+    sha256: str | None = None
+    """Of the tokenizer file; None for the built-in ones."""
+    vocabulary_sha256: str | None = None
+    """Checksum of its words by id (:mod:`sppo.data.model_tokenizer`); None for built-in ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMeta:
+    """Contents of ``meta.json``."""
+
+    format_version: int
+    dtype: str
+    vocab_size: int
+    max_id: int
+    """Largest id that occurs, which may be far below ``vocab_size - 1``."""
+    num_tokens: int
+    num_documents: int
+    tokens_sha256: str
+    """Of ``tokens.bin``."""
+    tokenizer: TokenizerDescription
+    documents_sha256: str | None = None
+    """Checksum of the starts in ``documents.npy``; None in data written without one."""
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """Type of one id in ``tokens.bin``."""
+        return _DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenData:
+    """An open token directory. Arrays are mapped, so opening costs no memory whatever the size."""
+
+    directory: Path
+    meta: TokenMeta
+    tokens: NDArray[np.unsignedinteger]
+    """[num_tokens] ids, uint16 or uint32."""
+    document_offsets: NDArray[np.int64]
+    """[num_documents + 1] first token of each document, then num_tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the stream."""
+        return self.meta.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the stream; none is empty."""
+        return self.meta.num_documents
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary the ids were drawn from."""
+        return self.meta.vocab_size
+
+
+def dtype_name(vocab_size: int) -> str:
+    """The narrowest type that holds every id below ``vocab_size``."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def open_tokens(directory: Path | str) -> TokenData:
+    """Map the tokens in ``directory`` after checking that its three files belong together.
+
+    The document starts are read and checked; the contents of ``tokens.bin`` are not read:
+    :func:`verify_tokens` does that.
+
+    Raises:
+        ValueError: no such directory, a file missing or unreadable, another format version,
+            sizes that disagree with ``meta.json``, or document starts that cannot be.
+    """
+    directory = Path(directory)
+    try:
+        _check_files(directory)
+        meta = read_meta(directory / META_FILE)
+        tokens = _map_tokens(directory / TOKENS_FILE, meta)
+        offsets = _map_offsets(directory / DOCUMENTS_FILE, meta)
+    except OSError as error:
+        raise ValueError(f"{directory}: cannot be read: {error.strerror or error}") from None
+    return TokenData(directory=directory, meta=meta, tokens=tokens, document_offsets=offsets)
+
+
+def _check_files(directory: Path) -> None:
+    if not directory.is_dir():
+        raise ValueError(
+            f"{directory}: no such directory; token data is written by"
+            f" `sppo data prepare --tokenizer bytes --out {directory} FILE...`"
+        )
+    missing = sorted(name for name in TOKEN_DATA_FILES if not (directory / name).is_file())
+    if missing:
+        raise ValueError(
+            f"{directory}: {', '.join(missing)} missing; a token directory holds"
+            f" {', '.join(sorted(TOKEN_DATA_FILES))}. Write it with `sppo data prepare`"
+        )
+
+
+def verify_tokens(data: TokenData) -> None:
+    """Read everything once and compare it with the checksum and the index rules.
+
+    Raises:
+        ValueError: ``tokens.bin`` differs from what was written, or the index is not increasing.
+    """
+    digest = hashlib.sha256()
+    block_tokens = _HASH_BLOCK_BYTES // data.tokens.itemsize
+    for start in range(0, data.num_tokens, block_tokens):
+        digest.update(data.tokens[start : start + block_tokens].data)
+    if digest.hexdigest() != data.meta.tokens_sha256:
+        raise ValueError(
+            f"{data.directory / TOKENS_FILE}: sha256 {digest.hexdigest()[:12]}..., but"
+            f" {META_FILE} records {data.meta.tokens_sha256[:12]}...: the file has changed since"
+            " it was written; copy it again or prepare it again with --force"
+        )
+    _check_starts(data.document_offsets, data.meta, path=data.directory / DOCUMENTS_FILE)
+
+
+def check_fits(data: TokenData, *, vocab_size: int, length: int) -> None:
+    """Check that a model can read these ids and that one training sequence exists.
+
+    Args:
+        data: Open token data.
+        vocab_size: Rows of the model's token embedding.
+        length: S, tokens of one training sequence.
+
+    Raises:
+        ValueError: every rule that is broken, one per line.
+    """
+    problems = []
+    if data.meta.max_id >= vocab_size:
+        problems.append(
+            f"{data.directory}: ids up to {data.meta.max_id} (tokenizer"
+            f" {data.meta.tokenizer.name}, vocabulary of {data.vocab_size}), but model.vocab_size"
+            f" is {vocab_size}; an id must be below it. Set model.vocab_size to at least"
+            f" {data.meta.max_id + 1}, or prepare the data with the model's tokenizer"
+        )
+    if data.num_tokens < length + 1:
+        problems.append(
+            f"{data.directory}: {data.num_tokens} tokens, but a sequence of"
+            f" sequence.length {length} needs {length + 1} (inputs, and labels one token on)."
+            f" {_shorter(data.num_tokens)}"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _shorter(num_tokens: int) -> str:
+    if num_tokens < 2:
+        return "Prepare more data"
+    return f"Set sequence.length to at most {num_tokens - 1}, or prepare more data"
+
+
+def write_meta(path: Path, meta: TokenMeta) -> None:
+    """Write ``meta.json``: indented, keys in the order of the class."""
+    write_json(path, asdict(meta))
+
+
+def read_meta(path: Path) -> TokenMeta:
+    """Return what ``meta.json`` says; the files beside it are not looked at.
+
+    Raises:
+        ValueError: not JSON, of another format version, or not a description of tokens.
+        OSError: it cannot be read.
+    """
+    fix = _AGAIN
+    try:
+        raw = read_json(path)
+    except JsonError as error:
+        raise ValueError(f"{error}; {fix}") from None
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: format_version {quoted(version)}, but this program reads {FORMAT_VERSION};"
+            f" use the version of sppo that wrote it, or {fix}"
+        )
+    try:
+        return _parse_meta(raw)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}; {fix}") from None
+
+
+def _parse_meta(raw: dict[str, Any]) -> TokenMeta:
+    _check_keys(TokenMeta, raw, name="its")
+    if not isinstance(raw["dtype"], str) or raw["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype {quoted(raw['dtype'])} is not one of {', '.join(_DTYPES)}")
+    for name in ("vocab_size", "max_id", "num_tokens", "num_documents"):
+        _check_count(name, raw[name])
+    for name in ("tokens_sha256", "documents_sha256"):
+        digest = raw.get(name)
+        if not isinstance(digest, str) and not (digest is None and name == "documents_sha256"):
+            raise ValueError(f"{name} {quoted(digest)} is not a checksum")
+    return TokenMeta(**{**raw, "tokenizer": _parse_tokenizer(raw["tokenizer"])})
+
+
+def _parse_tokenizer(raw: Any) -> TokenizerDescription:
+    if not isinstance(raw, dict):
+        raise ValueError(f"tokenizer {quoted(raw)} is not a description")
+    _check_keys(TokenizerDescription, raw, name="its tokenizer's")
+    if not isinstance(raw["name"], str):
+        raise ValueError(f"tokenizer.name {quoted(raw['name'])} is not a word")
+    if raw["end_of_document"] is not None:
+        _check_count("tokenizer.end_of_document", raw["end_of_document"])
+    if not isinstance(raw.get("sha256"), str | None):
+        raise ValueError(f"tokenizer.sha256 {quoted(raw['sha256'])} is not a checksum")
+    return TokenizerDescription(**raw)
+
+
+def _check_keys(kind: type[Any], raw: Mapping[str, Any], *, name: str) -> None:
+    """Raise ValueError unless `raw` has the fields of the dataclass `kind` and no others."""
+    known = {field.name for field in fields(kind)}
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    wrong = (raw.keys() - known) | (needed - raw.keys())
+    if wrong:
+        raise ValueError(f"{name} keys missing or unknown: {one_line(', '.join(sorted(wrong)))}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or not 0 <= value <= LARGEST_SIZE:
+        raise ValueError(f"{name} {quoted(value)} is not a whole number from 0 to 2^63 - 1")
+
+
+def _map_tokens(path: Path, meta: TokenMeta) -> NDArray[np.unsignedinteger]:
+    expected_bytes = meta.num_tokens * meta.token_dtype.itemsize
+    actual_bytes = path.stat().st_size
+    if actual_bytes != expected_bytes or expected_bytes == 0:
+        raise ValueError(
+            f"{path}: {actual_bytes} bytes, but {META_FILE} says {meta.num_tokens} tokens of"
+            f" {meta.dtype} = {expected_bytes} bytes (at least one token): the file was cut or"
+            " replaced; copy it again or prepare it again with --force"
+        )
+    return np.memmap(path, dtype=meta.token_dtype, mode="r")
+
+
+def _map_offsets(path: Path, meta: TokenMeta) -> NDArray[np.int64]:
+    try:
+        offsets = map_array(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_AGAIN}") from None
+    if offsets.dtype != np.int64 or offsets.shape != (meta.num_documents + 1,):
+        raise ValueError(
+            f"{path}: {one_line(offsets.dtype)} {quoted(list(offsets.shape))}, but {META_FILE} "
+            f"says int64 [{meta.num_documents + 1}]: the files are not of one data set; {_AGAIN}"
+        )
+    _check_starts(offsets, meta, path=path)
+    return offsets
+
+
+def _check_starts(offsets: NDArray[np.int64], meta: TokenMeta, *, path: Path) -> None:
+    """Raise ValueError unless documents start at 0, ascend to `num_tokens` and are as written.
+
+    Reads 8 bytes a document, a block at a time.
+    """
+    digest = hashlib.sha256()
+    before = -1
+    for first in range(0, len(offsets), _STARTS_BLOCK):
+        block = np.ascontiguousarray(offsets[first : first + _STARTS_BLOCK])
+        digest.update(block.data)
+        wrong = block <= np.concatenate([[before], block[:-1]])
+        if wrong.any():
+            index = int(wrong.argmax())
+            previous = int(block[index - 1]) if index else before
+            raise _bad_start(
+                path, first + index, int(block[index]), f"the one before is {previous}"
+            )
+        before = int(block[-1])
+    if offsets[0] != 0:
+        raise _bad_start(path, 0, int(offsets[0]), "the first document starts at 0")
+    if before != meta.num_tokens:
+        rule = f"the last is the num_tokens of {META_FILE}, {meta.num_tokens}"
+        raise _bad_start(path, len(offsets) - 1, before, rule)
+    if meta.documents_sha256 not in (None, digest.hexdigest()):
+        raise ValueError(
+            f"{path}: sha256 of its starts {digest.hexdigest()[:12]}..., but {META_FILE} records "
+            f"{one_line(meta.documents_sha256, most=12)}...: the file has changed since it was "
+            f"written; copy it again or {_AGAIN}"
+        )
+
+
+def _bad_start(path: Path, index: int, start: int, rule: str) -> ValueError:
+    return ValueError(
+        f"{path}: start {index} is {start}, but {rule}: the file was damaged or is of another "
+        f"data set; {_AGAIN}"
+    )

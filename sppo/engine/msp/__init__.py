@@ -1,0 +1,1 @@
+"""Multiplexed sequence partitioning (MSP): units whose tokens several pipeline ranks compute."""

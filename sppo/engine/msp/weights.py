@@ -1,0 +1,193 @@
+"""Weights of a stage on the ranks that run pieces of its units, sent ahead layer by layer.
+
+While a layer computes, the owner sends the next one: a helper holds two layers' weights at most,
+never a second copy of a stage. Weight gradients go back to the owner product by product, so a
+helper holds those of a few parameters at a time.
+
+Where G ranks share tokens, each of the owner's sends its G-th part of the rows to one of the
+helper's, which then exchange them among themselves, over links that are faster than those between
+stages; gradients are added up there before each sends its part home.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo.config.model import ModelConfig
+from sppo.cost.parameters import layer_shapes
+from sppo.engine.weights import WeightProvider
+from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
+from sppo.parallel.peer_loss import peer_errors
+from sppo.parallel.piece_exchange import PieceExchange, TokenMembers
+
+_MOST_UNDER_WAY = 2
+"""Gradients of parameters that are on their way home at once."""
+
+
+class PieceWeights:
+    """Weights of the layers of one stage, for as long as one piece runs.
+
+    Args:
+        model: the shape.
+        own: the owner's weights; None on a helper.
+        members: the ranks that share this rank's tokens.
+        dtype: of the weights.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        own: WeightProvider | None,
+        members: TokenMembers,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._shapes = layer_shapes(model)
+        self._own, self._dtype, self._device = own, dtype, device
+        self._members = members
+        self._coming: deque[tuple[int, Mapping[str, Tensor], list[Any]]] = deque()
+        self._order: deque[int] = deque()
+        self._exchange: PieceExchange | None = None
+        self._also: Callable[[int], Sequence[Tensor]] = lambda layer: ()
+        self._held_layers = 0
+        self.most_layers = 0
+        """Most layers whose weights a helper held at once."""
+
+    def begin(
+        self,
+        layers: Iterable[int],
+        exchange: PieceExchange,
+        also: Callable[[int], Sequence[Tensor]] = lambda layer: (),
+    ) -> None:
+        """Send the first of ``layers``, which are wanted in this order.
+
+        Args:
+            layers: of one piece.
+            exchange: with the ranks of the other pieces.
+            also: what else is sent ahead with a layer.
+        """
+        assert not self._coming, "one piece at a time"
+        assert not self._order, "one piece at a time"
+        self._order.extend(layers)
+        self._exchange, self._also = exchange, also
+        self._send_next()
+
+    def take(self, layer: int) -> Mapping[str, Tensor]:
+        """Weights of ``layer`` by the names within it; the next layer is on its way."""
+        self._send_next()
+        coming, weights, works = self._coming.popleft()
+        assert coming == layer, f"layer {layer} is wanted, {coming} comes"
+        with peer_errors("waiting for the weights of a layer from the owner of its stage"):
+            for work in works:
+                work.wait()
+        if self._own is None:
+            self._members.put_together(list(weights.values()))
+        return weights
+
+    def release(self) -> None:
+        """The layer taken last is done with."""
+        self._held_layers -= 1
+
+    def discard(self) -> None:
+        """Forget a step that failed."""
+        self._coming.clear()
+        self._order.clear()
+        self._held_layers = 0
+
+    def _send_next(self) -> None:
+        if not self._order:
+            return
+        assert self._exchange is not None, "begin() comes first"
+        layer = self._order.popleft()
+        if self._own is not None:
+            weights = self._own.take(layer)
+        else:
+            weights = {
+                name: torch.empty(shape, dtype=self._dtype, device=self._device)
+                for name, shape in self._shapes.items()
+            }
+        self._held_layers += 1
+        if self._own is None:
+            self.most_layers = max(self.most_layers, self._held_layers)
+        parts = (self._members.own_rows(weights[name]) for name in self._shapes)
+        works = self._exchange.send_ahead([p for p in parts if p.shape[0]] + [*self._also(layer)])
+        self._coming.append((layer, weights, works))
+
+
+class PieceGradients:
+    """:class:`sppo.model.gradients.GradientSink` that adds up over the pieces at the owner.
+
+    Args:
+        exchange: with the ranks of the other pieces.
+        totals: the owner's fp32 sums of the layer by local name; None on a helper.
+        members: the ranks that share this rank's tokens.
+        shapes: of the layer's parameters.
+        dtype: of the weights.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        exchange: PieceExchange,
+        *,
+        totals: Mapping[str, Tensor] | None,
+        members: TokenMembers,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._exchange, self._totals, self._shapes = exchange, totals, shapes
+        self._dtype, self._device, self._members = wide_dtype(dtype), device, members
+        self._under_way: deque[tuple[str, Tensor, Any]] = deque()
+
+    def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
+        """See :class:`sppo.model.gradients.GradientSink`."""
+        weight = self._sum(f"{name}.weight")
+        accumulate_weight_gradient(weight, dy_CO, x_CI)
+        self._send(f"{name}.weight", weight)
+        if f"{name}.bias" in self._shapes:
+            bias = self._sum(f"{name}.bias")
+            accumulate_bias_gradient(bias, dy_CO)
+            self._send(f"{name}.bias", bias)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """See :class:`sppo.model.gradients.GradientSink`."""
+        self._send(name, self._sum(name).add_(gradient))
+
+    def finish(self) -> None:
+        """Return when everything is at the owner."""
+        self._wait_for(0)
+
+    def _sum(self, name: str) -> Tensor:
+        """What this rank adds to: the owner its totals, a helper zeros."""
+        if self._totals is not None:
+            return self._totals[name]
+        return torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
+
+    def _send(self, name: str, gradient: Tensor) -> None:
+        """Begin to add a helper's gradient to the owner's sum, which has its own already."""
+        if self._totals is not None:
+            part = torch.zeros_like(self._members.own_rows(gradient))
+        else:
+            self._members.add_up(gradient)
+            part = self._members.own_rows(gradient)
+        if part.shape[0]:
+            work = self._exchange.to_owner_ahead(part)
+            self._under_way.append((name, part, work))
+        self._wait_for(_MOST_UNDER_WAY)
+
+    def _wait_for(self, most: int) -> None:
+        while len(self._under_way) > most:
+            name, part, work = self._under_way.popleft()
+            with peer_errors("adding up a piece's weight gradients"):
+                work.wait()
+            if self._totals is not None:
+                self._members.own_rows(self._totals[name]).add_(part)

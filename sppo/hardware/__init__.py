@@ -1,0 +1,1 @@
+"""Descriptions of machines: figures, presets, files, and the machine this process runs on."""

@@ -1,0 +1,284 @@
+"""The machine a plan is made for: what its devices, their node and its network can do.
+
+Presets are *analytic*: vendors' figures, times the share of them that well-made kernels reach on
+long sequences. `sppo bench` writes a file with what a machine measures; plans prefer that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+from pydantic import ConfigDict
+
+from sppo.config.base import MOST_RANKS
+from sppo.hardware.figures import check_figures
+from sppo.hardware.rates import (
+    AttentionPoint,
+    ElementwisePoint,
+    Floats,
+    GemmPoint,
+    Product,
+    attention_blocks,
+    attention_grids,
+    attention_rates,
+    elementwise_grid,
+    gemm_blocks,
+    gemm_grid,
+    wave_fill,
+)
+from sppo.quoting import quoted
+
+Provenance = Literal["measured", "calibrated", "analytic"]
+
+_MOST_LIKE = {
+    f"{norm}_add{way}": f"{norm}{way}"
+    for norm in ("rmsnorm", "layernorm")
+    for way in ("", "_backward")
+}
+"""Kernels whose rate stands for that of another, in descriptions from before that was measured."""
+
+_MOST_POINTS = 4096
+_ABOVE_ZERO = (
+    "memory_bytes",
+    "bf16_flops_per_s",
+    "fp32_flops_per_s",
+    "memory_bytes_per_s",
+    "gemm_efficiency",
+    "attention_efficiency",
+    "attention_backward_efficiency",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """One accelerator, or the CPU of one machine.
+
+    Attributes:
+        kind: "cuda" or "cpu"; on a CPU, device memory is the machine's memory.
+        memory_bytes: What the vendor prints on it.
+        reserved_bytes: Of those, what no plan may use: context, communicators, fragments.
+        bf16_flops_per_s: Peak of the matrix units in bf16.
+        fp32_flops_per_s: The same in fp32 (tf32 where the device has it).
+        gemm_efficiency: Share of the peak that endless matrix products reach.
+        attention_efficiency: Share of it that the attention forward reaches.
+        attention_backward_efficiency: Share of it that the attention backward reaches.
+        num_multiprocessors: What thread blocks are spread over.
+        memory_bytes_per_s: What element-wise kernels read and write.
+        kernel_s: Fixed cost of one kernel: its launch where that is not hidden.
+        heap_share: What the allocator holds beyond live temporaries, as a share of them: holes. 0
+            where it follows what is in use, or where its part is in `reserved_bytes`.
+        gemm_points: Measured matrix products; empty where the shares above must do.
+        attention_points: Measured attention; empty where the shares above must do.
+        elementwise_points: Measured element-wise kernels; empty where memory bandwidth must do.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int
+    reserved_bytes: int
+    bf16_flops_per_s: float
+    fp32_flops_per_s: float
+    gemm_efficiency: float
+    attention_efficiency: float
+    attention_backward_efficiency: float
+    num_multiprocessors: int
+    memory_bytes_per_s: float
+    kernel_s: float
+    heap_share: float = 0.0
+    gemm_points: tuple[GemmPoint, ...] = ()
+    attention_points: tuple[AttentionPoint, ...] = ()
+    elementwise_points: tuple[ElementwisePoint, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_figures(self, where="device", above_zero=_ABOVE_ZERO)
+        self._check_points()
+
+    def _check_points(self) -> None:
+        """Every point can be, every grid is complete."""
+        for kind in ("gemm_points", "attention_points", "elementwise_points"):
+            points = getattr(self, kind)
+            if len(points) > _MOST_POINTS:
+                raise ValueError(f"hardware device.{kind}: {len(points)}, at most {_MOST_POINTS}")
+            for number, point in enumerate(points):
+                numbers = [field.name for field in fields(point)]
+                check_figures(point, where=f"device.{kind}[{number}]", above_zero=numbers)
+        for dtype in sorted({point.dtype for point in self.gemm_points}):
+            for product in get_args(Product):
+                gemm_grid(self.gemm_points, dtype, product=product)
+        for dtype in sorted({point.dtype for point in self.attention_points}):
+            for backward in (False, True):
+                attention_grids(self.attention_points, dtype, backward=backward)
+        for kernel, dtype in sorted({(p.kernel, p.dtype) for p in self.elementwise_points}):
+            elementwise_grid(self.elementwise_points, dtype, kernel=kernel)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that a plan may fill."""
+        return max(0, self.memory_bytes - self.reserved_bytes)
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Peak for `dtype`, "bf16" or "fp32"."""
+        return self.bf16_flops_per_s if dtype == "bf16" else self.fp32_flops_per_s
+
+    def measured_gemm(self, dtype: str) -> bool:
+        """Whether matrix products of `dtype` were measured."""
+        return gemm_grid(self.gemm_points, dtype, product="forward") is not None
+
+    def gemm_flops_per_s(
+        self, dtype: str, *, tokens: Floats, width: float, product: Product = "forward"
+    ) -> Floats:
+        """Rate of products with `tokens` rows and matrices about `width` wide."""
+        grid = gemm_grid(self.gemm_points, dtype, product=product)
+        if grid is not None:
+            return grid.at(tokens, np.full_like(tokens, width))
+        blocks = gemm_blocks(tokens, outputs=width)
+        fill = wave_fill(blocks, num_multiprocessors=self.num_multiprocessors)
+        rate: Floats = self.flops_per_s(dtype) * self.gemm_efficiency * fill
+        return rate
+
+    def attention_flops_per_s(
+        self,
+        dtype: str,
+        *,
+        queries: Floats,
+        keys: Floats,
+        heads: float,
+        head_size: int = 128,
+        backward: bool = False,
+    ) -> Floats:
+        """Rate of attention of `queries` rows over `keys` keys.
+
+        A backward spreads over the tiles of the keys, a forward over those of its queries: short
+        subsequences of a long sequence leave only the forward without enough blocks.
+        """
+        grids = attention_grids(self.attention_points, dtype, backward=backward)
+        if grids:
+            return attention_rates(grids, head_size=head_size, queries=queries, keys=keys)
+        share = self.attention_backward_efficiency if backward else self.attention_efficiency
+        blocks = attention_blocks(keys if backward else queries, heads=heads)
+        fill = wave_fill(blocks, num_multiprocessors=self.num_multiprocessors)
+        rate: Floats = self.flops_per_s(dtype) * share * fill
+        return rate
+
+    def elementwise_bytes_per_s(self, kernel: str, dtype: str, *, elements: Floats) -> Floats:
+        """Rate of one element-wise kernel on tensors of `elements` elements.
+
+        Over the bytes that :mod:`sppo.cost.elementwise` counts.
+        """
+        for measured in (kernel, _MOST_LIKE.get(kernel, kernel)):
+            grid = elementwise_grid(self.elementwise_points, dtype, kernel=measured)
+            if grid is not None:
+                return grid.at(elements, np.ones_like(elements))
+        return np.full_like(elements, self.memory_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """What devices of a node share.
+
+    Attributes:
+        num_devices: Devices of a node.
+        host_memory_bytes: Memory of the node; 0 where it is the device's own (a CPU).
+        numa_nodes: Memory domains; a device's copies want the nearest.
+        d2h_bytes_per_s: Copies to the host per device, both directions busy.
+        h2d_bytes_per_s: Copies back per device, both directions busy.
+        d2h_alone_bytes_per_s: The first with nothing coming back.
+        h2d_alone_bytes_per_s: The second with nothing leaving.
+        disk_bytes: Room on the node's disks; 0 without a disk tier.
+        disk_write_bytes_per_s: Writes past the page cache, for all devices of a node.
+        disk_read_bytes_per_s: Reads past the page cache, for all devices of a node.
+        copy_compute_s_per_byte: What a byte that is copied adds to the compute it runs behind, on
+            one device; 0 where copies do not disturb it, or nothing was measured.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    num_devices: int
+    host_memory_bytes: int
+    numa_nodes: int
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    d2h_alone_bytes_per_s: float
+    h2d_alone_bytes_per_s: float
+    disk_bytes: int = 0
+    disk_write_bytes_per_s: float = 0.0
+    disk_read_bytes_per_s: float = 0.0
+    copy_compute_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        above: tuple[str, ...] = ("num_devices", "numa_nodes")
+        if self.host_memory_bytes:
+            above += ("d2h_bytes_per_s", "h2d_bytes_per_s")
+        if self.disk_bytes:
+            above += ("disk_write_bytes_per_s", "disk_read_bytes_per_s")
+        check_figures(self, where="node", above_zero=above)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSpec:
+    """Links between devices, one direction each.
+
+    Attributes:
+        intra_node_bytes_per_s: From one device to another of its node.
+        intra_node_latency_s: Of a message inside a node.
+        inter_node_bytes_per_s: From one device to one of another node.
+        inter_node_latency_s: Of a message between nodes.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    intra_node_bytes_per_s: float
+    intra_node_latency_s: float
+    inter_node_bytes_per_s: float
+    inter_node_latency_s: float
+
+    def __post_init__(self) -> None:
+        links = ("intra_node_bytes_per_s", "inter_node_bytes_per_s")
+        check_figures(self, where="network", above_zero=links)
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareSpec:
+    """A cluster of equal nodes of equal devices.
+
+    Attributes:
+        name: What reports call it.
+        provenance: Where the figures come from.
+        device: One of its devices.
+        node: What the devices of a node share.
+        network: What connects them.
+        num_nodes: Nodes.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str
+    provenance: Provenance
+    device: DeviceSpec
+    node: NodeSpec
+    network: NetworkSpec
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_nodes <= MOST_RANKS:
+            raise ValueError(
+                f"hardware num_nodes is {quoted(self.num_nodes)}: must be from 1 to {MOST_RANKS}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole cluster."""
+        return self.num_nodes * self.node.num_devices
+
+    @property
+    def host_bytes_per_device(self) -> int:
+        """A device's share of its node's memory."""
+        return self.node.host_memory_bytes // self.node.num_devices
+
+    @property
+    def disk_bytes_per_device(self) -> int:
+        """A device's share of its node's disks."""
+        return self.node.disk_bytes // self.node.num_devices

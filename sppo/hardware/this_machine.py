@@ -1,0 +1,250 @@
+"""The machine this process runs on, described as far as it can be told without measuring.
+
+An NVIDIA GPU is matched with the preset of its name, and memory, devices and host are its own. On
+any other machine the CPU is the device and the machine's memory the device's. Rates stay those of
+the preset, *analytic*, until `sppo bench` measures them. The same machine always gives the same
+description: nothing in it depends on what else runs now.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import read_hardware
+from sppo.hardware.presets import PRESETS
+from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
+
+Point = TypeVar("Point", GemmPoint, AttentionPoint, ElementwisePoint)
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_NODES = Path("/sys/devices/system/node")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+_ALLOCATOR = Path(__file__).parents[1] / "kernels/_native/sppo_cpu_allocator.so"
+_ALLOCATOR_SWITCH = "SPPO_CPU_ALLOCATOR"
+"""Both as in :mod:`sppo.kernels.native.cpu_allocator`, which loads torch."""
+C_HEAP_SHARE = 1.0
+"""What a C heap holds beyond a layer's temporaries: calibrated on small Llama shapes, two cores."""
+_NO_LIMIT_BYTES = 1 << 60  # version 1 has no word for it and names the largest number instead
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The accelerators of this machine, all taken to be like the first.
+
+    Attributes:
+        name: As the driver calls it, e.g. ``NVIDIA H200``.
+        count: How many there are.
+        memory_bytes: Of one.
+    """
+
+    name: str
+    count: int
+    memory_bytes: int
+
+
+def this_machine(path: Path | None = None) -> HardwareSpec:
+    """The description in ``path`` if one is given, else what can be detected.
+
+    Raises:
+        ValueError: the file is no hardware description.
+        OSError: the file cannot be read.
+    """
+    return detect_machine() if path is None else read_hardware(path)
+
+
+def detect_machine() -> HardwareSpec:
+    """This machine with the analytic rates of the preset that is most like it."""
+    gpus = find_gpus()
+    host_bytes = usable_memory_bytes()
+    return describe_cpu(host_bytes) if gpus is None else describe_gpus(gpus, host_bytes=host_bytes)
+
+
+def describe_gpus(gpus: Gpus, *, host_bytes: int) -> HardwareSpec:
+    """A node of ``gpus`` with ``host_bytes`` of memory."""
+    preset, known = _nearest_preset(gpus)
+    how = f"preset {preset.name}" if known else f"unknown, nearest by memory: {preset.name}"
+    return replace(
+        preset,
+        name=f"{gpus.count} x {gpus.name} ({how})",
+        device=replace(preset.device, memory_bytes=gpus.memory_bytes),
+        node=replace(
+            preset.node,
+            num_devices=gpus.count,
+            host_memory_bytes=host_bytes,
+            numa_nodes=count_numa_nodes(),
+        ),
+    )
+
+
+def describe_cpu(memory_bytes: int) -> HardwareSpec:
+    """This machine's CPU as the device, ``memory_bytes`` as the device's memory."""
+    preset, cores = PRESETS["laptop-cpu"], count_cores()
+    device = preset.device
+    share = cores / device.num_multiprocessors
+    return replace(
+        preset,
+        name=f"{cpu_model()}, {cores} core{'' if cores == 1 else 's'} (preset {preset.name})",
+        device=replace(
+            device,
+            memory_bytes=memory_bytes,
+            # A small machine keeps at least half of its memory.
+            reserved_bytes=min(device.reserved_bytes, memory_bytes // 2),
+            num_multiprocessors=cores,
+            bf16_flops_per_s=device.bf16_flops_per_s * share,
+            fp32_flops_per_s=device.fp32_flops_per_s * share,
+            heap_share=0.0 if has_memory_pool() else C_HEAP_SHARE,
+        ),
+        node=replace(preset.node, numa_nodes=count_numa_nodes()),
+    )
+
+
+def divide_cpu(hardware: HardwareSpec, ranks: int) -> HardwareSpec:
+    """A machine whose CPU is the device, shared by `ranks` processes: each a device of its own.
+
+    Every process has its part of the cores, and what was measured is divided by as many.
+    """
+    if hardware.device.kind != "cpu" or ranks == 1:
+        return hardware
+    device = hardware.device
+    return replace(
+        hardware,
+        device=replace(
+            device,
+            memory_bytes=max(1, device.memory_bytes // ranks),
+            reserved_bytes=device.reserved_bytes // ranks,
+            bf16_flops_per_s=device.bf16_flops_per_s / ranks,
+            fp32_flops_per_s=device.fp32_flops_per_s / ranks,
+            num_multiprocessors=max(1, device.num_multiprocessors // ranks),
+            memory_bytes_per_s=device.memory_bytes_per_s / ranks,
+            gemm_points=tuple(_slower(point, ranks) for point in device.gemm_points),
+            attention_points=tuple(_slower(point, ranks) for point in device.attention_points),
+            elementwise_points=tuple(_slower(point, ranks) for point in device.elementwise_points),
+        ),
+        node=replace(hardware.node, num_devices=hardware.node.num_devices * ranks),
+    )
+
+
+def _slower(point: Point, times: int) -> Point:
+    """A measured point with every rate divided."""
+    rates = {f.name: getattr(point, f.name) for f in fields(point) if f.name.endswith("_per_s")}
+    return replace(point, **{name: rate / times for name, rate in rates.items()})
+
+
+def has_memory_pool(*, library: Path = _ALLOCATOR) -> bool:
+    """Tell whether torch's CPU tensors live in the pool of ``kernels.native.cpu_allocator``."""
+    return library.exists() and os.environ.get(_ALLOCATOR_SWITCH, "").lower() != "heap"
+
+
+def find_gpus() -> Gpus | None:
+    """NVIDIA GPUs as the driver lists them; None without GPU, driver or its Python binding."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return _first_gpu(pynvml)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _first_gpu(nvml: Any) -> Gpus | None:
+    count = int(nvml.nvmlDeviceGetCount())
+    if count == 0:
+        return None
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    name = nvml.nvmlDeviceGetName(handle)
+    memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return Gpus(name.decode() if isinstance(name, bytes) else str(name), count, memory)
+
+
+def _nearest_preset(gpus: Gpus) -> tuple[HardwareSpec, bool]:
+    """The preset that stands for a GPU, and whether it is one of that name."""
+    accelerators = [spec for spec in PRESETS.values() if spec.device.kind == "cuda"]
+    words = set(re.findall(r"[a-z]+\d+", gpus.name.lower()))
+    named = [spec for spec in accelerators if spec.name.partition("-")[0] in words]
+    chosen = min(
+        named or accelerators, key=lambda spec: abs(spec.device.memory_bytes - gpus.memory_bytes)
+    )
+    return chosen, bool(named)
+
+
+def cpu_model(*, cpu_info: Path = _CPU_INFO) -> str:
+    """What the CPU calls itself, the architecture where it says nothing."""
+    try:
+        found = re.search(r"^model name\s*:\s*(\S.*)$", cpu_info.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return " ".join(found[1].split())
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def count_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def count_numa_nodes(*, nodes: Path = _NODES) -> int:
+    """Memory domains of the machine."""
+    return max(1, len(list(nodes.glob("node[0-9]*"))))
+
+
+def usable_memory_bytes() -> int:
+    """Memory of the machine, or of the control group this process is in where that is less."""
+    limit = control_group_limit_bytes()
+    total = int(psutil.virtual_memory().total)
+    return total if limit is None else min(total, limit)
+
+
+def control_group_limit_bytes(
+    *, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS
+) -> int | None:
+    """Least memory limit of this process's control groups; None without one.
+
+    :mod:`sppo.kernels.native.machine_memory` tells what is left now; this is the limit itself.
+
+    Args:
+        membership: the file that names the groups.
+        cgroups: where the groups' files are mounted.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    limits = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if not controllers:
+            limits += _limits(cgroups, name, file="memory.max")
+        elif "memory" in controllers.split(","):
+            limits += _limits(cgroups / "memory", name, file="memory.limit_in_bytes")
+    return min(limits, default=None)
+
+
+def _limits(top: Path, name: str, *, file: str) -> list[int]:
+    """Limits of group ``name`` and of all above it; in a container only ``top`` may be visible."""
+    own = top / name.lstrip("/")
+    limits = []
+    for group in (own, *(above for above in own.parents if above.is_relative_to(top))):
+        try:
+            limits.append(int((group / file).read_text()))  # "max" where there is no limit
+        except (OSError, ValueError):
+            continue
+    return [limit for limit in limits if 0 < limit < _NO_LIMIT_BYTES]

@@ -1,0 +1,1 @@
+"""Attention of one subsequence over its whole prefix: one interface, several back ends."""

@@ -1,0 +1,310 @@
+"""Attention over a prefix, composed of blocks and merged by log-sum-exp.
+
+Any kernel that takes a full rectangle, a causal square or a masked one, and returns the
+log-sum-exp of each row, serves a whole subsequence this way. Partial outputs are merged in fp32:
+``lse = log(exp(lse_1) + exp(lse_2))``, ``o = o_1 exp(lse_1 - lse) + o_2 exp(lse_2 - lse)``. In
+backward each block uses the *global* lse and o, so its gradients are exact and simply add up.
+
+Grouped queries never repeat K/V in memory: a full rectangle folds the query group into its rows,
+and a causal square reads K/V through a stride of zero.
+
+Legend: C queries, T keys, N query heads, K key/value heads, G = N/K, D head size, r rows, t keys
+of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sppo.kernels.attention.blocks import Block, BlockKind, whole_units
+from sppo.kernels.fused import fused
+from sppo.kernels.row_tiles import wide_tiles
+
+
+class BlockKernel(Protocol):
+    """One rectangle of attention on one device; all tensors are ``[batch, heads, tokens, D]``."""
+
+    def backward_unit(self, dtype: torch.dtype) -> int | None:
+        """Tokens in whole multiples of which backward is best called; None where any do."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(o like q, lse ``[batch, heads, r]`` in fp32 or better)."""
+        ...
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) like q, k, v; rows use the given global ``o`` and ``lse``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Head counts of one attention call."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+
+def forward(
+    kernel: BlockKernel,
+    q_CND: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    *,
+    blocks: tuple[Block, ...],
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(o_CND in q's dtype, lse_NC in fp32 or better)."""
+    q_NCD = q_CND.transpose(0, 1).contiguous()
+    merged = _Merged(q_NCD, kv_heads=k_TKD.shape[1])
+    for block in blocks:
+        _forward_block(kernel, block, q_NCD, k_TKD, v_TKD, merged, window=window, scale=scale)
+    del q_NCD
+    o_NCD, lse_NC = merged.result()
+    return _tokens_first(o_NCD, q_CND.dtype), lse_NC
+
+
+def backward(
+    kernel: BlockKernel,
+    do_CND: Tensor,
+    q_CND: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    o_CND: Tensor,
+    lse_NC: Tensor,
+    *,
+    dk_TKD: Tensor,
+    dv_TKD: Tensor,
+    blocks: tuple[Block, ...],
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """dq_CND; adds into ``dk_TKD`` and ``dv_TKD`` (fp32 or better) in place."""
+    unit = kernel.backward_unit(q_CND.dtype)
+    if unit is not None:
+        blocks = whole_units(blocks, unit=unit, window=window)
+    q_NCD, o_NCD, do_NCD = (x.transpose(0, 1).contiguous() for x in (q_CND, o_CND, do_CND))
+    dq_NCD = torch.zeros_like(q_NCD, dtype=lse_NC.dtype)
+    for block in blocks:
+        _backward_block(
+            kernel,
+            block,
+            (do_NCD, q_NCD, o_NCD, lse_NC),
+            k_TKD,
+            v_TKD,
+            (dq_NCD, dk_TKD, dv_TKD),
+            window=window,
+            scale=scale,
+        )
+    del q_NCD, o_NCD, do_NCD
+    return _tokens_first(dq_NCD, q_CND.dtype)
+
+
+def _forward_block(
+    kernel: BlockKernel,
+    block: Block,
+    q_NCD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    merged: _Merged,
+    *,
+    window: int | None,
+    scale: float,
+) -> None:
+    shape = Shape(q_NCD.shape[0], k_TKD.shape[1], q_NCD.shape[2])
+    q, k, v = _operands(block, q_NCD, k_TKD, v_TKD, shape)
+    o, lse = kernel.forward(
+        q,
+        k,
+        v,
+        causal=block.kind is BlockKind.CAUSAL,
+        mask=_band_mask(block, q_NCD, k_TKD, window),
+        scale=scale,
+    )
+    merged.add(block, _by_group(block, o, shape), _by_group(block, lse, shape))
+
+
+def _backward_block(
+    kernel: BlockKernel,
+    block: Block,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    totals: tuple[Tensor, Tensor, Tensor],
+    *,
+    window: int | None,
+    scale: float,
+) -> None:
+    """Add one block's gradients.
+
+    Args:
+        kernel: computes them.
+        block: which rectangle.
+        rows: (do_NCD, q_NCD, o_NCD, lse_NC) of the span.
+        k_TKD: keys of the prefix.
+        v_TKD: values of the prefix.
+        totals: (dq_NCD, dk_TKD, dv_TKD), added to in place.
+        window: keys a query sees.
+        scale: of the scores.
+    """
+    do_NCD, q_NCD, o_NCD, lse_NC = rows
+    dq_NCD, dk_TKD, dv_TKD = totals
+    shape = Shape(q_NCD.shape[0], k_TKD.shape[1], q_NCD.shape[2])
+    q, k, v = _operands(block, q_NCD, k_TKD, v_TKD, shape)
+    dq, dk, dv = kernel.backward(
+        _rows(block, do_NCD, shape),
+        q,
+        k,
+        v,
+        _rows(block, o_NCD, shape),
+        lse_NC[:, block.q0 : block.q1].reshape(q.shape[:-1]),
+        causal=block.kind is BlockKind.CAUSAL,
+        mask=_band_mask(block, q_NCD, k_TKD, window),
+        scale=scale,
+    )
+    dq_KGCD = dq_NCD.view(shape.kv_heads, shape.group, *dq_NCD.shape[1:])
+    _add(dq_KGCD[:, :, block.q0 : block.q1], _by_group(block, dq, shape))
+    _add_keys(dk_TKD[block.k0 : block.k1], dk)
+    _add_keys(dv_TKD[block.k0 : block.k1], dv)
+
+
+class _Merged:
+    """Running output of a span: ``o`` and ``lse`` over the blocks seen so far."""
+
+    def __init__(self, q_NCD: Tensor, *, kv_heads: int) -> None:
+        wide = torch.promote_types(q_NCD.dtype, torch.float32)
+        heads, tokens, head_size = q_NCD.shape
+        groups = (kv_heads, heads // kv_heads, tokens)
+        self._o_KGCD = q_NCD.new_empty((*groups, head_size), dtype=wide)
+        self._lse_KGC = q_NCD.new_empty(groups, dtype=wide)
+        self._seen = [False] * q_NCD.shape[1]
+
+    def add(self, block: Block, o_KGrD: Tensor, lse_KGr: Tensor) -> None:
+        """Merge one block; rows seen for the first time are copied."""
+        rows = slice(block.q0, block.q1)
+        seen = set(self._seen[rows])
+        assert len(seen) == 1, f"rows of {block} were merged unevenly"
+        so_far, lse = self._o_KGCD[:, :, rows], self._lse_KGC[:, :, rows]
+        if not seen.pop():
+            so_far.copy_(o_KGrD)
+            lse.copy_(lse_KGr)
+            self._seen[rows] = [True] * block.num_queries
+            return
+        if fused(so_far):
+            _merge_at_once(so_far, lse, o_KGrD, lse_KGr)
+            return
+        both = torch.logaddexp(lse, lse_KGr)
+        kept, added = ((part - both).exp_().unsqueeze(-1) for part in (lse, lse_KGr))
+        for tile in wide_tiles(so_far):  # mixing dtypes casts: not all of it at once
+            so_far[tile].mul_(kept[tile])
+            so_far[tile].addcmul_(o_KGrD[tile].to(so_far.dtype), added[tile])
+        lse.copy_(both)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(o_NCD, lse_NC) of all rows."""
+        assert all(self._seen), "every query sees at least itself"
+        return self._o_KGCD.flatten(0, 1), self._lse_KGC.flatten(0, 1)
+
+
+def _merge_at_once(
+    o_KGrD: Tensor, lse_KGr: Tensor, part_KGrD: Tensor, part_lse_KGr: Tensor
+) -> None:
+    from sppo.kernels.triton.merge import merge_
+
+    kv_heads, group, rows, head_size = o_KGrD.shape
+    heads = kv_heads * group
+    merge_(
+        o_KGrD.view(heads, rows, head_size),
+        lse_KGr.view(heads, rows),
+        part_KGrD.reshape(heads, rows, head_size),
+        part_lse_KGr.reshape(heads, rows),
+    )
+
+
+def _rows(block: Block, x_NCD: Tensor, shape: Shape) -> Tensor:
+    """Rows of a block: ``[1, K, G*r, D]`` for a rectangle, ``[K, G, r, D]`` for a masked square."""
+    rows = x_NCD[:, block.q0 : block.q1]
+    if block.kind is BlockKind.FULL:
+        return rows.reshape(1, shape.kv_heads, -1, shape.head_size)
+    return rows.view(shape.kv_heads, shape.group, block.num_queries, shape.head_size)
+
+
+def _operands(
+    block: Block, q_NCD: Tensor, k_TKD: Tensor, v_TKD: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = _rows(block, q_NCD, shape)
+    k, v = (x[block.k0 : block.k1].transpose(0, 1) for x in (k_TKD, v_TKD))
+    if block.kind is BlockKind.FULL:
+        return q, k.unsqueeze(0), v.unsqueeze(0)
+    groups = (shape.kv_heads, shape.group, block.num_keys, shape.head_size)
+    return q, k.unsqueeze(1).expand(groups), v.unsqueeze(1).expand(groups)
+
+
+def _tokens_first(x_NCD: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[C, N, D]`` in ``dtype``, in one pass."""
+    heads, tokens, size = x_NCD.shape
+    x_CND = torch.empty((tokens, heads, size), dtype=dtype, device=x_NCD.device)
+    x_CND.transpose(0, 1).copy_(x_NCD)
+    return x_CND
+
+
+def _by_group(block: Block, x: Tensor, shape: Shape) -> Tensor:
+    """Rows of a block, ``[1, K, G*r, ...]`` or ``[K, G, r, ...]``, as ``[K, G, r, ...]``."""
+    if block.kind is not BlockKind.FULL:
+        return x
+    return x[0].view(shape.kv_heads, shape.group, block.num_queries, *x.shape[3:])
+
+
+def _add_keys(total_tKD: Tensor, gradient: Tensor) -> None:
+    """Add ``[1, K, t, D]`` or ``[K, G, t, D]`` key gradients, summed over the group, in fp32."""
+    total_KtD = total_tKD.transpose(0, 1)
+    if gradient.shape[0] * gradient.shape[1] == total_KtD.shape[0]:
+        _add(total_KtD, gradient.flatten(0, 1))
+        return
+    gradient_KtGD = gradient.transpose(1, 2)
+    for tile in wide_tiles(gradient_KtGD):  # a sum in another dtype casts
+        total_KtD[tile].add_(gradient_KtGD[tile].sum(-2, dtype=total_tKD.dtype))
+
+
+def _add(total: Tensor, gradient: Tensor) -> None:
+    """Tile by tile: adding casts the gradient."""
+    for tile in wide_tiles(gradient):
+        total[tile].add_(gradient[tile])
+
+
+def _band_mask(block: Block, q_NCD: Tensor, k_TKD: Tensor, window: int | None) -> Tensor | None:
+    """Additive mask ``[1, 1, r, t]`` of a band block, None for the other kinds."""
+    if block.kind is not BlockKind.BAND:
+        return None
+    assert window is not None, "a band block comes from a window"
+    start = k_TKD.shape[0] - q_NCD.shape[1]
+    query = torch.arange(start + block.q0, start + block.q1, device=q_NCD.device).unsqueeze(1)
+    key = torch.arange(block.k0, block.k1, device=q_NCD.device)
+    hidden = (key > query) | (key <= query - window)
+    mask = torch.zeros(hidden.shape, dtype=q_NCD.dtype, device=q_NCD.device)
+    return mask.masked_fill_(hidden, float("-inf"))[None, None]

@@ -1,0 +1,264 @@
+"""Which back end of attention serves a case: a table of what each can do, and a rule.
+
+``auto`` goes down the table and takes the first back end that can do the case. On a GPU it also has
+to get a small problem of that kind right, forward and backward: packages change their interfaces
+and their builds leave things out, and that is better found out before the first step than in it.
+The choice is logged once per case, with what was passed over and why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sppo.kernels.attention.cpu_flash import CpuFlash
+from sppo.kernels.attention.kernel import AttentionKernel, OfBlocks, Reference
+from sppo.kernels.attention.rectangle_attention import OfRectangles, RectangleKernel
+
+Name = Literal[
+    "cpu_flash",
+    "flash_attn_3",
+    "flash_attn_4",
+    "flash_attn_2",
+    "torch_flash",
+    "cudnn",
+    "triton",
+    "torch_blocks",
+    "reference",
+]
+
+_log = logging.getLogger(__name__)
+_HALF = (torch.bfloat16, torch.float16)
+_SINGLE = (*_HALF, torch.float32)
+_ALL = (*_SINGLE, torch.float64)
+_MAJORS = (8, 9, 10, 11, 12)
+_MAX_ROUNDOFFS = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 128, torch.float64: 128}
+"""Of the small case, in relative Frobenius norm. In half precision the operands' rounding counts
+(good kernels measure up to 2.2), in single the sums' does."""
+_SMALL_QUERIES, _SMALL_KEYS, _SMALL_KV_HEADS, _SMALL_PART, _SMALL_WINDOW = 70, 200, 2, 40, 50
+_SMALL_DOCUMENTS = (0, 20, 150)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """What a back end has to be able to do."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_size: int
+    group: int
+    """Query heads per key/value head."""
+    window: bool
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        window = ", sliding window" if self.window else ""
+        return f"{self.device.type} ({dtype}, head size {self.head_size}{window})"
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What a back end can do; it has grouped queries and documents in any case."""
+
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    module: str | None = None
+    """Has to be installed."""
+    max_head_size: int | None = None
+    head_size_multiple: int = 1
+    window: bool = True
+    compute_majors: tuple[int, ...] | None = None
+    """Major numbers of the compute capabilities it is built for; None for all."""
+    automatic: bool = True
+    """Whether ``auto`` may take it."""
+
+
+CAPABILITIES: Mapping[Name, Capability] = {
+    "cpu_flash": Capability(("cpu",), _ALL),
+    "flash_attn_3": Capability(
+        ("cuda",), _HALF, "flash_attn_interface", 256, 8, compute_majors=(9,)
+    ),
+    "flash_attn_4": Capability(
+        ("cuda",), _HALF, "flash_attn.cute", 128, 8, compute_majors=(9, 10, 11)
+    ),
+    "flash_attn_2": Capability(
+        ("cuda",), _HALF, "flash_attn_2_cuda", 256, 8, compute_majors=_MAJORS
+    ),
+    "torch_flash": Capability(("cuda",), _HALF, None, 256, 8, compute_majors=_MAJORS),
+    "cudnn": Capability(("cuda",), _HALF, None, 128, 8, window=False, compute_majors=_MAJORS),
+    "triton": Capability(("cuda", "cpu"), _ALL, "triton", 256),
+    "torch_blocks": Capability(("cpu", "cuda"), _ALL),
+    "reference": Capability(("cpu", "cuda"), _ALL, automatic=False),
+}
+"""In the order in which ``auto`` prefers them."""
+
+
+def choose(backend: Name | Literal["auto"], case: AttentionCase) -> AttentionKernel:
+    """The back end that serves.
+
+    Raises:
+        ValueError: it does not exist, or cannot do the case.
+    """
+    return load(chosen_name(backend, case))
+
+
+@lru_cache(maxsize=64)
+def chosen_name(backend: Name | Literal["auto"], case: AttentionCase) -> Name:
+    """See :func:`choose`."""
+    if backend == "auto":
+        return _automatic(case)
+    if backend not in CAPABILITIES:
+        known = ", ".join(["auto", *CAPABILITIES])
+        raise ValueError(f"no attention back end is called {backend}; there are {known}")
+    reason = why_not(backend, case)
+    if reason is not None:
+        raise ValueError(f"attention back end {backend} {reason}; use auto or another one")
+    return backend
+
+
+def _automatic(case: AttentionCase) -> Name:
+    passed_over: list[str] = []
+    for name in CAPABILITIES:
+        reason = why_not(name, case) or ("is not for auto" if not _may(name) else None)
+        if reason is None and case.device.type == "cuda":
+            reason = error_on_a_small_case(name, case)
+        if reason is None:
+            others = "".join(f"; {text}" for text in passed_over)
+            _log.info(
+                "attention back end on %s: %s (torch %s)%s", case, name, torch.__version__, others
+            )
+            return name
+        if case.device.type in CAPABILITIES[name].devices and _may(name):
+            passed_over.append(f"{name} {reason}")
+    raise ValueError(f"no attention back end for {case}: {'; '.join(passed_over)}")
+
+
+def _may(name: Name) -> bool:
+    return CAPABILITIES[name].automatic
+
+
+def why_not(name: Name, case: AttentionCase) -> str | None:
+    """Why a back end cannot do a case, as the end of a sentence; None if it can."""
+    able = CAPABILITIES[name]
+    if case.device.type not in able.devices:
+        return f"runs on {' and '.join(able.devices)}, tensors are on {case.device.type}"
+    if case.dtype not in able.dtypes:
+        return f"does not take {str(case.dtype).removeprefix('torch.')}"
+    if able.max_head_size is not None and case.head_size > able.max_head_size:
+        return f"takes heads of up to {able.max_head_size}, not {case.head_size}"
+    if case.head_size % able.head_size_multiple:
+        return f"takes head sizes divisible by {able.head_size_multiple}, not {case.head_size}"
+    if case.window and not able.window:
+        return "has no sliding window"
+    if able.module is not None and not _installed(able.module):
+        return f"needs {able.module}, which is not installed"
+    if case.device.type == "cuda" and able.compute_majors is not None:
+        major, minor = torch.cuda.get_device_capability(case.device)
+        if major not in able.compute_majors:
+            return f"is not for compute capability {major}.{minor}"
+    return _why_not_triton(case.device) if name == "triton" else None
+
+
+def _why_not_triton(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        return None
+    from sppo.kernels.triton.launch import INTERPRETED
+
+    return None if INTERPRETED else "runs on cpu under its interpreter only"
+
+
+@lru_cache(maxsize=16)
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except Exception:  # of the package that it is part of, which is imported and may be broken
+        return False
+
+
+@lru_cache(maxsize=16)
+def load(name: Name) -> AttentionKernel:
+    """The back end called ``name``; what it is made of is imported now."""
+    if name == "cpu_flash":
+        return OfBlocks(CpuFlash())
+    if name == "reference":
+        return Reference()
+    if name == "triton":
+        from sppo.kernels.attention.triton_blocks import TritonAttention
+
+        return TritonAttention()
+    if name == "cudnn":
+        from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
+
+        return OfBlocks(CudnnBlocks())
+    if name == "torch_blocks":
+        from sppo.kernels.attention.torch_blocks import TorchBlocks
+
+        return OfBlocks(TorchBlocks())
+    from sppo.kernels.attention import flash_packages
+
+    kernels: dict[str, Callable[[], RectangleKernel]] = {
+        "flash_attn_2": flash_packages.FlashAttn2,
+        "flash_attn_3": flash_packages.FlashAttn3,
+        "flash_attn_4": flash_packages.FlashAttn4,
+        "torch_flash": flash_packages.TorchFlash,
+    }
+    return OfRectangles(kernels[name]())
+
+
+@torch.no_grad()
+def error_on_a_small_case(name: Name, case: AttentionCase) -> str | None:
+    """What goes wrong when a back end does a small case like ``case``, against its definition."""
+    random = torch.Generator().manual_seed(0)
+    heads = _SMALL_KV_HEADS * case.group
+    do, q = (_random(random, _SMALL_QUERIES, heads, case) for _ in range(2))
+    k, v = (_random(random, _SMALL_KEYS, _SMALL_KV_HEADS, case) for _ in range(2))
+    try:
+        kernel = load(name)
+        if isinstance(kernel, OfRectangles):
+            kernel = replace(kernel, max_backward_keys=_SMALL_PART)
+        ours = _forward_and_backward(kernel, (do, q, k, v), window=case.window)
+    except Exception as error:  # whatever other people's packages raise
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"fails on a small case with {type(error).__name__}: {first_line}"
+    wide = tuple(x.double() for x in (do, q, k, v))
+    exact = _forward_and_backward(Reference(), wide, window=case.window)
+    bound = _MAX_ROUNDOFFS[case.dtype] * torch.finfo(case.dtype).eps / 2
+    for what, value in exact.items():
+        error_of = float((ours[what].double() - value).norm() / value.norm())
+        if not error_of <= bound:
+            return f"is wrong on a small case: relative error {error_of:.1e} of {what}"
+    return None
+
+
+def _random(generator: torch.Generator, tokens: int, heads: int, case: AttentionCase) -> Tensor:
+    x = torch.randn(tokens, heads, case.head_size, generator=generator)
+    return x.to(case.device, case.dtype)
+
+
+def _forward_and_backward(
+    kernel: AttentionKernel, operands: tuple[Tensor, ...], *, window: bool
+) -> dict[str, Tensor]:
+    """By name, from (do, q, k, v): a full prefix and three documents."""
+    do, q, k, v = operands
+    wide = torch.promote_types(k.dtype, torch.float32)
+    results: dict[str, Tensor] = {}
+    for documents in ((0,), _SMALL_DOCUMENTS):
+        reach = _SMALL_WINDOW if window else None
+        scale = q.shape[2] ** -0.5
+        o, lse = kernel.forward(q, k, v, scale=scale, window=reach, document_starts=documents)
+        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        dq = kernel.backward(
+            do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv,
+            scale=scale, window=reach, document_starts=documents,
+        )  # fmt: skip
+        named = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        how = f" with {len(documents)} documents" if len(documents) > 1 else ""
+        results |= {what + how: value for what, value in named.items()}
+    return results

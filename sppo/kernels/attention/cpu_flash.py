@@ -1,0 +1,120 @@
+"""torch's CPU flash attention as a block kernel: it returns lse and has a backward.
+
+It splits its backward over (batch, head) pairs only, so a rectangle with fewer key/value heads
+than threads would leave cores idle. There the keys are cut into parts that ride along as a batch:
+with the global lse each part's gradients are exact, dk and dv fall apart by part, and dq is their
+sum.
+
+torch multiplies matrices in half precision by oneDNN, which compiles code for every shape, two
+thirds of a MiB each, and whatever ONEDNN_PRIMITIVE_CACHE_CAPACITY says frees a third of it at most.
+Documents come in thousands of lengths. Tiles of a backward whose rows and keys are no multiples of
+:data:`HALF_BACKWARD_TOKENS` are therefore computed in fp32, whose kernels serve all shapes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sppo.kernels.row_tiles import row_tiles
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_MIN_PART_TOKENS = 512
+HALF_BACKWARD_TOKENS = 256
+"""Rows, and keys, in multiples of which a backward in half precision is computed as such."""
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class CpuFlash:
+    """Block kernel over ``aten::_scaled_dot_product_flash_attention_for_cpu``."""
+
+    def backward_unit(self, dtype: torch.dtype) -> int | None:
+        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        return HALF_BACKWARD_TOKENS if dtype in _HALF else None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        o, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of one block, as ``BlockKernel.backward`` says; those of odd shapes in fp32."""
+        unit = self.backward_unit(q.dtype)
+        if unit is not None and (q.shape[2] % unit or k.shape[2] % unit):
+            do, q, k, v, o = (_wide(x) for x in (do, q, k, v, o))
+            mask = None if mask is None else _wide(mask)
+        parts = 1 if causal or mask is not None else _key_parts(q, k)
+        if parts == 1:
+            dq, dk, dv = _BACKWARD(do, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scale)
+            return dq, dk, dv
+        return _backward_in_parts(do, q, k, v, o, lse, scale=scale, parts=parts)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """``x`` in fp32; what is repeated for a group of heads is cast once."""
+    if x.dim() == 4 and x.stride(1) == 0:
+        return x[:, :1].float().expand_as(x)
+    return x.float()
+
+
+def _key_parts(q: Tensor, k: Tensor) -> int:
+    """Parts of the keys that give every thread the same number of (part, head) pairs."""
+    if q.shape[0] != 1:
+        return 1
+    heads, threads = q.shape[1], torch.get_num_threads()
+    wanted = threads // math.gcd(heads, threads)
+    return max(1, min(wanted, k.shape[2] // _MIN_PART_TOKENS))
+
+
+def _backward_in_parts(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, scale: float, parts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    unit = HALF_BACKWARD_TOKENS if k.dtype in _HALF else 1
+    size = k.shape[2] // parts // unit * unit
+    even = size * parts
+    rows = (x.expand(parts, *x.shape[1:]) for x in (do, q, o, lse))
+    do_p, q_p, o_p, lse_p = rows
+    k_p, v_p = (_parted(x[:, :, :even], parts) for x in (k, v))
+    dq_p, dk_p, dv_p = _BACKWARD(do_p, q_p, k_p, v_p, o_p, lse_p, 0.0, False, scale=scale)
+    dq = _sum(dq_p, dtype=lse.dtype)
+    dk, dv = (torch.cat(x.unbind(0), dim=1).unsqueeze(0) for x in (dk_p, dv_p))
+    if even < k.shape[2]:
+        dq_r, dk_r, dv_r = _BACKWARD(
+            do, q, k[:, :, even:], v[:, :, even:], o, lse, 0.0, False, scale=scale
+        )
+        dq = dq + dq_r
+        dk, dv = torch.cat((dk, dk_r), 2), torch.cat((dv, dv_r), 2)
+    return dq, dk, dv
+
+
+def _sum(x: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """``[parts, K, r, D]`` as ``[1, K, r, D]`` in ``dtype``; torch's own would cast it whole."""
+    total = x[:1].to(dtype)
+    for part in x[1:]:
+        for of_head, part_of_head in zip(total[0], part, strict=True):
+            for rows in row_tiles(of_head):
+                of_head[rows].add_(part_of_head[rows])
+    return total
+
+
+def _parted(x: Tensor, parts: int) -> Tensor:
+    """``[1, K, t, D]`` as ``[parts, K, t/parts, D]`` without a copy."""
+    heads, tokens, size = x.shape[1:]
+    return x[0].view(heads, parts, tokens // parts, size).transpose(0, 1)

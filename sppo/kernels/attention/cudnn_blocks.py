@@ -1,0 +1,63 @@
+"""torch's cuDNN attention as a block kernel: it returns lse and has a backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class CudnnBlocks:
+    """Block kernel over ``aten::_scaled_dot_product_cudnn_attention``."""
+
+    def backward_unit(self, dtype: torch.dtype) -> int | None:
+        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, _dense(k), _dense(v), mask, True, 0.0, causal, False, scale=scale
+        )
+        return o, lse.reshape(q.shape[:-1])
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # not looked at
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            do,
+            q,
+            _dense(k),
+            _dense(v),
+            o,
+            lse.contiguous(),
+            no_dropout,
+            no_dropout,
+            mask,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            scale=scale,
+        )
+        return dq, dk, dv
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Heads that share their memory (strides of zero), as a causal square has them, are copied."""
+    return x.contiguous() if 0 in x.stride() else x

@@ -1,0 +1,124 @@
+"""Attention of one subsequence over everything before it: one interface, several back ends.
+
+Legend: C queries (the last C of T positions), T keys, N query heads, K key/value heads, D head
+size.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from sppo.kernels.attention.choice import AttentionCase, Name, choose
+from sppo.kernels.attention.kernel import AttentionKernel
+
+Backend = Literal["auto"] | Name
+
+
+def attention_forward(
+    q_CND: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    document_starts: tuple[int, ...] = (0,),
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Causal attention, bottom-right aligned: query i of the span sees keys ``<= T - C + i``.
+
+    Args:
+        q_CND: queries of the span.
+        k_TKD: keys from the start of the sequence to the end of the span; K divides N.
+        v_TKD: values, like ``k_TKD``.
+        scale: of the scores; None for ``1/sqrt(D)``.
+        window: keys a query sees, itself included; None for all.
+        document_starts: ascending positions in ``[0, T)``; a query sees its own document only.
+        backend: ``auto`` takes the first that can do it, see
+            :mod:`sppo.kernels.attention.choice`.
+
+    Returns:
+        (o_CND in q's dtype, lse_NC in fp32, float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes that do not belong together, or a backend that cannot run here.
+    """
+    _check(q_CND, k_TKD, v_TKD, window)
+    return _kernel(q_CND, k_TKD, window, backend).forward(
+        q_CND,
+        k_TKD,
+        v_TKD,
+        scale=q_CND.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        document_starts=document_starts,
+    )
+
+
+def attention_backward(
+    do_CND: Tensor,
+    q_CND: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    o_CND: Tensor,
+    lse_NC: Tensor,
+    *,
+    dk_TKD: Tensor,
+    dv_TKD: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+    document_starts: tuple[int, ...] = (0,),
+    backend: Backend = "auto",
+) -> Tensor:
+    """Gradient of :func:`attention_forward`.
+
+    Args:
+        do_CND: gradient of o.
+        q_CND: as in forward, like ``k_TKD``, ``v_TKD`` and the keyword arguments.
+        k_TKD: see ``q_CND``.
+        v_TKD: see ``q_CND``.
+        o_CND: what forward returned.
+        lse_NC: what forward returned.
+        dk_TKD: fp32 (float64) accumulator; the gradient of every visible key is *added*.
+        dv_TKD: like ``dk_TKD``.
+        scale: as in forward.
+        window: as in forward.
+        document_starts: as in forward.
+        backend: as in forward.
+
+    Returns:
+        dq_CND in q's dtype.
+    """
+    _check(q_CND, k_TKD, v_TKD, window)
+    return _kernel(q_CND, k_TKD, window, backend).backward(
+        do_CND,
+        q_CND,
+        k_TKD,
+        v_TKD,
+        o_CND,
+        lse_NC,
+        dk_TKD=dk_TKD,
+        dv_TKD=dv_TKD,
+        scale=q_CND.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        document_starts=document_starts,
+    )
+
+
+def _kernel(q_CND: Tensor, k_TKD: Tensor, window: int | None, backend: Backend) -> AttentionKernel:
+    group = q_CND.shape[1] // k_TKD.shape[1]
+    case = AttentionCase(q_CND.device, q_CND.dtype, q_CND.shape[2], group, window is not None)
+    return choose(backend, case)
+
+
+def _check(q_CND: Tensor, k_TKD: Tensor, v_TKD: Tensor, window: int | None) -> None:
+    heads, kv_heads = q_CND.shape[1], k_TKD.shape[1]
+    if heads % kv_heads or q_CND.shape[2] != k_TKD.shape[2] or k_TKD.shape != v_TKD.shape:
+        raise ValueError(
+            f"q {tuple(q_CND.shape)} does not fit k {tuple(k_TKD.shape)}, v {tuple(v_TKD.shape)}: "
+            "heads must be a multiple of key/value heads, head sizes and k, v shapes equal"
+        )
+    if not 1 <= q_CND.shape[0] <= k_TKD.shape[0]:
+        raise ValueError(f"a span of {q_CND.shape[0]} queries cannot end at key {k_TKD.shape[0]}")
+    if window is not None and window < 1:
+        raise ValueError(f"window {window} hides a query from itself; use at least 1")

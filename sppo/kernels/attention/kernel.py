@@ -1,0 +1,162 @@
+"""What a back end of attention offers, whatever it is made of.
+
+Legend: C queries (the last C of T positions), T keys, N query heads, K key/value heads, D head
+size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from sppo.kernels.attention import block_attention
+from sppo.kernels.attention import reference as attention_reference
+from sppo.kernels.attention.blocks import Block, attention_blocks
+
+
+class AttentionKernel(Protocol):
+    """Attention of a span over its prefix; causal, bottom-right aligned."""
+
+    def forward(
+        self,
+        q_CND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        document_starts: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """(o_CND in q's dtype, lse_NC in fp32 or better)."""
+        ...
+
+    def backward(
+        self,
+        do_CND: Tensor,
+        q_CND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        o_CND: Tensor,
+        lse_NC: Tensor,
+        *,
+        dk_TKD: Tensor,
+        dv_TKD: Tensor,
+        scale: float,
+        window: int | None,
+        document_starts: tuple[int, ...],
+    ) -> Tensor:
+        """dq_CND in q's dtype; adds to ``dk_TKD`` and ``dv_TKD`` (fp32 or better)."""
+        ...
+
+
+class Reference:
+    """The definition: quadratic memory."""
+
+    def forward(
+        self,
+        q_CND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        document_starts: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`AttentionKernel`."""
+        return attention_reference.forward(
+            q_CND, k_TKD, v_TKD, window=window, document_starts=document_starts, scale=scale
+        )
+
+    def backward(
+        self,
+        do_CND: Tensor,
+        q_CND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        o_CND: Tensor,
+        lse_NC: Tensor,
+        *,
+        dk_TKD: Tensor,
+        dv_TKD: Tensor,
+        scale: float,
+        window: int | None,
+        document_starts: tuple[int, ...],
+    ) -> Tensor:
+        """See :class:`AttentionKernel`."""
+        del o_CND, lse_NC
+        dq, dk, dv = attention_reference.backward(
+            do_CND,
+            q_CND,
+            k_TKD,
+            v_TKD,
+            window=window,
+            document_starts=document_starts,
+            scale=scale,
+        )
+        dk_TKD.add_(dk)
+        dv_TKD.add_(dv)
+        return dq
+
+
+@dataclass(frozen=True, slots=True)
+class OfBlocks:
+    """Composed of rectangles and squares, see :mod:`sppo.kernels.attention.block_attention`."""
+
+    kernel: block_attention.BlockKernel
+
+    def forward(
+        self,
+        q_CND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        document_starts: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`AttentionKernel`."""
+        blocks = _blocks(q_CND, k_TKD, window, document_starts)
+        return block_attention.forward(
+            self.kernel, q_CND, k_TKD, v_TKD, blocks=blocks, window=window, scale=scale
+        )
+
+    def backward(
+        self,
+        do_CND: Tensor,
+        q_CND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        o_CND: Tensor,
+        lse_NC: Tensor,
+        *,
+        dk_TKD: Tensor,
+        dv_TKD: Tensor,
+        scale: float,
+        window: int | None,
+        document_starts: tuple[int, ...],
+    ) -> Tensor:
+        """See :class:`AttentionKernel`."""
+        return block_attention.backward(
+            self.kernel,
+            do_CND,
+            q_CND,
+            k_TKD,
+            v_TKD,
+            o_CND,
+            lse_NC,
+            dk_TKD=dk_TKD,
+            dv_TKD=dv_TKD,
+            blocks=_blocks(q_CND, k_TKD, window, document_starts),
+            window=window,
+            scale=scale,
+        )
+
+
+def _blocks(
+    q_CND: Tensor, k_TKD: Tensor, window: int | None, document_starts: tuple[int, ...]
+) -> tuple[Block, ...]:
+    return attention_blocks(
+        q_CND.shape[0], k_TKD.shape[0], window=window, document_starts=document_starts
+    )

@@ -1,0 +1,169 @@
+"""Attention over a prefix by kernels that take it as one rectangle, as flash-attn does.
+
+Such a kernel knows a causal mask that is aligned at the bottom right, a sliding window and grouped
+queries, so forward is one call per document. Its backward returns dk and dv as long as the keys
+(several times that with grouped queries): a long prefix is therefore taken in parts, each with the
+*global* o and lse, which makes its gradients exact, and these are added to the totals at once.
+
+Legend: C queries, T keys, N query heads, K key/value heads, D head size; c queries and t keys of a
+rectangle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sppo.kernels.attention.blocks import documents_in_span
+
+MAX_BACKWARD_KEYS = 16384
+"""Keys of one backward rectangle without a window."""
+
+
+class RectangleKernel(Protocol):
+    """One rectangle of attention; ``causal`` is aligned at the bottom right."""
+
+    def forward(
+        self, q_cND: Tensor, k_tKD: Tensor, v_tKD: Tensor, *, window: int | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """(o_cND, lse_Nc in fp32), causal."""
+        ...
+
+    def backward(
+        self,
+        do_cND: Tensor,
+        q_cND: Tensor,
+        k_tKD: Tensor,
+        v_tKD: Tensor,
+        o_cND: Tensor,
+        lse_Nc: Tensor,
+        *,
+        causal: bool,
+        window: int | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) like q, k, v; rows use the given global ``o`` and ``lse``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Queries ``[q0, q1)`` of the span against keys ``[k0, k1)`` of the sequence."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool
+
+
+def rectangles(
+    num_queries: int,
+    num_keys: int,
+    *,
+    window: int | None,
+    document_starts: tuple[int, ...],
+    max_keys: int | None = None,
+) -> Iterator[Rectangle]:
+    """One per document with a query in the span, cut where it has more than ``max_keys`` keys.
+
+    With a window keys before the reach of the first query are left out, and nothing is cut: what is
+    left is as long as the queries and the window.
+    """
+    start = num_keys - num_queries
+    for first, last in documents_in_span(start, num_keys, document_starts):
+        begin = max(start, first)
+        q0, q1 = begin - start, last - start
+        if window is not None:
+            yield Rectangle(q0, q1, max(first, begin - window + 1), last, causal=True)
+            continue
+        cut = first if max_keys is None else max(first, min(begin, last - max_keys))
+        for k0 in range(first, cut, max_keys or 1):
+            yield Rectangle(q0, q1, k0, min(k0 + (max_keys or 1), cut), causal=False)
+        yield Rectangle(q0, q1, cut, last, causal=True)
+
+
+@dataclass(frozen=True, slots=True)
+class OfRectangles:
+    """:class:`sppo.kernels.attention.kernel.AttentionKernel` over a :class:`RectangleKernel`."""
+
+    kernel: RectangleKernel
+    max_backward_keys: int | None = None
+    """None for :data:`MAX_BACKWARD_KEYS`."""
+
+    def forward(
+        self,
+        q_CND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        document_starts: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`sppo.kernels.attention.kernel.AttentionKernel`."""
+        parts = [
+            self.kernel.forward(
+                q_CND[r.q0 : r.q1], k_TKD[r.k0 : r.k1], v_TKD[r.k0 : r.k1],
+                window=window, scale=scale,
+            )
+            for r in rectangles(
+                q_CND.shape[0], k_TKD.shape[0], window=window, document_starts=document_starts
+            )
+        ]  # fmt: skip
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
+
+    def backward(
+        self,
+        do_CND: Tensor,
+        q_CND: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        o_CND: Tensor,
+        lse_NC: Tensor,
+        *,
+        dk_TKD: Tensor,
+        dv_TKD: Tensor,
+        scale: float,
+        window: int | None,
+        document_starts: tuple[int, ...],
+    ) -> Tensor:
+        """See :class:`sppo.kernels.attention.kernel.AttentionKernel`."""
+        parts = list(
+            rectangles(
+                q_CND.shape[0],
+                k_TKD.shape[0],
+                window=window,
+                document_starts=document_starts,
+                max_keys=self.max_backward_keys or MAX_BACKWARD_KEYS,
+            )
+        )
+        dq_CND: Tensor | None = None
+        for r in parts:
+            rows, keys = slice(r.q0, r.q1), slice(r.k0, r.k1)
+            dq, dk, dv = self.kernel.backward(
+                do_CND[rows],
+                q_CND[rows],
+                k_TKD[keys],
+                v_TKD[keys],
+                o_CND[rows],
+                lse_NC[:, rows].contiguous(),
+                causal=r.causal,
+                window=window,
+                scale=scale,
+            )
+            dk_TKD[keys].add_(dk)
+            dv_TKD[keys].add_(dv)
+            if len(parts) == 1:
+                return dq
+            if dq_CND is None:
+                dq_CND = torch.zeros(q_CND.shape, dtype=lse_NC.dtype, device=q_CND.device)
+            dq_CND[rows].add_(dq)
+        assert dq_CND is not None, "every query sees at least itself"
+        return dq_CND.to(q_CND.dtype)

@@ -1,0 +1,91 @@
+"""Attention blocks in plain torch operations, for what no faster kernel takes.
+
+Runs on every device and in every dtype. Scores exist for a tile of rows at a time, so memory grows
+with the keys of a block and not with its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sppo.units import MIB
+
+TILE_BYTES = 64 * MIB
+"""Of one tile of scores."""
+
+
+class TorchBlocks:
+    """Block kernel of matrix products, computed in fp32 or better."""
+
+    def backward_unit(self, dtype: torch.dtype) -> int | None:
+        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        k, v = k.to(wide), v.to(wide)
+        o = torch.empty_like(q)
+        lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
+        for rows in _tiles(q, k):
+            scores = _scores(q, k, rows, causal=causal, mask=mask, scale=scale)
+            lse[:, :, rows] = scores.logsumexp(-1)
+            weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+            o[:, :, rows] = (weights @ v).to(o.dtype)
+        return o, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of one block, as ``BlockKernel.backward`` says, in fp32 or better."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        k, v = k.to(wide), v.to(wide)
+        dq = torch.empty(q.shape, dtype=wide, device=q.device)
+        dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
+        for rows in _tiles(q, k):
+            do_rows, q_rows = do[:, :, rows].to(wide), q[:, :, rows].to(wide)
+            scores = _scores(q, k, rows, causal=causal, mask=mask, scale=scale)
+            weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+            dv += weights.transpose(-1, -2) @ do_rows
+            delta = (do_rows * o[:, :, rows]).sum(-1, keepdim=True)
+            dscores = (do_rows @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scale)
+            dq[:, :, rows] = dscores @ k
+            dk += dscores.transpose(-1, -2) @ q_rows
+        return dq, dk, dv
+
+
+def _tiles(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Rows whose scores fill a tile."""
+    batch, heads, rows, _ = q.shape
+    step = max(1, TILE_BYTES // (batch * heads * k.shape[2] * k.element_size()))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _scores(
+    q: Tensor, k: Tensor, rows: slice, *, causal: bool, mask: Tensor | None, scale: float
+) -> Tensor:
+    """``[batch, heads, rows, t]`` in k's dtype, minus infinity where hidden."""
+    scores = (q[:, :, rows].to(k.dtype) @ k.transpose(-1, -2)).mul_(scale)
+    if mask is not None:
+        scores.add_(mask[:, :, rows])
+    if causal:
+        row = torch.arange(rows.start, rows.stop, device=q.device).unsqueeze(1)
+        hidden = torch.arange(k.shape[2], device=q.device) > row
+        scores.masked_fill_(hidden, float("-inf"))
+    return scores

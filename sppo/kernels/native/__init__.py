@@ -1,0 +1,1 @@
+"""The native library that `csrc` is built into: finding it, its allocator, its file functions."""

@@ -1,0 +1,144 @@
+"""The native library: found, loaded and called through ctypes, or not there for a stated reason.
+
+It is built by installation (csrc/build_native.py) where a compiler is present, and everything it
+does has a Python fallback. Only pointers and sizes cross, so it depends on no version of Python or
+torch; ctypes releases the interpreter's lock for the time of every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sppo.kernels.native.file import FileFunctions
+
+LIBRARY_NAME = "sppo_native.so"
+REASON_NAME = "not_built.txt"
+INTERFACE_VERSION = 2
+"""SPPO_INTERFACE_VERSION of the csrc/host_arena.h that this package was written for."""
+
+_PLACE = Path(__file__).parents[1] / "_native"
+_ANY_NODE = -1
+
+
+class ArenaStruct(ctypes.Structure):
+    """``sppo_arena`` of csrc/host_arena.h, which checks these offsets when it is compiled."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("size_bytes", ctypes.c_uint64),
+        ("huge_pages", ctypes.c_int32),
+        ("numa_node", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedMemory:
+    """A mapping that :meth:`NativeLibrary.reserve` made and :meth:`NativeLibrary.release` ends."""
+
+    address: int
+    size_bytes: int
+    """What was asked for, rounded up to whole pages."""
+    huge_pages: bool
+    """Whether the system took the advice to use huge pages."""
+    struct: ArenaStruct
+
+
+class NativeLibrary:
+    """The functions of csrc/host_arena.h; each raises ``OSError`` with the errno it gets back.
+
+    Those of csrc/file_tier.h are :attr:`files`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Load ``path``.
+
+        Raises:
+            OSError: not a library that loads here, or not SPPO's.
+            ValueError: built from other sources than this package.
+        """
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        try:
+            version = int(self._library.sppo_interface_version())
+            # Before the functions: a library of an earlier interface lacks some.
+            if version != INTERFACE_VERSION:
+                raise ValueError(
+                    f"the library has interface {version}, this package needs {INTERFACE_VERSION}; "
+                    "install again to rebuild it"
+                )
+            self._reserve = self._library.sppo_arena_reserve
+            self._touch = self._library.sppo_arena_touch
+            self._release = self._library.sppo_arena_release
+            self.files = FileFunctions(self._library)
+        except AttributeError as error:
+            raise OSError(errno.ENOEXEC, f"not SPPO's library: {error}") from None
+        arena = ctypes.POINTER(ArenaStruct)
+        self._reserve.argtypes = (ctypes.c_uint64, ctypes.c_int, ctypes.c_int, arena)
+        self._touch.argtypes = (arena, ctypes.c_int)
+        self._release.argtypes = (arena,)
+
+    def reserve(
+        self, size_bytes: int, *, huge_pages: bool, numa_node: int | None
+    ) -> ReservedMemory:
+        """Map ``size_bytes``, rounded up to pages, bound to ``numa_node`` if one is named."""
+        arena = ArenaStruct()
+        node = _ANY_NODE if numa_node is None else numa_node
+        _check(self._reserve(size_bytes, int(huge_pages), node, ctypes.byref(arena)))
+        return ReservedMemory(
+            address=int(arena.address),
+            size_bytes=int(arena.size_bytes),
+            huge_pages=bool(arena.huge_pages),
+            struct=arena,
+        )
+
+    def touch(self, memory: ReservedMemory, *, threads: int) -> None:
+        """Make every page resident by writing a zero into each, with ``threads`` threads."""
+        _check(self._touch(ctypes.byref(memory.struct), threads))
+
+    def release(self, memory: ReservedMemory) -> None:
+        """Give the memory back, once; nothing may use it any more."""
+        _check(self._release(ctypes.byref(memory.struct)))
+
+
+def native_library() -> NativeLibrary | None:
+    """The native library, loaded at the first call, or None: then :func:`describe` says why."""
+    loaded = load(_PLACE)
+    return loaded if isinstance(loaded, NativeLibrary) else None
+
+
+def describe() -> str:
+    """``native: …`` or ``python fallback: …`` with the reason; one line for people."""
+    loaded = load(_PLACE)
+    if isinstance(loaded, NativeLibrary):
+        return f"native: {loaded.path.name}, interface {INTERFACE_VERSION}"
+    return f"python fallback: {loaded}"
+
+
+@functools.cache
+def load(place: Path) -> NativeLibrary | str:
+    """The library in directory ``place``, or why there is none; asked once per process."""
+    path = place / LIBRARY_NAME
+    if not path.exists():
+        return why_missing(path, reason_name=REASON_NAME, needs="a C compiler is")
+    try:
+        return NativeLibrary(path)
+    except (OSError, ValueError) as error:
+        return f"{path} does not load: {error}"
+
+
+def why_missing(path: Path, *, reason_name: str, needs: str) -> str:
+    """What installation left in the place of library ``path``, or what it takes to build it."""
+    try:
+        return f"not built: {(path.parent / reason_name).read_text().strip()}"
+    except OSError:
+        return f"{path} is not there; pip install builds it where {needs} present"
+
+
+def _check(code: int) -> None:
+    if code != 0:
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,1 @@
+"""AdamW, its state on device or host, sharded over ranks, and the learning rate."""

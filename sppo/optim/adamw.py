@@ -1,0 +1,166 @@
+"""AdamW on fp32 master weights, and the global norm of the gradients.
+
+Gradients arrive in fp32, already summed over the step; the engine's weights may be narrower.
+Parameters are dictionaries by global name throughout, in the order of the model's inventory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo.checkpoint.checkpoint import MODEL_PREFIX
+from sppo.config.run import OptimizerConfig
+from sppo.cost.parameters import is_decayed
+from sppo.kernels.gradient_norm import scale_, total_norm
+
+STEP_KEY = "optimizer.step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def global_norm(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Euclidean norm of all gradients as one vector, 0-d on their device; does not synchronise."""
+    return total_norm(list(gradients.values()))
+
+
+def clip_(gradients: Mapping[str, Tensor], *, norm: Tensor, clip_norm: float) -> None:
+    """Scale the gradients in place so that their global norm is at most ``clip_norm``.
+
+    As :func:`torch.nn.utils.clip_grad_norm_`: the factor is min(1, clip_norm / (norm + 1e-6)).
+
+    Args:
+        gradients: by global name, fp32.
+        norm: their :func:`global_norm`.
+        clip_norm: 0 leaves them alone.
+    """
+    if clip_norm == 0:
+        return
+    # A factor of one where nothing is clipped spares the comparison a synchronisation.
+    factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+    scale_(list(gradients.values()), factor)
+
+
+class AdamW:
+    """torch's fused AdamW; the weights follow its fp32 masters.
+
+    Weights that are fp32 (or float64, in tests) are their own masters: no second copy. The moments
+    exist, as zeros, from the start, so a checkpoint of step 0 is like any other.
+
+    Args:
+        weights: what the engine computes with, by global name; written after every step.
+        config: betas, eps, weight decay. Rate and clipping are given at each step.
+        masters: fp32 values that narrower weights were rounded from; taken over, not copied. None
+            widens the weights themselves.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        config: OptimizerConfig,
+        masters: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._masters = {
+            name: _master(weight, None if masters is None else masters[name])
+            for name, weight in weights.items()
+        }
+        narrow = [name for name, weight in weights.items() if self._masters[name] is not weight]
+        self._narrow = [weights[name] for name in narrow]
+        self._wide = [self._masters[name] for name in narrow]
+        self._steps = 0
+        self._optimizer = torch.optim.AdamW(
+            _groups(self._masters, weight_decay=config.weight_decay),
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        for master in self._masters.values():
+            self._optimizer.state[master] = _zero_state(master)
+        self._narrow_weights()
+
+    @property
+    def steps(self) -> int:
+        """Updates done; steps that were skipped do not count."""
+        return self._steps
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
+        """One update (Loshchilov and Hutter, 2019, algorithm 2) and fresh weights.
+
+        Args:
+            gradients: one per weight, in the master's dtype; not kept.
+            lr: of this step.
+        """
+        assert gradients.keys() == self._masters.keys(), "a gradient for every weight"
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        for name, master in self._masters.items():
+            master.grad = gradients[name]
+        self._optimizer.step()
+        for master in self._masters.values():
+            master.grad = None
+        self._steps += 1
+        self._narrow_weights()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything a resumed run needs, flat by key.
+
+        ``model.NAME`` are the masters, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME``
+        the moments, all live: filling them in place is half of loading. ``optimizer.step``, int64,
+        is a copy. Hand the dictionary to :meth:`load_state` for the other half.
+        """
+        state = {f"{MODEL_PREFIX}{name}": master for name, master in self._masters.items()}
+        for moment in MOMENTS:
+            for name, master in self._masters.items():
+                state[f"optimizer.{moment}.{name}"] = self._optimizer.state[master][moment]
+        state[STEP_KEY] = torch.tensor(self._steps)
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over ``state``, of another optimizer or this one's own filled in place."""
+        self._steps = take_over(self.state(), state)
+        for master in self._masters.values():
+            self._optimizer.state[master]["step"].fill_(self._steps)
+        self._narrow_weights()
+
+    @torch.no_grad()
+    def _narrow_weights(self) -> None:
+        if self._narrow:
+            torch._foreach_copy_(self._narrow, self._wide)
+
+
+def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> int:
+    """Fill the live tensors of an optimizer's ``own`` state; steps that ``state`` has seen."""
+    assert state.keys() == own.keys(), "state() of an optimizer of the same model"
+    for key, tensor in own.items():
+        if tensor is not state[key]:
+            tensor.copy_(state[key])
+    return int(own[STEP_KEY])
+
+
+def _master(weight: Tensor, given: Tensor | None) -> Tensor:
+    if weight.dtype in (torch.float32, torch.float64):
+        assert given is None or given is weight, "a weight this wide is its own master"
+        return weight
+    if given is None:
+        return weight.detach().to(torch.float32)
+    assert given.dtype == torch.float32, f"master in {given.dtype}"
+    assert given.shape == weight.shape, f"master {given.shape}, weight {weight.shape}"
+    return given
+
+
+def _groups(masters: Mapping[str, Tensor], *, weight_decay: float) -> list[dict[str, Any]]:
+    decayed = [m for m in masters.values() if is_decayed(tuple(m.shape))]
+    others = [m for m in masters.values() if not is_decayed(tuple(m.shape))]
+    groups = ((decayed, weight_decay), (others, 0.0))
+    return [{"params": params, "weight_decay": rate} for params, rate in groups if params]
+
+
+def _zero_state(master: Tensor) -> dict[str, Tensor]:
+    """What torch's AdamW makes at its first step, in the layout its fused kernel wants."""
+    step = torch.zeros((), dtype=torch.float32, device=master.device)
+    return {"step": step} | {moment: torch.zeros_like(master) for moment in MOMENTS}

@@ -1,0 +1,271 @@
+"""AdamW whose masters and moments live in host memory (``optimizer.offload``).
+
+They are stepped there, by torch's fused CPU kernel. A device then holds weights and gradients
+alone, 6 bytes a parameter in bf16 instead of 18. All parameters are one long row in host memory,
+those with weight decay first, cut into buckets. While the CPU steps one bucket, the gradients of
+the next come down and the weights of the last go up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from sppo.checkpoint.checkpoint import MODEL_PREFIX
+from sppo.config.run import OptimizerConfig
+from sppo.cost.parameters import is_decayed
+from sppo.offload.arena import HostArena
+from sppo.optim.adamw import MOMENTS, STEP_KEY, take_over
+from sppo.optim.host_transfers import Done, Transfers
+
+_BUCKET_ELEMENTS = 1 << 24
+"""64 MiB of gradients: long copies, and what waits for the first and the last one stays small."""
+_SLOTS = 2
+_WIDE = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A flat range of one parameter within a bucket."""
+
+    name: str
+    begin: int
+    """Of the parameter's elements."""
+    end: int
+    offset: int
+    """Within the bucket, elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """A range of the row of all parameters, all with weight decay or all without."""
+
+    begin: int
+    end: int
+    weight_decay: float
+    pieces: tuple[_Piece, ...]
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.begin
+
+
+class HostAdamW:
+    """The same update as :class:`sppo.optim.adamw.AdamW`, and the same state for checkpoints.
+
+    Of two CPUs: to the last bit, but for elements at the end of a tensor or a bucket that do not
+    fill a vector, which the kernel may round otherwise.
+
+    Args:
+        weights: what the engine computes with, on its device, by global name; written after every
+            step.
+        config: betas, eps, weight decay. Rate and clipping are given at each step.
+        transfers: copies of that device.
+        masters: fp32 values that narrower weights were rounded from; copied. None widens the
+            weights themselves.
+        bucket_elements: most parameters of a bucket.
+
+    Raises:
+        MemoryError: the host has not the memory, or may not lock its part of it.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        config: OptimizerConfig,
+        transfers: Transfers,
+        masters: Mapping[str, Tensor] | None = None,
+        bucket_elements: int = _BUCKET_ELEMENTS,
+    ) -> None:
+        self._weights = {name: weight.detach().view(-1) for name, weight in weights.items()}
+        self._shapes = {name: weight.shape for name, weight in weights.items()}
+        self._transfers, self._steps = transfers, 0
+        self._places, self._buckets = _layout(
+            self._shapes, weight_decay=config.weight_decay, bucket_elements=bucket_elements
+        )
+        self._row, *self._moments = _rows(sum(weight.numel() for weight in weights.values()))
+        for name, weight in weights.items():
+            self._view(self._row, name).copy_(weight if masters is None else masters[name])
+        self._gradients, self._narrow = self._staging()
+        self._optimizers = [self._optimizer(bucket, config) for bucket in self._buckets]
+        self._upload_all()
+
+    @property
+    def steps(self) -> int:
+        """Updates done; steps that were skipped do not count."""
+        return self._steps
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory it takes, staging included."""
+        rows = (self._row, *self._moments, *self._gradients)
+        staged = sum(
+            part.numel() * part.element_size() for slot in self._narrow for part in slot.values()
+        )
+        return sum(row.numel() * row.element_size() for row in rows) + staged
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
+        """One update (Loshchilov and Hutter, 2019, algorithm 2) and fresh weights.
+
+        Args:
+            gradients: one per weight, fp32, on the device; not kept.
+            lr: of this step.
+        """
+        assert gradients.keys() == self._weights.keys(), "a gradient for every weight"
+        flat = {name: gradient.view(-1) for name, gradient in gradients.items()}
+        coming = self._fetch(0, flat)
+        going: list[Done] = []
+        for index, (bucket, optimizer) in enumerate(
+            zip(self._buckets, self._optimizers, strict=True)
+        ):
+            here = coming
+            if index + 1 < len(self._buckets):
+                coming = self._fetch(index + 1, flat)
+            here.wait()
+            (group,) = optimizer.param_groups
+            (parameter,) = group["params"]
+            group["lr"] = lr
+            parameter.grad = self._gradients[index % _SLOTS][: bucket.elements]
+            optimizer.step()
+            parameter.grad = None
+            if len(going) >= _SLOTS:
+                going[-_SLOTS].wait()  # its slot is written next
+            going.append(self._upload(index))
+        self._transfers.finish()
+        for done in going[-_SLOTS:]:
+            done.wait()  # the next step, or a load, writes these slots
+        self._steps += 1
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything a resumed run needs, flat by key, as of :class:`AdamW`; on the host, live."""
+        state = {f"{MODEL_PREFIX}{name}": self._view(self._row, name) for name in self._weights}
+        for moment, row in zip(MOMENTS, self._moments, strict=True):
+            for name in self._weights:
+                state[f"optimizer.{moment}.{name}"] = self._view(row, name)
+        state[STEP_KEY] = torch.tensor(self._steps)
+        return state
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over ``state``, of another optimizer or this one's own filled in place."""
+        self._steps = take_over(self.state(), state)
+        for optimizer in self._optimizers:
+            for parameter_state in optimizer.state.values():
+                parameter_state["step"].fill_(self._steps)
+        self._upload_all()
+
+    def _view(self, row: Tensor, name: str) -> Tensor:
+        begin, shape = self._places[name], self._shapes[name]
+        return row[begin : begin + shape.numel()].view(shape)
+
+    def _optimizer(self, bucket: _Bucket, config: OptimizerConfig) -> torch.optim.AdamW:
+        master, *moments = (row[bucket.begin : bucket.end] for row in (self._row, *self._moments))
+        optimizer = torch.optim.AdamW(
+            [master],
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=bucket.weight_decay,
+            fused=True,
+        )
+        step = torch.zeros((), dtype=_WIDE)
+        optimizer.state[master] = {"step": step, **dict(zip(MOMENTS, moments, strict=True))}
+        return optimizer
+
+    def _staging(self) -> tuple[list[Tensor], list[dict[torch.dtype, Tensor]]]:
+        """Slots for gradients that come down, and for weights that go up, by their dtype."""
+        most = max(bucket.elements for bucket in self._buckets)
+        dtypes = sorted({weight.dtype for weight in self._weights.values()}, key=str)
+        sizes = [_WIDE, *dtypes] * _SLOTS
+        memory = self._transfers.memory(sum(most * dtype.itemsize for dtype in sizes))
+        views, begin = [], 0
+        # The widest first, so that every view begins at a multiple of its element.
+        order = sorted(range(len(sizes)), key=lambda index: -sizes[index].itemsize)
+        for index in order:
+            end = begin + most * sizes[index].itemsize
+            views.append((index, memory[begin:end].view(sizes[index])))
+            begin = end
+        parts = [view for _, view in sorted(views, key=lambda item: item[0])]
+        slots = [parts[i : i + 1 + len(dtypes)] for i in range(0, len(parts), 1 + len(dtypes))]
+        narrow = [dict(zip(dtypes, slot[1:], strict=True)) for slot in slots]
+        return [slot[0] for slot in slots], narrow
+
+    def _fetch(self, index: int, gradients: Mapping[str, Tensor]) -> Done:
+        """Start to bring the gradients of one bucket down."""
+        slot = self._gradients[index % _SLOTS]
+        return self._transfers.down(
+            [
+                (slot[p.offset : p.offset + p.end - p.begin], gradients[p.name][p.begin : p.end])
+                for p in self._buckets[index].pieces
+            ]
+        )
+
+    def _upload(self, index: int) -> Done:
+        """Round one bucket's masters, and start to send them to the weights."""
+        bucket, slot = self._buckets[index], self._narrow[index % _SLOTS]
+        copies = []
+        for piece in bucket.pieces:
+            target = self._weights[piece.name][piece.begin : piece.end]
+            place = piece.offset, piece.offset + piece.end - piece.begin
+            staged = slot[target.dtype][place[0] : place[1]]
+            staged.copy_(self._row[bucket.begin + place[0] : bucket.begin + place[1]])
+            copies.append((target, staged))
+        return self._transfers.up(copies)
+
+    @torch.no_grad()
+    def _upload_all(self) -> None:
+        for index in range(len(self._buckets)):
+            self._upload(index).wait()
+        self._transfers.finish()
+
+
+def _rows(elements: int) -> list[Tensor]:
+    """Masters and both moments: zeros in host memory of exactly that size."""
+    count = 1 + len(MOMENTS)
+    with HostArena(count * elements * _WIDE.itemsize) as arena:  # lives as long as views of it
+        memory = arena.tensor(0, (count, elements), _WIDE)
+    return list(memory.unbind())
+
+
+def _layout(
+    shapes: Mapping[str, Sequence[int]], *, weight_decay: float, bucket_elements: int
+) -> tuple[dict[str, int], list[_Bucket]]:
+    """Where every parameter begins in the row, and the buckets that the row is cut into."""
+    assert bucket_elements > 0, "a bucket holds something"
+    places: dict[str, int] = {}
+    buckets: list[_Bucket] = []
+    begin = 0
+    for decayed in (True, False):
+        first = begin
+        names = [name for name, shape in shapes.items() if is_decayed(tuple(shape)) == decayed]
+        for name in names:
+            places[name] = begin
+            begin += prod(shapes[name])
+        for start in range(first, begin, bucket_elements):
+            end = min(start + bucket_elements, begin)
+            pieces = tuple(_pieces(names, places, shapes, start=start, end=end))
+            buckets.append(_Bucket(start, end, weight_decay if decayed else 0.0, pieces))
+    return places, buckets
+
+
+def _pieces(
+    names: Sequence[str],
+    places: Mapping[str, int],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    start: int,
+    end: int,
+) -> list[_Piece]:
+    """What of the parameters lies between `start` and `end` of the row."""
+    found = []
+    for name in names:
+        place, size = places[name], prod(shapes[name])
+        begin, stop = max(start, place), min(end, place + size)
+        if begin < stop:
+            found.append(_Piece(name, begin - place, stop - place, begin - start))
+    return found

@@ -1,0 +1,214 @@
+"""Which part of a run's weights, gradients and optimizer state is this rank's, and how parts meet.
+
+A rank computes with the parameters of its stages, whole or, where a sequence group shares weights
+out, with its blocks of them (:mod:`sppo.parallel.tensor_parallel`). Of what it shares with other
+ranks it updates the rows that :class:`sppo.parallel.data_parallel.StageGroup` gives it, so masters
+and moments exist once among the ranks that hold the same. With ZeRO-3 it keeps no other rows
+either, and puts parameters together for the time it computes with them; gradients are whole until
+they are added up. Where the vocabulary projection is the
+embedding, the first and the last stage both hold it: their gradients are added up, both update it,
+and the first speaks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sppo.checkpoint.checkpoint import MODEL_PREFIX
+from sppo.checkpoint.state_block import StateBlock
+from sppo.config.model import ModelConfig
+from sppo.cost.parameters import Shape, parameter_shapes
+from sppo.engine.gathered_weights import GatheredWeights
+from sppo.engine.pipeline import Pipeline
+from sppo.engine.weights import ResidentWeights, WeightProvider
+from sppo.optim.adamw import MOMENTS, STEP_KEY, global_norm
+from sppo.parallel.data_parallel import StageGroup, add_up
+from sppo.parallel.host_collectives import Peers
+from sppo.parallel.mesh import Holders, Mesh
+from sppo.parallel.row_gather import RowGather
+from sppo.parallel.tensor_parallel import WeightShares
+
+T = TypeVar("T")
+
+_TIED = "embed.weight"
+
+
+class SharedState:
+    """The shares of one rank.
+
+    Args:
+        model: the shape.
+        mesh: of all ranks; its shape says whether sequence groups share weights out.
+        pipeline: this rank's place in it.
+        zero: 1 shares the optimizer's state among the ranks that hold the same weights, 3 the
+            weights too, 0 nothing.
+    """
+
+    def __init__(self, model: ModelConfig, *, mesh: Mesh, pipeline: Pipeline, zero: int) -> None:
+        self.shares = weight_shares(model, mesh)
+        self._by_stage = {
+            stage: self.shares.shapes(layers)
+            for stage, layers in pipeline.layers(model.num_layers).items()
+        }
+        self.shapes: dict[str, Shape] = {
+            name: shape for shapes in self._by_stage.values() for name, shape in shapes.items()
+        }
+        """Of what this rank holds of the parameters of its stages."""
+        self._whole_shapes = parameter_shapes(model)
+        self._mesh = mesh
+        self._groups = {
+            holders: StageGroup(
+                group,
+                index=members.index(mesh.rank),
+                shapes=self._held_by(holders, self.shapes),
+                shared=zero > 0,
+            )
+            for holders, group, members in _same_weights(mesh)
+        }
+        self._shares_weights = zero >= 3
+        ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
+        self._is_tied = ends and _TIED in self.shapes
+        self._speaks_for_tied = not self._is_tied or mesh.at.pipeline == 0
+
+    def _held_by(self, holders: Holders, names: Mapping[str, T]) -> dict[str, T]:
+        """Those of ``names`` of which ``holders`` have the same."""
+        return {name: v for name, v in names.items() if self.shares.holders(name) == holders}
+
+    def _group(self, name: str) -> StageGroup:
+        """The ranks that hold the same of a parameter as this one."""
+        return self._groups[self.shares.holders(name)]
+
+    def kept(self, name: str, weight: Tensor) -> Tensor:
+        """What stays here of a parameter while nobody computes with it."""
+        group = self._group(name)
+        if not (self._shares_weights and group.shares_state):
+            return weight
+        return weight[group.own_rows(name)].clone()
+
+    def provider(self, weights: Mapping[str, Tensor]) -> WeightProvider:
+        """What gives the engine its weights; every rank calls it at the same point.
+
+        Args:
+            weights: what is :meth:`kept` of all parameters of this rank's stages, by global name.
+        """
+        if not self._shares_weights:
+            return ResidentWeights(weights)
+        gathers: dict[str, RowGather] = {}
+        for holders, group in self._groups.items():
+            communicator = self._mesh.gather_group(holders)
+            if communicator is not None:
+                gather = RowGather(communicator, index=group.index)
+                gathers |= self._held_by(holders, dict.fromkeys(self.shapes, gather))
+        if not gathers:
+            return ResidentWeights(weights)
+        return GatheredWeights(weights, shapes=self.shapes, gathers=gathers)
+
+    def updated(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows that this rank updates, of what is :meth:`kept`."""
+        if not self._shares_weights:
+            return self.own(weights)
+        return {name: rows for name, rows in weights.items() if rows.shape[0]}
+
+    def own(self, tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
+        """The rows that this rank updates. Parameters of which it has none are left out.
+
+        Args:
+            tensors: what this rank holds of parameters, or their gradients, by global name.
+            copy: where the rows are not all, copy them, so that the others can be forgotten.
+        """
+        found = {}
+        for name, tensor in tensors.items():
+            rows = tensor[self._group(name).own_rows(name)]
+            if rows.shape[0] == tensor.shape[0]:
+                found[name] = tensor
+            elif rows.shape[0]:
+                found[name] = rows.clone() if copy else rows
+        return found
+
+    def reduce(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
+        """Begin to add up the gradients of a stage, complete on this rank."""
+        for holders, group in self._groups.items():
+            group.reduce(gradients, self._held_by(holders, self._by_stage[stage]))
+
+    def finish(self, gradients: Mapping[str, Tensor]) -> None:
+        """Return when gradients are those of all ranks, in the rows that this rank updates."""
+        for group in self._groups.values():
+            group.wait()
+        if self._is_tied:
+            rows = self._group(_TIED).own_rows(_TIED)
+            ends = self._mesh.groups.ends
+            add_up([gradients[_TIED][rows]], ends, what="adding up the embedding's gradients")
+
+    def gather(self, weights: Mapping[str, Tensor]) -> None:
+        """Fetch what other ranks have updated, of what is :meth:`kept`."""
+        if self._shares_weights:
+            return
+        for holders, group in self._groups.items():
+            group.gather(self._held_by(holders, weights))
+
+    def norm(self, gradients: Mapping[str, Tensor], peers: Peers) -> Tensor:
+        """Euclidean norm of the gradients of all parameters of all ranks."""
+        if not self._mesh.is_distributed:
+            return global_norm(gradients)
+        counted = [
+            gradient[self._group(name).counted_rows(name)]
+            for name, gradient in gradients.items()
+            if name != _TIED or self._speaks_for_tied
+        ]
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in counted]
+        (total,) = peers.total([float(torch.stack(squares).sum())])
+        return torch.tensor(total**0.5, dtype=next(iter(gradients.values())).dtype)
+
+    def blocks(self, state: Mapping[str, Tensor]) -> dict[str, StateBlock]:
+        """An optimizer's state over :meth:`own` tensors as parts of the whole model's."""
+        return {key: self._block(key, tensor) for key, tensor in state.items()}
+
+    def saved(self, state: Mapping[str, Tensor]) -> dict[str, StateBlock]:
+        """As :meth:`blocks`, without what another rank saves."""
+        blocks = self.blocks(state)
+        if self._speaks_for_tied:
+            return blocks
+        return {key: block for key, block in blocks.items() if _parameter(key) != _TIED}
+
+    def _block(self, key: str, tensor: Tensor) -> StateBlock:
+        name = _parameter(key)
+        if name is None:
+            return StateBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+        shape = self.shapes[name]
+        assert prod(tensor.shape[1:]) == prod(shape[1:]), f"{key}: {tensor.shape} of {shape}"
+        first, *rest = self.shares.offsets(name)
+        offsets = (first + self._group(name).own_rows(name).start, *rest)
+        return StateBlock(tensor, offsets, self._whole_shapes[name])
+
+
+def weight_shares(model: ModelConfig, mesh: Mesh) -> WeightShares:
+    """What of the model's parameters is a rank's."""
+    if mesh.shape.key_copies is None:
+        return WeightShares(model)
+    return WeightShares(model, mesh.at.sequence, mesh.shape.sequence_parallel)
+
+
+def _same_weights(mesh: Mesh) -> Iterator[tuple[Holders, ProcessGroup | None, tuple[int, ...]]]:
+    """Groups of ranks that hold the same, with their members; every rank has the same order."""
+    yield "stage", mesh.groups.stage, mesh.stage_ranks
+    copies = mesh.shape.key_copies
+    if copies is not None:
+        yield "block", mesh.groups.block, mesh.shape.block_ranks(mesh.at)
+        if copies > 1:
+            yield "keys", mesh.groups.keys, mesh.shape.block_ranks(mesh.at, copies=copies)
+
+
+def _parameter(key: str) -> str | None:
+    """The parameter that an entry of an optimizer's state belongs to; None for the step."""
+    if key == STEP_KEY:
+        return None
+    for prefix in (MODEL_PREFIX, *(f"optimizer.{moment}." for moment in MOMENTS)):
+        if key.startswith(prefix):
+            return key.removeprefix(prefix)
+    raise AssertionError(f"{key} is no part of an optimizer's state")

@@ -1,0 +1,175 @@
+"""A picture of a run: its loss, what it tends to, and the learning rate below it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo.output_file import write_figure
+from sppo.report.metrics import StepMetrics, read_metrics
+from sppo.units import format_count
+
+_LOSS, _PALE, _RATE, _BAD = "#1f5fa8", "#a9c7e8", "#c47f2a", "#c0392b"
+_INK, _QUIET, _LINE = "#222222", "#6b6b6b", "#e6e6e6"
+_SMALL_PT, _TITLE_PT = 9, 15
+
+# Shares of the picture: left edge, bottom edge, width, height.
+_LOSS_AREA = (0.07, 0.285, 0.84, 0.53)
+_RATE_AREA = (0.07, 0.105, 0.84, 0.095)
+
+
+def loss_picture(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
+    """Draw the run recorded in ``metrics_path`` into ``png_path``, 1600 by 900 pixels.
+
+    Loss per step, its running mean, the last value in figures, a mark at every step that was
+    skipped, and the learning rate in a strip below. The title is the run's directory.
+
+    Args:
+        metrics_path: ``metrics.jsonl`` of the run.
+        png_path: of the picture.
+        terms: of the loss beside the cross entropy, in words.
+
+    Raises:
+        ValueError: ``metrics_path`` is missing or holds no step.
+        OSError: ``png_path`` cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    steps = read_metrics(metrics_path)
+    if not steps:
+        raise ValueError(f"{metrics_path} holds no step yet; train at least one")
+    figure = Figure(figsize=(10, 5.625), dpi=160, facecolor="white")
+    FigureCanvasAgg(figure)
+    loss_axes = figure.add_axes(_LOSS_AREA)
+    _draw_loss(loss_axes, steps, terms=terms)
+    _draw_rate(figure.add_axes(_RATE_AREA, sharex=loss_axes), steps)
+    _write_title(figure, steps, name=metrics_path.absolute().parent.name)
+    write_figure(png_path, figure)
+
+
+def running_mean(values: Sequence[float], *, window: int) -> NDArray[np.float64]:
+    """Mean of the ``window`` values around each, fewer at the ends; only finite values count.
+
+    Centred, because a mean of the past lags behind a loss that falls; NaN where nothing counts.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(array)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, array, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    middle = np.arange(len(array))
+    begins = np.maximum(middle - window // 2, 0)
+    ends = np.minimum(middle + (window + 1) // 2, len(array))
+    total, count = sums[ends] - sums[begins], counts[ends] - counts[begins]
+    means = np.full(len(array), np.nan)
+    np.divide(total, count, out=means, where=count > 0)
+    return means
+
+
+def _draw_loss(axes: Any, steps: Sequence[StepMetrics], *, terms: str) -> None:
+    numbers, losses = [m.step for m in steps], [m.loss for m in steps]
+    window = max(5, len(steps) // 25)
+    mark = "o" if len(steps) <= 40 else ""
+    axes.plot(numbers, losses, color=_PALE, linewidth=1.1, marker=mark, markersize=3, label="loss")
+    if len(steps) > window:
+        mean = running_mean(losses, window=window)
+        axes.plot(numbers, mean, color=_LOSS, linewidth=2.2, label=f"mean of {window} steps")
+    _mark_skipped(axes, [m.step for m in steps if m.skipped])
+    _annotate_last(axes, steps)
+    _clean(axes)
+    axes.tick_params(labelbottom=False)
+    axes.set_xlim(*_limits(numbers))
+    axes.margins(y=0.08)
+    axes.grid(axis="y", color=_LINE, linewidth=0.8)
+    what = f"cross entropy with {terms}" if terms else "loss"
+    axes.set_title(
+        f"{what}, nats per token", loc="left", color=_INK, fontsize=_SMALL_PT + 1, pad=10
+    )
+    axes.legend(
+        loc="upper right",
+        fontsize=_SMALL_PT,
+        labelcolor=_QUIET,
+        facecolor="white",
+        edgecolor="none",
+        framealpha=0.85,
+    )
+
+
+def _limits(numbers: Sequence[int]) -> tuple[float, float]:
+    margin = max(0.012 * (numbers[-1] - numbers[0]), 0.5)
+    return numbers[0] - margin, numbers[-1] + margin
+
+
+def _mark_skipped(axes: Any, skipped: Sequence[int]) -> None:
+    if skipped:
+        axes.plot(
+            skipped,
+            np.full(len(skipped), 0.02),
+            "|",
+            color=_BAD,
+            markersize=9,
+            markeredgewidth=1.8,
+            transform=axes.get_xaxis_transform(),
+            label="update skipped",
+        )
+
+
+def _annotate_last(axes: Any, steps: Sequence[StepMetrics]) -> None:
+    last = next((m for m in reversed(steps) if math.isfinite(m.loss)), None)
+    if last is None:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", color=_BAD)
+        return
+    axes.plot([last.step], [last.loss], "o", color=_LOSS, markersize=6, zorder=5, clip_on=False)
+    axes.annotate(
+        f"{last.loss:.3f}",
+        (last.step, last.loss),
+        xytext=(9, 0),
+        textcoords="offset points",
+        va="center",
+        color=_LOSS,
+        fontsize=13,
+        fontweight="bold",
+        annotation_clip=False,
+    )
+
+
+def _draw_rate(axes: Any, steps: Sequence[StepMetrics]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    numbers, rates = [m.step for m in steps], [m.lr for m in steps]
+    peak = max((rate for rate in rates if math.isfinite(rate)), default=0.0)
+    axes.fill_between(numbers, rates, color=_RATE, alpha=0.12, linewidth=0)
+    axes.plot(numbers, rates, color=_RATE, linewidth=1.4)
+    axes.set_ylim(0, peak * 1.08 or 1)
+    axes.set_yticks([0, peak] if peak else [0])
+    axes.set_yticklabels(["0", f"{peak:.2g}"] if peak else ["0"])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
+    axes.set_title("learning rate", loc="left", color=_RATE, fontsize=_SMALL_PT, pad=5)
+    axes.set_xlabel("step", color=_INK, fontsize=_SMALL_PT + 1)
+    _clean(axes)
+
+
+def _write_title(figure: Any, steps: Sequence[StepMetrics], *, name: str) -> None:
+    left = _LOSS_AREA[0]
+    finite = [m.loss for m in steps if math.isfinite(m.loss)]
+    tokens = sum(m.tokens for m in steps)
+    facts = [f"{len(steps)} step{'s' * (len(steps) > 1)}", f"{format_count(tokens)} tokens"]
+    if len(finite) >= 10:
+        first, last = np.mean(finite[:5]), np.mean(finite[-5:])
+        facts.append(f"loss {first:.2f} → {last:.2f} (means of the first and last five steps)")
+    title = figure.text(left, 0.938, name, color=_INK, fontsize=_TITLE_PT, fontweight="bold")
+    title.set_parse_math(False)  # a directory may be called $HOME
+    figure.text(left, 0.897, "  ·  ".join(facts), color=_QUIET, fontsize=_SMALL_PT + 1)
+
+
+def _clean(axes: Any) -> None:
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#bbbbbb")
+    axes.tick_params(colors=_QUIET, labelsize=_SMALL_PT, length=0)

@@ -1,0 +1,201 @@
+"""What a run came to, and how well it was predicted."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sppo.output_file import write_json
+from sppo.report.metrics import StepMetrics, finite_or_none
+from sppo.units import format_bytes, format_count, format_duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Pair = tuple[float | None, float | None]
+"""(predicted, measured), either of which may be unknown."""
+
+_MOST_ENDS = 5  # steps that the first and the last loss are means of, where they do not overlap
+
+
+def run_summary(
+    steps: Sequence[StepMetrics],
+    *,
+    name: str,
+    wall_s: float,
+    memory_bytes: Mapping[str, Pair],
+    phases_s: Mapping[str, Pair],
+) -> dict[str, Any]:
+    """The whole run in figures, as written to ``run_summary.json``.
+
+    Args:
+        steps: of the whole run, those before a resumption included; may be empty.
+        name: of the run.
+        wall_s: of this process, start and checkpoints included.
+        memory_bytes: (predicted, measured) peak by bucket, e.g. ``kv_cache``.
+        phases_s: (predicted, measured) time of one step by phase, e.g. ``forward``.
+
+    Returns:
+        JSON-able figures, None where unknown; rates are medians over the steps, ``loss_first`` and
+        ``loss_last`` means of ``loss_steps`` steps each.
+    """
+    losses = [m.loss for m in steps if math.isfinite(m.loss)]
+    ends = max(1, min(_MOST_ENDS, len(losses) // 2))
+    step_s = (_median(m.predicted_step_s for m in steps), _median(m.step_s for m in steps))
+    return {
+        "name": name,
+        "steps": len(steps),
+        "skipped_steps": sum(m.skipped for m in steps),
+        "tokens": sum(m.tokens for m in steps),
+        "wall_s": wall_s,
+        "tokens_per_s": _median(m.tokens_per_s for m in steps),
+        "mfu": _median(m.mfu for m in steps),
+        "hfu": _median(m.hfu for m in steps),
+        "loss_steps": ends,
+        "loss_first": statistics.fmean(losses[:ends]) if losses else None,
+        "loss_last": statistics.fmean(losses[-ends:]) if losses else None,
+        "device_peak_bytes": _largest(m.device_peak_bytes for m in steps),
+        "host_peak_bytes": _largest(m.host_peak_bytes for m in steps),
+        "offloaded_bytes_per_step": _median(m.offloaded_bytes for m in steps),
+        "exposed_copy_s": _median(m.exposed_copy_s for m in steps),
+        "step_s": _labelled(step_s),
+        "phases_s": {phase: _labelled(pair) for phase, pair in phases_s.items()},
+        "memory_bytes": {bucket: _labelled(pair) for bucket, pair in memory_bytes.items()},
+    }
+
+
+def write_summary(summary: Mapping[str, Any], path: Path) -> None:
+    """Write ``summary`` to ``path``, whole or not at all.
+
+    Raises:
+        OSError: the disk is full, or another fault of it.
+    """
+    write_json(path, summary)
+
+
+def print_summary(summary: Mapping[str, Any], *, console: Console | None = None) -> None:
+    """Print ``summary`` as tables: what was reached, then predicted against measured."""
+    from rich.console import Console
+
+    console = console or Console()
+    console.print(_reached(summary))
+    rows = list(_comparisons(summary))
+    if rows:
+        console.print(_compared(rows, predicted_for=summary.get("predicted_for")))
+
+
+def _reached(summary: Mapping[str, Any]) -> Table:
+    from rich.text import Text
+
+    table = _table(title=Text(f"Run {summary['name']}", style="bold"))
+    table.add_column()
+    table.add_column(justify="right")
+    table.show_header = False
+    for label, text in _facts(summary):
+        table.add_row(label, text)
+    return table
+
+
+def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    skipped = summary["skipped_steps"]
+    yield "steps", f"{summary['steps']}" + (f" ({skipped} skipped)" if skipped else "")
+    yield "tokens", format_count(summary["tokens"])
+    yield "wall time", format_duration(summary["wall_s"])
+    first, last = summary["loss_first"], summary["loss_last"]
+    if last is not None:
+        ends = summary["loss_steps"]
+        which = f"{ends} steps" if ends > 1 else "step"
+        yield f"loss, first and last {which}", f"{first:.3f} → {last:.3f}"
+    formats = {
+        "tokens_per_s": ("tokens/s (median)", format_count),
+        "mfu": ("MFU (median)", _percent),
+        "hfu": ("HFU (median)", _percent),
+        "device_peak_bytes": ("device memory, peak", format_bytes),
+        "host_peak_bytes": ("host memory, peak", format_bytes),
+    }
+    for key, (label, show) in formats.items():
+        nothing = key == "host_peak_bytes" and summary[key] == 0  # a CPU has no host beside it
+        if summary[key] is not None and not nothing:
+            yield label, show(summary[key])
+    if summary["offloaded_bytes_per_step"]:
+        yield "moved out per step", format_bytes(int(summary["offloaded_bytes_per_step"]))
+
+
+def _compared(rows: Iterable[tuple[str, str, str, str]], *, predicted_for: str | None) -> Table:
+    machine = f", predicted for {predicted_for}" if predicted_for else ""
+    table = _table(title=f"Predicted against measured{machine}")
+    table.add_column()
+    for heading in ("predicted", "measured", "measured / predicted"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _comparisons(summary: Mapping[str, Any]) -> Iterable[tuple[str, str, str, str]]:
+    times = {"step": summary["step_s"]} | summary["phases_s"]
+    copies = summary.get("copies")
+    if copies is not None:
+        times["waiting for copies"] = copies["exposed_s"]
+    timeline = summary.get("timeline")
+    if timeline is not None:
+        times["actions of the last step"] = timeline["makespan_s"]
+    for name, pair in times.items():
+        if pair["measured"] is not None or pair["predicted"] is not None:
+            yield _row(f"{name} time", pair, show=format_duration)
+    if timeline is not None and timeline["pipeline_ranks"] > 1:
+        yield _row("idle share of a pipeline rank", timeline["bubble_fraction"], show=_percent)
+    if copies is not None:
+        for name, key in (("copies out", "out_bytes_per_s"), ("copies back", "back_bytes_per_s")):
+            yield _row(f"{name} rate", copies[key], show=_rate)
+        yield _row("disk file", copies["disk_bytes"], show=format_bytes)
+    for name, pair in summary["memory_bytes"].items():
+        yield _row(f"{name} memory", pair, show=format_bytes)
+
+
+def _row(name: str, pair: Mapping[str, Any], *, show: Any) -> tuple[str, str, str, str]:
+    predicted, measured = pair["predicted"], pair["measured"]
+    known = predicted is not None and measured is not None and predicted > 0
+    return (
+        name.replace("_", " "),
+        "–" if predicted is None else show(predicted),
+        "–" if measured is None else show(measured),
+        f"{measured / predicted:.2f}" if known else "–",
+    )
+
+
+def _table(*, title: Any) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _labelled(pair: Pair) -> dict[str, float | None]:
+    predicted, measured = pair
+    return {"predicted": finite_or_none(predicted), "measured": finite_or_none(measured)}
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(int(bytes_per_s))}/s"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = _finite(values)
+    return statistics.median(known) if known else None
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max(_finite(values), default=None)
+
+
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]

@@ -1,0 +1,69 @@
+"""Metrics as TensorBoard event files."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from sppo.output_file import named_errors
+from sppo.report.metrics import StepMetrics
+
+_logger = logging.getLogger(__name__)
+_TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/lr",
+    "skipped": "train/skipped",
+    "step_s": "speed/step_s",
+    "predicted_step_s": "speed/predicted_step_s",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
+    "hfu": "speed/hfu",
+    "exposed_copy_s": "speed/exposed_copy_s",
+    "copy_out_bytes_per_s": "speed/copy_out_bytes_per_s",
+    "copy_back_bytes_per_s": "speed/copy_back_bytes_per_s",
+    "device_peak_bytes": "memory/device_peak_bytes",
+    "host_peak_bytes": "memory/host_peak_bytes",
+    "offloaded_bytes": "memory/offloaded_bytes",
+}
+
+
+class TensorBoardSink:
+    """Scalars by step. A thread of TensorBoard's own writes them.
+
+    Args:
+        directory: for event files, made if needed.
+        resume_step: the run goes on after this step; TensorBoard hides what it has of later ones.
+
+    Raises:
+        ValueError: tensorboard is not installed.
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, directory: Path, *, resume_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "train.tensorboard: true needs TensorBoard; run  pip install 'sppo[track]'  "
+                "or write train.tensorboard: false"
+            ) from error
+        self._directory = directory
+        with named_errors(directory):
+            self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """See :class:`sppo.report.metrics.MetricSink`."""
+        values = asdict(metrics)
+        with named_errors(self._directory):
+            for field, tag in _TAGS.items():
+                if values[field] is not None:
+                    self._writer.add_scalar(tag, float(values[field]), metrics.step)
+
+    def close(self) -> None:
+        """See :class:`sppo.report.metrics.MetricSink`."""
+        try:
+            self._writer.close()
+        except OSError as error:  # the run is over, and its state saved
+            _logger.warning("%s is incomplete: %s", self._directory, error.strerror)

@@ -1,0 +1,1 @@
+"""Checks of schedules: completeness, order, messages, and freedom from deadlock."""

@@ -1,0 +1,235 @@
+"""Whether a schedule is correct, without any timing.
+
+Rules, each with the failure it prevents:
+
+* coverage: every F once per stage and unit, every B once (unless evaluation), W, R, D2H and H2D at
+  most once. A duplicate would add its gradients twice.
+* placement: a stage's whole units run on its rank; the pieces of a cut unit on as many ranks as
+  there are pieces, one of them the owner; B on the ranks of its F, because they hold its tensors.
+* forward order: F of subsequence i after F of i - 1 on the same stage, whose K/V it reads.
+* backward order: B after its F, and after B of subsequence i + 1, which completes its dK/dV.
+* weight order, rebuild order: W after its B; R between F and B.
+* copy order: D2H after F, H2D after D2H and before R and B, none without the other.
+* message coverage: with any message in the schedule, exactly the needed ones.
+* message place: SEND behind what makes the tensor, RECV before what needs it.
+* message order: sends and receives of a directed edge in the same order; anything else delivers a
+  tensor of another unit, or none.
+* reduction: REDUCE at most once per stage, after its last B or W.
+* memory plan: no more units in flight on a rank than planned, if a plan is given.
+* no deadlock: the order of all ranks together has no circle. Only checked if all else holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sppo.schedule import encoding
+from sppo.schedule.actions import Schedule
+from sppo.schedule.checks.coverage import coverage_problems, message_problems
+from sppo.schedule.checks.violations import ScheduleError, Violation
+from sppo.schedule.costs import abstract_costs
+from sppo.schedule.encoding import (
+    D2H,
+    H2D,
+    RECV_ACT,
+    RECV_GRAD,
+    REDUCE,
+    SEND_ACT,
+    SEND_GRAD,
+    B,
+    Codes,
+    EncodedProgram,
+    F,
+    MalformedActionError,
+    R,
+    W,
+    encode,
+)
+from sppo.schedule.event_loop import DeadlockError, run_clock
+from sppo.schedule.in_flight import units_in_flight
+
+_MISSING = -1
+
+
+def validate(schedule: Schedule, *, max_in_flight: Sequence[float] | None = None) -> None:
+    """Refuse `schedule` if it breaks a rule.
+
+    Args:
+        schedule: With or without copies and messages.
+        max_in_flight: Units each rank may hold between F and its last B or W.
+
+    Raises:
+        ScheduleError: names the first offending actions and their rules.
+    """
+    violations = find_violations(schedule, max_in_flight=max_in_flight)
+    if violations:
+        raise ScheduleError(schedule.name, violations=violations)
+
+
+def find_violations(
+    schedule: Schedule, *, max_in_flight: Sequence[float] | None = None
+) -> tuple[Violation, ...]:
+    """All broken rules of `schedule`; those that need an order only when coverage holds."""
+    try:
+        programs = encode(schedule)
+    except MalformedActionError as error:
+        return (Violation("well formed", str(error), error.rank, error.index),)
+    found = coverage_problems(schedule, programs=programs)
+    if found:
+        return tuple(found)
+    for rank in range(schedule.num_ranks):
+        found += _order_problems(schedule, rank=rank, program=programs[rank])
+    if not found:
+        found += message_problems(schedule, programs=programs)
+    if max_in_flight is not None:
+        found += _memory_problems(schedule, programs=programs, limits=max_in_flight)
+    if found:
+        return tuple(found)
+    return _deadlock(schedule, programs=programs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Positions:
+    """Where one rank does what: position of each kind of action for each of its slots."""
+
+    schedule: Schedule
+    rank: int
+    slots: Codes
+    first: dict[int, npt.NDArray[np.int64]]
+    last: dict[int, npt.NDArray[np.int64]]
+
+    def index(self, code: int, slot_index: int) -> int:
+        """Position of the last action of a kind for one of the slots."""
+        return int(self.last[code][slot_index])
+
+
+def _positions(schedule: Schedule, *, rank: int, program: EncodedProgram) -> _Positions:
+    slots = np.unique(program.slots[program.codes != REDUCE])
+    first, last = {}, {}
+    position = np.arange(program.codes.size)
+    for code in range(REDUCE):
+        which = program.codes == code
+        at = np.searchsorted(slots, program.slots[which])
+        first[code] = np.full(slots.shape, _MISSING)
+        last[code] = np.full(slots.shape, _MISSING)
+        # Of several messages of a cut unit the first and the last one count.
+        last[code][at] = position[which]
+        first[code][at[::-1]] = position[which][::-1]
+    return _Positions(schedule, rank, slots, first, last)
+
+
+def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -> list[Violation]:
+    """Rules about the order within one rank's program."""
+    at = _positions(schedule, rank=rank, program=program)
+    found: list[Violation] = []
+    units = at.slots % schedule.num_units
+    follows = ~encoding.first_subsequence(schedule)[units]
+    neighbour = np.zeros(at.slots.shape, dtype=bool)
+    neighbour[1:] = np.diff(at.slots) == 1
+    pairs = np.flatnonzero(neighbour & follows)
+    if pairs.size:
+        found += _must_follow(at, "forward order", F, pairs, F, pairs - 1)
+        found += _must_follow(at, "backward order", B, pairs - 1, B, pairs)
+    every = np.arange(at.slots.size)
+    for rule, later, earlier in (
+        ("backward order", B, F),
+        ("weight order", W, B),
+        ("rebuild order", R, F),
+        ("rebuild order", B, R),
+        ("copy order", D2H, F),
+        ("copy order", H2D, D2H),
+        ("copy order", B, H2D),
+        ("copy order", R, H2D),
+        ("message place", SEND_ACT, F),
+        ("message place", SEND_GRAD, B),
+        ("message place", F, RECV_ACT),
+        ("message place", B, RECV_GRAD),
+    ):
+        found += _must_follow(at, rule, later, every, earlier, every)
+    return found + _reduction_problems(schedule, rank=rank, program=program)
+
+
+def _must_follow(
+    at: _Positions,
+    rule: str,
+    later: int,
+    later_slots: npt.NDArray[np.int64],
+    earlier: int,
+    earlier_slots: npt.NDArray[np.int64],
+) -> list[Violation]:
+    """Where both actions are there, `later` must stand behind the last `earlier`."""
+    after, before = at.first[later][later_slots], at.last[earlier][earlier_slots]
+    wrong = np.flatnonzero((after != _MISSING) & (before != _MISSING) & (after < before))
+    found = []
+    program = at.schedule.programs[at.rank]
+    for index in wrong[:8].tolist():
+        place = int(after[index])
+        text = f"{program[place]} stands before {program[int(before[index])]}, which it needs"
+        found.append(Violation(rule, text, at.rank, place))
+    return found
+
+
+def _reduction_problems(
+    schedule: Schedule, *, rank: int, program: EncodedProgram
+) -> list[Violation]:
+    """REDUCE once per stage, behind its last B and W."""
+    found = []
+    seen: set[int] = set()
+    backward = (program.codes == B) | (program.codes == W)
+    stages = program.slots // schedule.num_units
+    for index in np.flatnonzero(program.codes == REDUCE).tolist():
+        stage = int(program.slots[index])
+        action = schedule.programs[rank][index]
+        behind = np.flatnonzero(backward[index:] & (stages[index:] == stage))
+        if stage in seen:
+            found.append(Violation("reduction", f"{action} is there twice", rank, index))
+        elif schedule.placement.rank_of(stage) != rank and not _helps(
+            program, stage=stage, num_units=schedule.num_units
+        ):
+            text = f"{action} runs on rank {rank}, which has no gradients of stage {stage}"
+            found.append(Violation("reduction", text, rank, index))
+        elif behind.size:
+            late = schedule.programs[rank][index + int(behind[0])]
+            text = f"{action} stands before {late}, whose gradients it would miss"
+            found.append(Violation("reduction", text, rank, index))
+        seen.add(stage)
+    return found
+
+
+def _helps(program: EncodedProgram, *, stage: int, num_units: int) -> bool:
+    compute = program.codes < encoding.NUM_COMPUTE
+    return bool((program.slots[compute] // num_units == stage).any())
+
+
+def _memory_problems(
+    schedule: Schedule, *, programs: Sequence[EncodedProgram], limits: Sequence[float]
+) -> list[Violation]:
+    """Units in flight within the plan."""
+    if len(limits) != schedule.num_ranks:
+        raise ValueError(f"{len(limits)} limits for {schedule.num_ranks} ranks: give one per rank")
+    found = []
+    for rank, program in enumerate(programs):
+        held = units_in_flight(program)
+        over = np.flatnonzero(held > limits[rank] + 1e-9)
+        if over.size:
+            index = int(over[0])
+            text = (
+                f"{schedule.programs[rank][index]} is unit {held[index]:g} in flight, "
+                f"planned are {limits[rank]:g}"
+            )
+            found.append(Violation("memory plan", text, rank, index))
+    return found
+
+
+def _deadlock(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> tuple[Violation, ...]:
+    """Play the schedule; what is never reached is part of a circle or behind one."""
+    costs = abstract_costs(schedule.num_stages, num_units=schedule.num_units)
+    try:
+        run_clock(schedule, programs=programs, costs=costs)
+    except DeadlockError as error:
+        return (Violation("no deadlock", str(error), error.rank, error.index),)
+    return ()

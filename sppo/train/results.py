@@ -1,0 +1,202 @@
+"""What a run leaves behind: the loss picture, and the summary with predicted against measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
+from sppo.config import RunConfig
+from sppo.cost.memory import MemoryBuckets
+from sppo.planning.plan import Prediction
+from sppo.report.copies_summary import copies_summary
+from sppo.report.loss_plot import loss_picture
+from sppo.report.metrics import METRICS_FILE, read_metrics
+from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
+from sppo.train.executed_step import (
+    planned_timeline,
+    timeline_summary,
+    timeline_writers,
+)
+from sppo.train.measured import MeasuredBuckets, StepPhases
+from sppo.train.preflight import Preflight
+from sppo.train.run_directory import (
+    LOSS_PICTURE,
+    RESULT_FILES,
+    SUMMARY_FILE,
+)
+from sppo.train.trainer import TrainingOutcome
+
+_WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
+"""Names in the output directory, in the order in which the report lists them."""
+
+
+def report(
+    run: RunConfig,
+    preflight: Preflight,
+    outcome: TrainingOutcome,
+    *,
+    console: Console,
+    command: str = "the same command",
+) -> None:
+    """Summarise, write, draw and print; a run that was done before keeps its summary.
+
+    The run is over and its state saved, so a file that cannot be written is a warning.
+
+    Args:
+        run: checked.
+        preflight: of the same run.
+        outcome: what training did.
+        console: where to print.
+        command: that goes on with the run where steps are left.
+    """
+    output = outcome.output
+    if _was_done(outcome):
+        _say(
+            f"{output}: all {run.train.steps} steps were done before, nothing to do; "
+            "raise train.steps to go on",
+            console,
+        )
+        if not (output / LOSS_PICTURE).exists():
+            _write({LOSS_PICTURE: _loss_writer(run, outcome)}, outcome, console=console)
+        return
+    steps = read_metrics(output / METRICS_FILE)
+    summary = run_summary(
+        steps,
+        name=output.name,
+        wall_s=outcome.wall_s,
+        memory_bytes=_memory(preflight, outcome),
+        phases_s=_phases(preflight.plan.predicted, outcome),
+    )
+    hardware = preflight.plan.hardware
+    summary["predicted_for"] = f"{hardware.name} ({hardware.provenance})"
+    summary["copies"] = copies_summary(preflight.plan, outcome.copies)
+    summary["interrupted_by"] = outcome.interrupted_by
+    writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
+    if steps:
+        writers[LOSS_PICTURE] = _loss_writer(run, outcome)
+    if outcome.timeline is not None:
+        planned = planned_timeline(preflight.plan)
+        summary["timeline"] = timeline_summary(planned, outcome.timeline)
+        writers |= timeline_writers(planned, outcome.timeline)
+    missing = _write(writers, outcome, console=console)
+    print_summary(summary, console=console)
+    written = [name for name in _WRITTEN if name not in missing and (output / name).exists()]
+    _say(f"{output}: {', '.join(written)}", console)
+    if outcome.interrupted_by is not None:
+        _say(
+            f"stopped by {outcome.interrupted_by} after step {outcome.done_steps} of "
+            f"{run.train.steps}, {run.train.steps - outcome.done_steps} left; to go on: {command}",
+            console,
+        )
+
+
+def _loss_writer(run: RunConfig, outcome: TrainingOutcome) -> Callable[[Path], None]:
+    metrics = outcome.output / METRICS_FILE
+    return partial(loss_picture, metrics, terms=run.train.beside_cross_entropy)
+
+
+def _write(
+    writers: Mapping[str, Callable[[Path], None]], outcome: TrainingOutcome, *, console: Console
+) -> list[str]:
+    """Write the files that can be written; warn of the others, and return their names."""
+    missing = []
+    for name, write in writers.items():
+        path = outcome.output / name
+        try:
+            write(path)
+        except Exception as error:  # of whatever kind: the run itself is whole
+            missing.append(name)
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            told = "; ".join([why or type(error).__name__, *getattr(error, "__notes__", [])])
+            _say(f"warning: {path} cannot be written: {told}", console)
+    if missing:
+        again = [name for name in missing if name in (SUMMARY_FILE, LOSS_PICTURE)]
+        hint = f"; the same command writes {', '.join(again)}" if again else ""
+        _say(
+            f"{outcome.output}: done and saved after step {outcome.done_steps}, without "
+            f"{', '.join(missing)}{hint}",
+            console,
+        )
+    return missing
+
+
+def _was_done(outcome: TrainingOutcome) -> bool:
+    """Whether nothing was done now, and what was done before is summed up."""
+    if outcome.done_steps > outcome.first_step or outcome.interrupted_by is not None:
+        return False
+    try:
+        summary = json.loads((outcome.output / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return bool(summary["steps"] == outcome.done_steps)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _say(text: str, console: Console) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
+    """Buckets that were measured, beside their prediction."""
+    predicted, measured = preflight.plan.stages[0].memory.device, outcome.buckets
+    if not outcome.phases:
+        return {}
+    growth = outcome.peak_bytes - outcome.baseline_bytes + outcome.warm_up_bytes
+    if measured.working_bytes is None:
+        rest = {
+            "working set and heap": (
+                predicted.working_bytes + predicted.heap_bytes + predicted.growth_bytes,
+                growth - measured.counted_bytes,
+            )
+        }
+    else:
+        rest = {
+            # What messages and exchanged tensors take is not told apart from it.
+            "working set": (
+                predicted.working_bytes + predicted.communication_bytes,
+                measured.working_bytes,
+            ),
+            "process growth": (
+                predicted.growth_bytes + predicted.heap_bytes,
+                growth - measured.counted_bytes,
+            ),
+        }
+    return {
+        "weights": (predicted.weights_bytes, measured.weights_bytes),
+        "gradients": (predicted.gradients_bytes, measured.gradients_bytes),
+        "optimizer": (predicted.optimizer_bytes, measured.optimizer_bytes),
+        "K/V and gradients": (predicted.kv_bytes + predicted.kv_gradients_bytes, measured.kv_bytes),
+        "activations": (
+            predicted.activations_bytes + predicted.loss_gradient_bytes,
+            measured.activations_bytes,
+        ),
+        **_copies(predicted, measured),
+        **rest,
+        "all": (predicted.total_bytes, growth),
+    }
+
+
+def _copies(predicted: MemoryBuckets, measured: MeasuredBuckets) -> dict[str, Pair]:
+    """Slots of moved tensors, where there are any."""
+    pair = predicted.copies_bytes, measured.copies_bytes
+    return {"copies": pair} if any(pair) else {}
+
+
+def _phases(predicted: Prediction, outcome: TrainingOutcome) -> dict[str, Pair]:
+    """Median time of each phase beside its prediction."""
+    if not outcome.phases:
+        return {}
+    read: Mapping[str, tuple[float, Callable[[StepPhases], float]]] = {
+        "forward": (predicted.forward_s, lambda phases: phases.forward_s),
+        "backward": (predicted.backward_s, lambda phases: phases.backward_s),
+        "data and update": (predicted.update_s, lambda phases: phases.rest_s),
+    }
+    return {
+        name: (expected, statistics.median(of(phases) for phases in outcome.phases))
+        for name, (expected, of) in read.items()
+    }

@@ -1,0 +1,273 @@
+"""What single ranks do in the tests of checkpoints: cut a state, save it, load it otherwise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
+from sppo.checkpoint.state_block import StateBlock
+from sppo.config import PRESETS, RunConfig, check_run
+from sppo.model.initialize import initial_weights
+
+State = dict[str, Tensor | StateBlock]
+Box = list[tuple[int, int]]
+"""First and last of a block, in each dimension."""
+
+
+def tensors_of(step: int) -> dict[str, Tensor]:
+    """The whole state, as one process would hold it."""
+    generator = torch.Generator().manual_seed(step)
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return {
+        "model.embed.weight": made(33, 17),
+        "model.layers.0.q.weight": made(16, 12),
+        "model.layers.0.o.weight": made(12, 16),
+        "model.layers.1.norm.weight": made(3),
+        "model.layers.1.mlp.weight": made(3, 5),
+        "optimizer.exp_avg.embed.weight": made(33, 17, dtype=torch.bfloat16),
+        "optimizer.exp_avg_sq.layers.0.o.weight": made(12, 16, dtype=torch.bfloat16),
+        "optimizer.nothing": made(0, 4),
+        "optimizer.experts": made(4, 5, 6),
+        "optimizer.step": torch.tensor(step + 2**40),
+    }
+
+
+# Layouts ----------------------------------------------------------------------------------------
+
+
+def cut(size: int, parts: int) -> list[tuple[int, int]]:
+    """As torch.chunk cuts, but there are always ``parts``; the last ones may be empty."""
+    each = -(-size // parts)
+    return [(min(i * each, size), min((i + 1) * each, size)) for i in range(parts)]
+
+
+def box_of(layout: str, name: str, shape: torch.Size, *, rank: int, size: int) -> Box | None:
+    """What ``rank`` holds of ``name``; None: nothing of it belongs to this rank."""
+    box = [(0, extent) for extent in shape]
+    if layout.startswith("random"):
+        return random_box(layout + name, shape, rank=rank, size=size)
+    if not shape or layout == "whole":
+        return box
+    if layout == "rows":
+        box[0] = cut(shape[0], size)[rank]
+    elif layout == "columns":
+        box[-1] = cut(shape[-1], size)[rank]
+    elif layout == "grid":  # two columns as far as there are ranks, replicas on an odd last one
+        across = cut(shape[-1], min(size, 2))
+        box[-1] = across[rank % len(across)]
+        if len(shape) > 1:
+            down = cut(shape[0], max(size // 2, 1))
+            box[0] = down[rank // 2 % len(down)]
+    elif layout == "stages":  # each name on two neighbouring ranks: in halves or as replicas
+        first = len(name) % size
+        place = (rank - first) % size
+        if place > 1:
+            return None
+        if len(name) % 2 == 0 and size > 1:
+            box[0] = cut(shape[0], 2)[place]
+    else:
+        raise ValueError(layout)
+    return box
+
+
+def random_box(seed: str, shape: torch.Size, *, rank: int, size: int) -> Box | None:
+    """Of a random grid with as many cells as there are ranks or fewer, some cells copied."""
+    chance = random.Random(f"{seed}/{size}")
+    grid, left = [], size
+    for extent in shape:
+        parts = chance.randint(1, left)
+        left //= parts
+        inner = sorted(chance.randint(0, extent) for _ in range(parts - 1))
+        grid.append(list(zip([0, *inner], [*inner, extent], strict=True)))
+    cells: list[Box] = [[]]
+    for dimension in grid:
+        cells = [[*cell, bounds] for cell in cells for bounds in dimension]
+    others = [chance.choice([None, *cells]) for _ in range(size - len(cells))]
+    holds = [*cells, *others]
+    chance.shuffle(holds)
+    return holds[rank]
+
+
+def place_of(group: ProcessGroup | None) -> tuple[int, int]:
+    """Rank and number of ranks."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def cut_state(
+    group: ProcessGroup | None,
+    layout: str,
+    *,
+    step: int,
+    make: Callable[[Tensor], Tensor] = lambda block: block,
+) -> State:
+    """This rank's part of the state; views of the whole tensors unless ``make`` makes others."""
+    return cut_tensors(group, layout, tensors_of(step), make=make)
+
+
+def cut_tensors(
+    group: ProcessGroup | None,
+    layout: str,
+    tensors: dict[str, Tensor],
+    *,
+    make: Callable[[Tensor], Tensor] = lambda block: block,
+) -> State:
+    """This rank's part of ``tensors``."""
+    rank, size = place_of(group)
+    state: State = {}
+    for name, tensor in tensors.items():
+        box = box_of(layout, name, tensor.shape, rank=rank, size=size)
+        if box is None:
+            continue
+        block = make(tensor[tuple(slice(*bounds) for bounds in box)])
+        if layout == "whole":
+            state[name] = block
+        else:
+            offsets = tuple(first for first, _ in box)
+            state[name] = StateBlock(block, offsets, tuple(tensor.shape))
+    return state
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """NaN and signed zeros included."""
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(one, other)
+
+
+def tensor_of(value: Tensor | StateBlock) -> Tensor:
+    return value.tensor if isinstance(value, StateBlock) else value
+
+
+# Rank functions ---------------------------------------------------------------------------------
+
+
+def manager_of(
+    group: ProcessGroup | None, directory: str, *, keep: int = 3, async_save: bool = False
+) -> CheckpointManager:
+    path = Path(directory) / "checkpoints"
+    return CheckpointManager(path, keep=keep, async_save=async_save, group=group)
+
+
+def save(group: ProcessGroup | None, directory: str, layout: str, *steps: int) -> list[str]:
+    """Save steps; the names there are then."""
+    manager = manager_of(group, directory)
+    for step in steps:
+        manager.save(cut_state(group, layout, step=step), step=step, metadata={"by": layout})
+    return names(directory)
+
+
+def model_run() -> RunConfig:
+    """A run of a model that has a published form."""
+    raw = {
+        "model": {**PRESETS["tiny-test"], "family": "mistral"},
+        "data": {"tokens": "data"},
+        "sequence": {"length": 64},
+        "train": {"dtype": "bf16"},
+    }
+    return check_run(raw, source="test")
+
+
+def save_model(group: ProcessGroup | None, directory: str, layout: str) -> None:
+    """Save step 3 of :func:`model_run`, as it would be after no step at all."""
+    run = model_run()
+    weights = {f"model.{k}": w for k, w in initial_weights(run.model, seed=3).items()}
+    manager = manager_of(group, directory)
+    metadata = run_metadata(run, sequences_consumed=3)
+    manager.save(cut_tensors(group, layout, weights), step=3, metadata=metadata)
+
+
+def save_layouts(group: ProcessGroup | None, directory: str, layouts: list[str]) -> None:
+    """Save step 3 in each layout, in a directory of its name."""
+    for layout in layouts:
+        save(group, f"{directory}/{layout}", layout, 3)
+
+
+def load_layouts(
+    group: ProcessGroup | None, directory: str, saved: list[str], layouts: list[str]
+) -> int:
+    """Load what was saved in each layout in every other; blocks compared."""
+    compared = 0
+    for source in saved:
+        manager = manager_of(group, f"{directory}/{source}")
+        found = manager.latest_valid()
+        assert found is not None
+        assert found.step == 3
+        assert found.metadata["by"] == source
+        for layout in layouts:
+            compared += load_and_compare(group, manager, layout, step=3)
+    return compared
+
+
+def load_and_compare(
+    group: ProcessGroup | None, manager: CheckpointManager, layout: str, *, step: int
+) -> int:
+    """Fill blocks that hold something else; how many were right."""
+    found = manager.latest_valid()
+    assert found is not None
+    assert found.step == step, found
+    state = cut_state(group, layout, step=step, make=lambda block: torch.full_like(block, -1))
+    manager.load_into(found, state)
+    for name, wanted in cut_state(group, layout, step=step).items():
+        got, right = tensor_of(state[name]), tensor_of(wanted)
+        assert same_bits(got, right), f"{name} as {layout}"
+    return len(state)
+
+
+def load_newest(group: ProcessGroup | None, directory: str, layout: str) -> int:
+    """Load in ``layout``; the step of what was found."""
+    manager = manager_of(group, directory)
+    found = manager.latest_valid()
+    assert found is not None
+    load_and_compare(group, manager, layout, step=found.step)
+    return found.step
+
+
+def load_views(group: ProcessGroup | None, directory: str) -> None:
+    """Load into columns of larger tensors, which must stay as they were beside them."""
+    manager = manager_of(group, directory)
+    found = manager.latest_valid()
+    assert found is not None
+    for name, tensor in tensors_of(found.step).items():
+        if tensor.dim() != 2:
+            continue
+        rank, size = place_of(group)
+        first, last = cut(tensor.shape[1], size)[rank]
+        wide = torch.full((tensor.shape[0], last - first + 2), 7.0).to(tensor.dtype)
+        block = StateBlock(wide[:, 1:-1], (0, first), tuple(tensor.shape))
+        manager.load_into(found, {name: block})
+        assert same_bits(block.tensor, tensor[:, first:last])
+        assert (wide[:, [0, -1]] == 7).all()
+
+
+def save_in_background(group: ProcessGroup, directory: str) -> list[int]:
+    """Save while the tensors change and the group is in use; ranks summed meanwhile."""
+    manager = manager_of(group, directory, async_save=True)
+    sums = []
+    for step in (1, 2):
+        state = cut_state(group, "grid", step=step, make=torch.clone)
+        manager.save(state, step=step, metadata={"by": "grid"})
+        for value in state.values():
+            tensor_of(value).zero_()
+        for _ in range(50):
+            total = torch.tensor(dist.get_rank(group))
+            dist.all_reduce(total, group=group)
+            sums.append(int(total))
+    manager.wait()
+    load_and_compare(group, manager, "grid", step=2)
+    return sums
+
+
+def names(directory: str) -> list[str]:
+    """What lies among the checkpoints."""
+    return sorted(path.name for path in (Path(directory) / "checkpoints").iterdir())

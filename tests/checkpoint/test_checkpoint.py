@@ -1,0 +1,546 @@
+"""Checkpoints: round trips, damage, full disks, background saves."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import resource
+import shutil
+import threading
+from collections import namedtuple
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sppo.checkpoint import checkpoint as checkpoint_module
+from sppo.checkpoint import files as checkpoint_files
+from sppo.checkpoint import manifest as checkpoint_manifest
+from sppo.checkpoint import search as checkpoint_search
+from sppo.checkpoint.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    InvalidCheckpointError,
+    find_checkpoint,
+    read_model,
+    run_metadata,
+)
+from sppo.checkpoint.files import list_checkpoints
+from sppo.checkpoint.search import held_checkpoint
+from sppo.config import RunConfig, check_run
+
+KEYS = ("model.embed.weight", "model.final_norm.weight", "optimizer.exp_avg.embed.weight")
+
+
+def _state(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        KEYS[0]: torch.randn(33, 17, generator=generator),
+        KEYS[1]: torch.randn(17, generator=generator),
+        KEYS[2]: torch.randn(33, 17, generator=generator),
+        "optimizer.step": torch.tensor(step),
+    }
+
+
+def _blank() -> dict[str, Tensor]:
+    return {key: torch.full_like(tensor, -1) for key, tensor in _state(0).items()}
+
+
+def _manager(directory: Path, *, keep: int = 3, async_save: bool = False) -> CheckpointManager:
+    return CheckpointManager(directory / "checkpoints", keep=keep, async_save=async_save)
+
+
+def _saved(directory: Path, *steps: int, keep: int = 3) -> CheckpointManager:
+    manager = _manager(directory, keep=keep)
+    for step in steps:
+        manager.save(_state(step), step=step, metadata={"sequences_consumed": 2 * step})
+    return manager
+
+
+def _save_and_wait(manager: CheckpointManager, *, step: int) -> None:
+    manager.save(_state(step), step=step, metadata={})
+    manager.wait()
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+def _assert_holds(manager: CheckpointManager, *, step: int) -> None:
+    found = manager.latest_valid()
+    assert found is not None
+    assert found.step == step
+    state = _blank()
+    manager.load_into(found, state)
+    for key, tensor in _state(step).items():
+        assert torch.equal(state[key], tensor), key
+
+
+def _config() -> RunConfig:
+    return check_run(
+        {
+            "model": {
+                "vocab_size": 32,
+                "hidden_size": 8,
+                "num_layers": 1,
+                "num_heads": 2,
+                "mlp_size": 16,
+            },
+            "data": {"tokens": "somewhere"},
+            "sequence": {"length": 64},
+        },
+        source="test",
+    )
+
+
+def test_what_was_saved_comes_back_in_place(tmp_path: Path) -> None:
+    manager = _saved(tmp_path, 4, 12)
+    _assert_holds(manager, step=12)
+    assert _names(tmp_path) == ["step_000004", "step_000012"]
+    state = _blank()
+    addresses = {key: tensor.data_ptr() for key, tensor in state.items()}
+    manager.load_into(find_checkpoint(tmp_path / "checkpoints" / "step_000004"), state)
+    assert torch.equal(state[KEYS[0]], _state(4)[KEYS[0]])
+    assert {key: tensor.data_ptr() for key, tensor in state.items()} == addresses
+
+
+def test_metadata_is_all_that_a_run_needs_to_go_on(tmp_path: Path) -> None:
+    config = _config()
+    manager = _manager(tmp_path)
+    manager.save(_state(5), step=5, metadata=run_metadata(config, sequences_consumed=20))
+    found = manager.latest_valid()
+    assert found is not None
+    assert found.metadata["step"] == 5
+    assert found.metadata["sequences_consumed"] == 20
+    assert found.metadata["config_digest"] == config.digest()
+    assert RunConfig.model_validate(found.metadata["config"]) == config
+    assert found.metadata["sppo_version"]
+
+
+def test_a_new_run_has_no_checkpoint(tmp_path: Path) -> None:
+    assert _manager(tmp_path).latest_valid() is None
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_only_the_newest_stay(tmp_path: Path) -> None:
+    _saved(tmp_path, 1, 2, 3, 4, 5, keep=2)
+    assert _names(tmp_path) == ["step_000004", "step_000005"]
+
+
+def test_saving_the_same_step_again_writes_nothing(tmp_path: Path) -> None:
+    manager = _saved(tmp_path, 3)
+    before = (tmp_path / "checkpoints" / "step_000003").stat().st_ino
+    manager.save(_state(3), step=3, metadata={})
+    assert (tmp_path / "checkpoints" / "step_000003").stat().st_ino == before
+
+
+def test_steps_beyond_a_million_keep_their_order(tmp_path: Path) -> None:
+    manager = _saved(tmp_path, 999_999, 1_000_000)
+    _assert_holds(manager, step=1_000_000)
+
+
+# Damage -----------------------------------------------------------------------------------------
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def _grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "says"),
+    [
+        ("__0_0.distcp", _truncate, "were written"),
+        ("__0_0.distcp", _flip_a_bit, "are not those that were written"),
+        ("__0_0.distcp", _grow, "were written"),
+        ("__0_0.distcp", Path.unlink, "missing"),
+        (".metadata", _flip_a_bit, "are not those that were written"),
+        ("metadata.json", _flip_a_bit, "are not those that were written"),
+        ("manifest.json", Path.unlink, "missing"),
+        ("manifest.json", _truncate, "not a manifest"),
+        ("manifest.json", lambda path: path.write_text("[" * 3000), "not a manifest"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    file: str,
+    spoil: object,
+    says: str,
+) -> None:
+    _saved(tmp_path, 10, 12)
+    spoil(tmp_path / "checkpoints" / "step_000012" / file)  # type: ignore[operator]
+    with caplog.at_level(logging.WARNING):
+        _assert_holds(_manager(tmp_path), step=10)
+    (message,) = _warnings(caplog)
+    for part in ("step_000012", file, says, "using step_000010"):
+        assert part in message, message
+
+
+def test_several_damaged_checkpoints_are_all_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _saved(tmp_path, 1, 2, 3)
+    for step in (2, 3):
+        _truncate(tmp_path / "checkpoints" / f"step_{step:06d}" / "__0_0.distcp")
+    _assert_holds(_manager(tmp_path), step=1)
+    third, second = _warnings(caplog)
+    assert "step_000003" in third
+    assert "step_000002" in second
+
+
+def test_no_valid_checkpoint_is_an_error_not_a_new_start(tmp_path: Path) -> None:
+    _saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        _truncate(tmp_path / "checkpoints" / f"step_{step:06d}" / "__0_0.distcp")
+    with pytest.raises(InvalidCheckpointError, match=r"every checkpoint in .* is damaged") as error:
+        _manager(tmp_path).latest_valid()
+    assert "step_000001: __0_0.distcp" in str(error.value)
+    assert "step_000002: __0_0.distcp" in str(error.value)
+
+
+def test_a_run_passes_a_damaged_checkpoint_and_replaces_it(tmp_path: Path) -> None:
+    _saved(tmp_path, 10, 12, 14, keep=3)
+    for step in (12, 14):
+        _flip_a_bit(tmp_path / "checkpoints" / f"step_{step:06d}" / "__0_0.distcp")
+    manager = _manager(tmp_path, keep=3)
+    _assert_holds(manager, step=10)
+    manager.save(_state(12), step=12, metadata={})
+    assert _names(tmp_path) == ["step_000010", "step_000012"]
+    _assert_holds(_manager(tmp_path), step=12)
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("flips")
+    _saved(directory, 1, 2)
+    return directory
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_flipped_bit_anywhere_is_found(two_checkpoints: Path, data: st.DataObject) -> None:
+    newest = two_checkpoints / "checkpoints" / "step_000002"
+    path = data.draw(st.sampled_from(sorted(newest.iterdir())))
+    original = path.read_bytes()
+    bit = data.draw(st.integers(0, 8 * len(original) - 1))
+    spoiled = bytearray(original)
+    spoiled[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(spoiled)
+    try:
+        found = _manager(two_checkpoints).latest_valid()
+    finally:
+        path.write_bytes(original)
+    assert found is not None
+    assert found.step == 1
+
+
+def test_large_files_are_summed_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_manifest, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(checkpoint_manifest, "_READ_BYTES", 300)
+    _saved(tmp_path, 1)
+    path = tmp_path / "checkpoints" / "step_000001"
+    assert checkpoint_manifest.find_damage(path) is None
+    content = bytearray((path / "__0_0.distcp").read_bytes())
+    content[2345] ^= 1
+    (path / "__0_0.distcp").write_bytes(content)
+    assert "bytes 2000-3000" in str(checkpoint_manifest.find_damage(path))
+
+
+# Loading ----------------------------------------------------------------------------------------
+
+
+def test_missing_and_misshapen_tensors_are_named_and_nothing_is_changed(tmp_path: Path) -> None:
+    manager = _saved(tmp_path, 1)
+    found = manager.latest_valid()
+    assert found is not None
+    state = _blank() | {
+        KEYS[1]: torch.full((18,), -1.0),
+        "model.layers.0.q.weight": torch.full((2, 2), -1.0),
+    }
+    with pytest.raises(ValueError, match="is of another model") as error:
+        manager.load_into(found, state)
+    assert "model.layers.0.q.weight is missing" in str(error.value)
+    assert "model.final_norm.weight is [17], not [18]" in str(error.value)
+    assert all((tensor == -1).all() for tensor in state.values())
+
+
+def test_weights_can_be_loaded_alone_and_narrower(tmp_path: Path) -> None:
+    manager = _saved(tmp_path, 1)
+    found = manager.latest_valid()
+    assert found is not None
+    weight = {KEYS[0]: torch.zeros(33, 17, dtype=torch.bfloat16)}
+    manager.load_into(found, weight)
+    assert torch.equal(weight[KEYS[0]], _state(1)[KEYS[0]].bfloat16())
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/step_000007"])
+def test_read_model_returns_the_weights_only(tmp_path: Path, below: str) -> None:
+    _saved(tmp_path, 5, 7)
+    metadata, weights = read_model(tmp_path / below)
+    assert metadata["step"] == 7
+    assert weights.keys() == {"embed.weight", "final_norm.weight"}
+    assert torch.equal(weights["embed.weight"], _state(7)[KEYS[0]])
+
+
+def test_a_run_may_be_called_like_a_step_and_a_checkpoint_anything(tmp_path: Path) -> None:
+    run = tmp_path / "step_000001"
+    _saved(run, 5)
+    assert read_model(run)[0]["step"] == 5
+    shutil.copytree(run / "checkpoints" / "step_000005", tmp_path / "best")
+    assert read_model(tmp_path / "best")[0]["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("below", "says"),
+    [
+        ("nowhere", "holds no checkpoint"),
+        ("", "holds no checkpoint"),
+        ("step_000003", "is not a directory"),
+    ],
+)
+def test_read_model_without_a_checkpoint_says_what_to_give(
+    tmp_path: Path, below: str, says: str
+) -> None:
+    with pytest.raises(InvalidCheckpointError, match=says):
+        read_model(tmp_path / below)
+
+
+def test_read_model_refuses_one_damaged_checkpoint(tmp_path: Path) -> None:
+    _saved(tmp_path, 5, 7)
+    path = tmp_path / "checkpoints" / "step_000007"
+    _flip_a_bit(path / "__0_0.distcp")
+    with pytest.raises(InvalidCheckpointError, match=r"step_000007 is damaged: __0_0\.distcp"):
+        read_model(path)
+    assert read_model(tmp_path)[0]["step"] == 5
+
+
+# Readers beside a run ---------------------------------------------------------------------------
+
+
+def _save_before(
+    monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str, manager: CheckpointManager
+) -> None:
+    """Let the run save another step, and delete the older one, just before the reader's call."""
+    real, steps = getattr(owner, name), iter((6, 7, 8))
+
+    def call(*words: Any, **named: Any) -> Any:
+        step = next(steps, None)
+        if step is not None:
+            manager.save(_state(step), step=step, metadata={})
+        return real(*words, **named)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def _has_locks(monkeypatch: pytest.MonkeyPatch, has_locks: bool) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", fail)
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (checkpoint_search, "held"),
+        (checkpoint_search, "find_damage"),
+        (checkpoint_search, "_open"),
+        (checkpoint_module, "saved_shapes"),
+        (checkpoint_module, "read_tensors"),
+    ],
+)
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_run_that_saves_at_any_moment_of_a_reader(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: ModuleType,
+    name: str,
+    keep: int,
+    has_locks: bool,
+) -> None:
+    _has_locks(monkeypatch, has_locks)
+    _save_before(monkeypatch, owner, name, _saved(tmp_path, 5, keep=keep))
+    metadata, weights = read_model(tmp_path)
+    step = metadata["step"]
+    assert 5 <= step <= 8
+    assert torch.equal(weights["embed.weight"], _state(step)[KEYS[0]])
+
+
+def test_what_is_read_stays_until_the_next_save(tmp_path: Path) -> None:
+    manager = _saved(tmp_path, 5, keep=1)
+    with held_checkpoint(tmp_path) as found:
+        manager.save(_state(6), step=6, metadata={})
+        assert found.path.is_dir()
+        assert _names(tmp_path) == ["step_000005", "step_000006"]
+    manager.save(_state(7), step=7, metadata={})
+    assert _names(tmp_path) == ["step_000007"]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_not_kept_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = _saved(tmp_path, 5, keep=1)
+    old = tmp_path / "checkpoints" / "step_000005"
+
+    def fail(path: Path) -> Path:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint_files, "_set_aside", fail)
+    manager.save(_state(6), step=6, metadata={})
+    descriptor = os.open(old, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["held", "find_damage"])
+def test_one_checkpoint_that_the_run_deletes_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    _has_locks(monkeypatch, False)
+    _save_before(monkeypatch, checkpoint_search, name, _saved(tmp_path, 5, keep=1))
+    with pytest.raises(InvalidCheckpointError, match="A run keeps its newest ones: name .*points"):
+        read_model(tmp_path / "checkpoints" / "step_000005")
+
+
+def test_names_that_change_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that is read while one name comes and another goes may show neither."""
+    _saved(tmp_path, 5, keep=1)
+    looks = iter([[]])
+    real = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: next(looks, None) or real(path))
+    assert [step for step, _ in list_checkpoints(tmp_path / "checkpoints")] == [5]
+
+
+# Full disks -------------------------------------------------------------------------------------
+
+
+def test_too_little_space_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = _saved(tmp_path, 1)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10_000, 7655, 2345))
+    with pytest.raises(CheckpointError, match="2345 are free") as error:
+        manager.save(_state(2), step=2, metadata={})
+    assert error.value.errno == errno.ENOSPC
+    assert "it needs 10" in str(error.value)
+    assert "earlier checkpoints are untouched" in str(error.value)
+    assert _names(tmp_path) == ["step_000001"]
+
+
+@pytest.mark.parametrize("when", ["tensors", "metadata", "manifest", "rename"])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_disk_that_fills_up_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, async_save: bool
+) -> None:
+    _saved(tmp_path, 1)
+    manager = _manager(tmp_path, async_save=async_save)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    names = {
+        "tensors": "save_tensors",
+        "metadata": "write_json",
+        "manifest": "write_manifest",
+        "rename": "publish",
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, names[when], full)
+        with pytest.raises(CheckpointError, match="No space left on device") as error:
+            _save_and_wait(manager, step=2)
+    assert error.value.errno == errno.ENOSPC
+    assert _names(tmp_path) == ["step_000001"]
+    _assert_holds(manager, step=1)
+    _save_and_wait(manager, step=2)
+    _assert_holds(manager, step=2)
+
+
+def test_a_write_cut_off_by_the_system_reports_its_words(tmp_path: Path) -> None:
+    manager = _saved(tmp_path, 1)
+    state = {"model.large.weight": torch.zeros(1 << 20)}  # 4 MiB
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot save step 2 .*File too large"):
+            manager.save(state, step=2, metadata={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert _names(tmp_path) == ["step_000001"]
+    _assert_holds(manager, step=1)
+
+
+def test_an_unwritable_directory_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file is in the way")
+    with pytest.raises(CheckpointError, match="cannot save step 1"):
+        _manager(tmp_path).save(_state(1), step=1, metadata={})
+
+
+# In the background ------------------------------------------------------------------------------
+
+
+def test_a_background_save_holds_the_state_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    real = checkpoint_module.save_tensors
+
+    def slow(*args: Any, **kwargs: Any) -> list[Path]:
+        assert go_on.wait(10)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_module, "save_tensors", slow)
+    manager = _manager(tmp_path, async_save=True)
+    state = _state(3)
+    manager.save(state, step=3, metadata={})
+    for tensor in state.values():
+        tensor.zero_()
+    assert manager.latest_valid() is None
+    go_on.set()
+    manager.wait()
+    _assert_holds(manager, step=3)
+
+
+def test_a_failed_background_save_surfaces_once_at_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = _manager(tmp_path, async_save=True)
+
+    def broken(*args: Any, **kwargs: Any) -> list[Path]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "save_tensors", broken)
+        manager.save(_state(1), step=1, metadata={})
+        with pytest.raises(CheckpointError, match="cannot save step 1"):
+            manager.save(_state(2), step=2, metadata={})
+    manager.save(_state(2), step=2, metadata={})
+    manager.wait()
+    assert _names(tmp_path) == ["step_000002"]

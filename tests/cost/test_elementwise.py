@@ -1,0 +1,245 @@
+"""The planner's work is the engine's: kernels and matrix FLOPs are counted while a model trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sppo.activations.policy import saved_tensors
+from sppo.config.model import ModelConfig
+from sppo.cost.elementwise import (
+    PASSES,
+    Work,
+    backward_work,
+    forward_work,
+    linear_rebuild_work,
+    saving_work,
+    work_seconds,
+)
+from sppo.cost.layer import Workload, update_seconds
+from sppo.cost.stage_cost import CostRequest, stage_seconds
+from sppo.engine.engine import Engine
+from sppo.engine.kv_store import KVStore
+from sppo.engine.unit import SequenceData
+from sppo.hardware.presets import PRESETS
+from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
+from sppo.kernels import elementwise
+from sppo.model import gradients, layer
+from sppo.model.gradients import zero_gradients
+from sppo.model.initialize import initial_weights
+from sppo.offload.stack_store import StackStore
+
+BASE = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 8,
+    "mlp_size": 24,
+    "max_positions": 64,
+}
+GPT = {
+    "norm": "layernorm",
+    "mlp": "gelu_tanh",
+    "position": "learned",
+    "qkv_bias": True,
+    "output_bias": True,
+    "mlp_bias": True,
+}
+MODELS = {
+    "llama": {},
+    "qwen3": {"qk_norm": True},
+    "gpt": GPT,
+    "gpt, rotary, exact gelu": {**GPT, "position": "rotary", "mlp": "gelu"},
+    "qwen2": {"qkv_bias": True},
+}
+CUTS = (0, 12, 20)
+# Work that no function of ours stands for: additions in place, and conversions.
+UNSEEN = {"add", "narrow", "loss_gradient", "adamw"}
+RATE = 1e9
+
+
+def model_of(name):
+    return ModelConfig.model_validate({**BASE, **MODELS[name]})
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Elements that every kernel worked on since the fixture was made."""
+    elements = Counter()
+
+    def watch(where, name, kernel):
+        original = getattr(where, name)
+
+        def watched(*args, **kwargs):
+            key, size = kernel(*args, **kwargs)
+            elements[key] += size
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(where, name, watched)
+
+    def norm(name, suffix=""):
+        def kernel(x, *args, dresidual_CE=None, **kwargs):
+            added = "" if dresidual_CE is None else "_add"
+            return ("head_norm" if x.dim() == 3 else name) + added + suffix, x.numel()
+
+        return kernel
+
+    for function, name in (("rms_norm", "rmsnorm"), ("layer_norm", "layernorm")):
+        watch(elementwise, function, norm(name))
+        watch(elementwise, f"add_{function}_", norm(name, "_add"))
+        watch(elementwise, f"{function}_backward", norm(name, "_backward"))
+    watch(elementwise, "activation", lambda gate, up, *, kind: (kind, up.numel()))
+    watch(
+        elementwise,
+        "activation_backward_",
+        lambda d, gate, up, *, kind: (f"{kind}_backward", up.numel()),
+    )
+    watch(layer, "rotate", lambda x, table: ("rotary", x.numel()))
+    watch(layer, "rotate_backward", lambda x, table: ("rotary", x.numel()))
+    watch(gradients, "accumulate_bias_gradient", lambda total, dy: ("bias_gradient", dy.numel()))
+    watch(
+        KVStore,
+        "write",
+        lambda *a, k_CKD, v_CKD, **k: ("copy", k_CKD.numel() + v_CKD.numel()),
+    )
+    watch(
+        StackStore,
+        "save",
+        lambda store, key, tensors: (
+            "save",
+            sum(t.numel() for name, t in tensors.items() if name not in ("lse", "dx")),
+        ),
+    )
+    return elements
+
+
+@torch.no_grad()
+def train_once(model, *, policy):
+    """Forward and backward of one sequence; matrix FLOPs of both."""
+    weights = initial_weights(model, seed=0)
+    engine = Engine(model, weights=weights, gradients=zero_gradients(weights), policy=policy)
+    tokens = torch.arange(CUTS[-1] + 1) % model.vocab_size
+    # torch counts mm and addmm, and knows nothing of the product that adds in place.
+    in_place = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        engine.accumulate([SequenceData(tokens[:-1], tokens[1:])], [CUTS])
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("policy", ["retain", "keep_attention"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kernel_of_a_step_is_counted(counted, name, policy):
+    model = model_of(name)
+    train_once(model, policy=policy)
+    work = [*forward_work(model), *backward_work(model, element_bytes=4)]
+    work += saving_work(model, names=saved_tensors(policy, model))
+    if policy == "keep_attention":
+        work += linear_rebuild_work(model)
+    expected = Counter()
+    for item in work:
+        expected[item.kernel] += item.width * model.num_layers * CUTS[-1]
+    for kernel in (model.norm, f"{model.norm}_backward"):  # of the last norm
+        expected[kernel] += model.hidden_size * CUTS[-1]
+    for kernel in UNSEEN:
+        del expected[kernel]
+    assert counted == expected
+
+
+def perfect(*, gemm=RATE, elementwise=1e30, attention=1e30):
+    """A CPU whose kernels take as long as their FLOPs or bytes say, whatever their shape."""
+    preset = PRESETS["laptop-cpu"]
+    device = replace(
+        preset.device,
+        gemm_points=(GemmPoint("fp32", 1, 1, gemm, gemm, gemm),),
+        attention_points=(AttentionPoint("fp32", 8, 1, 1, attention, attention),),
+        elementwise_points=tuple(
+            ElementwisePoint(kernel, "fp32", 1, elementwise) for kernel in PASSES
+        ),
+        kernel_s=0.0,
+    )
+    return replace(preset, device=device)
+
+
+def step_seconds(model, hardware, *, policy):
+    lengths = tuple(b - a for a, b in zip(CUTS, CUTS[1:], strict=False))
+    request = CostRequest(Workload(model, hardware, dtype="fp32"), (lengths,))
+    units = stage_seconds(request).units
+    total = units.forward + units.backward + units.weight
+    return float((total + (units.linear_rebuild if policy == "keep_attention" else 0)).sum())
+
+
+@pytest.mark.parametrize("policy", ["retain", "keep_attention"])
+@pytest.mark.parametrize("name", MODELS)
+def test_matrix_products_of_a_step_are_the_flops_that_ran(name, policy):
+    """Attention's own products are not among those torch counts here."""
+    model = model_of(name)
+    flops = train_once(model, policy=policy)
+    assert step_seconds(model, perfect(), policy=policy) == pytest.approx(flops / RATE)
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    model = model_of("llama")
+    parts = [perfect(gemm=1e9), perfect(gemm=1e30, elementwise=1e8)]
+    parts.append(perfect(gemm=1e30, attention=1e9))
+    together = perfect(gemm=1e9, elementwise=1e8, attention=1e9)
+    seconds = [step_seconds(model, machine, policy="retain") for machine in parts]
+    assert min(seconds) > 0
+    assert step_seconds(model, together, policy="retain") == pytest.approx(sum(seconds))
+
+
+def test_a_kernel_that_is_slow_slows_only_its_work():
+    model = model_of("qwen3")
+    machine = perfect()
+    points = tuple(
+        replace(point, bytes_per_s=1e6) if point.kernel == "swiglu_backward" else point
+        for point in machine.device.elementwise_points
+    )
+    slow = replace(machine, device=replace(machine.device, elementwise_points=points))
+    more = step_seconds(model, slow, policy="retain") - step_seconds(
+        model, machine, policy="retain"
+    )
+    moved = 6 * 4 * model.mlp_size * model.num_layers * CUTS[-1]
+    assert more == pytest.approx(moved / 1e6)
+
+
+def test_without_measurements_bytes_move_at_the_memorys_bandwidth():
+    device = PRESETS["laptop-cpu"].device
+    seconds = work_seconds(
+        device,
+        "bf16",
+        work=[Work("copy", 10), Work("narrow", 5)],
+        tokens=np.array([100.0]),
+        element_bytes=2,
+    )
+    assert seconds * device.memory_bytes_per_s == pytest.approx(100 * (10 * 4 + 5 * 6))
+
+
+def test_a_gpu_keeps_saved_tensors_in_place():
+    """So rebuilding saves it no copies, and forward has none."""
+    model = model_of("llama")
+    cpu = perfect(gemm=1e30, elementwise=1e6)
+    gpu = replace(cpu, device=replace(cpu.device, kind="cuda"))
+    tokens = CUTS[-1] * model.num_layers
+    copied = sum(2 * 4 * work.width for work in saving_work(model, names=("x_in", "o")))
+    kept = [step_seconds(model, machine, policy="keep_attention") for machine in (cpu, gpu)]
+    assert kept[0] - kept[1] == pytest.approx(copied * tokens / 1e6)
+
+
+def test_an_update_writes_narrow_weights_from_their_masters():
+    hardware, parameters = PRESETS["laptop-cpu"], np.array([1e6])
+    moved = {
+        dtype: update_seconds(
+            Workload(model_of("llama"), hardware, dtype=dtype), parameters=parameters, shards=2
+        )
+        * hardware.device.memory_bytes_per_s
+        for dtype in ("bf16", "fp32")
+    }
+    assert moved["fp32"] == pytest.approx(44 * 5e5)
+    assert moved["bf16"] == pytest.approx((44 + 6) * 5e5)

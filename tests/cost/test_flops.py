@@ -1,0 +1,115 @@
+"""FLOPs formulas against counts: of pairs one by one, and of matrix products as executed."""
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sppo.activations.policy import POLICIES
+from sppo.config import PRESETS
+from sppo.config.model import ModelConfig
+from sppo.cost.flops import (
+    causal_pairs,
+    executed_step_flops,
+    forward_flops,
+    head_flops,
+    layer_flops,
+    partition_costs,
+    step_flops,
+)
+from sppo.kernels.attention.reference import visible_pairs
+from tests.engine.models import VARIANTS, Trained, random_sequence, random_weights, tiny_model
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 13, 99])
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 37), (5, 6), (11, 30), (3, 3)])
+def test_pairs_are_those_that_are_visible(start, end, window):
+    visible = visible_pairs(end - start, max(end, 1), window=window, document_starts=(0,))
+    assert causal_pairs(start, end, window=window) == (int(visible.sum()) if end > start else 0)
+
+
+class ProductFlops(TorchDispatchMode):
+    """2 m n k of every matrix product; attention kernels hold theirs inside and are not seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::").rstrip("_")
+        if name in ("mm", "addmm"):
+            a, b = args[-2:]
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return function(*args, **(kwargs or {}))
+
+
+def attention_flops(model, length):
+    pairs = sum(causal_pairs(0, length, window=model.window_of(i)) for i in range(model.num_layers))
+    return 4 * model.num_heads * model.head_dim * pairs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_executed_products_are_those_counted(variant, policy):
+    model = tiny_model(variant)
+    trained = Trained(model, random_weights(model), policy=policy)
+    sequences = [random_sequence(model, 23, seed=seed) for seed in range(2)]
+    with ProductFlops() as counted:
+        trained.step(sequences, [(0, 5, 6, 23), (0, 23)])
+    attention = 2 * attention_flops(model, 23)
+    passes = 1 + 2.5 + (policy == "recompute")
+    expected = sum(
+        executed_step_flops(
+            model,
+            boundaries=cuts,
+            sequences=1,
+            linear_rebuilt=[float(policy != "retain")] * (len(cuts) - 1),
+            attention_rebuilt=[float(policy == "recompute")] * (len(cuts) - 1),
+        )
+        for cuts in ((0, 5, 6, 23), (0, 23))
+    )
+    assert counted.flops == expected - passes * attention
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forward_products_are_those_counted(variant):
+    model = tiny_model(variant)
+    trained = Trained(model, random_weights(model))
+    with ProductFlops() as counted:
+        trained.engine.evaluate(random_sequence(model, 23), (0, 5, 6, 23))
+    expected = forward_flops(model, start=0, end=23)
+    assert counted.flops == expected - attention_flops(model, 23)
+    assert step_flops(model, length=23, sequences=3) == 9 * expected
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pieces_add_up(variant):
+    model = tiny_model(variant)
+    whole = forward_flops(model, start=0, end=40)
+    cuts = (0, 1, 3, 17, 40)
+    parts = [forward_flops(model, start=a, end=b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert sum(parts) == whole
+    assert parts[2] / 14 > parts[0]
+
+
+def test_a_published_shape_by_hand():
+    """Llama 3.1 8B: 2 FLOPs for each of 6.98e9 layer weights and 0.525e9 of the head, per token."""
+    model = ModelConfig.model_validate(PRESETS["llama-3.1-8b"])
+    layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+    assert layer_flops(model).linear_flops == 2 * layer
+    assert layer_flops(model).attention_flops == 4 * 4096
+    assert head_flops(model) == 2 * 128256 * 4096
+    linear, quadratic = partition_costs(model)
+    assert linear == 2 * (32 * layer + 128256 * 4096)
+    assert quadratic == 32 * 4 * 4096
+    tokens = 8192
+    total = linear * tokens + quadratic * tokens * (tokens + 1) / 2
+    assert forward_flops(model, start=0, end=tokens) == total
+
+
+def test_partition_costs_of_windows_are_per_token():
+    model = tiny_model("window from layer 1, llama3")  # one of two layers sees 3 keys
+    linear, quadratic = partition_costs(model)
+    per_pair = layer_flops(model).attention_flops
+    assert quadratic == per_pair
+    plain_linear, plain_quadratic = partition_costs(tiny_model(num_kv_heads=2))
+    assert plain_quadratic == 2 * per_pair
+    assert linear == plain_linear + 3 * per_pair

@@ -1,0 +1,60 @@
+"""A process's growth beside its tensors is in the plan of a CPU, with what it grows with."""
+
+from dataclasses import replace
+
+from sppo.config.model import ModelConfig
+from sppo.cost.layer import Workload
+from sppo.cost.parameters import num_parameters
+from sppo.cost.process_growth import (
+    ACTION_BYTES,
+    CODE_BYTES,
+    CODE_BYTES_PER_LENGTH,
+    STEPS_BYTES,
+    TOKEN_BYTES,
+)
+from sppo.hardware.presets import PRESETS
+from sppo.planning.candidate import Candidate, assess
+from sppo.units import KIB
+
+MODEL = ModelConfig(
+    vocab_size=64, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_size=128
+)
+
+
+def growth(preset="laptop-cpu", *, dtype="fp32", lengths=(KIB, KIB), **options):
+    workload = Workload(MODEL, PRESETS[preset], dtype=dtype)
+    (stage,) = assess(Candidate(workload, lengths, **options)).memory
+    return stage.device.growth_bytes
+
+
+def test_data_and_program_of_a_step_count():
+    step = 2 * KIB * TOKEN_BYTES + 2 * 2 * ACTION_BYTES
+    assert growth() == STEPS_BYTES + step
+    assert growth(sequences=1000) == STEPS_BYTES + 1000 * step
+
+
+def test_kernels_are_compiled_for_every_length_in_bf16():
+    code = CODE_BYTES + CODE_BYTES_PER_LENGTH
+    assert growth(dtype="bf16") - growth() == code
+    uneven = growth(dtype="bf16", lengths=(KIB + 1, KIB - 1))
+    assert uneven - growth() == code + CODE_BYTES_PER_LENGTH
+
+
+def test_a_save_in_the_background_holds_the_state_once_more():
+    assert growth(background_saves=True) - growth() == 3 * 4 * num_parameters(MODEL)
+
+
+def test_a_gpu_has_no_part_in_it():
+    assert growth("h100") == 0
+
+
+def test_it_counts_against_the_budget():
+    workload = Workload(MODEL, PRESETS["laptop-cpu"], dtype="fp32")
+    hardware = workload.hardware
+    total = assess(Candidate(workload, (KIB, KIB))).memory[0].device.total_bytes
+    device = replace(hardware.device, memory_bytes=total - STEPS_BYTES, reserved_bytes=0)
+    short = assess(
+        Candidate(replace(workload, hardware=replace(hardware, device=device)), (KIB, KIB))
+    ).shortfall
+    assert short is not None
+    assert short.bucket == "growth"

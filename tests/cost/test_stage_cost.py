@@ -1,0 +1,302 @@
+"""Costs by stage and subsequence: their sums are the model's FLOPs and bytes, whatever the cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+
+from sppo.activations.policy import saved_bytes_per_token
+from sppo.cost.flops import (
+    BACKWARD_RATIO,
+    FLASH_BACKWARD_RATIO,
+    forward_flops,
+    head_flops,
+    rebuilt_linear_flops,
+)
+from sppo.cost.layer import Workload, layer_seconds
+from sppo.cost.parameters import layer_shapes, num_parameters
+from sppo.cost.stage_cost import (
+    CostRequest,
+    kv_bytes_per_token,
+    layers_of_stages,
+    stage_parameters,
+    stage_seconds,
+)
+from sppo.hardware.presets import PRESETS
+from sppo.planning.candidate import Candidate, assess
+from sppo.planning.simulated_run import RunShape, simulated_run
+from sppo.schedule.simulate import simulate
+from tests.planning.cases import A100, PERFECT, machine, price, run_config
+
+MODEL = run_config("llama-3.2-1b").model
+PEAK = PERFECT.device.bf16_flops_per_s
+LENGTHS = (4096, 3000, 1096)
+
+
+def request(*, hardware=PERFECT, lengths=LENGTHS, sequences=1, model=MODEL, group=1, **change):
+    workload = Workload(model, hardware, sequence_parallel_degree=group)
+    return CostRequest(workload, (lengths,) * sequences, **change)
+
+
+def decided(policy, **change):
+    asked = request(**change)
+    return assess(
+        Candidate(
+            asked.workload,
+            asked.lengths[0],
+            pipeline_parallel_degree=asked.num_ranks,
+            policy=policy,
+        )
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+def test_on_a_perfect_machine_forward_is_the_models_flops(num_ranks):
+    """The last stage also forms the loss, and with it both gradients of the head."""
+    costs = price(request(num_ranks=num_ranks))
+    head = BACKWARD_RATIO * head_flops(MODEL) * 8192
+    flops = forward_flops(MODEL, start=0, end=8192) + head
+    assert costs.forward_s.sum() * PEAK == pytest.approx(flops)
+
+
+def test_on_a_perfect_machine_backward_takes_two_of_products_and_two_and_a_half_of_attention():
+    def seconds(tokens):
+        costs = price(request(lengths=(tokens,)))
+        head = (1 + BACKWARD_RATIO) * head_flops(MODEL) * tokens / PEAK
+        return costs.forward_s.sum() - head, costs.backward_s.sum() + costs.weight_s.sum()
+
+    forward, backward = seconds(1)
+    assert backward / forward == pytest.approx(BACKWARD_RATIO, rel=1e-3)
+    forward, backward = seconds(64 << 20)
+    assert backward / forward == pytest.approx(FLASH_BACKWARD_RATIO, rel=1e-2)
+
+
+def test_rebuilding_costs_its_flops_and_saves_memory():
+    kept, linear, both = (
+        decided(policy).costs for policy in ("retain", "keep_attention", "recompute")
+    )
+    products = MODEL.num_layers * rebuilt_linear_flops(MODEL) * np.array(LENGTHS) / PEAK
+    assert (linear.backward_s - kept.backward_s)[0] == pytest.approx(products)
+    attention = (both.backward_s - linear.backward_s)[0] * PEAK
+    per_token = (forward_flops(MODEL, start=0, end=8192) - _linear_flops(8192)) / 8192
+    assert attention.sum() / 8192 == pytest.approx(per_token)
+    assert (both.backward_s - kept.backward_s < kept.forward_s).all()
+    held = [costs.activation_bytes.sum() for costs in (kept, linear, both)]
+    assert held == sorted(held, reverse=True)
+    assert len(set(held)) == 3
+
+
+def _linear_flops(tokens):
+    """Forward FLOPs that do not grow with the context."""
+    return tokens * forward_flops(MODEL, start=0, end=1) - tokens * 4 * 2048 * MODEL.num_layers
+
+
+def test_bytes_follow_the_shape():
+    costs = price(request(num_ranks=4))
+    saved = saved_bytes_per_token("retain", MODEL, element_bytes=2)
+    assert costs.activation_bytes.sum() == 8192 * MODEL.num_layers * saved
+    assert costs.kv_bytes.sum() == 8192 * MODEL.num_layers * 2 * 8 * 64 * 2
+    assert costs.kv_gradient_bytes.sum() == 2 * costs.kv_bytes.sum()
+    assert costs.message_bytes.tolist() == [tokens * 2048 * 2 for tokens in LENGTHS]
+
+
+def test_a_group_shares_out_bytes_and_work():
+    alone, shared = (
+        price(
+            request(
+                hardware=machine(PERFECT, intra_node_bytes_per_s=1e30, intra_node_latency_s=0.0),
+                num_ranks=4,
+                group=group,
+            )
+        )
+        for group in (1, 2)
+    )
+    for name in ("activation_bytes", "kv_bytes", "message_bytes", "weight_bytes"):
+        assert getattr(shared, name).sum() * 2 == getattr(alone, name).sum()
+    for name in ("forward_s", "backward_s", "weight_s"):
+        assert getattr(shared, name) * 2 == pytest.approx(getattr(alone, name))
+
+
+def test_a_groups_exchanges_cost_time():
+    free = machine(PERFECT, intra_node_bytes_per_s=1e30, intra_node_latency_s=0.0)
+    costs = [price(request(hardware=hardware, group=2)) for hardware in (free, PERFECT)]
+    assert (costs[1].forward_s > costs[0].forward_s).all()
+    assert (costs[1].backward_s > costs[0].backward_s).all()
+
+
+@pytest.mark.parametrize(("mechanism", "ratio"), [("ulysses", 1.0), ("megatron", 1.5)])
+def test_backward_exchanges_as_much_or_more(mechanism, ratio):
+    """Megatron gathers the normed inputs again, which nobody has saved."""
+    free = machine(PERFECT, intra_node_bytes_per_s=1e30, intra_node_latency_s=0.0)
+    added = []
+    for name in ("forward_s", "backward_s"):
+        asked = [request(hardware=hardware, group=2) for hardware in (free, PERFECT)]
+        workloads = [replace(each.workload, sequence_parallel=mechanism) for each in asked]
+        with_free, with_links = (
+            getattr(price(replace(each, workload=workload)), name)
+            for each, workload in zip(asked, workloads, strict=True)
+        )
+        added.append(with_links - with_free)
+    assert added[1] == pytest.approx(ratio * added[0])
+
+
+def test_grouped_queries_have_a_fraction_of_the_keys():
+    """Llama 3.1 8B has a K/V head for four query heads; GPT-7B is as large and has one for each."""
+    grouped, every = (
+        price(request(model=run_config(name).model)).kv_bytes.sum()
+        for name in ("llama-3.1-8b", "gpt-7b")
+    )
+    assert every == 4 * grouped
+
+
+def test_more_devices_than_key_heads_repeat_them():
+    widths = [kv_bytes_per_token(request(group=group).workload)[0] for group in (1, 4, 8, 16, 32)]
+    assert widths == [widths[0], widths[0] / 4, *[widths[0] / 8] * 3]
+
+
+def test_every_parameter_has_one_stage():
+    for num_ranks in (1, 3, 4):
+        asked = request(num_ranks=num_ranks)
+        assert [n for stage in asked.stages for n in stage] == list(range(MODEL.num_layers))
+        # The last of several stages projects with its own copy of the embedding.
+        copied = MODEL.vocab_size * MODEL.hidden_size if num_ranks > 1 else 0
+        assert stage_parameters(asked).sum() == num_parameters(MODEL) + copied
+    assert [len(s) for s in layers_of_stages(10, num_stages=4)] == [3, 3, 2, 2]
+    with pytest.raises(ValueError, match="4 layers on 5 stages: every stage needs a layer"):
+        layers_of_stages(4, num_stages=5)
+
+
+def test_short_subsequences_run_less_efficiently():
+    whole, shreds = (
+        price(request(hardware=A100, lengths=lengths)) for lengths in ((8192,), (64,) * 128)
+    )
+    assert shreds.forward_s.sum() > 2 * whole.forward_s.sum()
+    assert shreds.backward_s.sum() > 1.5 * whole.backward_s.sum()
+    assert shreds.weight_s.sum() > 2 * whole.weight_s.sum()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_weight_gradient_costs_reading_and_writing_its_fp32_sum(dtype):
+    """8 bytes a weight and subsequence: no half-precision product goes through memory."""
+    rate = 1e12
+    device = replace(PERFECT.device, memory_bytes_per_s=rate)
+    slower = replace(PERFECT, device=device)
+    seconds = [
+        layer_seconds(
+            Workload(MODEL, hardware, dtype=dtype),
+            begins=np.array([0.0]),
+            ends=np.array([1024.0]),
+            window=None,
+        ).weight[0]
+        for hardware in (slower, PERFECT)
+    ]
+    matrices = sum(prod(shape) for shape in layer_shapes(MODEL).values() if len(shape) == 2)
+    assert seconds[0] - seconds[1] == pytest.approx(8 * matrices / rate, rel=1e-3)
+
+
+def test_links_know_the_nodes():
+    network = PERFECT.network
+    links = price(request(num_ranks=4, hardware=machine(PERFECT, num_devices=2))).links
+    assert links.link(0, receiver=1).bytes_per_s == network.intra_node_bytes_per_s
+    assert links.link(1, receiver=2).bytes_per_s == network.inter_node_bytes_per_s
+    assert links.link(1, receiver=0).latency_s == network.intra_node_latency_s
+    wide = price(request(num_ranks=4, group=2, hardware=machine(PERFECT, num_devices=2))).links
+    assert wide.link(0, receiver=1).bytes_per_s == network.inter_node_bytes_per_s
+
+
+def test_replicas_reduce_once_per_step():
+    reduced = [
+        stage_seconds(request(data_parallel_degree=replicas)).reduce_s.sum() for replicas in (1, 4)
+    ]
+    moved = num_parameters(MODEL) * 4 * 2 * 3 / 4
+    assert reduced == [0, pytest.approx(moved / PERFECT.network.inter_node_bytes_per_s)]
+    twice = request(data_parallel_degree=4, sequences=2)
+    assert stage_seconds(twice).reduce_s.sum() == reduced[1]
+    assert price(twice).forward_s.sum() == pytest.approx(2 * price(request()).forward_s.sum())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_replicas_share_out_the_update(zero):
+    alone, four = (
+        stage_seconds(
+            request(hardware=A100, zero=zero, data_parallel_degree=replicas)
+        ).update_s.sum()
+        for replicas in (1, 4)
+    )
+    assert alone == pytest.approx(four * (4 if zero else 1))
+
+
+def test_a_tier_that_is_not_there_copies_nothing():
+    without = machine(host_memory_bytes=0, d2h_bytes_per_s=0.0, h2d_bytes_per_s=0.0)
+    assert price(request(hardware=without)).copies.d2h_bytes_per_s == float("inf")
+    disk = PRESETS["laptop-cpu"]
+    assert price(request(hardware=disk)).copies.d2h_bytes_per_s == disk.node.disk_write_bytes_per_s
+    four = machine(disk, num_devices=4)
+    assert (
+        price(request(hardware=four)).copies.h2d_bytes_per_s * 4 == disk.node.disk_read_bytes_per_s
+    )
+
+
+def test_costs_are_positive_and_finite_for_every_machine():
+    for hardware in PRESETS.values():
+        costs = price(request(hardware=hardware, num_ranks=2))
+        for name in ("forward_s", "backward_s", "weight_s"):
+            assert (getattr(costs, name) > 0).all()
+            assert np.isfinite(getattr(costs, name)).all()
+
+
+def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
+    def peak_and_step(**activations):
+        raw = run_config("llama-3.2-1b", sequence={"num_subsequences": 8})
+        kept = raw.model_copy(
+            update={"activations": raw.activations.model_copy(update=activations)}
+        )
+        case = simulated_run(kept, shape=RunShape(num_ranks=2)).case
+        timeline = simulate(case.schedule, costs=case.costs)
+        peak = max(track.memory["total"].peak_bytes for track in timeline.ranks)
+        return peak, timeline.makespan_s
+
+    kept, adaptive = peak_and_step(policy="retain"), peak_and_step(policy="sppo")
+    everything = peak_and_step(policy="offload_all")
+    half = peak_and_step(policy="sppo", offload_ratio=0.5)
+    assert adaptive[0] < kept[0]
+    assert adaptive[1] < 1.05 * kept[1]
+    assert everything[1] > adaptive[1]
+    assert kept[0] > half[0]
+
+
+def test_a_run_is_cut_and_replicated_as_it_says():
+    run = run_config(
+        "llama-3.2-1b", sequence={"num_subsequences": 8}, train={"sequences_per_step": 2}
+    )
+    case = simulated_run(run, shape=RunShape(schedule="1f1b", num_ranks=2)).case
+    assert case.schedule.lengths == ((65536,), (65536,))
+    four = simulated_run(run, shape=RunShape(num_ranks=2, num_subsequences=4)).case.schedule
+    assert [len(parts) for parts in four.lengths] == [4, 4]
+    assert four.lengths[0][0] > four.lengths[0][-1]
+    cut = run.parallel.model_copy(update={"multiplexed": "on", "data_parallel_degree": 2})
+    case = simulated_run(run.model_copy(update={"parallel": cut})).case
+    assert (case.schedule.name, case.schedule.num_sequences) == ("sppo_msp", 1)
+    assert (case.costs.reduce_s > 0).all()
+    uneven = run.parallel.model_copy(update={"data_parallel_degree": 3})
+    with pytest.raises(ValueError, match="must be a multiple of the replicas"):
+        simulated_run(run.model_copy(update={"parallel": uneven}))
+
+
+def test_weights_that_are_gathered_take_their_time():
+    """With ZeRO-3 no unit is faster than its stage's weights come together."""
+    hardware = PRESETS["a100-80g"]
+    for rate, waits in ((1e13, False), (1e9, True)):
+        links = {"intra_node_bytes_per_s": rate, "inter_node_bytes_per_s": rate}
+        machine = replace(hardware, network=replace(hardware.network, **links))
+        shared, gathered = (
+            stage_seconds(request(hardware=machine, data_parallel_degree=4, zero=zero)).units
+            for zero in (1, 3)
+        )
+        assert (gathered.forward >= shared.forward).all()
+        assert (gathered.forward > shared.forward).all() == waits
+        whole = gathered.backward + gathered.weight
+        assert (whole >= shared.backward + shared.weight).all()

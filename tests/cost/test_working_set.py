@@ -1,0 +1,192 @@
+"""The predicted working set against what torch's CPU allocator hands out while a model trains."""
+
+import gc
+
+import pytest
+import torch
+
+from sppo.activations.placement import ATTENTION, LINEAR
+from sppo.activations.policy import POLICIES
+from sppo.config.model import ModelConfig
+from sppo.cost import working_set as planned
+from sppo.cost.layer import Workload
+from sppo.cost.memory import evaluation_bytes
+from sppo.engine.engine import Engine
+from sppo.engine.unit import SequenceData
+from sppo.hardware.presets import PRESETS
+from sppo.kernels import row_tiles
+from sppo.kernels.attention import blocks as attention_blocks
+from sppo.kernels.attention import cpu_flash
+from sppo.kernels.native.cpu_allocator import install_cpu_allocator
+from sppo.model.gradients import zero_gradients
+from sppo.model.initialize import initial_weights
+from sppo.train.state import DTYPES
+
+LLAMA = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 2, "mlp_size": 1408}
+SHAPES = {
+    "llama": {"vocab_size": 1024, **LLAMA},
+    "one key head": {"vocab_size": 512, **LLAMA, "num_kv_heads": 1},
+    "qwen3": {
+        "vocab_size": 4096, "hidden_size": 320, "num_heads": 8, "num_kv_heads": 4,
+        "head_size": 64, "mlp_size": 1024, "qk_norm": True,
+    },
+    "gpt": {
+        "vocab_size": 512, "hidden_size": 512, "num_heads": 8, "mlp_size": 2048,
+        "mlp": "gelu_tanh", "norm": "layernorm", "position": "learned", "max_positions": 8192,
+        "qkv_bias": True, "output_bias": True, "mlp_bias": True,
+    },
+    "large vocabulary": {
+        "vocab_size": 16384, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "mlp_size": 256,
+    },
+}  # fmt: skip
+REBUILT = {
+    "retain": frozenset(),
+    "keep_attention": frozenset((LINEAR,)),
+    "recompute": frozenset((ATTENTION, LINEAR)),
+}
+LAYERS = 2
+THREADS_BYTES = 1 << 20
+"""Scratch of threads that need not have theirs at the same time."""
+
+
+def model_of(shape: str) -> ModelConfig:
+    return ModelConfig(num_layers=LAYERS, **SHAPES[shape])
+
+
+def measured(model, *, dtype, policy, lengths, input_every):
+    """Peak of a step beyond what outlives it, after a first step that builds what stays."""
+    allocator = install_cpu_allocator()
+    if allocator is None:
+        pytest.skip("torch's CPU tensors live in the C heap here")
+    gc.collect()  # engines of earlier tests, which would go during the step
+    weights = {n: w.to(DTYPES[dtype]) for n, w in initial_weights(model, seed=0).items()}
+    engine = Engine(
+        model,
+        weights=weights,
+        gradients=zero_gradients(weights),
+        policy=policy,
+        input_every=input_every,
+    )
+    tokens = torch.arange(sum(lengths) + 1) % model.vocab_size
+    cuts = [0]
+    for length in lengths:
+        cuts.append(cuts[-1] + length)
+    for _ in range(2):
+        allocator.reset_peak()
+        engine.accumulate([SequenceData(tokens[:-1], tokens[1:])], [cuts])
+    memory = allocator.memory()
+    return memory.used_peak_bytes - memory.used_bytes
+
+
+def predicted(model, *, dtype, policy, lengths, input_every):
+    workload = Workload(model, PRESETS["laptop-cpu"], dtype=dtype)
+    prefixes = [sum(lengths[:i]) for i in range(len(lengths))]
+    moments = [
+        planned.working_set(
+            workload,
+            tokens=tokens,
+            prefix=prefix,
+            rebuilt=REBUILT[policy],
+            input_every=input_every,
+            layers=LAYERS,
+        )
+        for tokens, prefix in zip(lengths, prefixes, strict=True)
+    ]
+    return max(*moments, planned.loss_working_set(workload, tokens=max(lengths)), key=live)
+
+
+def live(moment):
+    return moment.live_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "policy"),
+    [("llama", dtype, policy) for dtype in ("bf16", "fp32") for policy in POLICIES]
+    + [(shape, "bf16", policy) for shape in [*SHAPES][1:] for policy in ("retain", "recompute")]
+    + [("qwen3", "fp32", "retain"), ("one key head", "fp32", "keep_attention")],
+)
+def test_it_is_what_the_allocator_hands_out(shape, dtype, policy):
+    # Scratch of kernels depends on the threads, and the preset has two.
+    case = {"dtype": dtype, "policy": policy, "lengths": (800, 1024), "input_every": 1}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen = measured(model_of(shape), **case)
+    finally:
+        torch.set_num_threads(threads)
+    moment = predicted(model_of(shape), **case)
+    assert seen == pytest.approx(moment.live_bytes, rel=0.03, abs=THREADS_BYTES), moment
+
+
+@pytest.mark.parametrize(
+    ("lengths", "policy", "input_every"),
+    [((3072, 512), "retain", 1), ((1024,) * 2, "keep_attention", 2), ((2500, 600), "recompute", 1)],
+)
+def test_squares_that_are_halved_and_layers_that_share_an_input(lengths, policy, input_every):
+    case = {"dtype": "bf16", "policy": policy, "lengths": lengths, "input_every": input_every}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen = measured(model_of("llama"), **case)
+    finally:
+        torch.set_num_threads(threads)
+    moment = predicted(model_of("llama"), **case)
+    assert seen == pytest.approx(moment.live_bytes, rel=0.05, abs=THREADS_BYTES), moment
+
+
+def test_many_query_heads_on_one_key_head():
+    """Their key gradients are summed by tiles: a cast of all would be the largest moment."""
+    model = ModelConfig(
+        num_layers=LAYERS, vocab_size=512, hidden_size=256, mlp_size=256,
+        num_heads=32, num_kv_heads=1, head_size=64,
+    )  # fmt: skip
+    case = {"dtype": "bf16", "policy": "retain", "lengths": (2048,), "input_every": 1}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seen = measured(model, **case)
+    finally:
+        torch.set_num_threads(threads)
+    moment = predicted(model, **case)
+    assert seen == pytest.approx(moment.live_bytes, rel=0.03, abs=THREADS_BYTES), moment
+
+
+def test_constants_are_those_of_the_kernels():
+    assert planned.TILE_BYTES == row_tiles.TILE_BYTES
+    assert planned.WIDE_TILE_BYTES == row_tiles.WIDE_TILE_BYTES
+    assert planned.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
+    assert planned.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS
+    assert planned.HALF_TOKENS == cpu_flash.HALF_BACKWARD_TOKENS
+    assert planned.LEAST_PART_KEYS == cpu_flash._MIN_PART_TOKENS
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("input_every", [1, 3])
+def test_the_bound_holds_whatever_is_rebuilt(shape, input_every):
+    workload = Workload(model_of(shape), PRESETS["laptop-cpu"])
+    case = {"tokens": 1000, "prefix": 3000, "input_every": input_every, "layers": LAYERS}
+    bound = live(planned.most_working_set(workload, **case))
+    for rebuilt in (*REBUILT.values(), frozenset((ATTENTION,))):
+        assert live(planned.working_set(workload, **case, rebuilt=rebuilt)) <= bound
+
+
+def test_an_evaluation_needs_what_is_predicted():
+    allocator = install_cpu_allocator()
+    if allocator is None:
+        pytest.skip("torch's CPU tensors live in the C heap here")
+    model, lengths = model_of("llama"), (1024, 1024)
+    gc.collect()
+    before = allocator.memory().used_bytes
+    weights = {n: w.to(DTYPES["bf16"]) for n, w in initial_weights(model, seed=0).items()}
+    engine = Engine(model, weights=weights, gradients=None)
+    tokens = torch.arange(2049) % model.vocab_size
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        allocator.reset_peak()
+        engine.evaluate(SequenceData(tokens[:-1], tokens[1:]), (0, 1024, 2048))
+    finally:
+        torch.set_num_threads(threads)
+    seen = allocator.memory().used_peak_bytes - before
+    workload = Workload(model, PRESETS["laptop-cpu"])
+    assert evaluation_bytes(workload, lengths=lengths) == pytest.approx(seen, rel=0.03)

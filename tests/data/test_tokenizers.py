@@ -1,0 +1,146 @@
+"""Tokenizer files: end of text, nothing added, whole documents; streaming of the built-in ones."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sppo.data.tokenizers as tokenizers_module
+from sppo.data.prepare import prepare_tokens
+from sppo.data.tokenizer_file import load_tokenizer_file
+from sppo.data.tokenizers import ByteTokenizer, EncodedPiece, scan_ids
+
+hf = pytest.importorskip("tokenizers")
+
+
+def _save_tokenizer(path: Path, *, added: list[str], words: tuple[str, ...] = ("a", "b")) -> Any:
+    """Words split at spaces; a post-processor, truncation and padding that must not act."""
+    vocabulary = {word: number for number, word in enumerate(("[UNK]", *words))}
+    tokenizer = hf.Tokenizer(hf.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<bos>", *added])
+    tokenizer.post_processor = hf.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
+    )
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=7)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def _encode(tokenizer: Any, *paths: Path) -> list[list[int]]:
+    documents: list[list[int]] = [[]]
+    for piece in tokenizer.encode(paths):
+        documents[-1] += piece.ids.tolist()
+        if piece.ends_document:
+            documents.append([])
+    assert documents.pop() == []
+    return documents
+
+
+def test_file_tokenizer_adds_and_cuts_nothing(tmp_path: Path) -> None:
+    _save_tokenizer(tmp_path / "tokenizer.json", added=["<|endoftext|>"])
+    (tmp_path / "x.txt").write_text("a b a b b\n")
+    (tmp_path / "y.jsonl").write_text('{"text": "b"}\n\n{"text": ""}\n')
+    tokenizer = load_tokenizer_file(str(tmp_path), end_of_document="auto")
+    assert _encode(tokenizer, tmp_path / "x.txt", tmp_path / "y.jsonl") == [
+        [1, 2, 1, 2, 2],
+        [2],
+        [],
+    ]
+    assert tokenizer.description.end_of_document == 4
+    assert tokenizer.vocab_size == 5
+
+
+def test_file_tokenizer_end_to_end(tmp_path: Path) -> None:
+    _save_tokenizer(tmp_path / "t.json", added=["</s>"])
+    (tmp_path / "x.jsonl").write_text('{"text": "a b"}\n{"text": ""}\n{"text": "b"}\n')
+    prepared = prepare_tokens(
+        [tmp_path / "x.jsonl"], tokenizer=str(tmp_path / "t.json"), out=tmp_path / "out"
+    )
+    assert np.fromfile(tmp_path / "out/tokens.bin", np.uint16).tolist() == [1, 2, 4, 2, 4]
+    assert (prepared.meta.num_documents, prepared.num_empty_documents) == (2, 1)
+    assert prepared.meta.tokenizer.sha256 is not None
+
+
+@pytest.mark.parametrize(
+    ("added", "words", "configured", "end"),
+    [
+        (["<|im_end|>", "<|endoftext|>"], ("a",), "<|im_end|>", "<|endoftext|>"),
+        (["<stop>"], ("a",), "<stop>", "<stop>"),
+        (["<stop>"], ("a",), {"content": "<stop>"}, "<stop>"),
+        (["<stop>"], ("a", "</s>"), None, None),  # an ordinary word is no end of text
+        (["<stop>"], ("a",), "<absent>", None),
+    ],
+)
+def test_end_of_text(
+    tmp_path: Path, added: list[str], words: tuple[str, ...], configured: Any, end: str | None
+) -> None:
+    made = _save_tokenizer(tmp_path / "tokenizer.json", added=added, words=words)
+    if configured is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": configured}))
+    loaded = load_tokenizer_file(str(tmp_path), end_of_document="auto")
+    expected = None if end is None else made.token_to_id(end)
+    assert loaded.description.end_of_document == expected
+
+
+def test_end_of_document_given(tmp_path: Path) -> None:
+    _save_tokenizer(tmp_path / "tokenizer.json", added=["</s>"])
+    name = str(tmp_path)
+    assert load_tokenizer_file(name, end_of_document="none").description.end_of_document is None
+    assert load_tokenizer_file(name, end_of_document=1).description.end_of_document == 1
+    with pytest.raises(ValueError, match=r"--end-of-document 5: .* between 0 and 4"):
+        load_tokenizer_file(name, end_of_document=5)
+
+
+def test_library_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save_tokenizer(tmp_path / "tokenizer.json", added=[])
+    real_import = builtins.__import__
+
+    def without_tokenizers(name: str, *args: Any, **keywords: Any) -> Any:
+        if name == "tokenizers":
+            raise ImportError(name)
+        return real_import(name, *args, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without_tokenizers)
+    with pytest.raises(ValueError, match=r"pip install 'sppo\[hf\]'"):
+        load_tokenizer_file(str(tmp_path), end_of_document="auto")
+
+
+def test_not_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the directory holds no tokenizer.json"):
+        load_tokenizer_file(str(tmp_path), end_of_document="auto")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a tokenizer of the tokenizers library"):
+        load_tokenizer_file(str(tmp_path), end_of_document="auto")
+
+
+def _pieces_of_each_document(pieces: list[EncodedPiece]) -> list[int]:
+    counts, count = [], 0
+    for piece in pieces:
+        count += len(piece.ids) > 0
+        if piece.ends_document:
+            counts.append(count)
+            count = 0
+    return counts
+
+
+def test_large_documents_pass_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers_module, "_BLOCK_BYTES", 4)
+    monkeypatch.setattr(tokenizers_module, "_BLOCK_TOKENS", 4)
+    (tmp_path / "a").write_bytes(bytes(range(10)))
+    (tmp_path / "b").write_bytes(b"xy")
+    np.save(tmp_path / "c.npy", np.arange(9))
+    pieces = list(ByteTokenizer().encode([tmp_path / "a", tmp_path / "b"]))
+    assert _pieces_of_each_document(pieces) == [3, 1]
+    assert sum(piece.source_bytes for piece in pieces) == 12
+    ids = scan_ids([tmp_path / "c.npy"], vocab_size=None, end_of_document=None)
+    pieces = list(ids.encode([tmp_path / "c.npy"]))
+    assert _pieces_of_each_document(pieces) == [3]
+    assert np.concatenate([piece.ids for piece in pieces]).tolist() == list(range(9))
+    assert sum(piece.source_bytes for piece in pieces) == (tmp_path / "c.npy").stat().st_size

@@ -1,0 +1,234 @@
+"""Token directories: what is written is what is read, and damage is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sppo.data import tokens
+from sppo.data.prepare import prepare_tokens
+from sppo.data.sequences import training_sequence
+from sppo.data.tokenizers import scan_ids
+from sppo.data.tokens import (
+    DOCUMENTS_FILE,
+    TOKENS_FILE,
+    TokenData,
+    check_fits,
+    open_tokens,
+    verify_tokens,
+)
+from tests.conftest import write_tokens
+
+
+def _prepare(tmp_path: Path, *documents: list[int], vocab_size: int | None = None) -> Path:
+    for number, ids in enumerate(documents):
+        np.save(tmp_path / f"{number}.npy", np.array(ids, dtype=np.int64))
+    files = [tmp_path / f"{number}.npy" for number in range(len(documents))]
+    out = tmp_path / "tokens"
+    prepare_tokens(files, tokenizer="ids", out=out, vocab_size=vocab_size)
+    return out
+
+
+def _edit_meta(directory: Path, **changes: object) -> None:
+    path = directory / "meta.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    data = open_tokens(_prepare(tmp_path, [5, 6, 7], [8], [9, 1]))
+    assert data.tokens.tolist() == [5, 6, 7, 8, 9, 1]
+    assert data.tokens.dtype == np.uint16
+    assert isinstance(data.tokens, np.memmap)
+    assert data.document_offsets.tolist() == [0, 3, 4, 6]
+    assert (data.num_tokens, data.num_documents, data.vocab_size) == (6, 3, 10)
+    verify_tokens(data)
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype"), [(65535, np.uint16), (65536, np.uint32), (2**32 - 1, np.uint32)]
+)
+def test_the_narrowest_type_that_holds_the_vocabulary(
+    tmp_path: Path, largest: int, dtype: type
+) -> None:
+    data = open_tokens(_prepare(tmp_path, [0, largest]))
+    assert data.tokens.dtype == dtype
+    assert data.tokens.tolist() == [0, largest]
+    assert data.meta.max_id == largest
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere: no such directory; .*sppo data prepare"):
+        open_tokens(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json"])
+def test_missing_file(tmp_path: Path, name: str) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    (directory / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} missing"):
+        open_tokens(directory)
+
+
+def test_truncated_tokens(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    with (directory / "tokens.bin").open("r+b") as file:
+        file.truncate(4)
+    with pytest.raises(ValueError, match=r"4 bytes, but meta.json says 3 tokens of uint16 = 6"):
+        open_tokens(directory)
+
+
+def test_truncated_index(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    with (directory / "documents.npy").open("r+b") as file:
+        file.truncate(130)
+    with pytest.raises(ValueError, match=r"documents.npy: .*prepare the data again"):
+        open_tokens(directory)
+
+
+def test_index_of_other_data(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    np.save(directory / "documents.npy", np.array([0, 9]))
+    with pytest.raises(
+        ValueError, match="start 1 is 9, but the last is the num_tokens of meta.json, 3"
+    ):
+        open_tokens(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, r"format_version 2, but this program reads 1"),
+        ({"dtype": "int8"}, r"dtype 'int8' is not one of uint16, uint32"),
+        ({"num_tokens": -1}, r"num_tokens -1 is not a whole number"),
+        ({"extra": 1}, r"keys missing or unknown: extra"),
+        ({"tokenizer": {"kind": 3}}, r"meta.json: .*kind"),
+        ({"dtype": ["uint16"]}, r"dtype \['uint16'\] is not one of"),
+        ({"num_tokens": 10**30}, r"num_tokens 10+ is not a whole number from 0"),
+        ({"tokens_sha256": 3}, r"tokens_sha256 3 is not a checksum"),
+        ({"tokenizer": None}, r"tokenizer None is not a description"),
+        ({"tokenizer": {"name": [], "end_of_document": None}}, r"tokenizer.name \[\] is not"),
+    ],
+)
+def test_faulty_meta(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    _edit_meta(directory, **changes)
+    with pytest.raises(ValueError, match=message):
+        open_tokens(directory)
+
+
+def test_meta_that_is_not_json(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    (directory / "meta.json").write_text("{")
+    with pytest.raises(ValueError, match=r"meta.json: not JSON"):
+        open_tokens(directory)
+
+
+def test_flipped_bit_is_found_by_verification(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    tokens = bytearray((directory / "tokens.bin").read_bytes())
+    tokens[2] ^= 1
+    (directory / "tokens.bin").write_bytes(tokens)
+    with pytest.raises(ValueError, match=r"tokens.bin: sha256 .* has changed since"):
+        verify_tokens(open_tokens(directory))
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([0, 2, 1, 3], "start 2 is 1, but the one before is 2"),
+        ([0, 1, 1, 3], "start 2 is 1, but the one before is 1"),
+        ([0, 1, 2, 4], "start 3 is 4, but the last is the num_tokens of meta.json, 3"),
+        ([1, 2, 3, 4], "start 0 is 1, but the first document starts at 0"),
+        ([-1, 1, 2, 3], "start 0 is -1, but"),
+        ([0, 2**63 - 1, -(2**63), 3], f"start 2 is {-(2**63)}, but the one before is {2**63 - 1}"),
+    ],
+)
+@pytest.mark.parametrize("block", [1, 2, 1 << 20])
+def test_document_starts_ascend_inside_the_tokens(
+    tmp_path: Path, starts: list[int], message: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = _prepare(tmp_path, [1], [2], [3])
+    np.save(directory / "documents.npy", np.array(starts))
+    monkeypatch.setattr(tokens, "_STARTS_BLOCK", block)
+    with pytest.raises(ValueError, match=f"documents.npy: {message}"):
+        open_tokens(directory)
+
+
+def test_other_starts_that_ascend_are_found_by_their_checksum(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2], [3])
+    np.save(directory / "documents.npy", np.array([0, 1, 3]))
+    with pytest.raises(ValueError, match="sha256 of its starts .* the file has changed since"):
+        open_tokens(directory)
+    meta = json.loads((directory / "meta.json").read_text())
+    del meta["documents_sha256"]  # as in data from before there was one
+    (directory / "meta.json").write_text(json.dumps(meta))
+    assert open_tokens(directory).document_offsets.tolist() == [0, 1, 3]
+
+
+def _header(text: str) -> bytes:
+    padded = text.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + bytes(32)
+
+
+DAMAGED_HEADERS = [
+    _header("{'descr': '<i8', 'fortran_order': False, 'shape': (4,), "),
+    _header("{'descr': '<i8', 'fortran_order': False, 'shape': (4,), }" + "("),
+    _header("{'descr': '<i8', 'fortran_order': False, 'shape': (" + "9" * 30 + ",), }"),
+    _header("{'descr': '<i8', 'fortran_order': False, 'shape': (-4,), }"),
+    _header("{'descr': '|O', 'fortran_order': False, 'shape': (4,), }"),
+    _header("{'descr': '<q9', 'fortran_order': False, 'shape': (4,), }"),
+    _header("{'descr': [('', '<i8'), ('a', 7)], 'fortran_order': 0, 'shape': (4,), }"),
+    _header("[" * 100),
+    _header("\x00" * 50),
+    b"\x93NUMPY\x07\x00",
+    b"",
+]
+
+
+@pytest.mark.parametrize("data", DAMAGED_HEADERS)
+def test_damaged_array_files_are_one_line(tmp_path: Path, data: bytes) -> None:
+    directory = _prepare(tmp_path, [1], [2], [3])
+    (directory / "documents.npy").write_bytes(data)
+    with pytest.raises(ValueError, match="documents.npy: ") as caught:
+        open_tokens(directory)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="documents.npy: ") as caught:
+        scan_ids([directory / "documents.npy"], vocab_size=None, end_of_document=None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def four_tokens(tmp_path: Path) -> TokenData:
+    return open_tokens(_prepare(tmp_path, [1, 2, 3, 40], vocab_size=1000))
+
+
+def test_fits(four_tokens: TokenData) -> None:
+    check_fits(four_tokens, vocab_size=41, length=3)
+
+
+def test_wrong_vocabulary(four_tokens: TokenData) -> None:
+    with pytest.raises(
+        ValueError, match=r"ids up to 40 .*model.vocab_size is 40; .*to at least 41"
+    ):
+        check_fits(four_tokens, vocab_size=40, length=3)
+
+
+def test_sequence_longer_than_the_data(four_tokens: TokenData) -> None:
+    with pytest.raises(ValueError, match=r"4 tokens, .*length 4 needs 5 .*to at most 3") as caught:
+        check_fits(four_tokens, vocab_size=10, length=4)
+    assert "model.vocab_size" in str(caught.value), "both problems at once"
+
+
+@pytest.mark.parametrize("name", [TOKENS_FILE, DOCUMENTS_FILE])
+def test_a_file_that_is_cut_while_it_is_in_use_is_named(tmp_path, name):
+    """Reading on in the mapping would kill the process with SIGBUS."""
+    num_tokens = 1 << 17
+    write_tokens(tmp_path / "data", num_tokens=num_tokens, documents=range(1, num_tokens, 2))
+    data = open_tokens(tmp_path / "data")
+    os.truncate(tmp_path / "data" / name, 4096)
+    with pytest.raises(ValueError, match=f"{name}: 4096 bytes, and there were .* cut while"):
+        training_sequence(data, 1000, length=64, isolate_documents=True)

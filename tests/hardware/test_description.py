@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from sppo.config.run import HardwareConfig
+from sppo.hardware.file import (
+    hardware_digest,
+    hardware_for,
+    hardware_json,
+    read_hardware,
+)
+from sppo.hardware.presets import PRESETS
+from sppo.hardware.rates import AttentionPoint
+from sppo.units import GIB
+
+PROMISED = ("a100-40g", "a100-80g", "a800", "h100", "h200", "b200", "laptop-cpu")
+
+
+def test_every_promised_preset_says_that_it_is_analytic():
+    assert tuple(PRESETS) == PROMISED
+    assert {spec.provenance for spec in PRESETS.values()} == {"analytic"}
+    assert PRESETS["a100-80g"].device.memory_bytes == 80 * GIB
+    assert 75 * GIB < PRESETS["a100-80g"].device.usable_bytes < 80 * GIB
+
+
+def test_a_run_names_a_preset_and_its_size():
+    spec = hardware_for(HardwareConfig(preset="h100", nodes=4, devices_per_node=4))
+    assert (spec.name, spec.num_devices) == ("h100", 16)
+    assert spec.host_bytes_per_device == spec.node.host_memory_bytes // 4
+    with pytest.raises(ValueError, match="'h20' is not one of a100-40g.* Did you mean 'h200'"):
+        hardware_for(HardwareConfig(preset="h20"))
+
+
+def test_what_a_run_leaves_out_is_the_presets():
+    assert hardware_for(HardwareConfig(preset="laptop-cpu")).num_devices == 1
+    assert hardware_for(HardwareConfig(preset="h100")).num_devices == 8
+
+
+def test_auto_is_this_machine_where_it_is_known():
+    ours = replace(PRESETS["h200"], name="ours")
+    assert hardware_for("auto").name == "laptop-cpu"
+    assert hardware_for("auto", this_machine=ours) is ours
+    two = hardware_for(HardwareConfig(nodes=2), this_machine=ours)
+    assert (two.name, two.num_nodes) == ("ours", 2)
+
+
+def test_a_measured_machine_is_read_back(tmp_path):
+    path = tmp_path / "hardware.json"
+    node = replace(PRESETS["h200"].node, d2h_bytes_per_s=5e10)
+    spec = replace(PRESETS["h200"], name="ours", provenance="measured", node=node)
+    path.write_text(json.dumps(hardware_json(spec)), encoding="utf-8")
+    assert read_hardware(path) == spec
+    assert hardware_digest(read_hardware(path)) == hardware_digest(spec)
+    assert hardware_for(HardwareConfig(file=str(path))) == spec
+    assert hardware_for(HardwareConfig(file=str(path), nodes=3)).num_nodes == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: "{", "not JSON"),
+        (lambda values: [1], "file: "),
+        (lambda values: {**values, "speed": 3}, "speed: Unexpected"),
+        (lambda values: {k: v for k, v in values.items() if k != "node"}, "node: .*required"),
+        (
+            lambda values: {**values, "device": {**values["device"], "gemm_efficiency": 2}},
+            "gemm_efficiency is 2: must be from 1e-06 to 1",
+        ),
+    ],
+)
+def test_a_file_that_describes_no_machine_is_refused(tmp_path, change, message):
+    path = tmp_path / "hardware.json"
+    changed = change(hardware_json(PRESETS["h100"]))
+    text = changed if isinstance(changed, str) else json.dumps(changed)
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        read_hardware(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("device", {"gemm_efficiency": 1.5}, "gemm_efficiency is 1.5: must be from 1e-06 to 1"),
+        ("device", {"bf16_flops_per_s": -1.0}, "bf16_flops_per_s is -1: must be at least 0"),
+        ("device", {"memory_bytes": 0}, "device.memory_bytes is 0: must be above 0"),
+        ("device", {"memory_bytes_per_s": 0}, "memory_bytes_per_s is 0: must be above 0"),
+        ("device", {"memory_bytes_per_s": 1e-300}, "is 1e-300: must be from 0.001 to 1e\\+30"),
+        ("device", {"heap_share": 1e308}, "heap_share is 1e\\+308: must be from 0 to 10"),
+        ("device", {"kernel_s": 1e9}, "kernel_s is 1e\\+09: must be from 0 to 3600"),
+        ("device", {"memory_bytes": 1 << 70}, r"memory_bytes is 1\.18059e\+21: must be from 0 to"),
+        (
+            "device",
+            {"attention_points": (AttentionPoint("bf16", 64, 0, 64, 1e12, 1e12),)},
+            r"device.attention_points\[0\].queries is 0: must be above 0",
+        ),
+        ("node", {"num_devices": 10**12}, r"num_devices is 1e\+12: must be from 0 to"),
+        ("node", {"num_devices": 0}, "node.num_devices is 0: must be above 0"),
+        ("node", {"d2h_bytes_per_s": 0.0}, "node.d2h_bytes_per_s is 0.0|is 0: must be above 0"),
+        ("network", {"inter_node_bytes_per_s": float("nan")}, "is nan: must be at least 0"),
+    ],
+)
+def test_impossible_figures_are_refused(part, change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(getattr(PRESETS["h100"], part), **change)

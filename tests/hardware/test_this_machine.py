@@ -1,0 +1,203 @@
+"""Detection: with a driver that is made up, and on whatever machine the tests run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import psutil
+import pytest
+
+from sppo.hardware import this_machine
+from sppo.hardware.file import hardware_digest, hardware_json
+from sppo.hardware.presets import PRESETS
+from sppo.hardware.this_machine import (
+    Gpus,
+    control_group_limit_bytes,
+    count_numa_nodes,
+    cpu_model,
+    describe_gpus,
+    detect_machine,
+    find_gpus,
+)
+from sppo.units import GIB
+
+
+def driver(*names: str | bytes, memory_gib: float = 80, fails: str | None = None) -> ModuleType:
+    """A pynvml that knows these GPUs, and whose call ``fails``."""
+    module = ModuleType("pynvml")
+
+    class NVMLError(Exception):
+        pass
+
+    def answer(name, value):
+        def call(*_):
+            module.calls.append(name)
+            if name == fails:
+                raise NVMLError(name)
+            return value
+
+        return call
+
+    module.calls = []
+    module.NVMLError = NVMLError
+    memory = SimpleNamespace(total=int(memory_gib * GIB))
+    for name, value in {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlDeviceGetCount": len(names),
+        "nvmlDeviceGetHandleByIndex": "handle",
+        "nvmlDeviceGetName": names[0] if names else None,
+        "nvmlDeviceGetMemoryInfo": memory,
+    }.items():
+        setattr(module, name, answer(name, value))
+    return module
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(this_machine, "find_gpus", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "preset"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 40, "a100-40g"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80g"),
+        ("NVIDIA A100 80GB PCIe", 80, "a100-80g"),
+        ("NVIDIA A800-SXM4-80GB", 80, "a800"),
+        ("NVIDIA H100 80GB HBM3", 79.6, "h100"),
+        ("NVIDIA H200", 140.4, "h200"),
+        (b"NVIDIA B200", 179, "b200"),
+    ],
+)
+def test_a_gpu_is_matched_by_name_and_memory(monkeypatch, name, gib, preset):
+    monkeypatch.setitem(sys.modules, "pynvml", driver(name, name, memory_gib=gib))
+    spec = detect_machine()
+    assert (spec.provenance, spec.num_nodes, spec.node.num_devices) == ("analytic", 1, 2)
+    assert spec.name.startswith("2 x NVIDIA ")
+    assert spec.name.endswith(f" (preset {preset})")
+    assert spec.device.memory_bytes == int(gib * GIB)
+    assert spec.device.bf16_flops_per_s == PRESETS[preset].device.bf16_flops_per_s
+    assert spec.node.d2h_bytes_per_s == PRESETS[preset].node.d2h_bytes_per_s
+    assert 0 < spec.node.host_memory_bytes <= psutil.virtual_memory().total
+    assert spec.node.numa_nodes == count_numa_nodes()
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "preset"),
+    [
+        ("NVIDIA L40S", 45, "a100-40g"),
+        ("NVIDIA GH200 480GB", 95, "a100-80g"),
+        ("NVIDIA GeForce RTX 4090", 24, "a100-40g"),
+        ("Rubin", 288, "b200"),
+    ],
+)
+def test_an_unknown_gpu_gives_the_nearest_by_memory_and_says_so(name, gib, preset):
+    spec = describe_gpus(Gpus(name, 1, int(gib * GIB)), host_bytes=GIB)
+    assert spec.name == f"1 x {name} (unknown, nearest by memory: {preset})"
+    assert spec.device.memory_bytes == int(gib * GIB)
+    assert spec.node.host_memory_bytes == GIB
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        None,
+        driver(),
+        driver("NVIDIA H200", fails="nvmlInit"),
+        driver("NVIDIA H200", fails="nvmlDeviceGetCount"),
+        driver("NVIDIA H200", fails="nvmlDeviceGetMemoryInfo"),
+    ],
+    ids=["no binding", "no GPU", "no driver", "broken driver", "broken GPU"],
+)
+def test_without_a_gpu_that_answers_the_cpu_is_the_device(monkeypatch, module):
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    assert find_gpus() is None
+    assert detect_machine().device.kind == "cpu"
+
+
+def test_the_driver_is_always_closed(monkeypatch):
+    for module in (driver("NVIDIA H200"), driver("NVIDIA H200", fails="nvmlDeviceGetName")):
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        find_gpus()
+        assert module.calls[-1] == "nvmlShutdown"
+
+
+def test_a_cpu_is_described_with_its_own_memory_and_cores(monkeypatch, no_gpu):
+    monkeypatch.setattr(this_machine, "count_cores", lambda: 8)
+    monkeypatch.setattr(this_machine, "cpu_model", lambda: "Model 7")
+    monkeypatch.setattr(this_machine, "usable_memory_bytes", lambda: 3 * GIB)
+    spec, preset = detect_machine(), PRESETS["laptop-cpu"]
+    assert (spec.name, spec.provenance) == ("Model 7, 8 cores (preset laptop-cpu)", "analytic")
+    assert spec.device.memory_bytes == 3 * GIB
+    assert 0 < spec.device.usable_bytes < 3 * GIB
+    assert spec.device.num_multiprocessors == 8
+    assert spec.device.bf16_flops_per_s == 4 * preset.device.bf16_flops_per_s
+    assert spec.node.host_memory_bytes == 0
+    assert spec.node.num_devices == 1
+
+
+def test_a_machine_with_next_to_no_memory_keeps_some(monkeypatch, no_gpu):
+    monkeypatch.setattr(this_machine, "usable_memory_bytes", lambda: GIB)
+    assert detect_machine().device.usable_bytes == GIB // 2
+
+
+def test_the_same_machine_is_always_described_alike():
+    assert hardware_digest(detect_machine()) == hardware_digest(detect_machine())
+
+
+def test_a_file_takes_the_place_of_detection(tmp_path):
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps(hardware_json(PRESETS["b200"])), encoding="utf-8")
+    assert this_machine.this_machine(path) == PRESETS["b200"]
+    assert this_machine.this_machine() == detect_machine()
+    with pytest.raises(OSError, match="absent"):
+        this_machine.this_machine(tmp_path / "absent.json")
+
+
+def test_the_model_of_the_cpu(tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nmodel name\t: Some  CPU @ 2GHz\nmodel name\t: Other\n")
+    assert cpu_model(cpu_info=info) == "Some CPU @ 2GHz"
+    info.write_text("processor\t: 0\n")
+    assert cpu_model(cpu_info=info)
+    assert cpu_model(cpu_info=tmp_path / "absent")
+
+
+def test_memory_domains_are_counted(tmp_path):
+    assert count_numa_nodes(nodes=tmp_path) == 1
+    for name in ("node0", "node1", "possible"):
+        (tmp_path / name).mkdir()
+    assert count_numa_nodes(nodes=tmp_path) == 2
+
+
+def group(directory, *, file, limit):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / file).write_text(f"{limit}\n")
+
+
+def test_the_tightest_control_group_limits(tmp_path):
+    membership, top = tmp_path / "cgroup", tmp_path / "groups"
+    membership.write_text("0::/outer/inner\n")
+    group(top / "outer/inner", file="memory.max", limit="max")
+    group(top / "outer", file="memory.max", limit=5000)
+    group(top, file="memory.max", limit=9000)
+    assert control_group_limit_bytes(membership=membership, cgroups=top) == 5000
+
+
+def test_version_1_groups_limit_too(tmp_path):
+    membership, top = tmp_path / "cgroup", tmp_path / "groups"
+    membership.write_text("5:cpu:/\n4:memory:/job\n0::/\n")
+    group(top / "memory/job", file="memory.limit_in_bytes", limit=7000)
+    group(top / "memory", file="memory.limit_in_bytes", limit=9223372036854771712)
+    assert control_group_limit_bytes(membership=membership, cgroups=top) == 7000
+    (top / "memory/job/memory.limit_in_bytes").unlink()
+    assert control_group_limit_bytes(membership=membership, cgroups=top) is None
+    assert control_group_limit_bytes(membership=tmp_path / "absent", cgroups=top) is None
+
+
+def test_a_limit_below_the_machines_memory_holds(monkeypatch, no_gpu):
+    monkeypatch.setattr(this_machine, "control_group_limit_bytes", lambda: 4 * GIB)
+    assert detect_machine().device.memory_bytes <= 4 * GIB

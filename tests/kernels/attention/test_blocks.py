@@ -1,0 +1,157 @@
+"""Every visible (query, key) pair lies in exactly one block, and no block hides a cost."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.kernels.attention import blocks as attention_blocks
+from sppo.kernels.attention.blocks import (
+    BAND_TILE_TOKENS,
+    MAX_CAUSAL_TOKENS,
+    BlockKind,
+)
+
+
+@st.composite
+def spans(draw, longest=120):
+    num_keys = draw(st.integers(1, longest))
+    return {
+        "num_queries": draw(st.integers(1, num_keys)),
+        "num_keys": num_keys,
+        "window": draw(st.none() | st.integers(1, num_keys + 3)),
+        "document_starts": (
+            0,
+            *sorted(draw(st.sets(st.integers(1, num_keys - 1), max_size=6))),
+        )
+        if num_keys > 1
+        else (0,),
+    }
+
+
+def visible(num_queries, num_keys, window, document_starts):
+    """The definition, pair by pair: an oracle of its own."""
+    pairs = np.zeros((num_queries, num_keys), dtype=int)
+    for row in range(num_queries):
+        query = num_keys - num_queries + row
+        first = max(start for start in document_starts if start <= query)
+        if window is not None:
+            first = max(first, query - window + 1)
+        pairs[row, first : query + 1] = 1
+    return pairs
+
+
+def pairs_of(block, num_queries, num_keys, window):
+    """Pairs that a block covers by the meaning of its kind."""
+    query = num_keys - num_queries + np.arange(block.q0, block.q1)[:, None]
+    key = np.arange(block.k0, block.k1)[None]
+    if block.kind is BlockKind.FULL:
+        return np.ones((block.num_queries, block.num_keys), dtype=int)
+    if block.kind is BlockKind.CAUSAL:
+        return np.tril(np.ones((block.num_queries, block.num_keys), dtype=int))
+    return ((key <= query) & (key > query - window)).astype(int)
+
+
+def covered(blocks, num_queries, num_keys, window):
+    counts = np.zeros((num_queries, num_keys), dtype=int)
+    for block in blocks:
+        counts[block.q0 : block.q1, block.k0 : block.k1] += pairs_of(
+            block, num_queries, num_keys, window
+        )
+    return counts
+
+
+def blocks_with(tiles, span):
+    """Blocks with small limits, so that short spans reach every branch."""
+    causal, band = tiles
+    limits = {
+        "MAX_CAUSAL_TOKENS": causal,
+        "BAND_TILE_TOKENS": band,
+        "MAX_FULL_KEYS": 2 * causal + 1,
+    }
+    with mock.patch.multiple(attention_blocks, **limits):
+        return attention_blocks.attention_blocks.__wrapped__(**span)
+
+
+@settings(deadline=None, max_examples=400)
+@given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)))
+def test_every_visible_pair_is_covered_once(span, tiles):
+    blocks = blocks_with(tiles, span)
+    size = (span["num_queries"], span["num_keys"], span["window"])
+    assert np.array_equal(covered(blocks, *size), visible(*size, span["document_starts"]))
+
+
+@settings(deadline=None, max_examples=200)
+@given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)))
+def test_blocks_have_the_form_their_kind_promises(span, tiles):
+    for block in blocks_with(tiles, span):
+        assert block.num_queries >= 1
+        assert block.num_keys >= 1
+        if block.kind is BlockKind.CAUSAL:
+            assert block.num_queries == block.num_keys <= tiles[0]
+        if block.kind is BlockKind.FULL:
+            assert block.num_keys <= max(2 * tiles[0] + 1, span["num_queries"])
+        if block.kind is BlockKind.BAND:
+            assert block.num_queries <= tiles[1]
+            assert block.num_keys <= tiles[1] + span["window"] - 1
+
+
+def test_real_limits_cover_long_spans():
+    span = (2 * MAX_CAUSAL_TOKENS + 77, 3 * MAX_CAUSAL_TOKENS)
+    for window in (None, BAND_TILE_TOKENS + 5):
+        blocks = attention_blocks.attention_blocks(*span, window=window)
+        assert np.array_equal(covered(blocks, *span, window), visible(*span, window, (0,)))
+
+
+def test_a_long_diagonal_is_mostly_full_rectangles():
+    tokens = 8 * MAX_CAUSAL_TOKENS
+    blocks = attention_blocks.attention_blocks(tokens, tokens)
+    full = sum(b.num_queries * b.num_keys for b in blocks if b.kind is BlockKind.FULL)
+    assert full / (tokens * (tokens + 1) / 2) > 0.85  # 7/8 of the area
+
+
+def test_a_window_wider_than_the_document_needs_no_mask():
+    kinds = {b.kind for b in attention_blocks.attention_blocks(50, 80, window=80)}
+    assert kinds == {BlockKind.FULL, BlockKind.CAUSAL}
+    assert BlockKind.BAND in {b.kind for b in attention_blocks.attention_blocks(50, 80, window=79)}
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "window", "message"),
+    [
+        (0, 5, None, "a span of 0 queries"),
+        (6, 5, None, "cannot end at key 5"),
+        (1, 1, 0, "hides a query from itself"),
+    ],
+)
+def test_impossible_spans_are_refused(queries, keys, window, message):
+    with pytest.raises(ValueError, match=message):
+        attention_blocks.attention_blocks(queries, keys, window=window)
+
+
+@settings(deadline=None, max_examples=300)
+@given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(1, 30))
+def test_whole_units_cover_the_same_pairs(span, tiles, unit):
+    """Beside the bands, what is not a multiple of the unit is small."""
+    blocks = blocks_with(tiles, span)
+    size = (span["num_queries"], span["num_keys"], span["window"])
+    with mock.patch.object(attention_blocks, "MAX_REMAINDER_TOKENS", 7):
+        parts = attention_blocks.whole_units.__wrapped__(blocks, unit=unit, window=span["window"])
+    assert np.array_equal(covered(parts, *size), visible(*size, span["document_starts"]))
+    for part in parts:
+        whole = part.num_queries % unit == part.num_keys % unit == 0
+        if part.kind is BlockKind.FULL:
+            assert whole or max(part.num_queries, part.num_keys) <= 7
+        if part.kind is BlockKind.CAUSAL:
+            assert part.num_queries == part.num_keys
+            assert whole or part.num_queries < unit
+        assert part.k0 >= 0
+
+
+def test_a_band_that_its_window_ends_begins_earlier():
+    blocks = attention_blocks.attention_blocks(2048, 8192, window=1000)
+    assert {b.kind for b in blocks} == {BlockKind.BAND}
+    parts = attention_blocks.whole_units(blocks, unit=256, window=1000)
+    assert {part.num_keys % 256 for part in parts} == {0}

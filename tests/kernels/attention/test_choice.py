@@ -1,0 +1,171 @@
+"""Which back end serves: the table, the rule of ``auto``, and the small case it is tried on."""
+
+import logging
+
+import pytest
+import torch
+
+from sppo.kernels.attention import choice as attention_choice
+from sppo.kernels.attention.choice import CAPABILITIES, AttentionCase, choose, chosen_name, why_not
+from sppo.kernels.attention.interface import attention_forward
+from sppo.kernels.attention.kernel import OfBlocks, Reference
+from sppo.kernels.attention.torch_blocks import TorchBlocks
+
+GPU = torch.device("cuda", 0)
+
+
+def case(device=GPU, *, dtype=torch.bfloat16, head_size=128, group=4, window=False):
+    return AttentionCase(torch.device(device), dtype, head_size, group, window)
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    chosen_name.cache_clear()
+    yield
+    chosen_name.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A device of compute capability 9.0 with everything installed, where everything works."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention_choice, "_installed", lambda module: True)
+    broken = {}
+    monkeypatch.setattr(
+        attention_choice, "error_on_a_small_case", lambda name, case: broken.get(name)
+    )
+    return broken
+
+
+def test_a_cpu_gets_the_flash_kernel(caplog):
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            assert chosen_name("auto", case("cpu")) == "cpu_flash"
+    assert [record.message.split(" (torch")[0] for record in caplog.records] == [
+        "attention back end on cpu (bfloat16, head size 128): cpu_flash"
+    ]
+
+
+def test_a_gpu_takes_the_first_that_works(gpu, caplog):
+    assert chosen_name("auto", case()) == "flash_attn_3"
+    chosen_name.cache_clear()
+    gpu.update(flash_attn_3="is wrong", flash_attn_4="fails", flash_attn_2="fails")
+    with caplog.at_level(logging.INFO):
+        assert chosen_name("auto", case()) == "torch_flash"
+    assert "; flash_attn_3 is wrong; flash_attn_4 fails" in caplog.text
+
+
+def test_a_gpu_never_falls_back_to_quadratic_memory(gpu):
+    gpu.update({name: "fails" for name in CAPABILITIES if name not in ("reference",)})
+    with pytest.raises(ValueError, match="no attention back end for cuda.*torch_blocks fails"):
+        chosen_name("auto", case())
+    gpu.pop("torch_blocks")
+    assert chosen_name("auto", case()) == "torch_blocks"
+    assert chosen_name("reference", case()) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("cpu_flash", {}, "runs on cpu, tensors are on cuda"),
+        ("torch_flash", {"device": "cpu"}, "runs on cuda, tensors are on cpu"),
+        ("flash_attn_2", {"dtype": torch.float32}, "does not take float32"),
+        ("flash_attn_4", {"head_size": 256}, "takes heads of up to 128, not 256"),
+        ("torch_flash", {"head_size": 36}, "takes head sizes divisible by 8, not 36"),
+        ("cudnn", {"window": True}, "has no sliding window"),
+        ("triton", {"head_size": 512}, "takes heads of up to 256"),
+    ],
+)
+def test_the_table_says_why_not(gpu, name, options, reason):
+    assert reason in why_not(name, case(**options))
+    with pytest.raises(ValueError, match=f"attention back end {name} {reason}"):
+        choose(name, case(**options))
+
+
+def test_compute_capability_counts(gpu, monkeypatch):
+    assert why_not("flash_attn_3", case()) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert why_not("flash_attn_3", case()) == "is not for compute capability 8.0"
+    assert why_not("flash_attn_2", case()) is None
+
+
+def test_what_is_not_installed_is_not_taken(gpu, monkeypatch):
+    monkeypatch.setattr(attention_choice, "_installed", lambda module: False)
+    assert chosen_name("auto", case()) == "torch_flash"
+    assert chosen_name("auto", case(dtype=torch.float32)) == "torch_blocks"
+    with pytest.raises(ValueError, match="needs flash_attn_2_cuda, which is not installed"):
+        choose("flash_attn_2", case())
+
+
+def test_an_unknown_back_end_is_refused_with_the_known_ones():
+    q = torch.zeros(2, 1, 8)
+    with pytest.raises(ValueError, match="no attention back end is called fast; there are auto,"):
+        attention_forward(q, q, q, backend="fast")
+
+
+def test_spans_and_windows_that_make_no_sense_are_refused():
+    q = torch.zeros(3, 1, 8)
+    with pytest.raises(ValueError, match="a span of 3 queries cannot end at key 2"):
+        attention_forward(q, q[:2], q[:2])
+    with pytest.raises(ValueError, match="window 0 hides a query from itself"):
+        attention_forward(q, q, q, window=0)
+
+
+class ForgetsAKey(TorchBlocks):
+    """A package with an off-by-one."""
+
+    def backward(self, do, q, k, v, o, lse, **options):
+        dq, dk, dv = super().backward(do, q, k, v, o, lse, **options)
+        dk[:, :, -1] = 0
+        return dq, dk, dv
+
+
+class Raises(TorchBlocks):
+    """A package that changed its interface."""
+
+    def forward(self, q, k, v, **options):
+        raise TypeError("forward() got an unexpected keyword\nand more")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("window", [False, True])
+def test_the_small_case_finds_what_is_wrong(monkeypatch, dtype, window):
+    small = case("cpu", dtype=dtype, head_size=64, group=2, window=window)
+
+    def found(kernel):
+        monkeypatch.setattr(attention_choice, "load", lambda name: kernel)
+        return attention_choice.error_on_a_small_case("triton", small)
+
+    assert found(Reference()) is None
+    assert found(OfBlocks(TorchBlocks())) is None
+    assert "is wrong on a small case: relative error" in found(OfBlocks(ForgetsAKey()))
+    assert found(OfBlocks(Raises())) == (
+        "fails on a small case with TypeError: forward() got an unexpected keyword"
+    )
+
+
+def test_the_small_case_leaves_the_random_numbers_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    attention_choice.error_on_a_small_case("torch_blocks", case("cpu", head_size=16))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_package_that_fails_to_import_is_not_installed(tmp_path, monkeypatch):
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package/__init__.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not attention_choice._installed("broken_package.part")
+    assert not attention_choice._installed("json.no_such_part")
+    assert attention_choice._installed("json.decoder")
+
+
+def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
+    pytest.importorskip("triton")
+    from sppo.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    assert why_not("triton", case("cpu")) == "runs on cpu under its interpreter only"
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    assert why_not("triton", case("cpu")) is None

@@ -1,0 +1,257 @@
+"""What every back end of attention has to get right, on every device it runs on.
+
+Against the definition in float64, in relative Frobenius norm. In bf16 and fp16 the unit roundoff u
+(2^-8 and 2^-11) is what one rounding may cost; outputs are allowed 2 u and gradients 3 u. Under its
+interpreter Triton cuts bits off where a GPU rounds to nearest, which costs up to twice as much. In
+fp32 the sums' own roundoff counts: 2e-6 for the 130 terms here, and 1e-13 in float64.
+
+Operands and totals lie between NaNs, and fresh memory is full of them.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sppo.kernels.attention import reference as attention_reference
+from sppo.kernels.attention.interface import attention_backward, attention_forward
+from tests.kernels.operands import poison_fresh_memory
+from tests.kernels.places import ATTENTION_PLACES, need_backend
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+LSE_TOLERANCE = {
+    torch.bfloat16: 1e-5,  # kept in fp32; torch's CPU kernel has a quick exponential here
+    torch.float16: 1e-5,
+    torch.float32: 2e-6,
+    torch.float64: 1e-13,
+}
+OUTPUT_TOLERANCE = {
+    torch.bfloat16: 2 * 2.0**-8,
+    torch.float16: 2 * 2.0**-11,
+    torch.float32: 2e-6,
+    torch.float64: 1e-13,
+}
+GRADIENT_TOLERANCE = {**OUTPUT_TOLERANCE, torch.bfloat16: 3 * 2.0**-8, torch.float16: 3 * 2.0**-11}
+TOLERANCES = {"o": OUTPUT_TOLERANCE, "lse": LSE_TOLERANCE}
+EXACT_BACKENDS = ("cpu_flash", "triton", "torch_blocks")
+GUARD = 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """C queries at the end of T keys, N and K heads of D."""
+
+    c: int
+    t: int
+    n: int
+    k: int
+    d: int
+
+
+@pytest.fixture(params=ATTENTION_PLACES)
+def place(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    """Several tiles in every direction, of sizes that do not divide each other's."""
+    from sppo.kernels.attention import blocks as attention_blocks
+    from sppo.kernels.attention import rectangle_attention
+
+    monkeypatch.setattr(rectangle_attention, "MAX_BACKWARD_KEYS", 64)
+    attention_blocks.attention_blocks.cache_clear()
+    monkeypatch.setattr(attention_blocks, "MAX_FULL_KEYS", 50)
+    monkeypatch.setattr(attention_blocks, "MAX_CAUSAL_TOKENS", 30)
+    yield
+    attention_blocks.attention_blocks.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_poisoned(monkeypatch):
+    poison_fresh_memory(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _small_triton_tiles(place, monkeypatch):
+    if place != ("triton", "cpu"):
+        return
+    pytest.importorskip("triton")
+    from sppo.kernels.triton import attention_backward, attention_forward
+    from sppo.kernels.triton.tiles import AttentionTiles, Tiles
+
+    cut = AttentionTiles(Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1), Tiles(32, 16, 4, 1))
+    for module in (attention_forward, attention_backward):
+        monkeypatch.setattr(module, "attention_tiles", lambda size, element_bytes: cut)
+
+
+def inside_nans(x, *, before=0):
+    """``x`` as a view between rows and columns of NaN, which no kernel may read or write."""
+    shape = (before + x.shape[0] + GUARD, x.shape[1] + 1, x.shape[2] + 16)
+    around = torch.full(shape, float("nan"), dtype=x.dtype, device=x.device)
+    view = around[before : before + x.shape[0], : x.shape[1], : x.shape[2]]
+    view.copy_(x)
+    return around, view
+
+
+def operands(shape, *, dtype, device, seed=0):
+    """(do, q, k, v), each inside NaNs."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(shape.c, shape.n, shape.d)] * 2 + [(shape.t, shape.k, shape.d)] * 2
+    values = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return [inside_nans(x.to(device, dtype))[1] for x in values]
+
+
+def definition(do, q, k, v, *, window=None, document_starts=(0,), scale=None):
+    do, q, k, v = (x.double().cpu() for x in (do, q, k, v))
+    options = {"window": window, "document_starts": document_starts}
+    options["scale"] = q.shape[2] ** -0.5 if scale is None else scale
+    o, lse = attention_reference.forward(q, k, v, **options)
+    dq, dk, dv = attention_reference.backward(do, q, k, v, **options)
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def attend(backend, do, q, k, v, **options):
+    """Everything by name; dk and dv as what was added."""
+    o, lse = attention_forward(q, k, v, backend=backend, **options)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    totals = [torch.randn(x.shape, dtype=wide).to(x.device) for x in (k, v)]
+    (dk_around, dk), (dv_around, dv) = (inside_nans(x) for x in totals)
+    outside = torch.isnan(dk_around)
+    dq = attention_backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, backend=backend, **options)
+    assert torch.equal(torch.isnan(dk_around), outside)
+    assert torch.equal(torch.isnan(dv_around), outside)
+    assert (o.dtype, dq.dtype, lse.dtype) == (q.dtype, q.dtype, wide)
+    assert (o.shape, dq.shape, lse.shape) == (q.shape, q.shape, (q.shape[1], q.shape[0]))
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk - totals[0], "dv": dv - totals[1]}
+
+
+def assert_right(place, shape, *, dtype=torch.float32, seed=0, **options):
+    backend, device = place
+    group = shape.n // shape.k
+    window = options.get("window") is not None
+    need_backend(backend, device, dtype=dtype, head_size=shape.d, group=group, window=window)
+    do, q, k, v = operands(shape, dtype=dtype, device=device, seed=seed)
+    exact = definition(do, q, k, v, **options)
+    ours = attend(backend, do, q, k, v, **options)
+    for name, value in exact.items():
+        # The gradient of a query that sees one key is nothing but what cancelling left over.
+        size = max(float(value.norm()), 0.2 * float(value.numel()) ** 0.5)
+        error = float((ours[name].double().cpu() - value).norm()) / size
+        bound = TOLERANCES.get(name, GRADIENT_TOLERANCE)[dtype]
+        assert error <= bound, f"{name}: {error:.2e} above {bound:.2e}"
+
+
+def some_dtype(place):
+    """The more exact the better, but the packages have half precision only."""
+    backend, device = place
+    return torch.float32 if backend in EXACT_BACKENDS and device == "cpu" else torch.bfloat16
+
+
+CASES = {
+    "whole sequence": (Shape(77, 77, 2, 2, 64), {}),
+    "span at the end": (Shape(45, 131, 2, 1, 64), {}),
+    "long prefix": (Shape(3, 130, 4, 2, 64), {"scale": 0.3}),
+    "one query": (Shape(1, 67, 2, 2, 64), {}),
+    "one token": (Shape(1, 1, 2, 1, 64), {}),
+    "tiles that fit": (Shape(64, 128, 2, 2, 64), {}),
+    "window": (Shape(45, 131, 2, 1, 64), {"window": 20}),
+    "window of one": (Shape(33, 70, 2, 2, 64), {"window": 1}),
+    "window beyond the sequence": (Shape(33, 70, 2, 2, 64), {"window": 71}),
+    "documents": (Shape(61, 131, 2, 1, 64), {"document_starts": (0, 20, 75, 76, 110)}),
+    "a document begins with the span": (Shape(40, 90, 2, 1, 64), {"document_starts": (0, 50)}),
+    "window in documents": (
+        Shape(61, 131, 4, 2, 64),
+        {"window": 17, "document_starts": (0, 20, 75, 76, 110)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case(place, case):
+    shape, options = CASES[case]
+    assert_right(place, shape, dtype=some_dtype(place), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_every_dtype(place, dtype):
+    shape = Shape(45, 101, 4, 2, 64)
+    assert_right(place, shape, dtype=dtype)
+    if place[0] != "cudnn":
+        assert_right(place, shape, dtype=dtype, window=30, document_starts=(0, 60))
+
+
+@pytest.mark.parametrize("head_size", [24, 64, 96, 128, 256])
+def test_head_sizes(place, head_size):
+    assert_right(place, Shape(37, 83, 2, 1, head_size), dtype=some_dtype(place))
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 8])
+def test_grouped_queries(place, group):
+    assert_right(place, Shape(19, 70, 2 * group, 2, 64), dtype=some_dtype(place))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_shapes(place, seed):
+    random = torch.Generator().manual_seed(seed)
+
+    def below(high):
+        return int(torch.randint(high, (), generator=random))
+
+    t = 1 + below(130)
+    kv_heads = 1 + below(2)
+    shape = Shape(1 + below(t), t, kv_heads * (1 + below(4)), kv_heads, (64, 96, 128)[below(3)])
+    documents = (0, *sorted({below(t) for _ in range(below(5))} - {0}))
+    window = None if place[0] == "cudnn" or below(2) else 1 + below(t + 2)
+    options = {"window": window, "document_starts": documents}
+    assert_right(place, shape, dtype=some_dtype(place), seed=seed, **options)
+
+
+def test_large_scores_do_not_overflow(place):
+    backend, device = place
+    dtype = some_dtype(place)
+    need_backend(backend, device, dtype=dtype, head_size=64)
+    _, q, k, v = operands(Shape(20, 60, 1, 1, 64), dtype=dtype, device=device)
+    exact = definition(q, q * 200, k, v)
+    o, lse = attention_forward(q * 200, k, v, backend=backend)
+    assert bool(torch.isfinite(o).all())
+    torch.testing.assert_close(lse.double().cpu(), exact["lse"], rtol=2**-7, atol=1e-3)
+
+
+def test_a_span_in_pieces_is_the_whole(place):
+    """Spans forward in order and backward in reverse, one pair of totals for all."""
+    backend, device = place
+    dtype = some_dtype(place)
+    need_backend(backend, device, dtype=dtype, head_size=64)
+    do, q, k, v = operands(Shape(90, 90, 2, 1, 64), dtype=dtype, device=device)
+    exact = definition(do, q, k, v)
+    cuts = (0, 1, 33, 34, 80, 90)
+    spans = list(zip(cuts, cuts[1:], strict=False))
+    kept = [attention_forward(q[a:b], k[:b], v[:b], backend=backend) for a, b in spans]
+    wide = torch.promote_types(dtype, torch.float32)
+    dk, dv = (torch.zeros(x.shape, dtype=wide, device=device) for x in (k, v))
+    for (a, b), (o, lse) in reversed(list(zip(spans, kept, strict=True))):
+        totals = {"dk_TKD": dk[:b], "dv_TKD": dv[:b]}
+        attention_backward(do[a:b], q[a:b], k[:b], v[:b], o, lse, backend=backend, **totals)
+    for name, total in (("dk", dk), ("dv", dv)):
+        error = float((total.double().cpu() - exact[name]).norm() / exact[name].norm())
+        assert error <= GRADIENT_TOLERANCE[dtype], f"{name}: {error:.2e}"
+
+
+def test_two_runs_give_the_same_bits(place):
+    """Where nothing is summed by atomics: the packages do unless told not to."""
+    backend, device = place
+    if backend not in EXACT_BACKENDS:
+        pytest.skip(f"{backend} sums dq in any order")
+    dtype = torch.bfloat16
+    need_backend(backend, device, dtype=dtype, head_size=64)
+    do, q, k, v = operands(Shape(70, 130, 4, 2, 64), dtype=dtype, device=device)
+
+    def run():
+        o, lse = attention_forward(q, k, v, backend=backend)
+        dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (k, v))
+        totals = {"dk_TKD": dk, "dv_TKD": dv}
+        dq = attention_backward(do, q, k, v, o, lse, backend=backend, **totals)
+        return o, lse, dq, dk, dv
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))

@@ -1,0 +1,67 @@
+"""torch's CPU flash kernels as blocks: right in odd shapes, and without growth over many."""
+
+import random
+
+import pytest
+import torch
+
+from sppo.config.model import ModelConfig
+from sppo.engine.engine import Engine
+from sppo.engine.unit import SequenceData
+from sppo.kernels.attention.cpu_flash import HALF_BACKWARD_TOKENS, CpuFlash
+from sppo.kernels.attention.kernel import OfBlocks
+from sppo.kernels.attention.torch_blocks import TorchBlocks
+from sppo.model.gradients import zero_gradients
+from sppo.model.initialize import initial_weights
+from sppo.train.process_memory import resident_bytes
+from sppo.units import MIB
+
+LENGTH = 1024
+
+
+def gradients(kernel, q, k, v, do, *, window, starts):
+    options = {"scale": 0.125, "window": window, "document_starts": starts}
+    attention = OfBlocks(kernel)
+    o, lse = attention.forward(q, k, v, **options)
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    dq = attention.backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, **options)
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("group", [1, 4])
+def test_gradients_of_odd_shapes_in_bf16(window, group):
+    torch.manual_seed(0)
+    queries, keys = 2 * HALF_BACKWARD_TOKENS + 37, 5 * HALF_BACKWARD_TOKENS + 11
+    q, do = (torch.randn(queries, 2 * group, 64, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(keys, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+    options = {"window": window, "starts": (0, 130, 700, keys - 400)}
+    found = gradients(CpuFlash(), q, k, v, do, **options)
+    wanted = gradients(TorchBlocks(), *(x.double() for x in (q, k, v, do)), **options)
+    for x, exact in zip(found, wanted, strict=True):
+        assert (x.double() - exact).norm() / exact.norm() < 1e-2
+
+
+def step(engine, seed):
+    """One step over documents whose lengths nobody has seen."""
+    starts = sorted({0, *random.Random(seed).sample(range(1, LENGTH), 7)})
+    tokens = torch.arange(LENGTH + 1) % 256
+    data = SequenceData(tokens[:-1], tokens[1:], document_starts=tuple(starts))
+    engine.accumulate([data], [(0, LENGTH // 2, LENGTH)])
+
+
+def test_many_document_lengths_do_not_grow_the_process():
+    """oneDNN compiles for every shape of a product and frees nothing."""
+    model = ModelConfig(
+        vocab_size=256, hidden_size=256, num_layers=1, num_heads=4, num_kv_heads=2, mlp_size=256
+    )
+    weights = {n: w.to(torch.bfloat16) for n, w in initial_weights(model, seed=0).items()}
+    engine = Engine(
+        model, weights=weights, gradients=zero_gradients(weights), policy="keep_attention"
+    )
+    for seed in range(5):
+        step(engine, seed)
+    before = resident_bytes()
+    for seed in range(5, 25):
+        step(engine, seed)
+    assert resident_bytes() - before < 24 * MIB

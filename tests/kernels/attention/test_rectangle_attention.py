@@ -1,0 +1,303 @@
+"""Rectangles of a span, and the calls that flash-attn's packages get for them.
+
+The packages need a GPU. Here functions with their published signatures stand in for them, doing the
+definition of attention in torch: what is proven is which arguments they get and what is made of
+their results.
+"""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.kernels.attention import cudnn_blocks, flash_packages
+from sppo.kernels.attention.kernel import OfBlocks, Reference
+from sppo.kernels.attention.rectangle_attention import OfRectangles, rectangles
+from sppo.kernels.attention.reference import visible_pairs
+
+
+@st.composite
+def spans(draw):
+    t = draw(st.integers(1, 60))
+    starts = draw(st.sets(st.integers(1, t - 1), max_size=4)) if t > 1 else set()
+    return {
+        "num_queries": draw(st.integers(1, t)),
+        "num_keys": t,
+        "window": draw(st.none() | st.integers(1, t + 2)),
+        "document_starts": (0, *sorted(starts)),
+        "max_keys": draw(st.none() | st.integers(1, t + 2)),
+    }
+
+
+@settings(deadline=None, max_examples=200)
+@given(spans())
+def test_rectangles_cover_every_visible_pair_once(span):
+    c, t = span["num_queries"], span["num_keys"]
+    seen = torch.zeros(c, t, dtype=torch.int64)
+    for r in rectangles(
+        c,
+        t,
+        window=span["window"],
+        document_starts=span["document_starts"],
+        max_keys=span["max_keys"],
+    ):
+        rows, keys = r.q1 - r.q0, r.k1 - r.k0
+        inside = torch.ones(rows, keys, dtype=torch.bool)
+        if r.causal:
+            assert rows <= keys
+            inside = visible_pairs(rows, keys, window=span["window"], document_starts=(0,))
+        elif span["max_keys"] is not None:
+            assert keys <= span["max_keys"]
+        seen[r.q0 : r.q1, r.k0 : r.k1] += inside
+    expected = visible_pairs(c, t, window=span["window"], document_starts=span["document_starts"])
+    assert torch.equal(seen, expected.long())
+
+
+def mask_of(rows, keys, *, causal, left):
+    """Bottom-right aligned; ``left`` keys before a query's own, all for None or -1."""
+    if not causal:
+        assert left in (None, -1)
+        return torch.ones(rows, keys, dtype=torch.bool)
+    window = None if left in (None, -1) else left + 1
+    return visible_pairs(rows, keys, window=window, document_starts=(0,))
+
+
+def by_definition(q, k, v, *, causal, left, scale):
+    """(o, lse) of ``[1, tokens, heads, D]`` operands, with heads repeated."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x[0].repeat_interleave(group, 1) for x in (k, v))
+    mask = mask_of(q.shape[1], k.shape[0], causal=causal, left=left)
+    scores = torch.einsum("cnd,tnd->nct", q[0], k) * scale
+    scores = scores.masked_fill(~mask, float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp()
+    return torch.einsum("nct,tnd->cnd", weights, v).unsqueeze(0), lse.unsqueeze(0)
+
+
+def gradients_by_definition(do, q, k, v, o, lse, *, causal, left, scale):
+    """With the given o and lse, which may be those of more keys than these."""
+    group = q.shape[2] // k.shape[2]
+    wide_k, wide_v = (x[0].repeat_interleave(group, 1) for x in (k, v))
+    mask = mask_of(q.shape[1], k.shape[1], causal=causal, left=left)
+    scores = torch.einsum("cnd,tnd->nct", q[0], wide_k) * scale
+    weights = (scores - lse[0].unsqueeze(-1)).exp() * mask
+    dweights = torch.einsum("cnd,tnd->nct", do[0], wide_v)
+    delta = (do[0] * o[0]).sum(-1).T.unsqueeze(-1)
+    dscores = weights * (dweights - delta) * scale
+    dq = torch.einsum("nct,tnd->cnd", dscores, wide_k)
+    dk = torch.einsum("nct,cnd->tnd", dscores, q[0])
+    dv = torch.einsum("nct,cnd->tnd", weights, do[0])
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    return tuple(x.unsqueeze(0) for x in (dq, dk, dv))
+
+
+def flash_attn_2():
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+        softcap, alibi_slopes, return_softmax,
+    ):  # fmt: skip
+        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+        assert window_size_right == (-1 if window_size_left == -1 else 0)
+        o, lse = by_definition(q, k, v, causal=causal, left=window_size_left, scale=softmax_scale)
+        return o, lse, torch.empty(0), torch.empty(2)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        assert (dropout_p, softcap, alibi_slopes, deterministic) == (0.0, 0.0, None, False)
+        options = {"causal": causal, "left": window_size_left, "scale": softmax_scale}
+        results = gradients_by_definition(dout, q, k, v, out, softmax_lse, **options)
+        for place, value in zip((dq, dk, dv), results, strict=True):
+            place.copy_(value)
+        return torch.empty(0)
+
+    return {
+        "flash_attn": {},
+        "flash_attn.flash_attn_interface": {
+            "_flash_attn_forward": _flash_attn_forward,
+            "_flash_attn_backward": _flash_attn_backward,
+        },
+    }
+
+
+def flash_attn_3():
+    def _flash_attn_forward(
+        q, k, v, k_new=None, v_new=None, qv=None, out_=None, *, softmax_scale=None, causal=False,
+        window_size_left=-1, window_size_right=-1,
+    ):  # fmt: skip
+        o, lse = by_definition(q, k, v, causal=causal, left=window_size_left, scale=softmax_scale)
+        return o, lse, torch.empty(0), torch.empty(0)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None,
+        sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
+        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
+        softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        assert cu_seqlens_q is None
+        options = {"causal": is_causal, "left": window_size_left, "scale": softmax_scale}
+        results = gradients_by_definition(dout, q, k, v, out, softmax_lse, **options)
+        for place, value in zip((dq, dk, dv), results, strict=True):
+            place.copy_(value)
+        return torch.empty(0)
+
+    functions = {
+        "_flash_attn_forward": _flash_attn_forward,
+        "_flash_attn_backward": _flash_attn_backward,
+    }
+    return {"flash_attn_interface": functions}
+
+
+def flash_attn_4():
+    def _flash_attn_fwd(
+        q, k, v, cu_seqlens_q=None, *, softmax_scale=None, causal=False, window_size_left=None,
+        window_size_right=None, return_lse=False,
+    ):  # fmt: skip
+        assert return_lse
+        return by_definition(q, k, v, causal=causal, left=window_size_left, scale=softmax_scale)
+
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
+        window_size_left=None, window_size_right=None, *, deterministic=False,
+    ):  # fmt: skip
+        options = {"causal": causal, "left": window_size_left, "scale": softmax_scale}
+        return gradients_by_definition(dout, q, k, v, out, lse, **options)
+
+    functions = {"_flash_attn_fwd": _flash_attn_fwd, "_flash_attn_bwd": _flash_attn_bwd}
+    return {"flash_attn": {}, "flash_attn.cute": {}, "flash_attn.cute.interface": functions}
+
+
+PACKAGES = {
+    "flash_attn_2": (flash_packages.FlashAttn2, flash_attn_2),
+    "flash_attn_3": (flash_packages.FlashAttn3, flash_attn_3),
+    "flash_attn_4": (flash_packages.FlashAttn4, flash_attn_4),
+}
+CASES = {
+    "plain": (40, 100, {}),
+    "window": (40, 100, {"window": 13}),
+    "documents": (40, 100, {"document_starts": (0, 30, 75, 76)}),
+    "window in documents": (60, 100, {"window": 13, "document_starts": (0, 30, 75, 76)}),
+}
+
+
+def assert_is_the_definition(kernel, case):
+    c, t, given_options = CASES[case]
+    options = {"window": None, "document_starts": (0,), "scale": 0.3, **given_options}
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(c, 6, 8), (c, 6, 8), (t, 2, 8), (t, 2, 8)]
+    do, q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    results = []
+    for one in (kernel, Reference()):
+        o, lse = one.forward(q, k, v, **options)
+        dk, dv = torch.ones_like(k), torch.ones_like(v)
+        dq = one.backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, **options)
+        results.append((o, lse, dq, dk, dv))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("max_keys", [1, 16, 1000])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_compose_to_the_definition(package, max_keys, case, monkeypatch):
+    adapter, stand_in = PACKAGES[package]
+    for name, functions in stand_in().items():
+        module = ModuleType(name)
+        module.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert_is_the_definition(OfRectangles(adapter(), max_backward_keys=max_keys), case)
+
+
+class Operators:
+    """``torch.ops.aten`` with the flash and cuDNN operators done by the definition."""
+
+    def _flash_attention_forward(
+        self, q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, debug, *,
+        scale, window_size_left, window_size_right,
+    ):  # fmt: skip
+        assert (cum_q, cum_k, dropout_p, debug) == (None, None, 0.0, False)
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        o, lse = by_definition(q, k, v, causal=is_causal, left=window_size_left, scale=scale)
+        return o, lse, torch.empty(2), torch.empty(()), torch.empty(0)
+
+    def _flash_attention_backward(
+        self, do, q, k, v, o, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, rng_state,
+        unused, *, scale, window_size_left, window_size_right,
+    ):  # fmt: skip
+        assert (cum_q, cum_k, dropout_p) == (None, None, 0.0)
+        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        options = {"causal": is_causal, "left": window_size_left, "scale": scale}
+        return gradients_by_definition(do, q, k, v, o, lse, **options)
+
+    def _scaled_dot_product_cudnn_attention(
+        self, q, k, v, bias, compute_log_sumexp, dropout_p, is_causal, debug, *, scale
+    ):
+        assert bias is None
+        assert compute_log_sumexp
+        results = [
+            by_definition(*by_token(q[b], k[b], v[b]), causal=is_causal, left=None, scale=scale)
+            for b in range(q.shape[0])
+        ]
+        o = torch.cat([o for o, _ in results]).transpose(1, 2)
+        return o, torch.cat([lse for _, lse in results]), None, None, 0, 0, None, None, None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, do, q, k, v, o, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p,
+        is_causal, *, scale,
+    ):  # fmt: skip
+        assert (bias, cum_q, cum_k, dropout_p) == (None, None, None, 0.0)
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
+        assert all(0 not in x.stride() for x in (q, k, v))
+        results = [
+            gradients_by_definition(
+                *by_token(do[b], q[b], k[b], v[b], o[b]), lse[b : b + 1],
+                causal=is_causal, left=None, scale=scale,
+            )
+            for b in range(q.shape[0])
+        ]  # fmt: skip
+        return tuple(torch.cat(parts).transpose(1, 2) for parts in zip(*results, strict=True))
+
+
+def by_token(*tensors):
+    """``[heads, tokens, D]`` as ``[1, tokens, heads, D]``."""
+    return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("max_keys", [16, 1000])
+def test_torch_flash_composes_to_the_definition(max_keys, case, monkeypatch):
+    monkeypatch.setattr(torch.ops, "aten", Operators())
+    kernel = OfRectangles(flash_packages.TorchFlash(), max_backward_keys=max_keys)
+    assert_is_the_definition(kernel, case)
+
+
+@pytest.mark.parametrize("case", ["plain", "documents"])
+def test_cudnn_composes_to_the_definition(case, monkeypatch):
+    monkeypatch.setattr(torch.ops, "aten", Operators())
+    assert_is_the_definition(OfBlocks(cudnn_blocks.CudnnBlocks()), case)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_flash_attention_forward",
+        "_flash_attention_backward",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
+    ],
+)
+def test_the_stand_ins_are_called_as_the_operators_are(name):
+    """Every argument that we leave out has a default in this torch; the names that we use exist."""
+    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+    ours = set(getattr(Operators, name).__code__.co_varnames) & {
+        "scale",
+        "window_size_left",
+        "window_size_right",
+    }
+    assert ours <= {argument.name for argument in arguments if argument.kwarg_only}
+    positional = [a for a in arguments if not a.kwarg_only]
+    assert len(positional) == getattr(Operators, name).__code__.co_argcount - 1

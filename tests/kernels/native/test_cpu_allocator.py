@@ -1,0 +1,214 @@
+"""The pool behind torch's CPU tensors: in processes of their own, for it stays once it is there."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sppo.hardware import this_machine
+from sppo.kernels.native import cpu_allocator
+from tests.native_builds import ROOT, build_module, cxx_compiler
+
+CHECKS = ("address,undefined", "thread")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    """The directory of a library of the present sources."""
+    cxx_compiler()
+    place = tmp_path_factory.mktemp("native")
+    build = build_module()
+    assert build._build(build._allocator(), place)
+    return place
+
+
+def run(library: Path, code: str, **environment: str) -> str:
+    prologue = (
+        "from pathlib import Path\nimport torch\nfrom sppo.kernels.native import cpu_allocator\n"
+        f"cpu_allocator._PLACE = Path({str(library)!r})\n"
+        "MIB = 1 << 20\n"
+        "allocator = cpu_allocator.install_cpu_allocator()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", prologue + code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "2", **environment},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("sanitizer", CHECKS)
+def test_pool_is_clean_under_sanitizers(tmp_path, sanitizer):
+    program = tmp_path / "check"
+    sources = [ROOT / "tests/kernels/memory_pool_check.cpp", ROOT / "csrc/memory_pool.cpp"]
+    flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    sanitize = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    include = ["-I", ROOT / "csrc"]
+    command = [cxx_compiler(), *flags, *sanitize, *include, "-o", program, *sources]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if "cannot find" in built.stderr:
+        pytest.skip(f"no runtime for -fsanitize={sanitizer}")
+    assert built.returncode == 0, built.stderr
+    checked = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    assert (checked.returncode, checked.stdout) == (0, "ok\n"), checked.stderr
+
+
+def test_tensors_live_in_the_pool_and_leave_it(library):
+    run(
+        library,
+        """
+before = allocator.memory().used_bytes
+x = torch.ones(5 * MIB, dtype=torch.uint8)
+assert allocator.memory().used_bytes == before + 5 * MIB
+y = x[MIB:].clone()
+assert allocator.memory().used_bytes == before + 9 * MIB
+del x, y
+now = allocator.memory()
+assert (now.used_bytes, now.used_peak_bytes) == (before, before + 9 * MIB)
+assert now.resident_bytes >= 9 * MIB
+allocator.trim()
+assert allocator.memory().resident_bytes < 2 * MIB
+allocator.reset_peak()
+assert allocator.memory().used_peak_bytes == before
+small = torch.ones(1000)
+assert allocator.memory().used_bytes == before
+""",
+    )
+
+
+def test_temporaries_of_kernels_and_of_other_threads_count(library):
+    run(
+        library,
+        """
+import threading
+x = torch.ones(1024, 1024)
+y = torch.ones(1024, 1024, dtype=torch.bfloat16)
+base = allocator.memory().used_bytes
+x.add_(y)  # casts y
+assert allocator.memory().used_peak_bytes == base + 4 * MIB
+made = []
+threads = [threading.Thread(target=lambda: made.append(x @ x)) for _ in range(4)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert allocator.memory().used_bytes == base + 16 * MIB
+assert all(torch.equal(m, made[0]) for m in made)
+""",
+    )
+
+
+def test_tensors_from_before_and_through_numpy_and_resize(library):
+    code = """
+import numpy as np
+torch.set_num_threads(1)  # OpenMP does not survive a fork
+x = torch.arange(MIB)
+z = torch.from_numpy(np.ones(MIB)).clone()
+x.resize_(4 * MIB)
+assert x[:MIB].equal(torch.arange(MIB))
+assert x.numpy().shape == (4 * MIB,) and z.sum() == MIB
+import multiprocessing
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    assert pool.apply(torch.ones, (MIB,)).sum() == MIB
+print("ok")
+"""
+    before = "import torch\nearlier = torch.ones(1 << 20)\n"
+    assert run(library, code) == "ok\n"
+    done = subprocess.run(
+        [sys.executable, "-c", before + "del earlier"], capture_output=True, timeout=60
+    )
+    assert done.returncode == 0
+
+
+def test_the_profiler_sees_what_the_pool_hands_out(library):
+    run(
+        library,
+        """
+with torch.profiler.profile(profile_memory=True) as profile:
+    x = torch.ones(2 * MIB, dtype=torch.uint8)
+    y = torch.ones(3 * MIB, dtype=torch.uint8)
+    del x
+events = {e.key: e.self_cpu_memory_usage for e in profile.key_averages()}
+assert events["aten::empty"] == 5 * MIB, events
+assert events["[memory]"] == -2 * MIB, events
+""",
+    )
+
+
+def test_memory_that_is_refused_is_an_error(library):
+    run(
+        library,
+        """
+try:
+    torch.empty(1 << 60, dtype=torch.uint8)
+except RuntimeError as error:
+    assert "not enough memory" in str(error)
+else:
+    raise AssertionError
+""",
+    )
+
+
+def test_training_is_the_same_bit_for_bit(library):
+    code = """
+import hashlib
+from sppo.config.model import ModelConfig
+from sppo.engine.engine import Engine
+from sppo.engine.unit import SequenceData
+from sppo.model.gradients import zero_gradients
+from sppo.model.initialize import initial_weights
+torch.set_num_threads(2)
+model = ModelConfig(vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_size=32, mlp_size=256, max_positions=2048)
+weights = {n: w.bfloat16() for n, w in initial_weights(model, seed=0).items()}
+gradients = zero_gradients(weights)
+engine = Engine(model, weights=weights, gradients=gradients)
+tokens = torch.arange(2049) * 7 % 512
+engine.accumulate([SequenceData(tokens[:-1], tokens[1:])], [(0, 700, 2048)])
+digest = hashlib.sha256()
+for name in sorted(gradients):
+    digest.update(gradients[name].numpy().tobytes())
+print(allocator is None, digest.hexdigest())
+"""
+    pooled, heap = run(library, code), run(library, code, SPPO_CPU_ALLOCATOR="heap")
+    assert (pooled.split()[0], heap.split()[0]) == ("False", "True")
+    assert pooled.split()[1] == heap.split()[1]
+
+
+def test_reasons_why_there_is_none(library, tmp_path, monkeypatch):
+    assert "is not there" in str(cpu_allocator._install(tmp_path))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / cpu_allocator.REASON_NAME).write_text("no g++\n")
+    assert cpu_allocator._install(tmp_path / "a") == "not built: no g++"
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / cpu_allocator.LIBRARY_NAME).write_text("no library")
+    assert "does not load" in str(cpu_allocator._install(tmp_path / "b"))
+    monkeypatch.setattr(cpu_allocator.torch, "__version__", "9.9")
+    shutil.copytree(library, tmp_path / "c")
+    assert "was built for torch" in str(cpu_allocator._install(tmp_path / "c"))
+
+
+def test_installation_without_torch_says_so(tmp_path, monkeypatch):
+    build = build_module()
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(build.sys, "path", [])
+    build.build_native(tmp_path / "native")
+    reason = (tmp_path / "native" / cpu_allocator.REASON_NAME).read_text()
+    assert reason == "no torch in this environment; install it first, then SPPO again\n"
+
+
+def test_the_planner_looks_where_it_is(monkeypatch, tmp_path):
+    assert this_machine._ALLOCATOR == cpu_allocator._PLACE / cpu_allocator.LIBRARY_NAME
+    assert this_machine._ALLOCATOR_SWITCH == cpu_allocator.SWITCH
+    monkeypatch.delenv(cpu_allocator.SWITCH, raising=False)
+    library = tmp_path / "library.so"
+    assert not this_machine.has_memory_pool(library=library)
+    library.touch()
+    assert this_machine.has_memory_pool(library=library)
+    monkeypatch.setenv(cpu_allocator.SWITCH, "heap")
+    assert not this_machine.has_memory_pool(library=library)
+    assert this_machine.describe_cpu(1 << 34).device.heap_share == this_machine.C_HEAP_SHARE

@@ -1,0 +1,166 @@
+"""Triton's cross entropy against its definition in float64.
+
+How far results may be off: see :mod:`tests.kernels.operands`. Twice that is allowed where the loss
+is a small difference of large logits.
+"""
+
+import pytest
+import torch
+
+from sppo.kernels.labels import IGNORED_LABEL
+from tests.kernels.operands import (
+    DTYPES,
+    TOLERANCE,
+    Guarded,
+    assert_close,
+    dtype_name,
+    exact,
+    poison_fresh_memory,
+    random,
+    wide_tolerance,
+)
+from tests.kernels.places import DEVICES, need_triton
+
+SCALE = 0.37
+TERMS = [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.3, 0.5)]
+"""Label smoothing, z-loss."""
+SHAPES = [(1, 2), (5, 3), (37, 101), (4, 1024), (3, 4097), (2, 9001)]
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name),
+]
+
+
+@pytest.fixture(autouse=True)
+def _triton(device):
+    need_triton(device)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_poisoned(monkeypatch):
+    poison_fresh_memory(monkeypatch)
+
+
+def random_labels(tokens, words, *, device, ignored=0.3):
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, words, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < ignored] = IGNORED_LABEL
+    labels[0] = words - 1
+    return labels.to(device)
+
+
+def by_definition(logits, labels, smoothing, z_loss):
+    """(losses, gradient of ``SCALE * losses.sum()``) in float64, on the CPU."""
+    logits, labels = logits.requires_grad_(), labels.cpu()
+    lse = logits.logsumexp(1)
+    wanted = logits.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    losses = lse - (1 - smoothing) * wanted - smoothing * logits.mean(1) + z_loss * lse.square()
+    losses = losses * (labels != IGNORED_LABEL)
+    return losses.detach(), torch.autograd.grad(SCALE * losses.sum(), logits)[0]
+
+
+def both(logits, labels, smoothing, z_loss):
+    """(losses alone, losses with the gradient, the gradient)."""
+    from sppo.kernels.triton.cross_entropy import losses_to_gradient_, token_losses
+
+    terms = {"label_smoothing": smoothing, "z_loss": z_loss}
+    before, guarded = logits.clone(), Guarded(logits)
+    alone = token_losses(guarded.inside, labels, **terms)
+    assert torch.equal(guarded.inside.nan_to_num(0.5), before.nan_to_num(0.5))
+    losses = losses_to_gradient_(guarded.inside, labels, scale=SCALE, **terms)
+    assert guarded.intact()
+    return alone, losses, guarded.inside.clone()
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_losses_and_gradient(shape, terms, dtype, device):
+    (logits,) = random(shape, dtype=dtype, device=device)
+    labels = random_labels(*shape, device=device)
+    expected = by_definition(*exact(logits), labels, *terms)
+    alone, losses, gradient = both(logits, labels, *terms)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (losses.dtype, gradient.dtype) == (wide, dtype)
+    assert torch.equal(alone, losses)
+    assert_close(losses, expected[0], tolerance=wide_tolerance(dtype))
+    assert_close(gradient, expected[1], tolerance=TOLERANCE[dtype])
+    ignored = labels == IGNORED_LABEL
+    assert not losses[ignored].any()
+    assert not gradient[ignored].any()
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+def test_one_word(terms, dtype, device):
+    """Certain: nothing is left but the z-loss. The gradient is what is left of terms of about 1."""
+    (logits,) = random((9, 1), dtype=dtype, device=device)
+    _alone, losses, gradient = both(logits, torch.zeros(9, dtype=torch.long).to(device), *terms)
+    (z,) = exact(logits)
+    assert_close(losses, terms[1] * z.square().squeeze(1), tolerance=wide_tolerance(dtype))
+    expected = 2 * SCALE * terms[1] * z
+    error = float((gradient.double().cpu() - expected).norm())
+    assert error <= TOLERANCE[dtype] * float(expected.norm()) + wide_tolerance(dtype)
+
+
+def test_all_ignored(dtype, device):
+    """Whatever the rows hold, NaN and infinity included."""
+    from sppo.kernels.triton.cross_entropy import losses_to_gradient_
+
+    (logits,) = random((7, 300), dtype=dtype, device=device)
+    logits[1], logits[2] = float("nan"), float("inf")
+    labels = torch.full((7,), IGNORED_LABEL, device=device)
+    guarded = Guarded(logits)
+    losses = losses_to_gradient_(
+        guarded.inside, labels, scale=SCALE, label_smoothing=0.1, z_loss=0.1
+    )
+    assert torch.equal(losses, torch.zeros_like(losses))
+    assert torch.equal(guarded.inside, torch.zeros_like(guarded.inside))
+    assert guarded.intact()
+
+
+@pytest.mark.parametrize("terms", [(0.0, 0.0), (0.2, 0.0)], ids=str)
+def test_huge_logits_do_not_overflow(terms, dtype, device):
+    """Rising along the row, so that the largest so far is left behind in every block."""
+    (logits,) = random((6, 9001), dtype=torch.float64, device=device)
+    logits = 1e4 * logits.sort(1).values
+    logits = logits.clamp(-6e4, 6e4).to(dtype)
+    labels = random_labels(*logits.shape, device=device, ignored=0)
+    expected = by_definition(*exact(logits), labels, *terms)
+    _alone, losses, gradient = both(logits, labels, *terms)
+    assert_close(losses, expected[0], tolerance=wide_tolerance(dtype))
+    assert_close(gradient, expected[1], tolerance=TOLERANCE[dtype])
+
+
+def test_words_that_cannot_be(dtype, device):
+    """Logits of minus infinity, a whole block of them first."""
+    (logits,) = random((3, 5000), dtype=dtype, device=device)
+    logits[:, :4500] = float("-inf")
+    labels = torch.tensor([4999, 4500, 4700], device=device)
+    expected = exact(logits)[0][:, 4500:]
+    expected_losses, expected_gradient = by_definition(expected, labels - 4500, 0.0, 0.01)
+    _alone, losses, gradient = both(logits, labels, 0.0, 0.01)
+    assert_close(losses, expected_losses, tolerance=wide_tolerance(dtype))
+    assert_close(gradient[:, 4500:], expected_gradient, tolerance=TOLERANCE[dtype])
+    assert not gradient[:, :4500].any()
+
+
+def test_what_is_not_finite_shows(dtype, device):
+    (logits,) = random((2, 2000), dtype=dtype, device=device)
+    logits[0, 1500] = float("nan")
+    labels = torch.tensor([3, 4], device=device)
+    _alone, losses, gradient = both(logits, labels, 0.0, 0.0)
+    assert losses.isnan().tolist() == [True, False]
+    assert bool(gradient[0].isnan().all())
+    assert bool(gradient[1].isfinite().all())
+
+
+def test_logits_that_are_not_row_major(dtype, device):
+    from sppo.kernels.triton.cross_entropy import losses_to_gradient_, token_losses
+
+    (across,) = random((50, 7), dtype=dtype, device=device)
+    labels = random_labels(7, 50, device=device)
+    terms = {"label_smoothing": 0.0, "z_loss": 0.0}
+    expected = token_losses(across.T.contiguous(), labels, **terms)
+    assert torch.equal(token_losses(across.T, labels, **terms), expected)
+    with pytest.raises(AssertionError, match="in place"):
+        losses_to_gradient_(across.T, labels, scale=1.0, **terms)

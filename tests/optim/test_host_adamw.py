@@ -1,0 +1,223 @@
+"""The optimizer in host memory against the one on the device: the same weights, the same state."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from sppo.config import load_run
+from sppo.offload import cuda_queues
+from sppo.optim import host_transfers
+from sppo.optim.adamw import AdamW
+from sppo.optim.host_adamw import HostAdamW
+from sppo.optim.host_transfers import CudaTransfers
+from sppo.train.state import build_optimizer
+from tests.conftest import succeed
+from tests.offload.test_cuda_queues import on_gpu, runtime_without_a_gpu
+from tests.optim.test_adamw import CONFIG, SHAPES, _tensors
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class ImmediateTransfers:
+    """Where host and device are one: a copy is done when it is asked for."""
+
+    def memory(self, size_bytes):
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def down(self, copies):
+        for target, source in copies:
+            target.copy_(source)
+        return self
+
+    up = down
+
+    def wait(self):
+        pass
+
+    def finish(self):
+        pass
+
+
+class LazyTransfers:
+    """Copies run as late as whoever asked for them allows, and sources are forgotten soon.
+
+    Whoever reads or overwrites without waiting gets other numbers.
+    """
+
+    def __init__(self):
+        self._waiting = []
+
+    def memory(self, size_bytes):
+        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+
+    def down(self, copies):
+        return Later(self, list(copies), self._waiting)
+
+    up = down
+
+    def finish(self):
+        while self._waiting:
+            self._waiting[0].wait()
+
+
+class Later:
+    def __init__(self, transfers, copies, waiting):
+        self._copies, self._queue = copies, waiting
+        waiting.append(self)
+
+    def wait(self):
+        """This and what was asked for before it."""
+        while self in self._queue:
+            first = self._queue.pop(0)
+            for target, source in first._copies:
+                target.copy_(source)
+
+
+def pair(dtype, *, transfers, bucket_elements, given_masters=True):
+    """Both optimizers on equal weights of their own."""
+    masters = _tensors(0)
+    narrow = None if dtype is torch.float32 or not given_masters else masters
+    device = {name: master.to(dtype, copy=True) for name, master in masters.items()}
+    host = {name: weight.clone() for name, weight in device.items()}
+    copies = None if narrow is None else {n: m.clone() for n, m in narrow.items()}
+    return (
+        (device, AdamW(device, config=CONFIG, masters=copies)),
+        (
+            host,
+            HostAdamW(
+                host,
+                config=CONFIG,
+                transfers=transfers,
+                masters=narrow,
+                bucket_elements=bucket_elements,
+            ),
+        ),
+    )
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize("bucket_elements", [64, 1000, 1 << 24])
+@pytest.mark.parametrize("transfers", [ImmediateTransfers, LazyTransfers])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_as_on_the_device(dtype, transfers, bucket_elements):
+    (device, plain), (host, offloaded) = pair(
+        DTYPES[dtype], transfers=transfers(), bucket_elements=bucket_elements
+    )
+    assert_equal(device, host)
+    for step in range(4):
+        gradients = _tensors(step + 1)
+        plain.step(gradients, lr=1e-2 / (step + 1))
+        offloaded.step(gradients, lr=1e-2 / (step + 1))
+        assert_equal(device, host)
+    assert_equal(plain.state(), offloaded.state())
+    assert plain.steps == offloaded.steps == 4
+
+
+def test_buckets_hold_every_element_once_and_one_kind():
+    _, (_, optimizer) = pair(torch.bfloat16, transfers=ImmediateTransfers(), bucket_elements=500)
+    covered = {name: torch.zeros(torch.Size(shape).numel()) for name, shape in SHAPES.items()}
+    ends = [0]
+    for bucket in optimizer._buckets:
+        assert bucket.begin == ends[-1]
+        assert 0 < bucket.elements <= 500
+        ends.append(bucket.end)
+        for piece in bucket.pieces:
+            covered[piece.name][piece.begin : piece.end] += 1
+            assert bucket.weight_decay == (0.1 if len(SHAPES[piece.name]) > 1 else 0)
+    assert all((count == 1).all() for count in covered.values())
+    elements = sum(count.numel() for count in covered.values())
+    # Masters and moments, two slots of fp32 gradients, two of bf16 weights.
+    assert optimizer.host_bytes == 12 * elements + 2 * 500 * (4 + 2)
+
+
+def test_odd_buckets_are_within_one_rounding():
+    """Elements that fill no vector of the CPU may be rounded once less, or more."""
+    (device, plain), (host, offloaded) = pair(
+        torch.float32, transfers=ImmediateTransfers(), bucket_elements=37
+    )
+    for step in range(3):
+        for optimizer in (plain, offloaded):
+            optimizer.step(_tensors(step + 1), lr=1e-2)
+    for name in device:
+        torch.testing.assert_close(host[name], device[name], rtol=1e-6, atol=1e-7)
+
+
+def test_on_a_cpu_it_changes_nothing_and_says_so(work, caplog):
+    caplog.set_level(logging.INFO)
+    succeed("train", "run.yaml", "optimizer.offload=true", "train.steps=1")
+    assert caplog.text.count("optimizer.offload: the optimizer stays where it is") == 1
+    run = load_run(work / "run.yaml", ("optimizer.offload=true",))
+    assert type(build_optimizer(run, _tensors(0), masters=None)) is AdamW
+
+
+def test_checkpoints_go_both_ways():
+    """What one saves the other goes on from, as if it had been there all the time."""
+    (device, plain), (host, offloaded) = pair(
+        torch.bfloat16, transfers=LazyTransfers(), bucket_elements=320
+    )
+    offloaded.step(_tensors(1), lr=1e-2)
+    plain.load_state({key: tensor.clone() for key, tensor in offloaded.state().items()})
+    assert plain.steps == 1
+    assert_equal(device, host)
+    plain.step(_tensors(2), lr=1e-2)
+    live = offloaded.state()
+    for key, tensor in plain.state().items():
+        live[key].copy_(tensor)
+    offloaded.load_state(live)
+    assert_equal(device, host)
+    for optimizer in (plain, offloaded):
+        optimizer.step(_tensors(3), lr=1e-2)
+    assert_equal(device, host)
+    assert_equal(plain.state(), offloaded.state())
+
+
+def test_masters_are_widened_weights_where_none_are_given():
+    (device, _), (host, offloaded) = pair(
+        torch.bfloat16, transfers=ImmediateTransfers(), bucket_elements=100, given_masters=False
+    )
+    assert_equal(device, host)
+    state = offloaded.state()
+    assert all(torch.equal(state[f"model.{n}"], host[n].float()) for n in host)
+    assert not any(state[f"optimizer.exp_avg.{n}"].any() for n in host)
+
+
+def test_the_copies_of_a_gpu_without_one(monkeypatch):
+    """Streams that run at once: the bookkeeping, the locked memory, the same bits."""
+    runtime = runtime_without_a_gpu()
+    runtime.Stream.wait_stream = lambda self, other: None
+    for module in (cuda_queues, host_transfers):
+        monkeypatch.setattr(module, "_cuda", runtime)
+    transfers = CudaTransfers(torch.device("cpu"))
+    (device, plain), (host, offloaded) = pair(
+        torch.bfloat16, transfers=transfers, bucket_elements=320
+    )
+    assert len(runtime.locked) == 1
+    for optimizer in (plain, offloaded):
+        optimizer.step(_tensors(1), lr=1e-2)
+    assert_equal(device, host)
+
+
+@on_gpu
+def test_a_gpu_gets_the_weights_of_the_host():
+    """Against the same optimizer with copies that are done at once, on a CPU: bit for bit."""
+    device = torch.device("cuda")
+    masters = _tensors(0)
+    results = []
+    for where, transfers in ((device, CudaTransfers(device)), ("cpu", ImmediateTransfers())):
+        weights = {name: master.to(where, torch.bfloat16) for name, master in masters.items()}
+        optimizer = HostAdamW(
+            weights, config=CONFIG, transfers=transfers, masters=masters, bucket_elements=320
+        )
+        for step in range(3):
+            gradients = {name: g.to(where) for name, g in _tensors(step + 1).items()}
+            optimizer.step(gradients, lr=1e-2)
+        results.append({name: weight.cpu() for name, weight in weights.items()})
+    assert_equal(*results)

@@ -1,0 +1,107 @@
+"""Bars and messages on one terminal: every line whole, nothing left behind.
+
+A small terminal plays back what was written, as the eye would see it in the end.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from sppo.report.display import LogHandler, TrainingDisplay
+
+
+class _Terminal(io.StringIO):
+    """Text that rich takes for a terminal's."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def _screen(written: str, *, width: int) -> list[str]:
+    """Lines on a terminal after ``written``: text, new lines, carriage returns, up, erase line."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]", written):
+        if token == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif token == "\r":
+            column = 0
+        elif token.endswith("A"):
+            row -= int(token[2:-1] or 1)
+        elif token.endswith("K"):
+            lines[row] = ""
+        elif not token.startswith("\x1b"):
+            if column == width:
+                row, column = row + 1, 0
+                lines += [""] * (row + 1 - len(lines))
+            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def _train(console: Console, log: logging.Logger) -> None:
+    """Three steps with a message after each, on a live display."""
+    with TrainingDisplay(console, total_steps=3, first_step=0, actions_per_step=2) as display:
+        for step in range(1, 4):
+            display.action()
+            time.sleep(0.12)  # the bars are redrawn ten times a second
+            display.step_done(f"step {step} " + "of a line that is longer than eighty " * 3)
+            log.info("saved step %d", step)
+            time.sleep(0.12)
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """A logger whose messages go nowhere but to the handlers a test adds."""
+    log = logging.Logger("test")
+    monkeypatch.setattr(log, "propagate", False)
+    return log
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_messages_stand_above_bars_that_leave_nothing_behind(log, monkeypatch, width):
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console = Console(file=terminal, force_terminal=True, width=width, color_system=None)
+    log.addHandler(LogHandler(console))
+    _train(console, log)
+    screen = _screen(terminal.getvalue(), width=width)
+    assert [line for line in screen if line.startswith(("step", "saved", "run"))] == [
+        line
+        for step in range(1, 4)
+        for line in (
+            (f"step {step} " + "of a line that is longer than eighty " * 3)[:width].rstrip(),
+            f"saved step {step}",
+        )
+    ]
+    assert "━" not in "".join(screen)
+
+
+@pytest.mark.parametrize("to_terminal", [True, False])
+def test_a_redirected_stderr_gets_the_messages(log, monkeypatch, to_terminal):
+    stdout = _Terminal() if to_terminal else io.StringIO()
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    console = Console(file=stdout, force_terminal=to_terminal, width=80, color_system=None)
+    log.addHandler(LogHandler(console))
+    _train(console, log)
+    assert stderr.getvalue().splitlines() == [f"saved step {step}" for step in range(1, 4)]
+    assert "saved" not in stdout.getvalue()
+    assert ("━" in stdout.getvalue()) == to_terminal
+
+
+def test_messages_of_libraries_stand_above_the_bars_too(log, monkeypatch):
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console = Console(file=terminal, force_terminal=True, width=80, color_system=None)
+    with TrainingDisplay(console, total_steps=3, first_step=0, actions_per_step=2):
+        print("a warning", file=sys.stderr)
+        time.sleep(0.12)
+    assert _screen(terminal.getvalue(), width=80) == ["a warning"]

@@ -1,0 +1,332 @@
+"""Metrics: the file, the line, TensorBoard and the picture."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import resource
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sppo.report.loss_plot import loss_picture, running_mean
+from sppo.report.metrics import JsonlSink, StepMetrics, read_metrics
+from sppo.report.step_line import step_line
+from sppo.report.tensorboard_sink import TensorBoardSink
+
+REQUIRED = {
+    *("step", "loss", "grad_norm", "lr", "tokens", "step_s", "predicted_step_s", "tokens_per_s"),
+    *("mfu", "hfu", "device_peak_bytes", "host_peak_bytes", "offloaded_bytes"),
+    *("exposed_copy_s", "skipped"),
+}
+
+
+def _metrics(step: int = 1, **changes: Any) -> StepMetrics:
+    values: dict[str, Any] = {
+        "step": step,
+        "loss": 2.431,
+        "grad_norm": 0.7,
+        "lr": 3e-4,
+        "tokens": 16384,
+        "step_s": 25.4,
+        "tokens_per_s": 41_234.0,
+    }
+    return StepMetrics(**(values | changes))
+
+
+def _write(path: Path, *steps: int, resume_step: int = 0) -> None:
+    sink = JsonlSink(path, resume_step=resume_step)
+    for step in steps:
+        sink.write(_metrics(step))
+    sink.close()
+
+
+def _steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+# The file ---------------------------------------------------------------------------------------
+
+
+def test_a_line_holds_every_field_and_is_there_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, resume_step=0)
+    sink.write(_metrics(1, mfu=0.5))
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line).keys() >= REQUIRED
+    assert read_metrics(path) == [_metrics(1, mfu=0.5)]
+    sink.close()
+
+
+def test_non_finite_numbers_are_null_and_read_back_as_nan(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, resume_step=0)
+    sink.write(_metrics(1, loss=math.nan, grad_norm=math.inf, skipped=True))
+    sink.close()
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is not JSON")
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    assert record["loss"] is None
+    assert record["grad_norm"] is None
+    (metrics,) = read_metrics(path)
+    assert math.isnan(metrics.loss)
+    assert metrics.skipped
+    assert metrics.mfu is None
+
+
+def test_resuming_drops_the_steps_that_will_come_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, 1, 2, 3, 4, 5, 6, 7)
+    _write(path, 7, 8, resume_step=6)
+    assert _steps(path) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, 1, 2, 3)
+    _write(path, 1, resume_step=0)
+    assert _steps(path) == [1]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 4, "lo', '{"step": 4, "loss": 2.0', "{", "\0\0\0", '"'])
+def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, 1, 2, 3)
+    with path.open("a") as file:
+        file.write(torn)
+    assert [m.step for m in read_metrics(path)] == [1, 2, 3]
+    _write(path, 4, resume_step=3)
+    assert _steps(path) == [1, 2, 3, 4]
+
+
+def test_a_last_line_without_its_newline_is_kept_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, 1, 2)
+    path.write_text(path.read_text().rstrip("\n"))
+    _write(path, 3, resume_step=2)
+    assert _steps(path) == [1, 2, 3]
+
+
+def test_a_file_that_needs_no_repair_is_not_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, 1, 2)
+    before = path.stat().st_ino
+    _write(path, 3, resume_step=2)
+    assert path.stat().st_ino == before
+
+
+def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(ValueError, match="no such file"):
+        read_metrics(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        '{"step": 3, "loss": 1.0}',
+        '{"step": 3, "los',
+        "[" * 100_000,
+        '{"step":' * 100_000,
+        "9" * 5000,
+        "[1, 2]",
+        "null",
+        "\x00\xff{",
+        *(
+            json.dumps(asdict(_metrics(3)) | changed)
+            for changed in (
+                {"loss": "low"},
+                {"loss": [1.0]},
+                {"lr": {}},
+                {"tokens": True},
+                {"tokens": 10**400},
+                {"mfu": "40 %"},
+                {"skipped": 1},
+                {"step": "3"},
+                {"step": True},
+                {"step": 3.0},
+                {"step": None},
+                {"step": -1},
+                {"step": 10**30},
+            )
+        ),
+    ],
+    ids=lambda line: line[:24],
+)
+def test_what_is_no_record_of_a_step_is_counted_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, 1, 2)
+    path.write_text(path.read_text() + wrong + "\n" + wrong + "\n")
+    assert [m.step for m in read_metrics(path)] == [1, 2]
+    assert "2 of 4 lines are left out, the first of them line 3" in caplog.text
+    loss_picture(path, tmp_path / "loss.png")
+    _write(path, 3, resume_step=2)
+    assert _steps(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("fits", [0, 1, 100])
+def test_a_line_that_finds_no_room_is_taken_back(tmp_path: Path, fits: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, resume_step=0)
+    sink.write(_metrics(1))
+    whole = path.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + fits, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            sink.write(_metrics(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == whole
+    sink.write(_metrics(2))
+    sink.close()
+    assert _steps(path) == [1, 2]
+
+
+def test_keys_of_later_versions_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, 1)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"novelty": 1}) + "\n")
+    assert read_metrics(path) == [_metrics(1)]
+
+
+# TensorBoard ------------------------------------------------------------------------------------
+
+
+def test_a_disk_too_full_for_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sink = TensorBoardSink(tmp_path, resume_step=0)
+    monkeypatch.setattr(sink._writer, "add_scalar", fail)
+    with pytest.raises(OSError, match="No space left") as caught:
+        sink.write(_metrics(1))
+    assert caught.value.filename == str(tmp_path)
+    monkeypatch.setattr(sink._writer, "close", fail)
+    sink.close()
+    assert f"{tmp_path} is incomplete: No space left on device" in caplog.text
+
+
+def test_tensorboard_gets_every_number_it_can_show(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path, resume_step=0)
+    for step in (1, 2, 3):
+        sink.write(_metrics(step, loss=math.nan if step == 2 else 1.0 / step))
+    sink.close()
+    resumed = TensorBoardSink(tmp_path, resume_step=2)
+    resumed.write(_metrics(3, loss=9.0))
+    resumed.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses[1] == 1.0
+    assert math.isnan(losses[2])
+    assert losses[3] == 9.0
+    assert events.Scalars("speed/tokens_per_s")[0].value == pytest.approx(41_234.0)
+    assert "speed/mfu" not in events.Tags()["scalars"]
+
+
+def test_missing_tensorboard_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"pip install 'sppo\[track\]'"):
+        TensorBoardSink(tmp_path, resume_step=0)
+
+
+# The line ---------------------------------------------------------------------------------------
+
+
+def test_step_line_with_everything_known() -> None:
+    metrics = _metrics(12, mfu=0.471, device_peak_bytes=round(1.31 * 2**30), predicted_step_s=24.6)
+    line = step_line(
+        metrics, total_steps=500, memory_capacity_bytes=round(22.9 * 2**30), eta_s=12_360
+    )
+    assert line == (
+        "step 12/500 | loss 2.431 | 41.2k tok/s | mfu 47.1% | mem 1.31 of 22.9 GiB | "
+        "step 25.4 s (plan 24.6 s) | eta 3h26m"
+    )
+
+
+def test_step_line_leaves_out_what_is_unknown() -> None:
+    line = step_line(_metrics(3), total_steps=9, memory_capacity_bytes=None, eta_s=None)
+    assert line == "step 3/9 | loss 2.431 | 41.2k tok/s | step 25.4 s"
+
+
+def test_step_line_of_a_step_that_moved_activations_says_so() -> None:
+    metrics = _metrics(3, offloaded_bytes=3 * 2**29, exposed_copy_s=0.25)
+    line = step_line(metrics, total_steps=9, memory_capacity_bytes=None, eta_s=None)
+    assert "| moved 1.5 GiB (waited 250.0 ms) | step 25.4 s" in line
+
+
+def test_step_line_of_a_skipped_step_says_so() -> None:
+    metrics = _metrics(3, loss=math.nan, skipped=True, step_s=0.25, device_peak_bytes=150 * 2**30)
+    line = step_line(metrics, total_steps=9, memory_capacity_bytes=None, eta_s=42.0)
+    assert "loss nan (not finite: update skipped)" in line
+    assert "mem 150 GiB | step 250.0 ms | eta 42.0 s" in line
+
+
+# The picture ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "losses", [[2.0], [math.nan] * 3, [5.0 / (i + 1) for i in range(60)], [3.0, math.inf, 2.0]]
+)
+def test_a_picture_of_any_run(tmp_path: Path, losses: list[float]) -> None:
+    directory = tmp_path / "$name_with_$signs"
+    directory.mkdir()
+    sink = JsonlSink(directory / "metrics.jsonl", resume_step=0)
+    for step, loss in enumerate(losses, start=1):
+        sink.write(_metrics(step, loss=loss, skipped=not math.isfinite(loss)))
+    sink.close()
+    png = tmp_path / "loss.png"
+    loss_picture(directory / "metrics.jsonl", png)
+    header = png.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1600, 900)
+
+
+def test_the_picture_names_the_terms_of_the_loss(tmp_path: Path) -> None:
+    _write(tmp_path / "metrics.jsonl", 3)
+    plain, named = tmp_path / "plain.png", tmp_path / "named.png"
+    loss_picture(tmp_path / "metrics.jsonl", plain)
+    loss_picture(tmp_path / "metrics.jsonl", named, terms="z-loss 0.0001")
+    assert plain.read_bytes() != named.read_bytes()
+
+
+def test_no_picture_of_a_run_without_steps(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="holds no step yet"):
+        loss_picture(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+
+
+def test_running_mean_is_centred_and_passes_over_what_is_not_finite() -> None:
+    values = [1.0, 2.0, math.nan, 4.0, 5.0]
+    assert running_mean(values, window=3) == pytest.approx([1.5, 1.5, 3.0, 4.5, 4.5])
+    assert np.isnan(running_mean([math.nan], window=3)).all()
+
+
+def test_torn_lines_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, 1)
+    with path.open("a") as file:
+        file.write("{")
+    with caplog.at_level(logging.WARNING):
+        read_metrics(path)
+    assert "1 of 2 lines are left out, the first of them line 2: torn" in caplog.text

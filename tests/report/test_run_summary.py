@@ -1,0 +1,96 @@
+"""The summary of a run, complete or with nothing known."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sppo.report.metrics import StepMetrics
+from sppo.report.run_summary import print_summary, run_summary, write_summary
+
+
+def _steps(count: int, **changes: Any) -> list[StepMetrics]:
+    values: dict[str, Any] = {"grad_norm": 1.0, "lr": 1e-3, "tokens": 1000, "tokens_per_s": 500.0}
+    return [
+        StepMetrics(
+            **(values | {"step": i, "loss": 6.0 - 0.25 * i, "step_s": 2.0 + (i == 1)} | changes)
+        )
+        for i in range(1, count + 1)
+    ]
+
+
+def _printed(summary: dict[str, Any]) -> str:
+    stream = io.StringIO()
+    print_summary(summary, console=Console(file=stream, width=100))
+    return stream.getvalue()
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    steps = _steps(12, mfu=0.4, predicted_step_s=1.6, device_peak_bytes=3 << 30)
+    summary = run_summary(
+        steps,
+        name="stdlib",
+        wall_s=75.0,
+        memory_bytes={"kv_cache": (1 << 30, 3 << 29), "weights": (None, 1 << 20)},
+        phases_s={"forward": (0.5, 0.6)},
+    )
+    assert summary["steps"] == 12
+    assert summary["tokens"] == 12_000
+    assert summary["step_s"] == {"predicted": 1.6, "measured": 2.0}
+    assert summary["loss_first"] == pytest.approx(5.25)
+    assert summary["loss_last"] == pytest.approx(3.5)
+    assert summary["memory_bytes"]["weights"] == {"predicted": None, "measured": 1 << 20}
+    write_summary(summary, tmp_path / "run_summary.json")
+    assert json.loads((tmp_path / "run_summary.json").read_text()) == summary
+    assert [path.name for path in tmp_path.iterdir()] == ["run_summary.json"]
+
+    text = _printed(summary)
+    for part in ("stdlib", "5.250 → 3.500", "40.0%", "1m15s", "3.0 GiB", "1.0 GiB", "1.5 GiB"):
+        assert part in text, text
+    assert "1.50" in text
+    assert "1.25" in text
+
+
+def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
+    summary = run_summary([], name="empty", wall_s=0.5, memory_bytes={}, phases_s={})
+    assert summary["loss_last"] is None
+    assert summary["tokens_per_s"] is None
+    write_summary(summary, tmp_path / "run_summary.json")
+    text = _printed(summary)
+    assert "empty" in text
+    assert "Predicted" not in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "label", "losses"),
+    [(1, "step ", "5.750 → 5.750"), (3, "step ", "5.750 → 5.250"), (9, "4 steps", "5.375 → 4.125")],
+)
+def test_the_ends_of_a_short_run_do_not_overlap(steps: int, label: str, losses: str) -> None:
+    summary = run_summary(_steps(steps), name="short", wall_s=1.0, memory_bytes={}, phases_s={})
+    text = _printed(summary)
+    assert f"first and last {label}" in text
+    assert losses in text
+
+
+def test_non_finite_losses_and_unknown_pairs_stay_out(tmp_path: Path) -> None:
+    steps = [*_steps(2), *_steps(1, step=3, loss=math.nan, skipped=True)]
+    summary = run_summary(
+        steps,
+        name="[bold]odd[/bold]",
+        wall_s=1.0,
+        memory_bytes={"activations": (None, None)},
+        phases_s={"backward": (math.nan, 0.0)},
+    )
+    assert (summary["loss_first"], summary["loss_last"]) == (5.75, 5.5)
+    assert summary["skipped_steps"] == 1
+    assert summary["phases_s"]["backward"] == {"predicted": None, "measured": 0.0}
+    write_summary(summary, tmp_path / "run_summary.json")
+    text = _printed(summary)
+    assert "3 (1 skipped)" in text
+    assert "[bold]odd[/bold]" in text

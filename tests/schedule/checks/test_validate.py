@@ -1,0 +1,213 @@
+"""Programs that must be refused, each with the action and the rule named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sppo.schedule.actions import Action, ActionKind, Cut, Placement, Schedule
+from sppo.schedule.checks.validate import find_violations, validate
+from sppo.schedule.checks.violations import ScheduleError
+from sppo.schedule.communication import place_messages
+from sppo.schedule.copies import place_copies
+from sppo.schedule.generators import interleaved_order
+from sppo.schedule.program_text import parse_action
+from tests.schedule.cases import make
+
+
+def edit(schedule: Schedule, rank: int, change) -> Schedule:
+    """`schedule` with one program rewritten as text: change(list of words) -> list of words."""
+    words = change([str(action) for action in schedule.programs[rank]])
+    programs = list(schedule.programs)
+    programs[rank] = tuple(parse_action(word) for word in words)
+    return replace(schedule, programs=tuple(programs))
+
+
+def swap(one: str, other: str):
+    def change(words):
+        words = list(words)
+        i, j = words.index(one), words.index(other)
+        words[i], words[j] = words[j], words[i]
+        return words
+
+    return change
+
+
+def without(*gone: str):
+    return lambda words: [word for word in words if word not in gone]
+
+
+def move(word: str, *, before: str):
+    def change(words):
+        rest = [w for w in words if w != word]
+        rest.insert(rest.index(before), word)
+        return rest
+
+    return change
+
+
+def add(word: str, *, before: str | None = None):
+    def change(words):
+        at = words.index(before) if before else len(words)
+        return [*words[:at], word, *words[at:]]
+
+    return change
+
+
+SEQ = make("seq1f1b", p=2, n=2, m=2)
+ZB = make("seq_zb_h1", p=2, n=2, m=2)
+SENT = place_messages(SEQ)
+COPIED = place_copies(SEQ, offloaded=np.array([[True, True, False, False]] * 2), prefetch=1)
+MSP = make("sppo_msp", p=2, n=4, m=1)
+MUST_FAIL = {
+    "duplicate": (SEQ, 0, add("0F0.1", before="0B0.1"), "coverage", "0F0.1 is there more"),
+    "missing": (SEQ, 1, without("1B1.0"), "coverage", "1B1.0 is missing"),
+    "forward order": (SEQ, 0, swap("0F0.0", "0F0.1"), "forward order", "0F0.1 stands before 0F0.0"),
+    "backward order": (SEQ, 1, swap("1B0.0", "1B0.1"), "backward order", "1B0.0 stands before"),
+    "backward first": (SEQ, 1, move("1B0.1", before="1F0.1"), "backward order", "which it needs"),
+    "wrong rank": (SEQ, 0, add("1W0.0"), "placement", "its stage is on rank 1"),
+    "no such stage": (SEQ, 0, add("7F0.0"), "well formed", "stage 7 does not exist: there are 2"),
+    "no such sequence": (SEQ, 0, add("0F9.0"), "well formed", "sequence 9 does not exist"),
+    "no such unit": (SEQ, 0, add("0F0.7"), "well formed", "has 2 subsequences"),
+    "weight order": (ZB, 0, move("0W0.1", before="0B0.1"), "weight order", "0W0.1 stands before"),
+    "rebuild late": (SEQ, 0, add("0R0.1"), "rebuild order", "0B0.1 stands before 0R0.1"),
+    "rebuild early": (SEQ, 0, add("0R0.1", before="0F0.0"), "rebuild order", "0R0.1 stands"),
+    "reduce early": (SEQ, 0, move("0REDUCE", before="0B1.0"), "reduction", "before 0B1.0"),
+    "reduce twice": (SEQ, 0, add("0REDUCE"), "reduction", "0REDUCE is there twice"),
+    "reduce elsewhere": (SEQ, 0, add("1REDUCE"), "reduction", "no gradients of stage 1"),
+    "copy early": (COPIED, 0, move("0D2H0.0", before="0F0.0"), "copy order", "0D2H0.0 stands"),
+    "copy back late": (COPIED, 0, move("0H2D0.1", before="0REDUCE"), "copy order", "0B0.1 stands"),
+    "copy back early": (COPIED, 0, move("0H2D0.0", before="0D2H0.0"), "copy order", "0H2D0.0"),
+    "copy out only": (COPIED, 0, without("0H2D0.1"), "copy order", "0D2H0.1 has no H2D"),
+    "copy back only": (COPIED, 0, without("0D2H0.1"), "copy order", "0H2D0.1 has no D2H"),
+    "lost message": (SENT, 0, without("0SEND_ACT0.1"), "message coverage", "does not send"),
+    "lost receive": (SENT, 1, without("1RECV_ACT0.1"), "message coverage", "does not receive"),
+    "twice sent": (SENT, 0, add("0SEND_ACT0.1"), "message coverage", "more than once"),
+    "stray message": (SENT, 1, add("1SEND_ACT0.1"), "message coverage", "nothing that crosses"),
+    "sent early": (SENT, 0, move("0SEND_ACT0.1", before="0F0.1"), "message place", "0SEND_ACT0.1"),
+    "received late": (SENT, 1, move("1RECV_ACT0.0", before="1REDUCE"), "message place", "1F0.0"),
+    "twice received": (SENT, 1, add("1RECV_ACT0.0", before="1F0.0"), "message coverage", "once"),
+    "crossed": (SENT, 1, swap("1RECV_ACT0.1", "1RECV_ACT0.0"), "message order", "1RECV_ACT0.1"),
+    "lost piece": (MSP, 1, without("0F0.0[1/2]"), "coverage", "1 of 2 pieces"),
+    "piece elsewhere": (MSP, 0, add("0B0.1[0/2]"), "coverage", "0B0.1[0/2]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MUST_FAIL)
+def test_a_wrong_program_is_refused_with_its_action_and_rule(case):
+    schedule, rank, change, rule, text = MUST_FAIL[case]
+    validate(schedule)
+    broken = edit(schedule, rank, change)
+    violations = find_violations(broken)
+    hits = [v for v in violations if v.rule == rule and text in v.text]
+    assert hits, [str(v) for v in violations]
+    assert all(v.rank in (0, 1) for v in hits)
+    with pytest.raises(ScheduleError, match=f"rule: {violations[0].rule}"):
+        validate(broken)
+
+
+def test_receives_in_another_order_than_their_sends():
+    schedule = place_messages(make("gpipe", p=2, n=2, m=2))
+    words = [str(a) for a in schedule.programs[1]]
+    early = sorted(words, key=lambda w: not w.startswith("1RECV_ACT"))
+    crossed = edit(schedule, 1, lambda _: early)
+    validate(crossed)
+    swapped = edit(crossed, 1, swap("1RECV_ACT0.1", "1RECV_ACT1.0"))
+    (violation,) = find_violations(swapped)
+    assert violation.rule == "message order"
+    assert "1RECV_ACT1.0 stands where rank 0 sends" in violation.text
+
+
+def test_orders_that_wait_for_each_other():
+    schedule = make("gpipe", p=2, n=1, m=2)
+    late = edit(schedule, 0, lambda _: ["0F0.0", "0B0.0", "0F1.0", "0B1.0", "0REDUCE"])
+    (violation,) = find_violations(late)
+    assert violation.rule == "no deadlock"
+    assert "rank 0 at action 2, 0B0.0" in violation.text
+    assert (violation.rank, violation.index) == (0, 1)
+
+
+def megatron_interleaved(p, v, n, m):
+    """The order of the released Seq1F1B: groups of p *units*, not of whole sequences."""
+    programs = []
+    units = [(s, i) for s in range(m) for i in range(n)]
+    back = [(s, i) for s in range(m) for i in reversed(range(n))]
+    groups = [slice(k, k + p) for k in range(0, len(units), p)]
+    for rank in range(p):
+        forward = [(c, u) for g in groups for c in range(v) for u in units[g]]
+        backward = [(c, u) for g in groups for c in reversed(range(v)) for u in back[g]]
+        warmup = (v - 1) * p + 2 * (p - rank - 1) + n - 1
+        order = [("F", s) for s in forward[:warmup]]
+        for index, step in enumerate(forward[warmup:]):
+            order += [("F", step), ("B", backward[index])]
+        order += [("B", s) for s in backward[len(forward) - warmup :]]
+        programs.append(tuple(Action(ActionKind(k), c * p + rank, *unit) for k, (c, unit) in order))
+    return Schedule("megatron", Placement(p, v), ((16,) * n,) * m, tuple(programs))
+
+
+def test_groups_of_units_run_a_backward_before_its_sequence_is_through():
+    """p2 v2 N4 M4 with groups of p units: silently wrong gradients in the released code."""
+    violations = find_violations(megatron_interleaved(2, 2, 4, 4))
+    assert {v.rule for v in violations} == {"backward order"}
+    assert not find_violations(megatron_interleaved(2, 2, 2, 4))
+
+
+def test_a_short_last_group_deadlocks():
+    """p8 v3 N4 M3 in groups of 8 units: two sequences, then one."""
+    lengths = ((16,) * 4,) * 3
+    programs = []
+    for rank in range(8):
+        order = interleaved_order(
+            lengths,
+            groups=[range(2), range(2, 3)],
+            num_chunks=3,
+            hops_behind=2 * (7 - rank),
+        )
+        programs.append(tuple(Action(ActionKind(k), c * 8 + rank, *unit) for k, (c, unit) in order))
+    short = Schedule("short", Placement(8, 3), lengths, tuple(programs))
+    (violation,) = find_violations(short)
+    assert violation.rule == "no deadlock"
+    validate(make("interleaved_seq1f1b", p=8, v=3, n=4, m=3))
+
+
+def test_units_in_flight_stay_within_the_plan():
+    schedule = make("seq1f1b", p=2, n=2, m=2)
+    validate(schedule, max_in_flight=[3, 2])
+    (violation,) = find_violations(schedule, max_in_flight=[2, 2])
+    assert violation.rule == "memory plan"
+    assert "0F1.0 is unit 3 in flight, planned are 2" in violation.text
+    with pytest.raises(ValueError, match="1 limits for 2 ranks"):
+        find_violations(schedule, max_in_flight=[1])
+
+
+def test_cuts_must_fit_their_units():
+    wrong = replace(MSP, cuts=(Cut(0, 0, 0, (3, 3)),))
+    (violation, *_) = find_violations(wrong)
+    assert "must be positive and add up to 16 tokens" in violation.text
+    short = replace(MSP, lengths=((16, 16, 16, 1),))
+    (violation, *_) = find_violations(short)
+    assert "cut into [1, 0]" in violation.text
+
+
+def test_the_error_shows_the_first_problems_and_counts_the_rest():
+    schedule = make("seq1f1b", p=1, n=8, m=1)
+    nothing = replace(schedule, programs=((parse_action("0F0.0"),),))
+    with pytest.raises(ScheduleError) as caught:
+        validate(nothing)
+    assert "rank 0, 0F0.1 is missing (rule: coverage)" in str(caught.value)
+    assert "and 2 more" in str(caught.value)
+    assert len(caught.value.violations) == 7
+
+
+def test_one_program_per_rank():
+    with pytest.raises(ValueError, match="1 programs for 2 ranks"):
+        validate(replace(SEQ, programs=SEQ.programs[:1]))
+
+
+def test_a_v_placement_is_checked_and_simulated_like_any_other():
+    words = "0F0.0 3F0.0 3B0.0 0B0.0", "1F0.0 2F0.0 2B0.0 1B0.0"
+    programs = tuple(tuple(map(parse_action, line.split())) for line in words)
+    schedule = Schedule("v", Placement(2, 2, "v"), ((16,),), programs)
+    validate(place_messages(schedule))

@@ -1,0 +1,167 @@
+"""Pictures hold what they must: every bar, idle time by cause, both phases of MSP, a legend."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.simulate import simulate
+from sppo.timeline import style
+from sppo.timeline.chrome_trace import write_trace
+from sppo.timeline.html import write_html
+from sppo.timeline.png import binary_step, write_png
+from sppo.units import GIB, MIB
+from tests.schedule.cases import make, play
+
+
+def offloaded():
+    case = abstract_case(
+        AbstractCase(
+            "seq1f1b", 2, 2, 3,
+            latency_s=0.5,
+            offload=AbstractOffload(ratios="full", d2h_s=1.5, h2d_s=2.0),
+        )
+    )  # fmt: skip
+    return simulate(case.schedule, costs=case.costs)
+
+
+def pixels(path):
+    from matplotlib.image import imread
+
+    image = (imread(path)[:, :, :3] * 255).round().astype(int)
+    return {tuple(colour) for row in image[::3] for colour in row}
+
+
+def rgb(colour):
+    return tuple(int(colour[k : k + 2], 16) for k in (1, 3, 5))
+
+
+def test_a_picture_shows_each_kind_and_each_cause_of_idle_time(tmp_path):
+    path = tmp_path / "a.png"
+    write_png(path, timelines=[offloaded()])
+    seen = pixels(path)
+    for kind in (ActionKind.F, ActionKind.B, ActionKind.D2H, ActionKind.H2D):
+        assert rgb(style.KIND_COLOURS[kind]) in seen
+    for colour in style.IDLE_COLOURS.values():
+        assert rgb(colour) in seen
+
+
+def test_both_phases_of_msp_have_their_colours(tmp_path):
+    path = tmp_path / "a.png"
+    cut, plain = make("sppo_msp", p=4, n=8, m=1), make("sppo", p=4, n=8, m=1)
+    write_png(path, timelines=[play(plain), play(cut)])
+    seen = pixels(path)
+    assert {rgb(colour) for colour in style.PHASE_COLOURS.values()} <= seen
+    write_png(path, timelines=[play(plain)])
+    assert not {rgb(colour) for colour in style.PHASE_COLOURS.values()} & pixels(path)
+
+
+def test_a_step_of_too_many_bars_is_painted(tmp_path):
+    path = tmp_path / "a.png"
+    write_png(path, timelines=[play(make("interleaved_seq1f1b", p=16, v=2, n=8, m=64))])
+    seen = pixels(path)
+    kinds = (style.KIND_COLOURS[ActionKind.F], style.LATER_STAGE_COLOURS[ActionKind.B])
+    assert {rgb(colour) for colour in (*kinds, style.IDLE_COLOURS["bubble"])} <= seen
+
+
+def test_an_empty_evaluation_and_a_single_rank_can_be_drawn(tmp_path):
+    path = tmp_path / "a.png"
+    write_png(path, timelines=[play(make("sppo", p=1, n=1, m=1, forward_only=True))])
+    assert path.stat().st_size > 5000
+
+
+def test_labels_name_the_unit_and_no_more():
+    one, many = make("sppo", p=2, n=3, m=1), make("seq1f1b", p=2, n=3, m=2)
+    whole = make("1f1b", p=2, n=1, m=3)
+    assert style.unit_label(one.programs[0][1], schedule=one) == "1"
+    assert style.unit_label(many.programs[0][1], schedule=many) == "0.1"
+    assert style.unit_label(whole.programs[0][1], schedule=whole) == "1"
+    assert style.unit_label(one.programs[0][-1], schedule=one) == ""
+
+
+@pytest.mark.parametrize(
+    ("peak", "step"), [(MIB, MIB // 2), (75 * MIB, 32 * MIB), (58 * GIB, 32 * GIB)]
+)
+def test_memory_is_marked_at_round_binary_sizes(peak, step):
+    assert binary_step(peak) == step
+
+
+def test_a_title_says_what_is_shown():
+    title = style.title(play(make("interleaved_seq1f1b", p=2, v=2, n=3, m=2)), is_abstract=True)
+    assert title.startswith("interleaved_seq1f1b: 2 ranks, 4 stages, 2 sequences of 3 subsequences")
+    assert "simulated step 39 ·" in title
+    assert "simulated step 39.00 s ·" in style.title(
+        play(make("interleaved_seq1f1b", p=2, v=2, n=3, m=2)), is_abstract=False
+    )
+    ragged = replace(make("sppo", p=1, n=2, m=1), lengths=((1, 1),))
+    assert "1 rank, 1 sequence of 2 subsequences" in style.title(play(ragged), is_abstract=True)
+
+
+def page_data(path):
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    return text, json.loads(found[1])
+
+
+def test_a_page_is_self_contained_and_holds_every_bar(tmp_path):
+    path = tmp_path / "a.html"
+    first, second = offloaded(), play(make("sppo_msp", p=4, n=8, m=1))
+    write_html(path, timelines=[first, second], is_abstract=True)
+    text, data = page_data(path)
+    assert data["abstract"] is True
+    assert "<title>" in text
+    title = text.partition("<title>")[2].partition("</title>")[0]
+    assert title == " · ".join(f"{t.schedule.name}, simulated" for t in (first, second))
+    assert not re.search(r"https?://|<link|src=", text)
+    assert "{{" not in text
+    for timeline, panel in zip((first, second), data["panels"], strict=True):
+        for rank, row in enumerate(panel["rows"]):
+            drawn = {(bar[5], bar[0], bar[1]) for bar in row["bars"]}
+            spans = [s for s in timeline.spans(rank) if s.finish_s > s.start_s]
+            assert drawn == {(str(s.action), s.start_s, s.finish_s) for s in spans}
+            assert len(row["idle"]) == len(timeline.ranks[rank].idle)
+    names = {entry["name"] for entry in data["panels"][1]["styles"]}
+    assert any("MSP left" in name for name in names)
+    assert any("MSP right" in name for name in names)
+
+
+def test_a_page_survives_any_name(tmp_path):
+    path = tmp_path / "a.html"
+    hostile = replace(make("sppo", p=1, n=1, m=1), name="</script><script>alert(1)</script>")
+    write_html(path, timelines=[play(hostile)])
+    text, data = page_data(path)
+    assert text.count("<script") == 2
+    assert data["panels"][0]["title"].startswith("</script>")
+
+
+def test_a_page_of_a_huge_step_shows_some_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr("sppo.timeline.html._MOST_BARS", 50)
+    path = tmp_path / "a.html"
+    write_html(path, timelines=[play(make("sppo", p=8, n=8, m=1))])
+    _, data = page_data(path)
+    assert [row["rank"] for row in data["panels"][0]["rows"]] == [0, 3, 6]
+    assert "1 of 3 ranks shown" in data["panels"][0]["title"]
+
+
+def test_a_trace_is_json_with_spans_idle_time_and_memory(tmp_path):
+    path = tmp_path / "a.json"
+    timeline = offloaded()
+    write_trace(path, timelines=[timeline, timeline])
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 0 and e["cat"] == "compute"]
+    expected = [s for s in timeline.spans(0) if s.lane == "compute"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in spans] == [
+        (str(s.action), s.start_s * 1e6, pytest.approx((s.finish_s - s.start_s) * 1e6))
+        for s in expected
+    ]
+    assert {e["name"] for e in events if e.get("cat") == "idle"} == set(style.IDLE_NAMES.values())
+    counters = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 0]
+    assert max(counters) == timeline.ranks[0].memory["activations"].peak_bytes
+    lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert lanes == {"compute", "d2h", "h2d", "link", "reduce", "idle"}
