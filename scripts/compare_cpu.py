@@ -146,7 +146,7 @@ class _Sppo:
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
         from sppo.optim.adamw import AdamW
-        from sppo.planning.partition import automatic_pieces, boundaries_by_length
+        from sppo.planning.partition import automatic_num_subsequences, boundaries_by_length
 
         install_cpu_allocator()  # as `sppo train` does
         model = ModelConfig(
@@ -158,7 +158,7 @@ class _Sppo:
             mlp_size=MLP,
         )
         length = len(tokens) - 1
-        pieces = automatic_pieces(length, target_tokens=2048)
+        pieces = automatic_num_subsequences(length, target_tokens=2048)
         self._cuts = boundaries_by_length(length, pieces=pieces, alignment=128)
         self._data = SequenceData(tokens[:-1], tokens[1:])
         weights = {

@@ -22,7 +22,7 @@ from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from typing import Any
 
-from option_types import output_file, picture_file
+from option_types import output_file, plot_file
 
 from sppo.output_file import write_text
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
     parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
-    parser.add_argument("--picture", type=picture_file, help="draw both executed steps here as PNG")
+    parser.add_argument("--picture", type=plot_file, help="draw both executed steps here as PNG")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with socket.socket() as free:  # closed before rank 0 listens there
@@ -137,7 +137,7 @@ class _Sides:
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
         from sppo.parallel.mesh import Mesh, MeshShape
-        from sppo.parallel.piece_exchange import PieceLinks
+        from sppo.parallel.msp_exchange import MspLinks
         from sppo.parallel.pipeline_p2p import PipelineLinks
         from sppo.planning.partition import boundaries_by_flops
 
@@ -165,7 +165,7 @@ class _Sides:
                 arguments.ranks,
                 rank,
                 courier=links,
-                pieces=PieceLinks(self._mesh) if name == "on" else None,
+                pieces=MspLinks(self._mesh) if name == "on" else None,
                 costs=self._costs(model) if name == "on" else None,
             )
             for name, schedule in schedules.items()
@@ -213,12 +213,12 @@ class _Sides:
 
     def report(self, seconds: dict[str, list[float]]) -> dict[str, Any] | None:
         """Figures of both sides, on rank 0; every rank calls it."""
-        from sppo.parallel.host_collectives import Peers
+        from sppo.parallel.host_collectives import HostCollectives
         from sppo.schedule.simulate import simulate
         from sppo.train.executed_step import executed_timeline
         from sppo.train.ranks import Ranks
 
-        ranks = Ranks(self._mesh, Peers(self._mesh), None)  # type: ignore[arg-type]
+        ranks = Ranks(self._mesh, HostCollectives(self._mesh), None)  # type: ignore[arg-type]
         losses = {
             name: ranks.peers.total([float(done.total_loss)])[0]
             for name, done in self._done.items()

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from option_types import output_file, picture_file, positive  # beside this file
+from option_types import output_file, plot_file, positive  # beside this file
 from turns import take_turns
 
 from sppo.output_file import write_figure, write_text
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=3, help="measured steps of each side")
     parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
-    parser.add_argument("--picture", type=picture_file, help="draw memory over time here as PNG")
+    parser.add_argument("--picture", type=plot_file, help="draw memory over time here as PNG")
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

@@ -41,7 +41,7 @@ def output_file(text: str) -> Path:
     return _writable(text, pictures=())
 
 
-def picture_file(text: str) -> Path:
+def plot_file(text: str) -> Path:
     """As :func:`output_file`, a PNG."""
     return _writable(text, pictures=("file",))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sppo.config import RunConfig, check_run
 from sppo.cost.parameters import stage_shapes
-from sppo.engine.engine import Accumulated, Engine
+from sppo.engine.engine import Engine, StepResult
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.unit import SequenceData
 from sppo.hardware.this_machine import detect_machine, usable_memory_bytes
@@ -78,7 +78,7 @@ class SppoPipeline:
         self._engine = Engine(
             model, weights=weights, gradients=self._gradients, policy="retain", pipeline=pipeline
         )
-        self._done: Accumulated | None = None
+        self._done: StepResult | None = None
 
     @property
     def gradient_bytes(self) -> int:
@@ -115,7 +115,7 @@ class SppoPipeline:
             "gradient_norm": float(torch.stack(list(norms)).norm()),
         }
 
-    def _accumulate(self, tokens_MT: Tensor, cuts: tuple[int, ...]) -> Accumulated:
+    def _accumulate(self, tokens_MT: Tensor, cuts: tuple[int, ...]) -> StepResult:
         torch._foreach_zero_(list(self._gradients.values()))
         data = [SequenceData(tokens_T[:-1], tokens_T[1:]) for tokens_T in tokens_MT]
         return self._engine.accumulate(data, [cuts] * len(data))

@@ -15,7 +15,7 @@ from sppo.config.model import ModelConfig
 
 TENSOR_ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of it, as the kernels like them."""
-PARCEL_ALIGNMENT_BYTES = 4096
+BLOCK_ALIGNMENT_BYTES = 4096
 """Parcels begin at and fill multiples of it: what a disk reads and writes past the page cache."""
 PREFETCH_LAYERS = 2
 """Layers whose parcels may be under way back ahead of the one in use. 1 + ceil(t_H2D / t_backward)
@@ -27,7 +27,7 @@ Rows = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class ParcelShape:
+class BlockLayout:
     """What of a parcel's size does not depend on the subsequence.
 
     Attributes:
@@ -70,7 +70,7 @@ class ParcelShape:
                     found[name] = -(-of_tensor[index] * sizes[name] // self.shared_by)
         return found
 
-    def parcels(
+    def blocks(
         self, rows: Rows, *, attention_saved: bool, residual: Rows | None = None
     ) -> tuple[int, ...]:
         """Bytes of each layer's parcel; see :meth:`tensor_bytes`."""
@@ -88,7 +88,7 @@ class ParcelShape:
     def most_padding_bytes(self) -> int:
         """What alignment adds to a parcel at most."""
         tensors = len(tensor_bytes_per_token(self.model, element_bytes=1))
-        return tensors * (TENSOR_ALIGNMENT_BYTES - 1) + PARCEL_ALIGNMENT_BYTES - 1
+        return tensors * (TENSOR_ALIGNMENT_BYTES - 1) + BLOCK_ALIGNMENT_BYTES - 1
 
     def taken_at_once(self, *, attention_saved: bool) -> int:
         """Layers that backward takes together at most: those that rebuild one another's input."""
@@ -111,18 +111,18 @@ def packed_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     for name, size in sizes.items():
         offsets[name] = end
         end += _up(size, TENSOR_ALIGNMENT_BYTES)
-    return offsets, _up(end, PARCEL_ALIGNMENT_BYTES)
+    return offsets, _up(end, BLOCK_ALIGNMENT_BYTES)
 
 
 def packed_bytes(sizes: Iterable[int]) -> int:
     """Size of a parcel of tensors of these sizes."""
-    return _up(sum(_up(size, TENSOR_ALIGNMENT_BYTES) for size in sizes), PARCEL_ALIGNMENT_BYTES)
+    return _up(sum(_up(size, TENSOR_ALIGNMENT_BYTES) for size in sizes), BLOCK_ALIGNMENT_BYTES)
 
 
-def parcel_offsets(parcels: Sequence[int], *, start: int) -> tuple[int, ...]:
+def block_offsets(blocks: Sequence[int], *, start: int) -> tuple[int, ...]:
     """Where the parcels of consecutive layers begin in the tier, the first at `start`."""
     offsets = [start]
-    for size in parcels[:-1]:
+    for size in blocks[:-1]:
         offsets.append(offsets[-1] + size)
     return tuple(offsets)
 

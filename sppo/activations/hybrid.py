@@ -22,10 +22,10 @@ from sppo.activations.placement import (
     ATTENTION,
     LINEAR,
     ROW_ALIGNMENT,
+    ActivationPlacement,
     CopySlots,
     Counts,
-    Decisions,
-    Situation,
+    PolicyInputs,
     prefix_rows,
 )
 from sppo.schedule.costs import Table
@@ -43,7 +43,7 @@ Rows = tuple[Counts, Counts, Counts]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageProblem:
-    """One stage of :class:`sppo.activations.placement.Situation`; tables are [N]."""
+    """One stage of :class:`sppo.activations.placement.PolicyInputs`; tables are [N]."""
 
     tokens: Counts
     row_bytes: Table
@@ -53,7 +53,7 @@ class StageProblem:
     hidden_bytes: Table
     device_bytes: float
     tier_bytes: float
-    cut_rows: bool = True
+    allow_partial: bool = True
     slots: CopySlots | None = None
     """Of this stage alone."""
 
@@ -72,8 +72,8 @@ class StageProblem:
         return b"".join(table.tobytes() for table in tables) + self.in_flight.tobytes()
 
 
-def choices(situation: Situation) -> Iterator[Decisions]:
-    """Decisions worth pricing; all fit, or there is one that does not and is the least of all."""
+def choices(situation: PolicyInputs) -> Iterator[ActivationPlacement]:
+    """Placements worth pricing; all fit, or the only one needs the least memory of all."""
     problems = [_problem(situation, stage) for stage in range(len(situation.row_bytes))]
     keys = [problem.key() for problem in problems]
     distinct = dict(zip(keys, problems, strict=True))
@@ -109,8 +109,8 @@ def without_waiting(problem: StageProblem) -> Rows | None:
         return result
 
     def serves(rate: float) -> bool:
-        moved = _moved(wanted(rate), problem)
-        return _fits(rows - moved, moved, problem)
+        offloaded = _offloaded(wanted(rate), problem)
+        return _fits(rows - offloaded, offloaded, problem)
 
     # A little more than the largest rate, so that at it every subsequence moves all that hides.
     most = float((problem.hidden_bytes / problem.next_forward_s).max()) * (1 + 1e-9)
@@ -119,8 +119,8 @@ def without_waiting(problem: StageProblem) -> Rows | None:
     if most <= 0 or not serves(most):
         return None
     _, rate = _bisected(0.0, most, serves)
-    moved = _moved(wanted(rate), problem)
-    return rows - moved, moved, nothing
+    offloaded = _offloaded(wanted(rate), problem)
+    return rows - offloaded, offloaded, nothing
 
 
 def with_share(problem: StageProblem, *, share: float) -> Rows | None:
@@ -128,22 +128,22 @@ def with_share(problem: StageProblem, *, share: float) -> Rows | None:
     wanted = _shared(problem, share)
     if not _in_tier(wanted, problem):
         return None
-    moved = _moved(wanted, problem)
-    kept = _whole(problem) - moved
-    if _fits(kept, moved, problem):
-        return kept, moved, np.zeros_like(kept)
+    offloaded = _offloaded(wanted, problem)
+    retained = _whole(problem) - offloaded
+    if _fits(retained, offloaded, problem):
+        return retained, offloaded, np.zeros_like(retained)
 
     def serves(count: int) -> bool:
-        return _fits(_freed(kept, count), moved, problem)
+        return _fits(_freed(retained, count), offloaded, problem)
 
-    low, high = 0, 2 * len(kept)
+    low, high = 0, 2 * len(retained)
     if not serves(high):
         return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if serves(middle) else (middle, high)
-    left = _last_in_part(_freed(kept, low), _freed(kept, high), moved, problem)
-    return left, moved, kept - left
+    left = _last_in_part(_freed(retained, low), _freed(retained, high), offloaded, problem)
+    return left, offloaded, retained - left
 
 
 def least(problem: StageProblem, *, most: float) -> Rows:
@@ -166,10 +166,10 @@ def _most_in_tier(problem: StageProblem) -> float:
 
 def _rebuilding_all(problem: StageProblem, *, share: float) -> Rows:
     """A share of everything moved, and all rebuilt that can be of the rest."""
-    moved = _moved(_shared(problem, share), problem)
-    kept = _whole(problem) - moved
-    left = _freed(kept, 2 * len(kept))
-    return left, moved, kept - left
+    offloaded = _offloaded(_shared(problem, share), problem)
+    retained = _whole(problem) - offloaded
+    left = _freed(retained, 2 * len(retained))
+    return left, offloaded, retained - left
 
 
 def _bisected(low: float, high: float, is_high: Callable[[float], bool]) -> tuple[float, float]:
@@ -192,12 +192,12 @@ def _shared(problem: StageProblem, share: float) -> Table:
     return result
 
 
-def _moved(wanted: Table, problem: StageProblem) -> Counts:
+def _offloaded(wanted: Table, problem: StageProblem) -> Counts:
     return prefix_rows(
         wanted,
         tokens=problem.tokens,
         row_bytes=problem.row_bytes,
-        cut_rows=problem.cut_rows,
+        allow_partial=problem.allow_partial,
     )
 
 
@@ -205,48 +205,50 @@ def _in_tier(wanted: Table, problem: StageProblem) -> bool:
     return float(wanted @ problem.in_flight) <= max(0.0, problem.tier_bytes - _ROUNDING_BYTES)
 
 
-def _fits(kept: Counts, moved: Counts, problem: StageProblem) -> bool:
-    return _needed(kept, moved, problem) <= problem.device_bytes - _ROUNDING_BYTES
+def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:
+    return _needed(retained, offloaded, problem) <= problem.device_bytes - _ROUNDING_BYTES
 
 
-def _needed(kept: Counts, moved: Counts, problem: StageProblem) -> float:
+def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> float:
     """Device bytes at the worst moment, see `activation_decisions.held_bytes`, and the ring."""
-    held = np.cumsum((kept @ problem.row_bytes) * problem.in_flight)
+    held = np.cumsum((retained @ problem.row_bytes) * problem.in_flight)
     if problem.slots is not None:
-        rebuilt = problem.tokens[:, None] - kept - moved
-        decisions = Decisions(kept[None], moved[None], rebuilt[None])
+        recomputed = problem.tokens[:, None] - retained - offloaded
+        decisions = ActivationPlacement(retained[None], offloaded[None], recomputed[None])
         return float(held[-1] + problem.slots.reserved(decisions)[0])
-    draining = moved @ problem.row_bytes
+    draining = offloaded @ problem.row_bytes
     before = np.concatenate([[0.0], draining[:-1]])
     by_layer = (held + np.maximum(draining, before)).max() + problem.ring_share * draining.max()
     return float(max(by_layer, (held + draining + before).max()))
 
 
-def _freed(kept: Counts, count: int) -> Counts:
-    """`kept` without the first `count` classes to rebuild."""
-    left = kept.copy()
+def _freed(retained: Counts, count: int) -> Counts:
+    """`retained` without the first `count` classes to rebuild."""
+    left = retained.copy()
     left[:count, LINEAR] = 0
-    left[: max(0, count - len(kept)), ATTENTION] = 0
+    left[: max(0, count - len(retained)), ATTENTION] = 0
     return left
 
 
-def _last_in_part(before: Counts, after: Counts, moved: Counts, problem: StageProblem) -> Counts:
+def _last_in_part(
+    before: Counts, after: Counts, offloaded: Counts, problem: StageProblem
+) -> Counts:
     """Of the last class taken only as many rows as are short, where it may be cut."""
     index, tensor_class = (int(n) for n in np.argwhere(before != after)[0])
-    others = [moved[index, other] for other in range(3) if other != tensor_class]
+    others = [offloaded[index, other] for other in range(3) if other != tensor_class]
     is_cut = any(0 < rows < problem.tokens[index] for rows in others)
-    if not problem.cut_rows or is_cut:
+    if not problem.allow_partial or is_cut:
         return after
     row_bytes = float(problem.row_bytes[tensor_class]) * int(problem.in_flight[index])
-    short = _needed(before, moved, problem) - problem.device_bytes + _ROUNDING_BYTES
+    short = _needed(before, offloaded, problem) - problem.device_bytes + _ROUNDING_BYTES
     rows = int(np.ceil(short / row_bytes / ROW_ALIGNMENT)) * ROW_ALIGNMENT
     left = before.copy()
     left[index, tensor_class] -= min(rows, int(before[index, tensor_class]))
     # A cut takes memory to join what it cut.
-    return left if _fits(left, moved, problem) else after
+    return left if _fits(left, offloaded, problem) else after
 
 
-def _problem(situation: Situation, stage: int) -> StageProblem:
+def _problem(situation: PolicyInputs, stage: int) -> StageProblem:
     slots = situation.slots
     return StageProblem(
         tokens=situation.tokens,
@@ -257,11 +259,11 @@ def _problem(situation: Situation, stage: int) -> StageProblem:
         hidden_bytes=situation.hidden_bytes[stage],
         device_bytes=float(situation.device_bytes[stage]),
         tier_bytes=float(situation.tier_bytes[stage]),
-        cut_rows=situation.cut_rows,
+        allow_partial=situation.allow_partial,
         slots=None if slots is None else slots.of_stage(stage),
     )
 
 
-def _stacked(solved: Mapping[bytes, Rows], keys: Sequence[bytes]) -> Decisions:
+def _stacked(solved: Mapping[bytes, Rows], keys: Sequence[bytes]) -> ActivationPlacement:
     tables = zip(*(solved[key] for key in keys), strict=True)
-    return Decisions(*(np.stack(table) for table in tables))
+    return ActivationPlacement(*(np.stack(table) for table in tables))

@@ -23,29 +23,29 @@ ROW_ALIGNMENT = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Decisions:
+class ActivationPlacement:
     """Rows of every class by what happens to them.
 
     Attributes:
         kept: [stages, subsequences, 3], rows that stay on the device.
-        moved: the same, rows that go to the next tier and come back.
-        rebuilt: the same, rows that backward computes again.
+        offloaded: the same, rows that go to the next tier and come back.
+        recomputed: the same, rows that backward computes again.
     """
 
-    kept: Counts
-    moved: Counts
-    rebuilt: Counts
+    retained: Counts
+    offloaded: Counts
+    recomputed: Counts
 
     @property
     def tokens(self) -> Counts:
         """Tokens of every subsequence, [subsequences]."""
-        tokens: Counts = (self.kept + self.moved + self.rebuilt)[0, :, X_IN]
+        tokens: Counts = (self.retained + self.offloaded + self.recomputed)[0, :, X_IN]
         return tokens
 
     @property
-    def moves_anything(self) -> bool:
+    def offloads_anything(self) -> bool:
         """Whether any row leaves the device."""
-        return bool(self.moved.any())
+        return bool(self.offloaded.any())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,11 +79,11 @@ class CopySlots:
             self.taken_at_once[only],
         )
 
-    def reserved(self, decisions: Decisions) -> Table:
+    def reserved(self, decisions: ActivationPlacement) -> Table:
         """What `decisions` need at most, [stages]."""
-        slots = (decisions.moved * self.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
-        parts = np.stack([decisions.kept, decisions.moved, decisions.rebuilt])
-        is_cut, again = (parts > 0).sum(axis=0) > 1, decisions.rebuilt > 0
+        slots = (decisions.offloaded * self.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
+        parts = np.stack([decisions.retained, decisions.offloaded, decisions.recomputed])
+        is_cut, again = (parts > 0).sum(axis=0) > 1, decisions.recomputed > 0
         joined = self.joined_bytes[:, None] * (is_cut & ~again).any(axis=2)
         joined += self.queries_bytes[:, None] * (is_cut & again).any(axis=2)
         joined *= np.where(again[:, :, ATTENTION], 1.0, self.taken_at_once[:, None])
@@ -92,7 +92,7 @@ class CopySlots:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Situation:
+class PolicyInputs:
     """What a policy decides from: bytes, seconds, and room. Tables are [stages, subsequences].
 
     Attributes:
@@ -105,12 +105,12 @@ class Situation:
             hide: without the exchanges of its group, which use the same wires.
         hidden_bytes: What is out during that and back during the next subsequence's backward,
             which comes before its own.
-        linear_rebuild_s: Price of rebuilding the linear class of a whole subsequence.
-        attention_rebuild_s: Price of attending again.
+        linear_recompute_s: Price of rebuilding the linear class of a whole subsequence.
+        attention_recompute_s: Price of attending again.
         copy_bytes_per_s: Rate of the slower copy direction; 0 without another tier.
         device_bytes: Room for saved activations on each stage's device, [stages].
         tier_bytes: Room in the next tier for each stage, [stages].
-        cut_rows: Whether a class may be cut; if not, all of it has one fate.
+        allow_partial: Whether a class may be cut; if not, all of it has one fate.
         slots: Where copies pass through slots of device memory that are reserved once; None where
             only what is on its way takes memory.
     """
@@ -121,12 +121,12 @@ class Situation:
     ring_share: Table
     next_forward_s: Table
     hidden_bytes: Table
-    linear_rebuild_s: Table
-    attention_rebuild_s: Table
+    linear_recompute_s: Table
+    attention_recompute_s: Table
     copy_bytes_per_s: float
     device_bytes: Table
     tier_bytes: Table
-    cut_rows: bool = True
+    allow_partial: bool = True
     slots: CopySlots | None = None
 
     @property
@@ -136,7 +136,7 @@ class Situation:
         return result
 
 
-def held_bytes(decisions: Decisions, situation: Situation) -> Table:
+def held_bytes(decisions: ActivationPlacement, situation: PolicyInputs) -> Table:
     """Most bytes of saved activations on each device, and of the copies under way, [stages].
 
     While a subsequence computes, the moved rows of the one before it drain: M_i = M_{i-1} + A_i -
@@ -145,30 +145,36 @@ def held_bytes(decisions: Decisions, situation: Situation) -> Table:
     comes back (:func:`sppo.cost.memory.ring_bytes`), which adds to this, counts here. Slots
     that are reserved once are there all the time.
     """
-    kept = (decisions.kept * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
-    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2)
+    retained = (decisions.retained * situation.row_bytes[:, None, :]).sum(
+        axis=2
+    ) * situation.in_flight
+    offloaded = (decisions.offloaded * situation.row_bytes[:, None, :]).sum(axis=2)
     if situation.slots is not None:
-        counted_by_ring = situation.ring_share * moved.max(axis=1)
-        reserved: Table = kept.sum(axis=1) + situation.slots.reserved(decisions) - counted_by_ring
+        counted_by_ring = situation.ring_share * offloaded.max(axis=1)
+        reserved: Table = (
+            retained.sum(axis=1) + situation.slots.reserved(decisions) - counted_by_ring
+        )
         return reserved
-    before = np.concatenate([np.zeros_like(moved[:, :1]), moved[:, :-1]], axis=1)
-    held = np.cumsum(kept, axis=1)
-    ring = situation.ring_share * moved.max(axis=1)
-    by_layer = (held + np.maximum(moved, before)).max(axis=1)
-    whole = (held + moved + before).max(axis=1)
+    before = np.concatenate([np.zeros_like(offloaded[:, :1]), offloaded[:, :-1]], axis=1)
+    held = np.cumsum(retained, axis=1)
+    ring = situation.ring_share * offloaded.max(axis=1)
+    by_layer = (held + np.maximum(offloaded, before)).max(axis=1)
+    whole = (held + offloaded + before).max(axis=1)
     peak: Table = np.maximum(by_layer, whole - ring)
     return peak
 
 
-def tier_bytes_held(decisions: Decisions, situation: Situation) -> Table:
+def tier_bytes_held(decisions: ActivationPlacement, situation: PolicyInputs) -> Table:
     """Bytes in the next tier when all of them are there, [stages]."""
-    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
-    total: Table = moved.sum(axis=1)
+    offloaded = (decisions.offloaded * situation.row_bytes[:, None, :]).sum(
+        axis=2
+    ) * situation.in_flight
+    total: Table = offloaded.sum(axis=1)
     return total
 
 
 def prefix_rows(
-    wanted: Table, *, tokens: Counts, row_bytes: Table, cut_rows: bool = True
+    wanted: Table, *, tokens: Counts, row_bytes: Table, allow_partial: bool = True
 ) -> Counts:
     """Rows that make up at most ``wanted`` bytes, class after class; the last class may be cut.
 
@@ -176,7 +182,7 @@ def prefix_rows(
         wanted: bytes to make up, [..., subsequences].
         tokens: of every subsequence, [subsequences].
         row_bytes: of one row of each class, [..., 3].
-        cut_rows: whether the last class may be cut.
+        allow_partial: whether the last class may be cut.
 
     Returns:
         [..., subsequences, 3].
@@ -188,7 +194,7 @@ def prefix_rows(
         exact = left / size
         # A tolerance, so that a whole class counts as whole after the division.
         whole = exact >= tokens * (1 - 1e-12)
-        cut = (exact // ROW_ALIGNMENT * ROW_ALIGNMENT * cut_rows).astype(np.int64)
+        cut = (exact // ROW_ALIGNMENT * ROW_ALIGNMENT * allow_partial).astype(np.int64)
         rows[..., index] = np.where(whole, tokens, np.minimum(cut, tokens))
         left = np.where(whole, left - tokens * size, 0.0)
     return rows

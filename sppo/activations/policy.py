@@ -33,8 +33,8 @@ from sppo.activations.placement import (
     CLASSES,
     LINEAR,
     X_IN,
-    Decisions,
-    Situation,
+    ActivationPlacement,
+    PolicyInputs,
     prefix_rows,
 )
 from sppo.config.model import ModelConfig
@@ -45,11 +45,11 @@ RESIDUAL = ("x_in", "x_mid")
 tokens, and the others all tokens of a rank's own heads and MLP width."""
 POLICIES = ("retain", "keep_attention", "recompute")
 """Policies that move nothing, from most memory to least."""
-MOVING_POLICIES = ("offload_all", "sppo", "hybrid")
+OFFLOADING_POLICIES = ("offload_all", "sppo", "hybrid")
 """Policies that need another tier, or a memory budget."""
 
 _LSE_BYTES = 4
-_KEPT: Mapping[str, tuple[int, ...]] = {
+_RETAINED: Mapping[str, tuple[int, ...]] = {
     "retain": (X_IN, ATTENTION, LINEAR),
     "keep_attention": (X_IN, ATTENTION),
     "recompute": (X_IN,),
@@ -62,10 +62,10 @@ def saved_tensors(policy: str, model: ModelConfig) -> frozenset[str]:
     Raises:
         ValueError: not one of :data:`POLICIES`.
     """
-    return tensors_of(classes_kept(policy), model)
+    return tensors_of(classes_retained(policy), model)
 
 
-def classes_kept(policy: str) -> tuple[int, ...]:
+def classes_retained(policy: str) -> tuple[int, ...]:
     """Classes kept by a policy that moves nothing; it rebuilds the others.
 
     Raises:
@@ -73,7 +73,7 @@ def classes_kept(policy: str) -> tuple[int, ...]:
     """
     if policy not in POLICIES:
         raise ValueError(f"activation policy {policy!r} is not one of {', '.join(POLICIES)}")
-    return _KEPT[policy]
+    return _RETAINED[policy]
 
 
 def tensors_of(classes: tuple[int, ...], model: ModelConfig) -> frozenset[str]:
@@ -120,7 +120,7 @@ def saved_bytes_per_token(policy: str, model: ModelConfig, *, element_bytes: int
     return sum(sizes[name] for name in saved_tensors(policy, model))
 
 
-def decide(policy: str, situation: Situation) -> Decisions:
+def decide(policy: str, situation: PolicyInputs) -> ActivationPlacement:
     """What ``policy`` does to every class of every subsequence on every stage.
 
     The result may need more room than there is: only ``hybrid`` looks at the room, and it too
@@ -131,20 +131,21 @@ def decide(policy: str, situation: Situation) -> Decisions:
         ValueError: an unknown policy, or one that moves where there is no other tier.
     """
     if policy in POLICIES:
-        return _whole(situation, moved=(), kept=_KEPT[policy])
-    if policy not in MOVING_POLICIES:
+        return _whole(situation, offloaded=(), retained=_RETAINED[policy])
+    if policy not in OFFLOADING_POLICIES:
         raise ValueError(
-            f"activation policy {policy!r} is not one of {', '.join((*POLICIES, *MOVING_POLICIES))}"
+            f"activation policy {policy!r} is not one of "
+            f"{', '.join((*POLICIES, *OFFLOADING_POLICIES))}"
         )
     if policy == "hybrid":
         return min(choices(situation), key=lambda choice: _seconds_added(choice, situation))
     _check_tier(situation, f"activations.policy {policy!r}")
     if policy == "offload_all":
-        return _whole(situation, moved=(X_IN, ATTENTION, LINEAR), kept=())
-    return _moved_bytes(situation, _hideable(situation))
+        return _whole(situation, offloaded=(X_IN, ATTENTION, LINEAR), retained=())
+    return _offloaded_bytes(situation, _hideable(situation))
 
 
-def decide_ratio(situation: Situation, *, ratio: float) -> Decisions:
+def decide_ratio(situation: PolicyInputs, *, ratio: float) -> ActivationPlacement:
     """Every subsequence but the last of a sequence sends away the same share of its bytes.
 
     Raises:
@@ -154,10 +155,10 @@ def decide_ratio(situation: Situation, *, ratio: float) -> Decisions:
         _check_tier(situation, f"activations.offload_ratio {ratio:g}")
     wanted = situation.class_bytes.sum(axis=2) * ratio
     wanted[:, -1] = 0.0
-    return _moved_bytes(situation, wanted)
+    return _offloaded_bytes(situation, wanted)
 
 
-def _check_tier(situation: Situation, asked: str) -> None:
+def _check_tier(situation: PolicyInputs, asked: str) -> None:
     if situation.copy_bytes_per_s <= 0:
         raise ValueError(
             f"{asked} moves activations, and this machine has no tier to move them to: name a disk "
@@ -166,43 +167,45 @@ def _check_tier(situation: Situation, asked: str) -> None:
         )
 
 
-def _whole(situation: Situation, *, moved: tuple[int, ...], kept: tuple[int, ...]) -> Decisions:
+def _whole(
+    situation: PolicyInputs, *, offloaded: tuple[int, ...], retained: tuple[int, ...]
+) -> ActivationPlacement:
     """Whole classes, the same on every stage; what is neither kept nor moved is rebuilt."""
     shape = (len(situation.row_bytes), len(situation.tokens), len(CLASSES))
     rows = np.broadcast_to(situation.tokens[None, :, None], shape)
     parts = {name: np.zeros(shape, dtype=np.int64) for name in ("kept", "moved", "rebuilt")}
     for index in range(len(CLASSES)):
-        name = "moved" if index in moved else "kept" if index in kept else "rebuilt"
+        name = "moved" if index in offloaded else "kept" if index in retained else "rebuilt"
         parts[name][:, :, index] = rows[:, :, index]
-    return Decisions(parts["kept"], parts["moved"], parts["rebuilt"])
+    return ActivationPlacement(parts["kept"], parts["moved"], parts["rebuilt"])
 
 
-def _hideable(situation: Situation) -> Table:
+def _hideable(situation: PolicyInputs) -> Table:
     """Bytes each subsequence moves behind its own time, none of the last one's."""
     wanted: Table = np.minimum(situation.hidden_bytes, situation.class_bytes.sum(axis=2))
     wanted[:, -1] = 0.0
     return wanted
 
 
-def _moved_bytes(situation: Situation, wanted: Table) -> Decisions:
+def _offloaded_bytes(situation: PolicyInputs, wanted: Table) -> ActivationPlacement:
     """Move ``wanted`` bytes of each subsequence, the most valuable class first; keep the rest."""
-    everything = _whole(situation, moved=(), kept=(X_IN, ATTENTION, LINEAR))
-    moved = prefix_rows(
+    everything = _whole(situation, offloaded=(), retained=(X_IN, ATTENTION, LINEAR))
+    offloaded = prefix_rows(
         wanted,
         tokens=situation.tokens,
         row_bytes=situation.row_bytes,
-        cut_rows=situation.cut_rows,
+        allow_partial=situation.allow_partial,
     )
-    return Decisions(everything.kept - moved, moved, everything.rebuilt)
+    return ActivationPlacement(everything.retained - offloaded, offloaded, everything.recomputed)
 
 
-def _seconds_added(decisions: Decisions, situation: Situation) -> float:
+def _seconds_added(decisions: ActivationPlacement, situation: PolicyInputs) -> float:
     """What rebuilding and waiting for copies adds on the stage with most of it."""
-    shares = decisions.rebuilt / situation.tokens[:, None]
-    rebuilt = shares[:, :, LINEAR] * situation.linear_rebuild_s
-    rebuilt = rebuilt + shares[:, :, ATTENTION] * situation.attention_rebuild_s
-    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2)
-    waited = np.maximum(0.0, moved - situation.hidden_bytes)
+    shares = decisions.recomputed / situation.tokens[:, None]
+    recomputed = shares[:, :, LINEAR] * situation.linear_recompute_s
+    recomputed = recomputed + shares[:, :, ATTENTION] * situation.attention_recompute_s
+    offloaded = (decisions.offloaded * situation.row_bytes[:, None, :]).sum(axis=2)
+    waited = np.maximum(0.0, offloaded - situation.hidden_bytes)
     if situation.copy_bytes_per_s > 0:
-        rebuilt = rebuilt + waited / situation.copy_bytes_per_s
-    return float(rebuilt.sum(axis=1).max())
+        recomputed = recomputed + waited / situation.copy_bytes_per_s
+    return float(recomputed.sum(axis=1).max())

@@ -39,7 +39,7 @@ from sppo.checkpoint.manifest import (
     why_absent,
     write_manifest,
 )
-from sppo.checkpoint.ranks import PATIENCE_S, CheckpointRanks
+from sppo.checkpoint.ranks import TIMEOUT_S, CheckpointRanks
 from sppo.checkpoint.search import (
     Checkpoint,
     InvalidCheckpointError,
@@ -122,7 +122,7 @@ class CheckpointManager:
             as much host memory as the state for as long as the write lasts.
         group: of all ranks, which make their managers at the same time, for these talk over gloo
             groups of their own. None: one process, which saves alone.
-        patience_s: how long a rank waits for what others do with a checkpoint.
+        timeout_s: how long a rank waits for what others do with a checkpoint.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class CheckpointManager:
         keep: int,
         async_save: bool,
         group: ProcessGroup | None = None,
-        patience_s: float = PATIENCE_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         assert keep >= 1, f"keep is {keep}; CheckpointConfig checks this"
         self.directory = directory
         self._keep = keep
-        self._ranks = CheckpointRanks(group, patience_s=patience_s)
+        self._ranks = CheckpointRanks(group, timeout_s=timeout_s)
         self._writer = ThreadPoolExecutor(1, "checkpoint") if async_save else None
         # The writing thread must not meet a search for checkpoints in one group's collectives.
         self._writing_ranks = self._ranks
         if async_save:
-            self._writing_ranks = CheckpointRanks(group, patience_s=patience_s)
+            self._writing_ranks = CheckpointRanks(group, timeout_s=timeout_s)
         self._in_flight: Future[None] | None = None
         self._current_step: int | None = None
         self._damaged: set[Path] = set()

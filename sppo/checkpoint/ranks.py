@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from sppo.parallel.peer_loss import peer_errors
 
-PATIENCE_S = 7200.0
+TIMEOUT_S = 7200.0
 """How long a rank waits for the disks of others, which takes longer than anything in a step."""
 
 _WAITING = "waiting for what the other ranks do with a checkpoint"
@@ -33,11 +33,11 @@ class CheckpointRanks:
         group: of the same ranks, which all make one of these at the same time; None for a process
             that works alone, for which every call below is a plain call, whether or not
             torch.distributed is in use.
-        patience_s: how long a rank waits for the others.
+        timeout_s: how long a rank waits for the others.
     """
 
-    def __init__(self, group: ProcessGroup | None, *, patience_s: float = PATIENCE_S) -> None:
-        self.group = None if group is None else _own_group(group, patience_s=patience_s)
+    def __init__(self, group: ProcessGroup | None, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.group = None if group is None else _own_group(group, timeout_s=timeout_s)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self._size = 1 if self.group is None else dist.get_world_size(self.group)
         self._first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
@@ -108,12 +108,12 @@ def portable(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _own_group(group: ProcessGroup, *, patience_s: float) -> ProcessGroup:
+def _own_group(group: ProcessGroup, *, timeout_s: float) -> ProcessGroup:
     with peer_errors("connecting with the other ranks for checkpoints"):
         own: ProcessGroup | None = dist.new_group(
             dist.get_process_group_ranks(group),
             backend="gloo",
-            timeout=timedelta(seconds=patience_s),
+            timeout=timedelta(seconds=timeout_s),
             use_local_synchronization=True,
             group_desc="checkpoint",
         )

@@ -19,7 +19,7 @@ from sppo.cli.bench_shapes import (
     Tokens,
     Widths,
     asked_grids,
-    list_words,
+    list_text,
 )
 from sppo.cli.exit_codes import exit_codes
 from sppo.output_file import check_output_files, write_json
@@ -208,7 +208,7 @@ def _dtypes(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: one that is not measured.
     """
-    names = list_words(text)
+    names = list_text(text)
     unknown = [name for name in names if name not in _DTYPES]
     if unknown or not names:
         raise ValueError(
@@ -226,9 +226,9 @@ def _write(
 
         write_json(output, hardware_json(spec))
     if png is not None:
-        from sppo.bench.report.plot import write_picture
+        from sppo.bench.report.plot import write_plot
 
-        write_picture(png, name=spec.name, measurements=found)
+        write_plot(png, name=spec.name, measurements=found)
 
 
 def _print(

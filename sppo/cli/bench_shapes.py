@@ -119,7 +119,7 @@ def _attention_grid(options: ShapeOptions, default: AttentionGrid) -> AttentionG
     )
 
 
-def list_words(text: str) -> tuple[str, ...]:
+def list_text(text: str) -> tuple[str, ...]:
     """Words between commas, each once."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
@@ -132,7 +132,7 @@ def _each(option: str, text: str | None, read: Callable[[str], _T]) -> tuple[_T,
     """
     if text is None:
         return ()
-    words = list_words(text)
+    words = list_text(text)
     if not words:
         raise ValueError(f"{option} {quoted(text)}: names nothing; separate values by commas")
     try:

@@ -84,9 +84,9 @@ def evaluate(
             device=choose_device(run),
         )
         if png is not None:
-            from sppo.train.position_plot import position_picture
+            from sppo.train.position_plot import position_plot
 
-            position_picture(result, png)
+            position_plot(result, png)
         text = json.dumps(_without_nan(asdict(result)), indent=2, allow_nan=False)
     if json_output:
         typer.echo(text)

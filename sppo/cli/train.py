@@ -149,12 +149,12 @@ def _train_as_rank(
         local = ranks.local_count
         if device.kind == "cpu":
             load_libraries()
-        ranks.peers.meet()  # memory is free only once every rank has what all will have
+        ranks.peers.barrier()  # memory is free only once every rank has what all will have
         decided = ranks.decided_by_main(
             lambda: check_before_training(run, plan=plan, local_ranks=local, device=device).plan
         )
         preflight = check_before_training(run, plan=decided, local_ranks=local, device=device)
-        ranks.peers.meet()  # what is free is looked at before any rank takes some
+        ranks.peers.barrier()  # what is free is looked at before any rank takes some
         if environment is None or environment.launcher != "sppo":
             _announce(run, preflight, console, device=device)
         try:
@@ -259,7 +259,7 @@ def _moves(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
     from sppo.units import format_bytes
 
     plan = preflight.plan
-    if not plan.moves_anything:
+    if not plan.offloads_anything:
         return ()
     predicted, ratios = plan.predicted, plan.predicted.offload_ratios
     on_host = plan.tier == "host"

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from sppo.activations.block_layout import ParcelShape, Rows
+from sppo.activations.block_layout import BlockLayout, Rows
 from sppo.activations.placement import (
     ATTENTION,
     LINEAR,
+    ActivationPlacement,
     CopySlots,
     Counts,
-    Decisions,
 )
 from sppo.activations.policy import class_bytes_per_token
 from sppo.cost.memory import StageMemory
@@ -25,10 +25,10 @@ from sppo.cost.stage_cost import CostRequest
 from sppo.schedule.costs import Table
 
 
-def parcel_shape(request: CostRequest, *, stage: int) -> ParcelShape:
+def block_layout(request: CostRequest, *, stage: int) -> BlockLayout:
     """The parcels of one stage."""
     workload = request.workload
-    return ParcelShape(
+    return BlockLayout(
         workload.model,
         workload.element_bytes,
         layers=len(request.stages[stage]),
@@ -43,25 +43,25 @@ def passes_through_slots(request: CostRequest) -> bool:
     return hardware.device.kind == "cpu" and hardware.node.host_memory_bytes == 0
 
 
-def stage_parcels(
-    decisions: Decisions, shape: ParcelShape, *, stage: int
+def stage_blocks(
+    decisions: ActivationPlacement, shape: BlockLayout, *, stage: int
 ) -> tuple[tuple[int, ...], ...]:
     """Bytes of the parcel of every layer of every subsequence."""
-    moved = decisions.moved[stage].tolist()
-    rebuilt = decisions.rebuilt[stage, :, ATTENTION].tolist()
+    offloaded = decisions.offloaded[stage].tolist()
+    recomputed = decisions.recomputed[stage, :, ATTENTION].tolist()
     sizes: dict[tuple[Rows, bool], tuple[int, ...]] = {}
-    parcels = []
-    for (x_in, attention, linear), attention_rebuilt in zip(moved, rebuilt, strict=True):
-        key = (x_in, attention, linear), attention_rebuilt == 0
+    blocks = []
+    for (x_in, attention, linear), attention_recomputed in zip(offloaded, recomputed, strict=True):
+        key = (x_in, attention, linear), attention_recomputed == 0
         if key not in sizes:
-            sizes[key] = shape.parcels(key[0], attention_saved=key[1])
-        parcels.append(sizes[key])
-    return tuple(parcels)
+            sizes[key] = shape.blocks(key[0], attention_saved=key[1])
+        blocks.append(sizes[key])
+    return tuple(blocks)
 
 
 def ring_share(request: CostRequest) -> Table:
     """Of what one subsequence moves, what the ring has room for, [stages]."""
-    shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
+    shapes = [block_layout(request, stage=stage) for stage in range(request.num_stages)]
     share: Table = np.array([min(1.0, shape.ring_slots / shape.layers) for shape in shapes])
     return share
 
@@ -71,7 +71,7 @@ def copy_slots(request: CostRequest) -> CopySlots | None:
     if not passes_through_slots(request):
         return None
     workload = request.workload
-    shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
+    shapes = [block_layout(request, stage=stage) for stage in range(request.num_stages)]
     counts = np.array([shape.staging_slots + shape.ring_slots for shape in shapes], dtype=float)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     classes = classes / workload.sequence_parallel_degree
@@ -89,9 +89,9 @@ def copy_slots(request: CostRequest) -> CopySlots | None:
 
 def tier_padding_bytes(request: CostRequest, *, in_flight: Counts) -> Table:
     """What alignment adds to the moved tensors in the tier at most, [stages]."""
-    shapes = [parcel_shape(request, stage=stage) for stage in range(request.num_stages)]
-    parcels = np.array([shape.layers * shape.most_padding_bytes for shape in shapes])
-    padding: Table = parcels * in_flight.sum(axis=1).astype(np.float64)
+    shapes = [block_layout(request, stage=stage) for stage in range(request.num_stages)]
+    blocks = np.array([shape.layers * shape.most_padding_bytes for shape in shapes])
+    padding: Table = blocks * in_flight.sum(axis=1).astype(np.float64)
     return padding
 
 
@@ -99,20 +99,20 @@ def with_exact_room(
     memory: tuple[StageMemory, ...],
     *,
     request: CostRequest,
-    decisions: Decisions,
+    decisions: ActivationPlacement,
     in_flight: Counts,
 ) -> tuple[StageMemory, ...]:
     """`memory` with what moving takes as the run will take it."""
     exact = []
     for stage, held in enumerate(memory):
-        shape = parcel_shape(request, stage=stage)
-        parcels = stage_parcels(decisions, shape, stage=stage)
+        shape = block_layout(request, stage=stage)
+        blocks = stage_blocks(decisions, shape, stage=stage)
         tier = sum(
-            int(times) * sum(sizes) for times, sizes in zip(in_flight[stage], parcels, strict=True)
+            int(times) * sum(sizes) for times, sizes in zip(in_flight[stage], blocks, strict=True)
         )
         device = held.device
         if passes_through_slots(request):
-            largest = max(max(sizes) for sizes in parcels)
+            largest = max(max(sizes) for sizes in blocks)
             device = replace(
                 device,
                 copies_bytes=(shape.staging_slots + shape.ring_slots) * largest,
@@ -122,26 +122,28 @@ def with_exact_room(
     return tuple(exact)
 
 
-def staging_bytes(request: CostRequest, *, decisions: Decisions) -> int:
+def staging_bytes(request: CostRequest, *, decisions: ActivationPlacement) -> int:
     """Host memory of the slots in front of a disk, of the stage with most."""
     most = 0
     for stage in range(request.num_stages):
-        shape = parcel_shape(request, stage=stage)
-        parcels = stage_parcels(decisions, shape, stage=stage)
-        most = max(most, shape.staging_slots * max(max(sizes) for sizes in parcels))
+        shape = block_layout(request, stage=stage)
+        blocks = stage_blocks(decisions, shape, stage=stage)
+        most = max(most, shape.staging_slots * max(max(sizes) for sizes in blocks))
     return most
 
 
-def joined_bytes(decisions: Decisions, shape: ParcelShape, *, stage: int) -> int:
+def joined_bytes(decisions: ActivationPlacement, shape: BlockLayout, *, stage: int) -> int:
     """Tensors that are put together again from parts, of all layers that are taken at once.
 
     Those that share an input are, and what is joined of each stays until its own turn is over; but
     the input itself only one of them saved. What is partly rebuilt counts in the working set as if
     it were rebuilt whole, but for queries and keys, which are then there sooner.
     """
-    parts = np.stack([decisions.kept[stage], decisions.moved[stage], decisions.rebuilt[stage]])
+    parts = np.stack(
+        [decisions.retained[stage], decisions.offloaded[stage], decisions.recomputed[stage]]
+    )
     is_cut = (parts > 0).sum(axis=0) > 1
-    again = decisions.rebuilt[stage] > 0
+    again = decisions.recomputed[stage] > 0
     most = 0
     for index, tokens in enumerate(decisions.tokens.tolist()):
         joined, completed = is_cut[index] & ~again[index], is_cut[index] & again[index]
@@ -156,7 +158,7 @@ def joined_bytes(decisions: Decisions, shape: ParcelShape, *, stage: int) -> int
     return most
 
 
-def _queries_bytes(shape: ParcelShape, tokens: int) -> int:
+def _queries_bytes(shape: BlockLayout, tokens: int) -> int:
     """Saved queries, and keys, of one layer."""
     sizes = shape.tensor_bytes((0, 0, tokens), own_input=False)
     return sum(size for name, size in sizes.items() if name in ("q", "k"))

@@ -21,7 +21,7 @@ from sppo.config.model import ModelConfig
 from sppo.hardware.description import DeviceSpec
 from sppo.hardware.rates import Floats
 
-_WIDE_BYTES = 4
+_ACCUMULATION_BYTES = 4
 
 PASSES: Mapping[str, tuple[float, float]] = {
     "rmsnorm": (2, 0),
@@ -71,7 +71,7 @@ class Work:
 def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
     """Bytes `kernel` moves per element of its operand."""
     narrow, wide = PASSES[kernel]
-    return narrow * element_bytes + wide * _WIDE_BYTES
+    return narrow * element_bytes + wide * _ACCUMULATION_BYTES
 
 
 def work_seconds(
@@ -82,8 +82,8 @@ def work_seconds(
     for item in work:
         elements = tokens * item.width
         rate = device.elementwise_bytes_per_s(item.kernel, dtype, elements=elements)
-        moved = elements * bytes_per_element(item.kernel, element_bytes=element_bytes)
-        seconds += moved / rate
+        offloaded = elements * bytes_per_element(item.kernel, element_bytes=element_bytes)
+        seconds += offloaded / rate
     return seconds
 
 
@@ -111,13 +111,13 @@ def backward_work(model: ModelConfig, *, element_bytes: int) -> Iterator[Work]:
             yield Work("rotary", width)
         if model.qk_norm:
             yield Work("head_norm_backward", width)
-    if element_bytes < _WIDE_BYTES:
+    if element_bytes < _ACCUMULATION_BYTES:
         yield from (Work("narrow", key),) * 2
     yield Work(f"{model.mlp}_backward", model.mlp_size)
     yield from _bias_gradients(model)
 
 
-def linear_rebuild_work(model: ModelConfig) -> Iterator[Work]:
+def linear_recompute_work(model: ModelConfig) -> Iterator[Work]:
     """What rebuilding the linear class adds beside matrix products."""
     e, query, _ = _widths(model)
     if not model.qk_norm:

@@ -93,8 +93,8 @@ def executed_step_flops(
     *,
     boundaries: Sequence[int],
     sequences: int,
-    linear_rebuilt: Sequence[float],
-    attention_rebuilt: Sequence[float],
+    linear_recomputed: Sequence[float],
+    attention_recomputed: Sequence[float],
 ) -> int:
     """FLOPs that a step really executes under an activation policy (the numerator of ``hfu``).
 
@@ -104,20 +104,20 @@ def executed_step_flops(
         model: its shape.
         boundaries: cuts of a sequence.
         sequences: sequences of the step.
-        linear_rebuilt: share of each subsequence whose linear class is rebuilt.
-        attention_rebuilt: share of each subsequence that attends again.
+        linear_recomputed: share of each subsequence whose linear class is rebuilt.
+        attention_recomputed: share of each subsequence that attends again.
     """
     layer = layer_flops(model)
     spans = list(zip(boundaries, boundaries[1:], strict=False))
     attention = [layer.attention_flops * _visible_pairs(model, span) for span in spans]
     linear = forward_flops(model, start=0, end=boundaries[-1]) - sum(attention)
-    rebuilt = sum(
-        share * rebuilt_linear_flops(model) * model.num_layers * (end - start)
-        for share, (start, end) in zip(linear_rebuilt, spans, strict=True)
+    recomputed = sum(
+        share * recomputed_linear_flops(model) * model.num_layers * (end - start)
+        for share, (start, end) in zip(linear_recomputed, spans, strict=True)
     )
-    again = sum(share * flops for share, flops in zip(attention_rebuilt, attention, strict=True))
+    again = sum(share * flops for share, flops in zip(attention_recomputed, attention, strict=True))
     backward = BACKWARD_RATIO * linear + FLASH_BACKWARD_RATIO * sum(attention)
-    return int((linear + sum(attention) + backward + rebuilt + again) * sequences)
+    return int((linear + sum(attention) + backward + recomputed + again) * sequences)
 
 
 def _visible_pairs(model: ModelConfig, span: tuple[int, int]) -> int:
@@ -128,13 +128,13 @@ def _visible_pairs(model: ModelConfig, span: tuple[int, int]) -> int:
     )
 
 
-def rebuilt_linear_names(model: ModelConfig) -> tuple[str, ...]:
+def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:
     """Projections that rebuild the linear class in backward."""
     gate, k = ("gate",) if model.gated else (), ("k",) if model.qk_norm else ()
     return ("q", "o", "up", *gate, *k)
 
 
-def rebuilt_linear_flops(model: ModelConfig) -> int:
-    """Per token and layer: what the products of :func:`rebuilt_linear_names` cost."""
+def recomputed_linear_flops(model: ModelConfig) -> int:
+    """Per token and layer: what the products of :func:`recomputed_linear_names` cost."""
     shapes = layer_shapes(model)
-    return 2 * sum(prod(shapes[f"{name}.weight"]) for name in rebuilt_linear_names(model))
+    return 2 * sum(prod(shapes[f"{name}.weight"]) for name in recomputed_linear_names(model))

@@ -27,7 +27,7 @@ from sppo.cost.elementwise import (
     Work,
     backward_work,
     forward_work,
-    linear_rebuild_work,
+    linear_recompute_work,
     saving_work,
     work_seconds,
 )
@@ -35,7 +35,7 @@ from sppo.cost.flops import (
     FLASH_BACKWARD_RATIO,
     causal_pairs,
     layer_flops,
-    rebuilt_linear_names,
+    recomputed_linear_names,
 )
 from sppo.cost.logits_tile import tile_tokens
 from sppo.cost.parameters import Shape, layer_shapes
@@ -46,9 +46,9 @@ from sppo.schedule.costs import Table
 Mechanism = Literal["ulysses", "megatron"]
 
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
-WIDE_BYTES = 4
+ACCUMULATION_BYTES = 4
 """Masters, gradients, optimizer moments and dK/dV are fp32."""
-_ACCUMULATED_BYTES = 2 * WIDE_BYTES
+_ACCUMULATED_BYTES = 2 * ACCUMULATION_BYTES
 """Of a weight's gradient and a subsequence: its sum is read and written. What is added to it exists
 in tiles that stay in the cache on a CPU, not at all on a GPU."""
 
@@ -61,8 +61,8 @@ class _Exchanges(NamedTuple):
     """Times of a forward's exchange that other passes take."""
 
     backward: float
-    linear_rebuild: float
-    attention_rebuild: float
+    linear_recompute: float
+    attention_recompute: float
 
 
 # Megatron's backward gathers both normed inputs again beside what forward's exchanges mirror;
@@ -80,7 +80,7 @@ class Workload:
         dtype: "bf16" or "fp32".
         sequence_parallel_degree: g.
         sequence_parallel: How the group shares a layer.
-        vocabulary_shared: Whether a Megatron group shares out embedding and head as well. Megatron
+        vocabulary_sharded: Whether a Megatron group shares out embedding and head as well. Megatron
             itself does; here each device has them whole.
     """
 
@@ -89,7 +89,7 @@ class Workload:
     dtype: str = "bf16"
     sequence_parallel_degree: int = 1
     sequence_parallel: Mechanism = "ulysses"
-    vocabulary_shared: bool = False
+    vocabulary_sharded: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -105,15 +105,15 @@ class LayerSeconds:
         forward: F.
         backward: The input half of B, attention included, nothing rebuilt.
         weight: The weight half of B.
-        linear_rebuild: Rebuilding the linear class.
-        attention_rebuild: Attending again.
+        linear_recompute: Rebuilding the linear class.
+        attention_recompute: Attending again.
     """
 
     forward: Table
     backward: Table
     weight: Table
-    linear_rebuild: Table
-    attention_rebuild: Table
+    linear_recompute: Table
+    attention_recompute: Table
 
     def __add__(self, other: LayerSeconds) -> LayerSeconds:
         """Both, one after the other."""
@@ -121,8 +121,8 @@ class LayerSeconds:
             self.forward + other.forward,
             self.backward + other.backward,
             self.weight + other.weight,
-            self.linear_rebuild + other.linear_rebuild,
-            self.attention_rebuild + other.attention_rebuild,
+            self.linear_recompute + other.linear_recompute,
+            self.attention_recompute + other.attention_recompute,
         )
 
     def times(self, layers: int) -> LayerSeconds:
@@ -131,8 +131,8 @@ class LayerSeconds:
             self.forward * layers,
             self.backward * layers,
             self.weight * layers,
-            self.linear_rebuild * layers,
-            self.attention_rebuild * layers,
+            self.linear_recompute * layers,
+            self.attention_recompute * layers,
         )
 
 
@@ -151,7 +151,7 @@ def layer_seconds(
     tokens = ends - begins
     shapes = layer_shapes(model)
     matrices = [shape for shape in shapes.values() if len(shape) == 2]
-    rebuilt = [shapes[f"{name}.weight"] for name in rebuilt_linear_names(model)]
+    recomputed = [shapes[f"{name}.weight"] for name in recomputed_linear_names(model)]
     attention, attention_backward = _attention(workload, begins=begins, ends=ends, window=window)
     exchange = exchange_seconds(workload, tokens=tokens)
     times = _EXCHANGES[workload.sequence_parallel]
@@ -170,11 +170,11 @@ def layer_seconds(
         + exchange * times.backward
         + _BACKWARD_KERNELS * device.kernel_s,
         weight=_product_seconds(workload, matrices, tokens=tokens, product="weight"),
-        linear_rebuild=_product_seconds(workload, rebuilt, tokens=tokens, product="forward")
-        + _elementwise_seconds(workload, linear_rebuild_work(model), tokens=tokens)
-        + exchange * times.linear_rebuild
+        linear_recompute=_product_seconds(workload, recomputed, tokens=tokens, product="forward")
+        + _elementwise_seconds(workload, linear_recompute_work(model), tokens=tokens)
+        + exchange * times.linear_recompute
         - saving[LINEAR],
-        attention_rebuild=attention + exchange * times.attention_rebuild - saving[ATTENTION],
+        attention_recompute=attention + exchange * times.attention_recompute - saving[ATTENTION],
     )
 
 
@@ -212,7 +212,7 @@ def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
 def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Table:
     """The optimizer step over a device's share of `parameters`."""
     work = [Work("adamw", 1)]
-    if workload.element_bytes < WIDE_BYTES:
+    if workload.element_bytes < ACCUMULATION_BYTES:
         work.append(Work("narrow", 1))
     return work_seconds(
         workload.hardware.device,

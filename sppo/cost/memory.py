@@ -13,13 +13,13 @@ from math import prod
 import numpy as np
 
 from sppo.activations.placement import (
+    ActivationPlacement,
     Counts,
-    Decisions,
-    Situation,
+    PolicyInputs,
     held_bytes,
     tier_bytes_held,
 )
-from sppo.cost.layer import WIDE_BYTES, Workload
+from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.parameters import layer_shapes, num_parameters, outer_parts
 from sppo.cost.process_growth import process_growth_bytes
 from sppo.cost.stage_cost import (
@@ -110,9 +110,9 @@ def state_memory(
     workload = request.workload
     parameters, updated = device_parameters(request), updated_parameters(request)
     element = workload.element_bytes
-    masters = WIDE_BYTES if element < WIDE_BYTES else 0
+    masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     copies = request.data_parallel_degree * same_weights_degree(workload)
-    shares_weights = request.zero >= 3 and copies > 1
+    shards_weights = request.zero >= 3 and copies > 1
     kv, kv_gradients = _kv_bytes(request, in_flight=in_flight)
     layer = _most_working_bytes(request)
     loss = loss_working_set(workload, tokens=_longest(request)).live_bytes
@@ -122,12 +122,12 @@ def state_memory(
     for stage, (count, own) in enumerate(zip(parameters.tolist(), updated.tolist(), strict=True)):
         is_last = request.is_last_stage(stage)
         working = max(layer, loss) if is_last else layer
-        optimizer = int((own if request.zero else count) * (2 * WIDE_BYTES + masters))
-        saved = int((own if request.zero else count) * 3 * WIDE_BYTES)
-        gathered = _put_together_bytes(request, stage=stage) if shares_weights else 0
+        optimizer = int((own if request.zero else count) * (2 * ACCUMULATION_BYTES + masters))
+        saved = int((own if request.zero else count) * 3 * ACCUMULATION_BYTES)
+        gathered = _put_together_bytes(request, stage=stage) if shards_weights else 0
         buckets = MemoryBuckets(
-            weights_bytes=int((own if shares_weights else count) * element) + gathered,
-            gradients_bytes=int(count * WIDE_BYTES),
+            weights_bytes=int((own if shards_weights else count) * element) + gathered,
+            gradients_bytes=int(count * ACCUMULATION_BYTES),
             optimizer_bytes=0 if offload_optimizer else optimizer,
             kv_bytes=int(kv[stage]),
             kv_gradients_bytes=int(kv_gradients[stage]),
@@ -153,18 +153,20 @@ def with_activations(
     states: tuple[StageMemory, ...],
     *,
     request: CostRequest,
-    decisions: Decisions,
-    situation: Situation,
+    decisions: ActivationPlacement,
+    situation: PolicyInputs,
 ) -> tuple[StageMemory, ...]:
     """Memory of each stage with what the activation policy keeps, moves and rebuilds."""
-    kept = (decisions.kept * situation.row_bytes[:, None, :]).sum(axis=2) * situation.in_flight
+    retained = (decisions.retained * situation.row_bytes[:, None, :]).sum(
+        axis=2
+    ) * situation.in_flight
     held = held_bytes(decisions, situation)
     tier = tier_bytes_held(decisions, situation)
     ring = ring_bytes(decisions, situation)
     heap_share = request.workload.hardware.device.heap_share
     stages = []
     for stage, state in enumerate(states):
-        resident = float(kept[stage].sum())
+        resident = float(retained[stage].sum())
         working = _working_bytes(request, decisions, stage=stage)
         device = replace(
             state.device,
@@ -189,14 +191,14 @@ def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
     return weights + round(model.num_layers * sum(lengths) * narrow) + running
 
 
-def ring_bytes(decisions: Decisions, situation: Situation) -> Table:
+def ring_bytes(decisions: ActivationPlacement, situation: PolicyInputs) -> Table:
     """Room for what comes back ahead of its use, [stages]."""
-    moved = (decisions.moved * situation.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
-    ring: Table = situation.ring_share * moved
+    offloaded = (decisions.offloaded * situation.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
+    ring: Table = situation.ring_share * offloaded
     return ring
 
 
-def helper_bytes(request: CostRequest) -> int:
+def borrower_bytes(request: CostRequest) -> int:
     """What helping another stage takes under MSP.
 
     Two of its layers' weights, and one layer's K/V prefix with its gradient.
@@ -233,18 +235,18 @@ def _most_working_bytes(request: CostRequest) -> int:
     ).live_bytes
 
 
-def _working_bytes(request: CostRequest, decisions: Decisions, *, stage: int) -> int:
+def _working_bytes(request: CostRequest, decisions: ActivationPlacement, *, stage: int) -> int:
     """Of the subsequence that needs most, with what is rebuilt of each."""
     degree = request.workload.sequence_parallel_degree
     most = 0
     if request.is_last_stage(stage):
         most = loss_working_set(request.workload, tokens=_longest(request)).live_bytes
-    for rebuilt, tokens, prefix in _heaviest(request, decisions, stage=stage):
+    for recomputed, tokens, prefix in _heaviest(request, decisions, stage=stage):
         moment = working_set(
             request.workload,
             tokens=-(-tokens // degree),
             prefix=prefix,
-            rebuilt=rebuilt,
+            recomputed=recomputed,
             input_every=request.input_every,
             layers=len(request.stages[stage]),
         )
@@ -253,29 +255,29 @@ def _working_bytes(request: CostRequest, decisions: Decisions, *, stage: int) ->
 
 
 def _heaviest(
-    request: CostRequest, decisions: Decisions, *, stage: int
+    request: CostRequest, decisions: ActivationPlacement, *, stage: int
 ) -> Iterator[tuple[frozenset[int], int, int]]:
     """(classes rebuilt, tokens, prefix) of the subsequences that none other outweighs.
 
     A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
     that is read at once.
     """
-    rebuilt_rows = decisions.rebuilt[stage].tolist()
+    recomputed_rows = decisions.recomputed[stage].tolist()
     best: dict[frozenset[int], dict[int, int]] = {}
     for parts in request.lengths:
         before = 0
-        for tokens, rows in zip(parts, rebuilt_rows, strict=True):
-            rebuilt = frozenset(index for index, count in enumerate(rows) if count)
+        for tokens, rows in zip(parts, recomputed_rows, strict=True):
+            recomputed = frozenset(index for index, count in enumerate(rows) if count)
             prefix = min(before, PREFIX_KEYS)
-            by_prefix = best.setdefault(rebuilt, {})
+            by_prefix = best.setdefault(recomputed, {})
             by_prefix[prefix] = max(by_prefix.get(prefix, 0), tokens)
             before += tokens
-    for rebuilt, by_prefix in best.items():
+    for recomputed, by_prefix in best.items():
         longest = 0
         for prefix in sorted(by_prefix, reverse=True):
             if by_prefix[prefix] > longest:
                 longest = by_prefix[prefix]
-                yield rebuilt, longest, prefix
+                yield recomputed, longest, prefix
 
 
 def _longest(request: CostRequest) -> int:
@@ -330,7 +332,7 @@ def _reduce_bytes(request: CostRequest, *, parameters: float) -> int:
     copies = request.data_parallel_degree * same_weights_degree(request.workload)
     if copies == 1:
         return 0
-    under_way = min(REDUCE_BUCKETS * REDUCE_BUCKET_BYTES, round(parameters * WIDE_BYTES))
+    under_way = min(REDUCE_BUCKETS * REDUCE_BUCKET_BYTES, round(parameters * ACCUMULATION_BYTES))
     return round(under_way * (1 + 1 / copies))
 
 

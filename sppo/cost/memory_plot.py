@@ -53,7 +53,7 @@ assert [bucket.field for bucket in BUCKETS] == [field.name for field in fields(M
 _WORDS: Mapping[str, str] = {bucket.field: bucket.words for bucket in BUCKETS}
 
 
-def bucket_words(name: str) -> str:
+def bucket_text(name: str) -> str:
     """A bucket in words, from its name with or without ``_bytes``; other words as they are."""
     return _WORDS.get(f"{name.removesuffix('_bytes')}_bytes", name.replace("_", " "))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sppo.cost.layer import WIDE_BYTES, Workload
+from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.units import KIB, MIB
 
 STEPS_BYTES = 18 * MIB
@@ -50,7 +50,7 @@ def process_growth_bytes(
     tokens = sum(lengths.count(parts) * sum(parts) for parts in distinct)
     step = step_bytes(tokens=tokens, units=units * stages_per_rank, is_pipeline=is_pipeline)
     code = 0
-    if workload.element_bytes < WIDE_BYTES:
+    if workload.element_bytes < ACCUMULATION_BYTES:
         num_lengths = len({length for parts in distinct for length in parts})
         code = CODE_BYTES + num_lengths * CODE_BYTES_PER_LENGTH
     return STEPS_BYTES + code + step + background_save_bytes

@@ -13,11 +13,11 @@ from math import prod
 
 import numpy as np
 
-from sppo.activations.placement import ATTENTION, LINEAR, X_IN, Decisions
+from sppo.activations.placement import ATTENTION, LINEAR, X_IN, ActivationPlacement
 from sppo.activations.policy import class_bytes_per_token
-from sppo.cost.flops import partition_costs, rebuilt_linear_flops
+from sppo.cost.flops import partition_costs, recomputed_linear_flops
 from sppo.cost.layer import (
-    WIDE_BYTES,
+    ACCUMULATION_BYTES,
     LayerSeconds,
     Workload,
     head_seconds,
@@ -120,7 +120,7 @@ def stage_seconds(request: CostRequest) -> StageSeconds:
     units = LayerSeconds(
         *(
             np.concatenate([getattr(sequence, name) for sequence in sequences], axis=1)
-            for name in ("forward", "backward", "weight", "linear_rebuild", "attention_rebuild")
+            for name in ("forward", "backward", "weight", "linear_recompute", "attention_recompute")
         )
     )
     if request.zero == 3:
@@ -134,7 +134,7 @@ def stage_seconds(request: CostRequest) -> StageSeconds:
 
 
 def stage_costs(
-    request: CostRequest, *, seconds: StageSeconds, decisions: Decisions | None = None
+    request: CostRequest, *, seconds: StageSeconds, decisions: ActivationPlacement | None = None
 ) -> Costs:
     """Costs of every action of a schedule for this request.
 
@@ -148,39 +148,39 @@ def stage_costs(
     units, lengths = seconds.units, np.array([n for parts in request.lengths for n in parts])
     rows = _unit_rows(request, decisions=decisions, lengths=lengths)
     row_bytes = row_bytes_of(request)[:, None, :]
-    rebuilt = rows.rebuilt / lengths[None, :, None]
+    recomputed = rows.recomputed / lengths[None, :, None]
     layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)[:, None]
     link_weights = _streamed_parameters(request)
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
-    moved = (rows.moved * row_bytes).sum(axis=2)
-    disturbed_s = moved * workload.hardware.node.copy_compute_s_per_byte
+    offloaded = (rows.offloaded * row_bytes).sum(axis=2)
+    disturbed_s = offloaded * workload.hardware.node.copy_compute_s_per_byte
     return Costs(
         forward_s=units.forward + disturbed_s,
         backward_s=units.backward
         + disturbed_s
-        + units.linear_rebuild * (rebuilt[:, :, LINEAR] + _input_rebuild_share(request))
-        + units.attention_rebuild * rebuilt[:, :, ATTENTION],
+        + units.linear_recompute * (recomputed[:, :, LINEAR] + _input_recompute_fraction(request))
+        + units.attention_recompute * recomputed[:, :, ATTENTION],
         weight_s=units.weight,
-        rebuild_s=np.zeros_like(units.forward),
+        recompute_s=np.zeros_like(units.forward),
         reduce_s=seconds.reduce_s + seconds.update_s,
         message_bytes=lengths
         * workload.model.hidden_size
         * workload.element_bytes
         / workload.sequence_parallel_degree,
-        activation_bytes=((rows.kept + rows.moved) * row_bytes).sum(axis=2),
-        offload_bytes=moved,
+        activation_bytes=((rows.retained + rows.offloaded) * row_bytes).sum(axis=2),
+        offload_bytes=offloaded,
         kv_bytes=layers * lengths * kv_bytes,
         kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
         weight_bytes=link_weights * workload.element_bytes,
-        weight_gradient_bytes=link_weights * WIDE_BYTES,
+        weight_gradient_bytes=link_weights * ACCUMULATION_BYTES,
         context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
         links=pipeline_links(request),
         copies=copy_engines(request),
     )
 
 
-def _input_rebuild_share(request: CostRequest) -> Table:
+def _input_recompute_fraction(request: CostRequest) -> Table:
     """Products that rebuild shared inputs over those of the linear class, [stages, 1].
 
     A layer that rebuilds its input does the down projection of the one below once more.
@@ -189,7 +189,7 @@ def _input_rebuild_share(request: CostRequest) -> Table:
     layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)[:, None]
     shared = 1 - np.ceil(layers / request.input_every) / layers
     down = 2 * model.hidden_size * model.mlp_size
-    share: Table = shared * down / rebuilt_linear_flops(model)
+    share: Table = shared * down / recomputed_linear_flops(model)
     return share
 
 
@@ -211,7 +211,7 @@ def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
     model = workload.model
     share = min(workload.sequence_parallel_degree, model.kv_heads)
     elements = 2 * model.kv_heads * model.head_dim / share
-    return elements * workload.element_bytes, elements * WIDE_BYTES
+    return elements * workload.element_bytes, elements * ACCUMULATION_BYTES
 
 
 def copy_bytes_per_s(request: CostRequest) -> tuple[float, float]:
@@ -280,7 +280,7 @@ def _parameters_by_copies(request: CostRequest) -> Mapping[int, Table]:
     layers = np.array([float(len(stage)) for stage in request.stages])
     found = {n: layers * held for n, held in layer_elements(model, degree=degree).items()}
     outer = everything - layers * sum(prod(shape) for shape in layer_shapes(model).values())
-    if workload.vocabulary_shared:
+    if workload.vocabulary_sharded:
         found[1] = found[1] + outer / degree
     else:
         found[degree] = found[degree] + outer
@@ -308,19 +308,21 @@ def pipeline_links(request: CostRequest) -> Links:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _UnitRows:
-    kept: Floats
-    moved: Floats
-    rebuilt: Floats
+    retained: Floats
+    offloaded: Floats
+    recomputed: Floats
 
 
-def _unit_rows(request: CostRequest, *, decisions: Decisions | None, lengths: Table) -> _UnitRows:
+def _unit_rows(
+    request: CostRequest, *, decisions: ActivationPlacement | None, lengths: Table
+) -> _UnitRows:
     """Rows by unit, [stages, units, 3], from decisions by subsequence."""
     if decisions is None:
         shape = (request.num_stages, len(lengths), 3)
-        kept = np.broadcast_to(lengths[None, :, None], shape).astype(np.float64)
-        return _UnitRows(kept, np.zeros(shape), np.zeros(shape))
-    repeats = len(lengths) // decisions.kept.shape[1]
-    tables = (decisions.kept, decisions.moved, decisions.rebuilt)
+        retained = np.broadcast_to(lengths[None, :, None], shape).astype(np.float64)
+        return _UnitRows(retained, np.zeros(shape), np.zeros(shape))
+    repeats = len(lengths) // decisions.retained.shape[1]
+    tables = (decisions.retained, decisions.offloaded, decisions.recomputed)
     return _UnitRows(*(np.tile(table, (1, repeats, 1)).astype(np.float64) for table in tables))
 
 
@@ -348,10 +350,10 @@ def _sequence_seconds(
         last.forward + head_seconds(workload, tokens=ends - begins),
         last.backward,
         last.weight,
-        last.linear_rebuild,
-        last.attention_rebuild,
+        last.linear_recompute,
+        last.attention_recompute,
     )
-    names = ("forward", "backward", "weight", "linear_rebuild", "attention_rebuild")
+    names = ("forward", "backward", "weight", "linear_recompute", "attention_recompute")
     return LayerSeconds(*(np.stack([getattr(row, name) for row in rows]) for name in names))
 
 
@@ -372,9 +374,9 @@ def _gather_seconds(request: CostRequest) -> Table:
     replicas = request.data_parallel_degree
     seconds: Table = np.zeros(request.num_stages)
     for group, held in _parameters_by_copies(request).items():
-        moved = held * workload.element_bytes
-        inside = moved * (group - 1) / group / network.intra_node_bytes_per_s
-        outside = moved * (replicas - 1) / replicas / network.inter_node_bytes_per_s
+        offloaded = held * workload.element_bytes
+        inside = offloaded * (group - 1) / group / network.intra_node_bytes_per_s
+        outside = offloaded * (replicas - 1) / replicas / network.inter_node_bytes_per_s
         seconds = seconds + inside + outside
     return seconds
 
@@ -386,8 +388,8 @@ def _reduce_seconds(request: CostRequest) -> Table:
     replicas = request.data_parallel_degree
     seconds: Table = np.zeros(request.num_stages)
     for group, held in _parameters_by_copies(request).items():
-        moved = held * WIDE_BYTES * 2
-        inside = moved * (group - 1) / group / network.intra_node_bytes_per_s
-        outside = moved * (replicas - 1) / replicas / network.inter_node_bytes_per_s
+        offloaded = held * ACCUMULATION_BYTES * 2
+        inside = offloaded * (group - 1) / group / network.intra_node_bytes_per_s
+        outside = offloaded * (replicas - 1) / replicas / network.inter_node_bytes_per_s
         seconds = seconds + inside + outside
     return seconds

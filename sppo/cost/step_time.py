@@ -119,9 +119,12 @@ def _beside_copies(
     A unit leaves during the forward behind its own, and is back after the backward in front of its
     own. Behind the last of a sequence there is none: it is gone and back before its backward.
     """
-    moved = costs.offload_bytes.reshape(costs.num_stages, num_sequences, -1)
-    out, back = moved / costs.copies.d2h_bytes_per_s, moved / costs.copies.h2d_bytes_per_s
-    forward, backward = forward.reshape(moved.shape).copy(), backward.reshape(moved.shape).copy()
+    offloaded = costs.offload_bytes.reshape(costs.num_stages, num_sequences, -1)
+    out, back = offloaded / costs.copies.d2h_bytes_per_s, offloaded / costs.copies.h2d_bytes_per_s
+    forward, backward = (
+        forward.reshape(offloaded.shape).copy(),
+        backward.reshape(offloaded.shape).copy(),
+    )
     forward[:, :, 1:] = np.maximum(forward[:, :, 1:], out[:, :, :-1])
     backward[:, :, 1:] = np.maximum(backward[:, :, 1:], back[:, :, :-1])
     backward[:, :, -1] += out[:, :, -1] + back[:, :, -1]

@@ -19,7 +19,7 @@ from math import gcd
 
 from sppo.activations.placement import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
-from sppo.cost.layer import WIDE_BYTES, Workload
+from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.logits_tile import tile_tokens
 from sppo.cost.parameters import layer_shapes
 from sppo.cost.product_tile import product_rows
@@ -27,7 +27,7 @@ from sppo.units import MIB
 
 TILE_BYTES = MIB
 """Of one fp32 operand of an element-wise chain on a CPU, as in :mod:`sppo.kernels.row_tiles`."""
-WIDE_TILE_BYTES = 8 * MIB
+ACCUMULATION_TILE_BYTES = 8 * MIB
 """Of one that is cast for a single step, as there."""
 CAUSAL_TOKENS = 2048
 """Rows of the largest causal square, as in :mod:`sppo.kernels.attention.blocks`."""
@@ -43,7 +43,7 @@ LEAST_PART_KEYS = 512
 _FLASH_KEYS = 512
 _FLASH_ROWS = ((768, 256), (192, 64), (1, 32))
 """Rows that torch's CPU flash kernels take at once, by the rows there are at least."""
-_FLASH_NARROW_BYTES = 450 << 10
+_FLASH_COMPUTE_BYTES = 450 << 10
 """What its backward takes beyond that per thread, in bf16; measured with torch 2.13."""
 _PRODUCT_BYTES = 400 << 10
 _WEIGHT_PRODUCT_BYTES = 2 * MIB
@@ -51,7 +51,7 @@ _WEIGHT_PRODUCT_BYTES = 2 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class LiveSet:
     """A point of a pass and the bytes of the tensors that live at it."""
 
     name: str
@@ -63,53 +63,53 @@ def working_set(
     *,
     tokens: int,
     prefix: int,
-    rebuilt: frozenset[int],
+    recomputed: frozenset[int],
     input_every: int = 1,
     layers: int,
-) -> Moment:
+) -> LiveSet:
     """The largest moment of a layer's forward and backward.
 
     Args:
         workload: what runs where.
         tokens: of the subsequence, on one device.
         prefix: tokens before it.
-        rebuilt: tensor classes that backward computes again.
+        recomputed: tensor classes that backward computes again.
         input_every: layers that share one saved input.
         layers: of the stage.
     """
     sizes = _sizes(workload, tokens, prefix=prefix)
-    forward = _forward(sizes, rebuilt=rebuilt)
-    backward = _backward(sizes, rebuilt=rebuilt, input_every=input_every, layers=layers)
+    forward = _forward(sizes, recomputed=recomputed)
+    backward = _backward(sizes, recomputed=recomputed, input_every=input_every, layers=layers)
     return _largest([*forward, *backward])
 
 
 def most_working_set(
     workload: Workload, *, tokens: int, prefix: int, input_every: int = 1, layers: int
-) -> Moment:
+) -> LiveSet:
     """No less than :func:`working_set`, whatever is rebuilt.
 
     A forward needs most where all is saved, for what is saved leaves only when the layer is done;
     a backward where all is rebuilt, or where layers that share an input are.
     """
     sizes = _sizes(workload, tokens, prefix=prefix)
-    moments = [*_forward(sizes, rebuilt=frozenset())]
-    for rebuilt in (frozenset((ATTENTION, LINEAR)), frozenset((LINEAR,)))[: min(2, input_every)]:
-        moments += _backward(sizes, rebuilt=rebuilt, input_every=input_every, layers=layers)
+    moments = [*_forward(sizes, recomputed=frozenset())]
+    for recomputed in (frozenset((ATTENTION, LINEAR)), frozenset((LINEAR,)))[: min(2, input_every)]:
+        moments += _backward(sizes, recomputed=recomputed, input_every=input_every, layers=layers)
     return _largest(moments)
 
 
-def forward_working_set(workload: Workload, *, tokens: int) -> Moment:
+def forward_working_set(workload: Workload, *, tokens: int) -> LiveSet:
     """The largest moment of a layer's forward of which nothing is saved."""
     sizes = _sizes(workload, tokens)
-    return _largest(_forward(sizes, rebuilt=frozenset((ATTENTION, LINEAR))))
+    return _largest(_forward(sizes, recomputed=frozenset((ATTENTION, LINEAR))))
 
 
-def loss_working_set(workload: Workload, *, tokens: int) -> Moment:
+def loss_working_set(workload: Workload, *, tokens: int) -> LiveSet:
     """The largest moment of the final norm, the head and the loss, both ways in one."""
     return _largest(_loss(_sizes(workload, tokens)))
 
 
-def _largest(moments: Iterable[Moment]) -> Moment:
+def _largest(moments: Iterable[LiveSet]) -> LiveSet:
     return max(moments, key=lambda moment: moment.live_bytes)
 
 
@@ -129,7 +129,7 @@ class _Sizes:
     @property
     def narrow(self) -> bool:
         """Whether sums need a wider dtype."""
-        return self.element < WIDE_BYTES
+        return self.element < ACCUMULATION_BYTES
 
     @property
     def hidden(self) -> int:
@@ -144,7 +144,7 @@ class _Sizes:
     @property
     def wide_query(self) -> int:
         """Running o, or the sum of dq, in fp32."""
-        return self.query // self.element * WIDE_BYTES
+        return self.query // self.element * ACCUMULATION_BYTES
 
     @property
     def key(self) -> int:
@@ -154,12 +154,12 @@ class _Sizes:
     @property
     def cast_key(self) -> int:
         """K or v in fp32."""
-        return self.key // self.element * WIDE_BYTES
+        return self.key // self.element * ACCUMULATION_BYTES
 
     @property
     def lse(self) -> int:
         """Anything with one fp32 number per row and head."""
-        return self.tokens * self.model.num_heads * WIDE_BYTES
+        return self.tokens * self.model.num_heads * ACCUMULATION_BYTES
 
     @property
     def mlp(self) -> int:
@@ -175,21 +175,23 @@ class _Sizes:
     def rotary(self) -> int:
         """Cosines and sines."""
         rotary = self.model.position == "rotary"
-        return self.tokens * self.model.head_dim * WIDE_BYTES if rotary else 0
+        return self.tokens * self.model.head_dim * ACCUMULATION_BYTES if rotary else 0
 
     def tiles(self, count: int, *, width: int) -> int:
         """``count`` fp32 tiles of a tensor ``[C, width]``."""
-        return count * min(TILE_BYTES, self.tokens * width * WIDE_BYTES) if self.threads else 0
+        return (
+            count * min(TILE_BYTES, self.tokens * width * ACCUMULATION_BYTES) if self.threads else 0
+        )
 
-    def cast(self, narrow_bytes: int) -> int:
+    def cast(self, compute_bytes: int) -> int:
         """A tile of a tensor in fp32, made where it joins one that is wider."""
-        wide = narrow_bytes // self.element * WIDE_BYTES
-        return min(WIDE_TILE_BYTES, wide) if self.threads and self.narrow else 0
+        wide = compute_bytes // self.element * ACCUMULATION_BYTES
+        return min(ACCUMULATION_TILE_BYTES, wide) if self.threads and self.narrow else 0
 
-    def group_sum(self, narrow_bytes: int) -> int:
+    def group_sum(self, compute_bytes: int) -> int:
         """Key gradients of every query head while they become those of key heads."""
         group = self.model.num_heads // self.model.kv_heads
-        cast = self.cast(narrow_bytes)
+        cast = self.cast(compute_bytes)
         return cast + cast // group if group > 1 else cast
 
     def product(self, name: str) -> int:
@@ -218,7 +220,7 @@ class _Sizes:
         if not self.threads:
             return 0
         at_once = next(size for least, size in _FLASH_ROWS if rows >= least)
-        widths = WIDE_BYTES + (self.element if self.narrow else 0)
+        widths = ACCUMULATION_BYTES + (self.element if self.narrow else 0)
         return self.threads * buffers * min(at_once, rows) * _FLASH_KEYS * widths
 
 
@@ -228,21 +230,21 @@ def _sizes(workload: Workload, tokens: int, *, prefix: int = 0) -> _Sizes:
     return _Sizes(workload.model, tokens, prefix, workload.element_bytes, device.kind, threads)
 
 
-def _forward(s: _Sizes, *, rebuilt: frozenset[int]) -> Iterator[Moment]:
-    kept_queries = 0 if LINEAR in rebuilt else s.query + (s.key if s.model.qk_norm else 0)
-    kept_outputs = 0 if ATTENTION in rebuilt else s.query + s.lse
+def _forward(s: _Sizes, *, recomputed: frozenset[int]) -> Iterator[LiveSet]:
+    retained_queries = 0 if LINEAR in recomputed else s.query + (s.key if s.model.qk_norm else 0)
+    retained_outputs = 0 if ATTENTION in recomputed else s.query + s.lse
     base = s.rotary + s.hidden
     inputs = s.query + 2 * s.key
-    yield Moment("projections", base + s.hidden + inputs + s.scratch(_PRODUCT_BYTES))
+    yield LiveSet("projections", base + s.hidden + inputs + s.scratch(_PRODUCT_BYTES))
     normed = 1 if s.model.qk_norm else 0
     turned = base + inputs + (1 + normed) * s.query + s.tiles(2, width=s.model.hidden_size)
-    yield Moment("rotation", turned)
-    base_attention = base + inputs + (kept_queries if s.model.qk_norm else 0)
+    yield LiveSet("rotation", turned)
+    base_attention = base + inputs + (retained_queries if s.model.qk_norm else 0)
     for name, live in _attention_forward(s):
-        yield Moment(f"attention forward, {name}", base_attention + live)
-    base += kept_queries + kept_outputs + s.hidden
-    yield Moment("MLP inputs", base + s.hidden + s.gates + s.scratch(_PRODUCT_BYTES))
-    yield Moment("MLP output", base + s.gates + s.mlp + s.hidden + s.scratch(_PRODUCT_BYTES))
+        yield LiveSet(f"attention forward, {name}", base_attention + live)
+    base += retained_queries + retained_outputs + s.hidden
+    yield LiveSet("MLP inputs", base + s.hidden + s.gates + s.scratch(_PRODUCT_BYTES))
+    yield LiveSet("MLP output", base + s.gates + s.mlp + s.hidden + s.scratch(_PRODUCT_BYTES))
 
 
 def _attention_forward(s: _Sizes) -> Iterator[tuple[str, int]]:
@@ -254,41 +256,41 @@ def _attention_forward(s: _Sizes) -> Iterator[tuple[str, int]]:
 
 
 def _backward(
-    s: _Sizes, *, rebuilt: frozenset[int], input_every: int, layers: int
-) -> Iterator[Moment]:
-    own_linear, own_attention = LINEAR in rebuilt, ATTENTION in rebuilt
+    s: _Sizes, *, recomputed: frozenset[int], input_every: int, layers: int
+) -> Iterator[LiveSet]:
+    own_linear, own_attention = LINEAR in recomputed, ATTENTION in recomputed
     sharing = 1 if own_attention else min(input_every, layers)
-    base = s.rotary + _waiting(s, rebuilt=rebuilt, others=sharing - 1) + s.hidden  # n1
+    base = s.rotary + _waiting(s, recomputed=recomputed, others=sharing - 1) + s.hidden  # n1
     if layers > sharing:  # the gradient that comes from above; the last layer's was saved
         base += s.hidden
     queries = s.query if own_linear or s.model.qk_norm else 0
     if own_linear:
-        yield Moment("rotation again", base + 2 * s.query + s.tiles(2, width=_query_width(s)))
+        yield LiveSet("rotation again", base + 2 * s.query + s.tiles(2, width=_query_width(s)))
     queries += s.query if own_linear and s.model.qk_norm else 0
     if own_attention:
         for name, live in _attention_forward(s):
-            yield Moment(f"attention again, {name}", base + queries + live)
+            yield LiveSet(f"attention again, {name}", base + queries + live)
     outputs = s.query + s.lse if own_attention else 0
     base += queries + outputs
     inner = s.hidden + (s.hidden + s.gates if own_linear else 0)  # n2; x_mid, gate and up
     inner += s.mlp  # dhidden
-    tiles = s.tiles(3, width=s.model.mlp_size) * s.element // WIDE_BYTES
-    yield Moment("activation backward", base + inner + tiles)
-    yield Moment("MLP backward", base + inner + s.hidden + s.product("down"))  # and dn2
+    tiles = s.tiles(3, width=s.model.mlp_size) * s.element // ACCUMULATION_BYTES
+    yield LiveSet("activation backward", base + inner + tiles)
+    yield LiveSet("MLP backward", base + inner + s.hidden + s.product("down"))  # and dn2
     base += 2 * s.hidden  # dx_mid, do
     base += s.query - s.hidden
     for name, live in _attention_backward(s):
-        yield Moment(f"attention backward, {name}", base + live)
+        yield LiveSet(f"attention backward, {name}", base + live)
 
 
-def _waiting(s: _Sizes, *, rebuilt: frozenset[int], others: int) -> int:
+def _waiting(s: _Sizes, *, recomputed: frozenset[int], others: int) -> int:
     """Rebuilt tensors of the layers that share an input, until their own turn comes."""
-    return others * (s.hidden + (s.hidden + s.gates if LINEAR in rebuilt else 0))
+    return others * (s.hidden + (s.hidden + s.gates if LINEAR in recomputed else 0))
 
 
 def _attention_backward(s: _Sizes) -> Iterator[tuple[str, int]]:
     """Beside q, o and do: all three by head, the sum of dq, a block's gradients."""
-    base = 3 * s.query + s.wide_query + s.threads * (_FLASH_NARROW_BYTES if s.narrow else 0)
+    base = 3 * s.query + s.wide_query + s.threads * (_FLASH_COMPUTE_BYTES if s.narrow else 0)
     square = min(s.tokens, CAUSAL_TOKENS)
     of_square = s.query * square // s.tokens
     # dq, dk and dv of every query head, and the product of o and do.
@@ -316,12 +318,12 @@ def _query_width(s: _Sizes) -> int:
     return s.model.num_heads * s.model.head_dim
 
 
-def _loss(s: _Sizes) -> Iterator[Moment]:
+def _loss(s: _Sizes) -> Iterator[LiveSet]:
     vocabulary, hidden = s.model.vocab_size, s.model.hidden_size
     of_tile = tile_tokens(vocabulary, element_bytes=s.element, device=s.device)
     logits = min(s.tokens, of_tile) * vocabulary * s.element
     base = 3 * s.hidden  # the last layer's output, its norm, and that one's gradient
     if s.narrow:
-        yield Moment("logits", base + logits + s.tiles(1, width=vocabulary))
-    yield Moment("logit gradients", base + logits + s.weight_gradient(vocabulary, hidden))
-    yield Moment("final norm", base + s.hidden + s.tiles(5, width=s.model.hidden_size))
+        yield LiveSet("logits", base + logits + s.tiles(1, width=vocabulary))
+    yield LiveSet("logit gradients", base + logits + s.weight_gradient(vocabulary, hidden))
+    yield LiveSet("final norm", base + s.hidden + s.tiles(5, width=s.model.hidden_size))

@@ -13,7 +13,7 @@ import numpy as np
 from sppo.config.json_file import read_json
 from sppo.data.documents import TextDocument, read_text, reading
 from sppo.data.model_tokenizer import TOKENIZER_FILE, vocabulary_identity
-from sppo.data.tokenizers import EncodedPiece, EndOfDocument, check_end_of_document
+from sppo.data.tokenizers import EncodedShard, EndOfDocument, check_end_of_document
 from sppo.data.tokens import TokenizerDescription
 from sppo.quoting import one_line
 
@@ -42,7 +42,7 @@ class FileTokenizer:
     vocab_size: int
     description: TokenizerDescription
 
-    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedPiece]:
+    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
         """Ids of each document. A document is tokenized whole: cutting it would change its ids."""
         batch: list[TextDocument] = []
         characters = 0
@@ -54,13 +54,13 @@ class FileTokenizer:
                 batch, characters = [], 0
         yield from self._encode_batch(batch)
 
-    def _encode_batch(self, batch: Sequence[TextDocument]) -> Iterator[EncodedPiece]:
+    def _encode_batch(self, batch: Sequence[TextDocument]) -> Iterator[EncodedShard]:
         texts = [document.text for document in batch]
         # The "fast" form leaves out character offsets, which nobody reads here.
         encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         for document, encoding in zip(batch, encodings, strict=True):
             ids = np.asarray(encoding.ids, dtype=np.int64)
-            yield EncodedPiece(ids, True, document.source_bytes)
+            yield EncodedShard(ids, True, document.source_bytes)
 
 
 def load_tokenizer_file(name: str, *, end_of_document: EndOfDocument) -> FileTokenizer:

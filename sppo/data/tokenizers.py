@@ -1,6 +1,6 @@
 """From documents to ids: the built-in ``bytes`` and ``ids``, or a tokenizer file.
 
-Every tokenizer yields :class:`EncodedPiece`, so a document larger than memory passes through in
+Every tokenizer yields :class:`EncodedShard`, so a document larger than memory passes through in
 pieces where that does not change its ids (bytes and ids; text is tokenized a document at a time).
 """
 
@@ -30,7 +30,7 @@ _BLOCK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EncodedPiece:
+class EncodedShard:
     """Ids of one document or of the next part of it."""
 
     ids: NDArray[Any]
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int:
         """Every id is below this."""
 
-    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedPiece]:
+    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
         """Ids of all documents in the files, in order, without the end-of-document id."""
 
 
@@ -71,11 +71,11 @@ class ByteTokenizer:
         """Recorded in ``meta.json``."""
         return TokenizerDescription(name="bytes", end_of_document=self.end_of_document)
 
-    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedPiece]:
+    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
         """Bytes of files as they are; the text of ``.jsonl`` lines as UTF-8."""
         for block in read_bytes(paths, block_bytes=_BLOCK_BYTES):
             ids = np.frombuffer(block.data, dtype=np.uint8)
-            yield EncodedPiece(ids, block.ends_document, block.source_bytes)
+            yield EncodedShard(ids, block.ends_document, block.source_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class IdsTokenizer:
         """Recorded in ``meta.json``."""
         return TokenizerDescription(name="ids", end_of_document=self.end_of_document)
 
-    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedPiece]:
+    def encode(self, paths: Sequence[Path]) -> Iterator[EncodedShard]:
         """The arrays in the files, a block at a time."""
         for path in paths:
             ids = _map_ids(path)
@@ -99,9 +99,9 @@ class IdsTokenizer:
             with reading(path):
                 for start in range(0, len(ids), _BLOCK_TOKENS):
                     block = np.asarray(ids[start : start + _BLOCK_TOKENS])
-                    yield EncodedPiece(block, False, block.nbytes)
+                    yield EncodedShard(block, False, block.nbytes)
                     source_bytes -= block.nbytes
-            yield EncodedPiece(ids[:0], True, source_bytes)
+            yield EncodedShard(ids[:0], True, source_bytes)
 
 
 def scan_ids(

@@ -10,27 +10,27 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.engine.executor import BeforeAction, Executor, StepOutput
-from sppo.engine.msp.executor import PieceTeam
-from sppo.engine.msp.stage import PieceMemory, PieceStage
+from sppo.engine.msp.executor import MspExecutor
+from sppo.engine.msp.stage import MspMemory, MspStage
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.stage import Stage
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
-from sppo.engine.unit import SequenceData, TokenShare, Unit, units_of
+from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
 from sppo.engine.weights import Part, ResidentWeights, WeightProvider
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.copy_report import CopyReport, combined
-from sppo.offload.moving_store import MovingStore
-from sppo.offload.stack_store import StackStore
-from sppo.offload.store import ActivationStore, ResidentStore
-from sppo.parallel.tensor_parallel import TensorExchange, WeightShares
-from sppo.parallel.ulysses import HeadExchange
+from sppo.offload.lifo_arena_store import LifoArenaStore
+from sppo.offload.offload_store import OffloadStore
+from sppo.offload.store import ActivationStore, DeviceStore
+from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
+from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
 from sppo.planning.row_plan import PolicyRows, RowPlan
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
-from sppo.schedule.gangs import find_gangs
 from sppo.schedule.in_flight import sequences_in_flight
+from sppo.schedule.msp_groups import find_msp_groups
 
 
 def _go_on(_position: int, _action: Action) -> None:
@@ -52,7 +52,7 @@ class EnginePeaks:
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulated:
+class StepResult:
     """One step's loss and where its time went, on this rank."""
 
     total_loss: Tensor
@@ -79,17 +79,17 @@ class Accumulated:
 
 
 @dataclass(frozen=True, slots=True)
-class Companions:
+class ParallelContext:
     """What a rank shares with others, besides the pipeline.
 
     Attributes:
         exchange: with the ranks that have the other tokens of every subsequence; a
-            :class:`TensorExchange` where they have other parts of the layers' weights too.
+            :class:`MegatronSequenceParallel` where they have other shards of the weights too.
         reduce: adds up a stage's gradients over the ranks that hold the same stage; called when
             they are complete here.
     """
 
-    exchange: HeadExchange | TensorExchange | None = None
+    exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None
     reduce: Callable[[int], None] | None = None
 
 
@@ -104,8 +104,8 @@ class Engine:
         policy: activation policy, see :mod:`sppo.activations.policy`.
         rows: what to keep, move and rebuild instead, by stage: of this rank's, and where units are
             cut into pieces of all.
-        moved: where each stage's moved tensors go; closed with the engine.
-        moved_pieces: where those of this rank's pieces of each stage go; likewise.
+        offloaded: where each stage's moved tensors go; closed with the engine.
+        offloaded_shards: where those of this rank's pieces of each stage go; likewise.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
         companions: with whom else it works.
@@ -124,11 +124,11 @@ class Engine:
         gradients: Mapping[str, Tensor] | None,
         policy: str = "retain",
         rows: Mapping[int, RowPlan] | None = None,
-        moved: Mapping[int, MovingStore] | None = None,
-        moved_pieces: Mapping[int, MovingStore] | None = None,
+        offloaded: Mapping[int, OffloadStore] | None = None,
+        offloaded_shards: Mapping[int, OffloadStore] | None = None,
         input_every: int = 1,
         pipeline: Pipeline = ALONE,
-        companions: Companions = Companions(),  # noqa: B008 (frozen)
+        companions: ParallelContext = ParallelContext(),  # noqa: B008 (frozen)
         attention_backend: Backend = "auto",
         loss_terms: LossTerms = CROSS_ENTROPY,
         stopwatch: Stopwatch | None = None,
@@ -138,10 +138,17 @@ class Engine:
         self._stopwatch = stopwatch
         exchange = companions.exchange
         self._share = (
-            TokenShare() if exchange is None else TokenShare(exchange.rank, exchange.degree)
+            SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
         )
-        shares = exchange.shares if isinstance(exchange, TensorExchange) else WeightShares(model)
-        self._moved, self._moved_pieces = dict(moved or {}), dict(moved_pieces or {})
+        shares = (
+            exchange.shares
+            if isinstance(exchange, MegatronSequenceParallel)
+            else WeightSharding(model)
+        )
+        self._offloaded, self._offloaded_shards = (
+            dict(offloaded or {}),
+            dict(offloaded_shards or {}),
+        )
         self._stores: dict[int, ActivationStore] = {}
         self._stages: dict[int, Stage] = {}
         self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
@@ -150,7 +157,7 @@ class Engine:
             # One rank alone runs one sequence after another: what was saved last is taken first.
             alone = pipeline.num_ranks * pipeline.num_virtual == 1
             stacked = on_cpu and alone and pipeline.schedule == ALONE.schedule
-            self._stores[index] = StackStore(poison=debug) if stacked else ResidentStore()
+            self._stores[index] = LifoArenaStore(poison=debug) if stacked else DeviceStore()
             names = shares.shapes(layers)
             self._stages[index] = Stage(
                 model,
@@ -158,38 +165,38 @@ class Engine:
                 gradients=None if gradients is None else {n: gradients[n] for n in names},
                 activations=self._stores[index],
                 rows=PolicyRows(policy) if rows is None else rows[index],
-                moved=self._moved.get(index),
+                offloaded=self._offloaded.get(index),
                 input_every=input_every,
                 layers=layers,
                 exchange=exchange,
                 attention_backend=attention_backend,
                 loss_terms=loss_terms,
-                sends_keys=pipeline.pieces is not None,
+                sends_keys=pipeline.shards is not None,
                 debug=debug,
             )
         self._programs: dict[object, Schedule] = {}
-        self._piece_store = ResidentStore()
-        self._piece_stages: dict[int, PieceStage] = {}
-        if pipeline.pieces is not None:
-            assert not isinstance(exchange, TensorExchange), "checked before training"
-            self._piece_stages = {
-                index: PieceStage(
+        self._shard_store = DeviceStore()
+        self._msp_stages: dict[int, MspStage] = {}
+        if pipeline.shards is not None:
+            assert not isinstance(exchange, MegatronSequenceParallel), "checked before training"
+            self._msp_stages = {
+                index: MspStage(
                     model,
                     layers=layers,
                     owner=self._stages.get(index),
                     gradients=gradients,
-                    activations=self._piece_store,
-                    moved=self._moved_pieces.get(index),
+                    activations=self._shard_store,
+                    offloaded=self._offloaded_shards.get(index),
                     rows=PolicyRows(policy) if rows is None else rows[index],
                     heads=exchange,
-                    members=pipeline.pieces.members,
+                    members=pipeline.shards.members,
                     dtype=self._weights.dtype,
                     device=self._weights.device,
                     attention_backend=attention_backend,
                 )
                 for index, layers in enumerate(pipeline.all_layers(model.num_layers))
             }
-        self._teams: dict[str, PieceTeam] = {}
+        self._teams: dict[str, MspExecutor] = {}
 
     @torch.no_grad()
     def accumulate(
@@ -199,7 +206,7 @@ class Engine:
         *,
         num_valid: int | None = None,
         before_action: BeforeAction = _go_on,
-    ) -> Accumulated:
+    ) -> StepResult:
         """Add the gradient of the mean loss over all valid labels of the step.
 
         Without any valid label it adds nothing, and the total loss is 0.
@@ -221,7 +228,7 @@ class Engine:
         )
         losses = [loss.double().sum() for loss in output.token_losses.values()]
         nothing = torch.zeros((), dtype=torch.float64)
-        return Accumulated(
+        return StepResult(
             torch.stack(losses).sum() if losses else nothing,
             num_valid,
             schedule=schedule,
@@ -252,12 +259,12 @@ class Engine:
 
         Of several stages the sum, which may be more than there was at any one time.
         """
-        holders = [*self._stores.values(), self._piece_store]
+        holders = [*self._stores.values(), self._shard_store]
         caches = [stage.kv for stage in self._stages.values()]
         peaks = EnginePeaks(
             sum(store.peak_bytes for store in holders),
             sum(kv.peak_bytes for kv in caches),
-            sum(s.peak_bytes for s in holders if isinstance(s, ResidentStore)),
+            sum(s.peak_bytes for s in holders if isinstance(s, DeviceStore)),
             self._weights.take_peak_bytes(),
         )
         for store in holders:
@@ -267,22 +274,22 @@ class Engine:
         return peaks
 
     @property
-    def most_pieces_held(self) -> dict[int, PieceMemory]:
+    def most_shards_held(self) -> dict[int, MspMemory]:
         """What this rank held of other ranks' stages at most, by stage."""
-        return {index: stage.most_held for index, stage in self._piece_stages.items()}
+        return {index: stage.most_held for index, stage in self._msp_stages.items()}
 
     def take_copies(self) -> CopyReport:
         """What was moved since the last call."""
-        return combined([store.take_report() for store in self._moving_stores])
+        return combined([store.take_report() for store in self._offload_stores])
 
     def close(self) -> None:
         """Give back what moved tensors took: threads, memory, file. Twice is once."""
-        for store in self._moving_stores:
+        for store in self._offload_stores:
             store.close()
 
     @property
-    def _moving_stores(self) -> list[MovingStore]:
-        return [*self._moved.values(), *self._moved_pieces.values()]
+    def _offload_stores(self) -> list[OffloadStore]:
+        return [*self._offloaded.values(), *self._offloaded_shards.values()]
 
     def _run(
         self,
@@ -319,7 +326,7 @@ class Engine:
         """Whose weights this rank computes with, in order."""
         for action in program:
             # Pieces fetch their weights themselves: not all of their ranks have them.
-            if action.kind in (ActionKind.F, ActionKind.B) and action.num_pieces == 1:
+            if action.kind in (ActionKind.F, ActionKind.B) and action.num_shards == 1:
                 yield from self._stages[action.stage].visits(action.kind, units[action.unit])
 
     def _program(self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool) -> Schedule:
@@ -332,20 +339,20 @@ class Engine:
             self._programs[key] = self._pipeline.program(lengths, forward_only=forward_only)
         return self._programs[key]
 
-    def _team(self, schedule: Schedule) -> PieceTeam | None:
+    def _team(self, schedule: Schedule) -> MspExecutor | None:
         """Who runs the pieces of ``schedule``; None where no unit is cut."""
-        pieces = self._pipeline.pieces
-        if pieces is None or not any(a.num_pieces > 1 for p in schedule.programs for a in p):
+        shards = self._pipeline.shards
+        if shards is None or not any(a.num_shards > 1 for p in schedule.programs for a in p):
             return None
         digest = schedule.digest()
         if digest not in self._teams:
-            gangs = find_gangs(schedule, programs=encode(schedule)).values()
-            pieces.connect([(gang.ranks[0], gang.ranks[-1]) for gang in gangs])
+            groups = find_msp_groups(schedule, programs=encode(schedule)).values()
+            shards.connect([(group.ranks[0], group.ranks[-1]) for group in groups])
             self._teams = {
-                digest: PieceTeam(
+                digest: MspExecutor(
                     schedule,
-                    stages=self._piece_stages,
-                    exchange_of=pieces.exchange,
+                    stages=self._msp_stages,
+                    exchange_of=shards.exchange,
                     rank=self._pipeline.rank,
                     member=self._share.rank,
                 )
@@ -354,7 +361,7 @@ class Engine:
 
     def _prepare(self, program: Sequence[Action], units: Mapping[tuple[int, int], Unit]) -> None:
         for index, stage in self._stages.items():
-            own = [a for a in program if a.stage == index and a.num_pieces == 1]
+            own = [a for a in program if a.stage == index and a.num_shards == 1]
             backwards = [action.unit for action in own if action.kind is ActionKind.B]
             stage.prepare(
                 units, backward_order=backwards, sequences_in_flight=sequences_in_flight(own)

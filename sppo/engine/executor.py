@@ -1,7 +1,7 @@
 """Walks one rank's program: one handler per kind of action, nothing decided here.
 
-Tensors wait between actions in :class:`sppo.engine.hand_over.HandOver`. When an action fails, the
-error says which one and shows the program around it.
+Tensors wait between actions in :class:`sppo.engine.stage_buffers.StageBuffers`. When an action
+fails, the error says which one and shows the program around it.
 
 A message is posted where the program says SEND or RECV and waited for where it is used, so time
 spent waiting belongs to no action: it is the gap in front of the one that waited.
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sppo.engine.hand_over import HandOver, LocalTokens
-from sppo.engine.msp.executor import PieceTeam
+from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.stage import Stage
+from sppo.engine.stage_buffers import LocalTokens, StageBuffers
 from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
-from sppo.parallel.pipeline_p2p import Courier
+from sppo.parallel.pipeline_p2p import PipelineP2P
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
 _SHOWN_AROUND_FAILURE = 3
@@ -60,13 +60,13 @@ class Executor:
         *,
         rank: int,
         stages: Mapping[int, Stage],
-        courier: Courier | None = None,
+        courier: PipelineP2P | None = None,
         reduce: Callable[[int], None] | None = None,
-        team: PieceTeam | None = None,
+        team: MspExecutor | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
         self._program = schedule.programs[rank]
-        self._hand_over = HandOver(schedule, rank=rank, courier=courier)
+        self._hand_over = StageBuffers(schedule, rank=rank, courier=courier)
         self._team = team
         self._stages, self._reduce_stage = stages, reduce
         self._training = schedule.is_training
@@ -136,14 +136,14 @@ class Executor:
         if action.kind not in (ActionKind.F, ActionKind.B):
             return
         self._hand_over.await_input(action)
-        if action.num_pieces > 1:
+        if action.num_shards > 1:
             assert self._team is not None, "a program with pieces has a team"
-            self._team.meet(action)
+            self._team.barrier(action)
 
     def _forward(self, action: Action) -> None:
         unit, stage = self._units[action.unit], self._stages.get(action.stage)
         x, first = self._hand_over.take(action), 0
-        if action.num_pieces > 1:
+        if action.num_shards > 1:
             assert self._team is not None, "a program with pieces has a team"
             output, first = self._team.forward(action, x, loss_scale=self._loss_scale)
         else:
@@ -158,7 +158,7 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         dy, first = self._hand_over.take(action), 0
-        if action.num_pieces > 1:
+        if action.num_shards > 1:
             assert self._team is not None, "a program with pieces has a team"
             dx, first = self._team.backward(action, dy)
         else:
@@ -189,18 +189,18 @@ class Executor:
         return stage.model.hidden_size, stage.dtype
 
     def _finish(self) -> None:
-        self._hand_over.settle()
+        self._hand_over.wait_all()
         if self._team is not None:
             self._team.assert_idle()
         for stage in self._stages.values():
             stage.assert_idle()
 
     def _discard(self) -> None:
-        self._hand_over.discard()
+        self._hand_over.abort()
         if self._team is not None:
-            self._team.discard()
+            self._team.abort()
         for stage in self._stages.values():
-            stage.discard()
+            stage.abort()
 
     def _context(self, position: int) -> str:
         first = max(0, position - _SHOWN_AROUND_FAILURE)

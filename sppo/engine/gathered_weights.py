@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from sppo.engine.weights import Part, names_by_part
-from sppo.parallel.row_gather import Gathering, RowGather
+from sppo.parallel.parameter_all_gather import AllGatherHandle, ParameterAllGather
 
 
 class GatheredWeights:
@@ -31,7 +31,7 @@ class GatheredWeights:
         rows: Mapping[str, Tensor],
         *,
         shapes: Mapping[str, tuple[int, ...]],
-        gathers: Mapping[str, RowGather],
+        gathers: Mapping[str, ParameterAllGather],
     ) -> None:
         first = next(iter(rows.values()))
         self.dtype, self.device = first.dtype, first.device
@@ -44,7 +44,7 @@ class GatheredWeights:
         )
         self._visits: Iterator[Part] = iter(())
         self._next: Part | None = None
-        self._ahead: list[Gathering] | None = None
+        self._ahead: list[AllGatherHandle] | None = None
         self._held: dict[str, Tensor] = {}
         self._held_part: Part | None = None
         self._peak_bytes = 0
@@ -79,7 +79,7 @@ class GatheredWeights:
         left = {"held": self._held_part, "announced": self._next}
         assert all(part is None for part in left.values()), f"weights left over: {left}"
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """See :class:`sppo.engine.weights.WeightProvider`."""
         self._visits, self._next = iter(()), None
         self._ahead, self._held_part = None, None
@@ -119,12 +119,12 @@ class GatheredWeights:
             for local, name in self._parts[part].items()
         }
 
-    def _messages(self, part: Part) -> list[tuple[RowGather, list[str]]]:
+    def _messages(self, part: Part) -> list[tuple[ParameterAllGather, list[str]]]:
         """Global names that travel together: of a layer all, of larger parts one by one."""
         shared = [name for name in self._parts[part].values() if name in self._gathers]
         if not isinstance(part, int):
             return [(self._gathers[name], [name]) for name in shared]
-        messages: dict[RowGather, list[str]] = {}
+        messages: dict[ParameterAllGather, list[str]] = {}
         for name in shared:
             messages.setdefault(self._gathers[name], []).append(name)
         return list(messages.items())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.kernels.attention.kv_layout import empty_keys
-from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.elementwise import accumulation_dtype
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class KVStore:
         """
         entry = self._entries[layer, sequence]
         if entry.dk is None or entry.dv is None:
-            wide = wide_dtype(self._dtype)
+            wide = accumulation_dtype(self._dtype)
             entry.dk, entry.dv = (self._new(entry.written, wide).zero_() for _ in range(2))
         expected = entry.written if entry.finished is None else entry.finished
         assert end == expected, (
@@ -127,7 +127,7 @@ class KVStore:
                     self._bytes -= buffer.numel() * buffer.element_size()
                     self._spare.setdefault((buffer.shape[0], buffer.dtype), []).append(buffer)
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Forget everything: the step failed."""
         self._entries.clear()
         self._spare.clear()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sppo.cost.stage_cost import layers_of_stages
-from sppo.parallel.piece_exchange import PieceLinks
-from sppo.parallel.pipeline_p2p import Courier
+from sppo.parallel.msp_exchange import MspLinks
+from sppo.parallel.pipeline_p2p import PipelineP2P
 from sppo.schedule.actions import Placement, Schedule
 from sppo.schedule.checks.deadlock import replay
 from sppo.schedule.checks.validate import validate
@@ -27,16 +27,16 @@ class Pipeline:
         courier: Carries tensors to and from neighbours; None on one rank.
         costs: What a schedule that cuts units weighs its choice with, of the step it was planned
             for; equal units and free messages if not given.
-        pieces: How ranks talk that run pieces of one unit; None where no unit is cut.
+        shards: How ranks talk that run pieces of one unit; None where no unit is cut.
     """
 
     schedule: str = "sppo"
     num_ranks: int = 1
     rank: int = 0
     num_virtual: int = 1
-    courier: Courier | None = None
+    courier: PipelineP2P | None = None
     costs: Costs | None = None
-    pieces: PieceLinks | None = None
+    shards: MspLinks | None = None
 
     @property
     def placement(self) -> Placement:

@@ -21,8 +21,8 @@ from sppo.planning.plan import SubsequencePlan
 class TensorRows(NamedTuple):
     """How many rows of one tensor are moved, and how many kept."""
 
-    moved: int
-    kept: int
+    offloaded: int
+    retained: int
 
 
 def tensor_rows(
@@ -44,7 +44,7 @@ def tensor_rows(
     for index in range(len(CLASSES)):
         for name in sorted(tensors_of((index,), model)):
             of_tensor = residual if residual is not None and name in RESIDUAL else plan
-            of_class = TensorRows(of_tensor.moved[index], of_tensor.kept[index])
+            of_class = TensorRows(of_tensor.offloaded[index], of_tensor.retained[index])
             if sum(of_class) and (own_input or name != "x_in"):
                 rows[name] = of_class
     return rows
@@ -58,13 +58,13 @@ def check_whole_classes(plans: Iterable[SubsequencePlan]) -> None:
     """
     for number, plan in enumerate(plans):
         for index, name in enumerate(CLASSES):
-            saved = plan.kept[index] + plan.moved[index]
-            if saved and plan.rebuilt[index]:
+            saved = plan.retained[index] + plan.offloaded[index]
+            if saved and plan.recomputed[index]:
                 raise ValueError(
-                    f"the plan rebuilds {plan.rebuilt[index]} of {saved + plan.rebuilt[index]} "
-                    f"rows of {name} of subsequence {number}, and with "
-                    "parallel.sequence_parallel=megatron tensors are rebuilt whole or not at all: "
-                    "solve again, or write parallel.sequence_parallel=ulysses"
+                    f"the plan recomputes {plan.recomputed[index]} of "
+                    f"{saved + plan.recomputed[index]} rows of {name} of subsequence {number}, "
+                    "and with parallel.sequence_parallel=megatron tensors are recomputed whole or "
+                    "not at all: solve again, or write parallel.sequence_parallel=ulysses"
                 )
 
 
@@ -75,17 +75,21 @@ def share(plan: SubsequencePlan, parts: Sequence[int]) -> tuple[SubsequencePlan,
     everywhere. Offsets of the moved rows are left at 0.
     """
     tokens = sum(parts)
-    of_saved = [moved + kept for moved, kept in zip(plan.moved, plan.kept, strict=True)]
+    of_saved = [
+        offloaded + retained
+        for offloaded, retained in zip(plan.offloaded, plan.retained, strict=True)
+    ]
     plans = []
     for part in parts:
-        moved, saved = (
-            [rows * part // tokens for rows in of_classes] for of_classes in (plan.moved, of_saved)
+        offloaded, saved = (
+            [rows * part // tokens for rows in of_classes]
+            for of_classes in (plan.offloaded, of_saved)
         )
         plans.append(
             SubsequencePlan(
-                kept=_three(s - m for s, m in zip(saved, moved, strict=True)),
-                moved=_three(moved),
-                rebuilt=_three(part - s for s in saved),
+                retained=_three(s - m for s, m in zip(saved, offloaded, strict=True)),
+                offloaded=_three(offloaded),
+                recomputed=_three(part - s for s in saved),
             )
         )
     return tuple(plans)
@@ -98,20 +102,20 @@ def _three(rows: Iterable[int]) -> tuple[int, int, int]:
 
 def cut(saved: Saved, rows: Mapping[str, TensorRows]) -> tuple[Saved, Saved]:
     """(moved, kept) rows of ``saved``, which is emptied; views of its tensors."""
-    moved: Saved = {}
-    kept: Saved = {}
+    offloaded: Saved = {}
+    retained: Saved = {}
     for name, of_tensor in rows.items():
         tensor, dim = saved.pop(name), token_dimension(name)
-        if of_tensor.moved:
-            moved[name] = tensor.narrow(dim, 0, of_tensor.moved)
-        if of_tensor.kept:
-            kept[name] = tensor.narrow(dim, of_tensor.moved, of_tensor.kept)
-    return moved, kept
+        if of_tensor.offloaded:
+            offloaded[name] = tensor.narrow(dim, 0, of_tensor.offloaded)
+        if of_tensor.retained:
+            retained[name] = tensor.narrow(dim, of_tensor.offloaded, of_tensor.retained)
+    return offloaded, retained
 
 
-def join(moved: Saved, kept: Saved) -> Saved:
+def join(offloaded: Saved, retained: Saved) -> Saved:
     """What :func:`cut` cut, as far as it was saved."""
-    joined = {**moved, **kept}
-    for name in moved.keys() & kept.keys():
-        joined[name] = torch.cat([moved[name], kept[name]], dim=token_dimension(name))
+    joined = {**offloaded, **retained}
+    for name in offloaded.keys() & retained.keys():
+        joined[name] = torch.cat([offloaded[name], retained[name]], dim=token_dimension(name))
     return joined

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sppo.engine.saved_rows import TensorRows, cut, join
 from sppo.model.layer import Saved
-from sppo.offload.moving_store import MovingStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.offload.store import ActivationKey, ActivationStore
 
 
@@ -16,36 +16,36 @@ class SavedTensors:
     """Two stores as one.
 
     Attributes:
-        kept: Where tensors wait that stay on the device.
-        moved: Where those wait that leave it; None where none does.
+        retained: Where tensors wait that stay on the device.
+        offloaded: Where those wait that leave it; None where none does.
     """
 
-    kept: ActivationStore
-    moved: MovingStore | None
+    retained: ActivationStore
+    offloaded: OffloadStore | None
 
     def save(self, key: ActivationKey, saved: Saved, rows: Mapping[str, TensorRows]) -> None:
         """Take over ``saved``, by rows."""
-        moved, kept = cut(saved, rows)
-        self.kept.save(key, kept)
-        if self.moved is not None:
-            self.moved.save(key, moved)
+        offloaded, retained = cut(saved, rows)
+        self.retained.save(key, retained)
+        if self.offloaded is not None:
+            self.offloaded.save(key, offloaded)
 
     def take(self, key: ActivationKey) -> Saved:
         """Return what was saved under ``key``, good until :meth:`release`."""
-        moved = {} if self.moved is None else self.moved.take(key)
-        return join(moved, self.kept.take(key))
+        offloaded = {} if self.offloaded is None else self.offloaded.take(key)
+        return join(offloaded, self.retained.take(key))
 
     def take_owned(self, key: ActivationKey) -> Saved:
         """Return what was saved under ``key`` in memory of its own, which outlives the stores'."""
-        moved = {} if self.moved is None else _copied(self.moved.take(key))
-        kept = self.kept.take(key)
-        return join(moved, _copied(kept) if self.kept.lends_memory else kept)
+        offloaded = {} if self.offloaded is None else _copied(self.offloaded.take(key))
+        retained = self.retained.take(key)
+        return join(offloaded, _copied(retained) if self.retained.lends_memory else retained)
 
     def release(self, key: ActivationKey) -> None:
         """Compute has read what :meth:`take` gave."""
-        self.kept.release(key)
-        if self.moved is not None:
-            self.moved.release(key)
+        self.retained.release(key)
+        if self.offloaded is not None:
+            self.offloaded.release(key)
 
 
 def _copied(tensors: Saved) -> Saved:

@@ -16,7 +16,7 @@ from functools import cached_property
 from torch import Tensor
 from torch.nn import functional
 
-from sppo.activations.block_layout import ParcelShape, parcel_offsets
+from sppo.activations.block_layout import BlockLayout, block_offsets
 from sppo.activations.placement import ATTENTION
 from sppo.activations.policy import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
@@ -28,8 +28,8 @@ from sppo.engine.saved_rows import (
     tensor_rows,
 )
 from sppo.engine.saved_tensors import SavedTensors
-from sppo.engine.shared_attention import SharedAttention
-from sppo.engine.span_attention import StoredAttention
+from sppo.engine.subsequence_attention import KVCacheAttention
+from sppo.engine.ulysses_attention import UlyssesAttention
 from sppo.engine.unit import Unit
 from sppo.engine.weights import Part, WeightProvider, visit
 from sppo.kernels.attention.interface import Backend
@@ -41,13 +41,13 @@ from sppo.kernels.cross_entropy import (
 )
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSum
-from sppo.model.layer import Layer, Saved, SpanAttention, Weights, norm, norm_backward
+from sppo.model.layer import Layer, Saved, SubsequenceAttention, Weights, norm, norm_backward
 from sppo.model.rope import rotary_table
-from sppo.offload.moving_store import Itinerary, MovingStore, Place
-from sppo.offload.stack_store import slot_bytes
+from sppo.offload.lifo_arena_store import slot_bytes
+from sppo.offload.offload_store import Extent, OffloadSchedule, OffloadStore
 from sppo.offload.store import ActivationKey, ActivationStore
-from sppo.parallel.tensor_parallel import SharedTokens, TensorExchange
-from sppo.parallel.ulysses import HeadExchange
+from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
+from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import SubsequencePlan
 from sppo.planning.row_plan import RowPlan
 from sppo.schedule.actions import ActionKind
@@ -61,13 +61,13 @@ class Stage:
         weights: gives the parameters of the stage, in the compute dtype.
         gradients: fp32 (float64) buffers by global name, added to; None for forward only.
         activations: where saved tensors wait that stay on the device.
-        moved: where those wait that leave it; None where none does.
+        offloaded: where those wait that leave it; None where none does.
         rows: what is kept, moved and rebuilt of each subsequence.
         input_every: layers that keep their attention output save their input only in every so
-            manyth layer; the others get it from the layer below, see :meth:`_rebuild_input`.
+            manyth layer; the others get it from the layer below, see :meth:`_recompute_input`.
         layers: half-open range of layers; None for all.
         exchange: with the ranks that share every unit's tokens; None where nobody does. A
-            :class:`TensorExchange` where they share the layers' weights too.
+            :class:`MegatronSequenceParallel` where they share the layers' weights too.
         attention_backend: of :func:`sppo.kernels.attention.interface.attention_forward`.
         loss_terms: what training adds to the cross entropy; evaluation adds nothing.
         sends_keys: whether ranks that run pieces of its units get the stored K and V.
@@ -82,32 +82,32 @@ class Stage:
         gradients: Mapping[str, Tensor] | None,
         activations: ActivationStore,
         rows: RowPlan,
-        moved: MovingStore | None = None,
+        offloaded: OffloadStore | None = None,
         input_every: int = 1,
         layers: range | None = None,
-        exchange: HeadExchange | TensorExchange | None = None,
+        exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
         attention_backend: Backend = "auto",
         loss_terms: LossTerms = CROSS_ENTROPY,
         sends_keys: bool = False,
         debug: bool = False,
     ) -> None:
-        self._tensor = exchange if isinstance(exchange, TensorExchange) else None
-        self._heads = exchange if isinstance(exchange, HeadExchange) else None
+        self._tensor = exchange if isinstance(exchange, MegatronSequenceParallel) else None
+        self._heads = exchange if isinstance(exchange, UlyssesAllToAll) else None
         self.model = model if self._tensor is None else self._tensor.shares.own_model
         self._layers = range(model.num_layers) if layers is None else layers
         self._weights, self._gradients = weights, gradients
-        self._activations, self._moved, self._row_plan = activations, moved, rows
-        self._saved = SavedTensors(activations, moved)
+        self._activations, self._offloaded, self._row_plan = activations, offloaded, rows
+        self._saved = SavedTensors(activations, offloaded)
         self._sequences_in_flight = 1
         self._backend: Backend = attention_backend
         self._loss_terms = loss_terms
         self.dtype = weights.dtype
-        self._parcels = ParcelShape(
+        self._blocks = BlockLayout(
             self.model, weights.dtype.itemsize, layers=len(self._layers), input_every=input_every
         )
         self._plans: dict[tuple[int, int], SubsequencePlan] = {}
         self._missing: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._itinerary: tuple[object, Itinerary] | None = None
+        self._offloads: tuple[object, OffloadSchedule] | None = None
         self._residual_plans: dict[tuple[int, int], SubsequencePlan] = {}
         heads = None if self._heads is None else self._heads.share.keys
         self.kv = KVStore(
@@ -165,11 +165,11 @@ class Stage:
             self._share_plans(units, lengths)
         by_sequence = dict.fromkeys(lengths, 0)
         for unit in units.values():
-            by_sequence[unit.sequence] += self._kept_bytes(unit)
+            by_sequence[unit.sequence] += self._retained_bytes(unit)
         self._sequences_in_flight = sequences_in_flight
         self._activations.reserve(max(by_sequence.values()) * sequences_in_flight)
-        if self._moved is not None:
-            self._moved.prepare(self._places(tuple(lengths.items()), tuple(backward_order)))
+        if self._offloaded is not None:
+            self._offloaded.prepare(self._places(tuple(lengths.items()), tuple(backward_order)))
 
     def visits(self, kind: ActionKind, unit: Unit) -> Iterator[Part]:
         """Whose weights an action takes, in order; for backward after :meth:`prepare`."""
@@ -188,7 +188,7 @@ class Stage:
         with_input = {
             index
             for index in self._layers
-            if self._parcels.has_own_input(
+            if self._blocks.has_own_input(
                 index - self._layers.start, attention_saved=attention_saved
             )
         }
@@ -258,7 +258,7 @@ class Stage:
         for index in reversed(self._layers):
             saved = taken.pop(index, None) or take(_key(unit, index))
             if "x_in" not in saved:
-                self._rebuild_input(unit, index, saved, taken, take, rotary)
+                self._recompute_input(unit, index, saved, taken, take, rotary)
             with visit(self._weights, index) as weights:
                 self._complete(unit, index, saved, weights, rotary)
                 dx = self._layer(unit).backward(
@@ -290,7 +290,7 @@ class Stage:
         totals = self._layer_gradients[index]
         return DeferredGradients(totals) if deferred else GradientSum(totals)
 
-    def _rebuild_input(
+    def _recompute_input(
         self,
         unit: Unit,
         index: int,
@@ -309,10 +309,10 @@ class Stage:
         if below not in taken:
             taken[below] = take(_key(unit, below))
         if "x_in" not in taken[below]:
-            self._rebuild_input(unit, below, taken[below], taken, take, rotary)
+            self._recompute_input(unit, below, taken[below], taken, take, rotary)
         with visit(self._weights, below) as weights:
             self._complete(unit, below, taken[below], weights, rotary)
-            saved["x_in"] = self._layer(unit).output_again(taken[below], weights)
+            saved["x_in"] = self._layer(unit).recompute_output(taken[below], weights)
 
     def take_loss_gradient(self, unit: Unit) -> Tensor:
         """Gradient of the last stage's output ``[C, E]``, formed in forward; once per unit."""
@@ -330,7 +330,7 @@ class Stage:
         """Nothing may be left after a step: every saved tensor was used exactly once."""
         leftovers = {
             "activations": self._activations.num_entries,
-            "moved activations": 0 if self._moved is None else self._moved.num_entries,
+            "moved activations": 0 if self._offloaded is None else self._offloaded.num_entries,
             "sequences in the KV store": self.kv.num_sequences,
             "token losses": len(self._token_losses),
             "weight gradients": len(self._deferred),
@@ -338,15 +338,15 @@ class Stage:
         assert not any(leftovers.values()), f"left over after the step: {leftovers}"
         self._weights.assert_idle()
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Forget all state of a step that failed."""
-        if self._moved is not None:
-            self._moved.discard()  # first: copies under way may read what the others free
-        self._activations.discard()
-        self.kv.discard()
+        if self._offloaded is not None:
+            self._offloaded.abort()  # first: copies under way may read what the others free
+        self._activations.abort()
+        self.kv.abort()
         self._token_losses.clear()
         self._deferred.clear()
-        self._weights.discard()
+        self._weights.abort()
 
     def _complete(
         self, unit: Unit, index: int, saved: Saved, weights: Weights, rotary: RotaryTable | None
@@ -374,27 +374,27 @@ class Stage:
                 rows = shares[exchange.rank]
                 if self._tensor is not None:
                     self._residual_plans[key], rows = rows, self._plans[key]
-                self._missing[key] = tuple(plan.rebuilt[ATTENTION] for plan in shares)
+                self._missing[key] = tuple(plan.recomputed[ATTENTION] for plan in shares)
                 self._plans[key] = replace(rows, slot_offset_bytes=offset)
-                offset += sum(self._parcel_bytes(key))
+                offset += sum(self._block_bytes(key))
 
-    def _parcel_bytes(self, key: tuple[int, int]) -> tuple[int, ...]:
+    def _block_bytes(self, key: tuple[int, int]) -> tuple[int, ...]:
         """Of each layer's moved tensors of a unit."""
         plan, residual = self._plans[key], self._residual_plans.get(key)
-        return self._parcels.parcels(
-            plan.moved,
+        return self._blocks.blocks(
+            plan.offloaded,
             attention_saved=_attention_saved(plan),
-            residual=None if residual is None else residual.moved,
+            residual=None if residual is None else residual.offloaded,
         )
 
-    def _kept_bytes(self, unit: Unit) -> int:
+    def _retained_bytes(self, unit: Unit) -> int:
         """Bytes that stay in the activation store once ``unit`` ran forward."""
         element_bytes = self.dtype.itemsize
         sizes = tensor_bytes_per_token(self.model, element_bytes=element_bytes)
         total = 0
         for index in self._layers:
             rows = self._rows(unit, index)
-            total += sum(slot_bytes((rows[name].kept,), sizes[name]) for name in rows)
+            total += sum(slot_bytes((rows[name].retained,), sizes[name]) for name in rows)
         head = slot_bytes((unit.tokens_C.shape[0], self.model.hidden_size), element_bytes)
         return total + (head if self.is_last else 0)
 
@@ -402,18 +402,18 @@ class Stage:
         self,
         lengths: tuple[tuple[int, tuple[int, ...]], ...],
         backward_order: tuple[tuple[int, int], ...],
-    ) -> Itinerary:
+    ) -> OffloadSchedule:
         """Where the moved tensors of a step lie; the same object for the same step again."""
-        if self._itinerary is not None and self._itinerary[0] == (lengths, backward_order):
-            return self._itinerary[1]
-        offsets: dict[tuple[int, int], list[Place]] = {}
+        if self._offloads is not None and self._offloads[0] == (lengths, backward_order):
+            return self._offloads[1]
+        offsets: dict[tuple[int, int], list[Extent]] = {}
         for unit, plan in self._plans.items():
-            sizes = self._parcel_bytes(unit)
-            starts = parcel_offsets(sizes, start=plan.slot_offset_bytes)
-            offsets[unit] = [Place(*place) for place in zip(starts, sizes, strict=True)]
+            sizes = self._block_bytes(unit)
+            starts = block_offsets(sizes, start=plan.slot_offset_bytes)
+            offsets[unit] = [Extent(*place) for place in zip(starts, sizes, strict=True)]
         stride = max(sum(places[-1]) for places in offsets.values())
         places = {
-            ActivationKey(*unit, self._layers[i]): Place(
+            ActivationKey(*unit, self._layers[i]): Extent(
                 place.offset_bytes + unit[0] % self._sequences_in_flight * stride,
                 place.size_bytes,
             )
@@ -425,20 +425,20 @@ class Stage:
             for unit in backward_order
             for index in reversed(self._layers)
         ]
-        itinerary = Itinerary(
+        offloads = OffloadSchedule(
             places,
             order,
-            staging_slots=self._parcels.staging_slots,
-            ring_slots=self._parcels.ring_slots,
+            staging_slots=self._blocks.staging_slots,
+            ring_slots=self._blocks.ring_slots,
         )
-        self._itinerary = (lengths, backward_order), itinerary
-        return itinerary
+        self._offloads = (lengths, backward_order), offloads
+        return offloads
 
     def _rows(self, unit: Unit, index: int) -> dict[str, TensorRows]:
         """Rows that layer ``index`` saves of a unit, by tensor."""
         key = (unit.sequence, unit.subsequence)
         plan = self._plans[key]
-        own_input = self._parcels.has_own_input(
+        own_input = self._blocks.has_own_input(
             index - self._layers.start, attention_saved=_attention_saved(plan)
         )
         return tensor_rows(
@@ -461,15 +461,15 @@ class Stage:
     def _layer(self, unit: Unit) -> Layer:
         if self._tensor is None:
             return Layer(self.model)
-        return Layer(self.model, SharedTokens(self._tensor, unit.parts))
+        return Layer(self.model, ShardedTokens(self._tensor, unit.parts))
 
-    def _attention(self, unit: Unit, index: int) -> SpanAttention:
+    def _attention(self, unit: Unit, index: int) -> SubsequenceAttention:
         window = self.model.window_of(index)
-        stored = StoredAttention(self.kv, index, unit.sequence, unit.span, window, self._backend)
+        stored = KVCacheAttention(self.kv, index, unit.sequence, unit.span, window, self._backend)
         if self._heads is None:
             return stored
         missing = self._missing.get((unit.sequence, unit.subsequence), unit.parts)
-        return SharedAttention(stored, self._heads, unit.parts, missing)
+        return UlyssesAttention(stored, self._heads, unit.parts, missing)
 
     @property
     def weights(self) -> WeightProvider:
@@ -529,7 +529,7 @@ def _key(unit: Unit, layer: int) -> ActivationKey:
 
 def _attention_saved(plan: SubsequencePlan) -> bool:
     """Whether every layer's attention output is there for backward."""
-    return plan.rebuilt[ATTENTION] == 0
+    return plan.recomputed[ATTENTION] == 0
 
 
 def _local(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

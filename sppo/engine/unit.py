@@ -58,7 +58,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenShare:
+class SequenceShard:
     """Which part of every subsequence's tokens is a rank's own."""
 
     rank: int = 0
@@ -82,7 +82,7 @@ def units_of(
     sequence: int,
     data: SequenceData,
     boundaries: Sequence[int],
-    share: TokenShare = TokenShare(),  # noqa: B008 (frozen)
+    share: SequenceShard = SequenceShard(),  # noqa: B008 (frozen)
 ) -> dict[tuple[int, int], Unit]:
     """The units of one sequence by (sequence, subsequence), with a rank's share of their tokens.
 

@@ -58,7 +58,7 @@ class WeightProvider(Protocol):
         """Nothing may be left after a step: all that was announced was taken and released."""
         ...
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Forget a step that failed, with all that is held and under way."""
         ...
 
@@ -104,7 +104,7 @@ class ResidentWeights:
     def assert_idle(self) -> None:
         """See :class:`WeightProvider`."""
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """See :class:`WeightProvider`."""
 
     def take_peak_bytes(self) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from sppo.cost.logits_tile import tile_tokens
-from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.fused import fused
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.linear import accumulate_weight_gradient, linear
@@ -159,7 +159,7 @@ class _Rows:
     @classmethod
     def of_(cls, logits_rV: Tensor, labels_r: Tensor, terms: LossTerms) -> _Rows:
         """Writes over logits that are wide already."""
-        wide_rV = logits_rV.to(wide_dtype(logits_rV.dtype))
+        wide_rV = logits_rV.to(accumulation_dtype(logits_rV.dtype))
         valid_r, label_r = labels_r != IGNORED_LABEL, labels_r.clamp(min=0)
         share = terms.label_smoothing
         wanted_r = wide_rV.gather(1, label_r.unsqueeze(1)).squeeze(1).mul_(1 - share)
@@ -189,7 +189,7 @@ class _Rows:
 
 def _losses_of(rows: Tensor) -> Tensor:
     """Room for a loss of every row."""
-    return torch.empty(rows.shape[0], dtype=wide_dtype(rows.dtype), device=rows.device)
+    return torch.empty(rows.shape[0], dtype=accumulation_dtype(rows.dtype), device=rows.device)
 
 
 def _tiles(hidden_CE: Tensor, weight_VE: Tensor, tile_bytes: int | None) -> Iterator[slice]:

@@ -27,7 +27,7 @@ from sppo.kernels.row_tiles import row_tiles
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums and statistics over values of ``dtype``: fp32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -79,7 +79,7 @@ def rms_norm_backward(
 
         return norms.rms_norm_backward(dy_CE, x_CE, weight_E, eps=eps, dresidual_CE=dresidual_CE)
     dx = torch.empty_like(x_CE)
-    dweight = torch.zeros_like(weight_E, dtype=wide_dtype(x_CE.dtype))
+    dweight = torch.zeros_like(weight_E, dtype=accumulation_dtype(x_CE.dtype))
     for rows in row_tiles(x_CE):
         dx_tile, dweight_tile = _rms_norm_backward(dy_CE[rows], x_CE[rows], weight_E, eps=eps)
         dx[rows] = dx_tile if dresidual_CE is None else dx_tile.add_(dresidual_CE[rows])
@@ -102,7 +102,9 @@ def _rms_norm_backward(
 
 def _inverse_rms(x_E: Tensor, eps: float) -> Tensor:
     """``1 / rms(x)`` per row, ``[..., 1]`` in fp32 or better."""
-    norm: Tensor = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=wide_dtype(x_E.dtype))
+    norm: Tensor = torch.linalg.vector_norm(
+        x_E, dim=-1, keepdim=True, dtype=accumulation_dtype(x_E.dtype)
+    )
     return norm.square_().div_(x_E.shape[-1]).add_(eps).rsqrt_()
 
 
@@ -149,7 +151,7 @@ def layer_norm_backward(
         return norms.layer_norm_backward(
             dy_CE, x_CE, weight_E, bias_E, eps=eps, dresidual_CE=dresidual_CE
         )
-    wide = wide_dtype(x_CE.dtype)
+    wide = accumulation_dtype(x_CE.dtype)
     weight, bias = weight_E.to(wide), bias_E.to(wide)
     dx, dweight, dbias = torch.empty_like(x_CE), torch.zeros_like(weight), torch.zeros_like(bias)
     shape = [x_CE.shape[-1]]

@@ -14,10 +14,10 @@ from sppo.units import MIB
 
 TILE_BYTES = MIB
 """Of one fp32 operand."""
-WIDE_TILE_BYTES = 8 * MIB
+ACCUMULATION_TILE_BYTES = 8 * MIB
 """Of one fp32 operand of a single step."""
 
-_WIDE_BYTES = 4
+_ACCUMULATION_BYTES = 4
 
 
 def row_tiles(x: Tensor) -> Iterator[slice]:
@@ -35,7 +35,11 @@ def wide_tiles(x: Tensor) -> Iterator[tuple[int | slice, ...]]:
     a MiB does. One index on any other device than a CPU.
     """
     rows = x.shape[0]
-    fitting = rows if x.device.type != "cpu" else WIDE_TILE_BYTES // (_WIDE_BYTES * x[0].numel())
+    fitting = (
+        rows
+        if x.device.type != "cpu"
+        else ACCUMULATION_TILE_BYTES // (_ACCUMULATION_BYTES * x[0].numel())
+    )
     if fitting == 0 and x.dim() > 1:
         yield from ((row, *rest) for row in range(rows) for rest in wide_tiles(x[row]))
         return
@@ -46,4 +50,4 @@ def wide_tiles(x: Tensor) -> Iterator[tuple[int | slice, ...]]:
 
 def rows_of_tile(row_elements: int) -> int:
     """Rows of ``row_elements`` each that one tile holds, at least one."""
-    return max(1, TILE_BYTES // (_WIDE_BYTES * max(1, row_elements)))
+    return max(1, TILE_BYTES // (_ACCUMULATION_BYTES * max(1, row_elements)))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
 
 
@@ -49,7 +49,7 @@ class GradientSum:
 def zero_gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Zeroed fp32 (float64 for float64 weights) gradient buffers by name."""
     return {
-        name: torch.zeros_like(weight, dtype=wide_dtype(weight.dtype))
+        name: torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
         for name, weight in weights.items()
     }
 

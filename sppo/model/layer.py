@@ -35,7 +35,7 @@ Weights = Mapping[str, Tensor]
 Saved = dict[str, Tensor]
 
 
-class SpanAttention(Protocol):
+class SubsequenceAttention(Protocol):
     """Attention of one subsequence in one layer over everything before it."""
 
     def forward(self, q_CND: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ ALL_TOKENS_HERE = _AllTokensHere()
 class Layer:
     """The arithmetic of one layer; weights, positions and attention are arguments.
 
-    Where ranks share weights out (:mod:`sppo.parallel.tensor_parallel`), ``x_in`` and ``x_mid``
+    Where ranks share weights out (:mod:`sppo.parallel.megatron`), ``x_in`` and ``x_mid``
     have c of the C tokens, all else has them all.
 
     Attributes:
@@ -104,7 +104,7 @@ class Layer:
         weights: Weights,
         *,
         rotary: RotaryTable | None,
-        attention: SpanAttention,
+        attention: SubsequenceAttention,
         keep: frozenset[str],
     ) -> tuple[Tensor, Saved]:
         """Output ``[C, E]`` and the saved tensors named in ``keep``."""
@@ -136,7 +136,7 @@ class Layer:
         saved: Saved,
         gradients: GradientSink,
         rotary: RotaryTable | None,
-        attention: SpanAttention,
+        attention: SubsequenceAttention,
     ) -> Tensor:
         """Return the gradient of the layer input ``[C, E]``; consumes ``saved``.
 
@@ -175,7 +175,7 @@ class Layer:
         weights: Weights,
         *,
         rotary: RotaryTable | None,
-        attention: SpanAttention,
+        attention: SubsequenceAttention,
     ) -> None:
         """Rebuild the last rows of tensors of which only the first were saved.
 
@@ -210,7 +210,7 @@ class Layer:
         weights: Weights,
         *,
         rotary: RotaryTable | None,
-        attention: SpanAttention,
+        attention: SubsequenceAttention,
     ) -> None:
         """Complete o and lse, or make them."""
         done = saved["o"].shape[0] if "o" in saved else 0
@@ -230,7 +230,7 @@ class Layer:
         else:
             saved["o"], saved["lse"] = o_CND.flatten(1), lse_NC
 
-    def output_again(self, saved: Saved, weights: Weights) -> Tensor:
+    def recompute_output(self, saved: Saved, weights: Weights) -> Tensor:
         """Output ``[C, E]`` from the saved x_in and o, without attending again.
 
         Leaves x_mid, gate and up in ``saved``, so that :meth:`backward` need not rebuild them.

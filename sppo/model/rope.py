@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sppo.config.model import ModelConfig, RopeScaling
-from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.rotary import RotaryTable
 
 
@@ -25,7 +25,7 @@ def rotary_table(model: ModelConfig, positions_C: Tensor, *, dtype: torch.dtype)
         positions_C: token positions, any integers.
         dtype: of the activations; the table is in fp32, or float64 for float64.
     """
-    wide = wide_dtype(dtype)
+    wide = accumulation_dtype(dtype)
     frequencies, scale = _frequencies_on(positions_C.device, model, wide)
     angles = positions_C.to(wide)[:, None] * frequencies
     return RotaryTable((angles.cos() * scale).unsqueeze(1), (angles.sin() * scale).unsqueeze(1))

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from sppo.offload.arena import HostArena
 from sppo.offload.file_tier import FileTier
-from sppo.offload.lanes import HostEvent, Lane, Operation, close_lanes
 from sppo.offload.queues import Dependency, Event, QueueTimes, Region
 from sppo.offload.thread_queues import POISON
+from sppo.offload.worker_queue import HostEvent, Lane, Operation, close_lanes
 from sppo.units import MIB
 
 _cuda: Any = torch.cuda  # parts of it have no types
@@ -205,12 +205,12 @@ class CudaQueues:
         for lane in self._lanes.values():
             lane.check()
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """See :class:`sppo.offload.queues.CopyQueues`."""
         for lane in self._lanes.values():
             lane.cancel()
         for lane in self._lanes.values():
-            lane.settle()
+            lane.wait_all()
         _cuda.synchronize(self._device)
         self._sources.clear()
 

@@ -91,10 +91,10 @@ class _Meter:
                 self._since_s = time.perf_counter()
             self._working += 1
 
-    def end(self, moved_bytes: int) -> None:
+    def end(self, offloaded_bytes: int) -> None:
         with self._lock:
             self._working -= 1
-            self._bytes += moved_bytes
+            self._bytes += offloaded_bytes
             if self._working == 0:
                 self._busy_s += time.perf_counter() - self._since_s
 
@@ -138,22 +138,22 @@ class _PythonTransfer:
     def _transfer(self, block: memoryview, offset_bytes: int) -> None:
         if self._failed:
             return
-        fd, moved_bytes = self._file.fileno(), 0
+        fd, offloaded_bytes = self._file.fileno(), 0
         self._meter.begin()
         try:
-            while moved_bytes < len(block):
-                place = offset_bytes + moved_bytes
-                count = _system_io(fd, self._write, block[moved_bytes:], place)
+            while offloaded_bytes < len(block):
+                place = offset_bytes + offloaded_bytes
+                count = _system_io(fd, self._write, block[offloaded_bytes:], place)
                 if count == 0:  # the file is as long as asked for, so an end in it is a fault
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-                moved_bytes += count
+                offloaded_bytes += count
             _leave_page_cache(fd, self._write, offset_bytes, len(block))
         except BaseException:
             self._failed = True
-            moved_bytes = 0
+            offloaded_bytes = 0
             raise
         finally:
-            self._meter.end(moved_bytes)
+            self._meter.end(offloaded_bytes)
 
 
 def _code(block: Future[None]) -> int:

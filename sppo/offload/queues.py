@@ -155,7 +155,7 @@ class CopyQueues(Protocol):
         """
         ...
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Leave out what has not begun, wait for the rest, forget errors and kept tensors."""
         ...
 

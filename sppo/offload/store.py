@@ -2,7 +2,7 @@
 
 The engine saves named tensors under a key and takes them back once. Which names are saved is the
 policy's business, where they live is the store's: the one here leaves them on the device;
-:mod:`sppo.offload.moving_store` sends them to another tier.
+:mod:`sppo.offload.offload_store` sends them to another tier.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ActivationStore(Protocol):
         """Compute has read what :meth:`take` gave: its memory may hold something else."""
         ...
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Forget everything: the step failed. Nothing is read or written any more afterwards."""
         ...
 
@@ -68,7 +68,7 @@ class ActivationStore(Protocol):
         ...
 
 
-class ResidentStore:
+class DeviceStore:
     """Keeps every saved tensor where it is, in memory of the device's own allocator."""
 
     lends_memory = False
@@ -99,7 +99,7 @@ class ResidentStore:
     def release(self, key: ActivationKey) -> None:
         """Nothing to do: tensors take their memory along."""
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """See :class:`ActivationStore`."""
         self._entries.clear()
         self._bytes = 0

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from sppo.offload.arena import HostArena
 from sppo.offload.file_tier import FileTier
-from sppo.offload.lanes import HostEvent, Lane, Reached, close_lanes
 from sppo.offload.queues import Dependency, Event, QueueTimes, Region
+from sppo.offload.worker_queue import HostEvent, Lane, Reached, close_lanes
 
 POISON = 0xFF
 """Four or eight such bytes are NaN in every floating dtype."""
@@ -128,12 +128,12 @@ class ThreadQueues:
         for lane in self._lanes:
             lane.check()
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """See :class:`sppo.offload.queues.CopyQueues`."""
         for lane in self._lanes:
             lane.cancel()
         for lane in self._lanes:
-            lane.settle()
+            lane.wait_all()
 
     def take_times(self) -> QueueTimes:
         """See :class:`sppo.offload.queues.CopyQueues`."""

@@ -79,7 +79,7 @@ class AdamW:
         )
         for master in self._masters.values():
             self._optimizer.state[master] = _zero_state(master)
-        self._narrow_weights()
+        self._compute_weights()
 
     @property
     def steps(self) -> int:
@@ -103,7 +103,7 @@ class AdamW:
         for master in self._masters.values():
             master.grad = None
         self._steps += 1
-        self._narrow_weights()
+        self._compute_weights()
 
     def state(self) -> dict[str, Tensor]:
         """Everything a resumed run needs, flat by key.
@@ -125,10 +125,10 @@ class AdamW:
         self._steps = take_over(self.state(), state)
         for master in self._masters.values():
             self._optimizer.state[master]["step"].fill_(self._steps)
-        self._narrow_weights()
+        self._compute_weights()
 
     @torch.no_grad()
-    def _narrow_weights(self) -> None:
+    def _compute_weights(self) -> None:
         if self._narrow:
             torch._foreach_copy_(self._narrow, self._wide)
 

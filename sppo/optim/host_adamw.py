@@ -29,7 +29,7 @@ _WIDE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Slice:
     """A flat range of one parameter within a bucket."""
 
     name: str
@@ -47,7 +47,7 @@ class _Bucket:
     begin: int
     end: int
     weight_decay: float
-    pieces: tuple[_Piece, ...]
+    parts: tuple[_Slice, ...]
 
     @property
     def elements(self) -> int:
@@ -201,7 +201,7 @@ class HostAdamW:
         return self._transfers.down(
             [
                 (slot[p.offset : p.offset + p.end - p.begin], gradients[p.name][p.begin : p.end])
-                for p in self._buckets[index].pieces
+                for p in self._buckets[index].parts
             ]
         )
 
@@ -209,9 +209,9 @@ class HostAdamW:
         """Round one bucket's masters, and start to send them to the weights."""
         bucket, slot = self._buckets[index], self._narrow[index % _SLOTS]
         copies = []
-        for piece in bucket.pieces:
-            target = self._weights[piece.name][piece.begin : piece.end]
-            place = piece.offset, piece.offset + piece.end - piece.begin
+        for part in bucket.parts:
+            target = self._weights[part.name][part.begin : part.end]
+            place = part.offset, part.offset + part.end - part.begin
             staged = slot[target.dtype][place[0] : place[1]]
             staged.copy_(self._row[bucket.begin + place[0] : bucket.begin + place[1]])
             copies.append((target, staged))
@@ -248,24 +248,24 @@ def _layout(
             begin += prod(shapes[name])
         for start in range(first, begin, bucket_elements):
             end = min(start + bucket_elements, begin)
-            pieces = tuple(_pieces(names, places, shapes, start=start, end=end))
-            buckets.append(_Bucket(start, end, weight_decay if decayed else 0.0, pieces))
+            parts = tuple(_parts(names, places, shapes, start=start, end=end))
+            buckets.append(_Bucket(start, end, weight_decay if decayed else 0.0, parts))
     return places, buckets
 
 
-def _pieces(
+def _parts(
     names: Sequence[str],
     places: Mapping[str, int],
     shapes: Mapping[str, Sequence[int]],
     *,
     start: int,
     end: int,
-) -> list[_Piece]:
+) -> list[_Slice]:
     """What of the parameters lies between `start` and `end` of the row."""
     found = []
     for name in names:
         place, size = places[name], prod(shapes[name])
         begin, stop = max(start, place), min(end, place + size)
         if begin < stop:
-            found.append(_Piece(name, begin - place, stop - place, begin - start))
+            found.append(_Slice(name, begin - place, stop - place, begin - start))
     return found

@@ -1,13 +1,12 @@
-"""Which part of a run's weights, gradients and optimizer state is this rank's, and how parts meet.
+"""The shard of a run's weights, gradients and optimizer state that this rank holds.
 
-A rank computes with the parameters of its stages, whole or, where a sequence group shares weights
-out, with its blocks of them (:mod:`sppo.parallel.tensor_parallel`). Of what it shares with other
-ranks it updates the rows that :class:`sppo.parallel.data_parallel.StageGroup` gives it, so masters
-and moments exist once among the ranks that hold the same. With ZeRO-3 it keeps no other rows
-either, and puts parameters together for the time it computes with them; gradients are whole until
-they are added up. Where the vocabulary projection is the
-embedding, the first and the last stage both hold it: their gradients are added up, both update it,
-and the first speaks for it.
+A rank computes with the parameters of its stages: whole ones or, with Megatron sequence
+parallelism, its blocks of them (:mod:`sppo.parallel.megatron`). Among ranks that hold the same
+parameters, each updates the rows that :class:`sppo.parallel.data_parallel.GradientReducer` assigns
+to it, so masters and moments exist once. With ZeRO-3 a rank keeps only those rows of the weights
+too and gathers parameters while it computes with them; gradients stay whole until they are
+reduced. Where the vocabulary projection is the embedding, the first and the last stage both hold
+it: their gradients are added up, both update it, and checkpoints take it from the first.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from sppo.engine.gathered_weights import GatheredWeights
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.weights import ResidentWeights, WeightProvider
 from sppo.optim.adamw import MOMENTS, STEP_KEY, global_norm
-from sppo.parallel.data_parallel import StageGroup, add_up
-from sppo.parallel.host_collectives import Peers
+from sppo.parallel.data_parallel import GradientReducer, add_up
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.megatron import WeightSharding
 from sppo.parallel.mesh import Holders, Mesh
-from sppo.parallel.row_gather import RowGather
-from sppo.parallel.tensor_parallel import WeightShares
+from sppo.parallel.parameter_all_gather import ParameterAllGather
 
 T = TypeVar("T")
 
 _TIED = "embed.weight"
 
 
-class SharedState:
+class ShardedState:
     """The shares of one rank.
 
     Args:
@@ -51,7 +50,7 @@ class SharedState:
     """
 
     def __init__(self, model: ModelConfig, *, mesh: Mesh, pipeline: Pipeline, zero: int) -> None:
-        self.shares = weight_shares(model, mesh)
+        self.shares = weight_sharding(model, mesh)
         self._by_stage = {
             stage: self.shares.shapes(layers)
             for stage, layers in pipeline.layers(model.num_layers).items()
@@ -63,7 +62,7 @@ class SharedState:
         self._whole_shapes = parameter_shapes(model)
         self._mesh = mesh
         self._groups = {
-            holders: StageGroup(
+            holders: GradientReducer(
                 group,
                 index=members.index(mesh.rank),
                 shapes=self._held_by(holders, self.shapes),
@@ -71,7 +70,7 @@ class SharedState:
             )
             for holders, group, members in _same_weights(mesh)
         }
-        self._shares_weights = zero >= 3
+        self._shards_weights = zero >= 3
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
         self._is_tied = ends and _TIED in self.shapes
         self._speaks_for_tied = not self._is_tied or mesh.at.pipeline == 0
@@ -80,14 +79,14 @@ class SharedState:
         """Those of ``names`` of which ``holders`` have the same."""
         return {name: v for name, v in names.items() if self.shares.holders(name) == holders}
 
-    def _group(self, name: str) -> StageGroup:
+    def _group(self, name: str) -> GradientReducer:
         """The ranks that hold the same of a parameter as this one."""
         return self._groups[self.shares.holders(name)]
 
     def kept(self, name: str, weight: Tensor) -> Tensor:
         """What stays here of a parameter while nobody computes with it."""
         group = self._group(name)
-        if not (self._shares_weights and group.shares_state):
+        if not (self._shards_weights and group.shards_state):
             return weight
         return weight[group.own_rows(name)].clone()
 
@@ -97,13 +96,13 @@ class SharedState:
         Args:
             weights: what is :meth:`kept` of all parameters of this rank's stages, by global name.
         """
-        if not self._shares_weights:
+        if not self._shards_weights:
             return ResidentWeights(weights)
-        gathers: dict[str, RowGather] = {}
+        gathers: dict[str, ParameterAllGather] = {}
         for holders, group in self._groups.items():
             communicator = self._mesh.gather_group(holders)
             if communicator is not None:
-                gather = RowGather(communicator, index=group.index)
+                gather = ParameterAllGather(communicator, index=group.index)
                 gathers |= self._held_by(holders, dict.fromkeys(self.shapes, gather))
         if not gathers:
             return ResidentWeights(weights)
@@ -111,7 +110,7 @@ class SharedState:
 
     def updated(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows that this rank updates, of what is :meth:`kept`."""
-        if not self._shares_weights:
+        if not self._shards_weights:
             return self.own(weights)
         return {name: rows for name, rows in weights.items() if rows.shape[0]}
 
@@ -147,12 +146,12 @@ class SharedState:
 
     def gather(self, weights: Mapping[str, Tensor]) -> None:
         """Fetch what other ranks have updated, of what is :meth:`kept`."""
-        if self._shares_weights:
+        if self._shards_weights:
             return
         for holders, group in self._groups.items():
             group.gather(self._held_by(holders, weights))
 
-    def norm(self, gradients: Mapping[str, Tensor], peers: Peers) -> Tensor:
+    def norm(self, gradients: Mapping[str, Tensor], peers: HostCollectives) -> Tensor:
         """Euclidean norm of the gradients of all parameters of all ranks."""
         if not self._mesh.is_distributed:
             return global_norm(gradients)
@@ -187,11 +186,11 @@ class SharedState:
         return StateBlock(tensor, offsets, self._whole_shapes[name])
 
 
-def weight_shares(model: ModelConfig, mesh: Mesh) -> WeightShares:
+def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:
     """What of the model's parameters is a rank's."""
     if mesh.shape.key_copies is None:
-        return WeightShares(model)
-    return WeightShares(model, mesh.at.sequence, mesh.shape.sequence_parallel)
+        return WeightSharding(model)
+    return WeightSharding(model, mesh.at.sequence, mesh.shape.sequence_parallel)
 
 
 def _same_weights(mesh: Mesh) -> Iterator[tuple[Holders, ProcessGroup | None, tuple[int, ...]]]:

@@ -23,7 +23,7 @@ _TELL_S = 5.0
 _MOST_LINES = 15
 
 
-def require_same(facts: Mapping[str, str], *, timeout_s: float) -> None:
+def check_same_on_all_ranks(facts: Mapping[str, str], *, timeout_s: float) -> None:
     """Refuse to go on unless all ranks of the default group have the same facts.
 
     Every rank calls it.
@@ -36,7 +36,7 @@ def require_same(facts: Mapping[str, str], *, timeout_s: float) -> None:
         ValueError: the same on every rank: which ranks differ in which fact, with both values.
         PeerLostError: others did not come in time.
     """
-    require_same_in(
+    check_same_in_store(
         dist.distributed_c10d._get_default_store(),
         facts,
         rank=dist.get_rank(),
@@ -45,10 +45,10 @@ def require_same(facts: Mapping[str, str], *, timeout_s: float) -> None:
     )
 
 
-def require_same_in(
+def check_same_in_store(
     store: Store, facts: Mapping[str, str], *, rank: int, world_size: int, timeout_s: float
 ) -> None:
-    """:func:`require_same` for ranks that share no more than ``store`` so far."""
+    """:func:`check_same_on_all_ranks` for ranks that share no more than ``store`` so far."""
     place = PrefixStore("sppo agreement", store)
     with peer_errors("telling rank 0 what this rank runs"):
         call = place.add(f"calls of rank {rank}", 1)

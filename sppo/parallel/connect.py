@@ -14,7 +14,7 @@ from typing import Literal, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from sppo.parallel.agreement import require_same_in
+from sppo.parallel.agreement import check_same_in_store
 from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.peer_loss import PeerLostError, loss_in, peer_errors
 from sppo.quoting import quoted
@@ -49,7 +49,7 @@ def connect(
         backend: of the default group.
         timeout_s: how long a rank waits for others, here and in everything the group does.
         facts: what all ranks must agree on before they connect, see
-            :func:`sppo.parallel.agreement.require_same`.
+            :func:`sppo.parallel.agreement.check_same_on_all_ranks`.
 
     Raises:
         ValueError: the port is in use, the master has no address, or facts differ.
@@ -58,7 +58,7 @@ def connect(
     store = _store(environment, timeout_s=timeout_s)
     rank, world_size = environment.rank, environment.world_size
     if facts is not None:
-        require_same_in(store, facts, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        check_same_in_store(store, facts, rank=rank, world_size=world_size, timeout_s=timeout_s)
     if backend == "gloo" and environment.is_one_machine:
         _use_loopback()
     with peer_errors("connecting to the other ranks"):

@@ -34,7 +34,7 @@ def rows_of(num_rows: int, *, index: int, count: int) -> slice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Slice:
     """Rows ``begin`` to ``end`` of every rank's rows of a parameter."""
 
     name: str
@@ -46,11 +46,11 @@ class _Piece:
 class _Bucket:
     """Pieces that travel together, and how many elements every rank has of them at most."""
 
-    pieces: tuple[_Piece, ...]
+    parts: tuple[_Slice, ...]
     elements: int
 
 
-class StageGroup:
+class GradientReducer:
     """The ranks that hold the same stages, and this rank's share of the state.
 
     Args:
@@ -72,14 +72,14 @@ class StageGroup:
     ) -> None:
         self._group, self.index, self._shapes = group, index, dict(shapes)
         self.count = 1 if group is None else group.size()
-        self.shares_state = shared and self.count > 1
+        self.shards_state = shared and self.count > 1
         self._bucket_elements = max(1, bucket_bytes // 4 // self.count)
         self._under_way: deque[tuple[Any, Callable[[], None]]] = deque()
 
     def own_rows(self, name: str) -> slice:
         """Rows of a parameter that this rank updates."""
         rows = self._shapes[name][0]
-        return self.counted_rows(name) if self.shares_state else slice(0, rows)
+        return self.counted_rows(name) if self.shards_state else slice(0, rows)
 
     def counted_rows(self, name: str) -> slice:
         """Rows that this rank counts in sums over all parameters: no two ranks count the same."""
@@ -105,7 +105,7 @@ class StageGroup:
         Args:
             weights: by global name, right in :meth:`own_rows`.
         """
-        if not self.shares_state:
+        if not self.shards_state:
             return
         for names in _by_dtype(weights).values():
             for bucket in self._buckets(names):
@@ -135,7 +135,7 @@ class StageGroup:
         self, bucket: _Bucket, flat: Tensor, gradients: Mapping[str, Tensor]
     ) -> None:
         with peer_errors("reducing gradients"):
-            if self.shares_state:
+            if self.shards_state:
                 own = flat.new_empty((1, bucket.elements))
                 work = reduce_scatter(own.view(-1), flat.view(-1), group=self._group, async_op=True)
                 finish = self._spread(bucket, own, gradients, ranks=[self.index])
@@ -147,34 +147,34 @@ class StageGroup:
     def _buckets(self, names: Iterable[str]) -> list[_Bucket]:
         """Parameters, the long ones cut, in buckets of about equal size."""
         buckets: list[_Bucket] = []
-        pieces: list[_Piece] = []
+        parts: list[_Slice] = []
         elements = 0
-        for piece in self._pieces(names):
-            size = (piece.end - piece.begin) * prod(self._shapes[piece.name][1:])
-            if pieces and elements + size > self._bucket_elements:
-                buckets.append(_Bucket(tuple(pieces), elements))
-                pieces, elements = [], 0
-            pieces.append(piece)
+        for part in self._parts(names):
+            size = (part.end - part.begin) * prod(self._shapes[part.name][1:])
+            if parts and elements + size > self._bucket_elements:
+                buckets.append(_Bucket(tuple(parts), elements))
+                parts, elements = [], 0
+            parts.append(part)
             elements += size
-        return [*buckets, _Bucket(tuple(pieces), elements)] if pieces else buckets
+        return [*buckets, _Bucket(tuple(parts), elements)] if parts else buckets
 
-    def _pieces(self, names: Iterable[str]) -> Iterable[_Piece]:
+    def _parts(self, names: Iterable[str]) -> Iterable[_Slice]:
         for name in names:
             rows, *rest = self._shapes[name]
             most = -(-rows // self.count)
             step = max(1, self._bucket_elements // max(1, prod(rest)))
             for begin in range(0, most, step):
-                yield _Piece(name, begin, min(begin + step, most))
+                yield _Slice(name, begin, min(begin + step, most))
 
     def _flat(
         self, bucket: _Bucket, tensors: Mapping[str, Tensor], *, ranks: Sequence[int]
     ) -> Tensor:
         """``[ranks, elements]``: every rank's rows, one behind the other, padded with zeros."""
-        first = tensors[bucket.pieces[0].name]
+        first = tensors[bucket.parts[0].name]
         flat = first.new_zeros((len(ranks), bucket.elements))
         for row, rank in enumerate(ranks):
-            for place, rows, piece in self._places(bucket, rank):
-                flat[row, place] = tensors[piece.name][rows].reshape(-1)
+            for place, rows, part in self._places(bucket, rank):
+                flat[row, place] = tensors[part.name][rows].reshape(-1)
         return flat
 
     def _spread(
@@ -189,24 +189,24 @@ class StageGroup:
 
         def spread() -> None:
             for row, rank in enumerate(range(self.count) if ranks is None else ranks):
-                for place, rows, piece in self._places(bucket, rank):
-                    target = tensors[piece.name][rows]
+                for place, rows, part in self._places(bucket, rank):
+                    target = tensors[part.name][rows]
                     target.copy_(flat[row, place].view_as(target))
 
         return spread
 
-    def _places(self, bucket: _Bucket, rank: int) -> Iterable[tuple[slice, slice, _Piece]]:
+    def _places(self, bucket: _Bucket, rank: int) -> Iterable[tuple[slice, slice, _Slice]]:
         """(elements of the bucket, rows of the parameter, piece) of one rank."""
         offset = 0
-        for piece in bucket.pieces:
-            rows, *rest = self._shapes[piece.name]
+        for part in bucket.parts:
+            rows, *rest = self._shapes[part.name]
             width = prod(rest)
             own = rows_of(rows, index=rank, count=self.count)
-            begin = min(own.start + piece.begin, own.stop)
-            end = min(own.start + piece.end, own.stop)
+            begin = min(own.start + part.begin, own.stop)
+            end = min(own.start + part.end, own.stop)
             if end > begin:
-                yield slice(offset, offset + (end - begin) * width), slice(begin, end), piece
-            offset += (piece.end - piece.begin) * width
+                yield slice(offset, offset + (end - begin) * width), slice(begin, end), part
+            offset += (part.end - part.begin) * width
 
 
 def add_up(tensors: Sequence[Tensor], group: ProcessGroup | None, *, what: str) -> None:

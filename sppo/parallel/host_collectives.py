@@ -18,7 +18,7 @@ from sppo.parallel.peer_loss import peer_errors
 T = TypeVar("T")
 
 
-class Peers:
+class HostCollectives:
     """The ranks of ``mesh``, asked one question at a time."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -37,7 +37,7 @@ class Peers:
         """Whether it holds on any rank."""
         return self.largest([float(here)]) == [1.0]
 
-    def everyones(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """What every rank has to say, by rank."""
         if self._group is None:
             return [value]
@@ -46,7 +46,7 @@ class Peers:
             dist.all_gather_object(found, value, group=self._group)
         return found
 
-    def from_main(self, value: T | None) -> T:
+    def broadcast(self, value: T | None) -> T:
         """What rank 0 says; the others' ``value`` is of no meaning."""
         if self._group is not None:
             box: list[Any] = [value]
@@ -56,7 +56,7 @@ class Peers:
         assert value is not None, "rank 0 has something to say"
         return value
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when every rank has come here."""
         self.total([0.0])
 

@@ -20,7 +20,7 @@ from sppo.parallel.mesh import Mesh
 from sppo.parallel.peer_loss import peer_errors
 
 
-class Arrival(Protocol):
+class RecvHandle(Protocol):
     """A message that was asked for."""
 
     def wait(self) -> Tensor:
@@ -28,7 +28,7 @@ class Arrival(Protocol):
         ...
 
 
-class Courier(Protocol):
+class PipelineP2P(Protocol):
     """Carries tensors between the positions of a pipeline."""
 
     def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
@@ -37,11 +37,11 @@ class Courier(Protocol):
 
     def receive(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
-    ) -> Arrival:
+    ) -> RecvHandle:
         """Expect a tensor; messages of an edge arrive in the order in which they were sent."""
         ...
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Return when everything that was sent has left."""
         ...
 
@@ -65,7 +65,7 @@ _MOST_UNDER_WAY = 2
 
 
 class PipelineLinks:
-    """:class:`Courier` over torch.distributed.
+    """:class:`PipelineP2P` over torch.distributed.
 
     Args:
         mesh: whose pipeline this rank belongs to.
@@ -80,7 +80,7 @@ class PipelineLinks:
         self._warm_up()
 
     def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
-        """See :class:`Courier`."""
+        """See :class:`PipelineP2P`."""
         under_way = self._under_way.setdefault(receiver, deque())
         self._forget_what_left(under_way)
         tensor = tensor.contiguous()
@@ -92,15 +92,15 @@ class PipelineLinks:
 
     def receive(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
-    ) -> Arrival:
-        """See :class:`Courier`."""
+    ) -> RecvHandle:
+        """See :class:`PipelineP2P`."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         with peer_errors(f"asking for {what}"):
             work = dist.irecv(tensor, self._ranks[sender], group=self._group(sender, self._here))
         return _Awaited(tensor, work, what)
 
-    def settle(self) -> None:
-        """See :class:`Courier`."""
+    def wait_all(self) -> None:
+        """See :class:`PipelineP2P`."""
         for under_way in self._under_way.values():
             while under_way:
                 _wait_for_first(under_way)
@@ -131,7 +131,7 @@ class PipelineLinks:
                 self.send(torch.zeros(1, device=self._device), receiver=receiver, what=what)
             else:
                 self.receive((1,), dtype=torch.float32, sender=sender, what=what).wait()
-        self.settle()
+        self.wait_all()
 
 
 def _wait_for_first(under_way: deque[tuple[Tensor, Any, str]]) -> None:

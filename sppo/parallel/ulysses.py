@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from sppo.parallel.peer_loss import peer_errors
 
 
-class HeadShare(NamedTuple):
+class HeadShard(NamedTuple):
     """Heads that each of G ranks attends with."""
 
     queries: int
@@ -32,7 +32,7 @@ class HeadShare(NamedTuple):
     """Ranks that use the same key/value heads."""
 
 
-def head_share(num_heads: int, kv_heads: int, *, degree: int) -> HeadShare:
+def head_shard(num_heads: int, kv_heads: int, *, degree: int) -> HeadShard:
     """How the heads are shared out.
 
     Raises:
@@ -48,7 +48,7 @@ def head_share(num_heads: int, kv_heads: int, *, degree: int) -> HeadShare:
             f"parallel.sequence_parallel_degree {degree}: must divide the {kv_heads} key/value "
             "heads or be a multiple of them"
         )
-    return HeadShare(num_heads // degree, max(1, kv_heads // degree), max(1, degree // kv_heads))
+    return HeadShard(num_heads // degree, max(1, kv_heads // degree), max(1, degree // kv_heads))
 
 
 def token_parts(tokens: int, *, degree: int) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ def token_parts(tokens: int, *, degree: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in pairwise(cuts))
 
 
-class HeadExchange:
+class UlyssesAllToAll:
     """Turns shares of tokens into shares of heads, and back.
 
     ``parts`` are the tokens that each rank has, in order; they add up to C.
@@ -71,7 +71,7 @@ class HeadExchange:
 
     def __init__(self, group: ProcessGroup, *, rank: int, num_heads: int, kv_heads: int) -> None:
         self._group, self.rank, self.degree = group, rank, group.size()
-        self.share = head_share(num_heads, kv_heads, degree=self.degree)
+        self.share = head_shard(num_heads, kv_heads, degree=self.degree)
 
     def queries_to_heads(self, tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
         """Each ``[c, N, D]`` as ``[C, n, D]``, in one exchange."""

@@ -13,8 +13,8 @@ import numpy as np
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidate import Assessment, Candidate, assess
-from sppo.planning.option import Option, simulate_option
+from sppo.planning.candidate import Candidate, EvaluatedCandidate, assess
+from sppo.planning.simulated_candidate import Option, simulate_option
 from sppo.planning.solver import solve
 from sppo.schedule.costs import Costs, Links
 
@@ -112,7 +112,7 @@ def _row(name: str, option: Option, rows: list[AblationRow], note: str) -> Ablat
     )
 
 
-def _offload_note(assessment: Assessment) -> str:
+def _offload_note(assessment: EvaluatedCandidate) -> str:
     """The rate below which offloading everything would no longer hide."""
     costs = assessment.costs
     busiest = int(np.argmax(costs.offload_bytes.sum(axis=1)))

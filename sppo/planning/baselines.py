@@ -90,7 +90,7 @@ def baseline_memory(
         dtype=run.train.dtype,
         sequence_parallel_degree=degrees.sequence_parallel,
         sequence_parallel=method.mechanism,
-        vocabulary_shared=method.mechanism == "megatron",
+        vocabulary_sharded=method.mechanism == "megatron",
     )
     request = CostRequest(
         workload,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.planning.candidate import Candidate, assess
-from sppo.planning.option import Option, simulate_option
+from sppo.planning.simulated_candidate import Option, simulate_option
 from sppo.planning.simulated_memory import simulate_within_budget
 
 _SCHEDULED_UNITS = 1200

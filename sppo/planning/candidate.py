@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sppo.activations.hybrid import choices
-from sppo.activations.placement import Counts, Decisions, Situation
+from sppo.activations.placement import ActivationPlacement, Counts, PolicyInputs
 from sppo.activations.policy import POLICIES, decide, decide_ratio
 from sppo.cost.copy_room import (
     copy_slots,
@@ -19,7 +19,7 @@ from sppo.cost.copy_room import (
 from sppo.cost.layer import Workload, exchange_seconds
 from sppo.cost.memory import (
     StageMemory,
-    helper_bytes,
+    borrower_bytes,
     state_memory,
     with_activations,
 )
@@ -56,7 +56,7 @@ class Candidate:
         zero: How much of the state the replicas share out.
         offload_optimizer: Optimizer states live in host memory.
         input_every: Layers that share one saved input.
-        cut_rows: Whether the policy may cut a tensor class.
+        allow_partial: Whether the policy may cut a tensor class.
         spare_bytes: Device memory to leave for what only a simulation follows.
         background_saves: Checkpoints are copied in memory, then written while training goes on.
     """
@@ -72,7 +72,7 @@ class Candidate:
     zero: int = 1
     offload_optimizer: bool = False
     input_every: int = 1
-    cut_rows: bool = True
+    allow_partial: bool = True
     spare_bytes: int = 0
     background_saves: bool = False
 
@@ -131,7 +131,7 @@ class Shortfall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Assessment:
+class EvaluatedCandidate:
     """What a candidate comes to.
 
     Attributes:
@@ -144,7 +144,7 @@ class Assessment:
     """
 
     candidate: Candidate
-    decisions: Decisions
+    decisions: ActivationPlacement
     memory: tuple[StageMemory, ...]
     time: StepTime
     costs: Costs
@@ -163,12 +163,12 @@ class Assessment:
     @property
     def effective_policy(self) -> str:
         """The policy by what it does: a hybrid that keeps everything is "retain"."""
-        if self.decisions.moved.any() or self.decisions.rebuilt.any():
+        if self.decisions.offloaded.any() or self.decisions.recomputed.any():
             return self.candidate.policy
         return "retain"
 
 
-def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Assessment:
+def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> EvaluatedCandidate:
     """Price `candidate` and see whether it fits.
 
     Args:
@@ -191,10 +191,10 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Asse
         request, in_flight=in_flight, offload_optimizer=candidate.offload_optimizer
     )
     if candidate.schedule == "sppo_msp":
-        states = _with_helpers(states, extra=helper_bytes(request))
+        states = _with_borrowers(states, extra=borrower_bytes(request))
     situation = _situation(candidate, seconds=seconds, in_flight=in_flight, states=states)
 
-    def memory_of(decisions: Decisions) -> tuple[StageMemory, ...]:
+    def memory_of(decisions: ActivationPlacement) -> tuple[StageMemory, ...]:
         return with_exact_room(
             with_activations(states, request=request, decisions=decisions, situation=situation),
             request=request,
@@ -216,18 +216,18 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Asse
     for time, decisions, costs in sorted(priced, key=lambda item: item[0].step_s):
         memory = memory_of(decisions)
         shortfall = _shortfall(candidate, memory)
-        found.append(Assessment(candidate, decisions, memory, time, costs, shortfall))
+        found.append(EvaluatedCandidate(candidate, decisions, memory, time, costs, shortfall))
         if shortfall is None:
             break
     return min(found, key=_short_bytes)
 
 
-def _short_bytes(assessment: Assessment) -> int:
+def _short_bytes(assessment: EvaluatedCandidate) -> int:
     """0 where it fits."""
     return 0 if assessment.shortfall is None else assessment.shortfall.short_bytes
 
 
-def _decisions(candidate: Candidate, situation: Situation) -> Iterable[Decisions]:
+def _decisions(candidate: Candidate, situation: PolicyInputs) -> Iterable[ActivationPlacement]:
     """What the activation policy may decide; of several the fastest is meant."""
     policy, ratio = candidate.policy, candidate.offload_ratio
     if ratio is not None:
@@ -251,7 +251,7 @@ def leaves_room(candidate: Candidate) -> bool:
     return all(state.device.total_bytes <= budget for state in states)
 
 
-def _with_helpers(states: tuple[StageMemory, ...], *, extra: int) -> tuple[StageMemory, ...]:
+def _with_borrowers(states: tuple[StageMemory, ...], *, extra: int) -> tuple[StageMemory, ...]:
     """Every rank of a multiplexed schedule helps others."""
     return tuple(
         replace(
@@ -316,7 +316,7 @@ def _situation(
     seconds: StageSeconds,
     in_flight: Counts,
     states: tuple[StageMemory, ...],
-) -> Situation:
+) -> PolicyInputs:
     """What the activation policy decides from."""
     request, hardware = candidate.request, candidate.workload.hardware
     count = len(candidate.lengths)
@@ -333,19 +333,19 @@ def _situation(
     on_host = hardware.node.host_memory_bytes > 0
     tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
     tier_used = tier_padding_bytes(request, in_flight=in_flight) + (host if on_host else 0)
-    return Situation(
+    return PolicyInputs(
         tokens=tokens,
         row_bytes=row_bytes_of(request),
         in_flight=in_flight,
         ring_share=ring_share(request),
         next_forward_s=forward,
         hidden_bytes=np.minimum(forward * out, backward * back),
-        linear_rebuild_s=seconds.units.linear_rebuild[:, :count],
-        attention_rebuild_s=seconds.units.attention_rebuild[:, :count],
+        linear_recompute_s=seconds.units.linear_recompute[:, :count],
+        attention_recompute_s=seconds.units.attention_recompute[:, :count],
         copy_bytes_per_s=min(out, back),
         device_bytes=np.maximum(0.0, candidate.budget_bytes - used),
         tier_bytes=np.maximum(0.0, tier - tier_used),
-        cut_rows=candidate.cut_rows,
+        allow_partial=candidate.allow_partial,
         slots=copy_slots(request),
     )
 

@@ -109,7 +109,7 @@ def degrees_to_try(
     return possible, refused
 
 
-def piece_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
+def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
     """Values of N (num_subsequences) worth trying: quarter steps of powers of two."""
     sequence = run.sequence
     if sequence.boundaries is not None:
@@ -126,9 +126,9 @@ def piece_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int,
 
 
 def cut_sequence(
-    run: RunConfig, *, pieces: int, workload: Workload, num_stages: int
+    run: RunConfig, *, num_subsequences: int, workload: Workload, num_stages: int
 ) -> tuple[int, ...]:
-    """Tokens of each of `pieces` subsequences, as the run's partition asks.
+    """Tokens of each of `num_subsequences` subsequences, as the run's partition asks.
 
     Raises:
         ValueError: more pieces than tokens.
@@ -138,13 +138,19 @@ def cut_sequence(
         return lengths_of(sequence.boundaries)
     length, alignment = sequence.length, sequence.alignment
     if sequence.partition == "length" or (sequence.partition == "auto" and num_stages == 1):
-        return lengths_of(boundaries_by_length(length, pieces=pieces, alignment=alignment))
+        return lengths_of(
+            boundaries_by_length(length, num_subsequences=num_subsequences, alignment=alignment)
+        )
     if sequence.partition == "cost_model":
-        linear, quadratic = seconds_per_token_and_pair(workload, tokens=length / pieces)
+        linear, quadratic = seconds_per_token_and_pair(workload, tokens=length / num_subsequences)
     else:
         linear, quadratic = partition_costs(run.model)
     cuts = boundaries_by_flops(
-        length, pieces=pieces, linear=linear, quadratic=quadratic, alignment=alignment
+        length,
+        num_subsequences=num_subsequences,
+        linear=linear,
+        quadratic=quadratic,
+        alignment=alignment,
     )
     return lengths_of(cuts)
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from sppo.activations.policy import POLICIES, saved_bytes_per_token
 from sppo.config.run import RunConfig
-from sppo.cost.layer import ELEMENT_BYTES, WIDE_BYTES
+from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidate import Assessment, assess
+from sppo.planning.candidate import EvaluatedCandidate, assess
 from sppo.planning.run_plan import run_candidate
 
 TABLE_2_BYTES = 32
@@ -73,7 +73,7 @@ class Estimate:
     run: RunConfig
     hardware: HardwareSpec
     counts: ModelCounts
-    assessment: Assessment
+    assessment: EvaluatedCandidate
 
 
 def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
@@ -91,13 +91,16 @@ def model_counts(run: RunConfig) -> ModelCounts:
     """What the whole model and one sequence take."""
     model, length = run.model, run.sequence.length
     element = ELEMENT_BYTES[run.train.dtype]
-    masters = WIDE_BYTES if element < WIDE_BYTES else 0
+    masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     layer_tokens = length * model.num_layers
     unit = layer_tokens * model.hidden_size
     kv_elements = 2 * model.kv_heads * model.head_dim * layer_tokens
     return ModelCounts(
         parameters=num_parameters(model),
-        state_bytes_per_parameter=element + WIDE_BYTES + _MOMENTS * WIDE_BYTES + masters,
+        state_bytes_per_parameter=element
+        + ACCUMULATION_BYTES
+        + _MOMENTS * ACCUMULATION_BYTES
+        + masters,
         table_2_bytes=TABLE_2_BYTES * unit,
         section_5_1_bytes=SECTION_5_1_BYTES * unit,
         saved_bytes={
@@ -105,6 +108,6 @@ def model_counts(run: RunConfig) -> ModelCounts:
             for policy in POLICIES
         },
         kv_bytes=kv_elements * element,
-        kv_gradients_bytes=kv_elements * WIDE_BYTES,
+        kv_gradients_bytes=kv_elements * ACCUMULATION_BYTES,
         multi_head_kv_bytes=kv_elements * element * model.group_size,
     )

@@ -11,8 +11,8 @@ from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.advice import Advice, advise
 from sppo.planning.candidate import assess, leaves_room
-from sppo.planning.choices import degrees_to_try, piece_counts_to_try
-from sppo.planning.solver import candidate_of_pieces, enumerate_options
+from sppo.planning.choices import degrees_to_try, subsequence_counts_to_try
+from sppo.planning.solver import candidate_of_subsequences, enumerate_options
 from sppo.units import format_duration
 
 _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
@@ -27,8 +27,8 @@ def quick_step_s(run: RunConfig, hardware: HardwareSpec) -> float | None:
     """
     if not fits_at_all(run, hardware):
         return None
-    counts = _few(piece_counts_to_try(run, hardware=hardware))
-    options, _ = enumerate_options(run, hardware=hardware, piece_counts=counts)
+    counts = _few(subsequence_counts_to_try(run, hardware=hardware))
+    options, _ = enumerate_options(run, hardware=hardware, subsequence_counts=counts)
     return min((option.step_s for option in options), default=None)
 
 
@@ -39,11 +39,13 @@ def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
     """
     try:
         possible, _ = degrees_to_try(run, hardware=hardware)
-        pieces = piece_counts_to_try(run, hardware=hardware)[-1]
+        num_subsequences = subsequence_counts_to_try(run, hardware=hardware)[-1]
         # Most devices first, and of those the ones that also share the running layer.
         possible.sort(key=lambda d: (d.num_devices, d.sequence_parallel), reverse=True)
         candidates = (
-            candidate_of_pieces(run, hardware=hardware, degrees=degrees, pieces=pieces)
+            candidate_of_subsequences(
+                run, hardware=hardware, degrees=degrees, num_subsequences=num_subsequences
+            )
             for degrees in possible
         )
         return any(
@@ -74,12 +76,14 @@ def _fewer_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice
     """Keys of the run file that the solver could choose better."""
     parallel = [key for key in _DEGREES if key in run.parallel.model_fields_set]
     cuts = [key for key in _CUTS if key in run.sequence.model_fields_set]
-    for degrees, pieces in (([], cuts), (parallel, []), (parallel, cuts)):
-        if not degrees and not pieces:
+    for degrees, num_subsequences in (([], cuts), (parallel, []), (parallel, cuts)):
+        if not degrees and not num_subsequences:
             continue
-        step = quick_step_s(_without(run, parallel=degrees, sequence=pieces), hardware)
+        step = quick_step_s(_without(run, parallel=degrees, sequence=num_subsequences), hardware)
         if step is not None:
-            keys = [f"parallel.{key}" for key in degrees] + [f"sequence.{key}" for key in pieces]
+            keys = [f"parallel.{key}" for key in degrees] + [
+                f"sequence.{key}" for key in num_subsequences
+            ]
             yield Advice(f"leave out {', '.join(keys)}", f"{format_duration(step)} a step")
             return
 

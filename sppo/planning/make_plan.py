@@ -9,11 +9,10 @@ import numpy as np
 
 from sppo import __version__
 from sppo.config.run import RunConfig
-from sppo.cost.copy_room import parcel_shape, stage_parcels, staging_bytes
+from sppo.cost.copy_room import block_layout, stage_blocks, staging_bytes
 from sppo.cost.flops import step_flops
 from sppo.cost.stage_cost import row_bytes_of
-from sppo.planning.candidate import Assessment
-from sppo.planning.option import Option
+from sppo.planning.candidate import EvaluatedCandidate
 from sppo.planning.plan import (
     PLAN_VERSION,
     ExecutionPlan,
@@ -24,6 +23,7 @@ from sppo.planning.plan import (
     digest_of,
     planned_part,
 )
+from sppo.planning.simulated_candidate import Option
 from sppo.planning.simulated_memory import simulated_device_bytes
 
 
@@ -88,17 +88,17 @@ def predict(run: RunConfig, option: Option) -> Prediction:
     )
 
 
-def _staging_bytes(assessment: Assessment) -> int:
+def _staging_bytes(assessment: EvaluatedCandidate) -> int:
     """Host memory in front of a disk; part of the device's where that is RAM."""
     return staging_bytes(assessment.candidate.request, decisions=assessment.decisions)
 
 
-def offload_ratios(assessment: Assessment) -> tuple[float, ...]:
+def offload_ratios(assessment: EvaluatedCandidate) -> tuple[float, ...]:
     """Share of its saved bytes that each subsequence moves, on the first stage."""
     row_bytes = row_bytes_of(assessment.candidate.request)[0]
-    moved = assessment.decisions.moved[0] @ row_bytes
+    offloaded = assessment.decisions.offloaded[0] @ row_bytes
     whole = assessment.decisions.tokens * row_bytes.sum()
-    return tuple(float(round(share, 4)) for share in moved / whole)
+    return tuple(float(round(share, 4)) for share in offloaded / whole)
 
 
 def _bubble_fraction(option: Option) -> float:
@@ -108,7 +108,7 @@ def _bubble_fraction(option: Option) -> float:
     return max(0.0, 1 - time.busy_s / (ranks * time.step_s))
 
 
-def _stages(assessment: Assessment) -> tuple[StagePlan, ...]:
+def _stages(assessment: EvaluatedCandidate) -> tuple[StagePlan, ...]:
     request = assessment.candidate.request
     stages = []
     for stage, layers in enumerate(request.stages):
@@ -123,14 +123,16 @@ def _stages(assessment: Assessment) -> tuple[StagePlan, ...]:
     return tuple(stages)
 
 
-def _subsequences(assessment: Assessment, *, stage: int) -> tuple[SubsequencePlan, ...]:
+def _subsequences(assessment: EvaluatedCandidate, *, stage: int) -> tuple[SubsequencePlan, ...]:
     """Parcels lie one behind the other: offsets are decided here, not at run time."""
     decisions = assessment.decisions
-    shape = parcel_shape(assessment.candidate.request, stage=stage)
-    sizes = [sum(parcels) for parcels in stage_parcels(decisions, shape, stage=stage)]
+    shape = block_layout(assessment.candidate.request, stage=stage)
+    sizes = [sum(blocks) for blocks in stage_blocks(decisions, shape, stage=stage)]
     offsets = [0, *accumulate(sizes[:-1])]
-    kept, moved, rebuilt = (
+    retained, offloaded, recomputed = (
         [(int(x), int(a), int(rest)) for x, a, rest in table[stage].tolist()]
-        for table in (decisions.kept, decisions.moved, decisions.rebuilt)
+        for table in (decisions.retained, decisions.offloaded, decisions.recomputed)
     )
-    return tuple(SubsequencePlan(*row) for row in zip(kept, moved, rebuilt, offsets, strict=True))
+    return tuple(
+        SubsequencePlan(*row) for row in zip(retained, offloaded, recomputed, offsets, strict=True)
+    )

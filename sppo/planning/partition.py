@@ -16,23 +16,27 @@ from __future__ import annotations
 from math import ceil, sqrt
 
 
-def boundaries_by_length(length: int, *, pieces: int, alignment: int = 1) -> tuple[int, ...]:
+def boundaries_by_length(
+    length: int, *, num_subsequences: int, alignment: int = 1
+) -> tuple[int, ...]:
     """N+1 cuts from 0 to ``length`` with equal tokens between them.
 
     Raises:
         ValueError: more pieces than tokens.
     """
-    return _aligned([length * k / pieces for k in range(1, pieces)], length, alignment)
+    return _aligned(
+        [length * k / num_subsequences for k in range(1, num_subsequences)], length, alignment
+    )
 
 
 def boundaries_by_flops(
-    length: int, *, pieces: int, linear: float, quadratic: float, alignment: int = 1
+    length: int, *, num_subsequences: int, linear: float, quadratic: float, alignment: int = 1
 ) -> tuple[int, ...]:
     """N+1 cuts with equal causal FLOPs between them.
 
     Args:
         length: S, tokens of the sequence.
-        pieces: N.
+        num_subsequences: N.
         linear: a, FLOPs per token.
         quadratic: b, FLOPs per visible (query, key) pair.
         alignment: cuts are multiples of this where N pieces fit, of a half, a quarter... elsewhere.
@@ -43,11 +47,11 @@ def boundaries_by_flops(
     if linear < 0 or quadratic < 0 or linear + quadratic <= 0:
         raise ValueError(f"costs must be positive, got linear {linear}, quadratic {quadratic}")
     if quadratic == 0:
-        return boundaries_by_length(length, pieces=pieces, alignment=alignment)
+        return boundaries_by_length(length, num_subsequences=num_subsequences, alignment=alignment)
     total = linear * length + quadratic * length**2 / 2
     cuts = [
-        (sqrt(linear**2 + 2 * quadratic * total * k / pieces) - linear) / quadratic
-        for k in range(1, pieces)
+        (sqrt(linear**2 + 2 * quadratic * total * k / num_subsequences) - linear) / quadratic
+        for k in range(1, num_subsequences)
     ]
     return _aligned(cuts, length, alignment)
 
@@ -57,18 +61,18 @@ def lengths_of(boundaries: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
 
 
-def automatic_pieces(length: int, *, target_tokens: int) -> int:
+def automatic_num_subsequences(length: int, *, target_tokens: int) -> int:
     """N for ``num_subsequences: auto``: pieces of about ``target_tokens``, at least one."""
     return max(1, ceil(length / target_tokens))
 
 
 def _aligned(cuts: list[float], length: int, alignment: int) -> tuple[int, ...]:
     """Round inner ``cuts`` to the coarsest halving of ``alignment`` that leaves no piece empty."""
-    pieces = len(cuts) + 1
-    if pieces > length:
+    num_subsequences = len(cuts) + 1
+    if num_subsequences > length:
         raise ValueError(
-            f"{pieces} subsequences of a {length}-token sequence leave some without a token; "
-            f"use at most {length}"
+            f"{num_subsequences} subsequences of a {length}-token sequence leave some without a "
+            f"token; use at most {length}"
         )
     while True:
         rounded = [0, *(round(cut / alignment) * alignment for cut in cuts), length]

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from sppo import __version__
 from sppo.config.json_file import JsonError, read_json
@@ -36,17 +36,19 @@ class SubsequencePlan:
     """What happens to the saved tensors of one subsequence on one stage, in rows (tokens).
 
     Attributes:
-        kept: Rows of each class that stay on the device.
-        moved: Rows that go to the next tier and come back.
-        rebuilt: Rows that backward computes again.
-        slot_offset_bytes: Where the moved rows of all its layers begin in the tier.
+        retained: Rows of each class that stay on the device.
+        offloaded: Rows that go to the next tier and come back.
+        recomputed: Rows that backward computes again.
+        slot_offset_bytes: Where the offloaded rows of all its layers begin in the tier.
+
+    Plan files keep the names that their first version gave the rows: kept, moved, rebuilt.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    kept: Rows
-    moved: Rows
-    rebuilt: Rows
+    retained: Annotated[Rows, Field(alias="kept")]
+    offloaded: Annotated[Rows, Field(alias="moved")]
+    recomputed: Annotated[Rows, Field(alias="rebuilt")]
     slot_offset_bytes: int = 0
 
 
@@ -164,22 +166,22 @@ class ExecutionPlan:
         return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
 
     @property
-    def moves_anything(self) -> bool:
+    def offloads_anything(self) -> bool:
         """Whether any saved tensor leaves the device."""
-        return any(any(part.moved) for stage in self.stages for part in stage.subsequences)
+        return any(any(part.offloaded) for stage in self.stages for part in stage.subsequences)
 
     @property
     def tier(self) -> Literal["host", "disk"]:
         """Where moved tensors go: to host memory if the machine has some behind its devices."""
         return "host" if self.hardware.node.host_memory_bytes > 0 else "disk"
 
-    def rebuilt_shares(self, tensor_class: int) -> tuple[float, ...]:
+    def recomputed_fractions(self, tensor_class: int) -> tuple[float, ...]:
         """Share of each subsequence in which a class is rebuilt, averaged over the layers."""
         layers = sum(stage.num_layers for stage in self.stages)
         shares = []
         for index, tokens in enumerate(self.lengths):
             rows = sum(
-                stage.num_layers * stage.subsequences[index].rebuilt[tensor_class]
+                stage.num_layers * stage.subsequences[index].recomputed[tensor_class]
                 for stage in self.stages
             )
             shares.append(rows / layers / tokens)
@@ -239,7 +241,7 @@ def boundaries_of(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 def plan_json(plan: ExecutionPlan) -> dict[str, Any]:
     """`plan` as plain values, the content of its file: its fields and their digest."""
-    values: dict[str, Any] = json.loads(_ADAPTER.dump_json(plan))
+    values: dict[str, Any] = json.loads(_ADAPTER.dump_json(plan, by_alias=True))
     return {**values, _DIGEST: digest_of(values)}
 
 
@@ -341,6 +343,6 @@ def _stage_faults(stage: StagePlan, *, number: int, lengths: tuple[int, ...]) ->
         yield f"stage {number} has {len(stage.subsequences)} subsequences, not {len(lengths)}"
         return
     for index, (tokens, part) in enumerate(zip(lengths, stage.subsequences, strict=True)):
-        rows = [*zip(part.kept, part.moved, part.rebuilt, strict=True)]
+        rows = [*zip(part.retained, part.offloaded, part.recomputed, strict=True)]
         if any(min(row) < 0 or sum(row) != tokens for row in rows):
             yield f"stage {number}, subsequence {index}: rows do not add up to {tokens}"

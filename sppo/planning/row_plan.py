@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sppo.activations.placement import CLASSES
-from sppo.activations.policy import classes_kept
+from sppo.activations.policy import classes_retained
 from sppo.planning.plan import SubsequencePlan
 
 
@@ -26,17 +26,17 @@ class PolicyRows:
 
     def subsequences(self, lengths: tuple[int, ...]) -> tuple[SubsequencePlan, ...]:
         """See :class:`RowPlan`."""
-        kept_classes = classes_kept(self.policy)
+        retained_classes = classes_retained(self.policy)
         plans = []
         for tokens in lengths:
             x_in, attention, linear = (
-                tokens * (index in kept_classes) for index in range(len(CLASSES))
+                tokens * (index in retained_classes) for index in range(len(CLASSES))
             )
             plans.append(
                 SubsequencePlan(
-                    kept=(x_in, attention, linear),
-                    moved=(0, 0, 0),
-                    rebuilt=(tokens - x_in, tokens - attention, tokens - linear),
+                    retained=(x_in, attention, linear),
+                    offloaded=(0, 0, 0),
+                    recomputed=(tokens - x_in, tokens - attention, tokens - linear),
                 )
             )
         return tuple(plans)
@@ -50,6 +50,8 @@ class PlannedRows:
 
     def subsequences(self, lengths: tuple[int, ...]) -> tuple[SubsequencePlan, ...]:
         """See :class:`RowPlan`."""
-        found = tuple(plan.kept[0] + plan.moved[0] + plan.rebuilt[0] for plan in self.planned)
+        found = tuple(
+            plan.retained[0] + plan.offloaded[0] + plan.recomputed[0] for plan in self.planned
+        )
         assert found == lengths, f"the plan is for subsequences of {found}, not {lengths} tokens"
         return self.planned

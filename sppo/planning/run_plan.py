@@ -14,12 +14,12 @@ from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec, NodeSpec
 from sppo.hardware.presets import PRESETS
 from sppo.planning.best_schedule import with_best_schedule
-from sppo.planning.candidate import Assessment, Candidate, assess
+from sppo.planning.candidate import Candidate, EvaluatedCandidate, assess
 from sppo.planning.choices import Degrees, cut_sequence
 from sppo.planning.make_plan import make_plan
-from sppo.planning.option import Option, simulate_option
-from sppo.planning.partition import automatic_pieces
+from sppo.planning.partition import automatic_num_subsequences
 from sppo.planning.plan import ExecutionPlan, boundaries_of
+from sppo.planning.simulated_candidate import Option, simulate_option
 from sppo.planning.solver import candidate_of, workload_of
 from sppo.schedule.generators import WHOLE_SEQUENCES
 from sppo.units import format_bytes
@@ -60,33 +60,33 @@ def plan_run(
     node = _tiers(run, hardware=hardware, disk_bytes=disk_bytes, host_bytes=host_bytes)
     candidate = run_candidate(run, hardware=replace(hardware, device=device, node=node))
     # Without a tier whole classes: nothing is gained by putting tensors together from parts.
-    cut_rows = candidate.cut_rows and node.disk_bytes + node.host_memory_bytes > 0
-    assessment = assess(replace(candidate, cut_rows=cut_rows))
+    allow_partial = candidate.allow_partial and node.disk_bytes + node.host_memory_bytes > 0
+    assessment = assess(replace(candidate, allow_partial=allow_partial))
     if assessment.shortfall is not None:
         raise MemoryError(_too_large(run, assessment, usable=usable, available=available_bytes))
     return make_plan(run, _scheduled(run, assessment))
 
 
-def _scheduled(run: RunConfig, assessment: Assessment) -> Option:
+def _scheduled(run: RunConfig, assessment: EvaluatedCandidate) -> Option:
     """Simulated where ranks wait for one another, by the best schedule that can be trained."""
     if assessment.candidate.pipeline_parallel_degree == 1:
         return Option(assessment)
-    if not trains_pieces(run):
+    if not trains_msp(run):
         whole = run.parallel.model_copy(update={"multiplexed": "off"})
         run = run.model_copy(update={"parallel": whole})
     return with_best_schedule(run, simulate_option(assessment))
 
 
-def trains_pieces(run: RunConfig) -> bool:
+def trains_msp(run: RunConfig) -> bool:
     """Whether training can share units among pipeline ranks.
 
     Every rank of a stage must have all of its weights, to send them.
     """
     parallel = run.parallel
-    shares_weights = parallel.sequence_parallel == "megatron" and (
+    shards_weights = parallel.sequence_parallel == "megatron" and (
         parallel.sequence_parallel_degree > 1
     )
-    return not shares_weights and parallel.zero != 3
+    return not shards_weights and parallel.zero != 3
 
 
 def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
@@ -116,13 +116,15 @@ def run_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]
 
 
 def _lengths(run: RunConfig, workload: Workload) -> tuple[int, ...]:
-    pieces = run.sequence.num_subsequences
-    if pieces == "auto":
+    num_subsequences = run.sequence.num_subsequences
+    if num_subsequences == "auto":
         target = TARGET_TOKENS[workload.hardware.device.kind]
-        pieces = automatic_pieces(run.sequence.length, target_tokens=target)
-        pieces = 1 if run.parallel.schedule in WHOLE_SEQUENCES else pieces
+        num_subsequences = automatic_num_subsequences(run.sequence.length, target_tokens=target)
+        num_subsequences = 1 if run.parallel.schedule in WHOLE_SEQUENCES else num_subsequences
     stages = run.parallel.pipeline_parallel_degree
-    return cut_sequence(run, pieces=pieces, workload=workload, num_stages=stages)
+    return cut_sequence(
+        run, num_subsequences=num_subsequences, workload=workload, num_stages=stages
+    )
 
 
 def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_bytes: int) -> NodeSpec:
@@ -160,7 +162,9 @@ def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_byte
     )
 
 
-def _too_large(run: RunConfig, assessment: Assessment, *, usable: int, available: int) -> str:
+def _too_large(
+    run: RunConfig, assessment: EvaluatedCandidate, *, usable: int, available: int
+) -> str:
     shortfall, policy = assessment.shortfall, run.activations.policy
     assert shortfall is not None, "only called where something is short"
     needed = format_bytes(shortfall.needed_bytes)
@@ -171,8 +175,9 @@ def _too_large(run: RunConfig, assessment: Assessment, *, usable: int, available
         return (
             f"activations.policy={policy} moves {needed} to {where}, of which "
             f"{format_bytes(shortfall.available_bytes)} may be "
-            f"used; activations.offload_ratio={_floor(fits * _moved_share(assessment))} would "
-            f"fit, or {_more_disk(run) if on_disk else _more_host(run)}"
+            "used; activations.offload_ratio="
+            f"{_floor(fits * _offloaded_fraction(assessment))} would fit, or "
+            f"{_more_disk(run) if on_disk else _more_host(run)}"
         )
     bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
     if policy in ("auto", "hybrid"):
@@ -198,12 +203,12 @@ def _more_host(run: RunConfig) -> str:
     return "raise activations.host_memory" if limited else "end other programs of this machine"
 
 
-def _moved_share(assessment: Assessment) -> float:
+def _offloaded_fraction(assessment: EvaluatedCandidate) -> float:
     """Of what all subsequences but the last save, what is moved; the ratio that is asked for."""
     row_bytes = row_bytes_of(assessment.candidate.request)[0]
-    moved = float((assessment.decisions.moved[0] @ row_bytes).sum())
+    offloaded = float((assessment.decisions.offloaded[0] @ row_bytes).sum())
     movable = float((assessment.decisions.tokens[:-1] * row_bytes.sum()).sum())
-    return min(1.0, moved / movable) if movable else 0.0
+    return min(1.0, offloaded / movable) if movable else 0.0
 
 
 def _floor(ratio: float) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from sppo.cost.memory import MemoryBuckets
 from sppo.planning.candidate import assess
-from sppo.planning.option import Option, simulate_option
+from sppo.planning.simulated_candidate import Option, simulate_option
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "copies_bytes")
 """Buckets that a simulation follows; the others do not change during a step."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sppo.activations.placement import Decisions
+from sppo.activations.placement import ActivationPlacement
 from sppo.config.run import RunConfig
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import stage_costs, stage_seconds
@@ -99,7 +99,7 @@ def plan_candidate(plan: ExecutionPlan) -> Candidate:
     )
 
 
-def plan_decisions(plan: ExecutionPlan) -> Decisions:
+def plan_decisions(plan: ExecutionPlan) -> ActivationPlacement:
     """What `plan` does to every saved tensor."""
     tables = (
         np.array(
@@ -108,7 +108,7 @@ def plan_decisions(plan: ExecutionPlan) -> Decisions:
         )
         for name in ("kept", "moved", "rebuilt")
     )
-    return Decisions(*tables)
+    return ActivationPlacement(*tables)
 
 
 def _simulated(candidate: Candidate, *, costs: Costs) -> SimulatedRun:

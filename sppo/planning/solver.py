@@ -16,15 +16,15 @@ from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.best_schedule import with_best_schedule
-from sppo.planning.candidate import Assessment, Candidate, Shortfall, assess, leaves_room
+from sppo.planning.candidate import Candidate, EvaluatedCandidate, Shortfall, assess, leaves_room
 from sppo.planning.choices import (
     Degrees,
     cut_sequence,
     degrees_to_try,
     machine_asked_for,
-    piece_counts_to_try,
+    subsequence_counts_to_try,
 )
-from sppo.planning.option import Option
+from sppo.planning.simulated_candidate import Option
 from sppo.planning.simulated_memory import simulate_within_budget
 
 RUNNERS_UP = 3
@@ -61,7 +61,7 @@ class Solution:
         hardware: The machine.
         best: The recommended way; None where nothing fits.
         runners_up: The next best with other degrees, best first.
-        by_pieces: The best way's degrees with every N worth trying, by N.
+        by_num_subsequences: The best way's degrees with every N worth trying, by N.
         rejected: What does not fit or cannot work.
     """
 
@@ -69,7 +69,7 @@ class Solution:
     hardware: HardwareSpec
     best: Option | None
     runners_up: tuple[Option, ...]
-    by_pieces: tuple[Option, ...]
+    by_num_subsequences: tuple[Option, ...]
     rejected: tuple[Rejection, ...]
 
 
@@ -88,23 +88,25 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
         hardware,
         best=with_best_schedule(run, leaders[0]),
         runners_up=tuple(leaders[1 : 1 + RUNNERS_UP]),
-        by_pieces=options_by_pieces(run, best=leaders[0]),
+        by_num_subsequences=options_by_num_subsequences(run, best=leaders[0]),
         rejected=tuple(rejected),
     )
 
 
 def enumerate_options(
-    run: RunConfig, *, hardware: HardwareSpec, piece_counts: Sequence[int] | None = None
+    run: RunConfig, *, hardware: HardwareSpec, subsequence_counts: Sequence[int] | None = None
 ) -> tuple[list[Option], list[Rejection]]:
     """The best option of every way to share out the devices, in closed form; and what fails."""
     possible, refused = degrees_to_try(run, hardware=hardware)
-    counts = piece_counts or piece_counts_to_try(run, hardware=hardware)
+    counts = subsequence_counts or subsequence_counts_to_try(run, hardware=hardware)
     fitting: list[Option] = []
     rejected = [Rejection(refusal.degrees, refusal.reason) for refusal in refused]
     for degrees in possible:
         candidates = [
-            candidate_of_pieces(run, hardware=hardware, degrees=degrees, pieces=pieces)
-            for pieces in counts
+            candidate_of_subsequences(
+                run, hardware=hardware, degrees=degrees, num_subsequences=num_subsequences
+            )
+            for num_subsequences in counts
         ]
         best = _fastest(candidates)
         if best.shortfall is None:
@@ -114,25 +116,30 @@ def enumerate_options(
     return fitting, rejected
 
 
-def options_by_pieces(run: RunConfig, *, best: Option) -> tuple[Option, ...]:
+def options_by_num_subsequences(run: RunConfig, *, best: Option) -> tuple[Option, ...]:
     """The degrees of `best` with every N that is worth trying and fits, by N."""
     hardware = best.candidate.workload.hardware
     options = []
-    for pieces in piece_counts_to_try(run, hardware=hardware):
-        candidate = candidate_of_pieces(run, hardware=hardware, degrees=best.degrees, pieces=pieces)
+    for num_subsequences in subsequence_counts_to_try(run, hardware=hardware):
+        candidate = candidate_of_subsequences(
+            run, hardware=hardware, degrees=best.degrees, num_subsequences=num_subsequences
+        )
         assessment = assess(candidate)
         if assessment.shortfall is None:
             options.append(Option(assessment))
     return tuple(options)
 
 
-def candidate_of_pieces(
-    run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, pieces: int
+def candidate_of_subsequences(
+    run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, num_subsequences: int
 ) -> Candidate:
     """The run with these degrees and so many subsequences."""
     workload = workload_of(run, hardware=hardware, degrees=degrees)
     lengths = cut_sequence(
-        run, pieces=pieces, workload=workload, num_stages=degrees.pipeline_parallel
+        run,
+        num_subsequences=num_subsequences,
+        workload=workload,
+        num_stages=degrees.pipeline_parallel,
     )
     return candidate_of(run, workload, degrees, lengths=lengths)
 
@@ -169,11 +176,11 @@ def candidate_of(
         input_every=run.activations.input_every,
         background_saves=run.checkpoint.async_save,
         # Where ranks share weights out, tensors are rebuilt whole or not at all.
-        cut_rows=workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1,
+        allow_partial=workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1,
     )
 
 
-def _fastest(candidates: Sequence[Candidate]) -> Assessment:
+def _fastest(candidates: Sequence[Candidate]) -> EvaluatedCandidate:
     """The fastest that fits of candidates that differ in N; the one short of least if none does.
 
     Branch and bound: keeping everything bounds the time of every policy from below, so a candidate
@@ -233,12 +240,12 @@ def _simulated(leaders: Sequence[Option]) -> list[Option]:
     return sorted(played, key=_rank) + list(leaders[len(played) :])
 
 
-def _short(assessment: Assessment) -> int:
+def _short(assessment: EvaluatedCandidate) -> int:
     assert assessment.shortfall is not None, "only asked of what does not fit"
     return assessment.shortfall.short_bytes
 
 
-def _rejection(degrees: Degrees, nearest: Assessment) -> Rejection:
+def _rejection(degrees: Degrees, nearest: EvaluatedCandidate) -> Rejection:
     from sppo.planning.advice import explain
 
     assert nearest.shortfall is not None, "only made of what does not fit"

@@ -17,7 +17,7 @@ def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> dict[s
         plan: that was run.
         reports: of every step of this process; rates and times are medians over them.
     """
-    if not plan.moves_anything or not reports:
+    if not plan.offloads_anything or not reports:
         return None
     last, predicted, node = reports[-1], plan.predicted, plan.hardware.node
     out, back = node.disk_write_bytes_per_s, node.disk_read_bytes_per_s

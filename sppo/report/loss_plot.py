@@ -23,7 +23,7 @@ _LOSS_AREA = (0.07, 0.285, 0.84, 0.53)
 _RATE_AREA = (0.07, 0.105, 0.84, 0.095)
 
 
-def loss_picture(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
+def loss_plot(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
     """Draw the run recorded in ``metrics_path`` into ``png_path``, 1600 by 900 pixels.
 
     Loss per step, its running mean, the last value in figures, a mark at every step that was

@@ -16,7 +16,7 @@ Conventions, all counted from 0:
 * Multiplexed sequence partitioning (MSP) cuts a unit into pieces: piece k of g is run by the rank
   whose program holds it, all g pieces at the same time. The token counts of the pieces are the
   schedule's `cuts`; without an entry there the pieces are as equal as whole tokens allow. On
-  `SEND` and `RECV`, `piece` and `num_pieces` count messages instead: see `communication`.
+  `SEND` and `RECV`, `shard` and `num_shards` count messages instead: see `communication`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Action:
         sequence: The sequence of the unit; None only for REDUCE.
         subsequence: The subsequence of the unit; None only for REDUCE.
         wire: What a message carries, "act" or "grad"; None for everything but SEND and RECV.
-        piece: Which piece of the unit (which message, for SEND and RECV).
-        num_pieces: How many pieces the unit is cut into on this stage; 1 is the whole unit.
+        shard: Which piece of the unit (which message, for SEND and RECV).
+        num_shards: How many pieces the unit is cut into on this stage; 1 is the whole unit.
     """
 
     kind: ActionKind
@@ -68,8 +68,8 @@ class Action:
     sequence: int | None = None
     subsequence: int | None = None
     wire: Wire | None = None
-    piece: int = 0
-    num_pieces: int = 1
+    shard: int = 0
+    num_shards: int = 1
 
     @property
     def unit(self) -> tuple[int, int]:
@@ -83,8 +83,8 @@ class Action:
         wire = f"_{self.wire.upper()}" if self.wire else ""
         if self.sequence is None:
             return f"{self.stage}{self.kind}"
-        piece = f"[{self.piece}/{self.num_pieces}]" if self.num_pieces > 1 else ""
-        return f"{self.stage}{self.kind}{wire}{self.sequence}.{self.subsequence}{piece}"
+        shard = f"[{self.shard}/{self.num_shards}]" if self.num_shards > 1 else ""
+        return f"{self.stage}{self.kind}{wire}{self.sequence}.{self.subsequence}{shard}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +197,15 @@ class Schedule:
             total += len(sequence)
         return tuple(offsets)
 
-    def piece_lengths(
-        self, stage: int, *, unit: tuple[int, int], num_pieces: int
+    def shard_lengths(
+        self, stage: int, *, unit: tuple[int, int], num_shards: int
     ) -> tuple[int, ...]:
-        """Tokens of the pieces of `unit` on `stage` when it is cut into `num_pieces`."""
+        """Tokens of the pieces of `unit` on `stage` when it is cut into `num_shards`."""
         for cut in self.cuts:
             if (cut.stage, cut.sequence, cut.subsequence) == (stage, *unit):
                 return cut.lengths
-        tokens, larger = divmod(self.lengths[unit[0]][unit[1]], num_pieces)
-        return tuple(tokens + (piece < larger) for piece in range(num_pieces))
+        tokens, larger = divmod(self.lengths[unit[0]][unit[1]], num_shards)
+        return tuple(tokens + (shard < larger) for shard in range(num_shards))
 
     def digest(self) -> str:
         """SHA-256 (hexadecimal) of the whole schedule; equal only for equal schedules.

@@ -20,7 +20,7 @@ from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
 from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.encoding import EncodedProgram, encode
 from sppo.schedule.event_loop import run_clock
-from sppo.schedule.gangs import Gang, Route, find_gangs, gang_routes
+from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes
 
 Receives = Literal["sender", "consumer"]
 _COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.R)
@@ -41,11 +41,11 @@ class Message:
 class MessageMap:
     """All messages a schedule needs, looked up by the action that makes the tensor.
 
-    `gangs` and `routes` are empty unless units are cut into pieces.
+    `groups` and `routes` are empty unless units are cut into pieces.
     """
 
     schedule: Schedule
-    gangs: Mapping[int, Gang]
+    groups: Mapping[int, MspGroup]
     routes: Mapping[tuple[int, int], tuple[Route, ...]]
 
     def sent_by(self, action: Action) -> list[Message]:
@@ -74,18 +74,18 @@ class MessageMap:
             Message(
                 route.sender,
                 route.receiver,
-                Action(ActionKind.SEND, stage, *names, piece, len(routes)),
-                Action(ActionKind.RECV, neighbour, *names, piece, len(routes)),
+                Action(ActionKind.SEND, stage, *names, shard, len(routes)),
+                Action(ActionKind.RECV, neighbour, *names, shard, len(routes)),
             )
-            for piece, route in enumerate(routes)
+            for shard, route in enumerate(routes)
             if route.sender != route.receiver
         ]
 
 
 def message_map(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> MessageMap:
     """The messages `schedule` needs."""
-    gangs = find_gangs(schedule, programs=programs)
-    return MessageMap(schedule, gangs, gang_routes(schedule, gangs=gangs))
+    groups = find_msp_groups(schedule, programs=programs)
+    return MessageMap(schedule, groups, msp_routes(schedule, groups=groups))
 
 
 def place_messages(
@@ -123,10 +123,10 @@ def _receive_at_send(schedule: Schedule, *, costs: Costs | None) -> Schedule:
             continue  # a piece that its gang's first piece has placed
         action = schedule.programs[rank][index]
         members: tuple[int, ...] = (rank,)
-        if action.num_pieces > 1:
+        if action.num_shards > 1:
             sequence, subsequence = action.unit
             unit = schedule.unit_offsets()[sequence] + subsequence
-            members = messages.gangs[action.stage * schedule.num_units + unit].ranks
+            members = messages.groups[action.stage * schedule.num_units + unit].ranks
         for member in members:
             taken[member] = _take_through_compute(
                 schedule.programs[member], begin=taken[member], placed=placed[member]
@@ -169,7 +169,7 @@ def _in_time_order(
         forward_s=np.maximum(costs.forward_s, least),
         backward_s=np.maximum(costs.backward_s, least),
         weight_s=np.maximum(costs.weight_s, least),
-        rebuild_s=np.maximum(costs.rebuild_s, least),
+        recompute_s=np.maximum(costs.recompute_s, least),
     )
     clock = run_clock(schedule, programs=programs, costs=costs)
     times, ranks, indices = [], [], []

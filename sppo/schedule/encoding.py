@@ -42,13 +42,13 @@ class EncodedProgram:
 
     codes: Codes
     slots: Codes
-    pieces: Codes
-    num_pieces: Codes
+    shards: Codes
+    num_shards: Codes
 
     @property
     def is_cut(self) -> bool:
         """Whether the rank runs any piece of a unit, or sends one in several messages."""
-        return bool((self.num_pieces > 1).any())
+        return bool((self.num_shards > 1).any())
 
 
 class MalformedActionError(ValueError):
@@ -85,14 +85,14 @@ def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) 
     stages = _column([action.stage for action in program])
     sequences = _column([_NONE if a.sequence is None else a.sequence for a in program])
     parts = _column([_NONE if a.subsequence is None else a.subsequence for a in program])
-    pieces = _column([action.piece for action in program])
-    num_pieces = _column([action.num_pieces for action in program])
+    shards = _column([action.shard for action in program])
+    num_shards = _column([action.num_shards for action in program])
     reduces = codes == REDUCE
     known = np.clip(sequences, 0, schedule.num_sequences - 1)
     counts = _column([len(sequence) for sequence in schedule.lengths])
     in_unit = (sequences == known) & (parts >= 0) & (parts < counts[known])
-    in_unit &= (pieces >= 0) & (pieces < num_pieces)
-    names_stage = (sequences == _NONE) & (parts == _NONE) & (num_pieces == 1)
+    in_unit &= (shards >= 0) & (shards < num_shards)
+    names_stage = (sequences == _NONE) & (parts == _NONE) & (num_shards == 1)
     right = (codes >= 0) & (stages >= 0) & (stages < schedule.num_stages)
     right &= np.where(reduces, names_stage, in_unit)
     for index in np.flatnonzero(~right).tolist():
@@ -102,7 +102,7 @@ def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) 
         raise MalformedActionError(problem, rank=rank, index=index, action=action)
     slots = stages * schedule.num_units + _column(offsets)[known] + parts
     slots = np.where(reduces, stages, slots)
-    return EncodedProgram(codes, slots.astype(np.int32), pieces, num_pieces)
+    return EncodedProgram(codes, slots.astype(np.int32), shards, num_shards)
 
 
 def _column(values: Sequence[int]) -> Codes:
@@ -120,15 +120,15 @@ def _problem(action: Action, schedule: Schedule) -> str | None:
     if (action.kind, action.wire) not in _OPCODES:
         return "only SEND and RECV carry something, and each either 'act' or 'grad'"
     if action.kind is ActionKind.REDUCE:
-        whole = action.sequence is None and action.subsequence is None and action.num_pieces == 1
+        whole = action.sequence is None and action.subsequence is None and action.num_shards == 1
         return None if whole else "REDUCE names only a stage"
     if action.sequence is None or not 0 <= action.sequence < schedule.num_sequences:
         return f"sequence {action.sequence} does not exist: there are {schedule.num_sequences}"
     parts = len(schedule.lengths[action.sequence])
     if action.subsequence is None or not 0 <= action.subsequence < parts:
         return f"sequence {action.sequence} has {parts} subsequences, counted from 0"
-    if not 0 <= action.piece < action.num_pieces:
-        return f"piece {action.piece} of {action.num_pieces} does not exist, counted from 0"
+    if not 0 <= action.shard < action.num_shards:
+        return f"piece {action.shard} of {action.num_shards} does not exist, counted from 0"
     return None
 
 

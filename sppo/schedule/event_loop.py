@@ -39,7 +39,7 @@ from sppo.schedule.encoding import (
     R,
     W,
 )
-from sppo.schedule.gangs import Gang, Route, find_gangs, gang_routes, gang_seconds
+from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes, msp_seconds
 
 _NEVER = -1.0
 BUBBLE, COMMUNICATION, COPY = range(3)
@@ -99,7 +99,7 @@ class _EventLoop:
         self.last = encoding.last_subsequence(schedule).tolist()
         self._load_programs(programs)
         self._load_costs(costs)
-        self._load_gangs(programs, costs)
+        self._load_msp_groups(programs, costs)
         # Results: F B W R D2H H2D, then activation arrivals (6) and gradient arrivals (7).
         self.at = [_NEVER] * (8 * self.size)
         for unit in range(self.units):
@@ -118,8 +118,8 @@ class _EventLoop:
     def _load_programs(self, programs: Sequence[EncodedProgram]) -> None:
         self.codes = [program.codes.tolist() for program in programs]
         self.slots = [program.slots.tolist() for program in programs]
-        self.widths = [program.num_pieces.tolist() for program in programs]
-        self.pieces = [program.pieces.tolist() for program in programs]
+        self.widths = [program.num_shards.tolist() for program in programs]
+        self.shards = [program.shards.tolist() for program in programs]
         self.starts = [[0.0] * len(codes) for codes in self.codes]
         self.finishes = [[0.0] * len(codes) for codes in self.codes]
         self.present = {code: bytearray(self.size) for code in (W, R, H2D)}
@@ -144,7 +144,7 @@ class _EventLoop:
             F: costs.forward_s.ravel().tolist(),
             B: [b if s else t for b, s, t in zip(backward.tolist(), split, fused, strict=True)],
             W: weight.tolist(),
-            R: costs.rebuild_s.ravel().tolist(),
+            R: costs.recompute_s.ravel().tolist(),
             D2H: (costs.offload_bytes / costs.copies.d2h_bytes_per_s).ravel().tolist(),
             H2D: (costs.offload_bytes / costs.copies.h2d_bytes_per_s).ravel().tolist(),
             REDUCE: costs.reduce_s.tolist(),
@@ -152,14 +152,14 @@ class _EventLoop:
         self.message_bytes = costs.message_bytes.tolist()
         self.links = costs.links
 
-    def _load_gangs(self, programs: Sequence[EncodedProgram], costs: Costs) -> None:
-        self.gangs: Mapping[int, Gang] = {}
+    def _load_msp_groups(self, programs: Sequence[EncodedProgram], costs: Costs) -> None:
+        self.groups: Mapping[int, MspGroup] = {}
         self.routes: Mapping[tuple[int, int], tuple[Route, ...]] = {}
-        self.gang_seconds: Mapping[tuple[int, int], float] = {}
+        self.msp_seconds: Mapping[tuple[int, int], float] = {}
         if any(program.is_cut for program in programs):
-            self.gangs = find_gangs(self.schedule, programs=programs)
-            self.routes = gang_routes(self.schedule, gangs=self.gangs)
-            self.gang_seconds = gang_seconds(self.schedule, gangs=self.gangs, costs=costs)
+            self.groups = find_msp_groups(self.schedule, programs=programs)
+            self.routes = msp_routes(self.schedule, groups=self.groups)
+            self.msp_seconds = msp_seconds(self.schedule, groups=self.groups, costs=costs)
         self.latest: dict[tuple[int, int], float] = {}
         self.outstanding = {key: len(routes) for key, routes in self.routes.items()}
 
@@ -184,14 +184,14 @@ class _EventLoop:
             raise DeadlockError(self._deadlock(), rank=first, index=self.position[first])
 
     def _compute(self, rank: int, index: int, code: int, slot: int) -> bool:
-        gang = self.widths[rank][index] > 1
-        if gang and not self._gang_is_complete(rank, index, code, slot):
+        group = self.widths[rank][index] > 1
+        if group and not self._msp_group_is_complete(rank, index, code, slot):
             return False
         ready = self._ready(rank, code, slot)
         if ready is None:
             return False
-        if gang:
-            return self._start_gang(rank, code, slot, ready)
+        if group:
+            return self._start_msp_group(rank, code, slot, ready)
         finish = self._occupy(rank, index, ready, self.seconds[code][slot])
         self._finished(rank, code, slot, finish)
         return True
@@ -275,8 +275,8 @@ class _EventLoop:
             return
         if (wire, slot) in self.routes:
             if self.sends_at_once:
-                for piece, route in enumerate(self.routes[wire, slot]):
-                    self._deliver(route, wire, slot, piece, finish)
+                for shard, route in enumerate(self.routes[wire, slot]):
+                    self._deliver(route, wire, slot, shard, finish)
             else:
                 for route in self.routes[wire, slot]:
                     if route.sender == route.receiver:
@@ -307,7 +307,7 @@ class _EventLoop:
         return start, sent + link.latency_s
 
     def _deliver(
-        self, route: Route, wire: int, slot: int, piece: int, ready: float
+        self, route: Route, wire: int, slot: int, shard: int, ready: float
     ) -> tuple[float, float]:
         """Move one message of a gang; the unit has arrived when all of them have."""
         if route.sender == route.receiver:
@@ -327,21 +327,21 @@ class _EventLoop:
             step = self.units if wire == SEND_ACT else -self.units
             self._publish(wire * self.size + slot + step, self.latest[key])
 
-    def _gang_is_complete(self, rank: int, index: int, code: int, slot: int) -> bool:
+    def _msp_group_is_complete(self, rank: int, index: int, code: int, slot: int) -> bool:
         """Note that `rank` came to its piece; whether all of its gang have."""
         members = self.gathered.setdefault((code, slot), [])
         if (rank, index) not in members:
             members.append((rank, index))
-        return len(members) == len(self.gangs[slot].ranks)
+        return len(members) == len(self.groups[slot].ranks)
 
-    def _start_gang(
+    def _start_msp_group(
         self, rank: int, code: int, slot: int, ready: tuple[float, float, float]
     ) -> bool:
         """Run all pieces at once; `rank` came last, and the others stand and wait."""
         produced, arrived, copied = ready
         members = self.gathered[code, slot]
         produced = max(produced, *(self.free[member] for member, _ in members))
-        seconds = self.gang_seconds[code, slot]
+        seconds = self.msp_seconds[code, slot]
         finish = 0.0
         for member, place in members:
             finish = self._occupy(member, place, (produced, arrived, copied), seconds)
@@ -376,9 +376,9 @@ class _EventLoop:
             return False
         ready = self.free[rank]
         if (code, slot) in self.routes:
-            piece = self.pieces[rank][index]
-            route = self.routes[code, slot][piece]
-            start, arrival = self._deliver(route, code, slot, piece, ready)
+            shard = self.shards[rank][index]
+            route = self.routes[code, slot][shard]
+            start, arrival = self._deliver(route, code, slot, shard, ready)
         else:
             target = slot + (self.units if code == SEND_ACT else -self.units)
             receiver = self.rank_of[target // self.units]

@@ -16,14 +16,14 @@ def units_in_flight(program: EncodedProgram) -> npt.NDArray[np.float64]:
 
     In evaluation nothing is kept: a unit is in flight while it runs.
     """
-    forward = np.where(program.codes == F, 1.0 / program.num_pieces, 0.0)
+    forward = np.where(program.codes == F, 1.0 / program.num_shards, 0.0)
     done = np.flatnonzero((program.codes == B) | (program.codes == W))
     if not done.size:
         return forward
     # The last of B and W of a slot releases it: the first one of the reversed order.
     _, last = np.unique(program.slots[done][::-1], return_index=True)
     release = done[::-1][last]
-    forward[release] -= 1.0 / program.num_pieces[release]
+    forward[release] -= 1.0 / program.num_shards[release]
     return np.cumsum(forward)
 
 

@@ -47,13 +47,13 @@ def memory_tracks(
     out = _at_kind(program, encoding.D2H, held=held, times=finish_s)
     back = _at_kind(program, encoding.H2D, held=held, times=start_s)
     size = _per_slot(costs.activation_bytes, slots=held, num_units=units) / widths
-    moved = _per_slot(costs.offload_bytes, slots=held, num_units=units) / widths
+    offloaded = _per_slot(costs.offload_bytes, slots=held, num_units=units) / widths
     left, returned = ~np.isnan(out), ~np.isnan(back)
     activations = _concatenate(
         (begin, size),
         (end, -size),
-        (out[left], -moved[left]),
-        (back[returned], moved[returned]),
+        (out[left], -offloaded[left]),
+        (back[returned], offloaded[returned]),
     )
     kv = _per_slot(costs.kv_bytes, slots=held, num_units=units) / widths
     buckets = {
@@ -74,7 +74,7 @@ def _forward_only(
     """Evaluation keeps nothing but the unit that runs; K/V stays to the end of its sequence."""
     which = program.codes == encoding.F
     slots = program.slots[which]
-    widths = program.num_pieces[which]
+    widths = program.num_shards[which]
     units = costs.num_units
     size = _per_slot(costs.activation_bytes, slots=slots, num_units=units) / widths
     kv = _per_slot(costs.kv_bytes, slots=slots, num_units=units) / widths
@@ -92,7 +92,7 @@ def _held(program: EncodedProgram) -> tuple[Codes, Codes]:
     """Slots a rank runs forward, ascending, and into how many pieces each is cut."""
     which = program.codes == encoding.F
     order = np.argsort(program.slots[which], kind="stable")
-    return program.slots[which][order], program.num_pieces[which][order]
+    return program.slots[which][order], program.num_shards[which][order]
 
 
 def _at_kind(program: EncodedProgram, code: int, *, held: Codes, times: Floats) -> Floats:
@@ -129,7 +129,7 @@ def _gradient_events(
     np.minimum.at(begin, inverse, start_s[which])
     np.maximum.at(end, inverse, finish_s[which])
     size = _per_slot(costs.kv_gradient_bytes, slots=slots, num_units=schedule.num_units)
-    np.add.at(total, inverse, size / program.num_pieces[which])
+    np.add.at(total, inverse, size / program.num_shards[which])
     return _concatenate((begin, total), (end, -total))
 
 

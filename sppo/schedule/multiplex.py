@@ -11,7 +11,7 @@ space, over the ranks that would wait (paper section 6, Table 3). For stage i of
 Backward is the mirror image, on the same ranks, because they hold the activations. With unit costs
 and free messages P=4, N=8 takes 8 1/3 forward units against 11.
 
-Cutting a unit moves weights, K/V and gradients (`gangs.gang_seconds`), so it is a choice: what the
+Cutting a unit moves weights, K/V and gradients (`groups.msp_seconds`), so it is a choice: what the
 first of a run of units brings to the helpers serves the whole run, so a run stays only if it pays
 for itself and if the step is longer without it. When nothing pays, the schedule is the plain
 program.
@@ -28,7 +28,7 @@ from sppo.schedule.actions import Action, ActionKind, Cut, Schedule
 from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.encoding import encode
 from sppo.schedule.event_loop import run_clock
-from sppo.schedule.gangs import Gang, balanced_pieces, gang_seconds
+from sppo.schedule.msp_groups import MspGroup, balanced_shards, msp_seconds
 from sppo.schedule.orders import with_reductions
 
 # Up to this many gangs, runs and single gangs are dropped one by one; of more, the best eighths of
@@ -37,7 +37,7 @@ from sppo.schedule.orders import with_reductions
 _TRIED_ALONE = 64
 _NESTED_CHOICES = 8
 _DEPTHS_TRIED = 8
-_MANY_PIECES = 20_000
+_MANY_SHARDS = 20_000
 _TOLERANCE = 1e-9
 
 
@@ -91,9 +91,9 @@ class _Builder:
         self.forward_only = forward_only
         self.offsets = plain.unit_offsets()
 
-    def candidates(self) -> dict[int, Gang]:
+    def candidates(self) -> dict[int, MspGroup]:
         """A gang for every left and right unit that has a token for each piece."""
-        gangs = {}
+        groups = {}
         for sequence, parts in enumerate(self.plain.lengths):
             for subsequence, tokens in enumerate(parts):
                 for stage in range(self.plain.num_stages):
@@ -105,19 +105,19 @@ class _Builder:
                     )
                     if 1 < len(ranks) <= tokens:
                         slot = stage * self.costs.num_units + self.offsets[sequence] + subsequence
-                        lengths = balanced_pieces(
+                        lengths = balanced_shards(
                             tokens,
-                            num_pieces=len(ranks),
+                            num_shards=len(ranks),
                             start=sum(parts[:subsequence]),
                             context_slope=self.costs.context_slope,
                         )
-                        gangs[slot] = Gang(slot, tuple(ranks), lengths)
-        return gangs
+                        groups[slot] = MspGroup(slot, tuple(ranks), lengths)
+        return groups
 
-    def seconds(self, gangs: Mapping[int, Gang]) -> dict[tuple[int, int], float]:
+    def seconds(self, groups: Mapping[int, MspGroup]) -> dict[tuple[int, int], float]:
         """What each gang takes if exactly these are chosen."""
-        priced = replace(self.plain, cuts=self._cuts(gangs.values()))
-        return gang_seconds(priced, gangs=gangs, costs=self.costs)
+        priced = replace(self.plain, cuts=self._cuts(groups.values()))
+        return msp_seconds(priced, groups=groups, costs=self.costs)
 
     def serial_seconds(self, slot: int) -> tuple[float, float]:
         """F and B of a unit that is not cut."""
@@ -125,12 +125,12 @@ class _Builder:
         backward = self.costs.backward_s[stage, unit] + self.costs.weight_s[stage, unit]
         return float(self.costs.forward_s[stage, unit]), float(backward)
 
-    def build(self, gangs: Mapping[int, Gang]) -> Schedule:
+    def build(self, groups: Mapping[int, MspGroup]) -> Schedule:
         """The schedule with exactly these gangs."""
-        seconds = self.seconds(gangs)
+        seconds = self.seconds(groups)
         programs: list[list[Action]] = [[] for _ in range(self.plain.num_ranks)]
         for sequence in range(self.plain.num_sequences):
-            order = self._forward_order(sequence, gangs=gangs, seconds=seconds)
+            order = self._forward_order(sequence, groups=groups, seconds=seconds)
             for rank, forward in enumerate(order):
                 programs[rank].extend(forward)
                 if not self.forward_only:
@@ -141,24 +141,24 @@ class _Builder:
             tuple(with_reductions(program, stages=(rank,)))
             for rank, program in enumerate(programs)
         )
-        return replace(self.plain, programs=reduced, cuts=self._cuts(gangs.values()))
+        return replace(self.plain, programs=reduced, cuts=self._cuts(groups.values()))
 
-    def _cuts(self, gangs: Iterable[Gang]) -> tuple[Cut, ...]:
+    def _cuts(self, groups: Iterable[MspGroup]) -> tuple[Cut, ...]:
         """Token counts of pieces, where compute grows with the context."""
         if self.costs.context_slope == 0:
             return ()
         cuts = []
-        for gang in gangs:
-            stage, unit = divmod(gang.slot, self.costs.num_units)
+        for group in groups:
+            stage, unit = divmod(group.slot, self.costs.num_units)
             sequence = max(m for m, offset in enumerate(self.offsets) if offset <= unit)
-            cuts.append(Cut(stage, sequence, unit - self.offsets[sequence], gang.lengths))
+            cuts.append(Cut(stage, sequence, unit - self.offsets[sequence], group.lengths))
         return tuple(sorted(cuts))
 
     def _forward_order(
         self,
         sequence: int,
         *,
-        gangs: Mapping[int, Gang],
+        groups: Mapping[int, MspGroup],
         seconds: Mapping[tuple[int, int], float],
     ) -> list[list[Action]]:
         """Forward pieces of each rank: earliest start first, of equal ones the widest gang.
@@ -176,24 +176,24 @@ class _Builder:
         while ready:
             start, _, stage, unit = heapq.heappop(ready)
             slot = stage * total + offset + unit
-            gang = gangs.get(slot)
-            ranks = gang.ranks if gang else (stage,)
+            group = groups.get(slot)
+            ranks = group.ranks if group else (stage,)
             earliest = max(start, *(free[rank] for rank in ranks))
             if earliest > start:
                 heapq.heappush(ready, (earliest, -len(ranks), stage, unit))
                 continue
-            lasts = seconds[encoding.F, slot] if gang else self.serial_seconds(slot)[0]
+            lasts = seconds[encoding.F, slot] if group else self.serial_seconds(slot)[0]
             done[stage][unit] = start + lasts
-            for piece, rank in enumerate(ranks):
+            for shard, rank in enumerate(ranks):
                 free[rank] = start + lasts
                 action = Action(
-                    ActionKind.F, stage, sequence, unit, piece=piece, num_pieces=len(ranks)
+                    ActionKind.F, stage, sequence, unit, shard=shard, num_shards=len(ranks)
                 )
                 order[rank].append(action)
             next_unit[stage] += 1
             for follower in (stage, stage + 1):
                 self._push_if_ready(
-                    ready, follower, offset=offset, next_unit=next_unit, done=done, gangs=gangs
+                    ready, follower, offset=offset, next_unit=next_unit, done=done, groups=groups
                 )
         return order
 
@@ -205,7 +205,7 @@ class _Builder:
         offset: int,
         next_unit: list[int],
         done: list[list[float]],
-        gangs: Mapping[int, Gang],
+        groups: Mapping[int, MspGroup],
     ) -> None:
         """Offer the next unit of `stage` if its inputs have a time and it is not offered yet."""
         if stage >= len(next_unit) or next_unit[stage] >= len(done[stage]):
@@ -218,15 +218,15 @@ class _Builder:
         start = done[stage - 1][unit] if stage > 0 else 0.0
         if unit > 0:
             start = max(start, done[stage][unit - 1])
-        gang = gangs.get(stage * self.costs.num_units + offset + unit)
-        heapq.heappush(ready, (start, -len(gang.ranks) if gang else -1, stage, unit))
+        group = groups.get(stage * self.costs.num_units + offset + unit)
+        heapq.heappush(ready, (start, -len(group.ranks) if group else -1, stage, unit))
 
     def makespan_s(self, schedule: Schedule) -> float:
         """Simulated seconds of a step."""
         clock = run_clock(schedule, programs=encode(schedule), costs=self.costs)
         return max(max(times, default=0.0) for times in clock.finishes_s)
 
-    def choose(self, paying: Sequence[Mapping[int, Gang]]) -> Schedule:
+    def choose(self, paying: Sequence[Mapping[int, MspGroup]]) -> Schedule:
         """Of the runs of gangs that pay for themselves, those without which the step is longer.
 
         The best runs, the best two and so on are compared, and of all runs the units nearest to
@@ -235,39 +235,39 @@ class _Builder:
         nothing, unless a trial, which simulates a whole step, takes long.
         """
         ranked = sorted(paying, key=self.gain, reverse=True)
-        pieces = sum(len(gang.ranks) for run in paying for gang in run.values())
-        parts = min(len(ranked), _NESTED_CHOICES if pieces <= _MANY_PIECES else 2)
+        shards = sum(len(group.ranks) for run in paying for group in run.values())
+        parts = min(len(ranked), _NESTED_CHOICES if shards <= _MANY_SHARDS else 2)
         sizes = {len(ranked) * part // parts for part in range(parts + 1)} if parts else {0}
         choices = [_together(ranked[:size]) for size in sorted(sizes, reverse=True)]
         # Where nothing costs anything to move, the paper's table is taken as it stands.
-        if pieces <= _MANY_PIECES and (self.costs.weight_bytes.any() or self.costs.kv_bytes.any()):
+        if shards <= _MANY_SHARDS and (self.costs.weight_bytes.any() or self.costs.kv_bytes.any()):
             choices += self._shallow(_together(ranked))
         timed = [(self.makespan_s(self.build(choice)), n) for n, choice in enumerate(choices)]
         shortest, which = min(timed)
         chosen = choices[which]
-        single = [{slot: gang} for slot, gang in self._by_gain(chosen)]
+        single = [{slot: group} for slot, group in self._by_gain(chosen)]
         for part in (*reversed(ranked), *reversed(single)):
             if not part.keys() <= chosen.keys() or len(chosen) > _TRIED_ALONE:
                 continue
-            without = {s: gang for s, gang in chosen.items() if s not in part}
+            without = {s: group for s, group in chosen.items() if s not in part}
             makespan = self.makespan_s(self.build(without))
             if makespan <= shortest + _TOLERANCE:
                 chosen, shortest = without, min(shortest, makespan)
         return self.build(chosen)
 
-    def _shallow(self, gangs: Mapping[int, Gang]) -> list[dict[int, Gang]]:
-        """Of ``gangs`` those of the outermost units, one deep, two deep and so on."""
+    def _shallow(self, groups: Mapping[int, MspGroup]) -> list[dict[int, MspGroup]]:
+        """Of ``groups`` those of the outermost units, one deep, two deep and so on."""
         depths: dict[int, int] = {}
-        for slot in gangs:
+        for slot in groups:
             unit = slot % self.costs.num_units
             sequence = max(m for m, offset in enumerate(self.offsets) if offset <= unit)
             index, units = unit - self.offsets[sequence], len(self.plain.lengths[sequence])
             depths[slot] = min(index, units - 1 - index)
         deepest = max(depths.values(), default=0)
         tried = range(1, min(deepest, _DEPTHS_TRIED) + 1)
-        return [{s: gang for s, gang in gangs.items() if depths[s] < d} for d in tried]
+        return [{s: group for s, group in groups.items() if depths[s] < d} for d in tried]
 
-    def gain(self, run: Mapping[int, Gang]) -> float:
+    def gain(self, run: Mapping[int, MspGroup]) -> float:
         """Seconds that a run of gangs saves against its units on one rank."""
         seconds = self.seconds(run)
         saved = 0.0
@@ -278,34 +278,34 @@ class _Builder:
                 saved += backward - seconds[encoding.B, slot]
         return saved
 
-    def _by_gain(self, gangs: Mapping[int, Gang]) -> list[tuple[int, Gang]]:
+    def _by_gain(self, groups: Mapping[int, MspGroup]) -> list[tuple[int, MspGroup]]:
         """Gangs with the most seconds saved first, ties in order of their slots."""
-        seconds = self.seconds(gangs)
+        seconds = self.seconds(groups)
 
         def gain(slot: int) -> float:
             forward, backward = self.serial_seconds(slot)
             saved = forward - seconds[encoding.F, slot]
             return saved if self.forward_only else saved + backward - seconds[encoding.B, slot]
 
-        return sorted(gangs.items(), key=lambda item: (-gain(item[0]), item[0]))
+        return sorted(groups.items(), key=lambda item: (-gain(item[0]), item[0]))
 
 
-def _runs(gangs: Mapping[int, Gang]) -> list[dict[int, Gang]]:
+def _runs(groups: Mapping[int, MspGroup]) -> list[dict[int, MspGroup]]:
     """Gangs of consecutive units of one stage on the same ranks: what one brings, all use."""
-    runs: list[dict[int, Gang]] = []
-    for slot, gang in sorted(gangs.items()):
+    runs: list[dict[int, MspGroup]] = []
+    for slot, group in sorted(groups.items()):
         before = runs[-1] if runs else {}
-        if slot - 1 in before and before[slot - 1].ranks == gang.ranks:
-            before[slot] = gang
+        if slot - 1 in before and before[slot - 1].ranks == group.ranks:
+            before[slot] = group
         else:
-            runs.append({slot: gang})
+            runs.append({slot: group})
     return runs
 
 
-def _paying(gangs: Mapping[int, Gang], *, builder: _Builder) -> list[dict[int, Gang]]:
+def _paying(groups: Mapping[int, MspGroup], *, builder: _Builder) -> list[dict[int, MspGroup]]:
     """Runs of gangs that are faster than their units on one rank, all that moves included."""
-    return [run for run in _runs(gangs) if builder.gain(run) > _TOLERANCE]
+    return [run for run in _runs(groups) if builder.gain(run) > _TOLERANCE]
 
 
-def _together(runs: Sequence[Mapping[int, Gang]]) -> dict[int, Gang]:
-    return {slot: gang for run in runs for slot, gang in run.items()}
+def _together(runs: Sequence[Mapping[int, MspGroup]]) -> dict[int, MspGroup]:
+    return {slot: group for run in runs for slot, group in run.items()}

@@ -103,7 +103,7 @@ def _bar(
     colour = style.colour_of(action, schedule=schedule, phases=phases)
     name = style.KIND_NAMES[action.kind]
     phase = phases.get((action.stage, action.sequence, action.subsequence))
-    if action.num_pieces > 1 and phase and (action.kind, phase) in style.PHASE_COLOURS:
+    if action.num_shards > 1 and phase and (action.kind, phase) in style.PHASE_COLOURS:
         name = f"{name}, {style.PHASE_NAMES[phase]}"
     elif colour in style.LATER_STAGE_COLOURS.values():
         name = f"{name}, a rank's 2nd stage"

@@ -215,7 +215,7 @@ def _label(
     schedule = panel.timeline.schedule
     text = style.unit_label(span.action, schedule=schedule)
     helped = ""
-    if span.action.num_pieces > 1 and schedule.placement.rank_of(span.action.stage) != span.rank:
+    if span.action.num_shards > 1 and schedule.placement.rank_of(span.action.stage) != span.rank:
         helped = f"s{span.action.stage}"
     longest = max(panel.label_characters, len(helped))
     row_points = panel.rows_inches / len(panel.timeline.ranks) * 72

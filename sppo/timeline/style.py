@@ -74,7 +74,7 @@ def phases(schedule: Schedule) -> dict[tuple[int, int | None, int | None], Phase
     for rank, program in enumerate(schedule.programs):
         for action in program:
             owner = schedule.placement.rank_of(action.stage)
-            if action.num_pieces > 1 and action.kind is ActionKind.F and rank != owner:
+            if action.num_shards > 1 and action.kind is ActionKind.F and rank != owner:
                 key = (action.stage, action.sequence, action.subsequence)
                 found[key] = "left" if rank > owner else "right"
     return found
@@ -87,7 +87,7 @@ def colour_of(
     phases: Mapping[tuple[int, int | None, int | None], Phase],
 ) -> str:
     """The colour of an action; stages that share a rank alternate between dark and light."""
-    if action.num_pieces > 1:
+    if action.num_shards > 1:
         phase = phases.get((action.stage, action.sequence, action.subsequence))
         if phase is not None and (action.kind, phase) in PHASE_COLOURS:
             return PHASE_COLOURS[action.kind, phase]

@@ -18,7 +18,7 @@ from sppo.hardware.this_machine import describe_cpu, usable_memory_bytes
 from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
-from sppo.offload.moving_store import MovingStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
 from sppo.planning.plan import ExecutionPlan
@@ -110,15 +110,15 @@ class CpuDevice:
         """See :class:`Device`."""
         return HostStopwatch()
 
-    def moving_store(
+    def offload_store(
         self, plan: ExecutionPlan, *, disk: Path | None, debug: bool
-    ) -> MovingStore | None:
+    ) -> OffloadStore | None:
         """See :class:`Device`; through worker threads to a disk."""
-        if not plan.moves_anything:
+        if not plan.offloads_anything:
             return None
         assert disk is not None, "checked before training"
         # Compute waits for each copy out. Into a free staging slot that is a memory copy, which
         # takes the same cores either way. Where none is free, for the disk is slow, running ahead
         # would hold the moved tensors of one more layer than there is memory planned for.
         queues = ThreadQueues(poison=debug)
-        return MovingStore(queues, tier=Tier("disk", disk), source_lag=0, checksums=debug)
+        return OffloadStore(queues, tier=Tier("disk", disk), source_lag=0, checksums=debug)

@@ -21,7 +21,7 @@ from sppo.hardware.this_machine import Gpus, describe_gpus, usable_memory_bytes
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.cuda_queues import CudaQueues
-from sppo.offload.moving_store import MovingStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.offload.tiers import Tier
 from sppo.planning.plan import ExecutionPlan
 from sppo.train.device import Kind, PoolUse
@@ -155,15 +155,15 @@ class CudaDevice:
         """See :class:`sppo.train.device.Device`."""
         return CudaStopwatch(self.torch_device)
 
-    def moving_store(
+    def offload_store(
         self, plan: ExecutionPlan, *, disk: Path | None, debug: bool
-    ) -> MovingStore | None:
+    ) -> OffloadStore | None:
         """See :class:`sppo.train.device.Device`; to page-locked host memory, or a disk behind."""
-        if not plan.moves_anything:
+        if not plan.offloads_anything:
             return None
         tier = Tier("disk", disk) if plan.tier == "disk" else Tier("host")
         queues = CudaQueues(self.torch_device, poison=debug)
-        return MovingStore(queues, tier=tier, checksums=debug)
+        return OffloadStore(queues, tier=tier, checksums=debug)
 
     def _put(self, tensor: Tensor) -> Tensor:
         """Torch keeps the page-locked copy until the device has read it."""

@@ -16,7 +16,7 @@ import torch
 from sppo.engine.trace import Stopwatch
 from sppo.engine.unit import SequenceData
 from sppo.hardware.description import HardwareSpec
-from sppo.offload.moving_store import MovingStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.planning.plan import ExecutionPlan
 
 Kind = Literal["cpu", "cuda"]
@@ -122,9 +122,9 @@ class Device(Protocol):
         """For the actions of a step."""
         ...
 
-    def moving_store(
+    def offload_store(
         self, plan: ExecutionPlan, *, disk: Path | None, debug: bool
-    ) -> MovingStore | None:
+    ) -> OffloadStore | None:
         """Where one stage's moved activations go; None for a plan that moves none.
 
         Args:

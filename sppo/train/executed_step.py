@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sppo.engine.engine import Accumulated
+from sppo.engine.engine import StepResult
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulate import simulate
@@ -24,7 +24,7 @@ from sppo.timeline.chrome_trace import write_trace
 from sppo.timeline.html import write_html
 from sppo.timeline.png import write_png
 from sppo.train.ranks import Ranks
-from sppo.train.run_directory import TIMELINE_PAGE, TIMELINE_PICTURE, TIMELINE_TRACE
+from sppo.train.run_directory import TIMELINE_PAGE, TIMELINE_PLOT, TIMELINE_TRACE
 
 _MOST_DRAWN = 4000
 """Actions above which a picture shows nothing any more; the page can still be zoomed."""
@@ -40,7 +40,7 @@ class _RankStep:
     times_s: tuple[tuple[float, float], ...]
 
 
-def executed_timeline(executed: Accumulated | None, ranks: Ranks) -> Timeline | None:
+def executed_timeline(executed: StepResult | None, ranks: Ranks) -> Timeline | None:
     """The measured timeline of the first pipeline, on rank 0; None elsewhere and without a step.
 
     Every rank must call it.
@@ -48,19 +48,19 @@ def executed_timeline(executed: Accumulated | None, ranks: Ranks) -> Timeline | 
     if not ranks.peers.any(executed is not None):
         return None
     assert executed is not None, "all ranks have done the same steps"
-    ranks.peers.meet()
+    ranks.peers.barrier()
     own = _RankStep(
         platform.node(),
         time.perf_counter(),
         tuple((done.start_s, done.finish_s) for done in executed.trace),
     )
-    everyones = ranks.peers.everyones(own)
+    all_gather = ranks.peers.all_gather(own)
     if not ranks.is_main:
         return None
-    return _timeline(executed, [everyones[rank] for rank in ranks.mesh.pipeline_ranks])
+    return _timeline(executed, [all_gather[rank] for rank in ranks.mesh.pipeline_ranks])
 
 
-def _timeline(executed: Accumulated, steps: Sequence[_RankStep]) -> Timeline:
+def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
     """Of the ranks of one pipeline, first to last, on the clock of the first."""
     first = steps[0]
     offsets = [0.0 if step.host == first.host else step.met_s - first.met_s for step in steps]
@@ -90,7 +90,7 @@ def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callabl
         TIMELINE_TRACE: partial(write_trace, timelines=both),
     }
     if sum(timeline.schedule.num_actions for timeline in both) <= _MOST_DRAWN:
-        writers[TIMELINE_PICTURE] = partial(write_png, timelines=both)
+        writers[TIMELINE_PLOT] = partial(write_png, timelines=both)
     return writers
 
 

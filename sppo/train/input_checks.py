@@ -17,9 +17,9 @@ from sppo.data.tokens import TokenData, check_fits, open_tokens
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.offload.spill_directory import usable_directory
-from sppo.parallel.tensor_parallel import tensor_share
-from sppo.parallel.ulysses import head_share
-from sppo.planning.run_plan import plan_run, trains_pieces
+from sppo.parallel.megatron import tensor_shard
+from sppo.parallel.ulysses import head_shard
+from sppo.planning.run_plan import plan_run, trains_msp
 from sppo.quoting import quoted
 from sppo.train.choose_device import device_kind
 from sppo.train.run_directory import check_output
@@ -91,7 +91,7 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
             "parallel.multiplexed=on shares units among pipeline ranks, and there is one: raise "
             "parallel.pipeline_parallel_degree, or leave it out",
         )
-    if parallel.multiplexed == "on" and not trains_pieces(run):
+    if parallel.multiplexed == "on" and not trains_msp(run):
         yield (
             "multiplexed",
             "parallel.multiplexed=on lends whole weights to other pipeline ranks, and with "
@@ -114,9 +114,9 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     degree = parallel.sequence_parallel_degree
     try:
         if parallel.sequence_parallel == "megatron":
-            tensor_share(model, degree=degree)
+            tensor_shard(model, degree=degree)
         else:
-            head_share(model.num_heads, model.kv_heads, degree=degree)
+            head_shard(model.num_heads, model.kv_heads, degree=degree)
     except ValueError as error:
         yield "sequence_parallel_degree", str(error)
 

@@ -41,7 +41,7 @@ class NonFiniteGuard:
         loss: float,
         norm: float,
         gradients: Mapping[str, Tensor],
-        everyones: Callable[[Sequence[str]], Sequence[str]] = lambda own: own,
+        all_gather: Callable[[Sequence[str]], Sequence[str]] = lambda own: own,
     ) -> str | None:
         """None for a healthy step, else what is not finite; the update must then be skipped.
 
@@ -50,7 +50,7 @@ class NonFiniteGuard:
             loss: the same on every rank, as is the norm.
             norm: of the gradients of all parameters.
             gradients: of this rank.
-            everyones: puts together what each rank names; called where something is not finite.
+            all_gather: puts together what each rank names; called where something is not finite.
 
         Raises:
             NonFiniteError: more such steps in a row than allowed.
@@ -59,7 +59,7 @@ class NonFiniteGuard:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        culprits = _culprits(everyones(_nonfinite_names(gradients)))
+        culprits = _culprits(all_gather(_nonfinite_names(gradients)))
         report = f"step {step}: loss {loss}, gradient norm {norm}; {culprits}"
         if self._in_a_row > self._limit:
             raise NonFiniteError(

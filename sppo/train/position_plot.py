@@ -20,7 +20,7 @@ _ROOM = 0.15
 """Share of the range of losses that stays free above and below."""
 
 
-def position_picture(result: Evaluation, path: Path) -> None:
+def position_plot(result: Evaluation, path: Path) -> None:
     """Draw ``result`` into ``path``, a PNG of 1600 by 900 pixels.
 
     One column for each bin of positions, all equally wide though each bin holds twice the positions

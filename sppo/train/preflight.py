@@ -90,7 +90,7 @@ def check_before_training(
     _check_memory(run, plan, available, kind=device.kind)
     if device.kind == "cuda":
         _check_host(run, plan, host_bytes)
-    if plan.moves_anything and plan.tier == "disk":
+    if plan.offloads_anything and plan.tier == "disk":
         _check_disk(run, plan, disk, local_ranks=local_ranks)
     return Preflight(training, plan)
 
@@ -237,17 +237,17 @@ def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int, *, kind: 
 
 def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
     """Host memory behind a GPU: moved tensors, or the slots in front of a disk; the optimizer."""
-    moved = max(stage.memory.tier_activations_bytes for stage in plan.stages)
+    offloaded = max(stage.memory.tier_activations_bytes for stage in plan.stages)
     if plan.tier == "disk":
-        moved = plan.predicted.host_peak_bytes
+        offloaded = plan.predicted.host_peak_bytes
     optimizer = max(stage.memory.host_optimizer_bytes for stage in plan.stages)
-    if moved + optimizer > host_bytes:
-        fits = max(0, host_bytes - optimizer) / max(1, moved)
+    if offloaded + optimizer > host_bytes:
+        fits = max(0, host_bytes - optimizer) / max(1, offloaded)
         share = fits * max(plan.predicted.offload_ratios)
         raise MemoryError(
-            f"a rank takes {format_bytes(moved + optimizer)} of host memory "
-            f"({format_bytes(moved)} moved activations, {format_bytes(optimizer)} optimizer), and "
-            f"{format_bytes(host_bytes)} may be used: activations.offload_ratio="
+            f"a rank takes {format_bytes(offloaded + optimizer)} of host memory "
+            f"({format_bytes(offloaded)} moved activations, {format_bytes(optimizer)} optimizer), "
+            f"and {format_bytes(host_bytes)} may be used: activations.offload_ratio="
             f"{int(share * 100) / 100:.2f} would fit, or end other programs"
         )
 

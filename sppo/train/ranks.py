@@ -16,10 +16,10 @@ from sppo.config import RunConfig
 from sppo.parallel.agreement import difference_report, flat_facts
 from sppo.parallel.connect import allow_connections, connect, disconnect
 from sppo.parallel.environment import RankEnvironment
-from sppo.parallel.host_collectives import Peers
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.megatron import tensor_shard
 from sppo.parallel.mesh import Mesh, MeshShape, alone
 from sppo.parallel.progress import RankProgress
-from sppo.parallel.tensor_parallel import tensor_share
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device
 from sppo.train.run_directory import locked_output
@@ -35,7 +35,7 @@ class Ranks:
     """This process among those that train the same run."""
 
     mesh: Mesh
-    peers: Peers
+    peers: HostCollectives
     progress: RankProgress
     local_count: int = 1
     """Ranks on this machine, which share its memory and its disks."""
@@ -53,26 +53,26 @@ class Ranks:
                 decided = decide(), None
             except Exception as error:
                 decided = None, error
-        value, problem = self.peers.from_main(decided)
+        value, problem = self.peers.broadcast(decided)
         if problem is not None:
             raise problem
         return value  # type: ignore[return-value]  # T may itself be None
 
-    def require_same(self, what: str, digest: str) -> None:
+    def check_same_on_all_ranks(self, what: str, digest: str) -> None:
         """Refuse to go on with ranks that have made different things of the same input.
 
         Raises:
             ValueError: on every rank.
         """
-        everyones = self.peers.everyones(digest)
-        if len({*everyones}) > 1:
-            different = [rank for rank, other in enumerate(everyones) if other != everyones[0]]
+        all_gather = self.peers.all_gather(digest)
+        if len({*all_gather}) > 1:
+            different = [rank for rank, other in enumerate(all_gather) if other != all_gather[0]]
             raise ValueError(
                 f"ranks {', '.join(map(str, different))} have made another {what} than rank 0: do "
                 "all machines run the same versions of Python and numpy on the same kind of CPU?"
             )
 
-    def require_same_facts(self, facts: Mapping[str, str]) -> None:
+    def check_same_facts(self, facts: Mapping[str, str]) -> None:
         """Refuse to go on with ranks that read different things.
 
         Args:
@@ -81,7 +81,7 @@ class Ranks:
         Raises:
             ValueError: on every rank: which ranks differ in which fact, with both values.
         """
-        report = difference_report(self.peers.everyones(dict(facts)))
+        report = difference_report(self.peers.all_gather(dict(facts)))
         if report:
             raise ValueError(report)
 
@@ -89,7 +89,7 @@ class Ranks:
 def one_rank() -> Ranks:
     """A process that trains alone."""
     mesh = alone()
-    return Ranks(mesh, Peers(mesh), RankProgress.create(None))
+    return Ranks(mesh, HostCollectives(mesh), RankProgress.create(None))
 
 
 def mesh_shape(run: RunConfig) -> MeshShape:
@@ -99,12 +99,12 @@ def mesh_shape(run: RunConfig) -> MeshShape:
         ValueError: weights that are to be shared out cannot be, evenly.
     """
     parallel, degree = run.parallel, run.parallel.sequence_parallel_degree
-    shares_weights = parallel.sequence_parallel == "megatron" and degree > 1
+    shards_weights = parallel.sequence_parallel == "megatron" and degree > 1
     return MeshShape(
         parallel.data_parallel_degree,
         parallel.pipeline_parallel_degree,
         degree,
-        tensor_share(run.model, degree=degree).repeats if shares_weights else None,
+        tensor_shard(run.model, degree=degree).repeats if shards_weights else None,
     )
 
 
@@ -153,7 +153,7 @@ def joined(
             timeout_s=run.parallel.timeout_s,
             device=device.group_device,
         )
-        yield Ranks(mesh, Peers(mesh), progress, environment.local_world_size)
+        yield Ranks(mesh, HostCollectives(mesh), progress, environment.local_world_size)
         # Not after a failure: leaving may wait for peers that never answer, before anyone is told
         # what failed. The process ends, and its connections with it.
         disconnect()

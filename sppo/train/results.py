@@ -15,7 +15,7 @@ from sppo.config import RunConfig
 from sppo.cost.memory import MemoryBuckets
 from sppo.planning.plan import Prediction
 from sppo.report.copies_summary import copies_summary
-from sppo.report.loss_plot import loss_picture
+from sppo.report.loss_plot import loss_plot
 from sppo.report.metrics import METRICS_FILE, read_metrics
 from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
 from sppo.train.executed_step import (
@@ -26,7 +26,7 @@ from sppo.train.executed_step import (
 from sppo.train.measured import MeasuredBuckets, StepPhases
 from sppo.train.preflight import Preflight
 from sppo.train.run_directory import (
-    LOSS_PICTURE,
+    LOSS_PLOT,
     RESULT_FILES,
     SUMMARY_FILE,
 )
@@ -62,8 +62,8 @@ def report(
             "raise train.steps to go on",
             console,
         )
-        if not (output / LOSS_PICTURE).exists():
-            _write({LOSS_PICTURE: _loss_writer(run, outcome)}, outcome, console=console)
+        if not (output / LOSS_PLOT).exists():
+            _write({LOSS_PLOT: _loss_writer(run, outcome)}, outcome, console=console)
         return
     steps = read_metrics(output / METRICS_FILE)
     summary = run_summary(
@@ -79,7 +79,7 @@ def report(
     summary["interrupted_by"] = outcome.interrupted_by
     writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
     if steps:
-        writers[LOSS_PICTURE] = _loss_writer(run, outcome)
+        writers[LOSS_PLOT] = _loss_writer(run, outcome)
     if outcome.timeline is not None:
         planned = planned_timeline(preflight.plan)
         summary["timeline"] = timeline_summary(planned, outcome.timeline)
@@ -98,7 +98,7 @@ def report(
 
 def _loss_writer(run: RunConfig, outcome: TrainingOutcome) -> Callable[[Path], None]:
     metrics = outcome.output / METRICS_FILE
-    return partial(loss_picture, metrics, terms=run.train.beside_cross_entropy)
+    return partial(loss_plot, metrics, terms=run.train.beside_cross_entropy)
 
 
 def _write(
@@ -116,7 +116,7 @@ def _write(
             told = "; ".join([why or type(error).__name__, *getattr(error, "__notes__", [])])
             _say(f"warning: {path} cannot be written: {told}", console)
     if missing:
-        again = [name for name in missing if name in (SUMMARY_FILE, LOSS_PICTURE)]
+        again = [name for name in missing if name in (SUMMARY_FILE, LOSS_PLOT)]
         hint = f"; the same command writes {', '.join(again)}" if again else ""
         _say(
             f"{outcome.output}: done and saved after step {outcome.done_steps}, without "

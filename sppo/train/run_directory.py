@@ -24,8 +24,8 @@ from sppo.report.metrics import METRICS_FILE
 
 CONFIG_FILE = "run.json"
 SUMMARY_FILE = "run_summary.json"
-LOSS_PICTURE = "loss.png"
-TIMELINE_PICTURE, TIMELINE_PAGE, TIMELINE_TRACE = "timeline.png", "timeline.html", "timeline.json"
+LOSS_PLOT = "loss.png"
+TIMELINE_PLOT, TIMELINE_PAGE, TIMELINE_TRACE = "timeline.png", "timeline.html", "timeline.json"
 TENSORBOARD_DIRECTORY = "tensorboard"
 _LOCK_FILE = ".lock"
 _HOLDER_WRITES_S = 0.1
@@ -33,8 +33,8 @@ _HOLDER_WRITES_S = 0.1
 RESULT_FILES = (
     METRICS_FILE,
     SUMMARY_FILE,
-    LOSS_PICTURE,
-    TIMELINE_PICTURE,
+    LOSS_PLOT,
+    TIMELINE_PLOT,
     TIMELINE_PAGE,
     TIMELINE_TRACE,
 )

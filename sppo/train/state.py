@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sppo.config import RunConfig
 from sppo.cost.parameters import parameter_shapes
-from sppo.engine.engine import Companions, Engine
+from sppo.engine.engine import Engine, ParallelContext
 from sppo.engine.pipeline import Pipeline
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf import open_hf_weights
@@ -20,12 +20,12 @@ from sppo.model.initialize import initial_weight
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.host_transfers import CudaTransfers
-from sppo.optim.sharded_state import SharedState
+from sppo.optim.sharded_state import ShardedState
+from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.mesh import Mesh, alone
-from sppo.parallel.piece_exchange import PieceLinks
+from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
-from sppo.parallel.tensor_parallel import TensorExchange
-from sppo.parallel.ulysses import HeadExchange
+from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.row_plan import PlannedRows
 from sppo.planning.simulated_run import plan_costs
@@ -48,7 +48,7 @@ class TrainingState:
     optimizer: AdamW | HostAdamW
     """Of the rows that are this rank's to update."""
     engine: Engine
-    shared: SharedState
+    shared: ShardedState
 
 
 def build_state(
@@ -75,9 +75,9 @@ def build_state(
         rank=mesh.at.pipeline,
         courier=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
         costs=plan_costs(plan) if cuts_units else None,
-        pieces=PieceLinks(mesh) if cuts_units else None,
+        shards=MspLinks(mesh) if cuts_units else None,
     )
-    shared = SharedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)
+    shared = ShardedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)
     dtype = DTYPES[run.train.dtype]
     weights: dict[str, Tensor] = {}
     masters: dict[str, Tensor] = {}
@@ -95,10 +95,11 @@ def build_state(
     stages = pipeline.placement.stages_of(pipeline.rank)
     disk = None if run.activations.disk is None else Path(run.activations.disk)
     stores = {
-        stage: device.moving_store(plan, disk=disk, debug=run.activations.debug) for stage in stages
+        stage: device.offload_store(plan, disk=disk, debug=run.activations.debug)
+        for stage in stages
     }
     of_pieces = {
-        stage: device.moving_store(plan, disk=disk, debug=run.activations.debug)
+        stage: device.offload_store(plan, disk=disk, debug=run.activations.debug)
         for stage in range(len(plan.stages) if cuts_units else 0)
     }
     engine = Engine(
@@ -106,11 +107,11 @@ def build_state(
         weights=shared.provider(weights),
         gradients=gradients,
         rows={n: PlannedRows(stage.subsequences) for n, stage in enumerate(plan.stages)},
-        moved={stage: store for stage, store in stores.items() if store is not None},
-        moved_pieces={stage: store for stage, store in of_pieces.items() if store is not None},
+        offloaded={stage: store for stage, store in stores.items() if store is not None},
+        offloaded_shards={stage: store for stage, store in of_pieces.items() if store is not None},
         input_every=run.activations.input_every,
         pipeline=pipeline,
-        companions=Companions(
+        companions=ParallelContext(
             exchange=_exchange(run, mesh),
             reduce=lambda stage: shared.reduce(stage, gradients),
         ),
@@ -121,12 +122,14 @@ def build_state(
     return TrainingState(weights, gradients, optimizer, engine, shared)
 
 
-def _exchange(run: RunConfig, mesh: Mesh) -> HeadExchange | TensorExchange | None:
+def _exchange(run: RunConfig, mesh: Mesh) -> UlyssesAllToAll | MegatronSequenceParallel | None:
     if mesh.groups.sequence is None:
         return None
     if mesh.shape.key_copies is not None:
-        return TensorExchange(mesh.groups.sequence, rank=mesh.at.sequence, model=run.model)
-    return HeadExchange(
+        return MegatronSequenceParallel(
+            mesh.groups.sequence, rank=mesh.at.sequence, model=run.model
+        )
+    return UlyssesAllToAll(
         mesh.groups.sequence,
         rank=mesh.at.sequence,
         num_heads=run.model.num_heads,

@@ -25,7 +25,7 @@ from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig
 from sppo.cost.flops import executed_step_flops, step_flops
 from sppo.data.tokens import TokenData
-from sppo.engine.engine import Accumulated
+from sppo.engine.engine import StepResult
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
 from sppo.optim.adamw import clip_
@@ -65,7 +65,7 @@ _START_ANEW = (
     "optimizer.lr, longer optimizer.warmup_steps, or train.dtype=fp32"
 )
 _STANDARD_OUTPUT = "standard output"
-_SAVES_TAKE = 10
+CHECKPOINT_TIMEOUT_FACTOR = 10
 """Times as long as a rank waits in a step, it waits for others to read or write a checkpoint."""
 
 
@@ -92,7 +92,7 @@ class TrainingOutcome:
     buckets: MeasuredBuckets = field(default_factory=lambda: MeasuredBuckets())
     copies: list[CopyReport] = field(default_factory=list)
     """One entry per step of this process."""
-    last_step: Accumulated | None = None
+    last_step: StepResult | None = None
     """What this rank executed in its last step, and when."""
     timeline: Timeline | None = None
     """The last step of a pipeline of ranks; on rank 0."""
@@ -125,7 +125,7 @@ def train(
     ranks, device = ranks or one_rank(), device or CpuDevice()
     started = time.perf_counter()
     if ranks.mesh.is_distributed:
-        ranks.require_same_facts(input_facts(run, preflight.data.data))
+        ranks.check_same_facts(input_facts(run, preflight.data.data))
     device.begin()
     _log.info("%s", device.describe_memory())
     before = device.held_bytes()
@@ -141,7 +141,7 @@ def train(
             keep=run.checkpoint.keep,
             async_save=run.checkpoint.async_save,
             group=ranks.mesh.groups.everyone,
-            patience_s=_SAVES_TAKE * run.parallel.timeout_s,
+            timeout_s=CHECKPOINT_TIMEOUT_FACTOR * run.parallel.timeout_s,
         )
         first_step = _resume(manager, state, tokens=preflight.data.data)
         _check_finite(run, state, ranks=ranks)
@@ -201,7 +201,9 @@ def _check_finite(run: RunConfig, state: TrainingState, *, ranks: Ranks) -> None
         ValueError: on every rank, where one starts with NaN or infinite values; names the first.
     """
     blocks = state.shared.blocks(state.optimizer.state())
-    found = [place for place in ranks.peers.everyones(nonfinite_place(blocks)) if place is not None]
+    found = [
+        place for place in ranks.peers.all_gather(nonfinite_place(blocks)) if place is not None
+    ]
     if found:
         raise ValueError(
             f"{run.model.from_hf or run.train.output}: {found[0]}; training would keep it, and no "
@@ -236,7 +238,7 @@ class _Loop:
         self._sequences = run.train.sequences_per_step
         share = self._sequences // ranks.mesh.shape.data_parallel
         schedule = state.engine.schedule([self._plan.lengths] * share)
-        ranks.require_same("schedule", schedule.digest())
+        ranks.check_same_on_all_ranks("schedule", schedule.digest())
         self._actions_per_step = len(schedule.programs[ranks.mesh.at.pipeline])
         ranks.progress.note(
             step=outcome.first_step, position=0, action="", num_actions=self._actions_per_step
@@ -247,8 +249,8 @@ class _Loop:
             run.model,
             boundaries=self._plan.boundaries,
             sequences=self._sequences,
-            linear_rebuilt=self._plan.rebuilt_shares(LINEAR),
-            attention_rebuilt=self._plan.rebuilt_shares(ATTENTION),
+            linear_recomputed=self._plan.recomputed_fractions(LINEAR),
+            attention_recomputed=self._plan.recomputed_fractions(ATTENTION),
         )
         self._peak_flops_per_s = peak_flops_per_s
         self._stopped_by: str | None = None
@@ -306,14 +308,14 @@ class _Loop:
         reason = stop.signal_name
         if self._unrecorded is not None:
             reason = f"{self._unrecorded.filename}: {self._unrecorded.strerror}"
-        named = [name for name in self._peers.everyones(reason) if name is not None]
+        named = [name for name in self._peers.all_gather(reason) if name is not None]
         if named:
             self._stopped_by = named[0]
             raise Interrupted(named[0])
 
     def _agree_that_all_is_recorded(self) -> None:
         """Raise, on every rank, what kept one from recording a step."""
-        faults = [fault for fault in self._peers.everyones(self._unrecorded) if fault is not None]
+        faults = [fault for fault in self._peers.all_gather(self._unrecorded) if fault is not None]
         if faults:
             done, total = self._outcome.done_steps, self._run.train.steps
             faults[0].add_note(
@@ -357,7 +359,7 @@ class _Loop:
         own = state.shared.own(gradients)
         if num_valid:
             problem = self._guard.problem(
-                step=step + 1, loss=loss, norm=grad_norm, gradients=own, everyones=self._names
+                step=step + 1, loss=loss, norm=grad_norm, gradients=own, all_gather=self._names
             )
         else:
             problem = f"step {step + 1}: {self._data.why_no_labels(step)}. The update is skipped"
@@ -401,7 +403,7 @@ class _Loop:
 
     def _names(self, own: Sequence[str]) -> list[str]:
         """What any rank names."""
-        return sorted({name for names in self._peers.everyones(own) for name in names})
+        return sorted({name for names in self._peers.all_gather(own) for name in names})
 
     def _measure(
         self,
@@ -445,7 +447,7 @@ class _Loop:
                 copies.exposed_s,
             ]
         )
-        moved, host_bytes, disk_bytes = self._peers.total(
+        offloaded, host_bytes, disk_bytes = self._peers.total(
             [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
         )
         outcome.phases.append(StepPhases(forward_s, backward_s, rest_s))
@@ -464,7 +466,7 @@ class _Loop:
             predicted_step_s=self._plan.predicted.step_s,
             device_peak_bytes=int(peak),
             host_peak_bytes=int(host_bytes),
-            offloaded_bytes=int(moved),
+            offloaded_bytes=int(offloaded),
             exposed_copy_s=exposed_s,
             copy_out_bytes_per_s=copies.out_bytes_per_s or None,
             copy_back_bytes_per_s=copies.back_bytes_per_s or None,
@@ -530,7 +532,7 @@ class _Loop:
         output = self._outcome.output
         self._ranks.decided_by_main(lambda: require_output(output))
         done, state = self._outcome.done_steps, self._state.optimizer.state()
-        problems = [p for p in self._peers.everyones(nonfinite_state(state)) if p is not None]
+        problems = [p for p in self._peers.all_gather(nonfinite_state(state)) if p is not None]
         if problems:
             unsaved = f"the state after step {done} is not saved; {problems[0]}"
             self._say(unsaved, display)

@@ -15,32 +15,32 @@ from sppo.activations.placement import (
     ROW_ALIGNMENT,
     X_IN,
     CopySlots,
-    Situation,
+    PolicyInputs,
     held_bytes,
     prefix_rows,
     tier_bytes_held,
 )
-from sppo.activations.policy import MOVING_POLICIES, POLICIES, decide, decide_ratio
+from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES, decide, decide_ratio
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of, stage_seconds
 from sppo.planning.candidate import Candidate, assess
 from sppo.planning.choices import Degrees
-from sppo.planning.option import simulate_option
+from sppo.planning.simulated_candidate import simulate_option
 from sppo.planning.simulated_memory import simulated_device_bytes
-from sppo.planning.solver import candidate_of_pieces
+from sppo.planning.solver import candidate_of_subsequences
 from sppo.units import GIB
 from tests.planning.cases import A100, machine, run_config
 
-EVERY_POLICY = (*POLICIES, *MOVING_POLICIES)
+EVERY_POLICY = (*POLICIES, *OFFLOADING_POLICIES)
 seeds = st.integers(0, 2**32 - 1)
 
 
-def random_situation(seed, *, cut_rows=True, room=None):
+def random_situation(seed, *, allow_partial=True, room=None):
     """Any numbers, with room for some share of everything on the device and behind it."""
     random = np.random.default_rng(seed)
-    stages, pieces = random.integers(1, 4), random.integers(1, 8)
-    shape = (stages, pieces)
-    tokens = random.integers(1, 2000, size=pieces)
+    stages, num_subsequences = random.integers(1, 4), random.integers(1, 8)
+    shape = (stages, num_subsequences)
+    tokens = random.integers(1, 2000, size=num_subsequences)
     row_bytes = random.integers(1, 1000, size=(stages, 3)).astype(float)
     in_flight = random.integers(1, 3, size=shape)
     everything = ((tokens * in_flight) * row_bytes.sum(axis=1)[:, None]).sum(axis=1)
@@ -48,19 +48,19 @@ def random_situation(seed, *, cut_rows=True, room=None):
     saved = tokens * row_bytes.sum(axis=1)[:, None]
     hidden = forward_s * random.random() * saved.mean()
     hidden[:, -1] = 0.0
-    return Situation(
+    return PolicyInputs(
         tokens=tokens,
         row_bytes=row_bytes,
         in_flight=in_flight,
         ring_share=np.full(stages, 0.75),
         next_forward_s=forward_s,
         hidden_bytes=hidden,
-        linear_rebuild_s=random.random(shape),
-        attention_rebuild_s=random.random(shape),
+        linear_recompute_s=random.random(shape),
+        attention_recompute_s=random.random(shape),
         copy_bytes_per_s=float(hidden.mean()) + 1,
         device_bytes=everything * (random.random(stages) if room is None else room),
         tier_bytes=everything * random.choice([0.1, 0.5, 1.5]),
-        cut_rows=cut_rows,
+        allow_partial=allow_partial,
         slots=_slots(row_bytes, random) if random.random() < 0.5 else None,
     )
 
@@ -85,7 +85,7 @@ def every_decision(situation, policies=EVERY_POLICY):
 
 def is_whole(decisions, tokens):
     """Whether a class of a subsequence has one fate, [stages, subsequences, 3]."""
-    fates = np.stack([decisions.kept, decisions.moved, decisions.rebuilt])
+    fates = np.stack([decisions.retained, decisions.offloaded, decisions.recomputed])
     return (fates == tokens[:, None]).any(axis=0)
 
 
@@ -94,12 +94,12 @@ def is_whole(decisions, tokens):
 def test_every_row_has_one_fate_and_inputs_are_never_rebuilt(seed):
     situation = random_situation(seed)
     for decisions in every_decision(situation):
-        for rows in (decisions.kept, decisions.moved, decisions.rebuilt):
+        for rows in (decisions.retained, decisions.offloaded, decisions.recomputed):
             assert (rows >= 0).all()
-        together = decisions.kept + decisions.moved + decisions.rebuilt
+        together = decisions.retained + decisions.offloaded + decisions.recomputed
         assert (together == situation.tokens[:, None]).all()
         assert (decisions.tokens == situation.tokens).all()
-        assert not decisions.rebuilt[:, :, X_IN].any()
+        assert not decisions.recomputed[:, :, X_IN].any()
 
 
 @settings(deadline=None, max_examples=40)
@@ -110,15 +110,15 @@ def test_at_most_one_class_is_cut_and_at_a_multiple_of_rows(seed):
         whole = is_whole(decisions, situation.tokens)
         assert ((~whole).sum(axis=2) <= 1).all()
         cut = ~whole
-        assert not (decisions.moved[cut] % ROW_ALIGNMENT).any()
-        split = cut & (decisions.kept > 0)
-        assert not (decisions.rebuilt[split] % ROW_ALIGNMENT).any()
+        assert not (decisions.offloaded[cut] % ROW_ALIGNMENT).any()
+        split = cut & (decisions.retained > 0)
+        assert not (decisions.recomputed[split] % ROW_ALIGNMENT).any()
 
 
 @settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_nothing_is_cut_where_that_is_not_allowed(seed):
-    situation = random_situation(seed, cut_rows=False)
+    situation = random_situation(seed, allow_partial=False)
     for decisions in every_decision(situation):
         assert is_whole(decisions, situation.tokens).all()
 
@@ -129,7 +129,7 @@ def test_the_last_subsequence_stays(seed):
     """Its backward starts at once."""
     situation = random_situation(seed)
     for decisions in every_decision(situation, policies=("sppo", "hybrid", *POLICIES)):
-        assert not decisions.moved[:, -1].any()
+        assert not decisions.offloaded[:, -1].any()
 
 
 @settings(deadline=None, max_examples=40)
@@ -137,8 +137,8 @@ def test_the_last_subsequence_stays(seed):
 def test_hybrid_leaves_everything_where_it_fits(seed):
     situation = random_situation(seed, room=1.001)
     decisions = decide("hybrid", situation)
-    assert (decisions.kept == situation.tokens[:, None]).all()
-    assert not decisions.moves_anything
+    assert (decisions.retained == situation.tokens[:, None]).all()
+    assert not decisions.offloads_anything
 
 
 @settings(deadline=None, max_examples=50)
@@ -149,7 +149,7 @@ def test_hybrid_stays_within_its_room_or_does_all_it_can(seed):
     assert (tier_bytes_held(decisions, situation) <= situation.tier_bytes).all()
     short = held_bytes(decisions, situation) > situation.device_bytes
     for stage in np.flatnonzero(short):
-        assert not decisions.kept[stage, :, ATTENTION:].any()
+        assert not decisions.retained[stage, :, ATTENTION:].any()
 
 
 @settings(deadline=None, max_examples=40)
@@ -157,11 +157,11 @@ def test_hybrid_stays_within_its_room_or_does_all_it_can(seed):
 def test_what_hides_is_what_the_paper_moves(seed):
     """alpha_i A_i = BW T_c, in whole rows: at most that, and less than a cut below it."""
     situation = random_situation(seed)
-    moved = (decide("sppo", situation).moved * situation.row_bytes[:, None, :]).sum(axis=2)
+    offloaded = (decide("sppo", situation).offloaded * situation.row_bytes[:, None, :]).sum(axis=2)
     wanted = np.minimum(situation.hidden_bytes, situation.class_bytes.sum(axis=2))
     cut = ROW_ALIGNMENT * situation.row_bytes.max(axis=1)[:, None]
-    assert (moved <= wanted * (1 + 1e-9)).all()
-    assert (moved[:, :-1] > (wanted - cut)[:, :-1]).all()
+    assert (offloaded <= wanted * (1 + 1e-9)).all()
+    assert (offloaded[:, :-1] > (wanted - cut)[:, :-1]).all()
 
 
 def test_classes_leave_in_the_order_of_their_value():
@@ -175,13 +175,13 @@ def test_classes_leave_in_the_order_of_their_value():
 
 def test_policies_by_name_do_what_they_say():
     situation = random_situation(1)
-    kept = {policy: decide(policy, situation).kept > 0 for policy in POLICIES}
-    assert [kept[policy][0, 0].tolist() for policy in POLICIES] == [
+    retained = {policy: decide(policy, situation).retained > 0 for policy in POLICIES}
+    assert [retained[policy][0, 0].tolist() for policy in POLICIES] == [
         [True, True, True],
         [True, True, False],
         [True, False, False],
     ]
-    assert (decide("offload_all", situation).moved == situation.tokens[:, None]).all()
+    assert (decide("offload_all", situation).offloaded == situation.tokens[:, None]).all()
 
 
 def test_what_cannot_be_decided_is_said():
@@ -192,7 +192,7 @@ def test_what_cannot_be_decided_is_said():
         decide("sppo", nowhere)
     with pytest.raises(ValueError, match="offload_ratio 0.5 moves activations, and this machine"):
         decide_ratio(nowhere, ratio=0.5)
-    assert not decide_ratio(nowhere, ratio=0.0).moves_anything
+    assert not decide_ratio(nowhere, ratio=0.0).offloads_anything
     with pytest.raises(ValueError, match="'fast' is not one of retain, .*, hybrid"):
         decide("fast", nowhere)
 
@@ -214,11 +214,11 @@ def candidates(draw):
         h2d_bytes_per_s=rate * draw(st.sampled_from([0.5, 1.0])),
         nodes=4,
     )
-    return candidate_of_pieces(
+    return candidate_of_subsequences(
         run_config(name, length=length, train={"sequences_per_step": draw(st.integers(1, 2))}),
         hardware=hardware,
         degrees=Degrees(1, pipeline, group),
-        pieces=draw(st.sampled_from([8, 16, 40])),
+        num_subsequences=draw(st.sampled_from([8, 16, 40])),
     )
 
 
@@ -263,7 +263,7 @@ def test_hybrid_waits_and_rebuilds_only_where_moving_what_hides_does_not_do(cand
     hybrid = found["hybrid"]
     if found["retain"].shortfall is None or found["sppo"].shortfall is None:
         assert hybrid.time.exposed_copy_s == 0
-        assert not hybrid.decisions.rebuilt.any()
+        assert not hybrid.decisions.recomputed.any()
     if found["retain"].shortfall is None:
         assert hybrid.effective_policy == "retain"
 
@@ -274,10 +274,10 @@ def test_hybrid_waits_and_rebuilds_only_where_moving_what_hides_does_not_do(cand
 def test_where_copies_hide_a_simulation_holds_no_more_than_predicted(candidate):
     option = simulate_option(assess(replace(candidate, sequences=1)))
     costs = option.assessment.costs
-    moved = costs.offload_bytes[:, :-1]
-    assume(moved.any())
-    assume((moved / costs.copies.d2h_bytes_per_s <= costs.forward_s[:, 1:]).all())
-    assume((moved / costs.copies.h2d_bytes_per_s <= costs.backward_s[:, 1:]).all())
+    offloaded = costs.offload_bytes[:, :-1]
+    assume(offloaded.any())
+    assume((offloaded / costs.copies.d2h_bytes_per_s <= costs.forward_s[:, 1:]).all())
+    assume((offloaded / costs.copies.h2d_bytes_per_s <= costs.backward_s[:, 1:]).all())
     predicted = [stage.device.total_bytes for stage in option.assessment.memory]
     simulated = simulated_device_bytes(option)
     assert all(a <= b + 8 for a, b in zip(simulated, predicted, strict=True))
@@ -287,15 +287,17 @@ def test_the_papers_ratio_rises_along_the_sequence():
     """alpha_i A_i is the same for pieces of the same time, and later ones hold less."""
     run = run_config("gpt-7b", length="512Ki", sequence={"partition": "flops"})
     hardware = machine(d2h_bytes_per_s=4e9)
-    candidate = candidate_of_pieces(run, hardware=hardware, degrees=Degrees(1, 1, 8), pieces=16)
+    candidate = candidate_of_subsequences(
+        run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16
+    )
     found = assess(replace(candidate, policy="sppo"))
     row_bytes = row_bytes_of(found.candidate.request)[0]
     saved = found.decisions.tokens * row_bytes.sum()
-    ratios = (found.decisions.moved[0] @ row_bytes / saved)[:-1]
+    ratios = (found.decisions.offloaded[0] @ row_bytes / saved)[:-1]
     assert (np.diff(ratios[ratios < 1]) > 0).all()
     assert 0 < ratios[0] < 1
     behind = found.costs.forward_s[0, 1:] * hardware.node.d2h_bytes_per_s
-    assert ((found.decisions.moved[0] @ row_bytes)[:-1] <= behind).all()
+    assert ((found.decisions.offloaded[0] @ row_bytes)[:-1] <= behind).all()
 
 
 def test_a_ratio_beside_a_policy_that_moves_nothing_is_refused():
@@ -312,7 +314,9 @@ def test_a_tier_too_small_to_help_costs_nothing():
     steps = []
     for host in (0, 1, 2 * GIB):
         hardware = machine(memory_bytes=16 * GIB, host_memory_bytes=host)
-        candidate = candidate_of_pieces(run, hardware=hardware, degrees=Degrees(1, 1, 8), pieces=16)
+        candidate = candidate_of_subsequences(
+            run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16
+        )
         steps.append(assess(candidate).time.step_s)
     assert steps[0] >= steps[1] * (1 - 1e-12) >= steps[2] * (1 - 1e-12)
 
@@ -320,10 +324,17 @@ def test_a_tier_too_small_to_help_costs_nothing():
 def test_rebuilding_takes_the_linear_class_first():
     run = run_config("llama-3.2-1b", length="128Ki")
     hardware = machine(memory_bytes=17 * GIB, host_memory_bytes=0)
-    found = assess(candidate_of_pieces(run, hardware=hardware, degrees=Degrees(1, 1, 8), pieces=16))
-    rebuilt = found.decisions.rebuilt[0]
+    found = assess(
+        candidate_of_subsequences(
+            run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16
+        )
+    )
+    recomputed = found.decisions.recomputed[0]
     assert found.shortfall is None
-    assert rebuilt[:, LINEAR].any()
-    assert not rebuilt[:, ATTENTION].any() or (rebuilt[:, LINEAR] == found.decisions.tokens).all()
+    assert recomputed[:, LINEAR].any()
+    assert (
+        not recomputed[:, ATTENTION].any()
+        or (recomputed[:, LINEAR] == found.decisions.tokens).all()
+    )
     # Those of early subsequences would be held longest.
-    assert (np.diff((rebuilt[:, LINEAR] > 0).astype(int)) <= 0).all()
+    assert (np.diff((recomputed[:, LINEAR] > 0).astype(int)) <= 0).all()

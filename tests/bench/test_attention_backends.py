@@ -22,7 +22,7 @@ from sppo.bench.attention_backends import (
 from sppo.bench.attention_grid import AttentionGrid, Heads, Span, attention_grid
 from sppo.bench.operands import Operands
 from sppo.bench.report.attention_tables import automatic_line, print_attention
-from sppo.bench.report.plot import write_picture
+from sppo.bench.report.plot import write_plot
 from sppo.bench.suite import Measurements
 from sppo.bench.timing import Rounds, Timing
 from sppo.kernels.triton import launch
@@ -299,9 +299,9 @@ def test_the_picture_shows_every_back_end(tmp_path):
         rates += rates_of(span, flash_attn_3=s, torch_flash=1.2 * s, triton=1.4 * s)
     found = measured(rates, automatic="flash_attn_3")
     several, one = tmp_path / "several.png", tmp_path / "one.png"
-    write_picture(several, name="here", measurements=_measurements(found))
+    write_plot(several, name="here", measurements=_measurements(found))
     alone = measured(rates[:1], automatic="flash_attn_3")
-    write_picture(one, name="here", measurements=_measurements(alone))
+    write_plot(one, name="here", measurements=_measurements(alone))
     assert one.read_bytes().startswith(b"\x89PNG")
     assert several.stat().st_size > 1.2 * one.stat().st_size
     assert_drawn(several, colours=((31, 95, 168), (209, 73, 91), (46, 139, 87)))

@@ -83,10 +83,10 @@ def test_every_stage_by_bucket():
 
 def test_the_policy_that_is_written_is_taken(run):
     kept = report(run, "activations.policy=retain")
-    rebuilt = report(run, "activations.policy=recompute")
-    assert (kept["policy"], rebuilt["policy"]) == ("retain", "recompute")
+    recomputed = report(run, "activations.policy=recompute")
+    assert (kept["policy"], recomputed["policy"]) == ("retain", "recompute")
     tensors = ("retain", "recompute")
-    for found, policy in zip((kept, rebuilt), tensors, strict=True):
+    for found, policy in zip((kept, recomputed), tensors, strict=True):
         saved = sum(stage["device"]["activations_bytes"] for stage in found["stages"])
         assert saved == found["model"]["saved_bytes"][policy]
 

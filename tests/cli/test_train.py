@@ -384,7 +384,7 @@ def test_a_picture_that_fails_in_another_way(work, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise ImportError("no fonts")
 
-    monkeypatch.setattr(report, "loss_picture", fail)
+    monkeypatch.setattr(report, "loss_plot", fail)
     assert "warning: out/loss.png cannot be written: no fonts" in succeed("train", "run.yaml")
 
 
@@ -512,13 +512,13 @@ def test_a_vocabulary_larger_than_the_data_is_no_fault(work):
 def test_a_signal_after_the_last_step_leaves_the_exit_code_0(work, monkeypatch, number):
     from sppo.train import results as report
 
-    drawn = report.loss_picture
+    drawn = report.loss_plot
 
     def interrupted(*args, **kwargs):
         os.kill(os.getpid(), number)
         drawn(*args, **kwargs)
 
-    monkeypatch.setattr(report, "loss_picture", interrupted)
+    monkeypatch.setattr(report, "loss_plot", interrupted)
     succeed("train", "run.yaml")
     assert (work / "out/loss.png").exists()
 

@@ -1,6 +1,6 @@
 import pytest
 
-from sppo.activations.policy import MOVING_POLICIES, POLICIES
+from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES
 from sppo.config import ConfigError, check_run
 from sppo.config.rules import SCHEDULES
 from sppo.schedule.generators import schedule_names
@@ -104,7 +104,7 @@ def test_every_schedule_there_is_may_be_written_and_no_other():
     assert set(SCHEDULES) == {"auto", *schedule_names()}
 
 
-@pytest.mark.parametrize("policy", ["auto", *POLICIES, *MOVING_POLICIES])
+@pytest.mark.parametrize("policy", ["auto", *POLICIES, *OFFLOADING_POLICIES])
 def test_every_policy_runs(policy):
     assert problems(activations={"policy": policy, "disk": "spill"}) == []
 

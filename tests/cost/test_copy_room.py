@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.activations.block_layout import (
-    PARCEL_ALIGNMENT_BYTES,
-    ParcelShape,
+    BLOCK_ALIGNMENT_BYTES,
+    BlockLayout,
+    block_offsets,
     packed_bytes,
     packed_offsets,
-    parcel_offsets,
 )
-from sppo.activations.placement import ATTENTION, LINEAR, X_IN, Decisions
+from sppo.activations.placement import ATTENTION, LINEAR, X_IN, ActivationPlacement
 from sppo.activations.policy import tensor_bytes_per_token
 from sppo.cost.copy_room import joined_bytes
 from sppo.cost.layer import Workload
@@ -29,14 +29,14 @@ from sppo.hardware.presets import PRESETS
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.offload.moving_store import MovingStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
 from sppo.planning.candidate import Candidate, assess
 from sppo.planning.row_plan import PlannedRows
 from sppo.planning.run_plan import plan_run
 from sppo.units import GIB, MIB
-from tests.engine.moving import with_offsets
+from tests.engine.offloading import with_offsets
 from tests.planning.cases import machine, run_config, solved
 
 LAPTOP = PRESETS["laptop-cpu"]
@@ -58,17 +58,17 @@ def plan(run=None, *, available=PLENTY, disk=PLENTY):
 
 
 def shape_of(model, **options):
-    return ParcelShape(model, 2, layers=model.num_layers, **options)
+    return BlockLayout(model, 2, layers=model.num_layers, **options)
 
 
 def test_tensors_are_packed_one_behind_the_other():
     offsets, size = packed_offsets({"x_in": 100, "lse": 64, "o": 1})
     assert offsets == {"x_in": 0, "lse": 128, "o": 192}
-    assert size == PARCEL_ALIGNMENT_BYTES == packed_bytes([100, 64, 1])
+    assert size == BLOCK_ALIGNMENT_BYTES == packed_bytes([100, 64, 1])
     assert packed_offsets({}) == ({}, 0)
     assert packed_bytes([]) == 0
     assert packed_bytes([4096, 1]) == 8192
-    assert parcel_offsets([4096, 0, 8192], start=100) == (100, 4196, 4196)
+    assert block_offsets([4096, 0, 8192], start=100) == (100, 4196, 4196)
 
 
 @settings(deadline=None, max_examples=30)
@@ -77,7 +77,7 @@ def test_a_parcel_holds_the_rows_of_its_classes(rows, every, shared_by):
     model = run_of().model
     shape = shape_of(model, input_every=every, shared_by=shared_by)
     sizes = tensor_bytes_per_token(model, element_bytes=2)
-    found = shape.parcels(rows, attention_saved=True)
+    found = shape.blocks(rows, attention_saved=True)
     assert len(found) == model.num_layers
     for layer, size in enumerate(found):
         own = rows if layer % every == 0 else (0, *rows[1:])
@@ -86,10 +86,10 @@ def test_a_parcel_holds_the_rows_of_its_classes(rows, every, shared_by):
         wanted += own[2] * sum(sizes[name] for name in rest)
         assert wanted / shared_by <= size
         assert size <= wanted / shared_by + shape.most_padding_bytes + len(sizes)
-        assert size % PARCEL_ALIGNMENT_BYTES == 0
+        assert size % BLOCK_ALIGNMENT_BYTES == 0
     # A layer that must attend again needs its own input.
     if every > 1 and rows[0]:
-        assert len(set(shape.parcels(rows, attention_saved=False))) == 1
+        assert len(set(shape.blocks(rows, attention_saved=False))) == 1
 
 
 @pytest.mark.parametrize("policy", ["offload_all", "sppo"])
@@ -99,10 +99,10 @@ def test_places_lie_one_behind_the_other_and_fill_the_file(policy):
     shape, end = shape_of(found.model), 0
     for part in stage.subsequences:
         assert part.slot_offset_bytes == end
-        end += sum(shape.parcels(part.moved, attention_saved=part.rebuilt[ATTENTION] == 0))
+        end += sum(shape.blocks(part.offloaded, attention_saved=part.recomputed[ATTENTION] == 0))
     assert stage.memory.tier_activations_bytes == end > 0
     assert found.predicted.disk_peak_bytes == end
-    largest = max(shape.parcels(stage.subsequences[0].moved, attention_saved=True))
+    largest = max(shape.blocks(stage.subsequences[0].offloaded, attention_saved=True))
     layers = found.model.num_layers
     assert stage.memory.device.copies_bytes == (layers + 3) * largest
     assert found.predicted.host_peak_bytes == layers * largest
@@ -114,14 +114,14 @@ def test_what_is_cut_has_room_to_be_put_together(every):
     found = plan(run_of(offload_ratio=0.5, input_every=every))
     (stage,) = found.stages
     part, tokens = stage.subsequences[0], found.lengths[0]
-    assert 0 < part.moved[LINEAR] < tokens
+    assert 0 < part.offloaded[LINEAR] < tokens
     sizes = tensor_bytes_per_token(found.model, element_bytes=2)
     linear = tokens * (sum(sizes.values()) - sizes["x_in"] - sizes["o"] - sizes["lse"])
     shape = shape_of(found.model, input_every=every)
     at_once = min(every, found.model.num_layers)
     slots = found.model.num_layers + 2 + at_once
     device = stage.memory.device
-    assert device.copies_bytes == slots * max(shape.parcels(part.moved, attention_saved=True))
+    assert device.copies_bytes == slots * max(shape.blocks(part.offloaded, attention_saved=True))
     whole = plan(run_of(policy="offload_all", input_every=every)).stages[0].memory.device
     assert device.working_bytes - whole.working_bytes == at_once * linear
 
@@ -130,7 +130,7 @@ def test_a_cut_input_is_put_together_once():
     """The layers that share it rebuild it, which their working set counts."""
     found = plan(run_of(length=65536, offload_ratio=0.05, input_every=4))
     (stage,) = found.stages
-    assert 0 < stage.subsequences[0].moved[X_IN] < found.lengths[0]
+    assert 0 < stage.subsequences[0].offloaded[X_IN] < found.lengths[0]
     whole = plan(run_of(length=65536, policy="offload_all", input_every=4)).stages[0]
     x_in = found.lengths[0] * found.model.hidden_size * 2
     assert stage.memory.device.working_bytes == whole.memory.device.working_bytes + x_in
@@ -164,7 +164,7 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
         weights=weights,
         gradients=zero_gradients(weights),
         rows={0: PlannedRows(with_offsets(model, [rows] * 2, element_bytes=2, input_every=every))},
-        moved={0: MovingStore(ThreadQueues(), tier=Tier("disk", tmp_path), source_lag=0)},
+        offloaded={0: OffloadStore(ThreadQueues(), tier=Tier("disk", tmp_path), source_lag=0)},
         input_every=every,
     )
     tokens = torch.arange(1025) % 512
@@ -179,12 +179,12 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
         engine.close()
     memory = allocator.memory()
     seen = memory.used_peak_bytes - memory.used_bytes
-    decisions = Decisions(*(np.array([[part] * 2]) for part in rows))
+    decisions = ActivationPlacement(*(np.array([[part] * 2]) for part in rows))
     moment = working_set(
         Workload(model, LAPTOP),
         tokens=512,
         prefix=512,
-        rebuilt=frozenset((tensor_class,) if fate == 2 else ()),
+        recomputed=frozenset((tensor_class,) if fate == 2 else ()),
         input_every=every,
         layers=4,
     )
@@ -219,11 +219,11 @@ def test_a_disk_lets_longer_sequences_run():
     everything = plan(run_of(length=65536, pieces=32, policy="retain"))
     available = int(everything.predicted.device_peak_bytes * 0.6)
     found = plan(run, available=available)
-    assert found.moves_anything
-    assert not any(any(part.rebuilt) for part in found.stages[0].subsequences)
-    assert not any(found.stages[0].subsequences[-1].moved)
+    assert found.offloads_anything
+    assert not any(any(part.recomputed) for part in found.stages[0].subsequences)
+    assert not any(found.stages[0].subsequences[-1].offloaded)
     rebuilding = plan(run, available=available, disk=0)
-    assert not rebuilding.moves_anything
+    assert not rebuilding.offloads_anything
     assert found.predicted.step_s < rebuilding.predicted.step_s
 
 
@@ -231,7 +231,7 @@ def test_without_a_directory_nothing_is_moved():
     everything = plan(run_of(policy="retain")).predicted.device_peak_bytes
     for activations in ({"disk": None}, {"tier": "device"}):
         found = plan(run_of(**activations), available=int(everything * 0.9))
-        assert not found.moves_anything
+        assert not found.offloads_anything
 
 
 def test_the_solver_moves_to_a_disk_only_where_it_is_told():
@@ -242,7 +242,7 @@ def test_the_solver_moves_to_a_disk_only_where_it_is_told():
         hardware = machine(LAPTOP, memory_bytes=needed, reserved_bytes=0)
         best = solved(run, hardware=hardware).best
         assert best is not None
-        assert best.assessment.decisions.moves_anything == moves
+        assert best.assessment.decisions.offloads_anything == moves
 
 
 @pytest.mark.parametrize("every", [1, 3, 99])

@@ -17,7 +17,7 @@ from sppo.cost.elementwise import (
     Work,
     backward_work,
     forward_work,
-    linear_rebuild_work,
+    linear_recompute_work,
     saving_work,
     work_seconds,
 )
@@ -32,7 +32,7 @@ from sppo.kernels import elementwise
 from sppo.model import gradients, layer
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.offload.stack_store import StackStore
+from sppo.offload.lifo_arena_store import LifoArenaStore
 
 BASE = {
     "vocab_size": 48,
@@ -110,7 +110,7 @@ def counted(monkeypatch):
         lambda *a, k_CKD, v_CKD, **k: ("copy", k_CKD.numel() + v_CKD.numel()),
     )
     watch(
-        StackStore,
+        LifoArenaStore,
         "save",
         lambda store, key, tensors: (
             "save",
@@ -141,7 +141,7 @@ def test_every_kernel_of_a_step_is_counted(counted, name, policy):
     work = [*forward_work(model), *backward_work(model, element_bytes=4)]
     work += saving_work(model, names=saved_tensors(policy, model))
     if policy == "keep_attention":
-        work += linear_rebuild_work(model)
+        work += linear_recompute_work(model)
     expected = Counter()
     for item in work:
         expected[item.kernel] += item.width * model.num_layers * CUTS[-1]
@@ -172,7 +172,7 @@ def step_seconds(model, hardware, *, policy):
     request = CostRequest(Workload(model, hardware, dtype="fp32"), (lengths,))
     units = stage_seconds(request).units
     total = units.forward + units.backward + units.weight
-    return float((total + (units.linear_rebuild if policy == "keep_attention" else 0)).sum())
+    return float((total + (units.linear_recompute if policy == "keep_attention" else 0)).sum())
 
 
 @pytest.mark.parametrize("policy", ["retain", "keep_attention"])
@@ -205,8 +205,8 @@ def test_a_kernel_that_is_slow_slows_only_its_work():
     more = step_seconds(model, slow, policy="retain") - step_seconds(
         model, machine, policy="retain"
     )
-    moved = 6 * 4 * model.mlp_size * model.num_layers * CUTS[-1]
-    assert more == pytest.approx(moved / 1e6)
+    offloaded = 6 * 4 * model.mlp_size * model.num_layers * CUTS[-1]
+    assert more == pytest.approx(offloaded / 1e6)
 
 
 def test_without_measurements_bytes_move_at_the_memorys_bandwidth():
@@ -228,18 +228,18 @@ def test_a_gpu_keeps_saved_tensors_in_place():
     gpu = replace(cpu, device=replace(cpu.device, kind="cuda"))
     tokens = CUTS[-1] * model.num_layers
     copied = sum(2 * 4 * work.width for work in saving_work(model, names=("x_in", "o")))
-    kept = [step_seconds(model, machine, policy="keep_attention") for machine in (cpu, gpu)]
-    assert kept[0] - kept[1] == pytest.approx(copied * tokens / 1e6)
+    retained = [step_seconds(model, machine, policy="keep_attention") for machine in (cpu, gpu)]
+    assert retained[0] - retained[1] == pytest.approx(copied * tokens / 1e6)
 
 
 def test_an_update_writes_narrow_weights_from_their_masters():
     hardware, parameters = PRESETS["laptop-cpu"], np.array([1e6])
-    moved = {
+    offloaded = {
         dtype: update_seconds(
             Workload(model_of("llama"), hardware, dtype=dtype), parameters=parameters, shards=2
         )
         * hardware.device.memory_bytes_per_s
         for dtype in ("bf16", "fp32")
     }
-    assert moved["fp32"] == pytest.approx(44 * 5e5)
-    assert moved["bf16"] == pytest.approx((44 + 6) * 5e5)
+    assert offloaded["fp32"] == pytest.approx(44 * 5e5)
+    assert offloaded["bf16"] == pytest.approx((44 + 6) * 5e5)

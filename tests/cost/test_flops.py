@@ -61,8 +61,8 @@ def test_executed_products_are_those_counted(variant, policy):
             model,
             boundaries=cuts,
             sequences=1,
-            linear_rebuilt=[float(policy != "retain")] * (len(cuts) - 1),
-            attention_rebuilt=[float(policy == "recompute")] * (len(cuts) - 1),
+            linear_recomputed=[float(policy != "retain")] * (len(cuts) - 1),
+            attention_recomputed=[float(policy == "recompute")] * (len(cuts) - 1),
         )
         for cuts in ((0, 5, 6, 23), (0, 23))
     )

@@ -15,7 +15,7 @@ from sppo.engine.gathered_weights import GatheredWeights
 from sppo.hardware.presets import PRESETS
 from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW
-from sppo.parallel.row_gather import RowGather
+from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.planning.candidate import Candidate, assess
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 from tests.planning.one_device import predicted
@@ -69,7 +69,7 @@ def test_weights_of_which_a_device_keeps_its_rows(variant, vocab_size, num_stage
             name: torch.empty((shape[0] // 2, *shape[1:]), dtype=DTYPES[dtype])
             for name, shape in shapes.items()
         }
-        gathers = dict.fromkeys(shapes, RowGather(TwoRanks(), index=0))
+        gathers = dict.fromkeys(shapes, ParameterAllGather(TwoRanks(), index=0))
         gathered = GatheredWeights(rows, shapes=shapes, gathers=gathers)
         assert memory.device.weights_bytes == total(rows.values()) + gathered.room_bytes
         assert memory.device.gradients_bytes == 4 * sum(map(prod, shapes.values()))

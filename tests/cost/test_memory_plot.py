@@ -9,7 +9,7 @@ import pytest
 from sppo.cost.memory import MemoryBuckets, StageMemory
 from sppo.cost.memory_plot import (
     BUCKETS,
-    bucket_words,
+    bucket_text,
     memory_bar,
     shown_groups,
     stage_groups,
@@ -62,5 +62,5 @@ def test_many_small_buckets_add_up():
 
 
 def test_words_for_buckets():
-    assert bucket_words("kv_gradients") == bucket_words("kv_gradients_bytes") == "dK and dV"
-    assert bucket_words("moved activations") == "moved activations"
+    assert bucket_text("kv_gradients") == bucket_text("kv_gradients_bytes") == "dK and dV"
+    assert bucket_text("moved activations") == "moved activations"

@@ -14,7 +14,7 @@ from sppo.cost.flops import (
     FLASH_BACKWARD_RATIO,
     forward_flops,
     head_flops,
-    rebuilt_linear_flops,
+    recomputed_linear_flops,
 )
 from sppo.cost.layer import Workload, layer_seconds
 from sppo.cost.parameters import layer_shapes, num_parameters
@@ -75,16 +75,16 @@ def test_on_a_perfect_machine_backward_takes_two_of_products_and_two_and_a_half_
 
 
 def test_rebuilding_costs_its_flops_and_saves_memory():
-    kept, linear, both = (
+    retained, linear, both = (
         decided(policy).costs for policy in ("retain", "keep_attention", "recompute")
     )
-    products = MODEL.num_layers * rebuilt_linear_flops(MODEL) * np.array(LENGTHS) / PEAK
-    assert (linear.backward_s - kept.backward_s)[0] == pytest.approx(products)
+    products = MODEL.num_layers * recomputed_linear_flops(MODEL) * np.array(LENGTHS) / PEAK
+    assert (linear.backward_s - retained.backward_s)[0] == pytest.approx(products)
     attention = (both.backward_s - linear.backward_s)[0] * PEAK
     per_token = (forward_flops(MODEL, start=0, end=8192) - _linear_flops(8192)) / 8192
     assert attention.sum() / 8192 == pytest.approx(per_token)
-    assert (both.backward_s - kept.backward_s < kept.forward_s).all()
-    held = [costs.activation_bytes.sum() for costs in (kept, linear, both)]
+    assert (both.backward_s - retained.backward_s < retained.forward_s).all()
+    held = [costs.activation_bytes.sum() for costs in (retained, linear, both)]
     assert held == sorted(held, reverse=True)
     assert len(set(held)) == 3
 
@@ -211,8 +211,8 @@ def test_replicas_reduce_once_per_step():
     reduced = [
         stage_seconds(request(data_parallel_degree=replicas)).reduce_s.sum() for replicas in (1, 4)
     ]
-    moved = num_parameters(MODEL) * 4 * 2 * 3 / 4
-    assert reduced == [0, pytest.approx(moved / PERFECT.network.inter_node_bytes_per_s)]
+    offloaded = num_parameters(MODEL) * 4 * 2 * 3 / 4
+    assert reduced == [0, pytest.approx(offloaded / PERFECT.network.inter_node_bytes_per_s)]
     twice = request(data_parallel_degree=4, sequences=2)
     assert stage_seconds(twice).reduce_s.sum() == reduced[1]
     assert price(twice).forward_s.sum() == pytest.approx(2 * price(request()).forward_s.sum())
@@ -251,21 +251,21 @@ def test_costs_are_positive_and_finite_for_every_machine():
 def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
     def peak_and_step(**activations):
         raw = run_config("llama-3.2-1b", sequence={"num_subsequences": 8})
-        kept = raw.model_copy(
+        retained = raw.model_copy(
             update={"activations": raw.activations.model_copy(update=activations)}
         )
-        case = simulated_run(kept, shape=RunShape(num_ranks=2)).case
+        case = simulated_run(retained, shape=RunShape(num_ranks=2)).case
         timeline = simulate(case.schedule, costs=case.costs)
         peak = max(track.memory["total"].peak_bytes for track in timeline.ranks)
         return peak, timeline.makespan_s
 
-    kept, adaptive = peak_and_step(policy="retain"), peak_and_step(policy="sppo")
+    retained, adaptive = peak_and_step(policy="retain"), peak_and_step(policy="sppo")
     everything = peak_and_step(policy="offload_all")
     half = peak_and_step(policy="sppo", offload_ratio=0.5)
-    assert adaptive[0] < kept[0]
-    assert adaptive[1] < 1.05 * kept[1]
+    assert adaptive[0] < retained[0]
+    assert adaptive[1] < 1.05 * retained[1]
     assert everything[1] > adaptive[1]
-    assert kept[0] > half[0]
+    assert retained[0] > half[0]
 
 
 def test_a_run_is_cut_and_replicated_as_it_says():

@@ -69,9 +69,9 @@ def test_several_sequences_take_at_least_as_long(shape, seed, sequences):
 def test_a_simulated_copy_never_waits_longer(shape, seed, ratio, rate, last_stays):
     """The simulator lets copies out lag behind; the closed form holds up compute for them."""
     costs = random_costs(shape, seed=seed)
-    moved = costs.activation_bytes * ratio
-    moved[:, -1] *= not last_stays
-    costs = replace(costs, offload_bytes=moved, copies=CopyEngines(rate, rate))
+    offloaded = costs.activation_bytes * ratio
+    offloaded[:, -1] *= not last_stays
+    costs = replace(costs, offload_bytes=offloaded, copies=CopyEngines(rate, rate))
     time = step_time(costs, num_sequences=1)
     assert played(costs) <= time.step_s * (1 + 1e-9)
     if time.exposed_copy_s == 0:

@@ -39,7 +39,7 @@ SHAPES = {
         "vocab_size": 16384, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "mlp_size": 256,
     },
 }  # fmt: skip
-REBUILT = {
+RECOMPUTED = {
     "retain": frozenset(),
     "keep_attention": frozenset((LINEAR,)),
     "recompute": frozenset((ATTENTION, LINEAR)),
@@ -86,7 +86,7 @@ def predicted(model, *, dtype, policy, lengths, input_every):
             workload,
             tokens=tokens,
             prefix=prefix,
-            rebuilt=REBUILT[policy],
+            recomputed=RECOMPUTED[policy],
             input_every=input_every,
             layers=LAYERS,
         )
@@ -153,7 +153,7 @@ def test_many_query_heads_on_one_key_head():
 
 def test_constants_are_those_of_the_kernels():
     assert planned.TILE_BYTES == row_tiles.TILE_BYTES
-    assert planned.WIDE_TILE_BYTES == row_tiles.WIDE_TILE_BYTES
+    assert planned.ACCUMULATION_TILE_BYTES == row_tiles.ACCUMULATION_TILE_BYTES
     assert planned.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
     assert planned.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS
     assert planned.HALF_TOKENS == cpu_flash.HALF_BACKWARD_TOKENS
@@ -166,8 +166,8 @@ def test_the_bound_holds_whatever_is_rebuilt(shape, input_every):
     workload = Workload(model_of(shape), PRESETS["laptop-cpu"])
     case = {"tokens": 1000, "prefix": 3000, "input_every": input_every, "layers": LAYERS}
     bound = live(planned.most_working_set(workload, **case))
-    for rebuilt in (*REBUILT.values(), frozenset((ATTENTION,))):
-        assert live(planned.working_set(workload, **case, rebuilt=rebuilt)) <= bound
+    for recomputed in (*RECOMPUTED.values(), frozenset((ATTENTION,))):
+        assert live(planned.working_set(workload, **case, recomputed=recomputed)) <= bound
 
 
 def test_an_evaluation_needs_what_is_predicted():

@@ -13,7 +13,7 @@ import pytest
 import sppo.data.tokenizers as tokenizers_module
 from sppo.data.prepare import prepare_tokens
 from sppo.data.tokenizer_file import load_tokenizer_file
-from sppo.data.tokenizers import ByteTokenizer, EncodedPiece, scan_ids
+from sppo.data.tokenizers import ByteTokenizer, EncodedShard, scan_ids
 
 hf = pytest.importorskip("tokenizers")
 
@@ -120,7 +120,7 @@ def test_not_a_tokenizer(tmp_path: Path) -> None:
         load_tokenizer_file(str(tmp_path), end_of_document="auto")
 
 
-def _pieces_of_each_document(pieces: list[EncodedPiece]) -> list[int]:
+def _pieces_of_each_document(pieces: list[EncodedShard]) -> list[int]:
     counts, count = [], 0
     for piece in pieces:
         count += len(piece.ids) > 0

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sppo.engine.engine import Companions, Engine
+from sppo.engine.engine import Engine, ParallelContext
 from sppo.engine.gathered_weights import GatheredWeights
 from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
-from sppo.offload.moving_store import MovingStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
-from sppo.parallel.data_parallel import StageGroup, add_up
+from sppo.parallel.data_parallel import GradientReducer, add_up
+from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding, tensor_shard
 from sppo.parallel.mesh import Mesh, MeshShape
-from sppo.parallel.piece_exchange import PieceLinks
+from sppo.parallel.msp_exchange import MspLinks
+from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.parallel.pipeline_p2p import PipelineLinks
-from sppo.parallel.row_gather import RowGather
-from sppo.parallel.tensor_parallel import TensorExchange, WeightShares, tensor_share
-from sppo.parallel.ulysses import HeadExchange
+from sppo.parallel.ulysses import UlyssesAllToAll
 from tests.engine.models import random_sequence, random_weights, tiny_model
 
 
@@ -58,7 +58,7 @@ class Case:
     def key_copies(self) -> int | None:
         if self.sequence_parallel == "ulysses" or self.shape[2] == 1:
             return None
-        return tensor_share(self.model(), degree=self.shape[2]).repeats
+        return tensor_shard(self.model(), degree=self.shape[2]).repeats
 
     def model(self):
         return tiny_model(self.variant, **self.sizes)
@@ -110,7 +110,7 @@ def gathered_weights(weights, groups, shares, mesh):
     for name in weights:
         holders = shares.holders(name)
         if (group := _GATHERS[holders]) is not None:
-            gathers[name] = RowGather(group, index=group.rank())
+            gathers[name] = ParameterAllGather(group, index=group.rank())
     rows = {n: w[groups[shares.holders(n)].own_rows(n)].clone() for n, w in weights.items()}
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     return GatheredWeights(rows, shapes=shapes, gathers=gathers)
@@ -122,9 +122,9 @@ def exchange_of(case: Case, model, mesh: Mesh):
     if group is None:
         return None
     if case.sequence_parallel == "megatron":
-        return TensorExchange(group, rank=rank, model=model)
+        return MegatronSequenceParallel(group, rank=rank, model=model)
     heads = {"num_heads": model.num_heads, "kv_heads": model.kv_heads}
-    return HeadExchange(group, rank=rank, **heads)
+    return UlyssesAllToAll(group, rank=rank, **heads)
 
 
 def same_weights(mesh: Mesh):
@@ -136,8 +136,8 @@ def same_weights(mesh: Mesh):
         yield "keys", groups.keys, shape.block_ranks(at, copies=shape.key_copies)
 
 
-def disk_store(directory: str) -> MovingStore:
-    return MovingStore(ThreadQueues(poison=True), tier=Tier("disk", Path(directory)))
+def disk_store(directory: str) -> OffloadStore:
+    return OffloadStore(ThreadQueues(poison=True), tier=Tier("disk", Path(directory)))
 
 
 def run_case(rank: int, case: Case):
@@ -150,21 +150,21 @@ def _steps(rank: int, case: Case):
     model = case.model()
     mesh, links = mesh_of(rank, case.mesh, wraps=case.virtual > 1)
     at = mesh.at
-    pieces = PieceLinks(mesh) if case.schedule == "sppo_msp" else None
+    shards = MspLinks(mesh) if case.schedule == "sppo_msp" else None
     pipeline = Pipeline(
-        case.schedule, case.shape[1], at.pipeline, case.virtual, courier=links, pieces=pieces
+        case.schedule, case.shape[1], at.pipeline, case.virtual, courier=links, shards=shards
     )
     everything = random_weights(model)
     exchange = exchange_of(case, model, mesh)
-    shares = WeightShares(model)
-    if isinstance(exchange, TensorExchange):
+    shares = WeightSharding(model)
+    if isinstance(exchange, MegatronSequenceParallel):
         shares = exchange.shares
     of_stage = {s: shares.shapes(ls) for s, ls in pipeline.layers(model.num_layers).items()}
     shapes = {name: shape for part in of_stage.values() for name, shape in part.items()}
     weights = {name: shares.cut(name, everything[name]) for name in shapes}
     gradients = zero_gradients(weights)
     groups = {
-        holders: StageGroup(
+        holders: GradientReducer(
             group,
             index=members.index(rank),
             shapes={n: shape for n, shape in shapes.items() if shares.holders(n) == holders},
@@ -194,15 +194,15 @@ def _steps(rank: int, case: Case):
         gradients=gradients,
         policy=case.policy,
         rows=None if case.rows is None else dict.fromkeys(range(num_stages), case.rows),
-        moved={stage: disk_store(case.directory) for stage in of_stage if case.directory},
-        moved_pieces={
+        offloaded={stage: disk_store(case.directory) for stage in of_stage if case.directory},
+        offloaded_shards={
             stage: disk_store(case.directory)
             for stage in range(num_stages)
-            if case.directory and pieces is not None
+            if case.directory and shards is not None
         },
         input_every=case.input_every,
         pipeline=pipeline,
-        companions=Companions(exchange, reduce),
+        companions=ParallelContext(exchange, reduce),
         debug=True,
     )
     for step in range(case.steps):
@@ -223,7 +223,7 @@ def _steps(rank: int, case: Case):
             [str(executed.action) for executed in done.trace],
             [str(action) for action in done.schedule.programs[at.pipeline]],
             engine.take_peaks(),
-            engine.most_pieces_held,
+            engine.most_shards_held,
             float(evaluated) if at.data == 0 else 0.0,
         )
     engine.close()

@@ -10,7 +10,7 @@ from sppo.cost.parameters import layer_shapes, outer_shapes, parameter_shapes
 from sppo.engine.engine import Engine
 from sppo.engine.gathered_weights import GatheredWeights
 from sppo.parallel.data_parallel import rows_of
-from sppo.parallel.row_gather import RowGather
+from sppo.parallel.parameter_all_gather import ParameterAllGather
 from tests.engine.models import random_sequence, random_weights, tiny_model
 from tests.engine.pipelined import Case, run_case
 from tests.engine.test_pipeline import CUTS_FOR_TWO, UNEVEN, check
@@ -76,7 +76,7 @@ def own_rows(weights, rank, count):
 
 
 def provider(rank, model, weights):
-    gather = RowGather(dist.group.WORLD, index=rank)
+    gather = ParameterAllGather(dist.group.WORLD, index=rank)
     shapes = parameter_shapes(model)
     return GatheredWeights(
         own_rows(weights, rank, gather.count), shapes=shapes, gathers=dict.fromkeys(shapes, gather)
@@ -113,7 +113,7 @@ def test_evaluation_gathers_too_and_a_failed_step_leaves_nothing(ranks):
             assert torch.equal(found, expected)
 
 
-class _Recorded(RowGather):
+class _Recorded(ParameterAllGather):
     """Gathers of a group of one, written down."""
 
     def __init__(self, group, log):
@@ -138,8 +138,8 @@ def walked(_rank):
         held = provider.take(part)
         seen.append((part, len(log)))
         provider.release(part)
-        kept = bool(held)
-        seen.append(kept)
+        retained = bool(held)
+        seen.append(retained)
     provider.assert_idle()
     return seen, log
 
@@ -160,11 +160,11 @@ def test_weights_are_taken_as_announced(ranks):
 def out_of_order(_rank):
     model = tiny_model(num_layers=2)
     weights = random_weights(model)
-    gathers = dict.fromkeys(weights, RowGather(dist.group.WORLD, index=0))
+    gathers = dict.fromkeys(weights, ParameterAllGather(dist.group.WORLD, index=0))
     provider = GatheredWeights(weights, shapes=parameter_shapes(model), gathers=gathers)
     provider.begin([0, 1])
     with pytest.raises(AssertionError) as caught:
         provider.take(1)
-    provider.discard()
+    provider.abort()
     provider.assert_idle()
     return str(caught.value)

@@ -106,7 +106,7 @@ def test_bytes_are_counted_and_given_back(dtype, narrow, wide):
     store.release(0)
     assert store.device_bytes == elements * narrow
     assert store.num_sequences == 1
-    store.discard()
+    store.abort()
     assert (store.device_bytes, store.num_sequences) == (0, 0)
     assert store.peak_bytes == elements * (2 * narrow + wide)
 

@@ -5,7 +5,7 @@ import torch
 
 from sppo.engine.engine import Engine
 from tests.engine.models import VARIANTS, assert_same_step, autograd_step, random_weights
-from tests.engine.moving import RatioRows
+from tests.engine.offloading import RatioRows
 from tests.engine.pipelined import Case, run_case
 
 UNEVEN = ((0, 3, 4, 11, 17), (0, 6, 9), (0, 1, 5, 6, 9, 13, 16, 19))

@@ -6,9 +6,9 @@ import torch
 from sppo.activations.block_layout import packed_offsets
 from sppo.engine.saved_rows import TensorRows
 from sppo.engine.saved_tensors import SavedTensors
-from sppo.offload.moving_store import Itinerary, MovingStore, Place
-from sppo.offload.stack_store import StackStore, slot_bytes
-from sppo.offload.store import ActivationKey, ResidentStore
+from sppo.offload.lifo_arena_store import LifoArenaStore, slot_bytes
+from sppo.offload.offload_store import Extent, OffloadSchedule, OffloadStore
+from sppo.offload.store import ActivationKey, DeviceStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
 
@@ -17,15 +17,15 @@ X_IN = torch.arange(12.0).view(4, 3)
 
 
 def stack():
-    store = StackStore(poison=True)
+    store = LifoArenaStore(poison=True)
     store.reserve(slot_bytes(X_IN.shape, 4))
     return store
 
 
-def disk(directory, moved_rows):
-    _, size = packed_offsets({"x_in": X_IN[:moved_rows].numel() * 4})
-    store = MovingStore(ThreadQueues(poison=True), tier=Tier("disk", directory), source_lag=0)
-    store.prepare(Itinerary({KEY: Place(0, size)}, [KEY], staging_slots=2, ring_slots=2))
+def disk(directory, offloaded_rows):
+    _, size = packed_offsets({"x_in": X_IN[:offloaded_rows].numel() * 4})
+    store = OffloadStore(ThreadQueues(poison=True), tier=Tier("disk", directory), source_lag=0)
+    store.prepare(OffloadSchedule({KEY: Extent(0, size)}, [KEY], staging_slots=2, ring_slots=2))
     return store
 
 
@@ -34,12 +34,12 @@ def saved(tmp_path):
     """Save ``X_IN`` with its first rows on a disk and the others in the store named."""
     on_disk = []
 
-    def save(kept, moved_rows):
-        if moved_rows:
-            on_disk.append(disk(tmp_path, moved_rows))
-        kept_store = stack() if kept == "stack" else ResidentStore()
+    def save(retained, offloaded_rows):
+        if offloaded_rows:
+            on_disk.append(disk(tmp_path, offloaded_rows))
+        kept_store = stack() if retained == "stack" else DeviceStore()
         stores = SavedTensors(kept_store, on_disk[0] if on_disk else None)
-        rows = TensorRows(moved_rows, len(X_IN) - moved_rows)
+        rows = TensorRows(offloaded_rows, len(X_IN) - offloaded_rows)
         stores.save(KEY, {"x_in": X_IN.clone()}, {"x_in": rows})
         return stores
 
@@ -48,17 +48,19 @@ def saved(tmp_path):
         store.close()
 
 
-@pytest.mark.parametrize(("kept", "moved_rows"), [("stack", 0), ("device", 4), ("device", 2)])
-def test_owned_tensors_outlive_the_stores_memory(saved, kept, moved_rows):
-    stores = saved(kept, moved_rows)
+@pytest.mark.parametrize(
+    ("retained", "offloaded_rows"), [("stack", 0), ("device", 4), ("device", 2)]
+)
+def test_owned_tensors_outlive_the_stores_memory(saved, retained, offloaded_rows):
+    stores = saved(retained, offloaded_rows)
     owned = stores.take_owned(KEY)
     stores.release(KEY)
     assert torch.equal(owned["x_in"], X_IN)
 
 
-@pytest.mark.parametrize(("kept", "moved_rows"), [("stack", 0), ("device", 4)])
-def test_lent_tensors_do_not(saved, kept, moved_rows):
-    stores = saved(kept, moved_rows)
+@pytest.mark.parametrize(("retained", "offloaded_rows"), [("stack", 0), ("device", 4)])
+def test_lent_tensors_do_not(saved, retained, offloaded_rows):
+    stores = saved(retained, offloaded_rows)
     lent = stores.take(KEY)
     stores.release(KEY)
     assert lent["x_in"].isnan().all()

@@ -35,13 +35,13 @@ def test_only_the_inputs_of_some_layers_are_kept():
     model = tiny_model(num_layers=5)
     weights = random_weights(model)
     sizes = tensor_bytes_per_token(model, element_bytes=8)
-    kept = {}
+    retained = {}
     for every in (1, 2, 5):
         made = Trained(model, weights, policy="keep_attention", input_every=every)
         made.step([random_sequence(model, 17)], [CUTS])
-        kept[every] = made.engine.take_peaks().activations_bytes
-    assert kept[1] - kept[2] == 2 * 17 * sizes["x_in"]
-    assert kept[1] - kept[5] == 4 * 17 * sizes["x_in"]
+        retained[every] = made.engine.take_peaks().activations_bytes
+    assert retained[1] - retained[2] == 2 * 17 * sizes["x_in"]
+    assert retained[1] - retained[5] == 4 * 17 * sizes["x_in"]
 
 
 def test_without_attention_output_every_layer_keeps_its_input():

@@ -13,7 +13,7 @@ from sppo.kernels.row_tiles import wide_tiles
 
 
 def small_tiles(elements):
-    return mock.patch.object(row_tiles, "WIDE_TILE_BYTES", 4 * elements)
+    return mock.patch.object(row_tiles, "ACCUMULATION_TILE_BYTES", 4 * elements)
 
 
 @settings(deadline=None)

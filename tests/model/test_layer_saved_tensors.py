@@ -21,14 +21,14 @@ class WholeSequence:
     """Attention of a sequence that is one subsequence."""
 
     def __init__(self):
-        self.attended_again = 0
+        self.attention_recomputed = 0
 
     def forward(self, q, k, v):
         self._k, self._v = k.clone(), v.clone()
         return attention_forward(q, self._k, self._v)
 
     def again(self, q):
-        self.attended_again += 1
+        self.attention_recomputed += 1
         return attention_forward(q, self._k, self._v)
 
     def backward(self, do, q, o, lse):
@@ -102,10 +102,10 @@ def test_any_choice_of_saved_tensors_gives_the_same_bits(variant, data):
     keep |= data.draw(st.sampled_from(({"o", "lse"}, set())))
     y, all_saved = run.forward(everything(run.model))
     dx, gradients = run.backward(dict(all_saved))
-    assert run.attention.attended_again == 0
+    assert run.attention.attention_recomputed == 0
     other_y, saved = run.forward(frozenset(keep))
     other_dx, other_gradients = run.backward(saved)
-    assert run.attention.attended_again == ("o" not in keep)
+    assert run.attention.attention_recomputed == ("o" not in keep)
     assert torch.equal(y, other_y)
     assert torch.equal(dx, other_dx)
     for name, gradient in gradients.items():

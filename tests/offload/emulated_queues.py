@@ -10,7 +10,7 @@ from collections import deque
 
 import torch
 
-from sppo.activations.block_layout import PARCEL_ALIGNMENT_BYTES
+from sppo.activations.block_layout import BLOCK_ALIGNMENT_BYTES
 from sppo.offload.queues import Ordering, QueueTimes
 from tests.offload.vector_clocks import AccessChecker, Actor
 
@@ -163,7 +163,7 @@ class EmulatedQueues:
         if self.error is not None:
             raise self.error
 
-    def discard(self):
+    def abort(self):
         for pending in self._pending.values():
             pending.clear()
         self.error = None
@@ -239,4 +239,4 @@ def _place(region):
 
 def _blocks(kind, offset_bytes, size_bytes):
     first, last = offset_bytes, offset_bytes + size_bytes
-    return [(kind, ("file", block)) for block in range(first, last, PARCEL_ALIGNMENT_BYTES)]
+    return [(kind, ("file", block)) for block in range(first, last, BLOCK_ALIGNMENT_BYTES)]

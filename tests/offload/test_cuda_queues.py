@@ -9,10 +9,10 @@ import torch
 
 from sppo.offload import cuda_queues
 from sppo.offload.cuda_queues import CudaQueues
-from sppo.offload.moving_store import MovingStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.offload.tiers import Tier
-from tests.offload import test_moving_store
-from tests.offload.test_moving_store import run_step
+from tests.offload import test_offload_store as test_moving_store
+from tests.offload.test_offload_store import run_step
 
 DELAYS = {"none": 0, "every copy 2 ms late": 4_000_000}
 
@@ -95,7 +95,7 @@ def tensors_on_the_gpu(monkeypatch):
 
 def bring_back(queues, *, kind, lag, interleaved, directory):
     tier = Tier(kind, directory if kind == "disk" else None)
-    store = MovingStore(queues, tier=tier, source_lag=lag)
+    store = OffloadStore(queues, tier=tier, source_lag=lag)
     for step in range(3):
         run_step(store, interleaved=interleaved, step=step)
     assert not queues._sources
@@ -141,10 +141,10 @@ def test_a_step_given_up_leaves_the_streams_idle():
         raise GiveUpError
 
     queues = CudaQueues(torch.device("cuda"), poison=True, delay_cycles=4_000_000)
-    store = MovingStore(queues, tier=Tier("host"))
+    store = OffloadStore(queues, tier=Tier("host"))
     with pytest.raises(GiveUpError):
         run_step(store, interleaved=True, alter=give_up)
-    store.discard()
+    store.abort()
     run_step(store, interleaved=True, step=1)
     store.close()
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sppo.offload.store import ActivationKey, ResidentStore
+from sppo.offload.store import ActivationKey, DeviceStore
 
 KEY, OTHER = ActivationKey(0, 1, 2), ActivationKey(0, 1, 3)
 
@@ -11,7 +11,7 @@ def tensors(*sizes):
 
 
 def test_tensors_come_back_as_they_are():
-    store, saved = ResidentStore(), tensors(3, 5)
+    store, saved = DeviceStore(), tensors(3, 5)
     store.save(KEY, saved)
     taken = store.take(KEY)
     store.release(KEY)
@@ -20,7 +20,7 @@ def test_tensors_come_back_as_they_are():
 
 
 def test_bytes_and_entries_are_counted():
-    store = ResidentStore()
+    store = DeviceStore()
     store.save(KEY, {"x": torch.zeros(3, 5), "lse": torch.zeros(4, dtype=torch.bfloat16)})
     store.save(OTHER, {"x": torch.zeros(2)})
     assert (store.device_bytes, store.num_entries, store.peak_bytes) == (76, 2, 76)
@@ -30,7 +30,7 @@ def test_bytes_and_entries_are_counted():
 
 def test_bytes_of_a_key_whose_tensors_were_consumed_are_given_back():
     """Backward pops tensors out of what it took."""
-    store = ResidentStore()
+    store = DeviceStore()
     store.save(KEY, tensors(3))
     store.take(KEY).clear()
     assert (store.device_bytes, store.num_entries) == (0, 0)
@@ -39,7 +39,7 @@ def test_bytes_of_a_key_whose_tensors_were_consumed_are_given_back():
 def test_a_part_of_a_tensor_does_not_keep_all_of_it():
     whole = torch.randn(8, 6)
     parts = {"first": whole[:3], "columns": whole[:, 2:4], "reshaped": torch.randn(12).view(3, 4)}
-    store = ResidentStore()
+    store = DeviceStore()
     store.save(KEY, parts)
     taken = store.take(KEY)
     for name, part in parts.items():
@@ -49,14 +49,14 @@ def test_a_part_of_a_tensor_does_not_keep_all_of_it():
 
 
 def test_a_key_is_saved_once():
-    store = ResidentStore()
+    store = DeviceStore()
     store.save(KEY, tensors(3))
     with pytest.raises(AssertionError, match="saved already"):
         store.save(KEY, tensors(3))
 
 
 def test_a_key_is_taken_once():
-    store = ResidentStore()
+    store = DeviceStore()
     store.save(KEY, tensors(3))
     store.take(KEY)
     with pytest.raises(KeyError):
@@ -64,8 +64,8 @@ def test_a_key_is_taken_once():
 
 
 def test_discard_forgets_everything():
-    store = ResidentStore()
+    store = DeviceStore()
     store.save(KEY, tensors(3))
-    store.discard()
+    store.abort()
     assert (store.device_bytes, store.num_entries) == (0, 0)
     store.save(KEY, tensors(3))

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from sppo.offload.file_tier import FileTier
-from sppo.offload.lanes import CancelledError, Lane, Reached
-from sppo.offload.moving_store import Itinerary, MovingStore, Place
+from sppo.offload.offload_store import Extent, OffloadSchedule, OffloadStore
 from sppo.offload.queues import Ordering, Region
 from sppo.offload.store import ActivationKey
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
+from sppo.offload.worker_queue import CancelledError, Lane, Reached
 from sppo.train.cpu_device import CpuDevice
-from tests.offload.test_moving_store import run_step
+from tests.offload.test_offload_store import run_step
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def lane():
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_threads_bring_back_what_was_sent(kind, lag, interleaved, tmp_path):
     tier = Tier(kind, tmp_path if kind == "disk" else None)
-    store = MovingStore(ThreadQueues(poison=True), tier=tier, source_lag=lag, checksums=True)
+    store = OffloadStore(ThreadQueues(poison=True), tier=tier, source_lag=lag, checksums=True)
     for step in range(5):
         run_step(store, interleaved=interleaved, step=step)
     store.close()
@@ -42,7 +42,7 @@ def test_threads_bring_back_what_was_sent(kind, lag, interleaved, tmp_path):
 
 def test_a_slow_disk_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypatch):
     """What the step takes longer is what is reported as exposed."""
-    store = MovingStore(ThreadQueues(), tier=Tier("disk", tmp_path))
+    store = OffloadStore(ThreadQueues(), tier=Tier("disk", tmp_path))
 
     def step_s(step):
         start = time.perf_counter()
@@ -78,11 +78,11 @@ def test_nothing_computes_while_what_was_saved_waits_for_a_slow_disk(tmp_path, m
         return original(self, offset_bytes, array)
 
     monkeypatch.setattr(FileTier, "write", slow)
-    plan = SimpleNamespace(moves_anything=True)
-    store = CpuDevice().moving_store(plan, disk=tmp_path, debug=False)
+    plan = SimpleNamespace(offloads_anything=True)
+    store = CpuDevice().offload_store(plan, disk=tmp_path, debug=False)
     keys = [ActivationKey(0, 0, layer) for layer in range(8)]
-    places = {key: Place(4096 * key.layer, 4096) for key in keys}
-    store.prepare(Itinerary(places, keys[::-1], staging_slots=2, ring_slots=3))
+    places = {key: Extent(4096 * key.layer, 4096) for key in keys}
+    store.prepare(OffloadSchedule(places, keys[::-1], staging_slots=2, ring_slots=3))
     for key in keys:
         tensors = {"x_in": torch.full((1024,), float(key.layer))}
         alive = weakref.ref(tensors["x_in"])
@@ -154,7 +154,7 @@ def test_what_depends_on_failed_work_fails_with_it(lane):
     assert not ran
     with pytest.raises(OSError, match="the disk failed"):
         lane.check()
-    lane.settle()
+    lane.wait_all()
     lane.check()
     lane.add(lambda: ran.append(1), after=[]).wait()
     assert ran
@@ -167,7 +167,7 @@ def test_cancelled_work_is_left_out(lane):
     waiting = lane.add(lambda: ran.append(1), after=[])
     lane.cancel()
     gate.set()
-    lane.settle()
+    lane.wait_all()
     with pytest.raises(CancelledError):
         waiting.wait()
     assert not ran
@@ -207,7 +207,7 @@ def test_an_error_is_forgotten_for_good(lane):
     failing = lane.add(fail, after=[])
     failing._ended = SlowToReturn()
     gate.set()
-    lane.settle()
+    lane.wait_all()
     time.sleep(0.1)
     lane.check()
 

@@ -129,9 +129,9 @@ def test_buckets_hold_every_element_once_and_one_kind():
         assert bucket.begin == ends[-1]
         assert 0 < bucket.elements <= 500
         ends.append(bucket.end)
-        for piece in bucket.pieces:
-            covered[piece.name][piece.begin : piece.end] += 1
-            assert bucket.weight_decay == (0.1 if len(SHAPES[piece.name]) > 1 else 0)
+        for part in bucket.parts:
+            covered[part.name][part.begin : part.end] += 1
+            assert bucket.weight_decay == (0.1 if len(SHAPES[part.name]) > 1 else 0)
     assert all((count == 1).all() for count in covered.values())
     elements = sum(count.numel() for count in covered.values())
     # Masters and moments, two slots of fp32 gradients, two of bf16 weights.

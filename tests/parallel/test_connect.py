@@ -19,7 +19,7 @@ from sppo.parallel.peer_loss import PeerLostError, peer_errors
 CONNECTED = """
 import torch
 import torch.distributed as dist
-from sppo.parallel.agreement import require_same
+from sppo.parallel.agreement import check_same_on_all_ranks
 from sppo.parallel.connect import connect, disconnect
 from sppo.parallel.peer_loss import PeerLostError, peer_errors
 
@@ -57,8 +57,8 @@ if not {hosted}:
     from dataclasses import replace
     place = replace(place, store_is_hosted=False, master_port={free_port()})
 connected(facts={{"sppo": "0.1.0"}})
-require_same({{"schedule": "1f1b"}}, timeout_s=TIMEOUT_S)
-require_same({{"schedule": "gpipe"}}, timeout_s=TIMEOUT_S)
+check_same_on_all_ranks({{"schedule": "1f1b"}}, timeout_s=TIMEOUT_S)
+check_same_on_all_ranks({{"schedule": "gpipe"}}, timeout_s=TIMEOUT_S)
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
 disconnect()

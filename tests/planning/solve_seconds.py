@@ -20,9 +20,9 @@ def main() -> None:
         seconds = process_time() - begin
         found = "nothing fits"
         if best is not None:
-            pieces = len(best.candidate.lengths)
+            num_subsequences = len(best.candidate.lengths)
             how = "closed form" if best.timeline is None else "simulated"
-            found = f"{best.degrees}, N {pieces}, {best.step_s:.1f} s a step ({how})"
+            found = f"{best.degrees}, N {num_subsequences}, {best.step_s:.1f} s a step ({how})"
         print(f"{model} {length} on {8 * nodes}: {seconds:.2f} s to {found}")
 
 

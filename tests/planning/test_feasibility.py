@@ -61,9 +61,9 @@ def test_fitting_is_what_the_solver_calls_fitting(length, activations):
 )
 def test_what_cannot_be_asked_does_not_fit(sections):
     sections = dict(sections)
-    pieces = sections.get("sequence", {}).get("num_subsequences")
+    num_subsequences = sections.get("sequence", {}).get("num_subsequences")
     run = run_of(**{**sections, "length": 64 * KIB})
-    if pieces is not None:
+    if num_subsequences is not None:
         shorter = run.sequence.model_copy(update={"length": sections["length"]})
         run = run.model_copy(update={"sequence": shorter})
     bare = replace(NODE, node=replace(NODE.node, host_memory_bytes=0))

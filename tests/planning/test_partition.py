@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.planning.partition import (
-    automatic_pieces,
+    automatic_num_subsequences,
     boundaries_by_flops,
     boundaries_by_length,
     lengths_of,
@@ -22,9 +22,13 @@ def cost(x, linear=LINEAR, quadratic=QUADRATIC):
     return linear * x + quadratic * x * x / 2
 
 
-def cut(length, pieces, alignment, linear=LINEAR, quadratic=QUADRATIC):
+def cut(length, num_subsequences, alignment, linear=LINEAR, quadratic=QUADRATIC):
     return boundaries_by_flops(
-        length, pieces=pieces, linear=linear, quadratic=quadratic, alignment=alignment
+        length,
+        num_subsequences=num_subsequences,
+        linear=linear,
+        quadratic=quadratic,
+        alignment=alignment,
     )
 
 
@@ -39,8 +43,8 @@ def test_values_worked_out_by_hand(length, alignment, lengths):
     assert lengths_of(cut(length, len(lengths), alignment)) == lengths
 
 
-def imbalance(length, pieces, alignment):
-    costs = [cost(b) - cost(a) for a, b in pairwise(cut(length, pieces, alignment))]
+def imbalance(length, num_subsequences, alignment):
+    costs = [cost(b) - cost(a) for a, b in pairwise(cut(length, num_subsequences, alignment))]
     return max(costs) * len(costs) / sum(costs) - 1
 
 
@@ -56,8 +60,8 @@ requests = st.tuples(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 6
 costs = st.floats(0, 1e15, allow_subnormal=False)
 
 
-def assert_tiles(boundaries, length, pieces):
-    assert len(boundaries) == pieces + 1
+def assert_tiles(boundaries, length, num_subsequences):
+    assert len(boundaries) == num_subsequences + 1
     assert (boundaries[0], boundaries[-1]) == (0, length)
     assert all(a < b for a, b in pairwise(boundaries))
     assert all(type(b) is int for b in boundaries)
@@ -66,43 +70,52 @@ def assert_tiles(boundaries, length, pieces):
 @settings(deadline=None, max_examples=300)
 @given(requests, costs, costs)
 def test_any_request_is_tiled(request, linear, quadratic):
-    length, pieces, alignment = request
+    length, num_subsequences, alignment = request
     if linear + quadratic > 0:
-        boundaries = cut(length, pieces, alignment, linear, quadratic)
-        assert_tiles(boundaries, length, pieces)
-    assert_tiles(boundaries_by_length(length, pieces=pieces, alignment=alignment), length, pieces)
+        boundaries = cut(length, num_subsequences, alignment, linear, quadratic)
+        assert_tiles(boundaries, length, num_subsequences)
+    assert_tiles(
+        boundaries_by_length(length, num_subsequences=num_subsequences, alignment=alignment),
+        length,
+        num_subsequences,
+    )
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1000, 10**7), st.integers(1, 64), st.integers(0, 9))
-def test_pieces_cost_the_same_but_for_rounding(length, pieces, power):
+def test_pieces_cost_the_same_but_for_rounding(length, num_subsequences, power):
     """Each cut moves by half an alignment at most, where a token costs a + bS at most."""
     alignment = 2**power
-    if length < 4 * pieces * alignment:
+    if length < 4 * num_subsequences * alignment:
         return
-    boundaries = cut(length, pieces, alignment)
+    boundaries = cut(length, num_subsequences, alignment)
     assert all(b % alignment == 0 for b in boundaries[:-1])
     slack = alignment * (LINEAR + QUADRATIC * length)
-    share = cost(length) / pieces
+    share = cost(length) / num_subsequences
     assert all(abs(cost(b) - cost(a) - share) <= slack for a, b in pairwise(boundaries))
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 10**6), st.integers(1, 200))
-def test_equal_lengths_differ_by_one_token(length, pieces):
-    if pieces > length:
+def test_equal_lengths_differ_by_one_token(length, num_subsequences):
+    if num_subsequences > length:
         return
-    lengths = lengths_of(boundaries_by_length(length, pieces=pieces))
+    lengths = lengths_of(boundaries_by_length(length, num_subsequences=num_subsequences))
     assert max(lengths) - min(lengths) <= 1
 
 
 @settings(deadline=None, max_examples=200)
 @given(requests)
 def test_alignment_is_halved_only_until_pieces_fit(request):
-    length, pieces, alignment = request
-    inner = boundaries_by_length(length, pieces=pieces, alignment=alignment)[1:-1]
+    length, num_subsequences, alignment = request
+    inner = boundaries_by_length(length, num_subsequences=num_subsequences, alignment=alignment)[
+        1:-1
+    ]
     while alignment > 1:
-        wanted = [round(length * k / pieces / alignment) * alignment for k in range(1, pieces)]
+        wanted = [
+            round(length * k / num_subsequences / alignment) * alignment
+            for k in range(1, num_subsequences)
+        ]
         if all(a < b for a, b in pairwise((0, *wanted, length))):
             assert list(inner) == wanted
             return
@@ -110,9 +123,9 @@ def test_alignment_is_halved_only_until_pieces_fit(request):
 
 
 def test_alignment_halves_step_by_step():
-    assert boundaries_by_length(1000, pieces=4, alignment=128) == (0, 256, 512, 768, 1000)
-    assert boundaries_by_length(100, pieces=4, alignment=128) == (0, 32, 48, 80, 100)
-    assert boundaries_by_length(7, pieces=7, alignment=128) == tuple(range(8))
+    assert boundaries_by_length(1000, num_subsequences=4, alignment=128) == (0, 256, 512, 768, 1000)
+    assert boundaries_by_length(100, num_subsequences=4, alignment=128) == (0, 32, 48, 80, 100)
+    assert boundaries_by_length(7, num_subsequences=7, alignment=128) == tuple(range(8))
 
 
 @pytest.mark.parametrize("length", [1, 2, 37, 4096])
@@ -127,7 +140,7 @@ def test_many_pieces_of_a_long_sequence():
 
 
 def test_without_attention_cost_pieces_are_equal():
-    assert cut(1000, 7, 1, 5.0, 0.0) == boundaries_by_length(1000, pieces=7)
+    assert cut(1000, 7, 1, 5.0, 0.0) == boundaries_by_length(1000, num_subsequences=7)
 
 
 def test_the_first_piece_is_the_longest():
@@ -141,7 +154,7 @@ def test_more_pieces_than_tokens_is_refused():
     with pytest.raises(ValueError, match=message):
         cut(3, 4, 1)
     with pytest.raises(ValueError, match=message):
-        boundaries_by_length(3, pieces=4)
+        boundaries_by_length(3, num_subsequences=4)
 
 
 @pytest.mark.parametrize(("linear", "quadratic"), [(0, 0), (-1, 2), (2, -1)])
@@ -151,7 +164,7 @@ def test_costs_that_are_not_positive_are_refused(linear, quadratic):
 
 
 def test_automatic_pieces():
-    assert [automatic_pieces(n, target_tokens=2048) for n in (1, 2048, 2049, 65536)] == [
+    assert [automatic_num_subsequences(n, target_tokens=2048) for n in (1, 2048, 2049, 65536)] == [
         1,
         1,
         2,
@@ -159,23 +172,23 @@ def test_automatic_pieces():
     ]
 
 
-def llama_65b(*, length, pieces, attention):
+def llama_65b(*, length, num_subsequences, attention):
     """80 layers, 8192 wide, 64 heads, MLP 22016, vocabulary 32000."""
     layer = 2 * (4 * 8192**2 + 3 * 8192 * 22016)
     return lengths_of(
-        cut(length, pieces, 128, 80.0 * layer + 2 * 32000 * 8192, 80.0 * attention * 8192)
+        cut(length, num_subsequences, 128, 80.0 * layer + 2 * 32000 * 8192, 80.0 * attention * 8192)
     )
 
 
-@pytest.mark.parametrize(("pieces", "first", "last"), [(8, 10.59, 2.87), (16, 6.04, 1.3)])
-def test_the_papers_partition_counts_attention_over_the_full_square(pieces, first, last):
+@pytest.mark.parametrize(("num_subsequences", "first", "last"), [(8, 10.59, 2.87), (16, 6.04, 1.3)])
+def test_the_papers_partition_counts_attention_over_the_full_square(num_subsequences, first, last):
     """LLaMA-65B at 128K tokens, SPPO section 3.2: activations of the first and the last piece.
 
     They are 38 bytes per token and hidden unit of one layer, which nothing divides, in GiB; pieces
     are cut as if every query saw every key, 8 FLOPs per hidden unit and causal pair for our 4.
     """
-    square = llama_65b(length=131072, pieces=pieces, attention=8)
+    square = llama_65b(length=131072, num_subsequences=num_subsequences, attention=8)
     found = [38 * 8192 * tokens / 2**30 for tokens in (square[0], square[-1])]
     assert found == pytest.approx([first, last], rel=0.09)
-    causal = llama_65b(length=131072, pieces=pieces, attention=4)
+    causal = llama_65b(length=131072, num_subsequences=num_subsequences, attention=4)
     assert causal[0] / causal[-1] < 0.75 * first / last

@@ -12,32 +12,32 @@ from sppo.hardware.file import hardware_for
 from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
 from sppo.planning.make_plan import make_plan
-from sppo.planning.option import Option
 from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
+from sppo.planning.simulated_candidate import Option
 from sppo.planning.simulated_run import plan_candidate, plan_decisions, simulated_plan
-from sppo.planning.solver import candidate_of_pieces
+from sppo.planning.solver import candidate_of_subsequences
 from sppo.schedule.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config, solved
 
 
-def moving_run(**sections):
+def offloading_run(**sections):
     return run_config("llama-3.2-1b", length="128Ki", **sections)
 
 
-def moving_option(run=None, *, degrees=(1, 2, 4), pieces=12, memory_gib=18.0):
+def offloading_option(run=None, *, degrees=(1, 2, 4), num_subsequences=12, memory_gib=18.0):
     """On little memory, so that something of each fate is in the plan."""
-    candidate = candidate_of_pieces(
-        run or moving_run(),
+    candidate = candidate_of_subsequences(
+        run or offloading_run(),
         hardware=machine(memory_bytes=int(memory_gib * GIB), d2h_bytes_per_s=4e9),
         degrees=Degrees(*degrees),
-        pieces=pieces,
+        num_subsequences=num_subsequences,
     )
     return Option(assess(candidate))
 
 
-RUN = moving_run()
-PLAN = make_plan(RUN, moving_option())
+RUN = offloading_run()
+PLAN = make_plan(RUN, offloading_option())
 
 
 @pytest.fixture
@@ -57,11 +57,11 @@ def changed(path, change):
 
 
 def test_the_plan_under_test_fits_and_keeps_moves_and_rebuilds():
-    assert moving_option().assessment.shortfall is None
+    assert offloading_option().assessment.shortfall is None
     decisions = plan_decisions(PLAN)
     assert decisions.kept.any()
-    assert decisions.moved.any()
-    assert decisions.rebuilt.any()
+    assert decisions.offloaded.any()
+    assert decisions.recomputed.any()
 
 
 def test_what_is_written_is_read(path):
@@ -79,7 +79,7 @@ def test_only_its_content_counts(path):
 
 
 def test_a_plan_holds_the_candidate_it_was_made_of():
-    option = moving_option()
+    option = offloading_option()
     candidate = option.candidate
     assert plan_candidate(PLAN) == replace(candidate, policy=PLAN.policy)
     decisions = plan_decisions(PLAN)
@@ -155,7 +155,7 @@ def test_bytes_that_are_no_text_are_refused(path):
 
 
 def test_every_difference_from_the_run_is_named_with_both_values():
-    other = moving_run(
+    other = offloading_run(
         sequence={"num_subsequences": 4},
         train={"dtype": "fp32", "steps": 7},
         activations={"policy": "retain"},
@@ -169,7 +169,7 @@ def test_every_difference_from_the_run_is_named_with_both_values():
     ):
         assert difference in str(caught.value)
     assert "steps" not in str(caught.value)
-    deeper = moving_run()
+    deeper = offloading_run()
     scaling = deeper.model.rope_scaling.model_copy(update={"factor": 2.0})
     deeper = deeper.model_copy(
         update={"model": deeper.model.model_copy(update={"rope_scaling": scaling})}
@@ -181,7 +181,9 @@ def test_every_difference_from_the_run_is_named_with_both_values():
 def test_what_a_plan_does_not_rest_on_may_change():
     check_plan_fits(
         PLAN,
-        moving_run(train={"steps": 7, "seed": 3}, optimizer={"lr": 1.0}, parallel={"timeout_s": 5}),
+        offloading_run(
+            train={"steps": 7, "seed": 3}, optimizer={"lr": 1.0}, parallel={"timeout_s": 5}
+        ),
     )
     assert "lr" not in json.dumps(planned_part(RUN))
     assert "timeout_s" not in json.dumps(planned_part(RUN))
@@ -195,7 +197,7 @@ def test_of_the_parallel_keys_only_the_timeout_is_left_out():
 @pytest.mark.parametrize("sections", [{}, {"train": {"sequences_per_step": 2}}])
 def test_a_plan_simulated_takes_what_it_predicts(sections):
     """To the last digit where copies hide; the closed form waits longer where they do not."""
-    run = moving_run(**sections)
+    run = offloading_run(**sections)
     solution = solved(run, hardware=hardware_for(run.hardware))
     plan = make_plan(run, solution.best)
     case = simulated_plan(plan).case
@@ -206,8 +208,8 @@ def test_a_plan_simulated_takes_what_it_predicts(sections):
 
 
 def test_a_plan_that_waits_for_copies_predicts_the_wait():
-    run = moving_run(activations={"policy": "offload_all"})
-    option = moving_option(run)
+    run = offloading_run(activations={"policy": "offload_all"})
+    option = offloading_option(run)
     assert option.assessment.time.exposed_copy_s > 0
     plan = make_plan(run, option)
     case = simulated_plan(plan).case

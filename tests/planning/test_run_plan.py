@@ -53,17 +53,17 @@ def test_no_more_is_rebuilt_than_must_be():
     less = plan(available_bytes=int(everything) - 5)
     assert less.policy == "hybrid"
     (stage,) = less.stages
-    assert [part.rebuilt for part in stage.subsequences[1:]] == [(0, 0, 0)] * 7
-    assert stage.subsequences[0].rebuilt == (0, 0, less.lengths[0])
+    assert [part.recomputed for part in stage.subsequences[1:]] == [(0, 0, 0)] * 7
+    assert stage.subsequences[0].recomputed == (0, 0, less.lengths[0])
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_linear_layers_are_rebuilt_before_attention(share):
     kept, least = peak_bytes("keep_attention"), peak_bytes("recompute")
     between = plan(available_bytes=int((least + share * (kept - least)) / USABLE_SHARE) + 5)
-    assert between.rebuilt_shares(LINEAR) == (1.0,) * 8
-    assert 0 < sum(between.rebuilt_shares(ATTENTION)) < 8
-    assert set(between.rebuilt_shares(ATTENTION)) == {0.0, 1.0}
+    assert between.recomputed_fractions(LINEAR) == (1.0,) * 8
+    assert 0 < sum(between.recomputed_fractions(ATTENTION)) < 8
+    assert set(between.recomputed_fractions(ATTENTION)) == {0.0, 1.0}
 
 
 def test_a_cpu_has_nowhere_else_to_keep_the_optimizer():
@@ -89,8 +89,8 @@ def test_nothing_is_ever_moved():
     """Nothing but whole classes that are kept or rebuilt: what one device alone can do."""
     for available in (PLENTY, int(peak_bytes("recompute") / USABLE_SHARE) + 5):
         for part in plan(available_bytes=available).stages[0].subsequences:
-            assert part.moved == (0, 0, 0)
-            assert all(min(rows) == 0 for rows in zip(part.kept, part.rebuilt, strict=True))
+            assert part.offloaded == (0, 0, 0)
+            assert all(min(rows) == 0 for rows in zip(part.kept, part.recomputed, strict=True))
 
 
 def test_nothing_that_fits_is_said_with_numbers():
@@ -106,8 +106,8 @@ def test_what_is_said_to_be_needed_is_enough_and_nothing_less_is(length, disk_by
     """With a disk too, whose places may take more than is moved; in MiB, as it is said."""
     run = run_config(dtype="fp32", length=length)
     if disk_bytes:
-        moving = run.activations.model_copy(update={"disk": "."})
-        run = run.model_copy(update={"activations": moving})
+        offloading = run.activations.model_copy(update={"disk": "."})
+        run = run.model_copy(update={"activations": offloading})
     room = {"hardware": LAPTOP, "disk_bytes": disk_bytes}
     with pytest.raises(MemoryError) as refused:
         plan_run(run, available_bytes=1 << 20, **room)
@@ -121,7 +121,7 @@ def test_what_is_said_to_be_needed_is_enough_and_nothing_less_is(length, disk_by
 def test_a_policy_that_was_asked_for_is_taken_or_refused(policy):
     needed = peak_bytes(policy)
     chosen = plan(run_config(policy=policy), available_bytes=needed)
-    assert chosen.stages[0].subsequences[0].rebuilt[LINEAR] == (
+    assert chosen.stages[0].subsequences[0].recomputed[LINEAR] == (
         0 if policy == "retain" else chosen.lengths[0]
     )
     with pytest.raises(MemoryError, match=f"policy={policy} needs .* are available; write .*auto"):
@@ -159,7 +159,7 @@ def test_pieces_are_automatic_by_device():
 
 def test_partition_by_length_and_alignment():
     run = run_config(partition="length", num_subsequences=3, alignment=1000)
-    expected = boundaries_by_length(16384, pieces=3, alignment=1000)
+    expected = boundaries_by_length(16384, num_subsequences=3, alignment=1000)
     assert cuts_of(run) == expected == (0, 5000, 11000, 16384)
 
 
@@ -168,19 +168,19 @@ def test_partition_by_flops_uses_the_model():
     layer = 256 * (128 + 64 + 64 + 128) + 3 * 256 * 704
     expected = boundaries_by_flops(
         16384,
-        pieces=5,
+        num_subsequences=5,
         linear=2 * (2 * layer + 257 * 256),
         quadratic=2 * 4 * 128,
         alignment=128,
     )
     cuts = cuts_of(run_config(num_subsequences=5, partition="flops"))
     assert cuts == expected
-    assert cuts != boundaries_by_length(16384, pieces=5, alignment=128)
+    assert cuts != boundaries_by_length(16384, num_subsequences=5, alignment=128)
 
 
 def test_a_stage_alone_waits_for_nobody_so_its_pieces_are_equal():
     alone = run_config(num_subsequences=4)
-    assert cuts_of(alone) == boundaries_by_length(16384, pieces=4, alignment=128)
+    assert cuts_of(alone) == boundaries_by_length(16384, num_subsequences=4, alignment=128)
     parallel = alone.parallel.model_copy(update={"pipeline_parallel_degree": 2})
     piped = alone.model_copy(update={"parallel": parallel})
     assert cuts_of(piped) == cuts_of(run_config(num_subsequences=4, partition="flops"))
@@ -211,18 +211,18 @@ def plan_on_gpu(*, host_bytes=PLENTY, disk_bytes=0, **activations):
 
 
 def test_behind_a_gpu_is_the_host():
-    moving = plan_on_gpu(policy="offload_all")
-    assert moving.tier == "host"
-    assert moving.predicted.host_peak_bytes > 0 == moving.predicted.disk_peak_bytes
-    assert not plan_on_gpu(policy="auto").moves_anything
+    offloading = plan_on_gpu(policy="offload_all")
+    assert offloading.tier == "host"
+    assert offloading.predicted.host_peak_bytes > 0 == offloading.predicted.disk_peak_bytes
+    assert not plan_on_gpu(policy="auto").offloads_anything
 
 
 def test_a_disk_behind_it_is_used_where_the_run_says_so():
     disk = {"policy": "offload_all", "disk": "spill"}
     assert plan_on_gpu(**disk, disk_bytes=PLENTY).tier == "host"
-    moving = plan_on_gpu(**disk, tier="disk", disk_bytes=PLENTY)
-    assert moving.tier == "disk"
-    assert moving.predicted.disk_peak_bytes > 0
+    offloading = plan_on_gpu(**disk, tier="disk", disk_bytes=PLENTY)
+    assert offloading.tier == "disk"
+    assert offloading.predicted.disk_peak_bytes > 0
     with pytest.raises(ValueError, match=r"activations\.tier=disk without a directory"):
         plan_on_gpu(policy="offload_all", tier="disk")
 

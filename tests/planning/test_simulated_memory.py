@@ -10,14 +10,14 @@ from sppo.config import check_run
 from sppo.hardware.presets import PRESETS
 from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
-from sppo.planning.option import Option, simulate_option
+from sppo.planning.simulated_candidate import Option, simulate_option
 from sppo.planning.simulated_memory import simulated_device_bytes, simulated_excess
-from sppo.planning.solver import candidate_of_pieces
+from sppo.planning.solver import candidate_of_subsequences
 
 NODE = PRESETS["h100"]
 
 
-def option_of(pieces, degrees, *, hardware=NODE, simulated=True):
+def option_of(num_subsequences, degrees, *, hardware=NODE, simulated=True):
     raw = {
         "model": {"preset": "llama-3.2-1b"},
         "data": {"tokens": "none"},
@@ -26,7 +26,9 @@ def option_of(pieces, degrees, *, hardware=NODE, simulated=True):
         "activations": {"policy": "retain"},
     }
     run = check_run(raw, source="test")
-    candidate = candidate_of_pieces(run, hardware=hardware, degrees=degrees, pieces=pieces)
+    candidate = candidate_of_subsequences(
+        run, hardware=hardware, degrees=degrees, num_subsequences=num_subsequences
+    )
     assessment = assess(candidate)
     return simulate_option(assessment) if simulated else Option(assessment)
 

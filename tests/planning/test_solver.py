@@ -13,9 +13,9 @@ from sppo.hardware.file import hardware_for
 from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
 from sppo.planning.make_plan import make_plan
-from sppo.planning.option import Option, simulate_option
 from sppo.planning.plan import plan_json
-from sppo.planning.solver import candidate_of_pieces, enumerate_options, solve
+from sppo.planning.simulated_candidate import Option, simulate_option
+from sppo.planning.solver import candidate_of_subsequences, enumerate_options, solve
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config, solved
 
@@ -41,10 +41,12 @@ def answer(model="gpt-7b", length="512Ki", nodes=4):
     return solved(request(model, length=length, nodes=nodes))
 
 
-def with_pieces(option, pieces):
+def with_subsequences(option, num_subsequences):
     """The same degrees with another N, simulated."""
     run, hardware = request(length=sum(option.candidate.lengths)), hardware_for_request()
-    candidate = candidate_of_pieces(run, hardware=hardware, degrees=option.degrees, pieces=pieces)
+    candidate = candidate_of_subsequences(
+        run, hardware=hardware, degrees=option.degrees, num_subsequences=num_subsequences
+    )
     return simulate_option(assess(candidate))
 
 
@@ -59,17 +61,17 @@ def hardware_for_request():
 def test_gpt_7b_on_32_gpus_is_shared_out_as_in_the_paper(length):
     best = answer(length=length).best
     assert best.degrees == Degrees(1, 4, 8)
-    theirs = with_pieces(best, PAPER[length])
-    pieces = len(best.candidate.lengths)
-    near = max(pieces, PAPER[length]) <= 1.5 * min(pieces, PAPER[length])
+    theirs = with_subsequences(best, PAPER[length])
+    num_subsequences = len(best.candidate.lengths)
+    near = max(num_subsequences, PAPER[length]) <= 1.5 * min(num_subsequences, PAPER[length])
     assert near or best.step_s < theirs.step_s
     assert best.step_s <= theirs.step_s * (1 + 1e-9)
 
 
 def test_longer_sequences_are_cut_into_more_pieces():
-    pieces = [len(answer(length=length).best.candidate.lengths) for length in PAPER]
-    assert pieces == sorted(pieces)
-    assert pieces[-1] > pieces[0]
+    num_subsequences = [len(answer(length=length).best.candidate.lengths) for length in PAPER]
+    assert num_subsequences == sorted(num_subsequences)
+    assert num_subsequences[-1] > num_subsequences[0]
 
 
 def test_a_million_tokens_on_32_gpus_and_four_million_on_128():
@@ -83,7 +85,7 @@ def test_a_million_tokens_on_32_gpus_and_four_million_on_128():
 
 @pytest.mark.parametrize("length", ["512Ki", "1Mi"])
 def test_time_over_the_number_of_pieces_is_u_shaped(length):
-    options = answer(length=length).by_pieces
+    options = answer(length=length).by_num_subsequences
     steps = [option.step_s for option in options]
     least = steps.index(min(steps))
     assert [len(option.candidate.lengths) for option in options] == sorted(
@@ -96,7 +98,7 @@ def test_time_over_the_number_of_pieces_is_u_shaped(length):
 
 def test_few_pieces_leave_bubbles():
     """(p - 1) / N of the paper: 3 / 8 of the work for four stages and eight pieces."""
-    few = with_pieces(answer().best, 8)
+    few = with_subsequences(answer().best, 8)
     bubble = few.timeline.bubble_fraction
     assert bubble / (1 - bubble) == pytest.approx(3 / 8, rel=0.15)
 
@@ -115,7 +117,7 @@ def test_fewer_key_heads_leave_more_room():
 
 
 def all_options(solution):
-    return [solution.best, *solution.runners_up, *solution.by_pieces]
+    return [solution.best, *solution.runners_up, *solution.by_num_subsequences]
 
 
 def assert_sound(solution):
@@ -321,5 +323,5 @@ def test_more_devices_than_there_are_is_refused():
 def test_what_does_not_fit_is_explained():
     solution = solved(request(length="1Mi", nodes=1), hardware=machine(memory_bytes=12 * GIB))
     assert solution.best is None
-    assert solution.runners_up == solution.by_pieces == ()
+    assert solution.runners_up == solution.by_num_subsequences == ()
     assert all(rejection.reason for rejection in solution.rejected)

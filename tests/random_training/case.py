@@ -11,8 +11,8 @@ from sppo.config.run import OptimizerConfig
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.kernels.labels import IGNORED_LABEL
+from sppo.parallel.megatron import tensor_shard
 from sppo.parallel.mesh import MeshShape
-from sppo.parallel.tensor_parallel import tensor_share
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -146,7 +146,7 @@ class Leg(_Short):
     def mesh_shape(self, model: ModelConfig) -> MeshShape:
         copies = None
         if self.sequence_parallel == "megatron" and self.sp > 1:
-            copies = tensor_share(model, degree=self.sp).repeats
+            copies = tensor_shard(model, degree=self.sp).repeats
         return MeshShape(self.dp, self.pp, self.sp, copies)
 
 

@@ -98,19 +98,19 @@ class _Message:
     late: bool
     sent: Tensor | None = None
     received: Tensor | None = None
-    moved: bool = False
+    offloaded: bool = False
 
     def is_posted(self) -> bool:
         return self.sent is not None and self.received is not None
 
     def move(self) -> None:
-        if self.moved:
+        if self.offloaded:
             return
         assert self.sent is not None
         assert self.received is not None
         _same_kind(self.sent, self.received)
         self.received.view(-1).copy_(self.sent.view(-1))
-        self.moved = True
+        self.offloaded = True
 
 
 @dataclass(eq=False)
@@ -194,7 +194,7 @@ class Distributed:
             self._turns.wait(message.is_posted, what)
             message.move()
 
-        return _Work(complete, lambda: message.moved)
+        return _Work(complete, lambda: message.offloaded)
 
     # Collectives
 

@@ -14,14 +14,15 @@ from unittest.mock import patch
 
 import torch
 
-from sppo.engine import engine, span_attention, stage
+from sppo.engine import engine, stage
+from sppo.engine import subsequence_attention as span_attention
 from sppo.engine.saved_tensors import SavedTensors
 from sppo.model.gradients import DeferredGradients
 from sppo.optim.adamw import AdamW
-from sppo.optim.sharded_state import SharedState
+from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
-from sppo.parallel.data_parallel import StageGroup
-from sppo.parallel.row_gather import Gathering
+from sppo.parallel.data_parallel import GradientReducer
+from sppo.parallel.parameter_all_gather import AllGatherHandle
 from tests.random_training.case import Case
 
 Mutation = Callable[[], AbstractContextManager[Any]]
@@ -35,12 +36,12 @@ def lent_operands() -> Iterator[None]:
     """
     unchanged = DeferredGradients.linear
 
-    def kept(operand: torch.Tensor) -> torch.Tensor:
+    def retained(operand: torch.Tensor) -> torch.Tensor:
         own_bytes = operand.numel() * operand.element_size()
         return operand.clone() if operand.untyped_storage().nbytes() > own_bytes else operand
 
     def linear(self: Any, name: str, *, dy_CO: torch.Tensor, x_CI: torch.Tensor) -> None:
-        unchanged(self, name, dy_CO=kept(dy_CO), x_CI=kept(x_CI))
+        unchanged(self, name, dy_CO=retained(dy_CO), x_CI=retained(x_CI))
 
     def by_token(x_CKD: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
         return x_CKD.to(dtype, memory_format=torch.contiguous_format).contiguous()
@@ -83,13 +84,13 @@ def buckets_not_awaited() -> Any:
             _, finish = self._under_way.popleft()
             finish()
 
-    return patch.object(StageGroup, "_wait_for", _wait_for)
+    return patch.object(GradientReducer, "_wait_for", _wait_for)
 
 
 @contextmanager
 def gathers_not_awaited() -> Iterator[None]:
     """Weights of ZeRO-3 are used before they are here."""
-    finish = Gathering.finish
+    finish = AllGatherHandle.finish
 
     def finish_early(self: Any) -> Any:
         work, self._work = self._work, _Nothing()
@@ -98,7 +99,7 @@ def gathers_not_awaited() -> Iterator[None]:
         finally:
             self._work = work
 
-    with patch.object(Gathering, "finish", finish_early):
+    with patch.object(AllGatherHandle, "finish", finish_early):
         yield
 
 
@@ -145,14 +146,14 @@ def prefix_without_dk() -> Iterator[None]:
 
 def documents_not_isolated() -> Any:
     """Recomputed attention and its backward look across the starts of documents."""
-    return patch.object(span_attention.StoredAttention, "_documents", lambda self: (0,))
+    return patch.object(span_attention.KVCacheAttention, "_documents", lambda self: (0,))
 
 
 def norm_of_own_gradients() -> Any:
     """Every rank clips by the norm of its own gradients."""
     from sppo.optim.adamw import global_norm
 
-    return patch.object(SharedState, "norm", lambda self, gradients, peers: global_norm(gradients))
+    return patch.object(ShardedState, "norm", lambda self, gradients, peers: global_norm(gradients))
 
 
 @contextmanager
@@ -163,7 +164,7 @@ def tied_gradients_apart() -> Iterator[None]:
         for group in self._groups.values():
             group.wait()
 
-    with patch.object(SharedState, "finish", finish):
+    with patch.object(ShardedState, "finish", finish):
         yield
 
 
@@ -183,7 +184,7 @@ def resumed_without_step() -> Iterator[None]:
 
 def weights_not_gathered() -> Any:
     """After a step every rank goes on with the rows that it updated itself, others being old."""
-    return patch.object(SharedState, "gather", lambda self, weights: None)
+    return patch.object(ShardedState, "gather", lambda self, weights: None)
 
 
 @contextmanager

@@ -13,22 +13,22 @@ from torch import Tensor
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
-from sppo.engine.engine import Companions, Engine
+from sppo.engine.engine import Engine, ParallelContext
 from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
-from sppo.offload.moving_store import MovingStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.offload.tiers import Tier
 from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.learning_rate import learning_rate
-from sppo.optim.sharded_state import SharedState
-from sppo.parallel.host_collectives import Peers
+from sppo.optim.sharded_state import ShardedState
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.mesh import Mesh, alone
-from sppo.parallel.piece_exchange import PieceLinks
+from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
-from sppo.parallel.tensor_parallel import TensorExchange
-from sppo.parallel.ulysses import HeadExchange
+from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.row_plan import PolicyRows, RowPlan
-from tests.engine.moving import RatioRows, queues_of
+from tests.engine.offloading import RatioRows, queues_of
 from tests.random_training.case import DTYPES, Case, Leg
 
 Blocks = dict[str, StateBlock]
@@ -78,19 +78,19 @@ class _Rank:
         mesh = alone()
         if leg.num_ranks > 1:
             mesh = Mesh(leg.mesh_shape(model), rank=rank, timeout_s=30.0, wraps=leg.virtual > 1)
-        self._mesh, self._peers = mesh, Peers(mesh)
+        self._mesh, self._peers = mesh, HostCollectives(mesh)
         links = PipelineLinks(mesh, device=torch.device("cpu")) if mesh.groups.edges else None
-        pieces = PieceLinks(mesh) if leg.schedule == "sppo_msp" else None
+        pieces = MspLinks(mesh) if leg.schedule == "sppo_msp" else None
         pipeline = Pipeline(
             leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, courier=links, pieces=pieces
         )
-        shared = SharedState(model, mesh=mesh, pipeline=pipeline, zero=leg.zero)
+        shared = ShardedState(model, mesh=mesh, pipeline=pipeline, zero=leg.zero)
         dtype = DTYPES[case.dtype]
         self._weights: dict[str, Tensor] = {}
         masters: dict[str, Tensor] = {}
         for name in shared.shapes:
             wide = shared.shares.cut(name, state[MODEL_PREFIX + name].clone())
-            self._weights[name] = shared.kept(name, wide.to(dtype))
+            self._weights[name] = shared.retained(name, wide.to(dtype))
             if dtype is torch.bfloat16:
                 masters |= shared.own({name: wide}, copy=True)
         whole = {n: torch.empty(shape, dtype=dtype) for n, shape in shared.shapes.items()}
@@ -107,11 +107,11 @@ class _Rank:
             weights=shared.provider(self._weights),
             gradients=self._gradients,
             rows=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
-            moved={stage: _store(leg, disk) for stage in stages if leg.tier},
-            moved_pieces={stage: _store(leg, disk) for stage in lent if leg.tier},
+            offloaded={stage: _store(leg, disk) for stage in stages if leg.tier},
+            offloaded_shards={stage: _store(leg, disk) for stage in lent if leg.tier},
             input_every=leg.input_every,
             pipeline=pipeline,
-            companions=Companions(
+            companions=ParallelContext(
                 _exchange(leg, model, mesh), lambda stage: shared.reduce(stage, self._gradients)
             ),
             loss_terms=case.terms,
@@ -162,7 +162,7 @@ class _Rank:
             tuple(map(str, done.schedule.programs[self._mesh.at.pipeline])),
         )
 
-    def _resume(self, shared: SharedState, state: Mapping[str, Tensor]) -> None:
+    def _resume(self, shared: ShardedState, state: Mapping[str, Tensor]) -> None:
         """Take this rank's part of ``state``."""
         live = self._optimizer.state()
         for key, block in shared.blocks(live).items():
@@ -172,8 +172,8 @@ class _Rank:
 
     def _weight_blocks(self) -> Blocks:
         """What the rank keeps of the weights between steps."""
-        kept = {MODEL_PREFIX + name: weight for name, weight in self._weights.items()}
-        found = _copied(self._shared.blocks(kept)) if self._leg.zero == 3 else {}
+        retained = {MODEL_PREFIX + name: weight for name, weight in self._weights.items()}
+        found = _copied(self._shared.blocks(retained)) if self._leg.zero == 3 else {}
         for name, weight in self._weights.items():
             if self._leg.zero != 3:
                 offsets = self._shared.shares.offsets(name)
@@ -218,10 +218,10 @@ def rows_of_leg(leg: Leg, model: ModelConfig, dtype: torch.dtype) -> RowPlan:
     )
 
 
-def _store(leg: Leg, disk: str) -> MovingStore:
+def _store(leg: Leg, disk: str) -> OffloadStore:
     tier = Tier("disk", Path(disk)) if leg.tier == "disk" else Tier("host")
     queues = queues_of(leg.queues, poison=leg.debug)
-    return MovingStore(queues, tier=tier, source_lag=leg.lag, checksums=leg.debug)
+    return OffloadStore(queues, tier=tier, source_lag=leg.lag, checksums=leg.debug)
 
 
 def _exchange(leg: Leg, model: ModelConfig, mesh: Mesh) -> Any:
@@ -229,5 +229,5 @@ def _exchange(leg: Leg, model: ModelConfig, mesh: Mesh) -> Any:
     if group is None:
         return None
     if leg.sequence_parallel == "megatron":
-        return TensorExchange(group, rank=rank, model=model)
-    return HeadExchange(group, rank=rank, num_heads=model.num_heads, kv_heads=model.kv_heads)
+        return MegatronSequenceParallel(group, rank=rank, model=model)
+    return UlyssesAllToAll(group, rank=rank, num_heads=model.num_heads, kv_heads=model.kv_heads)

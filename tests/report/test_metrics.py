@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sppo.report.loss_plot import loss_picture, running_mean
+from sppo.report.loss_plot import loss_plot, running_mean
 from sppo.report.metrics import JsonlSink, StepMetrics, read_metrics
 from sppo.report.step_line import step_line
 from sppo.report.tensorboard_sink import TensorBoardSink
@@ -169,7 +169,7 @@ def test_what_is_no_record_of_a_step_is_counted_and_left_out(
     path.write_text(path.read_text() + wrong + "\n" + wrong + "\n")
     assert [m.step for m in read_metrics(path)] == [1, 2]
     assert "2 of 4 lines are left out, the first of them line 3" in caplog.text
-    loss_picture(path, tmp_path / "loss.png")
+    loss_plot(path, tmp_path / "loss.png")
     _write(path, 3, resume_step=2)
     assert _steps(path) == [1, 2, 3]
 
@@ -296,7 +296,7 @@ def test_a_picture_of_any_run(tmp_path: Path, losses: list[float]) -> None:
         sink.write(_metrics(step, loss=loss, skipped=not math.isfinite(loss)))
     sink.close()
     png = tmp_path / "loss.png"
-    loss_picture(directory / "metrics.jsonl", png)
+    loss_plot(directory / "metrics.jsonl", png)
     header = png.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1600, 900)
@@ -305,15 +305,15 @@ def test_a_picture_of_any_run(tmp_path: Path, losses: list[float]) -> None:
 def test_the_picture_names_the_terms_of_the_loss(tmp_path: Path) -> None:
     _write(tmp_path / "metrics.jsonl", 3)
     plain, named = tmp_path / "plain.png", tmp_path / "named.png"
-    loss_picture(tmp_path / "metrics.jsonl", plain)
-    loss_picture(tmp_path / "metrics.jsonl", named, terms="z-loss 0.0001")
+    loss_plot(tmp_path / "metrics.jsonl", plain)
+    loss_plot(tmp_path / "metrics.jsonl", named, terms="z-loss 0.0001")
     assert plain.read_bytes() != named.read_bytes()
 
 
 def test_no_picture_of_a_run_without_steps(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no step yet"):
-        loss_picture(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+        loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
 
 
 def test_running_mean_is_centred_and_passes_over_what_is_not_finite() -> None:

@@ -11,9 +11,9 @@ from tests.schedule.cases import make
 def test_text_form_of_every_kind():
     texts = [
         str(Action(ActionKind.F, 0, 2, 1)),
-        str(Action(ActionKind.F, 0, 2, 1, piece=1, num_pieces=3)),
+        str(Action(ActionKind.F, 0, 2, 1, shard=1, num_shards=3)),
         str(Action(ActionKind.SEND, 0, 2, 1, "act")),
-        str(Action(ActionKind.RECV, 3, 2, 1, "grad", piece=0, num_pieces=4)),
+        str(Action(ActionKind.RECV, 3, 2, 1, "grad", shard=0, num_shards=4)),
         str(Action(ActionKind.D2H, 0, 2, 1)),
         str(Action(ActionKind.REDUCE, 5)),
     ]
@@ -74,8 +74,8 @@ def test_digest_sees_every_field():
 
 def test_piece_lengths_follow_the_cut_or_are_equal():
     schedule = Schedule("s", Placement(2), ((10, 7),), ((), ()), (Cut(0, 0, 1, (5, 2)),))
-    assert schedule.piece_lengths(0, unit=(0, 1), num_pieces=2) == (5, 2)
-    assert schedule.piece_lengths(1, unit=(0, 1), num_pieces=2) == (4, 3)
+    assert schedule.shard_lengths(0, unit=(0, 1), num_shards=2) == (5, 2)
+    assert schedule.shard_lengths(1, unit=(0, 1), num_shards=2) == (4, 3)
     assert schedule.num_units == 2
     assert schedule.unit_offsets() == (0,)
     assert not schedule.is_training

@@ -95,8 +95,8 @@ def test_pieces_of_a_cut_unit_are_copied_by_the_ranks_that_hold_them():
     sent = abstract_case(replace(request, offload=AbstractOffload("full", d2h_s=0.4, h2d_s=0.4)))
     before = simulate(kept.schedule, costs=kept.costs)
     after = simulate(sent.schedule, costs=sent.costs)
-    pieces = [s for r in range(3) for s in after.spans(r) if s.lane == "d2h"]
-    cut = [s for s in pieces if s.action.num_pieces == 3]
+    shards = [s for r in range(3) for s in after.spans(r) if s.lane == "d2h"]
+    cut = [s for s in shards if s.action.num_shards == 3]
     assert cut
     assert all(s.finish_s - s.start_s == pytest.approx(0.4 / 3) for s in cut)
     assert max(peaks(after)) < 0.6 * max(peaks(before))

@@ -56,8 +56,8 @@ def test_links_of_a_pair_and_of_all_others():
 
 def test_offload_moves_a_share_of_the_activations():
     costs = abstract_costs(1, num_units=2, activation_bytes=(4, 2))
-    moved = with_offload(costs, ratios=np.array([[0.5, 1.0]]), copies=CopyEngines(1.0, 1.0))
-    assert moved.offload_bytes.tolist() == [[2, 2]]
+    offloaded = with_offload(costs, ratios=np.array([[0.5, 1.0]]), copies=CopyEngines(1.0, 1.0))
+    assert offloaded.offload_bytes.tolist() == [[2, 2]]
     with pytest.raises(ValueError, match="ratios from 0 to 1.5: must be within 0 and 1"):
         with_offload(costs, ratios=np.array([[0.0, 1.5]]), copies=CopyEngines())
 

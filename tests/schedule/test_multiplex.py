@@ -13,16 +13,22 @@ from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.costs import Link, Links, abstract_costs
 from sppo.schedule.encoding import encode
-from sppo.schedule.gangs import Gang, balanced_pieces, find_gangs, gang_seconds, routes_between
 from sppo.schedule.generators import generate
+from sppo.schedule.msp_groups import (
+    MspGroup,
+    balanced_shards,
+    find_msp_groups,
+    msp_seconds,
+    routes_between,
+)
 from sppo.schedule.multiplex import multiplex, multiplexed_ranks
 from sppo.schedule.prepare import lower
 from sppo.schedule.simulate import simulate
 from tests.schedule.cases import make, play
 
 
-def pieces(schedule):
-    return sum(a.num_pieces > 1 for program in schedule.programs for a in program)
+def shards(schedule):
+    return sum(a.num_shards > 1 for program in schedule.programs for a in program)
 
 
 def test_table_3_of_the_paper():
@@ -81,7 +87,7 @@ def test_communication_decides_how_many_units_are_cut():
     for bandwidth in (100, 1.5, 1):
         costs = priced(4, 8, bandwidth=bandwidth)
         schedule = make("sppo_msp", p=4, n=8, m=1, tokens=64, costs=costs)
-        counts.append(pieces(schedule))
+        counts.append(shards(schedule))
         makespans.append(simulate(schedule, costs=costs).makespan_s)
     assert counts[0] > counts[1] > counts[2] == 0
     assert makespans == sorted(makespans)
@@ -90,10 +96,10 @@ def test_communication_decides_how_many_units_are_cut():
 def test_every_chosen_gang_pays():
     costs = priced(4, 8, bandwidth=3)
     schedule = make("sppo_msp", p=4, n=8, m=1, tokens=64, costs=costs)
-    gangs = find_gangs(schedule, programs=encode(schedule))
-    seconds = gang_seconds(schedule, gangs=gangs, costs=costs)
-    assert gangs
-    for slot in gangs:
+    groups = find_msp_groups(schedule, programs=encode(schedule))
+    seconds = msp_seconds(schedule, groups=groups, costs=costs)
+    assert groups
+    for slot in groups:
         assert seconds[0, slot] + seconds[1, slot] < 1 + 2
 
 
@@ -144,19 +150,19 @@ def test_several_sequences_follow_each_other_unless_overlapping_is_faster():
     two, twelve = make("sppo_msp", p=4, n=8, m=2), make("sppo_msp", p=4, n=8, m=12)
     assert play(two).makespan_s == pytest.approx(50)
     assert play(make("sppo", p=4, n=8, m=2)).makespan_s == 57
-    assert pieces(twelve) == 0
+    assert shards(twelve) == 0
 
 
 def test_a_unit_shorter_than_its_gang_stays_whole():
     schedule = make("sppo_msp", p=4, n=8, m=1, tokens=2)
-    assert {a.num_pieces for program in schedule.programs for a in program} <= {1, 2}
+    assert {a.num_shards for program in schedule.programs for a in program} <= {1, 2}
 
 
 def test_a_pipeline_of_many_gangs_is_still_chosen():
     """More gangs than are tried one by one."""
     schedule = make("sppo_msp", p=9, n=18, m=1)
     assert play(schedule).makespan_s < play(make("sppo", p=9, n=18, m=1)).makespan_s
-    assert pieces(schedule) > 0
+    assert shards(schedule) > 0
 
 
 def test_costs_for_another_schedule_are_refused():
@@ -168,7 +174,7 @@ def test_costs_for_another_schedule_are_refused():
 @given(st.integers(1, 200), st.integers(1, 8), st.integers(0, 500), st.floats(0, 1))
 def test_balanced_pieces_add_up_and_later_ones_are_not_longer(tokens, count, start, slope):
     count = min(count, tokens)
-    parts = balanced_pieces(tokens, num_pieces=count, start=start, context_slope=slope)
+    parts = balanced_shards(tokens, num_shards=count, start=start, context_slope=slope)
     assert sum(parts) == tokens
     assert len(parts) == count
     assert min(parts) >= 1
@@ -200,13 +206,13 @@ def test_helpers_get_everything_for_every_unit():
         links=Links(Link(0.0, 1.0)),
     )
     schedule = make("sppo", p=3, n=6, m=1)
-    gangs = {}
+    groups = {}
     for stage in range(3):
         for unit in range(6):
             ranks = tuple(multiplexed_ranks(stage, unit=unit, num_ranks=3, num_units=6))
             if len(ranks) > 1:
-                gangs[stage * 6 + unit] = Gang(stage * 6 + unit, ranks, (16,))
-    seconds = gang_seconds(schedule, gangs=gangs, costs=costs)
+                groups[stage * 6 + unit] = MspGroup(stage * 6 + unit, ranks, (16,))
+    seconds = msp_seconds(schedule, groups=groups, costs=costs)
     # Stage 2, right units 4 and 5 on ranks 0..2, behind four and five units.
     assert seconds[0, 2 * 6 + 4] == pytest.approx(4 + 1)
     assert seconds[0, 2 * 6 + 5] == pytest.approx(5 + 1)

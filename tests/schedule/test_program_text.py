@@ -38,13 +38,13 @@ def test_every_action_is_read_back(data):
     if kind is ActionKind.REDUCE:
         action = Action(kind, data.draw(number))
     else:
-        pieces = data.draw(st.integers(1, 50))
+        shards = data.draw(st.integers(1, 50))
         wire = None
         if kind in (ActionKind.SEND, ActionKind.RECV):
             wire = data.draw(st.sampled_from(("act", "grad")))
         action = Action(
             kind, data.draw(number), data.draw(number), data.draw(number), wire,
-            data.draw(st.integers(0, pieces - 1)), pieces,
+            data.draw(st.integers(0, shards - 1)), shards,
         )  # fmt: skip
     assert parse_action(str(action)) == action
 

@@ -162,8 +162,8 @@ def test_the_training_is_that_of_the_cpu(work, activations):
         outcome, found = train(run_of(work, activations=activations), device)
         assert runtime.locked == set()
     assert losses(found) == losses(expected)
-    moved = activations.get("policy") != "retain"
-    assert all((record["offloaded_bytes"] > 0) == moved for record in found)
+    offloaded = activations.get("policy") != "retain"
+    assert all((record["offloaded_bytes"] > 0) == offloaded for record in found)
     assert list((work / "spill").iterdir()) == []
     on_disk = activations.get("tier") == "disk"
     assert all((record["disk_peak_bytes"] > 0) == on_disk for record in found)
@@ -232,11 +232,11 @@ def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypat
     with fake_gpu() as (device, _):
         monkeypatch.setattr(choose_device_module, "device_kind", lambda run: "cuda")
         monkeypatch.setattr(choose_device_module, "choose_device", lambda run, **_: device)
-        moving = ("train", "run.yaml", "activations.policy=offload_all")
-        said = succeed(*moving)
+        offloading = ("train", "run.yaml", "activations.policy=offload_all")
+        said = succeed(*offloading)
         assert f"fp32 on {NAME} (cpu), torch" in said
         assert " to host memory and back: 100% to 100% of what" in said
-        assert "all 4 steps were done before" in succeed(*moving)
+        assert "all 4 steps were done before" in succeed(*offloading)
         words = ("activations.policy=offload_all", "hardware.preset=h200", "train.output=planned")
         succeed("solve", "run.yaml", *words, "hardware.devices_per_node=1", "-o", "plan.json")
         succeed("train", "run.yaml", *words, "--plan", "plan.json")
@@ -306,12 +306,12 @@ def test_the_machines_of_a_run_are_as_many_as_its_ranks_fill(work):
 
 
 def test_a_plan_that_moves_to_a_disk_needs_a_directory(work):
-    moving = {"policy": "offload_all", "tier": "disk"}
-    named = run_of(work, activations={**moving, "disk": "spill"})
+    offloading = {"policy": "offload_all", "tier": "disk"}
+    named = run_of(work, activations={**offloading, "disk": "spill"})
     with fake_gpu() as (device, _):
         plan = check_before_training(named, device=device).plan
         with pytest.raises(ValueError, match=r"to a disk: write activations\.disk=DIR"):
-            check_before_training(run_of(work, activations=moving), plan=plan, device=device)
+            check_before_training(run_of(work, activations=offloading), plan=plan, device=device)
 
 
 def test_a_cpu_has_no_host_tier(work):

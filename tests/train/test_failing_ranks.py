@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 TRAIN = [sys.executable, "-m", "sppo", "train", "run.yaml"]
 TWO_STAGES = "parallel.pipeline_parallel_degree=2"
 
@@ -58,7 +58,7 @@ def training(directory, *words, after_steps):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "it takes too long"
         time.sleep(0.05)
@@ -96,7 +96,7 @@ def test_a_rank_that_is_killed_ends_the_job_which_then_resumes(endless):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -156,7 +156,7 @@ def as_rank(directory, rank, *words, world_size, port):
 
 def test_degrees_that_do_not_multiply_to_the_ranks_there_are(endless):
     job = as_rank(endless, 0, TWO_STAGES, world_size=3, port=1)
-    _, errors = job.communicate(timeout=PATIENCE_S)
+    _, errors = job.communicate(timeout=TIMEOUT_S)
     assert job.returncode == 2
     assert "data 1 x pipeline 2 x sequence 1 makes 2 ranks, and 3 were started" in errors
     assert not (endless / "out").exists()
@@ -168,7 +168,7 @@ def test_ranks_with_different_configurations_say_what_differs(endless, unused_po
         for rank, words in enumerate([[], ["optimizer.lr=0.5"]])
     ]
     for job in jobs:
-        _, errors = job.communicate(timeout=PATIENCE_S)
+        _, errors = job.communicate(timeout=TIMEOUT_S)
         assert job.returncode == 2
         assert "optimizer.lr" in errors
         assert "0.5" in errors

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from sppo.config import load_run
-from sppo.parallel.host_collectives import Peers
+from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.progress import RankProgress
 from sppo.train import trainer
@@ -27,7 +27,7 @@ from sppo.train.results import report
 from tests.fake_cuda import fake_gpu
 from tests.train.test_parallel_runs import MODEL, alone, assert_like_alone, overrides
 
-MOVING = {"activations.policy": "offload_all"}
+OFFLOADING = {"activations.policy": "offload_all"}
 
 
 def gpu_test(test, *, count=1):
@@ -48,7 +48,7 @@ def train_on_a_fake_gpu(rank, directory, arguments):
     shape = mesh_shape(run)
     with fake_gpu() as (device, runtime):
         mesh = Mesh(shape, rank=rank, timeout_s=30.0, device=device.group_device)
-        ranks = Ranks(mesh, Peers(mesh), RankProgress.create(None), shape.num_ranks)
+        ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
         local = shape.num_ranks
         plan = ranks.decided_by_main(
             lambda: check_before_training(run, local_ranks=local, device=device).plan
@@ -70,7 +70,7 @@ def test_many_ranks_do_on_gpus_what_one_does_on_the_cpu(ranks, work, run_file, s
         train={"steps": 3, "dtype": "fp32", "sequences_per_step": 2, "output": "alone"},
     )
     alone(work, overrides((1, 1, 1), 3))
-    arguments = overrides(shape, 3, **{"train.output": "grid"}, **MOVING)
+    arguments = overrides(shape, 3, **{"train.output": "grid"}, **OFFLOADING)
     count = shape[0] * shape[1] * shape[2]
     done = ranks.run(train_on_a_fake_gpu, work, arguments, ranks=count)
     assert done == [("host", 3, True)] * count

@@ -15,7 +15,7 @@ from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
 from sppo.model.hf import save_hf_weights
 from sppo.model.initialize import initial_weights
-from sppo.optim import sharded_state as shared_state
+from sppo.optim import sharded_state as sharded_state
 from sppo.optim.adamw import AdamW
 from sppo.train import cpu_device, trainer
 from sppo.train.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
@@ -97,7 +97,7 @@ def bad_steps(work, monkeypatch):
     """Put step numbers in here (from 1 in this process): their gradients are not finite."""
     monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
     bad: set[int] = set()
-    norm, done = shared_state.global_norm, 0
+    norm, done = sharded_state.global_norm, 0
 
     def poisoned(gradients):
         nonlocal done
@@ -106,7 +106,7 @@ def bad_steps(work, monkeypatch):
             gradients["layers.0.q.weight"][3, 2] = math.nan
         return norm(gradients)
 
-    monkeypatch.setattr(shared_state, "global_norm", poisoned)
+    monkeypatch.setattr(sharded_state, "global_norm", poisoned)
     return bad
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
-from sppo.parallel.host_collectives import Peers
+from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.progress import RankProgress
 from sppo.planning.plan import plan_json
@@ -49,7 +49,7 @@ def train_as(rank, directory, arguments):
     run = load_run(Path("run.yaml"), arguments)
     shape = mesh_shape(run)
     mesh = Mesh(shape, rank=rank, timeout_s=30.0)
-    ranks = Ranks(mesh, Peers(mesh), RankProgress.create(None), shape.num_ranks)
+    ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
     plan = ranks.decided_by_main(
         lambda: check_before_training(run, local_ranks=shape.num_ranks).plan
     )
@@ -225,9 +225,11 @@ def test_a_plan_that_rebuilds_part_of_a_class_is_refused(work):
     (stage,) = plan.stages
     first, *others = stage.subsequences
     tokens = first.kept[0]
-    cut = replace(first, kept=(tokens, tokens, 8), moved=(0, 0, 0), rebuilt=(0, 0, tokens - 8))
+    cut = replace(
+        first, kept=(tokens, tokens, 8), offloaded=(0, 0, 0), recomputed=(0, 0, tokens - 8)
+    )
     plan = replace(plan, stages=(replace(stage, subsequences=(cut, *others)),))
-    with pytest.raises(ValueError, match=f"rebuilds {tokens - 8} of {tokens} rows of linear"):
+    with pytest.raises(ValueError, match=f"recomputes {tokens - 8} of {tokens} rows of linear"):
         check_before_training(run, plan=plan)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from sppo.config import load_run
 from sppo.data.tokens import open_tokens
-from sppo.parallel.host_collectives import Peers
+from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh, MeshShape
 from sppo.parallel.progress import RankProgress
 from sppo.train.input_facts import fingerprint, input_facts
@@ -15,7 +15,7 @@ from tests.train.test_parallel_runs import overrides, train_as
 
 def ranks_of(rank, count):
     mesh = Mesh(MeshShape(data_parallel=count), rank=rank, timeout_s=30.0)
-    return Ranks(mesh, Peers(mesh), RankProgress.create(None), count)
+    return Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), count)
 
 
 def refusal(act):
@@ -26,8 +26,10 @@ def refusal(act):
 
 def different_schedules(rank):
     ranks = ranks_of(rank, 3)
-    ranks.require_same("schedule", "the same")
-    return refusal(lambda: ranks.require_same("schedule", "odd" if rank == 1 else "usual"))
+    ranks.check_same_on_all_ranks("schedule", "the same")
+    return refusal(
+        lambda: ranks.check_same_on_all_ranks("schedule", "odd" if rank == 1 else "usual")
+    )
 
 
 def main_fails(rank):
@@ -48,7 +50,7 @@ def figures(rank):
         peers.largest([-rank, rank]),
         peers.any(rank == 2),
         peers.any(False),
-        peers.everyones(f"rank {rank}"),
+        peers.all_gather(f"rank {rank}"),
     )
 
 
@@ -68,10 +70,10 @@ def test_figures_are_the_same_on_every_rank(ranks):
 
 def test_a_rank_that_is_alone_asks_itself():
     ranks = one_rank()
-    ranks.require_same("schedule", "any")
+    ranks.check_same_on_all_ranks("schedule", "any")
     assert ranks.decided_by_main(lambda: 3) == 3
     assert ranks.peers.total([2.0]) == [2.0]
-    assert ranks.peers.everyones("me") == ["me"]
+    assert ranks.peers.all_gather("me") == ["me"]
     with pytest.raises(ValueError, match="no"):
         ranks.decided_by_main(lambda: int("no"))
 

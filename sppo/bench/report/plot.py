@@ -29,7 +29,7 @@ _TITLE_PT = 15
 _PANEL_INCHES = (5.2, 5.4)
 
 
-def write_picture(path: Path, *, name: str, measurements: Measurements) -> None:
+def write_plot(path: Path, *, name: str, measurements: Measurements) -> None:
     """Draw one panel per subject into `path`, a PNG.
 
     Args:

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from sppo.cli.output.memory_table import print_memory
 from sppo.cli.output.solve_tables import run_line
-from sppo.cli.output.solve_text import degrees_words, policy_words
+from sppo.cli.output.solve_text import degrees_text, policy_text
 from sppo.cli.run_hardware import hardware_line
-from sppo.cost.memory_plot import bucket_words
+from sppo.cost.memory_plot import bucket_text
 from sppo.planning.advice import explain
 from sppo.planning.baselines import Baseline
 from sppo.planning.choices import Degrees
@@ -37,8 +37,8 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
     say(f"on {hardware_line(found.hardware)}")
     console.print(_counts_table(found))
     say(
-        f"as it stands: {degrees_words(degrees)}, N={len(candidate.lengths)}, schedule "
-        f"{candidate.schedule}, policy {assessment.effective_policy}: {policy_words(assessment)}"
+        f"as it stands: {degrees_text(degrees)}, N={len(candidate.lengths)}, schedule "
+        f"{candidate.schedule}, policy {assessment.effective_policy}: {policy_text(assessment)}"
     )
     if assessment.shortfall is None:
         say("fits")
@@ -112,7 +112,7 @@ def print_baselines(rows: Sequence[Baseline], *, console: Console) -> None:
             row.method,
             format_tokens(row.longest_tokens) if row.longest_tokens else "not 1Ki",
             "solver's" if row.degrees is None else _short_degrees(row.degrees),
-            "" if row.largest_bucket is None else bucket_words(row.largest_bucket),
+            "" if row.largest_bucket is None else bucket_text(row.largest_bucket),
         ]
         table.add_row(*cells, *([row.paper] if claims else []))
     console.print(table)

@@ -9,13 +9,13 @@ from rich.table import Table
 
 from sppo.cli.output.solve_json import nearest_rejection
 from sppo.cli.output.solve_tables import run_line
-from sppo.cli.output.solve_text import degrees_words, rejected_groups
+from sppo.cli.output.solve_text import degrees_text, rejected_groups
 from sppo.cli.run_hardware import hardware_line
 from sppo.cost.memory import MemoryBuckets
-from sppo.cost.memory_plot import BUCKETS, bucket_words
+from sppo.cost.memory_plot import BUCKETS, bucket_text
 from sppo.planning.advice import Advice
 from sppo.planning.candidate import assess
-from sppo.planning.solver import Rejection, Solution, candidate_of_pieces
+from sppo.planning.solver import Rejection, Solution, candidate_of_subsequences
 from sppo.units import format_bytes
 
 _SHOWN_BUCKETS = 5
@@ -57,19 +57,19 @@ def _nearest_lines(solution: Solution, nearest: Rejection) -> list[str]:
     assert shortfall is not None, "chosen for it"
     assert nearest.num_subsequences is not None, "memory is short at some N"
     lines = [
-        f"nearest: {degrees_words(nearest.degrees)}, N={nearest.num_subsequences}, policy "
+        f"nearest: {degrees_text(nearest.degrees)}, N={nearest.num_subsequences}, policy "
         f"{nearest.policy}",
         f" stage {shortfall.stage} is short by {format_bytes(shortfall.short_bytes)} of "
         f"{shortfall.place} memory: needs {format_bytes(shortfall.needed_bytes)}, "
         f"{format_bytes(shortfall.available_bytes)} are there",
     ]
     if shortfall.place != "device":
-        return [*lines, f" most of it {bucket_words(shortfall.bucket)}"]
-    candidate = candidate_of_pieces(
+        return [*lines, f" most of it {bucket_text(shortfall.bucket)}"]
+    candidate = candidate_of_subsequences(
         solution.run,
         hardware=solution.hardware,
         degrees=nearest.degrees,
-        pieces=nearest.num_subsequences,
+        num_subsequences=nearest.num_subsequences,
     )
     return [*lines, f" {_largest_buckets(assess(candidate).memory[shortfall.stage].device)}"]
 

@@ -11,10 +11,10 @@ from sppo.config.run import RunConfig
 from sppo.cost.memory import StageMemory
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.advice import Advice
-from sppo.planning.candidate import Assessment, Shortfall
+from sppo.planning.candidate import EvaluatedCandidate, Shortfall
 from sppo.planning.choices import Degrees
 from sppo.planning.make_plan import predict
-from sppo.planning.option import Option
+from sppo.planning.simulated_candidate import Option
 from sppo.planning.simulated_memory import simulated_device_bytes
 from sppo.planning.solver import Rejection, Solution
 
@@ -45,7 +45,7 @@ def solution_report(
                 "policy": option.assessment.effective_policy,
                 "simulated": option.timeline is not None,
             }
-            for option in solution.by_pieces
+            for option in solution.by_num_subsequences
         ],
         "devices_left_over": solution.hardware.num_devices - best.degrees.num_devices,
         "hardware": hardware_report(solution.hardware),
@@ -101,7 +101,7 @@ def option_report(run: RunConfig, option: Option) -> dict[str, Any]:
     }
 
 
-def stage_reports(assessment: Assessment) -> list[dict[str, Any]]:
+def stage_reports(assessment: EvaluatedCandidate) -> list[dict[str, Any]]:
     """Memory of every stage."""
     layers = assessment.candidate.request.stages
     return [

@@ -12,10 +12,10 @@ from rich.table import Table
 from sppo.cli.output.memory_table import print_memory
 from sppo.cli.output.solve_json import MFU_DEFINITION
 from sppo.cli.output.solve_text import (
-    degrees_words,
-    lengths_words,
-    policy_words,
-    ratio_words,
+    degrees_text,
+    lengths_text,
+    policy_text,
+    ratio_text,
     rejected_groups,
     sampled_ratios,
 )
@@ -23,8 +23,8 @@ from sppo.cli.run_hardware import hardware_line
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import num_parameters
 from sppo.planning.make_plan import predict
-from sppo.planning.option import Option
 from sppo.planning.plan import Prediction
+from sppo.planning.simulated_candidate import Option
 from sppo.planning.simulated_memory import simulated_excess
 from sppo.planning.solver import Solution
 from sppo.units import format_bytes, format_count, format_duration, format_tokens
@@ -46,7 +46,7 @@ def run_line(run: RunConfig) -> str:
     )
 
 
-def step_words(seconds: float) -> str:
+def step_text(seconds: float) -> str:
     """Seconds with four digits: neighbours differ by less than `format_duration` shows."""
     return f"{seconds:.4g} s" if 1 <= seconds < 1000 else format_duration(seconds)
 
@@ -58,7 +58,7 @@ def print_solution(solution: Solution, *, console: Console) -> None:
     _say(console, run_line(solution.run))
     _say(console, f"on {hardware_line(hardware)}")
     console.print(_option_table(solution))
-    _say(console, f"policy {best.assessment.effective_policy}: {policy_words(best.assessment)}")
+    _say(console, f"policy {best.assessment.effective_policy}: {policy_text(best.assessment)}")
     ratios = predict(solution.run, best).offload_ratios
     if any(ratios):
         _say(console, f"offload ratio, first to last subsequence: {sampled_ratios(ratios)}")
@@ -105,14 +105,14 @@ def _option_table(solution: Solution) -> Table:
     add("pipeline parallel", lambda o, _: str(o.degrees.pipeline_parallel))
     add("data parallel", lambda o, _: str(o.degrees.data_parallel))
     add("subsequences (N)", lambda o, _: str(len(o.candidate.lengths)))
-    add("tokens of each", lambda o, _: lengths_words(o.candidate.lengths))
+    add("tokens of each", lambda o, _: lengths_text(o.candidate.lengths))
     add("schedule", lambda o, _: o.candidate.schedule)
     add("policy", lambda o, _: o.assessment.effective_policy)
-    add("offload ratio", lambda _, p: ratio_words(p.offload_ratios))
+    add("offload ratio", lambda _, p: ratio_text(p.offload_ratios))
     if any(any(predicted.offload_ratios) for predicted in predictions):
         add("  its mean", lambda _, p: f"{sum(p.offload_ratios) / len(p.offload_ratios):.2f}")
     table.add_section()
-    add("step", lambda o, _: step_words(o.step_s))
+    add("step", lambda o, _: step_text(o.step_s))
     add("against the best", lambda o, _: f"{o.step_s / first_s:.3f}x")
     add("step time is", lambda _, p: "simulated" if p.simulated else "closed form")
     add("tokens/s a device", lambda _, p: f"{p.tokens_per_s_per_gpu:.4g}")
@@ -134,7 +134,7 @@ def _option_table(solution: Solution) -> Table:
 
 def _print_pieces(solution: Solution, *, console: Console) -> None:
     """Step over N for the best degrees: the bars are what each N costs above the best."""
-    options = solution.by_pieces
+    options = solution.by_num_subsequences
     if len(options) < 2:
         return
     assert solution.best is not None, "checked by the caller"
@@ -143,7 +143,7 @@ def _print_pieces(solution: Solution, *, console: Console) -> None:
     console.print()
     _say(
         console,
-        f"step over N with {degrees_words(solution.best.degrees)}, schedule "
+        f"step over N with {degrees_text(solution.best.degrees)}, schedule "
         f"{options[0].candidate.schedule} (closed form); bars: time above the best N",
     )
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -151,11 +151,14 @@ def _print_pieces(solution: Solution, *, console: Console) -> None:
         table.add_column(justify="right")
     table.add_column()
     for option in options:
-        pieces, lost = len(option.candidate.lengths), option.step_s / least - 1
+        num_subsequences, lost = len(option.candidate.lengths), option.step_s / least - 1
         width = round(_BAR_WIDTH * (option.step_s - least) / (most - least)) if most > least else 0
-        mark = " ◀ chosen" if pieces == chosen else ""
+        mark = " ◀ chosen" if num_subsequences == chosen else ""
         table.add_row(
-            f" N {pieces}", step_words(option.step_s), f"+{lost:.1%}", f"{'█' * width}{mark}"
+            f" N {num_subsequences}",
+            step_text(option.step_s),
+            f"+{lost:.1%}",
+            f"{'█' * width}{mark}",
         )
     console.print(table)
 
@@ -187,7 +190,7 @@ def print_ablation(rows: Sequence[AblationRow], *, console: Console) -> None:
     for row in rows:
         table.add_row(
             row.name,
-            step_words(row.step_s),
+            step_text(row.step_s),
             f"{row.speedup:.2f}x",
             "" if row.paper is None else f"{row.paper:.2f}x",
             format_bytes(row.device_peak_bytes),

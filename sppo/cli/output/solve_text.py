@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo.activations.placement import ATTENTION, LINEAR
-from sppo.cost.memory_plot import bucket_words
+from sppo.cost.memory_plot import bucket_text
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidate import Assessment
+from sppo.planning.candidate import EvaluatedCandidate
 from sppo.planning.choices import Degrees
 from sppo.planning.solver import Rejection
 from sppo.units import format_bytes
@@ -19,7 +19,7 @@ from sppo.units import format_bytes
 _SHOWN_RATIOS = 10
 
 
-def degrees_words(degrees: Degrees) -> str:
+def degrees_text(degrees: Degrees) -> str:
     """``SP 8 · PP 4 · DP 1``."""
     return (
         f"SP {degrees.sequence_parallel} · PP {degrees.pipeline_parallel} · "
@@ -27,13 +27,13 @@ def degrees_words(degrees: Degrees) -> str:
     )
 
 
-def lengths_words(lengths: Sequence[int]) -> str:
+def lengths_text(lengths: Sequence[int]) -> str:
     """First, and last where it differs."""
     first, last = lengths[0], lengths[-1]
     return str(first) if first == last else f"{first} … {last}"
 
 
-def ratio_words(ratios: Sequence[float]) -> str:
+def ratio_text(ratios: Sequence[float]) -> str:
     """First and last share."""
     return f"{ratios[0]:.2f} … {ratios[-1]:.2f}" if any(ratios) else "none"
 
@@ -45,32 +45,32 @@ def sampled_ratios(ratios: Sequence[float]) -> str:
     return " ".join(f"{ratios[place]:.2f}" for place in places)
 
 
-def tier_words(hardware: HardwareSpec) -> str:
+def tier_text(hardware: HardwareSpec) -> str:
     """Where moved activations go."""
     return "host memory" if hardware.node.host_memory_bytes else "disk"
 
 
-def policy_words(assessment: Assessment) -> str:
+def policy_text(assessment: EvaluatedCandidate) -> str:
     """What happens to saved activations, in shares of their bytes over all stages."""
     decisions = assessment.decisions
     row_bytes = row_bytes_of(assessment.candidate.request)[:, None, :]
-    kept, moved, rebuilt = (
+    retained, offloaded, recomputed = (
         (table * row_bytes).sum(axis=(0, 1))
-        for table in (decisions.kept, decisions.moved, decisions.rebuilt)
+        for table in (decisions.retained, decisions.offloaded, decisions.recomputed)
     )
-    whole = float((kept + moved + rebuilt).sum())
-    if kept.sum() == whole:
+    whole = float((retained + offloaded + recomputed).sum())
+    if retained.sum() == whole:
         return "every saved tensor stays on the device until its backward"
     parts = []
-    if kept.any():
-        parts.append(f"{kept.sum() / whole:.0%} stays on the device")
-    if moved.any():
-        tier = tier_words(assessment.candidate.workload.hardware)
-        parts.append(f"{moved.sum() / whole:.0%} moves to {tier} and back")
-    if rebuilt[LINEAR]:
-        parts.append(f"{rebuilt[LINEAR] / whole:.0%} is rebuilt by projections")
-    if rebuilt[ATTENTION]:
-        parts.append(f"{rebuilt[ATTENTION] / whole:.0%} is rebuilt by attending again")
+    if retained.any():
+        parts.append(f"{retained.sum() / whole:.0%} stays on the device")
+    if offloaded.any():
+        tier = tier_text(assessment.candidate.workload.hardware)
+        parts.append(f"{offloaded.sum() / whole:.0%} moves to {tier} and back")
+    if recomputed[LINEAR]:
+        parts.append(f"{recomputed[LINEAR] / whole:.0%} is rebuilt by projections")
+    if recomputed[ATTENTION]:
+        parts.append(f"{recomputed[ATTENTION] / whole:.0%} is rebuilt by attending again")
     return f"of the saved bytes {', '.join(parts)}"
 
 
@@ -106,7 +106,7 @@ def _reason(rejection: Rejection) -> tuple[bool, str]:
     if shortfall is None:
         return True, _without_numbers(rejection.reason)
     place = f"{shortfall.place} memory" if shortfall.place != "disk" else "disk space"
-    return False, f"short of {place}, most of it {bucket_words(shortfall.bucket)}"
+    return False, f"short of {place}, most of it {bucket_text(shortfall.bucket)}"
 
 
 def _without_numbers(reason: str) -> str:
@@ -119,12 +119,12 @@ def _example(members: Sequence[Rejection]) -> str:
         return 0 if rejection.shortfall is None else rejection.shortfall.short_bytes
 
     nearest = min(members, key=short_bytes)
-    shortfall, where = nearest.shortfall, degrees_words(nearest.degrees)
+    shortfall, where = nearest.shortfall, degrees_text(nearest.degrees)
     if shortfall is None:
         return f"{where}: {nearest.reason}"
     return (
         f"nearest {where}, N={nearest.num_subsequences}: stage {shortfall.stage} is short by "
-        f"{format_bytes(shortfall.short_bytes)} ({bucket_words(shortfall.bucket)} "
+        f"{format_bytes(shortfall.short_bytes)} ({bucket_text(shortfall.bucket)} "
         f"{format_bytes(shortfall.bucket_bytes)} of {format_bytes(shortfall.needed_bytes)} needed, "
         f"{format_bytes(shortfall.available_bytes)} there)"
     )

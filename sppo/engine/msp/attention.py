@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from sppo.engine.kv_store import KVStore
-from sppo.engine.msp.shard import Piece, Run
+from sppo.engine.msp.shard import MspShard, Run
 from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
-from sppo.kernels.elementwise import wide_dtype
-from sppo.parallel.piece_exchange import PieceExchange
-from sppo.parallel.ulysses import HeadExchange
+from sppo.kernels.elementwise import accumulation_dtype
+from sppo.parallel.msp_exchange import MspExchange
+from sppo.parallel.ulysses import UlyssesAllToAll
 
 
 @dataclass(slots=True)
@@ -41,11 +41,11 @@ class PrefixMeter:
         self.held_bytes -= sum(t.numel() * t.element_size() for t in tensors)
 
 
-class PieceAttention:
-    """:class:`sppo.model.layer.SpanAttention` of one piece in one layer.
+class MspAttention:
+    """:class:`sppo.model.layer.SubsequenceAttention` of one piece in one layer.
 
     Args:
-        piece: whose queries attend.
+        shard: whose queries attend.
         exchange: with the ranks of the other pieces.
         heads: exchange with the ranks that share this piece's tokens; None where nobody does.
         missing: of this piece's tokens on each of those ranks, how many last ones have no saved
@@ -60,10 +60,10 @@ class PieceAttention:
 
     def __init__(
         self,
-        piece: Piece,
+        shard: MspShard,
         *,
-        exchange: PieceExchange,
-        heads: HeadExchange | None,
+        exchange: MspExchange,
+        heads: UlyssesAllToAll | None,
         missing: tuple[int, ...],
         store: KVStore | None,
         layer: int,
@@ -74,7 +74,7 @@ class PieceAttention:
         backend: Backend,
         meter: PrefixMeter,
     ) -> None:
-        self._piece, self._exchange, self._heads = piece, exchange, heads
+        self._shard, self._exchange, self._heads = shard, exchange, heads
         self._missing, self._store, self._layer = missing, store, layer
         self._window, self._shape = window, shape
         self._dtype, self._device = dtype, device
@@ -84,38 +84,38 @@ class PieceAttention:
 
     def prefix(self) -> tuple[Tensor, ...]:
         """In forward, ahead of the layer: what the owner sends of what came before the unit."""
-        span = self._piece.unit.span
+        span = self._shard.unit.span
         if span.start == 0:
             return ()
         if self._store is not None:
-            return self._store.prefix(self._layer, self._piece.unit.sequence, end=span.start)
+            return self._store.prefix(self._layer, self._shard.unit.sequence, end=span.start)
         self._kv = self._empty(span.end)
         k, v = self._kv
         return k[: span.start], v[: span.start]
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SpanAttention`."""
+        """See :class:`sppo.model.layer.SubsequenceAttention`."""
         if self._heads is not None:
             q_cND, k_cKD, v_cKD = self._heads.inputs_to_heads(
-                q_cND, k_cKD, v_cKD, self._piece.parts
+                q_cND, k_cKD, v_cKD, self._shard.parts
             )
         self._share(k_cKD, v_cKD)
-        found = self._attend(q_cND, tuple(self._piece.parts))
+        found = self._attend(q_cND, tuple(self._shard.parts))
         self.close()
         return found
 
     def fetch(self) -> None:
         """In backward, before anything else of the layer: have keys and values up to the unit."""
-        span = self._piece.unit.span
+        span = self._shard.unit.span
         if self._store is not None:
-            self._kv = self._store.prefix(self._layer, self._piece.unit.sequence, end=span.end)
+            self._kv = self._store.prefix(self._layer, self._shard.unit.sequence, end=span.end)
         else:
             self._kv = self._empty(span.end)
         for tensor in self._kv:
             self._exchange.from_owner(tensor)
 
     def again(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SpanAttention`: for the tokens that are missing."""
+        """See :class:`sppo.model.layer.SubsequenceAttention`: for the tokens that are missing."""
         if self._heads is not None:
             (q_cND,) = self._heads.queries_to_heads([q_cND], self._missing)
         return self._attend(q_cND, self._missing)
@@ -123,15 +123,15 @@ class PieceAttention:
     def backward(
         self, do_cND: Tensor, q_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SpanAttention`."""
-        piece, parts = self._piece, self._piece.parts
+        """See :class:`sppo.model.layer.SubsequenceAttention`."""
+        shard, parts = self._shard, self._shard.parts
         if self._heads is not None:
             do_cND, q_cND, o_cND = self._heads.queries_to_heads([do_cND, q_cND, o_cND], parts)
             lse_Nc = self._heads.lse_to_heads(lse_Nc, parts)
         dq, dk_TKD, dv_TKD = self._gradients(do_cND, q_cND, o_cND, lse_Nc)
         dk_unit, dv_unit = self._complete(dk_TKD, dv_TKD)
         self._let_go(dk_TKD, dv_TKD)
-        rows = piece.rows_of(piece.place).to(dk_unit.device)
+        rows = shard.rows_of(shard.place).to(dk_unit.device)
         dk, dv = dk_unit[rows], dv_unit[rows]
         self.close()
         if self._heads is None:
@@ -146,21 +146,21 @@ class PieceAttention:
 
     def _share(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
         """Put the unit's keys and values behind what came before it, on every rank."""
-        piece, span = self._piece, self._piece.unit.span
+        shard, span = self._shard, self._shard.unit.span
         whole = []
         for own in (k_cKD, v_cKD):
             parts = [
                 own.contiguous()
-                if place == piece.place
-                else own.new_empty((sum(b - a for a, b in piece.runs(place)), *own.shape[1:]))
+                if place == shard.place
+                else own.new_empty((sum(b - a for a, b in shard.runs(place)), *own.shape[1:]))
                 for place in range(self._exchange.count)
             ]
             self._exchange.share(parts)
             unit = own.new_empty((span.end - span.start, *own.shape[1:]))
             for place, part in enumerate(parts):
-                unit[piece.rows_of(place).to(unit.device)] = part
+                unit[shard.rows_of(place).to(unit.device)] = part
             whole.append(unit)
-        sequence = piece.unit.sequence
+        sequence = shard.unit.sequence
         if self._store is not None:
             self._store.write(
                 self._layer,
@@ -206,10 +206,10 @@ class PieceAttention:
         """(dq, dk_TKD, dv_TKD) of this piece's queries."""
         assert self._kv is not None, "fetch() comes before backward"
         k, v = self._kv
-        wide = wide_dtype(self._dtype)
+        wide = accumulation_dtype(self._dtype)
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in range(2))
         self._hold(dk, dv)
-        parts = list(self._piece.parts)
+        parts = list(self._shard.parts)
         split = [torch.split(t, parts) for t in (do_CND, q_CND, o_CND)]
         lse_runs = torch.split(lse_NC, parts, dim=1)
         dqs = [
@@ -234,10 +234,10 @@ class PieceAttention:
 
     def _complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """(dk_CKD, dv_CKD) of the unit, complete: those of later units are at the owner."""
-        span, sums = self._piece.unit.span, None
+        span, sums = self._shard.unit.span, None
         if self._store is not None:
             sums = self._store.prefix_gradients(
-                self._layer, self._piece.unit.sequence, start=span.start, end=span.end
+                self._layer, self._shard.unit.sequence, start=span.start, end=span.end
             )
         found = []
         for index, part in enumerate((dk_TKD, dv_TKD)):
@@ -251,10 +251,10 @@ class PieceAttention:
         return found[0], found[1]
 
     def _own_runs(self) -> tuple[Run, ...]:
-        return self._piece.runs(self._piece.place)
+        return self._shard.runs(self._shard.place)
 
     def _documents(self, end: int) -> tuple[int, ...]:
-        return tuple(start for start in self._piece.unit.span.document_starts if start < end)
+        return tuple(start for start in self._shard.unit.span.document_starts if start < end)
 
     def _empty(self, tokens: int) -> tuple[Tensor, Tensor]:
         k, v = (

@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from sppo.engine.msp.shard import Piece, cut_piece, local_tokens
-from sppo.engine.msp.stage import PieceStage
+from sppo.engine.msp.shard import MspShard, cut_shard, local_tokens
+from sppo.engine.msp.stage import MspStage
 from sppo.engine.unit import Unit
-from sppo.parallel.piece_exchange import PieceExchange
+from sppo.parallel.msp_exchange import MspExchange
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
-from sppo.schedule.gangs import Gang, find_gangs
+from sppo.schedule.msp_groups import MspGroup, find_msp_groups
 
 UnitKey = tuple[int, int]
-ExchangeOf = Callable[[tuple[int, ...], int], PieceExchange]
+ExchangeOf = Callable[[tuple[int, ...], int], MspExchange]
 """(pipeline ranks of a gang, place of the owner among them) -> how they talk."""
 
 
-class PieceTeam:
+class MspExecutor:
     """What an executor asks when an action is a piece.
 
     Args:
@@ -34,19 +34,19 @@ class PieceTeam:
         self,
         schedule: Schedule,
         *,
-        stages: Mapping[int, PieceStage],
+        stages: Mapping[int, MspStage],
         exchange_of: ExchangeOf,
         rank: int,
         member: int,
     ) -> None:
         self._schedule, self._stages, self._member = schedule, stages, member
         self._exchange_of = exchange_of
-        self._gangs = find_gangs(schedule, programs=encode(schedule))
+        self._groups = find_msp_groups(schedule, programs=encode(schedule))
         self._offsets = schedule.unit_offsets()
         self._backwards = [
             action
             for action in schedule.programs[rank]
-            if action.kind is ActionKind.B and action.num_pieces > 1
+            if action.kind is ActionKind.B and action.num_shards > 1
         ]
         self._units: Mapping[UnitKey, Unit] = {}
 
@@ -58,27 +58,27 @@ class PieceTeam:
         lengths = dict(enumerate(self._schedule.lengths))
         for index, stage in self._stages.items():
             own = [action for action in self._backwards if action.stage == index]
-            stage.prepare(lengths, [self._piece(action) for action in own])
+            stage.prepare(lengths, [self._shard(action) for action in own])
 
-    def meet(self, action: Action) -> None:
+    def barrier(self, action: Action) -> None:
         """Wait for the ranks of the other pieces."""
-        self._exchange(action).meet()
+        self._exchange(action).barrier()
 
     def forward(
         self, action: Action, x_cE: Tensor | None, *, loss_scale: float | None
     ) -> tuple[Tensor | None, int]:
         """(output of a piece, its first token among this rank's tokens of the unit)."""
-        piece = self._piece(action)
+        shard = self._shard(action)
         output = self._stages[action.stage].forward(
-            piece, x_cE, self._exchange(action), loss_scale=loss_scale
+            shard, x_cE, self._exchange(action), loss_scale=loss_scale
         )
-        return output, piece.own.start
+        return output, shard.own.start
 
     def backward(self, action: Action, dy_cE: Tensor | None) -> tuple[Tensor | None, int]:
         """(gradient of a piece's input, its first token)."""
-        piece = self._piece(action)
-        dx = self._stages[action.stage].backward(piece, dy_cE, self._exchange(action))
-        return dx, piece.own.start
+        shard = self._shard(action)
+        dx = self._stages[action.stage].backward(shard, dy_cE, self._exchange(action))
+        return dx, shard.own.start
 
     def tokens(self, unit: UnitKey, end: int) -> int:
         """Of a unit's first ``end`` tokens, this rank's."""
@@ -90,25 +90,25 @@ class PieceTeam:
         for stage in self._stages.values():
             stage.assert_idle()
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Forget a step that failed."""
         for stage in self._stages.values():
-            stage.discard()
+            stage.abort()
 
-    def _gang(self, action: Action) -> Gang:
+    def _group(self, action: Action) -> MspGroup:
         sequence, subsequence = action.unit
         unit = self._offsets[sequence] + subsequence
-        return self._gangs[action.stage * self._schedule.num_units + unit]
+        return self._groups[action.stage * self._schedule.num_units + unit]
 
-    def _piece(self, action: Action) -> Piece:
-        return cut_piece(
+    def _shard(self, action: Action) -> MspShard:
+        return cut_shard(
             self._units[action.unit],
-            place=action.piece,
+            place=action.shard,
             member=self._member,
-            lengths=self._gang(action).lengths,
+            lengths=self._group(action).lengths,
         )
 
-    def _exchange(self, action: Action) -> PieceExchange:
-        ranks = self._gang(action).ranks
+    def _exchange(self, action: Action) -> MspExchange:
+        ranks = self._group(action).ranks
         owner = ranks.index(self._schedule.placement.rank_of(action.stage))
         return self._exchange_of(ranks, owner)

@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MspShard:
     """One rank's part of one piece of a unit.
 
     Attributes:
@@ -83,7 +83,7 @@ class Piece:
         return torch.cat([torch.arange(a - start, b - start) for a, b in self.runs(place)])
 
 
-def cut_piece(unit: Unit, *, place: int, member: int, lengths: Sequence[int]) -> Piece:
+def cut_shard(unit: Unit, *, place: int, member: int, lengths: Sequence[int]) -> MspShard:
     """Piece ``place`` of a unit that is cut into pieces of ``lengths`` tokens.
 
     Raises:
@@ -98,7 +98,7 @@ def cut_piece(unit: Unit, *, place: int, member: int, lengths: Sequence[int]) ->
             f"{len(unit.parts)} sequence-parallel ranks each: use fewer, longer subsequences, or "
             "parallel.multiplexed=off"
         )
-    return Piece(unit, place, member, cuts)
+    return MspShard(unit, place, member, cuts)
 
 
 def local_tokens(end: int, part: int, tokens: int) -> int:

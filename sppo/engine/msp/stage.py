@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sppo.activations.block_layout import ParcelShape
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.placement import ATTENTION
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
-from sppo.engine.msp.attention import PieceAttention, PrefixMeter
-from sppo.engine.msp.shard import Piece
-from sppo.engine.msp.weights import PieceGradients, PieceWeights
+from sppo.engine.msp.attention import MspAttention, PrefixMeter
+from sppo.engine.msp.shard import MspShard
+from sppo.engine.msp.weights import MspGradients, MspWeights
 from sppo.engine.saved_rows import TensorRows, share, tensor_rows
 from sppo.engine.saved_tensors import SavedTensors
 from sppo.engine.stage import Stage
@@ -29,16 +29,16 @@ from sppo.kernels.attention.interface import Backend
 from sppo.kernels.rotary import RotaryTable
 from sppo.model.layer import Layer, Saved, Weights
 from sppo.model.rope import rotary_table
-from sppo.offload.moving_store import Itinerary, MovingStore, Place
+from sppo.offload.offload_store import Extent, OffloadSchedule, OffloadStore
 from sppo.offload.store import ActivationKey, ActivationStore
-from sppo.parallel.piece_exchange import PieceExchange, TokenMembers
-from sppo.parallel.ulysses import HeadExchange
+from sppo.parallel.msp_exchange import MspExchange, TokenMembers
+from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import SubsequencePlan
 from sppo.planning.row_plan import RowPlan
 
 
 @dataclass(frozen=True, slots=True)
-class PieceMemory:
+class MspMemory:
     """Most that a rank held of other ranks' stages."""
 
     layers: int
@@ -47,7 +47,7 @@ class PieceMemory:
     """Keys and values with their gradients."""
 
 
-class PieceStage:
+class MspStage:
     """Layers of one stage, for pieces of its units.
 
     Args:
@@ -56,7 +56,7 @@ class PieceStage:
         owner: the stage itself on the rank that owns it; None on helpers.
         gradients: the owner's fp32 sums by global name; None on helpers and in evaluation.
         activations: where saved tensors of pieces wait that stay on this rank's device.
-        moved: where those wait that leave it; None where none does.
+        offloaded: where those wait that leave it; None where none does.
         rows: what the plan does with the stage's saved tensors.
         heads: exchange with the ranks that share tokens; None where nobody does.
         members: the same ranks, as they share out what is sent between stages.
@@ -73,9 +73,9 @@ class PieceStage:
         owner: Stage | None,
         gradients: Mapping[str, Tensor] | None,
         activations: ActivationStore,
-        moved: MovingStore | None = None,
+        offloaded: OffloadStore | None = None,
         rows: RowPlan,
-        heads: HeadExchange | None,
+        heads: UlyssesAllToAll | None,
         members: TokenMembers,
         dtype: torch.dtype,
         device: torch.device,
@@ -83,30 +83,30 @@ class PieceStage:
     ) -> None:
         self._model, self._layers, self._owner = model, layers, owner
         self._gradients, self._activations, self._row_plan = gradients, activations, rows
-        self._moved, self._saved = moved, SavedTensors(activations, moved)
-        self._parcels = ParcelShape(model, dtype.itemsize, layers=len(layers))
-        self._planned_itinerary: tuple[object, Itinerary] | None = None
+        self._offloaded, self._saved = offloaded, SavedTensors(activations, offloaded)
+        self._blocks = BlockLayout(model, dtype.itemsize, layers=len(layers))
+        self._planned_offloads: tuple[object, OffloadSchedule] | None = None
         self._heads, self._dtype, self._device = heads, dtype, device
         self._backend: Backend = attention_backend
         self._layer = Layer(model)
         self._shapes = layer_shapes(model)
         own = None if owner is None else owner.weights
         self._members = members
-        self._weights = PieceWeights(model, own=own, members=members, dtype=dtype, device=device)
+        self._weights = MspWeights(model, own=own, members=members, dtype=dtype, device=device)
         self._meter = PrefixMeter()
         self._plans: dict[tuple[int, int], SubsequencePlan] = {}
 
     @property
-    def most_held(self) -> PieceMemory:
+    def most_held(self) -> MspMemory:
         """Since the rank began."""
-        return PieceMemory(self._weights.most_layers, self._meter.peak_bytes)
+        return MspMemory(self._weights.most_layers, self._meter.peak_bytes)
 
-    def prepare(self, lengths: Mapping[int, tuple[int, ...]], pieces: Sequence[Piece]) -> None:
+    def prepare(self, lengths: Mapping[int, tuple[int, ...]], shards: Sequence[MspShard]) -> None:
         """Make room for what this rank's pieces of a step save.
 
         Args:
             lengths: tokens of the subsequences of every sequence.
-            pieces: in the order of their backwards.
+            shards: in the order of their backwards.
 
         Raises:
             OSError: the disk cannot take what is moved.
@@ -116,46 +116,48 @@ class PieceStage:
             for sequence, parts in lengths.items()
             for index, plan in enumerate(self._row_plan.subsequences(parts))
         }
-        if self._moved is None:
+        if self._offloaded is None:
             return
-        key = [(piece.unit.sequence, piece.unit.subsequence, piece.cuts) for piece in pieces]
-        if self._planned_itinerary is None or self._planned_itinerary[0] != key:
-            self._planned_itinerary = key, self._itinerary(pieces)
-        self._moved.prepare(self._planned_itinerary[1])  # the same object for the same step
+        key = [(shard.unit.sequence, shard.unit.subsequence, shard.cuts) for shard in shards]
+        if self._planned_offloads is None or self._planned_offloads[0] != key:
+            self._planned_offloads = key, self._offloads(shards)
+        self._offloaded.prepare(self._planned_offloads[1])  # the same object for the same step
 
-    def _itinerary(self, pieces: Sequence[Piece]) -> Itinerary:
-        """Where the moved tensors of ``pieces`` lie: those of a sequence one behind the other."""
-        places: dict[ActivationKey, Place] = {}
+    def _offloads(self, shards: Sequence[MspShard]) -> OffloadSchedule:
+        """Where the moved tensors of ``shards`` lie: those of a sequence one behind the other."""
+        places: dict[ActivationKey, Extent] = {}
         end, sequence = 0, -1
-        for piece in pieces:
-            if piece.unit.sequence != sequence:  # one sequence runs after another
-                end, sequence = 0, piece.unit.sequence
-            plan = self._plan(piece)[piece.member]
+        for shard in shards:
+            if shard.unit.sequence != sequence:  # one sequence runs after another
+                end, sequence = 0, shard.unit.sequence
+            plan = self._plan(shard)[shard.member]
             # Every layer saves its input: pieces rebuild nothing out of the layer below.
-            sizes = self._parcels.parcels(plan.moved, attention_saved=plan.rebuilt[ATTENTION] == 0)
+            sizes = self._blocks.blocks(
+                plan.offloaded, attention_saved=plan.recomputed[ATTENTION] == 0
+            )
             for index, size in zip(self._layers, sizes, strict=True):
-                places[_key(piece, index)] = Place(end, size)
+                places[_key(shard, index)] = Extent(end, size)
                 end += size
-        order = [_key(piece, index) for piece in pieces for index in reversed(self._layers)]
-        return Itinerary(
+        order = [_key(shard, index) for shard in shards for index in reversed(self._layers)]
+        return OffloadSchedule(
             places,
             order,
-            staging_slots=self._parcels.staging_slots,
-            ring_slots=self._parcels.ring_slots,
+            staging_slots=self._blocks.staging_slots,
+            ring_slots=self._blocks.ring_slots,
         )
 
     def forward(
         self,
-        piece: Piece,
+        shard: MspShard,
         x_cE: Tensor | None,
-        exchange: PieceExchange,
+        exchange: MspExchange,
         *,
         loss_scale: float | None,
     ) -> Tensor | None:
         """Run one piece forward, together with the others of its unit.
 
         Args:
-            piece: of this rank.
+            shard: of this rank.
             x_cE: output of the previous stage; None on the first.
             exchange: with the ranks of the other pieces.
             loss_scale: see :meth:`sppo.engine.stage.Stage.forward`.
@@ -163,17 +165,17 @@ class PieceStage:
         Returns:
             Output ``[c, E]`` for the next stage, None on the last.
         """
-        attentions: dict[int, PieceAttention] = {}
+        attentions: dict[int, MspAttention] = {}
 
         def prefix(index: int) -> tuple[Tensor, ...]:
-            attentions[index] = self._attention(piece, index, exchange)
+            attentions[index] = self._attention(shard, index, exchange)
             return attentions[index].prefix()
 
         self._weights.begin(self._layers, exchange, prefix)
-        x = self._embedded(piece, exchange) if x_cE is None else x_cE
-        rotary = self._rotary(piece)
+        x = self._embedded(shard, exchange) if x_cE is None else x_cE
+        rotary = self._rotary(shard)
         for index in self._layers:
-            keep = frozenset[str]() if loss_scale is None else frozenset(self._rows(piece))
+            keep = frozenset[str]() if loss_scale is None else frozenset(self._rows(shard))
             with self._visit(index) as weights:
                 x, saved = self._layer.forward(
                     x,
@@ -183,18 +185,18 @@ class PieceStage:
                     keep=keep,
                 )
             if loss_scale is not None:
-                self._saved.save(_key(piece, index), saved, self._rows(piece))
+                self._saved.save(_key(shard, index), saved, self._rows(shard))
             del saved
         if self._layers.stop < self._model.num_layers:
             return x
-        whole_CE = exchange.gather(x, piece.sizes)
+        whole_CE = exchange.gather(x, shard.sizes)
         if whole_CE is not None:
             assert self._owner is not None, "the owner of the last stage has the head"
-            self._owner.loss(piece.unit, whole_CE, loss_scale)
+            self._owner.loss(shard.unit, whole_CE, loss_scale)
         return None
 
     def backward(
-        self, piece: Piece, dy_cE: Tensor | None, exchange: PieceExchange
+        self, shard: MspShard, dy_cE: Tensor | None, exchange: MspExchange
     ) -> Tensor | None:
         """Run one piece backward, together with the others.
 
@@ -202,45 +204,47 @@ class PieceStage:
             Gradient of the input ``[c, E]``, None on the first stage.
         """
         self._weights.begin(reversed(self._layers), exchange)
-        dx = self._loss_gradient(piece, exchange) if dy_cE is None else dy_cE
-        rotary = self._rotary(piece)
+        dx = self._loss_gradient(shard, exchange) if dy_cE is None else dy_cE
+        rotary = self._rotary(shard)
         for index in reversed(self._layers):
-            saved = self._saved.take(_key(piece, index))
-            dx = self._layer_backward(piece, index, dx, saved, rotary, exchange)
-            self._saved.release(_key(piece, index))
-        if piece.unit.span.start == 0 and self._owner is not None:
-            self._owner.release_sequence(piece.unit.sequence)
+            saved = self._saved.take(_key(shard, index))
+            dx = self._layer_backward(shard, index, dx, saved, rotary, exchange)
+            self._saved.release(_key(shard, index))
+        if shard.unit.span.start == 0 and self._owner is not None:
+            self._owner.release_sequence(shard.unit.sequence)
         if self._layers.start > 0:
             return dx
-        whole_CE = exchange.gather(dx, piece.sizes)
+        whole_CE = exchange.gather(dx, shard.sizes)
         if whole_CE is not None:
             assert self._owner is not None, "the owner of the first stage has the embedding"
-            self._owner.embed_backward(piece.unit, whole_CE)
+            self._owner.embed_backward(shard.unit, whole_CE)
         return None
 
     def assert_idle(self) -> None:
         """Nothing may be left after a step."""
-        assert self._moved is None or not self._moved.num_entries, "moved tensors are left over"
+        assert self._offloaded is None or not self._offloaded.num_entries, (
+            "moved tensors are left over"
+        )
         assert not self._activations.num_entries, "saved tensors of pieces are left over"
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Forget a step that failed."""
-        if self._moved is not None:
-            self._moved.discard()
-        self._activations.discard()
-        self._weights.discard()
+        if self._offloaded is not None:
+            self._offloaded.abort()
+        self._activations.abort()
+        self._weights.abort()
         self._meter.held_bytes = 0
 
     def _layer_backward(
         self,
-        piece: Piece,
+        shard: MspShard,
         index: int,
         dy_cE: Tensor,
         saved: Saved,
         rotary: RotaryTable | None,
-        exchange: PieceExchange,
+        exchange: MspExchange,
     ) -> Tensor:
-        attention = self._attention(piece, index, exchange)
+        attention = self._attention(shard, index, exchange)
         with self._visit(index) as weights:
             attention.fetch()
             self._layer.complete(saved, weights, rotary=rotary, attention=attention)
@@ -263,46 +267,46 @@ class PieceStage:
         finally:
             self._weights.release()
 
-    def _embedded(self, piece: Piece, exchange: PieceExchange) -> Tensor:
+    def _embedded(self, shard: MspShard, exchange: MspExchange) -> Tensor:
         """This piece of the first stage's input, which the owner looks up."""
-        own = self._empty(piece)
+        own = self._empty(shard)
         if self._owner is None:
             return exchange.scatter(None, own)
-        return exchange.scatter(_split(self._owner.embed(piece.unit), piece), own)
+        return exchange.scatter(_split(self._owner.embed(shard.unit), shard), own)
 
-    def _loss_gradient(self, piece: Piece, exchange: PieceExchange) -> Tensor:
+    def _loss_gradient(self, shard: MspShard, exchange: MspExchange) -> Tensor:
         """This piece of the gradient that the owner of the last stage formed in forward."""
-        own = self._empty(piece)
+        own = self._empty(shard)
         if self._owner is None:
             return exchange.scatter(None, own)
-        return exchange.scatter(_split(self._owner.take_loss_gradient(piece.unit), piece), own)
+        return exchange.scatter(_split(self._owner.take_loss_gradient(shard.unit), shard), own)
 
-    def _empty(self, piece: Piece) -> Tensor:
-        shape = (piece.tokens, self._model.hidden_size)
+    def _empty(self, shard: MspShard) -> Tensor:
+        shape = (shard.tokens, self._model.hidden_size)
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    def _plan(self, piece: Piece) -> tuple[SubsequencePlan, ...]:
+    def _plan(self, shard: MspShard) -> tuple[SubsequencePlan, ...]:
         """Of this piece's tokens on each rank that shares them."""
-        plan = self._plans[piece.unit.sequence, piece.unit.subsequence]
-        everyones = [
-            cuts[place + 1] - cuts[place] for cuts in piece.cuts for place in range(len(cuts) - 1)
+        plan = self._plans[shard.unit.sequence, shard.unit.subsequence]
+        all_gather = [
+            cuts[place + 1] - cuts[place] for cuts in shard.cuts for place in range(len(cuts) - 1)
         ]
-        shares = share(plan, everyones)
-        pieces = len(piece.sizes)
-        return shares[piece.place :: pieces]
+        shares = share(plan, all_gather)
+        shards = len(shard.sizes)
+        return shares[shard.place :: shards]
 
-    def _rows(self, piece: Piece) -> dict[str, TensorRows]:
-        return tensor_rows(self._plan(piece)[piece.member], self._model, own_input=True)
+    def _rows(self, shard: MspShard) -> dict[str, TensorRows]:
+        return tensor_rows(self._plan(shard)[shard.member], self._model, own_input=True)
 
-    def _attention(self, piece: Piece, index: int, exchange: PieceExchange) -> PieceAttention:
+    def _attention(self, shard: MspShard, index: int, exchange: MspExchange) -> MspAttention:
         model, heads = self._model, self._heads
         key_heads = model.kv_heads if heads is None else heads.share.keys
-        key = (piece.unit.sequence, piece.unit.subsequence)
-        missing = piece.parts
+        key = (shard.unit.sequence, shard.unit.subsequence)
+        missing = shard.parts
         if key in self._plans:
-            missing = tuple(plan.rebuilt[ATTENTION] for plan in self._plan(piece))
-        return PieceAttention(
-            piece,
+            missing = tuple(plan.recomputed[ATTENTION] for plan in self._plan(shard))
+        return MspAttention(
+            shard,
             exchange=exchange,
             heads=heads,
             missing=missing,
@@ -316,12 +320,12 @@ class PieceStage:
             meter=self._meter,
         )
 
-    def _sink(self, index: int, exchange: PieceExchange) -> PieceGradients:
+    def _sink(self, index: int, exchange: MspExchange) -> MspGradients:
         totals = None
         if self._owner is not None:
             assert self._gradients is not None, "training needs gradient buffers"
             totals = {name: self._gradients[f"layers.{index}.{name}"] for name in self._shapes}
-        return PieceGradients(
+        return MspGradients(
             exchange,
             totals=totals,
             members=self._members,
@@ -330,15 +334,15 @@ class PieceStage:
             device=self._device,
         )
 
-    def _rotary(self, piece: Piece) -> RotaryTable | None:
+    def _rotary(self, shard: MspShard) -> RotaryTable | None:
         if self._model.position != "rotary":
             return None
-        return rotary_table(self._model, piece.positions_c, dtype=self._dtype)
+        return rotary_table(self._model, shard.positions_c, dtype=self._dtype)
 
 
-def _split(whole_CE: Tensor, piece: Piece) -> list[Tensor]:
-    return list(torch.split(whole_CE, list(piece.sizes)))
+def _split(whole_CE: Tensor, shard: MspShard) -> list[Tensor]:
+    return list(torch.split(whole_CE, list(shard.sizes)))
 
 
-def _key(piece: Piece, layer: int) -> ActivationKey:
-    return ActivationKey(piece.unit.sequence, piece.unit.subsequence, layer)
+def _key(shard: MspShard, layer: int) -> ActivationKey:
+    return ActivationKey(shard.unit.sequence, shard.unit.subsequence, layer)

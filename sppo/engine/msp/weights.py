@@ -21,16 +21,16 @@ from torch import Tensor
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
 from sppo.engine.weights import WeightProvider
-from sppo.kernels.elementwise import wide_dtype
+from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
+from sppo.parallel.msp_exchange import MspExchange, TokenMembers
 from sppo.parallel.peer_loss import peer_errors
-from sppo.parallel.piece_exchange import PieceExchange, TokenMembers
 
 _MOST_UNDER_WAY = 2
 """Gradients of parameters that are on their way home at once."""
 
 
-class PieceWeights:
+class MspWeights:
     """Weights of the layers of one stage, for as long as one piece runs.
 
     Args:
@@ -55,7 +55,7 @@ class PieceWeights:
         self._members = members
         self._coming: deque[tuple[int, Mapping[str, Tensor], list[Any]]] = deque()
         self._order: deque[int] = deque()
-        self._exchange: PieceExchange | None = None
+        self._exchange: MspExchange | None = None
         self._also: Callable[[int], Sequence[Tensor]] = lambda layer: ()
         self._held_layers = 0
         self.most_layers = 0
@@ -64,7 +64,7 @@ class PieceWeights:
     def begin(
         self,
         layers: Iterable[int],
-        exchange: PieceExchange,
+        exchange: MspExchange,
         also: Callable[[int], Sequence[Tensor]] = lambda layer: (),
     ) -> None:
         """Send the first of ``layers``, which are wanted in this order.
@@ -96,7 +96,7 @@ class PieceWeights:
         """The layer taken last is done with."""
         self._held_layers -= 1
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Forget a step that failed."""
         self._coming.clear()
         self._order.clear()
@@ -122,7 +122,7 @@ class PieceWeights:
         self._coming.append((layer, weights, works))
 
 
-class PieceGradients:
+class MspGradients:
     """:class:`sppo.model.gradients.GradientSink` that adds up over the pieces at the owner.
 
     Args:
@@ -136,7 +136,7 @@ class PieceGradients:
 
     def __init__(
         self,
-        exchange: PieceExchange,
+        exchange: MspExchange,
         *,
         totals: Mapping[str, Tensor] | None,
         members: TokenMembers,
@@ -145,7 +145,7 @@ class PieceGradients:
         device: torch.device,
     ) -> None:
         self._exchange, self._totals, self._shapes = exchange, totals, shapes
-        self._dtype, self._device, self._members = wide_dtype(dtype), device, members
+        self._dtype, self._device, self._members = accumulation_dtype(dtype), device, members
         self._under_way: deque[tuple[str, Tensor, Any]] = deque()
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sppo.kernels.triton.launch import on_device_of, wide_type
+from sppo.kernels.triton.launch import accumulation_type, on_device_of
 
 Kind = Literal["swiglu", "gelu", "gelu_tanh"]
 
@@ -121,5 +121,5 @@ def _launch(kernel: Any, gate: Tensor | None, up: Tensor, third: Tensor, *, kind
             GATED=gate is not None,
             TANH=kind == "gelu_tanh",
             BLOCK=_BLOCK,
-            WIDE=wide_type(up.dtype),
+            WIDE=accumulation_type(up.dtype),
         )

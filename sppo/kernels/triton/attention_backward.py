@@ -26,12 +26,12 @@ from sppo.kernels.triton.attention_key_gradient import key_gradient_kernel
 from sppo.kernels.triton.attention_query_gradient import query_gradient_kernel
 from sppo.kernels.triton.launch import (
     LOG2_E,
+    accumulation_type,
     block_size,
     load_rows,
     must_upcast,
     on_device_of,
     row_major,
-    wide_type,
 )
 from sppo.kernels.triton.tiles import AttentionTiles, Tiles, attention_tiles
 from sppo.kernels.triton.visible_keys import VisibleKeys, visible_keys
@@ -104,7 +104,7 @@ def _delta(do: Tensor, o: Tensor, block: int) -> Tensor:
         SIZE=head_size,
         BLOCK=block,
         QUERIES=_DELTA_ROWS,
-        WIDE=wide_type(do.dtype),
+        WIDE=accumulation_type(do.dtype),
     )
     return delta_NC
 
@@ -168,7 +168,7 @@ class _Call:
             KEYS=cut.keys,
             HAS_FIRST=self.keys.first_C is not None,
             UPCAST=must_upcast(self.q.dtype),
-            WIDE=wide_type(self.q.dtype),
+            WIDE=accumulation_type(self.q.dtype),
             num_warps=cut.warps,
             num_stages=cut.stages,
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 from sppo.kernels.triton.launch import (
     LN_2,
     LOG2_E,
+    accumulation_type,
     block_size,
     dot,
     load_rows,
@@ -25,7 +26,6 @@ from sppo.kernels.triton.launch import (
     on_device_of,
     row_major,
     store_rows,
-    wide_type,
 )
 from sppo.kernels.triton.tiles import AttentionTiles, attention_tiles
 from sppo.kernels.triton.visible_keys import is_visible, key_runs, visible_keys
@@ -187,7 +187,7 @@ def attention_forward(
             KEYS=cut.keys,
             HAS_FIRST=keys.first_C is not None,
             UPCAST=must_upcast(q.dtype),
-            WIDE=wide_type(q.dtype),
+            WIDE=accumulation_type(q.dtype),
             TO_NATURAL=LN_2,
             num_warps=cut.warps,
             num_stages=cut.stages,

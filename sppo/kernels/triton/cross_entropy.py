@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.kernels.triton.launch import on_device_of, row_major, wide_type
+from sppo.kernels.triton.launch import accumulation_type, on_device_of, row_major
 
 _LEAST_BLOCK = 1024
 """Words of a block that every warp has a part of: then reductions wait for all of its loads."""
@@ -158,7 +158,7 @@ def _launch(
             Z_LOSS=z_loss,
             GRADIENT=scale is not None,
             BLOCK=block,
-            WIDE=wide_type(logits_tV.dtype),
+            WIDE=accumulation_type(logits_tV.dtype),
             num_warps=block // _BLOCK_PER_WARP,
         )
     return losses_t

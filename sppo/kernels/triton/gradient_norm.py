@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sppo.kernels.triton.launch import on_device_of, wide_type
+from sppo.kernels.triton.launch import accumulation_type, on_device_of
 
 _CHUNK = 1 << 16
 _BLOCK = 4096
@@ -109,7 +109,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
         _squares_kernel[(len(table),)](
             table,
             sums,
-            ELEMENT=wide_type(first.dtype),
+            ELEMENT=accumulation_type(first.dtype),
             ALIGNED=aligned,
             CHUNK=_CHUNK,
             BLOCK=_BLOCK,
@@ -127,7 +127,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
         _scale_kernel[(len(table),)](
             table,
             factor,
-            ELEMENT=wide_type(first.dtype),
+            ELEMENT=accumulation_type(first.dtype),
             ALIGNED=aligned,
             CHUNK=_CHUNK,
             BLOCK=_BLOCK,

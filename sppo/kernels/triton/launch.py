@@ -65,7 +65,7 @@ INTERPRETED = not isinstance(dot, triton.runtime.JITFunction)
 """The kernels of this process run under the interpreter, on CPU tensors."""
 
 
-def wide_type(dtype: torch.dtype) -> Any:
+def accumulation_type(dtype: torch.dtype) -> Any:
     """Triton's type for sums over values of ``dtype``."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 

@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sppo.kernels.triton.launch import (
+    accumulation_type,
     block_size,
     load_rows,
     on_device_of,
     row_major,
     store_rows,
-    wide_type,
 )
 
 _QUERIES = 32
@@ -89,5 +89,5 @@ def merge_(o_HrD: Tensor, lse_Hr: Tensor, part_HrD: Tensor, part_lse_Hr: Tensor)
             SIZE=head_size,
             BLOCK=block_size(head_size),
             QUERIES=_QUERIES,
-            WIDE=wide_type(lse_Hr.dtype),
+            WIDE=accumulation_type(lse_Hr.dtype),
         )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sppo.kernels.triton.launch import on_device_of, row_major, wide_type
+from sppo.kernels.triton.launch import accumulation_type, on_device_of, row_major
 
 _TILE_ELEMENTS = 4096
 _BACKWARD_PROGRAMS = 256
@@ -204,7 +204,7 @@ def _norm(
             EPS=eps,
             CENTRED=bias_E is not None,
             ADDED=added_RE is not None,
-            WIDE=wide_type(x_RE.dtype),
+            WIDE=accumulation_type(x_RE.dtype),
             **cut,
         )
     return y_RE
@@ -246,7 +246,7 @@ def _norm_backward(
             EPS=eps,
             CENTRED=centred,
             RESIDUAL=dresidual_RE is not None,
-            WIDE=wide_type(x_RE.dtype),
+            WIDE=accumulation_type(x_RE.dtype),
             **cut,
         )
     return dx_RE.view(x_CE.shape), partial.sum(1)

@@ -23,7 +23,7 @@ from sppo.schedule.encoding import (
     R,
     W,
 )
-from sppo.schedule.gangs import Route, find_gangs, gang_routes
+from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
 
 _LIMIT = 8
 _NAMES = {F: "F", B: "B", W: "W", R: "R", D2H: "D2H", H2D: "H2D"}
@@ -37,7 +37,7 @@ class _Found:
     ranks: _Ints
     indices: _Ints
     slots: _Ints
-    pieces: _Ints
+    shards: _Ints
     widths: _Ints
 
 
@@ -90,7 +90,7 @@ def _count_problems(
     widths = np.zeros(size, dtype=np.int64)
     np.maximum.at(widths, actions.slots, actions.widths)
     wide = int(widths.max(initial=1))
-    keys = actions.slots * wide + actions.pieces
+    keys = actions.slots * wide + actions.shards
     _, first, times = np.unique(keys, return_index=True, return_counts=True)
     for place in first[times > 1][:_LIMIT].tolist():
         again = int(np.flatnonzero(keys == keys[place])[1])
@@ -146,7 +146,7 @@ def _companion_problems(
     ranks = schedule.num_ranks
 
     def keys(found: _Found) -> _Ints:
-        return ((found.slots * width + found.widths) * width + found.pieces) * ranks + found.ranks
+        return ((found.slots * width + found.widths) * width + found.shards) * ranks + found.ranks
 
     stray = ~np.isin(keys(actions), keys(forward))
     return [
@@ -181,13 +181,13 @@ def _cut_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> 
         if sum(cut.lengths) != tokens or min(cut.lengths, default=0) < 1:
             text = f"{name}: must be positive and add up to {tokens} tokens"
             found.append(Violation("coverage", text))
-    for slot, gang in find_gangs(schedule, programs=programs).items():
-        if len(gang.lengths) != len(gang.ranks) or min(gang.lengths) < 1:
+    for slot, group in find_msp_groups(schedule, programs=programs).items():
+        if len(group.lengths) != len(group.ranks) or min(group.lengths) < 1:
             text = (
-                f"{_name(schedule, F, slot)} runs in {len(gang.ranks)} pieces, but its tokens are "
-                f"cut into {list(gang.lengths)}"
+                f"{_name(schedule, F, slot)} runs in {len(group.ranks)} pieces, but its tokens are "
+                f"cut into {list(group.lengths)}"
             )
-            found.append(Violation("coverage", text, gang.ranks[0]))
+            found.append(Violation("coverage", text, group.ranks[0]))
     return found
 
 
@@ -197,7 +197,7 @@ def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) 
     receives = [_collect(programs, code=code) for code in (RECV_ACT, RECV_GRAD)]
     if not any(found.slots.size for found in (*sends, *receives)):
         return []
-    routes = gang_routes(schedule, gangs=find_gangs(schedule, programs=programs))
+    routes = msp_routes(schedule, groups=find_msp_groups(schedule, programs=programs))
     found: list[Violation] = []
     for wire, (send, receive) in enumerate(zip(sends, receives, strict=True)):
         code = (SEND_ACT, SEND_GRAD)[wire]
@@ -231,10 +231,10 @@ def _needed_messages(
     plain = (sender != receiver) & ~np.isin(slots, cut)
     rows = np.stack([slots, np.zeros_like(slots), sender, receiver], axis=1)[plain]
     extra = [
-        (slot, piece, route.sender, route.receiver)
+        (slot, shard, route.sender, route.receiver)
         for (c, slot), parts in routes.items()
         if c == code
-        for piece, route in enumerate(parts)
+        for shard, route in enumerate(parts)
         if route.sender != route.receiver
     ]
     if extra:
@@ -247,10 +247,10 @@ def _pairing_problems(
     schedule: Schedule, *, actions: _Found, needed: _Ints, step: int
 ) -> list[Violation]:
     """Messages that are missing, there twice, or on a rank that has no part in them."""
-    width = int(max(needed[:, 1].max(initial=0), actions.pieces.max(initial=0))) + 1
+    width = int(max(needed[:, 1].max(initial=0), actions.shards.max(initial=0))) + 1
     ranks = schedule.num_ranks
     want = (needed[:, 0] * width + needed[:, 1]) * ranks + needed[:, 2]
-    have = ((actions.slots - step) * width + actions.pieces) * ranks + actions.ranks
+    have = ((actions.slots - step) * width + actions.shards) * ranks + actions.ranks
     found = []
     for place in np.flatnonzero(~np.isin(have, want))[:_LIMIT].tolist():
         text = f"{_text(schedule, actions, place)} carries nothing that crosses ranks here"
@@ -276,8 +276,8 @@ def _fifo_problems(
     key = needed[:, 0] * width + needed[:, 1]
     if not key.size:
         return []
-    row_of_send = np.searchsorted(key, send.slots * width + send.pieces)
-    row_of_receive = np.searchsorted(key, (receive.slots - step) * width + receive.pieces)
+    row_of_send = np.searchsorted(key, send.slots * width + send.shards)
+    row_of_receive = np.searchsorted(key, (receive.slots - step) * width + receive.shards)
     edge = needed[:, 2] * schedule.num_ranks + needed[:, 3]
     # Entries are collected rank by rank in program order, so a stable sort keeps that order.
     sends = row_of_send[np.argsort(edge[row_of_send], kind="stable")]

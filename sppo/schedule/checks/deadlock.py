@@ -24,7 +24,7 @@ from sppo.schedule.encoding import (
     encode,
 )
 from sppo.schedule.event_loop import DeadlockError
-from sppo.schedule.gangs import find_gangs, gang_routes
+from sppo.schedule.msp_groups import find_msp_groups, msp_routes
 
 Queues = Literal["rank", "pair", "direction", "pair_direction", "edge"]
 _SEND, _RECEIVE = 0, 1
@@ -73,16 +73,16 @@ class _Replay:
         programs = encode(schedule)
         self.codes = [program.codes.tolist() for program in programs]
         self.slots = [program.slots.tolist() for program in programs]
-        self.pieces: list[list[int]] = [program.pieces.tolist() for program in programs]
-        self.widths = [program.num_pieces.tolist() for program in programs]
-        self.cut = gang_routes(schedule, gangs=find_gangs(schedule, programs=programs))
+        self.shards: list[list[int]] = [program.shards.tolist() for program in programs]
+        self.widths = [program.num_shards.tolist() for program in programs]
+        self.cut = msp_routes(schedule, groups=find_msp_groups(schedule, programs=programs))
         self._number_cut_messages()
         # Messages that a compute action still waits for, by (wire, consuming slot, rank).
         self.expected = self._count_expected()
         self.line: dict[int, deque[int]] = {}
         self.position = [0] * self.ranks
         self.woken: list[int] = []
-        self.gang: dict[tuple[int, int], set[int]] = {}
+        self.group: dict[tuple[int, int], set[int]] = {}
 
     def _number_cut_messages(self) -> None:
         self.first_number: dict[tuple[int, int], int] = {}
@@ -106,7 +106,7 @@ class _Replay:
         """Number of the message that an action of `rank` sends or receives."""
         first = self.first_number.get((wire, slot))
         if first is not None:
-            return first + self.pieces[rank][index]
+            return first + self.shards[rank][index]
         stage = slot // self.units + (1 if wire == _ACT else -1)
         if not 0 <= slot < self.size or not 0 <= stage < len(self.rank_of):
             raise DeadlockError(
@@ -177,7 +177,7 @@ class _Replay:
 
     def _join(self, rank: int, code: int, slot: int, width: int) -> bool:
         """A piece goes on when all pieces of its unit have come."""
-        members = self.gang.setdefault((code, slot), set())
+        members = self.group.setdefault((code, slot), set())
         if rank not in members:
             members.add(rank)
             if len(members) == width:

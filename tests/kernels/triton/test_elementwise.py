@@ -49,7 +49,11 @@ def test_rms_norm(shape, dtype, device):
     dx, dweight = norms.rms_norm_backward(dy, x, weight, eps=EPS)
     dy, x, weight = exact(dy, x, weight)
     expected = elementwise.rms_norm_backward(dy, x, weight, eps=EPS)
-    assert (y.dtype, dx.dtype, dweight.dtype) == (dtype, dtype, elementwise.wide_dtype(dtype))
+    assert (y.dtype, dx.dtype, dweight.dtype) == (
+        dtype,
+        dtype,
+        elementwise.accumulation_dtype(dtype),
+    )
     assert_close(y, elementwise.rms_norm(x, weight, eps=EPS), tolerance=TOLERANCE[dtype])
     assert_close(dx, expected[0], tolerance=TOLERANCE[dtype])
     assert_close(dweight, expected[1], tolerance=wide_tolerance(dtype))
@@ -157,7 +161,7 @@ def test_norms_of_rows_that_are_not_neighbours(dtype, device):
 def test_rotary(shape, dtype, device):
     from sppo.kernels.triton import rotary
 
-    wide = elementwise.wide_dtype(dtype)
+    wide = elementwise.accumulation_dtype(dtype)
     (x,) = random((*shape[:2], 2 * shape[2]), dtype=dtype, device=device)
     x = x[:, :, : shape[2]]
     (angle,) = random((shape[0], 1, shape[2] // 2), dtype=wide, device=device, seed=1)
@@ -213,7 +217,7 @@ def test_activations_far_out(kind, dtype, device):
 def test_merge(dtype, device):
     from sppo.kernels.triton.merge import merge_
 
-    wide = elementwise.wide_dtype(dtype)
+    wide = elementwise.accumulation_dtype(dtype)
     (part,) = random((37, 6, 24), dtype=dtype, device=device)
     o_all, lse, part_lse = random((6, 50, 24), (6, 37), (6, 37), dtype=wide, device=device, seed=1)
     lse, part_lse = 20 * lse, 20 * part_lse

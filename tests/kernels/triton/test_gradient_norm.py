@@ -108,8 +108,8 @@ def test_a_table_is_built_once_for_tensors_that_stay(dtype, device):
     for x in tensors:
         x.mul_(2)
     assert gradient_norm._table(tensors)[0] is first
-    moved = [*tensors[:-2], tensors[-2].clone(), tensors[-1]]
-    assert gradient_norm._table(moved)[0] is not first
+    offloaded = [*tensors[:-2], tensors[-2].clone(), tensors[-1]]
+    assert gradient_norm._table(offloaded)[0] is not first
     assert int(first[:, 1].sum()) == sum(x.numel() for x in tensors)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sppo.offload.stack_store import StackStore, slot_bytes
+from sppo.offload.lifo_arena_store import LifoArenaStore, slot_bytes
 from sppo.offload.store import ActivationKey
 
 KEYS = [ActivationKey(0, subsequence, layer) for subsequence in range(2) for layer in range(3)]
@@ -20,7 +20,7 @@ def capacity(times):
 
 
 def test_tensors_come_back_bit_for_bit_last_in_first_out():
-    store = StackStore()
+    store = LifoArenaStore()
     store.reserve(capacity(len(KEYS)))
     for seed, key in enumerate(KEYS):
         store.save(key, saved(seed))
@@ -33,7 +33,7 @@ def test_tensors_come_back_bit_for_bit_last_in_first_out():
 
 
 def test_what_is_saved_is_a_copy():
-    store, tensors = StackStore(), saved(0)
+    store, tensors = LifoArenaStore(), saved(0)
     store.reserve(capacity(1))
     store.save(KEYS[0], tensors)
     tensors["x"].zero_()
@@ -41,7 +41,7 @@ def test_what_is_saved_is_a_copy():
 
 
 def test_released_tensors_are_poisoned_for_debugging():
-    store = StackStore(poison=True)
+    store = LifoArenaStore(poison=True)
     store.reserve(capacity(1))
     store.save(KEYS[0], saved(0))
     taken = store.take(KEYS[0])
@@ -51,7 +51,7 @@ def test_released_tensors_are_poisoned_for_debugging():
 
 
 def test_more_than_was_reserved_is_refused():
-    store = StackStore()
+    store = LifoArenaStore()
     store.reserve(capacity(1))
     store.save(KEYS[0], saved(0))
     with pytest.raises(ValueError, match="not within the arena"):
@@ -59,7 +59,7 @@ def test_more_than_was_reserved_is_refused():
 
 
 def test_the_order_is_kept():
-    store = StackStore()
+    store = LifoArenaStore()
     store.reserve(capacity(2))
     store.save(KEYS[0], saved(0))
     store.save(KEYS[1], saved(1))
@@ -70,10 +70,10 @@ def test_the_order_is_kept():
 
 
 def test_a_larger_step_gets_more_room_and_a_smaller_one_keeps_it():
-    store = StackStore()
+    store = LifoArenaStore()
     for times in (1, 4, 2):
         store.reserve(capacity(times))
         for seed, key in enumerate(KEYS[:times]):
             store.save(key, saved(seed))
-        store.discard()
+        store.abort()
         assert (store.num_entries, store.device_bytes) == (0, 0)

@@ -42,7 +42,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Gang:
+class MspGroup:
     """A unit on a stage run in pieces: `ranks[k]` runs piece k of `lengths[k]` tokens."""
 
     slot: int
@@ -50,37 +50,39 @@ class Gang:
     lengths: tuple[int, ...]
 
 
-def find_gangs(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> dict[int, Gang]:
+def find_msp_groups(
+    schedule: Schedule, *, programs: Sequence[EncodedProgram]
+) -> dict[int, MspGroup]:
     """The gangs of `schedule` by slot; empty for every schedule without MSP."""
     ranks_of: dict[int, dict[int, int]] = {}
     widths: dict[int, int] = {}
     for rank, program in enumerate(programs):
-        cut = (program.num_pieces > 1) & (program.codes == encoding.F)
+        cut = (program.num_shards > 1) & (program.codes == encoding.F)
         for index in np.flatnonzero(cut).tolist():
             slot = int(program.slots[index])
-            ranks_of.setdefault(slot, {})[int(program.pieces[index])] = rank
-            widths[slot] = int(program.num_pieces[index])
+            ranks_of.setdefault(slot, {})[int(program.shards[index])] = rank
+            widths[slot] = int(program.num_shards[index])
     units = [(m, n) for m, parts in enumerate(schedule.lengths) for n in range(len(parts))]
     given = {(cut.stage, cut.sequence, cut.subsequence): cut.lengths for cut in schedule.cuts}
-    gangs = {}
-    for slot, by_piece in sorted(ranks_of.items()):
+    groups = {}
+    for slot, by_shard in sorted(ranks_of.items()):
         stage, unit = divmod(slot, schedule.num_units)
-        lengths = given.get((stage, *units[unit])) or equal_pieces(
-            schedule.lengths[units[unit][0]][units[unit][1]], num_pieces=widths[slot]
+        lengths = given.get((stage, *units[unit])) or equal_shards(
+            schedule.lengths[units[unit][0]][units[unit][1]], num_shards=widths[slot]
         )
-        ranks = tuple(by_piece.get(piece, -1) for piece in range(widths[slot]))
-        gangs[slot] = Gang(slot, ranks, lengths)
-    return gangs
+        ranks = tuple(by_shard.get(shard, -1) for shard in range(widths[slot]))
+        groups[slot] = MspGroup(slot, ranks, lengths)
+    return groups
 
 
-def equal_pieces(tokens: int, *, num_pieces: int) -> tuple[int, ...]:
-    """`tokens` in `num_pieces` parts that differ by at most one, the longer ones first."""
-    part, larger = divmod(tokens, num_pieces)
-    return tuple(part + (piece < larger) for piece in range(num_pieces))
+def equal_shards(tokens: int, *, num_shards: int) -> tuple[int, ...]:
+    """`tokens` in `num_shards` parts that differ by at most one, the longer ones first."""
+    part, larger = divmod(tokens, num_shards)
+    return tuple(part + (shard < larger) for shard in range(num_shards))
 
 
-def balanced_pieces(
-    tokens: int, *, num_pieces: int, start: int, context_slope: float
+def balanced_shards(
+    tokens: int, *, num_shards: int, start: int, context_slope: float
 ) -> tuple[int, ...]:
     """`tokens` in parts of equal compute, where later tokens of a causal span cost more.
 
@@ -89,21 +91,21 @@ def balanced_pieces(
     rounded, not lengths.
 
     Args:
-        tokens: Tokens of the unit, at least `num_pieces`.
-        num_pieces: Parts, each of at least one token.
+        tokens: Tokens of the unit, at least `num_shards`.
+        num_shards: Parts, each of at least one token.
         start: Position of the unit's first token in its sequence.
         context_slope: Growth of a token's compute per token before it.
     """
     if context_slope == 0:
-        return equal_pieces(tokens, num_pieces=num_pieces)
+        return equal_shards(tokens, num_shards=num_shards)
     base = 1 + context_slope * start
     total = base * tokens + context_slope * tokens**2 / 2
     boundaries = [0]
-    for piece in range(1, num_pieces):
-        target = total * piece / num_pieces
+    for shard in range(1, num_shards):
+        target = total * shard / num_shards
         # The root in the form that loses no digits when the slope is tiny.
         root = 2 * target / (base + (base**2 + 2 * context_slope * target) ** 0.5)
-        lowest, highest = boundaries[-1] + 1, tokens - (num_pieces - piece)
+        lowest, highest = boundaries[-1] + 1, tokens - (num_shards - shard)
         boundaries.append(min(max(round(root), lowest), highest))
     boundaries.append(tokens)
     return tuple(end - begin for begin, end in zip(boundaries, boundaries[1:], strict=False))
@@ -126,22 +128,22 @@ def routes_between(
     return tuple(routes)
 
 
-def gang_routes(
-    schedule: Schedule, *, gangs: Mapping[int, Gang]
+def msp_routes(
+    schedule: Schedule, *, groups: Mapping[int, MspGroup]
 ) -> dict[tuple[int, int], tuple[Route, ...]]:
     """Routes of every message from or to a gang, by (SEND_ACT or SEND_GRAD, producing slot)."""
     units = [tokens for parts in schedule.lengths for tokens in parts]
     num_units = schedule.num_units
 
     def holders(slot: int) -> list[tuple[int, int]]:
-        gang = gangs.get(slot)
-        if gang:
-            return list(zip(gang.ranks, gang.lengths, strict=True))
+        group = groups.get(slot)
+        if group:
+            return list(zip(group.ranks, group.lengths, strict=True))
         return [(schedule.placement.rank_of(slot // num_units), units[slot % num_units])]
 
     routes = {}
     # Boundaries by their earlier stage; one between two gangs is named by both.
-    boundaries = {s for slot in gangs for s in (slot - num_units, slot)}
+    boundaries = {s for slot in groups for s in (slot - num_units, slot)}
     for slot in sorted(boundaries):
         if not 0 <= slot < (schedule.num_stages - 1) * num_units:
             continue
@@ -153,8 +155,8 @@ def gang_routes(
     return routes
 
 
-def gang_seconds(
-    schedule: Schedule, *, gangs: Mapping[int, Gang], costs: Costs
+def msp_seconds(
+    schedule: Schedule, *, groups: Mapping[int, MspGroup], costs: Costs
 ) -> dict[tuple[int, int], float]:
     """Seconds of every gang by (F or B, slot), with everything that moves inside it.
 
@@ -169,14 +171,14 @@ def gang_seconds(
     """
     seconds = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
-    for slot, gang in gangs.items():
+    for slot, group in groups.items():
         stage, unit = divmod(slot, costs.num_units)
         owner = schedule.placement.rank_of(stage)
-        links = [costs.links.link(owner, receiver=r) for r in gang.ranks if r != owner]
+        links = [costs.links.link(owner, receiver=r) for r in group.ranks if r != owner]
         latency_s = max((link.latency_s for link in links), default=0.0)
         bytes_per_s = min((link.bytes_per_s for link in links), default=float("inf"))
         share = _largest_share(
-            gang, start=int(starts[unit]), context_slope=costs.context_slope, schedule=schedule
+            group, start=int(starts[unit]), context_slope=costs.context_slope, schedule=schedule
         )
         prefix = _prefix_slots(schedule, slot=slot)
         before_kv = sum(float(costs.kv_bytes.flat[s]) for s in prefix)
@@ -192,17 +194,19 @@ def gang_seconds(
         waited = before_kv + own_kv + before_gradients + own_gradients + own_kv
         backward = float(costs.backward_s[stage, unit] + costs.weight_s[stage, unit]) * share
         behind = max(weights, float(costs.weight_gradient_bytes[stage]))
-        moved_s = latency_s + behind / bytes_per_s
-        seconds[encoding.B, slot] = max(backward, moved_s) + latency_s + waited / bytes_per_s
+        offloaded_s = latency_s + behind / bytes_per_s
+        seconds[encoding.B, slot] = max(backward, offloaded_s) + latency_s + waited / bytes_per_s
     return seconds
 
 
-def _largest_share(gang: Gang, *, start: int, context_slope: float, schedule: Schedule) -> float:
+def _largest_share(
+    group: MspGroup, *, start: int, context_slope: float, schedule: Schedule
+) -> float:
     """Share of the unit's compute in the gang's slowest piece."""
     if not schedule.cuts:
         # Equal pieces by definition; abstract schedules count one token per rank or fewer.
-        return 1 / len(gang.ranks)
-    ends = np.cumsum((0, *gang.lengths))
+        return 1 / len(group.ranks)
+    ends = np.cumsum((0, *group.lengths))
     compute = (1 + context_slope * start) * ends + context_slope * ends**2 / 2
     return float(np.diff(compute).max() / compute[-1])
 

@@ -18,7 +18,7 @@ from sppo.offload.arena import ALIGNMENT_BYTES, HostArena
 from sppo.offload.store import ActivationKey
 
 
-class StackStore:
+class LifoArenaStore:
     """:class:`sppo.offload.store.ActivationStore` over a :class:`HostArena`.
 
     What :meth:`take` returns are views of the stack, good until :meth:`release`.
@@ -86,7 +86,7 @@ class StackStore:
         for tensor in self._lent.pop(key, {}).values():
             tensor.fill_(float("nan"))
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """See :class:`sppo.offload.store.ActivationStore`."""
         self._entries.clear()
         self._lent.clear()

@@ -2,12 +2,12 @@
 
 import pytest
 
-from sppo.activations.policy import classes_kept
+from sppo.activations.policy import classes_retained
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import CostRequest, kv_bytes_per_token, row_bytes_of
 from sppo.hardware.presets import PRESETS
 from tests.engine.models import VARIANTS, tiny_model
-from tests.engine.moving import FixedRows, RatioRows
+from tests.engine.offloading import FixedRows, RatioRows
 from tests.engine.pipelined import Case, run_case
 from tests.engine.test_pipeline import CUTS_FOR_TWO, check
 
@@ -110,7 +110,7 @@ def test_tensors_that_move(ranks, shape, ratio, tmp_path):
     model = tiny_model("gqa, q/k-norm", **sizes)
     rows = RatioRows(model, 8, ratio, alignment=1)
     plans = rows.subsequences((5, 6, 9))
-    assert any(0 < moved < 5 for moved in plans[0].moved) or ratio == 1.0
+    assert any(0 < offloaded < 5 for offloaded in plans[0].offloaded) or ratio == 1.0
     case = Case(
         shape=shape,
         sequence_parallel="megatron",
@@ -175,9 +175,11 @@ def test_bytes_held_are_those_predicted(ranks, variant, policy):
     request = CostRequest(workload, lengths=((16, 16),))
     tokens, wider = 32, 2  # float64 where fp32 is predicted
     per_token = row_bytes_of(request)[0] * wider
-    kept = sum(per_token[index] for index in classes_kept(policy)) + model.hidden_size * 8 / 2
+    retained = (
+        sum(per_token[index] for index in classes_retained(policy)) + model.hidden_size * 8 / 2
+    )
     kv = sum(kv_bytes_per_token(workload)) * model.num_layers * wider
     for answer in ranks.run(run_case, case, ranks=2):
         peaks = answer[0][5]
-        assert peaks.activations_bytes == tokens * kept
+        assert peaks.activations_bytes == tokens * retained
         assert peaks.kv_bytes == tokens * kv

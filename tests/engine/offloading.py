@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.activations.block_layout import ParcelShape
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.placement import ATTENTION, ROW_ALIGNMENT, prefix_rows
 from sppo.activations.policy import class_bytes_per_token
-from sppo.offload.moving_store import MovingStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
 from sppo.planning.plan import SubsequencePlan
@@ -21,11 +21,11 @@ RATIOS = [i / 16 for i in range(17)]
 
 def with_offsets(model, rows, *, element_bytes, input_every=1):
     """Plans of subsequences from their (kept, moved, rebuilt), parcels one behind the other."""
-    shape = ParcelShape(model, element_bytes, layers=model.num_layers, input_every=input_every)
+    shape = BlockLayout(model, element_bytes, layers=model.num_layers, input_every=input_every)
     plans, offset = [], 0
-    for kept, moved, rebuilt in rows:
-        plans.append(SubsequencePlan(kept, moved, rebuilt, offset))
-        offset += sum(shape.parcels(moved, attention_saved=rebuilt[ATTENTION] == 0))
+    for retained, offloaded, recomputed in rows:
+        plans.append(SubsequencePlan(retained, offloaded, recomputed, offset))
+        offset += sum(shape.blocks(offloaded, attention_saved=recomputed[ATTENTION] == 0))
     return tuple(plans)
 
 
@@ -49,29 +49,29 @@ class RatioRows:
         rows = []
         for index, tokens in enumerate(lengths):
             stays = index == len(lengths) - 1 and not self.last_too
-            moved = self._moved(tokens, sizes) if not stays else (0, 0, 0)
-            left = tuple(tokens - m for m in moved)
+            offloaded = self._offloaded(tokens, sizes) if not stays else (0, 0, 0)
+            left = tuple(tokens - m for m in offloaded)
             nothing = (0, 0, 0)
             if self.rest == "kept" or stays:
-                rows.append((left, moved, nothing))
+                rows.append((left, offloaded, nothing))
             else:  # the input can not be rebuilt
-                rows.append(((left[0], 0, 0), moved, (0, *left[1:])))
+                rows.append(((left[0], 0, 0), offloaded, (0, *left[1:])))
         return with_offsets(
             self.model, rows, element_bytes=self.element_bytes, input_every=self.input_every
         )
 
-    def _moved(self, tokens, sizes):
+    def _offloaded(self, tokens, sizes):
         wanted = np.array([self.ratio * tokens * sizes.sum()])
         if self.alignment == ROW_ALIGNMENT:
             found = prefix_rows(wanted, tokens=np.array([tokens]), row_bytes=sizes)
             return tuple(int(n) for n in found[0])
-        left, moved = float(wanted[0]), []
+        left, offloaded = float(wanted[0]), []
         for size in sizes:
             rows = min(tokens, int(left / size + 1e-9))
             rows = rows if rows == tokens else rows // self.alignment * self.alignment
-            moved.append(rows)
+            offloaded.append(rows)
             left = left - rows * size if rows == tokens else 0.0
-        return tuple(moved)
+        return tuple(offloaded)
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def queues_of(name, *, directory=None, poison=True):
     return ThreadQueues(poison=poison) if name == "threads" else EmulatedQueues(SCHEDULERS[name]())
 
 
-def moving_trained(model, weights, rows, *, directory=None, queues="threads", lag=1, **options):
+def offloading_trained(model, weights, rows, *, directory=None, queues="threads", lag=1, **options):
     """An engine that moves what ``rows`` says, to a disk if there is a directory."""
     tier = Tier("host") if directory is None else Tier("disk", directory)
-    store = MovingStore(queues_of(queues), tier=tier, source_lag=lag, checksums=True)
-    return Trained(model, weights, rows={0: rows}, moved={0: store}, **options)
+    store = OffloadStore(queues_of(queues), tier=tier, source_lag=lag, checksums=True)
+    return Trained(model, weights, rows={0: rows}, offloaded={0: store}, **options)

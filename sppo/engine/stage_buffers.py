@@ -1,10 +1,10 @@
 """Tensors on their way from the stage that made them to the one that uses them.
 
 Between two stages a unit is whole, or cut where multiplexed sequence partitioning cuts it: then
-every interval of tokens has a route of its own, from the rank that ran its piece on the one stage
-to the rank that runs its piece on the other (:mod:`sppo.schedule.gangs`). Intervals whose route
-stays on this rank are handed over; the others are messages. Everything is put in once and taken
-out once.
+every interval of tokens has a route of its own, from the rank that ran its shard on the one stage
+to the rank that runs its shard on the other (:mod:`sppo.schedule.msp_groups`). Intervals whose
+route stays on this rank are handed over; the others are messages. Everything is put in once and
+taken out once.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sppo.parallel.pipeline_p2p import Arrival, Courier
+from sppo.parallel.pipeline_p2p import PipelineP2P, RecvHandle
 from sppo.schedule import encoding
 from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
 from sppo.schedule.encoding import encode
-from sppo.schedule.gangs import Route, find_gangs, gang_routes
+from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
 
 UnitKey = tuple[int, int]
 LocalTokens = Callable[[UnitKey, int], int]
 """(unit, tokens of the whole unit) -> how many of them, the first ones, are this rank's."""
 
 
-class _Parcel(NamedTuple):
+class _Key(NamedTuple):
     """Everything of one unit that one stage takes from one side."""
 
     wire: Wire
@@ -34,7 +34,7 @@ class _Parcel(NamedTuple):
     unit: UnitKey
 
 
-class HandOver:
+class StageBuffers:
     """What waits on one rank between the stages of a step.
 
     Args:
@@ -43,15 +43,15 @@ class HandOver:
         courier: carries messages; None where there are none.
     """
 
-    def __init__(self, schedule: Schedule, *, rank: int, courier: Courier | None) -> None:
+    def __init__(self, schedule: Schedule, *, rank: int, courier: PipelineP2P | None) -> None:
         self._schedule, self._rank, self._courier = schedule, rank, courier
         self._offsets = schedule.unit_offsets()
-        gangs = find_gangs(schedule, programs=encode(schedule))
-        self._routes = gang_routes(schedule, gangs=gangs)
+        groups = find_msp_groups(schedule, programs=encode(schedule))
+        self._routes = msp_routes(schedule, groups=groups)
         self._local: LocalTokens = lambda unit, tokens: tokens
-        self._here: dict[_Parcel, dict[int, Tensor]] = {}
-        self._expected: dict[_Parcel, dict[int, Arrival]] = {}
-        self._outgoing: dict[tuple[_Parcel, int], Tensor] = {}
+        self._here: dict[_Key, dict[int, Tensor]] = {}
+        self._expected: dict[_Key, dict[int, RecvHandle]] = {}
+        self._outgoing: dict[tuple[_Key, int], Tensor] = {}
 
     def begin(self, local: LocalTokens) -> None:
         """Start a step whose units this rank shares as ``local`` says."""
@@ -59,26 +59,26 @@ class HandOver:
 
     def put(self, wire: Wire, action: Action, tensor: Tensor, *, first: int = 0) -> None:
         """The output of an F ("act") or B ("grad"), from token ``first`` of this rank's on."""
-        parcel = self._parcel(wire, producer=action.stage, unit=action.unit)
+        key = self._key(wire, producer=action.stage, unit=action.unit)
         end = first + tensor.shape[0]
-        for number, route in enumerate(self._routes_of(parcel)):
+        for number, route in enumerate(self._routes_of(key)):
             if route.sender != self._rank:
                 continue
-            begin, stop = self._interval(parcel, route)
+            begin, stop = self._interval(key, route)
             assert first <= begin <= stop <= end, f"{action} made tokens {first} to {end}"
             part = tensor[begin - first : stop - first]
             if route.receiver == self._rank:
-                self._here.setdefault(parcel, {})[begin] = part
+                self._here.setdefault(key, {})[begin] = part
             else:
-                self._outgoing[parcel, number] = part
+                self._outgoing[key, number] = part
 
     def send(self, action: Action) -> None:
         """A SEND, which names the stage that made the tensor."""
         assert self._courier is not None, "a program with messages has a courier"
         assert action.wire is not None, "a message carries something"
-        parcel = self._parcel(action.wire, producer=action.stage, unit=action.unit)
-        receiver = self._routes_of(parcel)[action.piece].receiver
-        part = self._outgoing.pop((parcel, action.piece))
+        key = self._key(action.wire, producer=action.stage, unit=action.unit)
+        receiver = self._routes_of(key)[action.shard].receiver
+        part = self._outgoing.pop((key, action.shard))
         if part.shape[0]:
             self._courier.send(part, receiver=receiver, what=str(action))
 
@@ -86,11 +86,11 @@ class HandOver:
         """A RECV, which names the stage that consumes the tensor."""
         assert self._courier is not None, "a program with messages has a courier"
         assert action.wire is not None, "a message carries something"
-        parcel = _Parcel(action.wire, action.stage, action.unit)
-        route = self._routes_of(parcel)[action.piece]
-        begin, end = self._interval(parcel, route)
+        key = _Key(action.wire, action.stage, action.unit)
+        route = self._routes_of(key)[action.shard]
+        begin, end = self._interval(key, route)
         if end > begin:
-            self._expected.setdefault(parcel, {})[begin] = self._courier.receive(
+            self._expected.setdefault(key, {})[begin] = self._courier.receive(
                 (end - begin, width),
                 dtype=dtype,
                 sender=route.sender,
@@ -99,9 +99,9 @@ class HandOver:
 
     def await_input(self, action: Action) -> None:
         """Wait until the input of an F or B is here."""
-        parcel = self._input_of(action)
-        for begin, arrival in self._expected.pop(parcel, {}).items():
-            self._here.setdefault(parcel, {})[begin] = arrival.wait()
+        key = self._input_of(action)
+        for begin, arrival in self._expected.pop(key, {}).items():
+            self._here.setdefault(key, {})[begin] = arrival.wait()
 
     def take(self, action: Action) -> Tensor | None:
         """The input of an F or B from the neighbouring stage; None at the ends of the pipeline."""
@@ -111,43 +111,43 @@ class HandOver:
         ordered = [parts[begin] for begin in sorted(parts)]
         return ordered[0] if len(ordered) == 1 else torch.cat(ordered)
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Return when all messages have left.
 
         Raises:
             AssertionError: something was made, or came, that nobody took.
         """
         if self._courier is not None:
-            self._courier.settle()
+            self._courier.wait_all()
         left = [f"{p.wire} of unit {p.unit} for stage {p.consumer}" for p in self._here]
-        left += [f"a message: {parcel}" for parcel in self._expected]
-        left += [f"not sent: {parcel}" for parcel, _ in self._outgoing]
+        left += [f"a message: {key}" for key in self._expected]
+        left += [f"not sent: {key}" for key, _ in self._outgoing]
         assert not left, f"left over after the step: {', '.join(left)}"
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """Forget a step that failed."""
         for waiting in (self._here, self._expected, self._outgoing):
             waiting.clear()
 
-    def _parcel(self, wire: Wire, *, producer: int, unit: UnitKey) -> _Parcel:
-        return _Parcel(wire, producer + (1 if wire == "act" else -1), unit)
+    def _key(self, wire: Wire, *, producer: int, unit: UnitKey) -> _Key:
+        return _Key(wire, producer + (1 if wire == "act" else -1), unit)
 
-    def _input_of(self, action: Action) -> _Parcel:
+    def _input_of(self, action: Action) -> _Key:
         wire: Wire = "act" if action.kind is ActionKind.F else "grad"
-        return _Parcel(wire, action.stage, action.unit)
+        return _Key(wire, action.stage, action.unit)
 
-    def _routes_of(self, parcel: _Parcel) -> tuple[Route, ...]:
+    def _routes_of(self, key: _Key) -> tuple[Route, ...]:
         """Numbered as the messages of the schedule are."""
-        producer = parcel.consumer - (1 if parcel.wire == "act" else -1)
-        schedule, (sequence, subsequence) = self._schedule, parcel.unit
-        if not (0 <= producer < schedule.num_stages and 0 <= parcel.consumer < schedule.num_stages):
+        producer = key.consumer - (1 if key.wire == "act" else -1)
+        schedule, (sequence, subsequence) = self._schedule, key.unit
+        if not (0 <= producer < schedule.num_stages and 0 <= key.consumer < schedule.num_stages):
             return ()
-        code = encoding.SEND_ACT if parcel.wire == "act" else encoding.SEND_GRAD
+        code = encoding.SEND_ACT if key.wire == "act" else encoding.SEND_GRAD
         slot = producer * schedule.num_units + self._offsets[sequence] + subsequence
         tokens, rank_of = schedule.lengths[sequence][subsequence], schedule.placement.rank_of
-        whole = Route(rank_of(producer), rank_of(parcel.consumer), 0, tokens, tokens)
+        whole = Route(rank_of(producer), rank_of(key.consumer), 0, tokens, tokens)
         return self._routes.get((code, slot), (whole,))
 
-    def _interval(self, parcel: _Parcel, route: Route) -> tuple[int, int]:
+    def _interval(self, key: _Key, route: Route) -> tuple[int, int]:
         """Of this rank's tokens."""
-        return self._local(parcel.unit, route.begin), self._local(parcel.unit, route.end)
+        return self._local(key.unit, route.begin), self._local(key.unit, route.end)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.models import VARIANTS
-from tests.engine.moving import RatioRows
+from tests.engine.offloading import RatioRows
 from tests.engine.pipelined import Case, run_case
 from tests.engine.test_pipeline import check
 
@@ -15,17 +15,17 @@ CUTS = {
 }
 
 
-def pieces_of(ranks, case):
+def shards_of(ranks, case):
     """Actions of the step that are pieces."""
     answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
     return {a for answer in answers for a in answer[0][4] if "[" in a and a[1] in "FB"}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("pieces", CUTS)
-def test_gradients(ranks, num_ranks, pieces):
-    case = Case(shape=(1, num_ranks, 1), schedule="sppo_msp", cuts=(CUTS[pieces],))
-    assert pieces_of(ranks, case)
+@pytest.mark.parametrize("shards", CUTS)
+def test_gradients(ranks, num_ranks, shards):
+    case = Case(shape=(1, num_ranks, 1), schedule="sppo_msp", cuts=(CUTS[shards],))
+    assert shards_of(ranks, case)
     check(ranks, case)
 
 
@@ -41,7 +41,7 @@ def test_with_sequence_and_data_parallelism(ranks, shape, policy):
     sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_size": 6}
     cuts = ((0, 17, 33, 49, 60),) if shape[2] == 4 else (CUTS[5],)
     case = Case(shape=shape, schedule="sppo_msp", cuts=cuts, policy=policy, sizes=sizes)
-    assert pieces_of(ranks, case)
+    assert shards_of(ranks, case)
     check(ranks, case)
 
 
@@ -91,5 +91,5 @@ def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio):
         directory=tmp_path,
         steps=2,
     )
-    assert pieces_of(ranks, case)
+    assert shards_of(ranks, case)
     check(ranks, case)

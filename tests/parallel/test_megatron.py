@@ -10,8 +10,8 @@ from sppo.cost.layer import Workload
 from sppo.cost.parameters import parameter_shapes
 from sppo.cost.stage_cost import CostRequest, device_parameters, updated_parameters
 from sppo.hardware.presets import PRESETS
+from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding, tensor_shard
 from sppo.parallel.mesh import Coordinates, MeshShape
-from sppo.parallel.tensor_parallel import TensorExchange, WeightShares, tensor_share
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 
 PARTS = [(4, 4), (3, 2), (1, 2), (5, 5, 5), (2, 3, 3)]
@@ -23,13 +23,13 @@ PARTS = [(4, 4), (3, 2), (1, 2), (5, 5, 5), (2, 3, 3)]
 def test_parts_tile_every_parameter(variant, degree, kv_heads):
     sizes = {"num_heads": 8, "head_size": 4, "mlp_size": 24, "num_kv_heads": kv_heads}
     model = tiny_model(variant, **sizes)
-    repeats = tensor_share(model, degree=degree).repeats
+    repeats = tensor_shard(model, degree=degree).repeats
     copies = {"stage": degree, "keys": repeats, "block": 1}
     weights = random_weights(model)
     holders = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     wanted = {}
     for rank in range(degree):
-        shares = WeightShares(model, rank, degree)
+        shares = WeightSharding(model, rank, degree)
         for name, shape in shares.shapes(range(model.num_layers)).items():
             part = shares.cut(name, weights[name])
             assert tuple(part.shape) == shape
@@ -63,12 +63,12 @@ def test_ranks_that_hold_the_same_part_are_next_to_each_other_in_every_replica()
 )
 def test_what_cannot_be_shared_out(fields, degree, says):
     with pytest.raises(ValueError, match=says):
-        tensor_share(tiny_model(**fields), degree=degree)
+        tensor_shard(tiny_model(**fields), degree=degree)
 
 
 def exchanged(rank, parts, dtype):
     """(gathered, own tokens of the sum) of what every rank makes from its rank."""
-    exchange = TensorExchange(dist.group.WORLD, rank=rank, model=tiny_model(num_heads=6))
+    exchange = MegatronSequenceParallel(dist.group.WORLD, rank=rank, model=tiny_model(num_heads=6))
     tokens = sum(parts)
     everything = torch.arange(tokens * 3, dtype=dtype).view(tokens, 3)
     summand = everything + (1.0 if rank == 0 else 2.0**-9)
@@ -90,7 +90,7 @@ def test_tokens_are_gathered_and_added_up(ranks, parts):
 
 
 def narrow_sum(rank):
-    exchange = TensorExchange(dist.group.WORLD, rank=rank, model=tiny_model())
+    exchange = MegatronSequenceParallel(dist.group.WORLD, rank=rank, model=tiny_model())
     summand = torch.full((4, 8), 1.0 if rank == 0 else 2.0**-9, dtype=torch.bfloat16)
     return exchange.scatter_sum(summand, (1, 1, 1, 1))
 
@@ -115,8 +115,8 @@ def test_the_planner_counts_what_the_first_rank_holds(variant, degree, kv_heads)
         sequence_parallel="megatron",
     )
     request = CostRequest(workload, ((16,),), num_ranks=2, data_parallel_degree=3)
-    shares = WeightShares(model, 0, degree)
-    repeats = tensor_share(model, degree=degree).repeats
+    shares = WeightSharding(model, 0, degree)
+    repeats = tensor_shard(model, degree=degree).repeats
     copies = {"stage": degree, "keys": repeats, "block": 1}
     held, updated = device_parameters(request), updated_parameters(request)
     for stage, layers in enumerate(request.stages):

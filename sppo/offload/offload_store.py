@@ -33,7 +33,7 @@ from sppo.offload.store import ActivationKey
 from sppo.offload.tiers import Tier
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where a parcel lies in the tier."""
 
     offset_bytes: int
@@ -42,10 +42,10 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Itinerary:
+class OffloadSchedule:
     """What moves in one step."""
 
-    places: Mapping[ActivationKey, Place]
+    places: Mapping[ActivationKey, Extent]
     """Of every key of the step, also of those that move nothing."""
     order: Sequence[ActivationKey]
     """In which backward takes the keys."""
@@ -66,10 +66,10 @@ class Itinerary:
         return max(ends, default=0)
 
 
-_NOWHERE = Itinerary({}, (), staging_slots=0, ring_slots=0)
+_NOWHERE = OffloadSchedule({}, (), staging_slots=0, ring_slots=0)
 
 
-class _Piece(NamedTuple):
+class _TensorSlice(NamedTuple):
     """One tensor in a parcel."""
 
     offset_bytes: int
@@ -78,11 +78,11 @@ class _Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Parcel:
+class _Block:
     """One that is away."""
 
-    place: Place
-    pieces: dict[str, _Piece]
+    place: Extent
+    pieces: dict[str, _TensorSlice]
     stored: Event | None = None
     """Reached when it lies in the tier."""
     host: Slot | None = None
@@ -92,7 +92,7 @@ class _Parcel:
     back: Event | None = None
 
 
-class MovingStore:
+class OffloadStore:
     """Takes, gives back and forgets tensors as a :class:`sppo.offload.store.ActivationStore` does.
 
     On the device it holds nothing but the ring, which :meth:`take_report` counts. What
@@ -116,7 +116,7 @@ class MovingStore:
     ) -> None:
         self._queues, self._tier, self._source_lag = queues, tier, source_lag
         self._checksums = Checksums() if checksums else None
-        self._itinerary = _NOWHERE
+        self._offloads = _NOWHERE
         self._memory: dict[str, Tensor] = {}
         self._file_bytes = self._slot_bytes = self._step = 0
         self._staging: list[Slot] = []
@@ -127,7 +127,7 @@ class MovingStore:
         self._back_bytes: Counter[str] = Counter()
         self._begin()
 
-    def prepare(self, itinerary: Itinerary) -> None:
+    def prepare(self, schedule: OffloadSchedule) -> None:
         """Make room for a step; nothing may be away.
 
         Raises:
@@ -136,9 +136,9 @@ class MovingStore:
         """
         assert self.num_entries == 0, "places of parcels that are away stay as they are"
         self._step += 1
-        if itinerary is not self._itinerary and itinerary.largest_bytes > 0:
-            self._make_room(itinerary)
-        self._itinerary = itinerary
+        if schedule is not self._offloads and schedule.largest_bytes > 0:
+            self._make_room(schedule)
+        self._offloads = schedule
         self._begin()
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
@@ -147,27 +147,27 @@ class MovingStore:
         Raises:
             OSError: the disk failed.
         """
-        assert key not in self._parcels, f"{key} is saved already"
+        assert key not in self._blocks, f"{key} is saved already"
         self._queues.check()
-        place = self._itinerary.places[key]
+        place = self._offloads.places[key]
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         offsets, size = packed_offsets(
             {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         )
         assert size == place.size_bytes, f"{key} moves {size} bytes, planned {place.size_bytes}"
         pieces = {
-            name: _Piece(offsets[name], tuple(tensor.shape), tensor.dtype)
+            name: _TensorSlice(offsets[name], tuple(tensor.shape), tensor.dtype)
             for name, tensor in tensors.items()
         }
-        parcel = _Parcel(place, pieces)
+        block = _Block(place, pieces)
         if tensors:
             occupant = self._occupied.setdefault(place.offset_bytes, key)
             assert occupant == key, f"{key} is saved where {occupant} still lies"
             self._count(self._out_bytes, pieces)
             if self._checksums is not None:
                 self._checksums.note(key, tensors, step=self._step)
-            self._send(parcel, tensors)
-        self._parcels[key] = parcel
+            self._send(block, tensors)
+        self._blocks[key] = block
         self._bring_back()
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
@@ -177,24 +177,24 @@ class MovingStore:
             OSError: the disk failed.
             CorruptActivationError: what came back is not what was sent (with checksums).
         """
-        expected = self._itinerary.order[self._next_take]
+        expected = self._offloads.order[self._next_take]
         assert key == expected, f"{key} is taken before {expected}"
         self._next_take += 1
         self._bring_back()
-        if self._next_take == len(self._itinerary.order):
+        if self._next_take == len(self._offloads.order):
             self._let_go(0)
-        parcel = self._parcels.pop(key)
-        if not parcel.pieces:
+        block = self._blocks.pop(key)
+        if not block.pieces:
             return {}
-        assert parcel.ring is not None, f"{key} has no ring slot: too many are in use"
-        assert parcel.back is not None, "a parcel in the ring is on its way back"
-        self._queues.use(parcel.ring.region, parcel.back)
-        parcel.ring.begin_reading()
-        del self._occupied[parcel.place.offset_bytes]
-        self._in_use[key] = parcel.ring
-        self._count(self._back_bytes, parcel.pieces)
+        assert block.ring is not None, f"{key} has no ring slot: too many are in use"
+        assert block.back is not None, "a parcel in the ring is on its way back"
+        self._queues.use(block.ring.region, block.back)
+        block.ring.begin_reading()
+        del self._occupied[block.place.offset_bytes]
+        self._in_use[key] = block.ring
+        self._count(self._back_bytes, block.pieces)
         tensors = {
-            name: _view(parcel.ring.region.data, piece) for name, piece in parcel.pieces.items()
+            name: _view(block.ring.region.data, piece) for name, piece in block.pieces.items()
         }
         if self._checksums is not None:
             self._checksums.check(key, tensors)
@@ -209,9 +209,9 @@ class MovingStore:
         slot.end_reading(Ordering.USED_BEFORE_RING_REWRITE, used)
         self._bring_back()
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         """See :class:`sppo.offload.store.ActivationStore`; copies under way end first."""
-        self._queues.discard()
+        self._queues.abort()
         self._begin()
         self._free_slots()
         if self._checksums is not None:
@@ -242,31 +242,31 @@ class MovingStore:
     @property
     def num_entries(self) -> int:
         """Keys saved and not yet taken, or taken and not yet released."""
-        return len(self._parcels) + len(self._in_use)
+        return len(self._blocks) + len(self._in_use)
 
-    def _send(self, parcel: _Parcel, tensors: dict[str, Tensor]) -> None:
+    def _send(self, block: _Block, tensors: dict[str, Tensor]) -> None:
         """Enqueue the way out."""
-        place = parcel.place
+        place = block.place
         host = self._staging_slot() if self._staging else self._own_slot(place)
         produced = self._queues.produced(list(tensors.values()))
         copied = self._queues.copy_out(
             host.region,
-            [(parcel.pieces[name].offset_bytes, tensor) for name, tensor in tensors.items()],
+            [(block.pieces[name].offset_bytes, tensor) for name, tensor in tensors.items()],
             after=[(Ordering.PRODUCED_BEFORE_OUT, produced), *host.before_filling()],
         )
         host.fill(copied)
-        parcel.stored = copied
+        block.stored = copied
         if self._staging:
             host.begin_reading()
-            parcel.stored = self._queues.write(
+            block.stored = self._queues.write(
                 place.offset_bytes,
                 host.region,
                 place.size_bytes,
                 after=[(Ordering.FILLED_BEFORE_READ, copied)],
             )
-            host.end_reading(Ordering.WRITTEN_BEFORE_SLOT_REUSE, parcel.stored)
+            host.end_reading(Ordering.WRITTEN_BEFORE_SLOT_REUSE, block.stored)
         else:
-            parcel.host = host
+            block.host = host
         self._copied.append(copied)
         self._let_go(self._source_lag)
 
@@ -277,25 +277,25 @@ class MovingStore:
 
     def _bring_back(self) -> None:
         """Enqueue the way back of what is wanted next, as far ahead as the ring has room."""
-        order = self._itinerary.order
+        order = self._offloads.order
         horizon = min(len(order), self._next_take + PREFETCH_LAYERS)
         while self._next_back < horizon:
-            parcel = self._parcels.get(order[self._next_back])
-            if parcel is None:
+            block = self._blocks.get(order[self._next_back])
+            if block is None:
                 break  # not saved yet: another sequence
-            if parcel.pieces:
+            if block.pieces:
                 slot = self._ring[self._brought_back % len(self._ring)]
                 if not slot.can_be_filled:
                     break
-                self._send_back(parcel, slot)
+                self._send_back(block, slot)
                 self._brought_back += 1
             self._next_back += 1
 
-    def _send_back(self, parcel: _Parcel, ring: Slot) -> None:
+    def _send_back(self, block: _Block, ring: Slot) -> None:
         """Enqueue the way back into ``ring``."""
-        assert parcel.stored is not None, "a parcel is stored before it comes back"
-        place, host = parcel.place, parcel.host
-        ready = (Ordering.FILLED_BEFORE_READ, parcel.stored)
+        assert block.stored is not None, "a parcel is stored before it comes back"
+        place, host = block.place, block.host
+        ready = (Ordering.FILLED_BEFORE_READ, block.stored)
         if host is None:
             host = self._staging_slot()
             read = self._queues.read(
@@ -307,12 +307,12 @@ class MovingStore:
             host.fill(read)
             ready = (Ordering.READ_BEFORE_BACK, read)
         host.begin_reading()
-        parcel.back = self._queues.copy_back(
+        block.back = self._queues.copy_back(
             ring.region, host.region, place.size_bytes, after=[ready, *ring.before_filling()]
         )
-        host.end_reading(Ordering.BACK_BEFORE_SLOT_REWRITE, parcel.back)
-        ring.fill(parcel.back)
-        parcel.ring = ring
+        host.end_reading(Ordering.BACK_BEFORE_SLOT_REWRITE, block.back)
+        ring.fill(block.back)
+        block.ring = ring
 
     def _staging_slot(self) -> Slot:
         """The staging slot whose last use began longest ago."""
@@ -320,7 +320,7 @@ class MovingStore:
         self._staged += 1
         return slot
 
-    def _own_slot(self, place: Place) -> Slot:
+    def _own_slot(self, place: Extent) -> Slot:
         """A parcel's slot in a host tier."""
         slot = self._own_slots.get(place.offset_bytes)
         if slot is None or slot.region.data.numel() != place.size_bytes:
@@ -330,25 +330,25 @@ class MovingStore:
             self._own_slots[place.offset_bytes] = slot
         return slot
 
-    def _make_room(self, itinerary: Itinerary) -> None:
+    def _make_room(self, schedule: OffloadSchedule) -> None:
         """Take memory and file space where what there is does not do; slots begin anew."""
-        self._queues.discard()  # nothing uses what is given back
-        self._itinerary = _NOWHERE  # should there be no room, the next step makes it anew
+        self._queues.abort()  # nothing uses what is given back
+        self._offloads = _NOWHERE  # should there be no room, the next step makes it anew
         on_disk = self._tier.kind == "disk"
-        slot_bytes = max(self._slot_bytes, itinerary.largest_bytes)
-        host_bytes = itinerary.staging_slots * slot_bytes if on_disk else itinerary.tier_bytes
-        if on_disk and itinerary.tier_bytes > self._file_bytes:
+        slot_bytes = max(self._slot_bytes, schedule.largest_bytes)
+        host_bytes = schedule.staging_slots * slot_bytes if on_disk else schedule.tier_bytes
+        if on_disk and schedule.tier_bytes > self._file_bytes:
             assert self._tier.directory is not None, "checked by the tier"
             self._file_bytes = 0
-            self._queues.open_file(self._tier.directory, itinerary.tier_bytes)
-            self._file_bytes = itinerary.tier_bytes
+            self._queues.open_file(self._tier.directory, schedule.tier_bytes)
+            self._file_bytes = schedule.tier_bytes
         self._staging, self._ring, self._own_slots = [], [], {}
         self._room_for("host", host_bytes, take=self._queues.host_memory)
-        self._room_for("ring", itinerary.ring_slots * slot_bytes, take=self._queues.device_memory)
+        self._room_for("ring", schedule.ring_slots * slot_bytes, take=self._queues.device_memory)
         self._slot_bytes = slot_bytes
         if on_disk:
-            self._staging = self._slots("host", itinerary.staging_slots)
-        self._ring = self._slots("ring", itinerary.ring_slots)
+            self._staging = self._slots("host", schedule.staging_slots)
+        self._ring = self._slots("ring", schedule.ring_slots)
 
     def _room_for(self, place: str, size_bytes: int, *, take: Callable[[int], Tensor]) -> None:
         if place in self._memory and self._memory[place].numel() >= size_bytes:
@@ -368,13 +368,13 @@ class MovingStore:
 
     def _begin(self) -> None:
         """As before the first save of a step."""
-        self._parcels: dict[ActivationKey, _Parcel] = {}
+        self._blocks: dict[ActivationKey, _Block] = {}
         self._in_use: dict[ActivationKey, Slot] = {}
         self._occupied: dict[int, ActivationKey] = {}
         self._copied: deque[Event] = deque()
         self._next_take = self._next_back = self._brought_back = 0
 
-    def _count(self, counts: Counter[str], pieces: Mapping[str, _Piece]) -> None:
+    def _count(self, counts: Counter[str], pieces: Mapping[str, _TensorSlice]) -> None:
         for name, piece in pieces.items():
             counts[class_of(name)] += prod(piece.shape) * piece.dtype.itemsize
 
@@ -385,7 +385,7 @@ class MovingStore:
         return counts
 
 
-def _view(data: Tensor, piece: _Piece) -> Tensor:
+def _view(data: Tensor, piece: _TensorSlice) -> Tensor:
     """A piece of a parcel as the tensor it is."""
     size = prod(piece.shape) * piece.dtype.itemsize
     flat = data[piece.offset_bytes : piece.offset_bytes + size]

@@ -127,7 +127,7 @@ class Lane:
         """From now on leave out what has not begun."""
         self._cancelled = True
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Wait for all there is; then forget errors and take work again."""
         if self._last is not None:
             self._last._ended.wait()

@@ -20,7 +20,7 @@ from sppo.parallel.mesh import Mesh
 from sppo.parallel.peer_loss import peer_errors
 
 
-class PieceExchange:
+class MspExchange:
     """The ranks of one range of a pipeline, seen from one of them.
 
     Args:
@@ -53,7 +53,7 @@ class PieceExchange:
         """Pieces."""
         return len(self._ranks)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when all ranks are here: pieces run at the same time."""
         with peer_errors("meeting the other pieces of a unit"):
             dist.barrier(group=self._group)
@@ -176,7 +176,7 @@ class TokenMembers:
         add_up([tensor], self._group, what="adding up a piece's weight gradients")
 
 
-class PieceLinks:
+class MspLinks:
     """Communicators of all ranges of a pipeline whose ranks run pieces together."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -200,10 +200,10 @@ class PieceLinks:
         self._known.update(new)
         self._groups |= self._mesh.make_range_groups(new)
 
-    def exchange(self, positions: tuple[int, ...], owner: int) -> PieceExchange:
+    def exchange(self, positions: tuple[int, ...], owner: int) -> MspExchange:
         """How the ranks at ``positions`` talk, of which number ``owner`` owns the stage."""
         waited, ahead = self._groups[positions[0], positions[-1]]
-        return PieceExchange(
+        return MspExchange(
             waited,
             ahead,
             ranks=[self._mesh.pipeline_ranks[position] for position in positions],

@@ -22,7 +22,7 @@ from sppo.train.preflight import check_before_training
 from sppo.train.results import report
 from tests.conftest import refuse, succeed, write_run
 
-MOVING = {
+OFFLOADING = {
     "offload_all": {"policy": "offload_all"},
     "sppo": {"policy": "sppo"},
     "a ratio": {"offload_ratio": 0.6},
@@ -39,7 +39,7 @@ def _quick(work, monkeypatch):
     (work / "spill").mkdir()
 
 
-def moving_run(work, output="out", *, sequence=None, **activations):
+def offloading_run(work, output="out", *, sequence=None, **activations):
     sections = {"activations": {"disk": "spill", **activations}, "train": {"output": output}}
     if sequence is not None:
         sections |= {"sequence": sequence}
@@ -55,11 +55,11 @@ def losses(work, output="out"):
     return [(record["loss"], record["grad_norm"]) for record in records(work, output)]
 
 
-@pytest.mark.parametrize("activations", MOVING.values(), ids=MOVING)
+@pytest.mark.parametrize("activations", OFFLOADING.values(), ids=OFFLOADING)
 def test_training_is_that_of_keeping_everything(work, activations):
     every = {"input_every": activations.get("input_every", 1)}
-    succeed("train", moving_run(work, output="kept", policy="retain", **every))
-    said = succeed("train", moving_run(work, **activations))
+    succeed("train", offloading_run(work, output="kept", policy="retain", **every))
+    said = succeed("train", offloading_run(work, **activations))
     assert losses(work) == losses(work, "kept")
     assert "to spill and back: " in said
     assert "waiting for copies time" in said
@@ -73,16 +73,16 @@ def test_training_is_that_of_keeping_everything(work, activations):
 
 def test_a_plan_that_moves_is_followed(work):
     """Made by the solver for a machine with too little memory to keep everything."""
-    run_file = moving_run(work, offload_ratio=0.5)
+    run_file = offloading_run(work, offload_ratio=0.5)
     succeed("solve", run_file, "-o", "plan.json")
     succeed("train", run_file, "--plan", "plan.json")
-    succeed("train", moving_run(work, output="kept", policy="retain"))
+    succeed("train", offloading_run(work, output="kept", policy="retain"))
     assert losses(work) == losses(work, "kept")
     assert records(work)[0]["offloaded_bytes"] > 0
 
 
 def test_a_plan_for_a_gpu_is_not_followed_on_the_cpu(work):
-    run_file = moving_run(work, offload_ratio=0.5)
+    run_file = offloading_run(work, offload_ratio=0.5)
     gpu = ("hardware.preset=h100", "hardware.devices_per_node=1")
     succeed("solve", run_file, *gpu, "-o", "plan.json")
     error = refuse("train", run_file, *gpu, "--plan", "plan.json")
@@ -92,7 +92,7 @@ def test_a_plan_for_a_gpu_is_not_followed_on_the_cpu(work):
 
 
 def test_a_file_system_in_memory_counts_as_memory(work, monkeypatch):
-    run_file = moving_run(work, policy="offload_all")
+    run_file = offloading_run(work, policy="offload_all")
     needed = check_before_training(load_run(run_file)).plan.stages[0].memory
     monkeypatch.setattr(preflight, "is_memory", lambda directory: True)
     check_before_training(load_run(run_file))
@@ -106,13 +106,13 @@ def test_a_limit_on_files_is_found_before_the_first_step(work, monkeypatch):
     whole = resource.getrlimit
     limits = {resource.RLIMIT_FSIZE: (100_000, 100_000)}
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which) or whole(which))
-    error = refuse("train", moving_run(work, policy="offload_all"), code=4)
+    error = refuse("train", offloading_run(work, policy="offload_all"), code=4)
     assert "may write files of 97.7 KiB at most" in error
     assert not (work / "out").exists()
 
 
 def test_buckets_and_copies_are_those_predicted(work):
-    run = load_run(moving_run(work, policy="offload_all"))
+    run = load_run(offloading_run(work, policy="offload_all"))
     checked = check_before_training(run)
     outcome = trainer.train(run, checked, console=Console(file=io.StringIO()))
     report(run, checked, outcome, console=Console(file=io.StringIO()))
@@ -131,7 +131,7 @@ def test_buckets_and_copies_are_those_predicted(work):
 
 
 def test_what_fits_is_not_moved(work):
-    succeed("train", moving_run(work))
+    succeed("train", offloading_run(work))
     assert {record["offloaded_bytes"] for record in records(work)} == {0}
 
 
@@ -147,14 +147,14 @@ def test_what_fits_is_not_moved(work):
     ],
 )
 def test_what_cannot_be_moved_to_is_refused(work, activations, says):
-    assert says in refuse("train", moving_run(work, **activations))
+    assert says in refuse("train", offloading_run(work, **activations))
     assert not (work / "out").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_that_cannot_be_written_is_refused(work):
     (work / "spill").chmod(0o500)
-    error = refuse("train", moving_run(work, policy="offload_all"))
+    error = refuse("train", offloading_run(work, policy="offload_all"))
     assert "no file can be made there (Permission denied)" in error
 
 
@@ -162,11 +162,11 @@ def test_a_disk_that_is_too_small_is_refused(work, monkeypatch):
     monkeypatch.setattr(
         spill_directory, "disk_room", lambda directory: DiskRoom(free_bytes=100_000)
     )
-    error = refuse("train", moving_run(work, policy="offload_all"), code=4)
+    error = refuse("train", offloading_run(work, policy="offload_all"), code=4)
     assert "activations.policy=offload_all moves" in error
     assert "activations.offload_ratio=0." in error
     ratio = float(error.split("offload_ratio=")[1].split(" ")[0])
-    succeed("train", moving_run(work, offload_ratio=ratio))
+    succeed("train", offloading_run(work, offload_ratio=ratio))
 
 
 def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch):
@@ -176,29 +176,29 @@ def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(FileTier, "write", failing)
-    error = refuse("train", moving_run(work, policy="offload_all"), code=1)
+    error = refuse("train", offloading_run(work, policy="offload_all"), code=1)
     assert "spill: the disk failed while writing" in error
     monkeypatch.setattr(FileTier, "write", original)
-    succeed("train", moving_run(work, policy="offload_all"))
-    succeed("train", moving_run(work, output="kept", policy="retain"))
+    succeed("train", offloading_run(work, policy="offload_all"))
+    succeed("train", offloading_run(work, output="kept", policy="retain"))
     assert losses(work) == losses(work, "kept")
 
 
 def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     """Memory for two thirds of what is saved: some of it moves, and nothing is rebuilt."""
     long = {"length": 512, "num_subsequences": 16}
-    keeping = moving_run(work, sequence=long, policy="retain")
+    keeping = offloading_run(work, sequence=long, policy="retain")
     device = check_before_training(load_run(keeping)).plan.stages[0].memory.device
-    succeed("train", moving_run(work, output="kept", sequence=long, policy="retain"))
+    succeed("train", offloading_run(work, output="kept", sequence=long, policy="retain"))
     usable = device.total_bytes - device.activations_bytes // 3
     room = MemoryRoom(int(usable / USABLE_SHARE) + 1)
     monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: room)
     monkeypatch.setattr(preflight, "REPORT_BYTES", 0)  # pictures would need more than this run
-    run_file = moving_run(work, sequence=long)
+    run_file = offloading_run(work, sequence=long)
     plan = check_before_training(load_run(run_file)).plan
     assert plan.policy == "hybrid"
     assert plan.predicted.device_peak_bytes <= usable
-    assert not any(any(part.rebuilt) for part in plan.stages[0].subsequences)
+    assert not any(any(part.recomputed) for part in plan.stages[0].subsequences)
     succeed("train", run_file)
     assert losses(work) == losses(work, "kept")
     assert 0 < records(work)[0]["offloaded_bytes"] < device.activations_bytes

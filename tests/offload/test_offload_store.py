@@ -8,7 +8,7 @@ import torch
 
 from sppo.activations.block_layout import packed_bytes
 from sppo.offload.integrity import CorruptActivationError
-from sppo.offload.moving_store import Itinerary, MovingStore, Place
+from sppo.offload.offload_store import Extent, OffloadSchedule, OffloadStore
 from sppo.offload.queues import Ordering
 from sppo.offload.slots import Slot
 from sppo.offload.store import ActivationKey
@@ -31,14 +31,14 @@ def tensors_of(key, *, step=0):
     }
 
 
-def itinerary(order, *, ring_slots=3, staging_slots=3):
+def schedule(order, *, ring_slots=3, staging_slots=3):
     places, end = {}, 0
     for key in sorted(set(order)):
         tensors = tensors_of(key).values()
         size = packed_bytes(t.numel() * t.element_size() for t in tensors)
-        places[key] = Place(end, size)
+        places[key] = Extent(end, size)
         end += size
-    return Itinerary(places, order, staging_slots=staging_slots, ring_slots=ring_slots)
+    return OffloadSchedule(places, order, staging_slots=staging_slots, ring_slots=ring_slots)
 
 
 def unit_keys(sequence, subsequence, *, backward=False):
@@ -68,16 +68,16 @@ def program(*, interleaved):
 
 
 @cache
-def step_itinerary(*, interleaved, staging_slots):
+def step_offloads(*, interleaved, staging_slots):
     """The same object every time, as a run gives the same to every step."""
     units = program(interleaved=interleaved)
     order = [k for f, s, n in units if not f for k in unit_keys(s, n, backward=True)]
-    return itinerary(order, staging_slots=staging_slots)
+    return schedule(order, staging_slots=staging_slots)
 
 
 def run_step(store, *, interleaved, step=0, staging_slots=3, alter=lambda key, tensors: None):
     units = program(interleaved=interleaved)
-    store.prepare(step_itinerary(interleaved=interleaved, staging_slots=staging_slots))
+    store.prepare(step_offloads(interleaved=interleaved, staging_slots=staging_slots))
     for is_forward, sequence, subsequence in units:
         for key in unit_keys(sequence, subsequence, backward=not is_forward):
             if is_forward:
@@ -102,7 +102,7 @@ TIERS = {"host": Tier("host"), "disk": Tier("disk", directory="anywhere")}
 @pytest.mark.parametrize("lag", [0, 1, 5])
 def test_every_order_of_copies_brings_back_what_was_sent(scheduler, tier, interleaved, lag):
     queues = EmulatedQueues(SCHEDULERS[scheduler]())
-    store = MovingStore(queues, tier=TIERS[tier], source_lag=lag, checksums=True)
+    store = OffloadStore(queues, tier=TIERS[tier], source_lag=lag, checksums=True)
     for step in range(3):
         run_step(store, interleaved=interleaved, step=step)
     on_disk = {Ordering.WRITTEN_BEFORE_SLOT_REUSE, Ordering.READ_BEFORE_BACK}
@@ -115,7 +115,7 @@ def test_every_order_of_copies_brings_back_what_was_sent(scheduler, tier, interl
 def test_no_ordering_can_be_dropped(ordering, scheduler):
     """The checker finds each of the eight missing, whenever the copies happen to run."""
     queues = EmulatedQueues(SCHEDULERS[scheduler](), ignored=ordering)
-    store = MovingStore(queues, tier=TIERS["disk"])
+    store = OffloadStore(queues, tier=TIERS["disk"])
     with pytest.raises(RaceError, match="nothing (orders the two|was written there before)"):
         run_step(store, interleaved=False)
 
@@ -132,16 +132,16 @@ def test_checksums_find_what_a_dropped_ordering_breaks(ordering):
     queues = EmulatedQueues(Lazy(), ignored=ordering, checked=False)
     late = ordering is Ordering.FILLED_BEFORE_READ  # so late that no other ordering steps in
     lag, slots = (50, 50) if late else (0, 3)
-    store = MovingStore(queues, tier=TIERS["disk"], source_lag=lag, checksums=True)
+    store = OffloadStore(queues, tier=TIERS["disk"], source_lag=lag, checksums=True)
     with pytest.raises(CorruptActivationError, match=r"(x_in|lse) of layer \d, subsequence \d"):
         run_step(store, interleaved=True, staging_slots=slots)
 
 
 def test_a_corrupted_tensor_is_named():
     queues = EmulatedQueues(Lazy())
-    store = MovingStore(queues, tier=TIERS["disk"], checksums=True)
+    store = OffloadStore(queues, tier=TIERS["disk"], checksums=True)
     order = unit_keys(0, 0, backward=True)
-    store.prepare(itinerary(order))
+    store.prepare(schedule(order))
     for key in unit_keys(0, 0):
         store.save(key, tensors_of(key))
     queues.force(queues._pending["write"][-1])
@@ -159,7 +159,7 @@ def test_a_step_given_up_anywhere_leaves_the_store_clean(scheduler):
         pass
 
     queues = EmulatedQueues(SCHEDULERS[scheduler]())
-    store = MovingStore(queues, tier=TIERS["disk"], checksums=True)
+    store = OffloadStore(queues, tier=TIERS["disk"], checksums=True)
 
     def give_up_at(position):
         count = iter(range(10_000))
@@ -174,7 +174,7 @@ def test_a_step_given_up_anywhere_leaves_the_store_clean(scheduler):
         with pytest.raises(GiveUpError):
             run_step(store, interleaved=True, alter=give_up_at(position))
         assert store.num_entries > 0
-        store.discard()
+        store.abort()
         assert store.num_entries == 0
         run_step(store, interleaved=True, step=position)
 
@@ -187,10 +187,10 @@ def test_an_error_of_a_disk_reaches_compute(lane):
         if name == lane and next(count) == 5:
             raise OSError(errno.EIO, "the disk failed")
 
-    store = MovingStore(EmulatedQueues(Lazy(), fail=fail), tier=TIERS["disk"])
+    store = OffloadStore(EmulatedQueues(Lazy(), fail=fail), tier=TIERS["disk"])
     with pytest.raises(OSError, match="the disk failed"):
         run_step(store, interleaved=False)
-    store.discard()
+    store.abort()
     run_step(store, interleaved=False, step=1)
 
 
@@ -198,10 +198,10 @@ def test_an_error_of_a_disk_reaches_compute(lane):
 def test_a_step_without_room_leaves_the_next_its_own(verb, monkeypatch):
     """Smaller steps before and after the one that does not fit."""
     queues = EmulatedQueues(Lazy())
-    store = MovingStore(queues, tier=TIERS["disk"], checksums=True)
+    store = OffloadStore(queues, tier=TIERS["disk"], checksums=True)
     run_step(store, interleaved=False)
-    larger = itinerary(step_itinerary(interleaved=False, staging_slots=3).order, staging_slots=9)
-    places = {key: Place(2 * p.offset_bytes, 2 * p.size_bytes) for key, p in larger.places.items()}
+    larger = schedule(step_offloads(interleaved=False, staging_slots=3).order, staging_slots=9)
+    places = {key: Extent(2 * p.offset_bytes, 2 * p.size_bytes) for key, p in larger.places.items()}
 
     def refuse(*arguments):
         raise OSError(errno.ENOSPC, "no room")
@@ -209,36 +209,36 @@ def test_a_step_without_room_leaves_the_next_its_own(verb, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(queues, verb, refuse)
         with pytest.raises(OSError, match="no room"):
-            store.prepare(Itinerary(places, larger.order, staging_slots=9, ring_slots=9))
+            store.prepare(OffloadSchedule(places, larger.order, staging_slots=9, ring_slots=9))
     run_step(store, interleaved=False, step=1)
 
 
 def test_keys_are_taken_in_the_planned_order():
-    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
+    store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
     order = unit_keys(0, 0, backward=True)
-    store.prepare(itinerary(order))
+    store.prepare(schedule(order))
     for key in unit_keys(0, 0):
         store.save(key, tensors_of(key))
     with pytest.raises(AssertionError, match="is taken before"):
         store.take(order[1])
     with pytest.raises(AssertionError, match="stay as they are"):
-        store.prepare(itinerary(order))
+        store.prepare(schedule(order))
 
 
 def test_a_parcel_of_another_size_than_planned_is_refused():
-    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
+    store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
     order = unit_keys(0, 0, backward=True)
-    store.prepare(itinerary(order))
+    store.prepare(schedule(order))
     with pytest.raises(AssertionError, match="moves 8192 bytes, planned 4096"):
         store.save(order[0], {"x_in": torch.zeros(2048)})
 
 
 def test_a_place_that_is_taken_is_refused():
     """Two sequences in flight where the plan has places for one."""
-    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
+    store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
     first, second = ActivationKey(0, 0, 0), ActivationKey(1, 0, 0)
-    places = dict.fromkeys((first, second), Place(0, 4096))
-    store.prepare(Itinerary(places, [first, second], staging_slots=3, ring_slots=3))
+    places = dict.fromkeys((first, second), Extent(0, 4096))
+    store.prepare(OffloadSchedule(places, [first, second], staging_slots=3, ring_slots=3))
     store.save(first, {"x_in": torch.zeros(1024)})
     with pytest.raises(AssertionError, match="is saved where ActivationKey.* still lies"):
         store.save(second, {"x_in": torch.zeros(1024)})
@@ -246,9 +246,9 @@ def test_a_place_that_is_taken_is_refused():
 
 def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
     """Layers that rebuild one another's input are in use together."""
-    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["disk"])
+    store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["disk"])
     order = [ActivationKey(0, n, layer) for n in (3, 2, 1, 0) for layer in (2, 0)]
-    store.prepare(itinerary(order, ring_slots=2 + 3))
+    store.prepare(schedule(order, ring_slots=2 + 3))
     for key in reversed(order):
         store.save(key, tensors_of(key))
     for first in range(0, 6, 3):
@@ -260,7 +260,7 @@ def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
 
 
 def test_bytes_are_counted_by_class():
-    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["disk"])
+    store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["disk"])
     run_step(store, interleaved=False)
     report = store.take_report()
     keys = [k for s in range(SEQUENCES) for n in range(SUBSEQUENCES) for k in unit_keys(s, n)]
@@ -278,9 +278,9 @@ def test_bytes_are_counted_by_class():
 
 
 def test_slots_go_round_in_one_direction():
-    store = MovingStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
+    store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
     order = unit_keys(0, 0, backward=True)
-    store.prepare(itinerary(order))
+    store.prepare(schedule(order))
     (slot, *_) = store._ring
     assert isinstance(slot, Slot)
     assert slot.state.value == "free"

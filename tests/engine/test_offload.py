@@ -15,8 +15,8 @@ from sppo.engine.weights import ResidentWeights
 from sppo.model.gradients import zero_gradients
 from sppo.model.layer import Layer
 from sppo.offload.file_tier import FileTier
-from sppo.offload.moving_store import MovingStore
-from sppo.offload.store import ResidentStore
+from sppo.offload.offload_store import OffloadStore
+from sppo.offload.store import DeviceStore
 from sppo.offload.tiers import Tier
 from tests.engine.models import (
     VARIANTS,
@@ -27,7 +27,7 @@ from tests.engine.models import (
     random_weights,
     tiny_model,
 )
-from tests.engine.moving import RATIOS, FixedRows, RatioRows, moving_trained, queues_of
+from tests.engine.offloading import RATIOS, FixedRows, RatioRows, offloading_trained, queues_of
 from tests.offload.emulated_queues import SCHEDULERS
 
 CUTS = [(0, 4, 5, 17, 30, 37), (0, 13, 20)]
@@ -57,13 +57,13 @@ def assert_idle(trained):
 def test_everything_moved_is_everything_kept(variant, directory):
     model = tiny_model(variant)
     weights, data = random_weights(model), two_sequences(model)
-    kept = Trained(model, weights).step(data, CUTS)
+    retained = Trained(model, weights).step(data, CUTS)
     rows = RatioRows(model, ELEMENT, 1.0, last_too=True)
-    moving = moving_trained(model, weights, rows, directory=directory)
+    offloading = offloading_trained(model, weights, rows, directory=directory)
     for _ in range(2):
-        assert_equal_bits(moving.step(data, CUTS), kept)
-        assert_idle(moving)
-    moving.engine.close()
+        assert_equal_bits(offloading.step(data, CUTS), retained)
+        assert_idle(offloading)
+    offloading.engine.close()
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -72,11 +72,11 @@ def test_any_offload_ratio_is_everything_kept(ratio, directory):
     model = tiny_model("gqa, q/k-norm")
     for dtype in DTYPES:
         weights, data = random_weights(model, dtype=dtype), two_sequences(model)
-        kept = Trained(model, weights).step(data, CUTS)
+        retained = Trained(model, weights).step(data, CUTS)
         rows = RatioRows(model, dtype.itemsize, ratio, alignment=3)
-        moving = moving_trained(model, weights, rows, directory=directory)
-        assert_equal_bits(moving.step(data, CUTS), kept)
-        moving.engine.close()
+        offloading = offloading_trained(model, weights, rows, directory=directory)
+        assert_equal_bits(offloading.step(data, CUTS), retained)
+        offloading.engine.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -85,16 +85,16 @@ def test_cut_tensors_whose_rest_is_rebuilt_agree_within_a_rounding(variant, dtyp
     """A product with fewer rows may round differently; nothing else may differ."""
     model = tiny_model(variant)
     weights, data = random_weights(model, dtype=dtype), two_sequences(model)
-    kept = Trained(model, weights).step(data, CUTS)
-    zero = [n for n in kept[1] if n.endswith("k.bias") and variant.startswith("gpt")]
+    retained = Trained(model, weights).step(data, CUTS)
+    zero = [n for n in retained[1] if n.endswith("k.bias") and variant.startswith("gpt")]
     for ratio in (0.25, 0.4, 0.6, 0.9):
         rows = RatioRows(model, dtype.itemsize, ratio, rest="rebuilt", alignment=1)
-        moving = moving_trained(model, weights, rows, queues="lazy")
-        step = moving.step(data, CUTS)
+        offloading = offloading_trained(model, weights, rows, queues="lazy")
+        step = offloading.step(data, CUTS)
         for name in zero:  # no key bias changes a softmax: all of its gradient is rounding
-            step[1][name] = kept[1][name]
-        assert_same_step(step, kept, tolerance=DTYPES[dtype])
-        assert_idle(moving)
+            step[1][name] = retained[1][name]
+        assert_same_step(step, retained, tolerance=DTYPES[dtype])
+        assert_idle(offloading)
 
 
 @st.composite
@@ -103,27 +103,29 @@ def row_splits(draw, lengths):
     rows = []
     for tokens in lengths:
         parts = []
-        for rebuilds in (False, True, True):
-            moved = draw(st.integers(0, tokens))
-            kept = draw(st.integers(0, tokens - moved)) if rebuilds else tokens - moved
-            parts.append((kept, moved, tokens - moved - kept))
+        for recomputes in (False, True, True):
+            offloaded = draw(st.integers(0, tokens))
+            retained = (
+                draw(st.integers(0, tokens - offloaded)) if recomputes else tokens - offloaded
+            )
+            parts.append((retained, offloaded, tokens - offloaded - retained))
         rows.append(tuple(zip(*parts, strict=True)))
     return tuple(rows)
 
 
 def test_what_is_cut_is_not_copied():
     """The store that takes it copies it, or what it needs of it."""
-    rows = {"o": TensorRows(moved=2, kept=3), "lse": TensorRows(moved=0, kept=4)}
+    rows = {"o": TensorRows(offloaded=2, retained=3), "lse": TensorRows(offloaded=0, retained=4)}
     saved = {"o": torch.randn(6, 8), "lse": torch.randn(4, 6)}
     o, lse = saved["o"], saved["lse"]
-    moved, kept = cut(saved, rows)
-    assert moved.keys() == {"o"}
-    assert torch.equal(moved["o"], o[:2])
-    assert torch.equal(kept["o"], o[2:5])
-    assert torch.equal(kept["lse"], lse[:, :4])
-    assert moved["o"].data_ptr() == o.data_ptr()
-    assert kept["o"].data_ptr() == o[2:].data_ptr()
-    assert kept["lse"].data_ptr() == lse.data_ptr()
+    offloaded, retained = cut(saved, rows)
+    assert offloaded.keys() == {"o"}
+    assert torch.equal(offloaded["o"], o[:2])
+    assert torch.equal(retained["o"], o[2:5])
+    assert torch.equal(retained["lse"], lse[:, :4])
+    assert offloaded["o"].data_ptr() == o.data_ptr()
+    assert retained["o"].data_ptr() == o[2:].data_ptr()
+    assert retained["lse"].data_ptr() == lse.data_ptr()
     assert not saved
 
 
@@ -139,7 +141,7 @@ def test_any_rows_give_the_gradients_of_keeping_everything(data):
     lengths = tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
     rows = FixedRows(model, ELEMENT, data.draw(row_splits(lengths)))
     weights, sequence = random_weights(model), random_sequence(model, length, starts=(0, 3))
-    moving = moving_trained(
+    offloading = offloading_trained(
         model,
         weights,
         rows,
@@ -147,9 +149,9 @@ def test_any_rows_give_the_gradients_of_keeping_everything(data):
         queues=data.draw(st.sampled_from(sorted(SCHEDULERS))),
         lag=data.draw(st.integers(0, 4)),
     )
-    kept = Trained(model, weights).step([sequence] * 2, [cuts] * 2)
-    assert_same_step(moving.step([sequence] * 2, [cuts] * 2), kept, tolerance=1e-10)
-    assert_idle(moving)
+    retained = Trained(model, weights).step([sequence] * 2, [cuts] * 2)
+    assert_same_step(offloading.step([sequence] * 2, [cuts] * 2), retained, tolerance=1e-10)
+    assert_idle(offloading)
 
 
 @pytest.mark.parametrize("input_every", [1, 2, 3, 5])
@@ -158,18 +160,20 @@ def test_shared_inputs_move_too(input_every, ratio, directory):
     model = tiny_model("gqa, q/k-norm", num_layers=5)
     weights, data = random_weights(model), two_sequences(model)
     rows = RatioRows(model, ELEMENT, ratio, last_too=True, alignment=1, input_every=input_every)
-    kept = Trained(model, weights, input_every=input_every).step(data, CUTS)
-    moving = moving_trained(model, weights, rows, directory=directory, input_every=input_every)
-    assert_equal_bits(moving.step(data, CUTS), kept)
-    assert_idle(moving)
-    moving.engine.close()
+    retained = Trained(model, weights, input_every=input_every).step(data, CUTS)
+    offloading = offloading_trained(
+        model, weights, rows, directory=directory, input_every=input_every
+    )
+    assert_equal_bits(offloading.step(data, CUTS), retained)
+    assert_idle(offloading)
+    offloading.engine.close()
 
 
 def test_steps_of_other_lengths_each_make_their_room(tmp_path):
     model = tiny_model("gqa, q/k-norm")
     weights = random_weights(model)
     rows = RatioRows(model, ELEMENT, 0.7, alignment=1)
-    moving = moving_trained(model, weights, rows, directory=tmp_path)
+    offloading = offloading_trained(model, weights, rows, directory=tmp_path)
     for length, cuts in [
         (20, (0, 9, 20)),
         (61, (0, 20, 40, 61)),
@@ -178,16 +182,16 @@ def test_steps_of_other_lengths_each_make_their_room(tmp_path):
         (40, (0, 39, 40)),
     ]:
         data = [random_sequence(model, length, seed=length)]
-        assert_equal_bits(moving.step(data, [cuts]), Trained(model, weights).step(data, [cuts]))
-        assert_idle(moving)
-    moving.engine.close()
+        assert_equal_bits(offloading.step(data, [cuts]), Trained(model, weights).step(data, [cuts]))
+        assert_idle(offloading)
+    offloading.engine.close()
 
 
 def test_a_layer_that_fails_leaves_the_engine_clean(tmp_path, monkeypatch):
     """Forward or backward of layer 7, copies under way: the next step is as if it never was."""
     model = tiny_model("gqa, q/k-norm", num_layers=9)
     weights, data = random_weights(model), two_sequences(model)
-    moving = moving_trained(
+    offloading = offloading_trained(
         model, weights, RatioRows(model, ELEMENT, 0.9, alignment=1), directory=tmp_path
     )
     expected = Trained(model, weights).step(data, CUTS)
@@ -202,20 +206,22 @@ def test_a_layer_that_fails_leaves_the_engine_clean(tmp_path, monkeypatch):
 
             monkeypatch.setattr(Layer, verb, failing)
             with pytest.raises(RuntimeError, match="layer on fire"):
-                moving.step(data, CUTS)
+                offloading.step(data, CUTS)
             monkeypatch.setattr(Layer, verb, original)
-            assert_idle(moving)
-            assert_equal_bits(moving.step(data, CUTS), expected)
-    moving.engine.close()
+            assert_idle(offloading)
+            assert_equal_bits(offloading.step(data, CUTS), expected)
+    offloading.engine.close()
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
 def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path, monkeypatch):
     model = tiny_model("gqa, q/k-norm")
     weights, data = random_weights(model), two_sequences(model)
-    moving = moving_trained(model, weights, RatioRows(model, ELEMENT, 1.0), directory=tmp_path)
+    offloading = offloading_trained(
+        model, weights, RatioRows(model, ELEMENT, 1.0), directory=tmp_path
+    )
     expected = Trained(model, weights).step(data, CUTS)
-    assert_equal_bits(moving.step(data, CUTS), expected)
+    assert_equal_bits(offloading.step(data, CUTS), expected)
     original = getattr(FileTier, verb)
 
     def failing(self, offset_bytes, array):
@@ -225,21 +231,21 @@ def test_a_disk_that_fails_ends_the_step_and_not_the_next(verb, tmp_path, monkey
 
     monkeypatch.setattr(FileTier, verb, failing)
     with pytest.raises(OSError, match="the disk failed while (writing|reading)") as caught:
-        moving.step(data, CUTS)
+        offloading.step(data, CUTS)
     assert caught.value.errno == errno.EIO
     assert caught.value.filename == str(tmp_path)
-    assert_idle(moving)
+    assert_idle(offloading)
     monkeypatch.setattr(FileTier, verb, original)
-    assert_equal_bits(moving.step(data, CUTS), expected)
-    moving.engine.close()
+    assert_equal_bits(offloading.step(data, CUTS), expected)
+    offloading.engine.close()
 
 
 def test_what_moves_is_reported(tmp_path):
     model = tiny_model("gqa, q/k-norm")
     weights, data = random_weights(model, dtype=torch.float32), two_sequences(model)[:1]
-    moving = moving_trained(model, weights, RatioRows(model, 4, 1.0), directory=tmp_path)
-    moving.step(data, CUTS[:1])
-    copies, peaks = moving.engine.take_copies(), moving.engine.take_peaks()
+    offloading = offloading_trained(model, weights, RatioRows(model, 4, 1.0), directory=tmp_path)
+    offloading.step(data, CUTS[:1])
+    copies, peaks = offloading.engine.take_copies(), offloading.engine.take_peaks()
     sizes = {"x_in": 12, "attention": 24 + 4, "linear": 24 + 12 + 2 * 6 + 2 * 18}
     tokens = 30  # all but the last seven
     assert copies.out_bytes == {c: 4 * 2 * tokens * size for c, size in sizes.items()}
@@ -248,7 +254,7 @@ def test_what_moves_is_reported(tmp_path):
     assert copies.out_s > 0 < copies.back_s
     # The last subsequence stays, with the gradient of every subsequence's output.
     assert peaks.activations_bytes == 4 * (2 * 7 * sum(sizes.values()) + 37 * 12)
-    moving.engine.close()
+    offloading.engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -260,11 +266,11 @@ def test_classes_are_cut_at_128_rows(ratio, dtype, tmp_path):
     data, cuts = [random_sequence(model, 803)], [(0, 301, 390, 701, 803)]
     rows = RatioRows(model, dtype.itemsize, ratio)
     plans = rows.subsequences((301, 89, 311, 102))
-    assert any(0 < moved < 301 for moved in plans[0].moved)
-    assert all(moved in (0, 89) for moved in plans[1].moved)
-    moving = moving_trained(model, weights, rows, directory=tmp_path)
-    assert_equal_bits(moving.step(data, cuts), Trained(model, weights).step(data, cuts))
-    moving.engine.close()
+    assert any(0 < offloaded < 301 for offloaded in plans[0].offloaded)
+    assert all(offloaded in (0, 89) for offloaded in plans[1].offloaded)
+    offloading = offloading_trained(model, weights, rows, directory=tmp_path)
+    assert_equal_bits(offloading.step(data, cuts), Trained(model, weights).step(data, cuts))
+    offloading.engine.close()
 
 
 @pytest.mark.parametrize("queues", ["lazy", "random 1", "threads"])
@@ -275,13 +281,13 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
     data = [random_sequence(model, 23, seed=seed) for seed in range(5)]
     cuts = (0, 4, 9, 17, 23)
     gradients = zero_gradients(weights)
-    store = MovingStore(queues_of(queues), tier=Tier("disk", tmp_path), checksums=True)
+    store = OffloadStore(queues_of(queues), tier=Tier("disk", tmp_path), checksums=True)
     stage = Stage(
         model,
         weights=ResidentWeights(weights),
         gradients=gradients,
-        activations=ResidentStore(),
-        moved=store,
+        activations=DeviceStore(),
+        offloaded=store,
         rows=RatioRows(model, ELEMENT, 0.8, last_too=True, alignment=1),
     )
     units = {key: unit for s, d in enumerate(data) for key, unit in units_of(s, d, cuts).items()}
@@ -298,6 +304,6 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
                 stage.forward(units[later], None, loss_scale=scale)
     losses = sum(stage.pop_losses(*key).sum() for key in forwards)
     stage.assert_idle()
-    kept = Trained(model, weights).step(data, [cuts] * 5)
-    assert_same_step((losses * scale, gradients), kept, tolerance=1e-12)
+    retained = Trained(model, weights).step(data, [cuts] * 5)
+    assert_same_step((losses * scale, gradients), retained, tolerance=1e-12)
     store.close()

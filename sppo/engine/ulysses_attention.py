@@ -11,13 +11,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sppo.engine.span_attention import StoredAttention
-from sppo.parallel.ulysses import HeadExchange
+from sppo.engine.subsequence_attention import KVCacheAttention
+from sppo.parallel.ulysses import UlyssesAllToAll
 
 
 @dataclass(frozen=True, slots=True)
-class SharedAttention:
-    """:class:`sppo.model.layer.SpanAttention` for this rank's tokens.
+class UlyssesAttention:
+    """:class:`sppo.model.layer.SubsequenceAttention` for this rank's tokens.
 
     Attributes:
         stored: attention of all tokens of the subsequence with this rank's heads.
@@ -26,20 +26,20 @@ class SharedAttention:
         missing: of those, the last ones whose attention output is not saved.
     """
 
-    stored: StoredAttention
-    exchange: HeadExchange
+    stored: KVCacheAttention
+    exchange: UlyssesAllToAll
     parts: tuple[int, ...]
     missing: tuple[int, ...]
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SpanAttention`."""
+        """See :class:`sppo.model.layer.SubsequenceAttention`."""
         o, lse = self.stored.forward(
             *self.exchange.inputs_to_heads(q_cND, k_cKD, v_cKD, self.parts)
         )
         return self._to_tokens(o, lse, self.parts)
 
     def again(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SpanAttention`: for the tokens that are missing.
+        """See :class:`sppo.model.layer.SubsequenceAttention`: for the tokens that are missing.
 
         Where each rank lacks its last tokens only, those of one rank are not next to another's.
         """
@@ -61,7 +61,7 @@ class SharedAttention:
     def backward(
         self, do_cND: Tensor, q_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SpanAttention`."""
+        """See :class:`sppo.model.layer.SubsequenceAttention`."""
         do, q, o = self.exchange.queries_to_heads([do_cND, q_cND, o_cND], self.parts)
         lse = self.exchange.lse_to_heads(lse_Nc, self.parts)
         gradients = self.stored.backward(do, q, o, lse)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from sppo.parallel.data_parallel import rows_of
-from sppo.parallel.row_gather import RowGather
+from sppo.parallel.parameter_all_gather import ParameterAllGather
 
 SHAPES = {"matrix": (12, 5), "uneven": (7, 3), "few": (2,), "one": (1, 4), "vector": (24,)}
 
@@ -20,7 +20,7 @@ def own_rows(names, rank, count):
 
 
 def gathered(rank, messages):
-    gather = RowGather(dist.group.WORLD, index=rank)
+    gather = ParameterAllGather(dist.group.WORLD, index=rank)
     under_way = [gather.begin(own_rows(names, rank, gather.count), SHAPES) for names in messages]
     found = {}
     for gathering in under_way:
@@ -41,7 +41,7 @@ def test_whole_parameters_arrive(ranks, count, messages):
 
 
 def sizes(rank):
-    gather = RowGather(dist.group.WORLD, index=rank)
+    gather = ParameterAllGather(dist.group.WORLD, index=rank)
     gathering = gather.begin(own_rows(["uneven", "matrix"], rank, gather.count), SHAPES)
     gathering.finish()
     shapes = {name: SHAPES[name] for name in ("uneven", "matrix")}

@@ -26,16 +26,16 @@ from sppo.cost.sharded_weights import COLUMNS, KEYS, ROWS
 from sppo.parallel.collectives import all_gather
 from sppo.parallel.mesh import Holders
 from sppo.parallel.peer_loss import peer_errors
-from sppo.parallel.ulysses import HeadShare, head_share
+from sppo.parallel.ulysses import HeadShard, head_shard
 
 
-def tensor_share(model: ModelConfig, *, degree: int) -> HeadShare:
+def tensor_shard(model: ModelConfig, *, degree: int) -> HeadShard:
     """Heads of each of ``degree`` ranks that share the weights of every layer.
 
     Raises:
         ValueError: heads or the MLP cannot be shared out evenly.
     """
-    share = head_share(model.num_heads, model.kv_heads, degree=degree)
+    share = head_shard(model.num_heads, model.kv_heads, degree=degree)
     if model.mlp_size % degree:
         raise ValueError(
             f"parallel.sequence_parallel_degree {degree}: with parallel.sequence_parallel=megatron "
@@ -46,7 +46,7 @@ def tensor_share(model: ModelConfig, *, degree: int) -> HeadShare:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightShares:
+class WeightSharding:
     """Which part of every parameter a rank of a group holds.
 
     Attributes:
@@ -64,7 +64,7 @@ class WeightShares:
         """The shape of what this rank computes between gathering tokens and adding up."""
         if self.degree == 1:
             return self.model
-        share = tensor_share(self.model, degree=self.degree)
+        share = tensor_shard(self.model, degree=self.degree)
         own = {
             "num_heads": share.queries,
             "num_kv_heads": share.keys,
@@ -83,7 +83,7 @@ class WeightShares:
         part = _part(name)
         if self.degree == 1 or part not in (*ROWS, *COLUMNS):
             return "stage"
-        repeats = tensor_share(self.model, degree=self.degree).repeats
+        repeats = tensor_shard(self.model, degree=self.degree).repeats
         return "keys" if part in KEYS and repeats > 1 else "block"
 
     def offsets(self, name: str) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class WeightShares:
         part, is_bias = _part(name), name.endswith(".bias")
         if self.degree == 1 or part not in (*ROWS, *COLUMNS) or (is_bias and part in COLUMNS):
             return (0,) * len(whole)
-        share = tensor_share(self.model, degree=self.degree)
+        share = tensor_shard(self.model, degree=self.degree)
         copies = share.repeats if part in KEYS else 1
         dimension = 1 if part in COLUMNS else 0
         first = whole[dimension] * copies // self.degree * (self.rank // copies)
@@ -112,7 +112,7 @@ class WeightShares:
         return self.rank == 0 or not (_part(name) in COLUMNS and name.endswith(".bias"))
 
 
-class TensorExchange:
+class MegatronSequenceParallel:
     """Gathers the tokens of a group, and adds up what its ranks have of every token.
 
     Args:
@@ -123,7 +123,7 @@ class TensorExchange:
 
     def __init__(self, group: ProcessGroup, *, rank: int, model: ModelConfig) -> None:
         self._group, self.rank, self.degree = group, rank, group.size()
-        self.shares = WeightShares(model, rank, self.degree)
+        self.shares = WeightSharding(model, rank, self.degree)
 
     def gather(self, x_cE: Tensor, parts: Sequence[int]) -> Tensor:
         """``[C, E]``: the tokens of all ranks, in order.
@@ -169,18 +169,18 @@ class TensorExchange:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedTokens:
+class ShardedTokens:
     """:class:`sppo.model.layer.TokenExchange` for the tokens of one subsequence."""
 
-    exchange: TensorExchange
+    exchange: MegatronSequenceParallel
     parts: tuple[int, ...]
 
     def gather(self, x_cE: Tensor) -> Tensor:
-        """See :meth:`TensorExchange.gather`."""
+        """See :meth:`MegatronSequenceParallel.gather`."""
         return self.exchange.gather(x_cE, self.parts)
 
     def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """See :meth:`TensorExchange.scatter_sum`."""
+        """See :meth:`MegatronSequenceParallel.scatter_sum`."""
         return self.exchange.scatter_sum(x_CE, self.parts)
 
 

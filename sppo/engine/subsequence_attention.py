@@ -13,8 +13,8 @@ from sppo.kernels.attention.kv_layout import copy_by_token
 
 
 @dataclass(frozen=True, slots=True)
-class StoredAttention:
-    """:class:`sppo.model.layer.SpanAttention` over a :class:`KVStore`."""
+class KVCacheAttention:
+    """:class:`sppo.model.layer.SubsequenceAttention` over a :class:`KVStore`."""
 
     store: KVStore
     layer: int
@@ -24,7 +24,7 @@ class StoredAttention:
     backend: Backend = "auto"
 
     def forward(self, q_CND: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SpanAttention`."""
+        """See :class:`sppo.model.layer.SubsequenceAttention`."""
         self.store.write(
             self.layer,
             self.sequence,
@@ -36,7 +36,7 @@ class StoredAttention:
         return self.again(q_CND)
 
     def again(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SpanAttention`."""
+        """See :class:`sppo.model.layer.SubsequenceAttention`."""
         k, v = self.store.prefix(self.layer, self.sequence, end=self.span.end)
         return attention_forward(
             q_CND,
@@ -50,7 +50,7 @@ class StoredAttention:
     def backward(
         self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SpanAttention`."""
+        """See :class:`sppo.model.layer.SubsequenceAttention`."""
         start, end = self.span.start, self.span.end
         k, v = self.store.prefix(self.layer, self.sequence, end=end)
         dk, dv = self.store.prefix_gradients(self.layer, self.sequence, start=start, end=end)

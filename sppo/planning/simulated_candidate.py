@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sppo.planning.candidate import Assessment, Candidate
+from sppo.planning.candidate import Candidate, EvaluatedCandidate
 from sppo.planning.choices import Degrees
 from sppo.schedule.generators import generate
 from sppo.schedule.prepare import lower
@@ -24,7 +24,7 @@ class Option:
         timeline: Its simulation; None where only the closed form was computed.
     """
 
-    assessment: Assessment
+    assessment: EvaluatedCandidate
     timeline: Timeline | None = None
 
     @property
@@ -58,7 +58,7 @@ class Option:
         )
 
 
-def simulate_option(assessment: Assessment) -> Option:
+def simulate_option(assessment: EvaluatedCandidate) -> Option:
     """The option with its simulated step."""
     candidate, costs = assessment.candidate, assessment.costs
     schedule = generate(

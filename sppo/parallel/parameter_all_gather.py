@@ -20,7 +20,7 @@ from sppo.parallel.data_parallel import rows_of
 from sppo.parallel.peer_loss import peer_errors
 
 
-class RowGather:
+class ParameterAllGather:
     """Gathers among the ranks that share parameters out.
 
     Args:
@@ -32,7 +32,9 @@ class RowGather:
     def __init__(self, group: ProcessGroup, *, index: int) -> None:
         self._group, self.index, self.count = group, index, group.size()
 
-    def begin(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> Gathering:
+    def begin(
+        self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+    ) -> AllGatherHandle:
         """Start to gather parameters, all in one message; every rank the same ones in turn.
 
         Args:
@@ -46,7 +48,7 @@ class RowGather:
             flat[self.index, part.offset : part.offset + own.numel()] = own.reshape(-1)
         with peer_errors(f"gathering {layout[0].name}"):
             work = all_gather(flat.view(-1), flat[self.index], group=self._group, async_op=True)
-        return Gathering(work, flat, layout)
+        return AllGatherHandle(work, flat, layout)
 
     def padded_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Elements that parameters of these shapes take on their way."""
@@ -77,7 +79,7 @@ class _Part:
         return prod(self.shape[1:])
 
 
-class Gathering:
+class AllGatherHandle:
     """Parameters on their way; :meth:`finish` yields them, once.
 
     Args:
