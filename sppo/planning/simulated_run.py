@@ -106,7 +106,7 @@ def plan_decisions(plan: ExecutionPlan) -> ActivationPlacement:
             [[getattr(part, name) for part in stage.subsequences] for stage in plan.stages],
             dtype=np.int64,
         )
-        for name in ("kept", "moved", "rebuilt")
+        for name in ("retained", "offloaded", "recomputed")
     )
     return ActivationPlacement(*tables)
 

@@ -70,8 +70,8 @@ def _collect(programs: Sequence[EncodedProgram], *, code: int) -> _Found:
         np.concatenate(ranks),
         np.concatenate(which),
         gather("slots"),
-        gather("pieces"),
-        gather("num_pieces"),
+        gather("shards"),
+        gather("num_shards"),
     )
 
 
