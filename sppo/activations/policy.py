@@ -138,7 +138,7 @@ def decide(policy: str, situation: PolicyInputs) -> ActivationPlacement:
             f"{', '.join((*POLICIES, *OFFLOADING_POLICIES))}"
         )
     if policy == "hybrid":
-        return min(choices(situation), key=lambda choice: _seconds_added(choice, situation))
+        return min(choices(situation), key=lambda choice: seconds_added(choice, situation))
     _check_tier(situation, f"activations.policy {policy!r}")
     if policy == "offload_all":
         return _whole(situation, offloaded=(X_IN, ATTENTION, LINEAR), retained=())
@@ -199,7 +199,7 @@ def _offloaded_bytes(situation: PolicyInputs, wanted: Table) -> ActivationPlacem
     return ActivationPlacement(everything.retained - offloaded, offloaded, everything.recomputed)
 
 
-def _seconds_added(decisions: ActivationPlacement, situation: PolicyInputs) -> float:
+def seconds_added(decisions: ActivationPlacement, situation: PolicyInputs) -> float:
     """What rebuilding and waiting for copies adds on the stage with most of it."""
     shares = decisions.recomputed / situation.tokens[:, None]
     recomputed = shares[:, :, LINEAR] * situation.linear_recompute_s

@@ -9,7 +9,7 @@ import numpy as np
 
 from sppo.activations.hybrid import choices
 from sppo.activations.placement import ActivationPlacement, Counts, PolicyInputs
-from sppo.activations.policy import POLICIES, decide, decide_ratio
+from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
 from sppo.cost.copy_room import (
     copy_slots,
     ring_share,
@@ -202,12 +202,18 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
             in_flight=in_flight,
         )
 
-    possible = _decisions(candidate, situation)
+    possible = [*_decisions(candidate, situation)]
     if candidate.policy == "hybrid" and candidate.offload_ratio is None:
-        # The room that decisions are made in allows for the working set of any decision.
-        everything = decide("retain", situation)
-        if _shortfall(candidate, memory_of(everything)) is None:
-            possible = [everything]
+        # The room that hybrid decides in allows for the working set of any decision, also one
+        # that recomputes. Decisions that cost no time are tried with their own.
+        free_policies = ["retain"]
+        if situation.copy_bytes_per_s > 0 and all(seconds_added(d, situation) for d in possible):
+            free_policies.append("sppo")
+        for policy in free_policies:
+            decisions = decide(policy, situation)
+            if _shortfall(candidate, memory_of(decisions)) is None:
+                possible = [decisions]
+                break
     priced = []
     for decisions in possible:
         costs = stage_costs(request, seconds=seconds, decisions=decisions)

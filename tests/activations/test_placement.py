@@ -268,6 +268,28 @@ def test_hybrid_waits_and_rebuilds_only_where_moving_what_hides_does_not_do(cand
         assert hybrid.effective_policy == "retain"
 
 
+def test_hybrid_recomputes_nothing_where_what_hides_fits_by_a_hair():
+    """The working set of a stage that recomputes is larger by more than what is left here."""
+    candidate = candidate_of_subsequences(
+        run_config("gpt-7b", length=131072),
+        hardware=machine(
+            memory_bytes=62142808064,
+            reserved_bytes=0,
+            host_memory_bytes=2048 * GIB,
+            d2h_bytes_per_s=14985396361.0,
+            h2d_bytes_per_s=7492698180.5,
+            nodes=4,
+        ),
+        degrees=Degrees(1, 2, 4),
+        num_subsequences=40,
+    )
+    found = assessed(candidate, stage_seconds(candidate.request))
+    assert found["retain"].shortfall is not None
+    assert found["sppo"].shortfall is None
+    assert found["hybrid"].shortfall is None
+    assert not found["hybrid"].decisions.recomputed.any()
+
+
 # Most candidates move nothing, or more than hides.
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.filter_too_much])
 @given(candidates())
