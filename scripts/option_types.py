@@ -38,19 +38,19 @@ def head_counts(text: str) -> tuple[int, int]:
 
 def output_file(text: str) -> Path:
     """A file to write, which can be written; its directory may have to be made."""
-    return _writable(text, pictures=())
+    return _writable(text, plots=())
 
 
 def plot_file(text: str) -> Path:
     """As :func:`output_file`, a PNG."""
-    return _writable(text, pictures=("file",))
+    return _writable(text, plots=("file",))
 
 
-def _writable(text: str, *, pictures: tuple[str, ...]) -> Path:
+def _writable(text: str, *, plots: tuple[str, ...]) -> Path:
     path = Path(text)
     try:
         if path.parent.exists():
-            check_output_files({"file": path}, pictures=pictures)
+            check_output_files({"file": path}, plots=plots)
         else:
             check_new_directory(path)
     except OSError as error:

@@ -23,12 +23,12 @@ PARTIAL = ".partial-"
 """Part of the name under which a file is written; found later, a killed process left it."""
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""No space left, or the user's quota is used up."""
+"""Error numbers for no space left, or a used-up quota of the user."""
 
 _DESCRIPTOR = re.compile(r"/(?:proc/self|dev)/fd/(\d+)")
 _MOST_LINKS = 40
 _NAME_BYTES = 200
-"""Of a name, what stays in front of the ending; common file systems allow 255 in all."""
+"""Bytes of a name that stay in front of the ending; common file systems allow 255 in all."""
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def write_figure(path: Path, figure: Any, *, dpi: float | None = None) -> None:
     """Replace ``path`` by a PNG of a matplotlib figure; raises as :func:`whole_file`.
 
     Args:
-        path: of the picture, whatever its ending.
+        path: file to write, whatever its ending.
         figure: a ``matplotlib.figure.Figure``.
         dpi: pixels per inch; None for the figure's own.
     """
@@ -115,13 +115,13 @@ def sync_directory(directory: Path) -> None:
 
 
 def check_output_files(
-    files: Mapping[str, Path | None], *, pictures: Sequence[str] = (), inputs: Sequence[Path] = ()
+    files: Mapping[str, Path | None], *, plots: Sequence[str] = (), inputs: Sequence[Path] = ()
 ) -> None:
     """Find out before any work whether files can be written; leaves everything as it is.
 
     Args:
         files: by the option that names each; None where it was not given.
-        pictures: options whose files are PNG pictures, and must be called so.
+        plots: options whose files are PNG plots, and must be called so.
         inputs: files that the command reads, which it must not replace.
 
     Raises:
@@ -136,8 +136,8 @@ def check_output_files(
             raise ValueError(f"{option} {path}: is a directory; name a file in it")
         if _is_special(path):
             continue
-        if option in pictures and path.suffix.lower() != ".png":
-            raise ValueError(f"{option} {path}: a picture is written as PNG; end the name in .png")
+        if option in plots and path.suffix.lower() != ".png":
+            raise ValueError(f"{option} {path}: a plot is written as PNG; end the name in .png")
         target = os.path.realpath(path)
         if target in named:
             raise ValueError(f"{option} {path}: {named[target]}; give another name")

@@ -15,7 +15,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 LARGEST_SIZE = (1 << 63) - 1
-"""Of a count of tokens or bytes: arrays, files and messages count in 64 bits."""
+"""Largest count of tokens or bytes: arrays, files and messages count in 64 bits."""
 
 _MULTIPLIERS = {
     "": 1,

@@ -222,7 +222,7 @@ def test_what_cannot_be_written_is_refused_and_untouched(tmp_path, monkeypatch, 
     Path("loop.png").symlink_to("loop.png")
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ValueError, match=f"--png .*{says}"):
-        check_output_files({"--png": Path(name)}, pictures=["--png"], inputs=[Path("input.png")])
+        check_output_files({"--png": Path(name)}, plots=["--png"], inputs=[Path("input.png")])
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -242,7 +242,7 @@ def test_a_full_disk_is_found_before_the_work(path, monkeypatch):
 
 def test_devices_and_new_names_pass(path):
     files = {"-o": path, "--png": Path("/dev/stdout"), "--trace": Path("/dev/null"), "--x": None}
-    check_output_files(files, pictures=["--png"])
+    check_output_files(files, plots=["--png"])
     assert path.read_bytes() == OLD
 
 

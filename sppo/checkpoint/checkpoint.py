@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 MODEL_PREFIX = "model."
-"""Of the keys under which fp32 weights are saved."""
+"""Prefix of the keys under which fp32 weights are saved."""
 
 _logger = logging.getLogger(__name__)
 _OVERHEAD_BYTES = MIB  # metadata, manifest, directories

@@ -91,7 +91,7 @@ class BlockLoadPlanner(DefaultLoadPlanner):
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where one planned read goes."""
+        """Return the tensor that one planned read writes into."""
         return _tensor_of(self.state_dict, index)
 
 

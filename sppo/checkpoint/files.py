@@ -1,4 +1,4 @@
-"""Where checkpoints lie and how they appear and disappear: always by one rename.
+"""Checkpoint directories: where they lie, and how they appear and disappear, always by one rename.
 
 ``checkpoints/step_000012/`` is complete by construction. ``step_000012.partial-<pid>`` is being
 written and ``step_000012.deleting-<pid>`` being deleted; found later, both are what a killed run
@@ -40,7 +40,7 @@ def is_step_name(name: str) -> bool:
 
 
 def partial_path(directory: Path, *, step: int) -> Path:
-    """Where this process writes the checkpoint of ``step`` before it is complete."""
+    """Return the path of the checkpoint of ``step`` while this process writes it."""
     return directory / f"{step_name(step)}.partial-{os.getpid()}"
 
 

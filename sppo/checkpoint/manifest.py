@@ -115,7 +115,7 @@ def find_damage(directory: Path) -> Damage | None:
 
 
 def find_absence(directory: Path) -> Damage | None:
-    """As :func:`find_damage`, by names and sizes alone: what one rank sees of another's find."""
+    """Find damage by names and sizes alone: what this rank sees of files that another has read."""
     files = _listed(directory)
     return files if isinstance(files, Damage) else _wrong_sizes(directory, files)
 

@@ -1,7 +1,7 @@
 """Ranks that save and load together: what one of them fails at, all of them fail at.
 
 Work on the disk goes wrong on one rank alone, while the others wait in the next collective. So
-every piece of it runs inside one of the calls below, which end the same way on all ranks.
+every part of it runs inside one of the calls below, which end the same way on all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class CheckpointRanks:
     """The processes that take part, on a gloo group of their own.
 
-    So a save in the background never meets the collectives of a step, and waits with patience.
+    So a save in the background never meets the collectives of a step, and may wait long.
 
     Args:
         group: of the same ranks, which all make one of these at the same time; None for a process
@@ -56,8 +56,8 @@ class CheckpointRanks:
         if self.group is None:
             return work()
         value, error = _attempt(work) if self.is_first else (None, None)
-        value, shared = self._tell((value, portable(error)))
-        _raise_shared(shared, own=error)
+        value, common = self._tell((value, portable(error)))
+        _raise_common(common, own=error)
         return cast(T, value)
 
     def on_all(self, work: Callable[[], T]) -> T:
@@ -67,7 +67,7 @@ class CheckpointRanks:
         return results[0]
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """As :meth:`on_all`, but rank 0 gets the results of all, in order, and others nothing."""
+        """Run ``work`` as :meth:`on_all` does; rank 0 alone gets the results, in order."""
         if self.group is None:
             return [work()]
         value, error = _attempt(work)
@@ -76,7 +76,7 @@ class CheckpointRanks:
         with peer_errors(_WAITING):
             dist.gather_object(outcome, outcomes, dst=self._first, group=self.group)
         failures = {i: e for i, (_, e) in enumerate(outcomes or []) if e is not None}
-        _raise_shared(self._tell(self.failure(failures) if failures else None), own=error)
+        _raise_common(self._tell(self.failure(failures) if failures else None), own=error)
         return [value for value, _ in outcomes or []]
 
     def failure(self, failures: Mapping[int, BaseException]) -> BaseException:
@@ -100,7 +100,7 @@ class CheckpointRanks:
 
 
 def portable(error: BaseException | None) -> BaseException | None:
-    """``error``, or its words where it cannot travel to another process."""
+    """``error``, or one with its text where it cannot travel to another process."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -128,10 +128,10 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def _raise_shared(shared: BaseException | None, *, own: BaseException | None) -> None:
+def _raise_common(common: BaseException | None, *, own: BaseException | None) -> None:
     """Raise what all ranks raise, if anything, with this rank's ``own`` error as its cause."""
-    if shared is None:
+    if common is None:
         return
-    if shared is own:
-        raise shared
-    raise shared from own
+    if common is own:
+        raise common
+    raise common from own

@@ -33,11 +33,11 @@ _ALIKE = 0.5
 
 
 class InvalidCheckpointError(ValueError):
-    """No checkpoint to be found where one must be, or none that is whole."""
+    """A checkpoint that must be there cannot be found, or none of those found is whole."""
 
 
 class NoCheckpointError(InvalidCheckpointError):
-    """No checkpoint to be found where one must be."""
+    """There is no checkpoint where one must be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class Checkpoint:
     step: int
     """Optimizer steps done when it was saved."""
     metadata: dict[str, Any]
-    """See :func:`~sppo.checkpoint.checkpoint.run_metadata`; ``step`` is added."""
+    """Metadata of the run (:func:`~sppo.checkpoint.checkpoint.run_metadata`), with ``step``
+    added."""
 
 
 def find_checkpoint(path: Path | str) -> Checkpoint:

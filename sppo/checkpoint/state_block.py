@@ -1,4 +1,4 @@
-"""One rank's share of a tensor of the training state: a rectangular block of it.
+"""One rank's shard of a tensor of the training state: a rectangular block of it.
 
 Over all ranks the blocks of a name tile its tensor. Data parallelism cuts rows, tensor parallelism
 rows or columns, and pipeline ranks leave out the names of other stages. Ranks that hold the same
@@ -18,9 +18,9 @@ class StateBlock:
     """``tensor`` is global[offsets[0] : offsets[0] + tensor.shape[0], ...]."""
 
     tensor: Tensor
-    """On any device; a view will do."""
+    """Contents of the block, on any device; a view will do."""
     offsets: tuple[int, ...]
-    """Where the block begins in the global tensor; () for a 0-d one."""
+    """Index at which the block begins in the global tensor; () for a 0-d one."""
     global_shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class StateBlock:
 
 
 def whole(tensor: Tensor) -> StateBlock:
-    """All of a tensor, as a rank holds it that shares it with nobody or copies it."""
+    """All of a tensor, as a rank holds it where it is not sharded."""
     return StateBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 

@@ -128,7 +128,7 @@ def silence_single_process_warning() -> None:
 
 
 class _Writer(FileSystemWriter):
-    """Fails with the system's own words, which DCP then carries to the other ranks."""
+    """Fails with the system's own message, which DCP then carries to the other ranks."""
 
     def __init__(self, directory: Path, *, alone: bool) -> None:
         # One thread: DCP loses the errors of its others, and with them the tensors they held.
@@ -182,7 +182,7 @@ class _Files(FileSystem):
             raise found from error
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """As FileSystem does."""
+        """Rename a file as FileSystem does."""
         super().rename(path, new_path)
         self.written = [Path(new_path) if old == Path(path) else old for old in self.written]
 
@@ -203,7 +203,7 @@ class _WatchedFile:
         self.fileno, self.tell = stream.fileno, stream.tell
 
     def write(self, data: Any) -> int:
-        """As the file's own."""
+        """Write as the wrapped file does, and count what was written."""
         try:
             return int(self._stream.write(data))
         except OSError as error:

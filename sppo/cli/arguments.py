@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments common to several commands."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def bench(
         _check_copy_options(subject, disk=disk, run_file=run)
         check_output_files(
             {"-o": output, "--png": png},
-            pictures=["--png"],
+            plots=["--png"],
             inputs=[] if run is None else [run],
         )
         from sppo.bench.memory import check_memory
@@ -177,7 +177,7 @@ def _check_copy_options(subject: Subject, *, disk: Path | None, run_file: Path |
 def _copying(
     subject: Subject, *, device: str, disk: Path | None, run_file: Path | None, quick: bool
 ) -> CopySetup | None:
-    """Where copies go and what they run behind; None where none are measured.
+    """Return where copies go and what they run behind; None where none are measured.
 
     Raises:
         ValueError: the run file is wrong, or there is no such directory.

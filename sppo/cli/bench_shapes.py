@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _GEMM_FIELDS = ("tokens", "width")
-"""Of :class:`ShapeOptions`; the others are of attention."""
+"""Fields of :class:`ShapeOptions` for matrix products; the others are of attention."""
 
 
 def _option(text: str) -> Any:
@@ -120,7 +120,7 @@ def _attention_grid(options: ShapeOptions, default: AttentionGrid) -> AttentionG
 
 
 def list_text(text: str) -> tuple[str, ...]:
-    """Words between commas, each once."""
+    """Entries between commas, each once."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
@@ -132,11 +132,11 @@ def _each(option: str, text: str | None, read: Callable[[str], _T]) -> tuple[_T,
     """
     if text is None:
         return ()
-    words = list_text(text)
-    if not words:
+    entries = list_text(text)
+    if not entries:
         raise ValueError(f"{option} {quoted(text)}: names nothing; separate values by commas")
     try:
-        return tuple(dict.fromkeys(map(read, words)))
+        return tuple(dict.fromkeys(map(read, entries)))
     except ValueError as error:
         raise ValueError(f"{option} {quoted(text)}: {error}") from None
 

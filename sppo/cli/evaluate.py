@@ -65,7 +65,7 @@ def evaluate(
         from sppo.train.choose_device import choose_device
         from sppo.train.evaluation import evaluate as evaluate_run
 
-        check_output_files({"--png": png}, pictures=["--png"], inputs=[run_file])
+        check_output_files({"--png": png}, plots=["--png"], inputs=[run_file])
         if initial and checkpoint is not None:
             raise ValueError(f"--initial and --checkpoint {checkpoint}: leave one of the two out")
 

@@ -16,13 +16,13 @@ import typer
 from sppo.output_file import FULL_ERRNOS
 
 FAULT = 1
-"""Of a disk; also of anything that is reported as a bug."""
+"""Exit code of a disk's fault; also of anything that is reported as a bug."""
 BAD_INPUT = 2
 NO_PLAN = 3
 NO_ROOM = 4
 
 _NO_ROOM = FULL_ERRNOS | {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
-"""Of memory or disk, and of what else the system limits: open files, processes."""
+"""Error numbers for too little memory or disk, open files or processes."""
 _LIMITS = ("Too many open files", "Resource temporarily unavailable", "can't start new thread")
 """What torch and Python say of these limits in errors without a number."""
 _BAD_PATH = frozenset(
@@ -43,7 +43,7 @@ _BAD_PATH = frozenset(
 _FAULTS = frozenset(
     {errno.EIO, errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ECHILD}
 )
-"""Of a disk, while a run uses it."""
+"""Error numbers of a disk that fails while a run uses it."""
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def exit_codes() -> Iterator[None]:
     except (RuntimeError, ImportError) as error:
         if type(error).__name__ == "PeerLostError":  # its module loads torch
             fail(_with_notes(error), code=FAULT)
-        limit = next((words for words in _LIMITS if words in str(error)), None)
+        limit = next((phrase for phrase in _LIMITS if phrase in str(error)), None)
         if limit is not None:
             fail(f"{limit}: raise that limit (ulimit -n, ulimit -u)", code=NO_ROOM)
         if not _is_out_of_memory(error):
@@ -154,4 +154,6 @@ def _is_out_of_memory(error: RuntimeError | ImportError) -> bool:
         "failed to map segment",
         "std::bad_alloc",
     )
-    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in said)
+    return type(error).__name__ == "OutOfMemoryError" or any(
+        phrase in str(error) for phrase in said
+    )

@@ -1,4 +1,4 @@
-"""``sppo simulate``: what a schedule would do, in numbers and pictures, without running it."""
+"""``sppo simulate``: what a schedule would do, in numbers and plots, without running it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from sppo.cli import simulate_options as options
 from sppo.cli.arguments import Json
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.simulate_request import Flags, Simulation, read_request, sort_words
+from sppo.cli.simulate_request import Flags, Simulation, read_request, sort_targets
 from sppo.output_file import check_output_files, write_text
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def simulate(
     )
     wanted = _Outputs(timeline, png, trace, write_program, json_output)
     with exit_codes():
-        _simulate(flags, words=targets or (), compare=compare or (), wanted=wanted)
+        _simulate(flags, targets=targets or (), compare=compare or (), wanted=wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,12 @@ class _Outputs:
 
 
 def _simulate(
-    flags: Flags, *, words: Sequence[str], compare: Sequence[str], wanted: _Outputs
+    flags: Flags, *, targets: Sequence[str], compare: Sequence[str], wanted: _Outputs
 ) -> None:
     """Simulate, write the files, then print; nothing is printed for a request that fails."""
-    sorted_words = sort_words(words)
-    _check_outputs(wanted, inputs=(sorted_words.run_file, flags.program))
-    request = read_request(sorted_words, flags=flags, compare=compare)
+    sorted_targets = sort_targets(targets)
+    _check_outputs(wanted, inputs=(sorted_targets.run_file, flags.program))
+    request = read_request(sorted_targets, flags=flags, compare=compare)
     timelines, forward_makespan_s = _play(request)
     _draw(timelines, wanted=wanted, is_abstract=request.hardware is None)
     if wanted.program is not None:
@@ -131,7 +131,7 @@ def _check_outputs(wanted: _Outputs, *, inputs: Sequence[Path | None]) -> None:
             "--trace": wanted.trace,
             "--write-program": wanted.program,
         },
-        pictures=["--png"],
+        plots=["--png"],
         inputs=[path for path in inputs if path is not None],
     )
 
@@ -148,7 +148,7 @@ def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
 
 
 def _draw(timelines: Sequence[Timeline], *, wanted: _Outputs, is_abstract: bool) -> None:
-    """Write the pictures asked for."""
+    """Write the plots asked for."""
     if wanted.png is not None:
         from sppo.timeline.png import write_png
 

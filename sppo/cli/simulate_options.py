@@ -163,7 +163,7 @@ WeightSize = Annotated[
     float | None,
     typer.Option(
         parser=amount("--weight-size"),
-        help="Memory units of a stage's weights, which MSP moves; its gradients count twice "
+        help="Memory units of a stage's weights, which MSP sends; its gradients count twice "
         "that [default: 0].",
         rich_help_panel=_COST,
     ),
@@ -180,7 +180,7 @@ OffloadRatio = Annotated[
     str | None,
     typer.Option(
         metavar="none|full|adaptive|R1,R2,...",
-        help="Share of each subsequence that leaves the device; adaptive sends what one forward "
+        help="Fraction of each subsequence that leaves the device; adaptive sends what one forward "
         "hides [default: none].",
         rich_help_panel=_OFFLOAD,
     ),
@@ -226,7 +226,7 @@ Html = Annotated[
     ),
 ]
 Png = Annotated[
-    Path | None, typer.Option("--png", metavar="FILE", help="A picture.", rich_help_panel=_OUTPUT)
+    Path | None, typer.Option("--png", metavar="FILE", help="A plot.", rich_help_panel=_OUTPUT)
 ]
 Trace = Annotated[
     Path | None,

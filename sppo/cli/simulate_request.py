@@ -68,8 +68,8 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """Positional words, told apart."""
+class Targets:
+    """Positional arguments, told apart."""
 
     run_file: Path | None
     overrides: tuple[str, ...]
@@ -84,7 +84,7 @@ _ABSTRACT_ONLY = (
 _SHAPE = ("schedule", "ranks", "virtual", "sequences", "subsequences", "hop")
 
 
-def sort_words(words: Sequence[str]) -> Words:
+def sort_targets(targets: Sequence[str]) -> Targets:
     """A run file or plan, overrides, and schedule names that follow --compare.
 
     Raises:
@@ -93,7 +93,7 @@ def sort_words(words: Sequence[str]) -> Words:
     from sppo.schedule.generators import schedule_names
 
     files, overrides, names = [], [], []
-    for word in words:
+    for word in targets:
         if word in schedule_names():
             names.append(word)
         elif word.endswith(RUN_FILES):
@@ -107,10 +107,10 @@ def sort_words(words: Sequence[str]) -> Words:
             )
     if len(files) > 1:
         raise ValueError(f"two files, {files[0]} and {files[1]}: simulate one at a time")
-    return Words(files[0] if files else None, tuple(overrides), tuple(names))
+    return Targets(files[0] if files else None, tuple(overrides), tuple(names))
 
 
-def read_request(words: Words, *, flags: Flags, compare: Sequence[str]) -> Simulation:
+def read_request(targets: Targets, *, flags: Flags, compare: Sequence[str]) -> Simulation:
     """The simulation asked for.
 
     Raises:
@@ -119,24 +119,24 @@ def read_request(words: Words, *, flags: Flags, compare: Sequence[str]) -> Simul
     names = [name for given in compare for name in given.split(",") if name]
     _check_schedules("--compare", names)
     _check_schedules("--schedule", [flags.schedule] if flags.schedule is not None else [])
-    names += words.names
+    names += targets.names
     if flags.program is not None:
-        if words.run_file or names:
+        if targets.run_file or names:
             raise ValueError(
                 "--program simulates the file alone: leave out the run file and --compare"
             )
         return _program(flags)
-    if words.run_file and words.run_file.suffix == ".json":
-        return _plan(words, flags=flags, names=names)
-    if words.run_file:
-        return _run(words, flags=flags, names=names)
+    if targets.run_file and targets.run_file.suffix == ".json":
+        return _plan(targets, flags=flags, names=names)
+    if targets.run_file:
+        return _run(targets, flags=flags, names=names)
     if flags.schedule is None:
         raise ValueError(
             "nothing to simulate: give RUN.yaml or plan.json, or --schedule NAME --ranks P "
             "--sequences M --subsequences N, or --program FILE"
         )
-    if words.overrides:
-        raise ValueError(f"{quoted(words.overrides[0])} changes a run file, but none is given")
+    if targets.overrides:
+        raise ValueError(f"{quoted(targets.overrides[0])} changes a run file, but none is given")
     return _abstract(flags, names=names)
 
 
@@ -202,44 +202,44 @@ def _program(flags: Flags) -> Simulation:
     return Simulation((case,), Case(forward_part(schedule), costs), is_abstract=True)
 
 
-def _run(words: Words, *, flags: Flags, names: Sequence[str]) -> Simulation:
+def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
     from sppo.config import load_run
     from sppo.planning.simulated_run import RunShape, simulated_run
 
-    _refuse_abstract_costs(words, flags)
-    assert words.run_file is not None, "only called for a run file"
-    run = load_run(words.run_file, words.overrides)
+    _refuse_abstract_costs(targets, flags)
+    assert targets.run_file is not None, "only called for a run file"
+    run = load_run(targets.run_file, targets.overrides)
     shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
     return _simulation([simulated_run(run, shape=shape) for shape in shapes], flags)
 
 
-def _plan(words: Words, *, flags: Flags, names: Sequence[str]) -> Simulation:
+def _plan(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
     """A plan under its own schedule or the one asked for; everything else it says is fixed."""
     from dataclasses import replace
 
     from sppo.planning.plan import read_plan
     from sppo.planning.simulated_run import simulated_plan
 
-    _refuse_abstract_costs(words, flags)
-    assert words.run_file is not None, "only called for a plan"
+    _refuse_abstract_costs(targets, flags)
+    assert targets.run_file is not None, "only called for a plan"
     fixed = [f"--{name}" for name in ("ranks", "subsequences") if getattr(flags, name) is not None]
-    fixed += words.overrides
+    fixed += targets.overrides
     if fixed:
         raise ValueError(
             f"{fixed[0]}: a plan has fixed it; make another plan with sppo solve, or simulate the "
             "RUN.yaml"
         )
-    plan = read_plan(words.run_file)
+    plan = read_plan(targets.run_file)
     schedules = [flags.schedule or plan.schedule, *names]
     return _simulation([simulated_plan(replace(plan, schedule=name)) for name in schedules], flags)
 
 
-def _refuse_abstract_costs(words: Words, flags: Flags) -> None:
+def _refuse_abstract_costs(targets: Targets, flags: Flags) -> None:
     wrong = [name for name in _ABSTRACT_ONLY if getattr(flags, name) is not None]
     if wrong:
         raise ValueError(
-            f"--{wrong[0].replace('_', '-')} sets an abstract cost, but {words.run_file} has real "
-            "ones: leave it out, or simulate --schedule NAME without a run file"
+            f"--{wrong[0].replace('_', '-')} sets an abstract cost, but {targets.run_file} has "
+            "real ones: leave it out, or simulate --schedule NAME without a run file"
         )
 
 

@@ -201,7 +201,7 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
         ("pipeline", parallel.pipeline_parallel_degree),
         ("sequence", parallel.sequence_parallel_degree),
     )
-    shared = ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
+    parallelism = ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
     name = run.model.preset or run.model.from_hf or "model"
     data = preflight.data
     lines = (
@@ -213,11 +213,11 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
         *_loss(run),
         *_positions(run),
         cut,
-        *([f"parallel  {shared}; schedule {preflight.plan.schedule}"] if shared else ()),
-        f"keep      {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
+        *([f"parallel  {parallelism}; schedule {preflight.plan.schedule}"] if parallelism else ()),
+        f"policy    {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
         f"({format_bytes(memory.activations_bytes)} activations, "
         f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
-        *_moves(run, preflight),
+        *_offloads(run, preflight),
         f"library   {describe()}",
         f"output    {run.train.output}",
     )
@@ -254,7 +254,7 @@ def _loss(run: RunConfig) -> tuple[str, ...]:
     )
 
 
-def _moves(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
+def _offloads(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
     """What goes to the next tier, if anything does."""
     from sppo.units import format_bytes
 
@@ -266,7 +266,7 @@ def _moves(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
     size = predicted.host_peak_bytes if on_host else predicted.disk_peak_bytes
     where = "host memory" if on_host else run.activations.disk
     return (
-        f"move      {format_bytes(size)} to {where} and back: {min(ratios):.0%} to "
+        f"offload   {format_bytes(size)} to {where} and back: {min(ratios):.0%} to "
         f"{max(ratios):.0%} of what a subsequence saves",
     )
 

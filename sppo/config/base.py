@@ -35,13 +35,14 @@ MOST_RANKS = 1 << 20
 MOST_SUBSEQUENCES = 1 << 14
 """Each of them is planned and simulated by itself, on every stage."""
 MOST_SEQUENCES = 1 << 14
-"""Of one step: each of them is planned by itself."""
+"""Most sequences of one step: each of them is planned by itself."""
 MOST_LAYERS = 4096
 """Each of them is planned by itself; thirty times those of the deepest models in use."""
 MOST_TOKENS = 1 << 30
-"""Of one sequence: plans count FLOPs, which grow with its square, in floats and 64-bit numbers."""
+"""Most tokens of one sequence: plans count FLOPs, which grow with its square, in floats and 64-bit
+numbers."""
 MOST_WIDTH = 1 << 24
-"""Of any dimension of a weight: the product of two fits 64 bits with room for every layer."""
+"""Largest dimension of a weight: the product of two fits 64 bits with room for every layer."""
 MOST_STEPS = 10**12
 LONGEST_TIMEOUT_S = 200_000
 """Two days; checkpoints wait ten times as long, and timers count 32 bits of milliseconds."""

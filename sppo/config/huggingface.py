@@ -225,7 +225,7 @@ def _first_window_layer(values: Json) -> int:
 
 
 def _first_sliding(kinds: object, *, layers: int, windowed: bool) -> int:
-    """Where a list of layer types turns from full to sliding attention."""
+    """Return where a list of layer types turns from full to sliding attention."""
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise refusal("layer_types", kinds, f"one entry for each of {layers} layers")
     first = next((i for i, kind in enumerate(kinds) if kind != "full_attention"), layers)
@@ -250,7 +250,7 @@ def _read_gpt2(raw: Json) -> dict[str, Any]:
     hidden, heads = integer(values, "n_embd"), integer(values, "n_head")
     if hidden % heads:
         raise ValueError(f"config.json has n_embd {hidden}, not a multiple of n_head {heads}")
-    narrow = values.get("n_inner") is None
+    is_default = values.get("n_inner") is None
     return {
         "vocab_size": integer(values, "vocab_size"),
         "hidden_size": hidden,
@@ -258,7 +258,7 @@ def _read_gpt2(raw: Json) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_size": hidden // heads,
-        "mlp_size": 4 * hidden if narrow else integer(values, "n_inner"),
+        "mlp_size": 4 * hidden if is_default else integer(values, "n_inner"),
         "mlp": _GELUS[activation],
         "norm": "layernorm",
         "norm_eps": number(values, "layer_norm_epsilon"),

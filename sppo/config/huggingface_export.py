@@ -64,7 +64,7 @@ _HOLDS: dict[Family, dict[str, tuple[object, ...]]] = {
         "hidden_size equal to num_heads * head_size": (True,),
     },
 }
-"""By family: the values a feature may have; features that are not listed are free."""
+"""Values that a feature may have in each family; features that are not listed are free."""
 
 
 def hf_config(model: ModelConfig, *, dtype: str) -> dict[str, Any]:

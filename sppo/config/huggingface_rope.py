@@ -20,7 +20,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "attention_factor"),
 }
-"""By rope type: numbers beside ``factor``, under the same name on both sides."""
+"""Numbers of each rope type beside ``factor``, under the same name on both sides."""
 
 
 def read_rope(config: Json) -> dict[str, Any]:
@@ -47,9 +47,9 @@ def read_rope(config: Json) -> dict[str, Any]:
 
 def _check_whole_head(config: Json, rope: Json) -> None:
     for where in (config, rope):
-        share = where.get("partial_rotary_factor")
-        if share is not None and share != 1:
-            raise refusal("partial_rotary_factor", share, "1.0, the whole head is rotated")
+        fraction = where.get("partial_rotary_factor")
+        if fraction is not None and fraction != 1:
+            raise refusal("partial_rotary_factor", fraction, "1.0, the whole head is rotated")
 
 
 def _read_scaling(kind: object, rope: Json, config: Json) -> dict[str, Any]:

@@ -61,19 +61,19 @@ def parse_json(text: str | bytes, *, source: str, strict: bool = True) -> Any:
         JsonError: it is not UTF-8, no JSON, nested too deeply, or breaks a rule of `strict`.
     """
     try:
-        words = text if isinstance(text, str) else text.decode("utf-8-sig")
-        value = _parse(words, strict=strict)
+        decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
+        value = _parse(decoded, strict=strict)
     except UnicodeDecodeError as error:
         raise JsonError(f"{one_line(source)}: byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
         rule = f"not JSON: {one_line(error.msg)}"
-        raise _error(source, words, error.pos, rule) from None
+        raise _error(source, decoded, error.pos, rule) from None
     except RecursionError:
-        raise _too_deep(source, words) from None
+        raise _too_deep(source, decoded) from None
     except _RefusedError as error:
-        raise _error(source, words, _first_refused(words), str(error)) from None
-    if words.count("[") + words.count("{") > _MOST_LEVELS and _is_deep(value):
-        raise _too_deep(source, words)
+        raise _error(source, decoded, _first_refused(decoded), str(error)) from None
+    if decoded.count("[") + decoded.count("{") > _MOST_LEVELS and _is_deep(value):
+        raise _too_deep(source, decoded)
     return value
 
 

@@ -1,4 +1,4 @@
-"""From RUN.yaml and ``section.key=value`` overrides to a checked :class:`RunConfig`."""
+"""Loading RUN.yaml and ``section.key=value`` overrides into a checked :class:`RunConfig`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: RUN.yaml.
-        overrides: ``section.key=value`` words from the command line, values in YAML.
+        overrides: ``section.key=value`` arguments from the command line, values in YAML.
 
     Raises:
         ConfigError: every problem of the file and the overrides, at once.

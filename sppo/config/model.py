@@ -163,7 +163,7 @@ class ModelConfig(Section):
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key/value head."""
+        """Query heads per key/value head."""
         return self.num_heads // self.kv_heads
 
     @property

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in the words of the person who wrote it."""
+"""What is wrong with a configuration, in the terms of the person who wrote it."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ def _problem(
     if kind == "extra_forbidden":
         return unknown_key(path, names[-1], value, _siblings(names, annotations), homes=homes)
     shown = "" if isinstance(value, dict) and not names else quoted(value)
-    words = list(_literals(_annotation_of(names, annotations)))
-    if not any(detail["type"] == "literal_error" for detail in details) or not words:
+    literals = list(_literals(_annotation_of(names, annotations)))
+    if not any(detail["type"] == "literal_error" for detail in details) or not literals:
         return Problem(path, shown, _rule(details[0]))
-    hint = nearest(value, words)
+    hint = nearest(value, literals)
     other = next((d for d in details if d["type"] != "literal_error"), None)
     if other is None or hint:
-        return Problem(path, shown, f"not one of {', '.join(words)}.{hint}")
-    return Problem(path, shown, f"neither {' nor '.join(words)} nor valid: {_rule(other)}")
+        return Problem(path, shown, f"not one of {', '.join(literals)}.{hint}")
+    return Problem(path, shown, f"neither {' nor '.join(literals)} nor valid: {_rule(other)}")
 
 
 def _rule(detail: ErrorDetails) -> str:
@@ -168,7 +168,7 @@ def _fields_of(annotation: Any) -> dict[str, Any]:
 
 
 def _literals(annotation: object) -> Iterator[str]:
-    """Words that an annotation allows, unions included."""
+    """Literals that an annotation allows, unions included."""
     for argument in get_args(annotation):
         if isinstance(argument, str):
             yield argument

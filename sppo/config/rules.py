@@ -42,12 +42,12 @@ def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
 def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
     cuts, length = sequence.boundaries, sequence.length
     if cuts is None:
-        pieces = sequence.num_subsequences
-        if pieces != "auto" and pieces > length:
+        count = sequence.num_subsequences
+        if count != "auto" and count > length:
             yield Problem(
                 "sequence.num_subsequences",
-                str(pieces),
-                f"more pieces than the {length} tokens of a sequence; every piece needs one",
+                str(count),
+                f"more than the {length} tokens of a sequence; every subsequence needs one",
             )
         return
     ascending = all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
@@ -61,7 +61,7 @@ def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
         yield Problem(
             "sequence.num_subsequences",
             str(sequence.num_subsequences),
-            f"boundaries cut {len(cuts) - 1} pieces; leave one of the two keys out",
+            f"boundaries cut {len(cuts) - 1} subsequences; leave one of the two keys out",
         )
 
 
@@ -74,13 +74,11 @@ def _schedule_exists(parallel: ParallelConfig) -> Iterator[Problem]:
         )
 
 
-def _pieces_are_meant(parallel: ParallelConfig) -> Iterator[Problem]:
+def _multiplexing_agrees(parallel: ParallelConfig) -> Iterator[Problem]:
     """Schedule ``sppo_msp`` is ``multiplexed``, under its own name."""
     asked, schedule = parallel.multiplexed, parallel.schedule
     if asked == "on" and schedule not in ("auto", "sppo_msp"):
-        rule = (
-            f"parallel.schedule={schedule} cuts no units into pieces; write auto, or leave one out"
-        )
+        rule = f"parallel.schedule={schedule} shards no units; write auto, or leave one out"
         yield Problem("parallel.multiplexed", "on", rule)
     elif asked == "off" and schedule == "sppo_msp":
         rule = "parallel.schedule=sppo_msp is multiplexed; write another schedule, or auto"
@@ -110,5 +108,5 @@ _RULES = (
     ("model", _window_fits),
     ("sequence", _cuts_tile),
     ("parallel", _schedule_exists),
-    ("parallel", _pieces_are_meant),
+    ("parallel", _multiplexing_agrees),
 )

@@ -28,7 +28,7 @@ Auto = Literal["auto"]
 
 
 class DataConfig(Section):
-    """Where tokens come from and in which order they are read."""
+    """Token data of a run, and the order in which it is read."""
 
     tokens: Directory
     """Directory written by ``sppo data prepare``."""
@@ -46,12 +46,12 @@ class SequenceConfig(Section):
     length: Tokens
     """S: tokens of one training sequence."""
     num_subsequences: Auto | Annotated[int, Field(ge=1, le=MOST_SUBSEQUENCES)] = "auto"
-    """N: pieces each sequence is cut into."""
+    """N: subsequences each sequence is cut into."""
     partition: Literal["auto", "flops", "length", "cost_model"] = "auto"
-    """What the pieces share equally: model FLOPs, tokens, or predicted time. auto: FLOPs where
+    """What is equal for all subsequences: model FLOPs, tokens, or predicted time. auto: FLOPs where
     pipeline stages wait for each other, tokens, which need the least memory, where none do."""
     alignment: Tokens = 128
-    """Cuts fall on multiples of this where N pieces fit; halved until they do."""
+    """Cuts fall on multiples of this where N subsequences fit; halved until they do."""
     boundaries: Cuts | None = None
     """Explicit cuts, e.g. [0, 5000, 9000, 16384]; replaces num_subsequences and partition."""
 
@@ -66,10 +66,10 @@ class ParallelConfig(Section):
     sequence_parallel_degree: Degree = 1
     """Ranks over which the tokens of every subsequence are sharded."""
     sequence_parallel: Literal["ulysses", "megatron"] = "ulysses"
-    """How sequence-parallel ranks share a layer. ulysses: weights whole on each, tokens exchanged
-    for heads around attention; megatron: weights shared out, by heads and the MLP's width, tokens
-    gathered before the projections and added up after, a share of the weights, gradients and
-    optimizer states for more traffic."""
+    """How a layer is sharded over sequence-parallel ranks. ulysses: weights whole on each,
+    tokens exchanged for heads around attention; megatron: weights sharded by heads and the MLP's
+    width, tokens gathered before the projections and added up after, a fraction of the weights,
+    gradients and optimizer states for more traffic."""
     schedule: str = "auto"
     """Order in which stages run: gpipe, 1f1b, interleaved_1f1b, seq1f1b, interleaved_seq1f1b,
     zb_h1, seq_zb_h1, sppo or sppo_msp. auto: the fastest one simulated."""
@@ -88,17 +88,17 @@ class ActivationsConfig(Section):
     policy: Literal[
         "auto", "retain", "keep_attention", "recompute", "offload_all", "sppo", "hybrid"
     ] = "auto"
-    """retain: keep every saved tensor; keep_attention: keep the layer input and attention's (o,
-    lse), rebuild the linear parts; recompute: keep the layer input only; offload_all: move
-    everything; sppo: move what hides behind compute; hybrid, and auto: keep what fits, move what
-    hides, rebuild the rest."""
+    """retain: every saved tensor; keep_attention: retain the layer input and attention's (o,
+    lse), recompute the linear parts; recompute: retain the layer input only; offload_all:
+    offload everything; sppo: offload what hides behind compute; hybrid, and auto: retain what
+    fits, offload what hides, recompute the rest."""
     input_every: Degree = 1
-    """Layers that share one saved input: the others rebuild it from the layer below, whose
-    attention output is kept, at the price of one product of the MLP."""
+    """Interval in layers between saved inputs: the other layers recompute theirs from the layer
+    below, whose attention output is retained, at the price of one product of the MLP."""
     offload_ratio: Auto | Fraction = "auto"
     """Fraction of the bytes saved by every subsequence but the last that is offloaded."""
     tier: Literal["auto", "device", "host", "disk"] = "auto"
-    """Where offloaded activations lie; device offloads nothing. auto: host memory of a GPU, the
+    """Tier of offloaded activations; device offloads nothing. auto: host memory of a GPU, the
     directory of ``disk`` on a CPU."""
     host_memory: Auto | Size = "auto"
     """Most host memory of one machine for offloaded activations, e.g. 64GiB. auto: what is free."""
@@ -107,7 +107,7 @@ class ActivationsConfig(Section):
     disk_memory: Auto | Size = "auto"
     """Most bytes on the disk for offloaded activations, e.g. 200GiB. auto: what is free."""
     debug: bool = False
-    """Verify every moved tensor by checksum, and overwrite with NaN what is done with; slow."""
+    """Verify every offloaded tensor by checksum, and overwrite with NaN what is done with; slow."""
 
 
 class OptimizerConfig(Section):
@@ -131,7 +131,7 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps over which the rate rises to ``lr``."""
     final_lr_ratio: Fraction = 0.0
-    """Share of ``lr`` that cosine and linear fall to; reached one step after the last, so that
+    """Fraction of ``lr`` that cosine and linear fall to; reached one step after the last, so that
     every step has a rate above 0."""
     offload: bool = False
     """Keep fp32 masters and moments in host memory and step them there, on a GPU; a CPU's memory
@@ -149,20 +149,20 @@ class TrainConfig(Section):
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of weights and activations in compute; the optimizer keeps fp32 weights."""
     label_smoothing: float = Field(default=0, ge=0, lt=1)
-    """Share of a label's weight that all words of the vocabulary get alike."""
+    """Fraction of a label's weight that all tokens of the vocabulary get alike."""
     z_loss: float = Field(default=0, ge=0)
     """Weight of the squared log-sum-exp of the logits, which keeps it near zero; 1e-4 is usual. The
     loss that training reports has both terms, that of an evaluation neither."""
     seed: int = Field(default=0, ge=0)
-    """Of initial weights and of the order of sequences."""
+    """Seed of initial weights and of the order of sequences."""
     output: Directory = "runs/default"
-    """Directory for metrics, summary, pictures and checkpoints; one run each."""
+    """Directory for metrics, summary, plots and checkpoints; one run each."""
     nonfinite: Literal["skip", "stop"] = "skip"
     """A step whose loss or gradient is NaN or inf: skip its update, or stop the run."""
     max_nonfinite_steps: int = Field(default=5, ge=0)
     """Stop after this many such steps in a row."""
     tensorboard: bool = False
-    """Also write TensorBoard event files (needs ``pip install 'sppo[track]'``)."""
+    """Whether TensorBoard event files are written too (needs ``pip install 'sppo[track]'``)."""
 
     @property
     def beside_cross_entropy(self) -> str:

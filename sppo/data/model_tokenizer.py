@@ -20,9 +20,9 @@ _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "sp
 
 @dataclass(frozen=True, slots=True)
 class VocabularyIdentity:
-    """Size of a vocabulary and the SHA-256 of its words by id, added tokens left out.
+    """Size of a vocabulary and the SHA-256 of its tokens by id, added tokens left out.
 
-    The file around it may differ where the words do not: a chat model adds special tokens and a
+    The file around it may differ where the tokens do not: a chat model adds special tokens and a
     template, and a file that was saved again has other white space.
     """
 
@@ -35,8 +35,8 @@ def vocabulary_identity(data: bytes) -> VocabularyIdentity | None:
     """Return the identity of the vocabulary in a ``tokenizer.json``, None if there is none in it.
 
     Args:
-        data: contents of the file. Words are a mapping to ids (BPE, WordPiece, WordLevel) or a list
-            of [word, score] (Unigram).
+        data: contents of the file. The vocabulary is a mapping to ids (BPE, WordPiece, WordLevel)
+            or a list of [word, score] (Unigram).
     """
     try:
         content = parse_json(data, source="tokenizer.json")
@@ -60,8 +60,8 @@ def _words(vocabulary: Any) -> list[tuple[int, str]]:
 def check_tokenizer(data: TokenData, model: ModelConfig) -> None:
     """Check that ``data`` was made with the tokenizer of the weights that a run starts from.
 
-    Weights of ``model.from_hf`` know the words of the tokenizer in that directory. A model with
-    random weights learns any vocabulary, and ids made elsewhere say nothing about theirs.
+    Weights of ``model.from_hf`` know the vocabulary of the tokenizer in that directory. A model
+    with random weights learns any vocabulary, and ids made elsewhere say nothing about theirs.
 
     Raises:
         ValueError: the tokens are of another vocabulary.
@@ -115,11 +115,11 @@ def check_same_vocabulary(held_out: TokenData, *, training: Path) -> None:
 
 def _refusal(data: TokenData, directory: Path, *, theirs: str, size: int | None) -> ValueError:
     ours = data.meta.tokenizer
-    words = "" if size is None else f" (vocabulary of {size})"
+    size_text = "" if size is None else f" (vocabulary of {size})"
     return ValueError(
         f"{data.directory}: tokens of tokenizer {ours.name} (vocabulary of {data.vocab_size}), but "
-        f"the weights of model.from_hf={directory} know the ids of {theirs}{words}. Prepare the "
-        f"data with that: sppo data prepare --tokenizer {directory / TOKENIZER_FILE} --out DIR "
+        f"the weights of model.from_hf={directory} know the ids of {theirs}{size_text}. Prepare "
+        f"the data with that: sppo data prepare --tokenizer {directory / TOKENIZER_FILE} --out DIR "
         "FILE...; or start from random weights, with model.preset in place of from_hf. If the "
         f"weights were made for these tokens, put their tokenizer.json into {directory}"
     )

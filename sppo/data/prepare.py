@@ -175,11 +175,11 @@ def _write(
     with TokenWriter(
         directory, vocab_size=tokenizer.vocab_size, description=tokenizer.description
     ) as writer:
-        for piece in tokenizer.encode(paths):
-            writer.append(piece.ids)
-            if piece.ends_document:
+        for shard in tokenizer.encode(paths):
+            writer.append(shard.ids)
+            if shard.ends_document:
                 writer.end_document()
-            done_bytes += piece.source_bytes
+            done_bytes += shard.source_bytes
             if on_progress is not None:
                 on_progress(PrepareProgress(done_bytes, total_bytes, writer.num_tokens))
         if writer.num_tokens == 0:

@@ -148,7 +148,7 @@ class TrainingData:
         )
 
     def sequence(self, index: int) -> SequenceData:
-        """Sequence ``index`` alone, for a rank that trains a share of a step."""
+        """Sequence ``index`` alone, for a rank that trains only some sequences of a step."""
         return training_sequence(
             self.data, index, length=self.length, isolate_documents=self.isolate_documents
         )

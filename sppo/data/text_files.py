@@ -29,7 +29,7 @@ _WITH_NUL = {
 _CONTROL = bytes({*range(0x20), 0x7F} - set(b"\t\n\v\f\r\b\x1a\x1b"))
 """Bytes that no encoding of text uses; spaces, escape and the end mark of DOS are none of them."""
 _MOST_CONTROL = 0.02
-"""Share of control bytes in text of an 8-bit encoding; compressed data has 0.1."""
+"""Fraction of control bytes in text of an 8-bit encoding; compressed data has 0.1."""
 _SHOWN_FILES = 3
 
 
@@ -74,8 +74,10 @@ def why_binary(head: bytes) -> str | None:
         return f"byte {head.index(0)} is NUL"
     if _decodes(head, "utf-8"):
         return None
-    share = 1 - len(head.translate(None, _CONTROL)) / len(head)
-    return f"{share:.0%} of its bytes are control characters" if share > _MOST_CONTROL else None
+    fraction = 1 - len(head.translate(None, _CONTROL)) / len(head)
+    return (
+        f"{fraction:.0%} of its bytes are control characters" if fraction > _MOST_CONTROL else None
+    )
 
 
 def _decodes(head: bytes, encoding: str) -> bool:

@@ -110,7 +110,7 @@ def _tokenizer_path(name: str) -> Path:
     if not path.exists():
         raise ValueError(
             f"--tokenizer {name}: neither 'bytes' nor 'ids', and no such file or directory;"
-            f" give one of those words, or the path of a {TOKENIZER_FILE}"
+            f" give one of those tokens, or the path of a {TOKENIZER_FILE}"
         )
     return path
 
@@ -137,7 +137,7 @@ def _load(data: bytes, path: Path) -> Any:
 
 
 def _end_of_text(backend: Any, *, vocabulary: dict[str, int], folder: Path) -> int | None:
-    # Only added tokens: "</s>" may also be an ordinary piece of a vocabulary learnt from HTML.
+    # Only added tokens: "</s>" may also be an ordinary token of a vocabulary learnt from HTML.
     decoder = backend.get_added_tokens_decoder()
     added: dict[str, int] = {token.content: number for number, token in decoder.items()}
     for token in END_OF_TEXT_TOKENS:

@@ -1,7 +1,7 @@
-"""From documents to ids: the built-in ``bytes`` and ``ids``, or a tokenizer file.
+"""Tokenizers: from documents to ids, by the built-in ``bytes`` and ``ids`` or a tokenizer file.
 
 Every tokenizer yields :class:`EncodedShard`, so a document larger than memory passes through in
-pieces where that does not change its ids (bytes and ids; text is tokenized a document at a time).
+parts where that does not change its ids (bytes and ids; text is tokenized a document at a time).
 """
 
 from __future__ import annotations

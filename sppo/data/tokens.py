@@ -34,7 +34,7 @@ MAX_VOCAB_SIZE = 1 << 32
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _HASH_BLOCK_BYTES = 8 << 20
 _STARTS_BLOCK = 1 << 20
-_AGAIN = "prepare the data again with --force"
+_PREPARE_HINT = "prepare the data again with --force"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,10 @@ class TokenizerDescription:
     end_of_document: int | None
     """Id appended to every document; None when nothing is."""
     sha256: str | None = None
-    """Of the tokenizer file; None for the built-in ones."""
+    """SHA-256 of the tokenizer file; None for the built-in tokenizers."""
     vocabulary_sha256: str | None = None
-    """Checksum of its words by id (:mod:`sppo.data.model_tokenizer`); None for built-in ones."""
+    """Checksum of its vocabulary by id (:mod:`sppo.data.model_tokenizer`); None for built-in
+    ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class TokenMeta:
     num_tokens: int
     num_documents: int
     tokens_sha256: str
-    """Of ``tokens.bin``."""
+    """SHA-256 of ``tokens.bin``."""
     tokenizer: TokenizerDescription
     documents_sha256: str | None = None
     """Checksum of the starts in ``documents.npy``; None in data written without one."""
@@ -207,7 +208,7 @@ def read_meta(path: Path) -> TokenMeta:
         ValueError: not JSON, of another format version, or not a description of tokens.
         OSError: it cannot be read.
     """
-    fix = _AGAIN
+    fix = _PREPARE_HINT
     try:
         raw = read_json(path)
     except JsonError as error:
@@ -280,11 +281,12 @@ def _map_offsets(path: Path, meta: TokenMeta) -> NDArray[np.int64]:
     try:
         offsets = map_array(path)
     except ValueError as error:
-        raise ValueError(f"{error}; {_AGAIN}") from None
+        raise ValueError(f"{error}; {_PREPARE_HINT}") from None
     if offsets.dtype != np.int64 or offsets.shape != (meta.num_documents + 1,):
         raise ValueError(
             f"{path}: {one_line(offsets.dtype)} {quoted(list(offsets.shape))}, but {META_FILE} "
-            f"says int64 [{meta.num_documents + 1}]: the files are not of one data set; {_AGAIN}"
+            f"says int64 [{meta.num_documents + 1}]: the files are not of one data set; "
+            f"{_PREPARE_HINT}"
         )
     _check_starts(offsets, meta, path=path)
     return offsets
@@ -317,12 +319,12 @@ def _check_starts(offsets: NDArray[np.int64], meta: TokenMeta, *, path: Path) ->
         raise ValueError(
             f"{path}: sha256 of its starts {digest.hexdigest()[:12]}..., but {META_FILE} records "
             f"{one_line(meta.documents_sha256, most=12)}...: the file has changed since it was "
-            f"written; copy it again or {_AGAIN}"
+            f"written; copy it again or {_PREPARE_HINT}"
         )
 
 
 def _bad_start(path: Path, index: int, start: int, rule: str) -> ValueError:
     return ValueError(
         f"{path}: start {index} is {start}, but {rule}: the file was damaged or is of another "
-        f"data set; {_AGAIN}"
+        f"data set; {_PREPARE_HINT}"
     )

@@ -1,7 +1,8 @@
 """AdamW on fp32 master weights, and the global norm of the gradients.
 
-Gradients arrive in fp32, already summed over the step; the engine's weights may be narrower.
-Parameters are dictionaries by global name throughout, in the order of the model's inventory.
+Gradients arrive in fp32, already summed over the step; the engine's weights may have a smaller
+compute dtype. Parameters are dictionaries by global name throughout, in the order of the model's
+inventory.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class AdamW:
     Args:
         weights: what the engine computes with, by global name; written after every step.
         config: betas, eps, weight decay. Rate and clipping are given at each step.
-        masters: fp32 values that narrower weights were rounded from; taken over, not copied. None
-            widens the weights themselves.
+        masters: fp32 values that weights in the compute dtype were rounded from; taken over, not
+            copied. None converts the weights themselves.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class AdamW:
             name: _master(weight, None if masters is None else masters[name])
             for name, weight in weights.items()
         }
-        narrow = [name for name, weight in weights.items() if self._masters[name] is not weight]
-        self._narrow = [weights[name] for name in narrow]
-        self._wide = [self._masters[name] for name in narrow]
+        rounded = [name for name, weight in weights.items() if self._masters[name] is not weight]
+        self._rounded = [weights[name] for name in rounded]
+        self._converted_masters = [self._masters[name] for name in rounded]
         self._steps = 0
         self._optimizer = torch.optim.AdamW(
             _groups(self._masters, weight_decay=config.weight_decay),
@@ -129,8 +130,8 @@ class AdamW:
 
     @torch.no_grad()
     def _compute_weights(self) -> None:
-        if self._narrow:
-            torch._foreach_copy_(self._narrow, self._wide)
+        if self._rounded:
+            torch._foreach_copy_(self._rounded, self._converted_masters)
 
 
 def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> int:
@@ -144,7 +145,7 @@ def take_over(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> int:
 
 def _master(weight: Tensor, given: Tensor | None) -> Tensor:
     if weight.dtype in (torch.float32, torch.float64):
-        assert given is None or given is weight, "a weight this wide is its own master"
+        assert given is None or given is weight, "a weight of at least fp32 is its own master"
         return weight
     if given is None:
         return weight.detach().to(torch.float32)

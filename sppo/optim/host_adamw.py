@@ -34,7 +34,7 @@ class _Slice:
 
     name: str
     begin: int
-    """Of the parameter's elements."""
+    """First of the parameter's elements."""
     end: int
     offset: int
     """Within the bucket, elements."""
@@ -55,18 +55,18 @@ class _Bucket:
 
 
 class HostAdamW:
-    """The same update as :class:`sppo.optim.adamw.AdamW`, and the same state for checkpoints.
+    """AdamW on the host: same update and checkpoint state as :class:`sppo.optim.adamw.AdamW`.
 
-    Of two CPUs: to the last bit, but for elements at the end of a tensor or a bucket that do not
-    fill a vector, which the kernel may round otherwise.
+    Between two CPUs results are equal to the last bit, but for elements at the end of a tensor or a
+    bucket that do not fill a vector, which the kernel may round otherwise.
 
     Args:
         weights: what the engine computes with, on its device, by global name; written after every
             step.
         config: betas, eps, weight decay. Rate and clipping are given at each step.
         transfers: copies of that device.
-        masters: fp32 values that narrower weights were rounded from; copied. None widens the
-            weights themselves.
+        masters: fp32 values that weights in the compute dtype were rounded from; copied. None
+            converts the weights themselves.
         bucket_elements: most parameters of a bucket.
 
     Raises:
@@ -192,8 +192,8 @@ class HostAdamW:
             begin = end
         parts = [view for _, view in sorted(views, key=lambda item: item[0])]
         slots = [parts[i : i + 1 + len(dtypes)] for i in range(0, len(parts), 1 + len(dtypes))]
-        narrow = [dict(zip(dtypes, slot[1:], strict=True)) for slot in slots]
-        return [slot[0] for slot in slots], narrow
+        converted = [dict(zip(dtypes, slot[1:], strict=True)) for slot in slots]
+        return [slot[0] for slot in slots], converted
 
     def _fetch(self, index: int, gradients: Mapping[str, Tensor]) -> Done:
         """Start to bring the gradients of one bucket down."""
@@ -235,7 +235,7 @@ def _rows(elements: int) -> list[Tensor]:
 def _layout(
     shapes: Mapping[str, Sequence[int]], *, weight_decay: float, bucket_elements: int
 ) -> tuple[dict[str, int], list[_Bucket]]:
-    """Where every parameter begins in the row, and the buckets that the row is cut into."""
+    """Return where every parameter begins in the row, and the buckets that the row is cut into."""
     assert bucket_elements > 0, "a bucket holds something"
     places: dict[str, int] = {}
     buckets: list[_Bucket] = []

@@ -65,20 +65,20 @@ class CudaTransfers:
         self._last: Any = None
 
     def memory(self, size_bytes: int) -> Tensor:
-        """See :class:`Transfers`; page-locked in one piece."""
+        """Return page-locked host memory of that size, uint8, in one block."""
         return self._queues.host_memory(size_bytes)
 
     def down(self, copies: Sequence[Copy]) -> Done:
-        """See :class:`Transfers`."""
+        """Start to copy from the device, behind compute issued so far, on a stream of its own."""
         return self._copy(self._down, copies)
 
     def up(self, copies: Sequence[Copy]) -> Done:
-        """See :class:`Transfers`."""
+        """Start to copy to the device, behind compute issued so far, on a stream of its own."""
         self._last = self._copy(self._up, copies)
         return _StreamDone(self._last.event)
 
     def finish(self) -> None:
-        """See :class:`Transfers`."""
+        """Let compute issued from now on wait for the last copy up."""
         if self._last is not None:
             _cuda.current_stream(self._device).wait_event(self._last.event)
 
@@ -99,5 +99,5 @@ class _StreamDone:
         self.event = event
 
     def wait(self) -> None:
-        """See :class:`Done`."""
+        """Return when the device has reached this point of its stream."""
         self.event.synchronize()

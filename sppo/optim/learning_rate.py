@@ -17,7 +17,7 @@ def learning_rate(step: int, *, config: OptimizerConfig, total_steps: int) -> fl
     transformers' schedules and torchtitan (which adds a virtual last step) count the same way.
 
     Cosine (Loshchilov and Hutter, 2017, equation 5): f + (1 - f) (1 + cos(pi p)) / 2 of lr, linear:
-    1 - (1 - f) p, where p in [0, 1] is the share of the way down and f the final ratio.
+    1 - (1 - f) p, where p in [0, 1] is the fraction of the way down and f the final ratio.
     """
     assert step >= 0, f"step {step}"
     assert total_steps >= 1, f"{total_steps} steps"

@@ -39,26 +39,26 @@ _TIED = "embed.weight"
 
 
 class ShardedState:
-    """The shares of one rank.
+    """Weights, gradients and optimizer state of one rank: its shard of each parameter.
 
     Args:
         model: the shape.
-        mesh: of all ranks; its shape says whether sequence groups share weights out.
+        mesh: of all ranks; its shape says whether sequence-parallel groups shard weights.
         pipeline: this rank's place in it.
-        zero: 1 shares the optimizer's state among the ranks that hold the same weights, 3 the
+        zero: 1 shards the optimizer's state among the ranks that hold the same weights, 3 the
             weights too, 0 nothing.
     """
 
     def __init__(self, model: ModelConfig, *, mesh: Mesh, pipeline: Pipeline, zero: int) -> None:
-        self.shares = weight_sharding(model, mesh)
+        self.sharding = weight_sharding(model, mesh)
         self._by_stage = {
-            stage: self.shares.shapes(layers)
+            stage: self.sharding.shapes(layers)
             for stage, layers in pipeline.layers(model.num_layers).items()
         }
         self.shapes: dict[str, Shape] = {
             name: shape for shapes in self._by_stage.values() for name, shape in shapes.items()
         }
-        """Of what this rank holds of the parameters of its stages."""
+        """Shapes of what this rank holds of the parameters of its stages, by global name."""
         self._whole_shapes = parameter_shapes(model)
         self._mesh = mesh
         self._groups = {
@@ -77,11 +77,11 @@ class ShardedState:
 
     def _held_by(self, holders: Holders, names: Mapping[str, T]) -> dict[str, T]:
         """Those of ``names`` of which ``holders`` have the same."""
-        return {name: v for name, v in names.items() if self.shares.holders(name) == holders}
+        return {name: v for name, v in names.items() if self.sharding.holders(name) == holders}
 
     def _group(self, name: str) -> GradientReducer:
         """The ranks that hold the same of a parameter as this one."""
-        return self._groups[self.shares.holders(name)]
+        return self._groups[self.sharding.holders(name)]
 
     def kept(self, name: str, weight: Tensor) -> Tensor:
         """What stays here of a parameter while nobody computes with it."""
@@ -169,7 +169,7 @@ class ShardedState:
         return {key: self._block(key, tensor) for key, tensor in state.items()}
 
     def saved(self, state: Mapping[str, Tensor]) -> dict[str, StateBlock]:
-        """As :meth:`blocks`, without what another rank saves."""
+        """Return those :meth:`blocks` of ``state`` that this rank saves."""
         blocks = self.blocks(state)
         if self._speaks_for_tied:
             return blocks
@@ -181,7 +181,7 @@ class ShardedState:
             return StateBlock(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
         shape = self.shapes[name]
         assert prod(tensor.shape[1:]) == prod(shape[1:]), f"{key}: {tensor.shape} of {shape}"
-        first, *rest = self.shares.offsets(name)
+        first, *rest = self.sharding.offsets(name)
         offsets = (first + self._group(name).own_rows(name).start, *rest)
         return StateBlock(tensor, offsets, self._whole_shapes[name])
 

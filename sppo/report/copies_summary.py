@@ -11,7 +11,7 @@ from sppo.planning.plan import ExecutionPlan
 
 
 def copies_summary(plan: ExecutionPlan, reports: Sequence[CopyReport]) -> dict[str, Any] | None:
-    """Figures of one step for ``run_summary.json``; None for a plan that moves nothing.
+    """Figures of one step for ``run_summary.json``; None for a plan that offloads nothing.
 
     Args:
         plan: that was run.

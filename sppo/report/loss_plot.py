@@ -1,4 +1,4 @@
-"""A picture of a run: its loss, what it tends to, and the learning rate below it."""
+"""Plot of a run: its loss, what it tends to, and the learning rate below it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOSS, _PALE, _RATE, _BAD = "#1f5fa8", "#a9c7e8", "#c47f2a", "#c0392b"
 _INK, _QUIET, _LINE = "#222222", "#6b6b6b", "#e6e6e6"
 _SMALL_PT, _TITLE_PT = 9, 15
 
-# Shares of the picture: left edge, bottom edge, width, height.
+# Fractions of the figure: left edge, bottom edge, width, height.
 _LOSS_AREA = (0.07, 0.285, 0.84, 0.53)
 _RATE_AREA = (0.07, 0.105, 0.84, 0.095)
 
@@ -31,8 +31,8 @@ def loss_plot(metrics_path: Path, png_path: Path, *, terms: str = "") -> None:
 
     Args:
         metrics_path: ``metrics.jsonl`` of the run.
-        png_path: of the picture.
-        terms: of the loss beside the cross entropy, in words.
+        png_path: file to write.
+        terms: text that names the terms of the loss beside the cross entropy.
 
     Raises:
         ValueError: ``metrics_path`` is missing or holds no step.

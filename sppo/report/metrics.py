@@ -41,12 +41,12 @@ class StepMetrics:
     and none where every document has one token. None in files from before they were counted."""
     step_s: float
     predicted_step_s: float | None = None
-    """Of the plan; None as long as none predicts it."""
+    """Step time that the plan predicts; None where it predicts none."""
     tokens_per_s: float
     mfu: float | None = None
-    """Model FLOPs of the step per second, as a share of the device's peak; None if unknown."""
+    """Model FLOPs of the step per second, as a fraction of the device's peak; None if unknown."""
     hfu: float | None = None
-    """The same with the FLOPs of recomputation counted."""
+    """Executed FLOPs, those of recomputation included, as a fraction of the device's peak."""
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
     offloaded_bytes: int = 0
@@ -56,7 +56,7 @@ class StepMetrics:
     copy_out_bytes_per_s: float | None = None
     """Rate of what was sent, while the slowest queue out was busy; None where nothing was."""
     copy_back_bytes_per_s: float | None = None
-    """The same of what came back."""
+    """Rate of copies back to the device in this step."""
     disk_peak_bytes: int = 0
     """Size of the file of a disk tier."""
     skipped: bool = False
@@ -106,7 +106,7 @@ class JsonlSink:
         self._file = path.open("ab", buffering=0)
 
     def write(self, metrics: StepMetrics) -> None:
-        """See :class:`MetricSink`."""
+        """Append one JSON line, and flush it."""
         record = {name: finite_or_none(value) for name, value in asdict(metrics).items()}
         line = (json.dumps(record, allow_nan=False) + "\n").encode("utf-8")
         whole_bytes = os.fstat(self._file.fileno()).st_size
@@ -119,7 +119,7 @@ class JsonlSink:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
-        """See :class:`MetricSink`."""
+        """Close the file."""
         self._file.close()
 
 

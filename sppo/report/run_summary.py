@@ -122,7 +122,7 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         if summary[key] is not None and not nothing:
             yield label, show(summary[key])
     if summary["offloaded_bytes_per_step"]:
-        yield "moved out per step", format_bytes(int(summary["offloaded_bytes_per_step"]))
+        yield "offloaded per step", format_bytes(int(summary["offloaded_bytes_per_step"]))
 
 
 def _compared(rows: Iterable[tuple[str, str, str, str]], *, predicted_for: str | None) -> Table:
@@ -184,8 +184,8 @@ def _rate(bytes_per_s: float) -> str:
     return f"{format_bytes(int(bytes_per_s))}/s"
 
 
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
+def _percent(fraction: float) -> str:
+    return f"{fraction:.1%}"
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -29,8 +29,8 @@ def step_line(
     if metrics.device_peak_bytes is not None:
         parts.append(f"mem {_memory(metrics.device_peak_bytes, memory_capacity_bytes)}")
     if metrics.offloaded_bytes:
-        moved = format_bytes(metrics.offloaded_bytes)
-        parts.append(f"moved {moved} (waited {format_duration(metrics.exposed_copy_s)})")
+        offloaded = format_bytes(metrics.offloaded_bytes)
+        parts.append(f"offloaded {offloaded} (waited {format_duration(metrics.exposed_copy_s)})")
     parts.append(_duration(metrics.step_s, predicted_s=metrics.predicted_step_s))
     if eta_s is not None:
         parts.append(f"eta {_short(eta_s)}")

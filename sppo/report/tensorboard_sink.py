@@ -54,7 +54,7 @@ class TensorBoardSink:
             self._writer = SummaryWriter(str(directory), purge_step=resume_step + 1)
 
     def write(self, metrics: StepMetrics) -> None:
-        """See :class:`sppo.report.metrics.MetricSink`."""
+        """Write each figure of the step as a scalar."""
         values = asdict(metrics)
         with named_errors(self._directory):
             for field, tag in _TAGS.items():
@@ -62,7 +62,7 @@ class TensorBoardSink:
                     self._writer.add_scalar(tag, float(values[field]), metrics.step)
 
     def close(self) -> None:
-        """See :class:`sppo.report.metrics.MetricSink`."""
+        """Close the event file."""
         try:
             self._writer.close()
         except OSError as error:  # the run is over, and its state saved

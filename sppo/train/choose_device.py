@@ -54,7 +54,7 @@ def choose_device(
 
 
 def _named_kind(run: RunConfig) -> Kind | None:
-    """Of the hardware that a run file names; None where it names none."""
+    """Kind of device of the hardware that a run file names; None where it names none."""
     config = run.hardware
     if config == "auto" or (config.file is None and config.preset is None):
         return None

@@ -35,58 +35,58 @@ class CpuDevice:
     group_device: torch.device | None = None
 
     def begin(self) -> None:
-        """See :class:`Device`: what is allocated before stays in the C heap."""
+        """Set the C heap so that what is allocated from now on can be given back."""
         install_cpu_allocator()
 
     def describe(self) -> str:
-        """See :class:`Device`."""
+        """Return the number of threads, e.g. ``cpu with 2 threads``."""
         return f"cpu with {torch.get_num_threads()} threads"
 
     def describe_memory(self) -> str:
-        """See :class:`Device`."""
+        """Name the allocator of CPU tensors, for people."""
         return f"memory of tensors: {describe_cpu_allocator()}"
 
     def machine(self) -> HardwareSpec:
-        """See :class:`Device`."""
+        """Describe this machine's CPU and usable memory."""
         return describe_cpu(usable_memory_bytes())
 
     def room_bytes(self, *, local_ranks: int) -> int:
-        """See :class:`Device`."""
+        """Return this rank's equal part of the free memory, in bytes."""
         return memory_room().share_bytes(local_ranks)
 
     def describe_room(self) -> str:
-        """See :class:`Device`."""
+        """Say what memory is free, for people."""
         return str(memory_room())
 
     def host_room_bytes(self, *, local_ranks: int) -> int:
-        """See :class:`Device`."""
+        """Return 0: a CPU's device memory is the host's."""
         return 0
 
     def capacity_bytes(self, *, baseline_bytes: int) -> int:
-        """See :class:`Device`."""
+        """Return all memory there is to this process, ``baseline_bytes`` included."""
         return memory_room().least_bytes + baseline_bytes
 
     def peak_flops_per_s(self, dtype: torch.dtype) -> float:
-        """See :class:`Device`."""
+        """Time matrix products now and return their FLOPs per second."""
         return measure_matmul_flops_per_s(dtype)
 
     def held_bytes(self) -> int:
-        """See :class:`Device`: the resident set."""
+        """Return the resident set in bytes."""
         return resident_bytes()
 
     def reset_peak(self) -> None:
-        """See :class:`Device`."""
+        """Count the peaks of the resident set and of the pool from here on."""
         reset_peak()
         allocator = install_cpu_allocator()
         if allocator is not None:
             allocator.reset_peak()
 
     def peak_bytes(self) -> int:
-        """See :class:`Device`."""
+        """Return the peak of the resident set in bytes."""
         return peak_resident_bytes()
 
     def pool(self) -> PoolUse | None:
-        """See :class:`Device`."""
+        """Return what tensors use of the pool; None where torch's own allocator serves."""
         allocator = install_cpu_allocator()
         if allocator is None:
             return None
@@ -94,31 +94,31 @@ class CpuDevice:
         return PoolUse(memory.used_bytes, memory.used_peak_bytes)
 
     def trim(self) -> None:
-        """See :class:`Device`."""
+        """Give the pool's unused pages back to the system."""
         allocator = install_cpu_allocator()
         if allocator is not None:
             allocator.trim()
 
     def put(self, sequence: SequenceData) -> SequenceData:
-        """See :class:`Device`."""
+        """Return ``sequence`` itself: it is on the device already."""
         return sequence
 
     def synchronize(self) -> None:
-        """See :class:`Device`: work is done when it is issued."""
+        """Return immediately: a CPU's work is done when it is issued."""
 
     def stopwatch(self) -> Stopwatch:
-        """See :class:`Device`."""
+        """Return a stopwatch that reads the host's clock."""
         return HostStopwatch()
 
     def offload_store(
         self, plan: ExecutionPlan, *, disk: Path | None, debug: bool
     ) -> OffloadStore | None:
-        """See :class:`Device`; through worker threads to a disk."""
+        """Return a store that offloads to a disk through worker threads; None if nothing is."""
         if not plan.offloads_anything:
             return None
         assert disk is not None, "checked before training"
         # Compute waits for each copy out. Into a free staging slot that is a memory copy, which
         # takes the same cores either way. Where none is free, for the disk is slow, running ahead
-        # would hold the moved tensors of one more layer than there is memory planned for.
+        # would hold the offloaded tensors of one more layer than there is memory planned for.
         queues = ThreadQueues(poison=debug)
         return OffloadStore(queues, tier=Tier("disk", disk), source_lag=0, checksums=debug)

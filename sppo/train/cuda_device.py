@@ -29,8 +29,8 @@ from sppo.units import format_bytes
 
 _cuda: Any = torch.cuda  # parts of it have no types
 
-HOST_SHARE = 0.85
-"""Of the host memory that is free, what moved tensors may fill; the rest is for the processes
+HOST_FRACTION = 0.85
+"""Fraction of the free host memory that offloaded tensors may fill; the rest is for the processes
 themselves, and for checkpoints on their way to the disk."""
 SETTINGS = {
     # Freed memory of one size serves another: what is reserved stays close to what is used.
@@ -64,31 +64,31 @@ class CudaDevice:
 
     @property
     def group_device(self) -> torch.device | None:
-        """See :class:`sppo.train.device.Device`."""
+        """The GPU, whose tensors NCCL carries between ranks."""
         return self.torch_device
 
     def begin(self) -> None:
-        """See :class:`sppo.train.device.Device`."""
+        """Make it the device that this process computes on."""
         _cuda.set_device(self.torch_device)
 
     def describe(self) -> str:
-        """See :class:`sppo.train.device.Device`."""
+        """Return the GPU's name and index."""
         return f"{_cuda.get_device_name(self.torch_device)} ({self.torch_device})"
 
     def describe_memory(self) -> str:
-        """See :class:`sppo.train.device.Device`."""
+        """Name torch's caching allocator and its settings, for people."""
         name = "PYTORCH_CUDA_ALLOC_CONF"
         return f"GPU tensors: torch's caching allocator, {name}={os.environ.get(name, '')}"
 
     def machine(self) -> HardwareSpec:
-        """See :class:`sppo.train.device.Device`."""
+        """Describe this machine's GPUs and usable host memory."""
         gpus = Gpus(
             _cuda.get_device_name(self.torch_device), _cuda.device_count(), self._total_bytes()
         )
         return describe_gpus(gpus, host_bytes=usable_memory_bytes())
 
     def room_bytes(self, *, local_ranks: int) -> int:
-        """See :class:`sppo.train.device.Device`.
+        """Return what of the GPU's memory is free, torch's unused reserve included, in bytes.
 
         For a process that starts ranks all of it: to ask what is free would take memory on the
         device itself, for as long as that process lives.
@@ -102,63 +102,63 @@ class CudaDevice:
         return int(free) + int(unused)
 
     def describe_room(self) -> str:
-        """See :class:`sppo.train.device.Device`."""
+        """Say what of the GPU's memory is free, for people."""
         return f"{format_bytes(self.room_bytes(local_ranks=1))} free on {self.describe()}"
 
     def host_room_bytes(self, *, local_ranks: int) -> int:
-        """See :class:`sppo.train.device.Device`."""
-        return int(memory_room().least_bytes * HOST_SHARE) // local_ranks
+        """Return this rank's part of the host memory that offloaded tensors may fill, in bytes."""
+        return int(memory_room().least_bytes * HOST_FRACTION) // local_ranks
 
     def capacity_bytes(self, *, baseline_bytes: int) -> int:
-        """See :class:`sppo.train.device.Device`."""
+        """Return the GPU's whole memory in bytes."""
         return self._total_bytes()
 
     def peak_flops_per_s(self, dtype: torch.dtype) -> float:
-        """See :class:`sppo.train.device.Device`."""
+        """Time matrix products on the GPU now and return their FLOPs per second."""
         return measure_matmul_flops_per_s(dtype, device=self.torch_device)
 
     def held_bytes(self) -> int:
-        """See :class:`sppo.train.device.Device`: what torch has reserved."""
+        """Return the bytes that torch has reserved on the GPU."""
         return int(_cuda.memory_reserved(self.torch_device))
 
     def reset_peak(self) -> None:
-        """See :class:`sppo.train.device.Device`."""
+        """Count torch's memory peaks from here on."""
         _cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_bytes(self) -> int:
-        """See :class:`sppo.train.device.Device`."""
+        """Return the most bytes that torch has reserved."""
         return int(_cuda.max_memory_reserved(self.torch_device))
 
     def pool(self) -> PoolUse | None:
-        """See :class:`sppo.train.device.Device`."""
+        """Return what tensors use of torch's reserved memory, now and at most."""
         return PoolUse(
             int(_cuda.memory_allocated(self.torch_device)),
             int(_cuda.max_memory_allocated(self.torch_device)),
         )
 
     def trim(self) -> None:
-        """See :class:`sppo.train.device.Device`."""
+        """Wait for the GPU, then give torch's unused memory back to it."""
         _cuda.synchronize(self.torch_device)
         _cuda.empty_cache()
 
     def put(self, sequence: SequenceData) -> SequenceData:
-        """See :class:`sppo.train.device.Device`."""
+        """Copy tokens and labels to the GPU from page-locked memory, asynchronously."""
         return replace(
             sequence, tokens_S=self._put(sequence.tokens_S), labels_S=self._put(sequence.labels_S)
         )
 
     def synchronize(self) -> None:
-        """See :class:`sppo.train.device.Device`."""
+        """Return when all work issued to the GPU is done."""
         _cuda.synchronize(self.torch_device)
 
     def stopwatch(self) -> Stopwatch:
-        """See :class:`sppo.train.device.Device`."""
+        """Return a stopwatch that records CUDA events."""
         return CudaStopwatch(self.torch_device)
 
     def offload_store(
         self, plan: ExecutionPlan, *, disk: Path | None, debug: bool
     ) -> OffloadStore | None:
-        """See :class:`sppo.train.device.Device`; to page-locked host memory, or a disk behind."""
+        """Return a store that offloads to page-locked host memory, or through it to a disk."""
         if not plan.offloads_anything:
             return None
         tier = Tier("disk", disk) if plan.tier == "disk" else Tier("host")

@@ -1,7 +1,7 @@
 """What a rank computes on: everything in training that a CPU and a GPU do differently.
 
 The trainer asks this object and never which kind it is. A CPU's device memory is the machine's, its
-work is done when it is issued, and what moves away goes to a disk; of a GPU see
+work is done when it is issued, and what is offloaded goes to a disk; of a GPU see
 :mod:`sppo.train.cuda_device`.
 """
 
@@ -29,7 +29,7 @@ class PoolUse:
     used_bytes: int
     """Now."""
     used_peak_bytes: int
-    """At most since :meth:`Device.reset_peak`."""
+    """Most bytes used since :meth:`Device.reset_peak`."""
 
 
 class Device(Protocol):
@@ -37,12 +37,12 @@ class Device(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """As hardware descriptions call it."""
+        """Kind of device, in the terms of hardware descriptions."""
         ...
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors live."""
+        """The torch device on which tensors live."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Device(Protocol):
         ...
 
     def describe(self) -> str:
-        """For people, e.g. ``cpu with 2 threads``."""
+        """Describe the device for people, e.g. ``cpu with 2 threads``."""
         ...
 
     def describe_memory(self) -> str:
@@ -103,7 +103,7 @@ class Device(Protocol):
         ...
 
     def pool(self) -> PoolUse | None:
-        """Of that, what tensors used; None where nobody counts."""
+        """Return what tensors use of the memory held; None where nobody counts."""
         ...
 
     def trim(self) -> None:
@@ -119,13 +119,13 @@ class Device(Protocol):
         ...
 
     def stopwatch(self) -> Stopwatch:
-        """For the actions of a step."""
+        """Return a stopwatch for the actions of a step."""
         ...
 
     def offload_store(
         self, plan: ExecutionPlan, *, disk: Path | None, debug: bool
     ) -> OffloadStore | None:
-        """Where one stage's moved activations go; None for a plan that moves none.
+        """Return the store for what the plan offloads; None for a plan that offloads nothing.
 
         Args:
             plan: to follow.

@@ -27,7 +27,7 @@ from sppo.train.ranks import Ranks
 from sppo.train.run_directory import TIMELINE_PAGE, TIMELINE_PLOT, TIMELINE_TRACE
 
 _MOST_DRAWN = 4000
-"""Actions above which a picture shows nothing any more; the page can still be zoomed."""
+"""Actions above which a plot shows nothing any more; the page can still be zoomed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def executed_timeline(executed: StepResult | None, ranks: Ranks) -> Timeline | N
 
 
 def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
-    """Of the ranks of one pipeline, first to last, on the clock of the first."""
+    """Put the ranks of one pipeline, first to last, on the clock of the first."""
     first = steps[0]
     offsets = [0.0 if step.host == first.host else step.met_s - first.met_s for step in steps]
     begin = min(
@@ -77,13 +77,13 @@ def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
 
 
 def planned_timeline(plan: ExecutionPlan) -> Timeline:
-    """The same step as the plan simulates it."""
+    """Return the timeline of the same step as the plan simulates it."""
     case = simulated_plan(plan).case
     return simulate(case.schedule, costs=case.costs)
 
 
 def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callable[[Path], None]]:
-    """What draws the plan above what was measured, by file: a picture, a page, a Chrome trace."""
+    """What draws the plan above what was measured, by file: a plot, a page, a Chrome trace."""
     both = (planned, measured)
     writers: dict[str, Callable[[Path], None]] = {
         TIMELINE_PAGE: partial(write_html, timelines=both),

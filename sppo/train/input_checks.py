@@ -88,7 +88,7 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     if parallel.multiplexed == "on" and parallel.pipeline_parallel_degree == 1:
         yield (
             "multiplexed",
-            "parallel.multiplexed=on shares units among pipeline ranks, and there is one: raise "
+            "parallel.multiplexed=on shards units over pipeline ranks, and there is one: raise "
             "parallel.pipeline_parallel_degree, or leave it out",
         )
     if parallel.multiplexed == "on" and not trains_msp(run):
@@ -108,7 +108,7 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
         yield (
             "data_parallel_degree",
             f"parallel.data_parallel_degree {parallel.data_parallel_degree}: "
-            f"train.sequences_per_step {run.train.sequences_per_step} cannot be shared out evenly; "
+            f"train.sequences_per_step {run.train.sequences_per_step} cannot be divided evenly; "
             "make it a multiple",
         )
     degree = parallel.sequence_parallel_degree

@@ -1,6 +1,6 @@
 """Libraries that every run loads sooner or later, loaded before anyone asks what memory is left.
 
-An optimizer's first step and the pictures at the end bring in some 60 MiB. Where a container leaves
+An optimizer's first step and the plots at the end bring in some 60 MiB. Where a container leaves
 little, a plan that did not know of them would have the run killed at the end of its first step.
 """
 

@@ -15,7 +15,7 @@ from sppo.train.state import TrainingState
 
 @dataclass(frozen=True, slots=True)
 class StepPhases:
-    """Where the time of one step went."""
+    """Seconds of one step by phase."""
 
     forward_s: float
     backward_s: float
@@ -34,9 +34,9 @@ class MeasuredBuckets:
     kv_bytes: int = 0
     activations_bytes: int = 0
     copies_bytes: int = 0
-    """Slots that moved tensors pass through."""
+    """Slots that offloaded tensors pass through."""
     kept_weights_bytes: int = 0
-    """Of the weights, what is there all the time."""
+    """Bytes of the weights that are on the device all the time."""
     working_bytes: int | None = None
     """None where torch's tensors live in the C heap, which does not tell."""
 

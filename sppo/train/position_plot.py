@@ -1,4 +1,4 @@
-"""A picture of loss against position in the context."""
+"""Plot of loss against position in the context."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LINE, _PALE = "#1f5fa8", "#a9c7e8"
 _INK, _QUIET, _GRID = "#222222", "#6b6b6b", "#e6e6e6"
 _SMALL_PT, _TITLE_PT = 9, 15
 
-# Shares of the picture: left edge, bottom edge, width, height.
+# Fractions of the figure: left edge, bottom edge, width, height.
 _AREA = (0.07, 0.13, 0.88, 0.66)
 _ROOM = 0.15
-"""Share of the range of losses that stays free above and below."""
+"""Fraction of the range of losses that stays free above and below."""
 
 
 def position_plot(result: Evaluation, path: Path) -> None:
@@ -66,7 +66,7 @@ def _draw_columns(axes: Any, rows: tuple[PositionLoss, ...]) -> None:
 
 
 def _limits(losses: list[float]) -> tuple[float, float]:
-    """Where the axis of losses begins and ends: small differences are the point, not 0."""
+    """Return where the axis of losses begins and ends: small differences are the point, not 0."""
     if not losses:
         return 0.0, 1.0
     spread = max(max(losses) - min(losses), 0.02 * abs(max(losses)), 1e-6)

@@ -48,7 +48,7 @@ def check_before_training(
     Args:
         run: checked.
         plan: to follow instead of deciding here.
-        local_ranks: processes that share this machine.
+        local_ranks: processes of the run on this machine.
         device: that this process computes on; None: the CPU.
         starts_ranks: this process does not train, but starts those that do.
 
@@ -83,7 +83,7 @@ def check_before_training(
             run,
             hardware=hardware,
             available_bytes=available,
-            disk_bytes=disk.usable_bytes,  # the plan shares it out
+            disk_bytes=disk.usable_bytes,  # the plan divides it
             host_bytes=host_bytes,
         )
     _check_trainable(run, plan)
@@ -109,7 +109,7 @@ def _check_labels(training: TrainingData, *, steps: int) -> None:
 
 
 def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpec:
-    """The machine that the run names, or this one, as its processes share it."""
+    """The machine that the run names, or this one, as its processes divide it."""
     hardware = hardware_for(run.hardware, this_machine=device.machine())
     if device.kind == "cpu":
         return divide_cpu(_with_heap(hardware), local_ranks)
@@ -137,11 +137,11 @@ def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
             "parallel.zero=3 no rank has them: write parallel.zero=1, or another parallel.schedule"
         )
     degree, shortest = run.parallel.sequence_parallel_degree, min(plan.lengths)
-    pieces = 2 * degree * plan.pipeline_parallel_degree  # a piece of one token may be rounded away
-    if plan.schedule == "sppo_msp" and shortest < pieces:
+    shards = 2 * degree * plan.pipeline_parallel_degree  # a shard of one token may be rounded away
+    if plan.schedule == "sppo_msp" and shortest < shards:
         raise ValueError(
             f"parallel.multiplexed: the shortest subsequence has {shortest} tokens, too few for "
-            f"pieces on {plan.pipeline_parallel_degree} pipeline ranks of {degree} sequence-"
+            f"shards on {plan.pipeline_parallel_degree} pipeline ranks of {degree} sequence-"
             "parallel ranks each; use fewer subsequences, or parallel.multiplexed=off"
         )
     if shortest < degree:
@@ -175,12 +175,12 @@ def given_plan(
     check_plan_fits(plan, run)
     planned = plan.hardware
     if planned.device.kind != kind:
-        here, again = (
+        here, hint = (
             ("the CPU", "hardware.preset=laptop-cpu") if kind == "cpu" else ("a GPU", "its preset")
         )
         raise ValueError(
             f"{plan_file} was made for {planned.name}, and this run is trained on {here}: solve "
-            f"again with {again}, or with a hardware.file of this machine, or keep the plan for "
+            f"again with {hint}, or with a hardware.file of this machine, or keep the plan for "
             "sppo simulate"
         )
     chosen = {
@@ -199,9 +199,9 @@ def _check_step_size(run: RunConfig, available: int) -> None:
         run: checked.
         available: bytes.
     """
-    parallel, pieces = run.parallel, run.sequence.num_subsequences
+    parallel, num_subsequences = run.parallel, run.sequence.num_subsequences
     sequences = run.train.sequences_per_step // parallel.data_parallel_degree
-    units = sequences * (1 if pieces == "auto" else pieces)
+    units = sequences * (1 if num_subsequences == "auto" else num_subsequences)
     tokens = sequences * run.sequence.length
     is_pipeline = parallel.pipeline_parallel_degree > 1
     needed = step_bytes(tokens=tokens, units=units, is_pipeline=is_pipeline)
@@ -224,7 +224,7 @@ def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int, *, kind: 
         if needed > available:
             raise MemoryError(
                 f"activations.disk={run.activations.disk} is a file system in memory: with what "
-                f"the plan moves there it needs {format_bytes(needed)}, and "
+                f"the plan offloads there it needs {format_bytes(needed)}, and "
                 f"{format_bytes(available)} are available; name a directory on a disk"
             )
     if needed > available:
@@ -236,49 +236,49 @@ def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int, *, kind: 
 
 
 def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
-    """Host memory behind a GPU: moved tensors, or the slots in front of a disk; the optimizer."""
+    """Check host memory: offloaded tensors, or the slots in front of a disk; the optimizer."""
     offloaded = max(stage.memory.tier_activations_bytes for stage in plan.stages)
     if plan.tier == "disk":
         offloaded = plan.predicted.host_peak_bytes
     optimizer = max(stage.memory.host_optimizer_bytes for stage in plan.stages)
     if offloaded + optimizer > host_bytes:
         fits = max(0, host_bytes - optimizer) / max(1, offloaded)
-        share = fits * max(plan.predicted.offload_ratios)
+        ratio = fits * max(plan.predicted.offload_ratios)
         raise MemoryError(
             f"a rank takes {format_bytes(offloaded + optimizer)} of host memory "
-            f"({format_bytes(offloaded)} moved activations, {format_bytes(optimizer)} optimizer), "
-            f"and {format_bytes(host_bytes)} may be used: activations.offload_ratio="
-            f"{int(share * 100) / 100:.2f} would fit, or end other programs"
+            f"({format_bytes(offloaded)} offloaded activations, {format_bytes(optimizer)} "
+            f"optimizer), and {format_bytes(host_bytes)} may be used: activations.offload_ratio="
+            f"{int(ratio * 100) / 100:.2f} would fit, or end other programs"
         )
 
 
 def _disk_room(run: RunConfig) -> DiskRoom:
-    """Of the disk that the run names, none if it names none."""
+    """Return the room on the disk that the run names; none if it names none."""
     if run.activations.disk is None:
         return DiskRoom(free_bytes=0)
     return usable_directory(Path(run.activations.disk))
 
 
 def _check_disk(run: RunConfig, plan: ExecutionPlan, disk: DiskRoom, *, local_ranks: int) -> None:
-    """A plan made elsewhere, or before, may move more than there is room for now."""
+    """Check the disk: a plan made elsewhere, or before, may offload more than fits now."""
     if run.activations.disk is None:
         raise ValueError(
-            "the plan moves activations to a disk: write activations.disk=DIR, on a fast local "
+            "the plan offloads activations to a disk: write activations.disk=DIR, on a fast local "
             "disk, and solve again with it"
         )
     needed = max(stage.memory.tier_activations_bytes for stage in plan.stages)
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if resource.RLIM_INFINITY != largest < needed:
         raise MemoryError(
-            f"the plan moves {format_bytes(needed)} to activations.disk={run.activations.disk}, "
+            f"the plan offloads {format_bytes(needed)} to activations.disk={run.activations.disk}, "
             f"and this process may write files of {format_bytes(largest)} at most: raise that "
             "limit (ulimit -f), or lower activations.offload_ratio"
         )
     needed *= local_ranks
     if needed > disk.usable_bytes:
-        share = disk.usable_bytes / needed * max(plan.predicted.offload_ratios)
+        ratio = disk.usable_bytes / needed * max(plan.predicted.offload_ratios)
         raise MemoryError(
-            f"the plan moves {format_bytes(needed)} to activations.disk={run.activations.disk}: "
-            f"{disk}; activations.offload_ratio={int(share * 100) / 100:.2f} would fit, or name a "
+            f"the plan offloads {format_bytes(needed)} to activations.disk={run.activations.disk}: "
+            f"{disk}; activations.offload_ratio={int(ratio * 100) / 100:.2f} would fit, or name a "
             "directory on a larger disk"
         )

@@ -27,7 +27,8 @@ from sppo.train.run_directory import locked_output
 T = TypeVar("T")
 
 _MAY_DIFFER = frozenset({"data.tokens", "data.eval_tokens", "model.from_hf"})
-"""Where files lie that a node may have copies of: :func:`sppo.train.input_facts.input_facts`."""
+"""Keys that may differ between ranks: paths of files that a node may have copies of, whose contents
+:func:`sppo.train.input_facts.input_facts` compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def mesh_shape(run: RunConfig) -> MeshShape:
     """The grid that a run asks for.
 
     Raises:
-        ValueError: weights that are to be shared out cannot be, evenly.
+        ValueError: weights that are to be sharded cannot be, evenly.
     """
     parallel, degree = run.parallel, run.parallel.sequence_parallel_degree
     shards_weights = parallel.sequence_parallel == "megatron" and degree > 1

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the loss picture, and the summary with predicted against measured."""
+"""What a run leaves behind: a plot of its loss, and the summary, predicted against measured."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def _write(
             told = "; ".join([why or type(error).__name__, *getattr(error, "__notes__", [])])
             _say(f"warning: {path} cannot be written: {told}", console)
     if missing:
-        again = [name for name in missing if name in (SUMMARY_FILE, LOSS_PLOT)]
-        hint = f"; the same command writes {', '.join(again)}" if again else ""
+        writable = [name for name in missing if name in (SUMMARY_FILE, LOSS_PLOT)]
+        hint = f"; the same command writes {', '.join(writable)}" if writable else ""
         _say(
             f"{outcome.output}: done and saved after step {outcome.done_steps}, without "
             f"{', '.join(missing)}{hint}",
@@ -182,7 +182,7 @@ def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
 
 
 def _copies(predicted: MemoryBuckets, measured: MeasuredBuckets) -> dict[str, Pair]:
-    """Slots of moved tensors, where there are any."""
+    """Slots of offloaded tensors, where there are any."""
     pair = predicted.copies_bytes, measured.copies_bytes
     return {"copies": pair} if any(pair) else {}
 

@@ -44,7 +44,7 @@ _PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
 """Start of the name of what a run that was killed at its very beginning may leave."""
 
 # What may differ when a run goes on: how long, how often it is saved and shown, on how many ranks,
-# how sequences are cut and what is rebuilt (none of which changes what is learnt), what it is
+# how sequences are cut and what is recomputed (none of which changes what is learnt), what it is
 # evaluated on.
 _MAY_CHANGE = (
     ("data", "eval_tokens"),

@@ -46,9 +46,9 @@ class TrainingState:
     gradients: Mapping[str, Tensor]
     """fp32 sums over the step."""
     optimizer: AdamW | HostAdamW
-    """Of the rows that are this rank's to update."""
+    """Optimizer of the rows that are this rank's to update."""
     engine: Engine
-    shared: ShardedState
+    sharded: ShardedState
 
 
 def build_state(
@@ -77,21 +77,21 @@ def build_state(
         costs=plan_costs(plan) if cuts_units else None,
         shards=MspLinks(mesh) if cuts_units else None,
     )
-    shared = ShardedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)
+    sharded = ShardedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)
     dtype = DTYPES[run.train.dtype]
     weights: dict[str, Tensor] = {}
     masters: dict[str, Tensor] = {}
-    for name, wide in starting_weights(run, shared.shapes):
-        wide = shared.shares.cut(name, wide)
-        weights[name] = shared.kept(name, wide.to(device=place, dtype=dtype))
+    for name, weight in starting_weights(run, sharded.shapes):
+        weight = sharded.sharding.cut(name, weight)
+        weights[name] = sharded.kept(name, weight.to(device=place, dtype=dtype))
         if dtype is not torch.float32:
-            kept = wide if run.optimizer.offload else wide.to(place)
-            masters |= shared.own({name: kept}, copy=True)
+            master = weight if run.optimizer.offload else weight.to(place)
+            masters |= sharded.own({name: master}, copy=True)
     gradients = {
         name: torch.zeros(shape, dtype=torch.float32, device=place)
-        for name, shape in shared.shapes.items()
+        for name, shape in sharded.shapes.items()
     }
-    optimizer = build_optimizer(run, shared.updated(weights), masters=masters or None)
+    optimizer = build_optimizer(run, sharded.updated(weights), masters=masters or None)
     stages = pipeline.placement.stages_of(pipeline.rank)
     disk = None if run.activations.disk is None else Path(run.activations.disk)
     stores = {
@@ -104,7 +104,7 @@ def build_state(
     }
     engine = Engine(
         run.model,
-        weights=shared.provider(weights),
+        weights=sharded.provider(weights),
         gradients=gradients,
         rows={n: PlannedRows(stage.subsequences) for n, stage in enumerate(plan.stages)},
         offloaded={stage: store for stage, store in stores.items() if store is not None},
@@ -113,13 +113,13 @@ def build_state(
         pipeline=pipeline,
         companions=ParallelContext(
             exchange=_exchange(run, mesh),
-            reduce=lambda stage: shared.reduce(stage, gradients),
+            reduce=lambda stage: sharded.reduce(stage, gradients),
         ),
         loss_terms=loss_terms(run),
         stopwatch=device.stopwatch(),
         debug=run.activations.debug,
     )
-    return TrainingState(weights, gradients, optimizer, engine, shared)
+    return TrainingState(weights, gradients, optimizer, engine, sharded)
 
 
 def _exchange(run: RunConfig, mesh: Mesh) -> UlyssesAllToAll | MegatronSequenceParallel | None:
@@ -150,7 +150,8 @@ def build_optimizer(
     Args:
         run: checked.
         weights: on the device that computes.
-        masters: fp32 values that narrower weights were rounded from; None where there are none.
+        masters: fp32 values that weights in the compute dtype were rounded from; None where there
+            are none.
 
     Raises:
         MemoryError: the host has not the memory, or may not lock its part of it.

@@ -187,9 +187,9 @@ def _resume(manager: CheckpointManager, state: TrainingState, *, tokens: TokenDa
             "prepare the old ones again, or choose another train.output"
         )
     live = state.optimizer.state()
-    manager.load_into(checkpoint, state.shared.blocks(live))
+    manager.load_into(checkpoint, state.sharded.blocks(live))
     state.optimizer.load_state(live)
-    state.shared.gather(state.weights)
+    state.sharded.gather(state.weights)
     _log.info("going on after step %d from %s", checkpoint.step, checkpoint.path)
     return checkpoint.step
 
@@ -200,7 +200,7 @@ def _check_finite(run: RunConfig, state: TrainingState, *, ranks: Ranks) -> None
     Raises:
         ValueError: on every rank, where one starts with NaN or infinite values; names the first.
     """
-    blocks = state.shared.blocks(state.optimizer.state())
+    blocks = state.sharded.blocks(state.optimizer.state())
     found = [
         place for place in ranks.peers.all_gather(nonfinite_place(blocks)) if place is not None
     ]
@@ -236,8 +236,8 @@ class _Loop:
             stop_at_once=run.train.nonfinite == "stop", limit=run.train.max_nonfinite_steps
         )
         self._sequences = run.train.sequences_per_step
-        share = self._sequences // ranks.mesh.shape.data_parallel
-        schedule = state.engine.schedule([self._plan.lengths] * share)
+        num_sequences = self._sequences // ranks.mesh.shape.data_parallel
+        schedule = state.engine.schedule([self._plan.lengths] * num_sequences)
         ranks.check_same_on_all_ranks("schedule", schedule.digest())
         self._actions_per_step = len(schedule.programs[ranks.mesh.at.pipeline])
         ranks.progress.note(
@@ -343,20 +343,20 @@ class _Loop:
         sequences = self._own_sequences(step)
         (num_valid,) = self._peers.total([self._counted_labels(sequences)])
         accumulating = time.perf_counter()
-        accumulated = state.engine.accumulate(
+        result = state.engine.accumulate(
             [self._device.put(sequence) for sequence in sequences],
             [self._plan.boundaries] * len(sequences),
             num_valid=int(num_valid),
             before_action=before_action,
         )
         accumulated_at = time.perf_counter()
-        state.shared.finish(gradients)
-        norm = state.shared.norm(gradients, self._peers)
-        (total_loss,) = self._peers.total([float(accumulated.total_loss)])
+        state.sharded.finish(gradients)
+        norm = state.sharded.norm(gradients, self._peers)
+        (total_loss,) = self._peers.total([float(result.total_loss)])
         loss = total_loss / num_valid if num_valid else math.nan
         grad_norm = float(norm)
         lr = learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
-        own = state.shared.own(gradients)
+        own = state.sharded.own(gradients)
         if num_valid:
             problem = self._guard.problem(
                 step=step + 1, loss=loss, norm=grad_norm, gradients=own, all_gather=self._names
@@ -366,21 +366,21 @@ class _Loop:
         if problem is None:
             clip_(own, norm=norm, clip_norm=self._run.optimizer.clip_norm)
             state.optimizer.step(own, lr=lr)
-            state.shared.gather(state.weights)
+            state.sharded.gather(state.weights)
         else:
             self._say(problem, display)
         self._device.synchronize()
         seconds = time.perf_counter() - start
         rest_s = seconds - (accumulated_at - accumulating)
-        self._outcome.last_step = accumulated
+        self._outcome.last_step = result
         return self._measure(
             step,
             loss=loss,
             grad_norm=grad_norm,
             lr=lr,
             phases=StepPhases(
-                forward_s=accumulated.forward_s,
-                backward_s=accumulated.backward_s,
+                forward_s=result.forward_s,
+                backward_s=result.backward_s,
                 rest_s=rest_s,
             ),
             seconds=seconds,
@@ -389,12 +389,12 @@ class _Loop:
         )
 
     def _own_sequences(self, step: int) -> list[SequenceData]:
-        """This replica's share of the step's sequences, read now."""
+        """Read this replica's sequences of the step."""
         mesh = self._ranks.mesh
         indices = self._data.sequence_indices(step)
-        share = len(indices) // mesh.shape.data_parallel
-        first = mesh.at.data * share
-        return [self._data.sequence(index) for index in indices[first : first + share]]
+        count = len(indices) // mesh.shape.data_parallel
+        first = mesh.at.data * count
+        return [self._data.sequence(index) for index in indices[first : first + count]]
 
     def _counted_labels(self, sequences: Sequence[SequenceData]) -> int:
         """Valid labels of a replica, as one of its ranks tells them."""
@@ -419,8 +419,8 @@ class _Loop:
     ) -> StepMetrics:
         """The figures of a step, the same on every rank.
 
-        Times, memory and waits are those of the rank with most of each; what was moved, and what
-        host and disk hold, is added up over all ranks.
+        Times, memory and waits are those of the rank with most of each; what was offloaded, and
+        what host and disk hold, is added up over all ranks.
         """
         outcome = self._outcome
         peaks = self._state.engine.take_peaks()
@@ -542,7 +542,7 @@ class _Loop:
             sequences_consumed=done * self._sequences,
             tokens_sha256=self._data.data.meta.tokens_sha256,
         )
-        self._manager.save(self._state.shared.saved(state), step=done, metadata=metadata)
+        self._manager.save(self._state.sharded.saved(state), step=done, metadata=metadata)
         return None
 
     def _sinks(self, stack: ExitStack) -> Iterator[MetricSink]:

@@ -177,7 +177,7 @@ def test_the_table_is_enough_to_decide_from(run):
 
 def test_offload_ratios_and_host_memory_are_shown():
     text = example_text("sequence.length=1Mi")
-    assert "moves to host memory and back" in text
+    assert "is offloaded to host memory" in text
     assert "offload ratio, first to last subsequence: 0." in text
     assert "activations in host memory" in text
     found = example("sequence.length=1Mi")

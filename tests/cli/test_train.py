@@ -116,7 +116,7 @@ def test_not_enough_memory(work, monkeypatch):
 
 def test_a_policy_that_was_asked_for_is_taken_as_long_as_it_fits(work, monkeypatch):
     monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: MemoryRoom(1 << 30))
-    assert "keep      retain: " in succeed("train", "run.yaml", "activations.policy=retain")
+    assert "policy    retain: " in succeed("train", "run.yaml", "activations.policy=retain")
 
 
 def test_what_the_loss_is_made_of_is_said(work):
@@ -465,7 +465,7 @@ def test_the_summary_holds_predicted_and_measured(trained):
 
 def test_the_screen(work):
     text = succeed("train", "run.yaml")
-    for start in ("model ", "data ", "cut ", "keep ", "output ", "step 1/4 | loss ", "step 4/4 "):
+    for start in ("model ", "data ", "cut ", "policy ", "output ", "step 1/4 | loss ", "step 4/4 "):
         assert any(line.startswith(start) for line in text.splitlines()), start
     assert "20 sequences of 64 an epoch" in text
     assert "4 subsequences of 16 to 16 tokens (sequence.partition=auto)" in text

@@ -44,7 +44,7 @@ def test_boundaries_that_do_not_tile(cuts):
 def test_boundaries_of_another_number():
     path, value, rule = only(sequence={"boundaries": [0, 5, 64], "num_subsequences": 3})
     assert (path, value) == ("sequence.num_subsequences", "3")
-    assert "2 pieces" in rule
+    assert "2 subsequences" in rule
 
 
 def test_more_pieces_than_tokens():

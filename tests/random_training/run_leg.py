@@ -89,7 +89,7 @@ class _Rank:
         self._weights: dict[str, Tensor] = {}
         masters: dict[str, Tensor] = {}
         for name in shared.shapes:
-            wide = shared.shares.cut(name, state[MODEL_PREFIX + name].clone())
+            wide = shared.sharding.cut(name, state[MODEL_PREFIX + name].clone())
             self._weights[name] = shared.retained(name, wide.to(dtype))
             if dtype is torch.bfloat16:
                 masters |= shared.own({name: wide}, copy=True)
@@ -176,7 +176,7 @@ class _Rank:
         found = _copied(self._shared.blocks(retained)) if self._leg.zero == 3 else {}
         for name, weight in self._weights.items():
             if self._leg.zero != 3:
-                offsets = self._shared.shares.offsets(name)
+                offsets = self._shared.sharding.offsets(name)
                 shape = tuple(whole_shape(self._case.model.config(), name))
                 found[MODEL_PREFIX + name] = StateBlock(weight.clone(), offsets, shape)
         return found

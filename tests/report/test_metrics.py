@@ -272,7 +272,7 @@ def test_step_line_leaves_out_what_is_unknown() -> None:
 def test_step_line_of_a_step_that_moved_activations_says_so() -> None:
     metrics = _metrics(3, offloaded_bytes=3 * 2**29, exposed_copy_s=0.25)
     line = step_line(metrics, total_steps=9, memory_capacity_bytes=None, eta_s=None)
-    assert "| moved 1.5 GiB (waited 250.0 ms) | step 25.4 s" in line
+    assert "| offloaded 1.5 GiB (waited 250.0 ms) | step 25.4 s" in line
 
 
 def test_step_line_of_a_skipped_step_says_so() -> None:

@@ -191,7 +191,7 @@ def unused_port():
         (["parallel.data_parallel_degree=2"], "train.sequences_per_step 1"),
         (["parallel.sequence_parallel_degree=3"], "query heads cannot be shared out"),
         ([TWO_STAGES, "parallel.multiplexed=on", "parallel.zero=3"], "parallel.multiplexed=on"),
-        (["parallel.multiplexed=on"], "shares units among pipeline ranks, and there is one"),
+        (["parallel.multiplexed=on"], "shards units over pipeline ranks, and there is one"),
     ],
 )
 def test_bad_degrees_are_told_before_any_process_starts(endless, words, told):

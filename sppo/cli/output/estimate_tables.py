@@ -79,7 +79,7 @@ def _counts_table(found: Estimate) -> Table:
 
 
 def _gib(amount: int) -> str:
-    """In GiB however many, as the paper's tables are."""
+    """Format bytes in GiB however many, as the paper's tables do."""
     return f"{amount / GIB:,.1f} GiB" if amount >= GIB else format_bytes(amount)
 
 

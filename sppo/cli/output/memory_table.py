@@ -80,9 +80,9 @@ def _bucket_table(groups: Sequence[StageGroup], *, hardware: HardwareSpec) -> Ta
     for group in groups:
         table.add_column(group.name, justify="right")
 
-    def add(letter: str, words: str, amounts: list[int]) -> None:
+    def add(letter: str, label: str, amounts: list[int]) -> None:
         if any(amounts):
-            table.add_row(letter, words, *map(format_bytes, amounts))
+            table.add_row(letter, label, *map(format_bytes, amounts))
 
     held = [group.memory for group in groups]
     for bucket in BUCKETS:

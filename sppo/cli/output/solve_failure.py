@@ -36,7 +36,7 @@ def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Con
             say(line)
     groups = rejected_groups(solution.rejected)
     if nearest is None or len(solution.rejected) > 1:
-        say(f"none of {len(solution.rejected)} ways to share out the devices works:")
+        say(f"none of {len(solution.rejected)} ways to divide the devices works:")
         for group in groups[:_SHOWN_GROUPS]:
             say(f" {group.count:>3} {group.reason}")
             if nearest is None:

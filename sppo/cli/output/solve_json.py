@@ -132,7 +132,7 @@ def rejection_report(rejection: Rejection) -> dict[str, Any]:
 
 
 def shortfall_report(shortfall: Shortfall | None) -> dict[str, Any] | None:
-    """Where memory is short and by how much."""
+    """Report on which device or tier memory is short, and by how much."""
     if shortfall is None:
         return None
     return {**asdict(shortfall), "short_bytes": shortfall.short_bytes}

@@ -1,4 +1,4 @@
-"""The tables of ``sppo solve``: the best way, what else was near, and what does not work."""
+"""The tables of ``sppo solve``: the best way, the runners-up, and what does not work."""
 
 from __future__ import annotations
 

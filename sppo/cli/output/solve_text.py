@@ -1,4 +1,4 @@
-"""What the solver found, in words and short figures."""
+"""Texts and short figures for what the solver found."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lengths_text(lengths: Sequence[int]) -> str:
 
 
 def ratio_text(ratios: Sequence[float]) -> str:
-    """First and last share."""
+    """Format the first and last ratio."""
     return f"{ratios[0]:.2f} … {ratios[-1]:.2f}" if any(ratios) else "none"
 
 
@@ -46,31 +46,31 @@ def sampled_ratios(ratios: Sequence[float]) -> str:
 
 
 def tier_text(hardware: HardwareSpec) -> str:
-    """Where moved activations go."""
+    """Name the tier that offloaded activations go to."""
     return "host memory" if hardware.node.host_memory_bytes else "disk"
 
 
 def policy_text(assessment: EvaluatedCandidate) -> str:
-    """What happens to saved activations, in shares of their bytes over all stages."""
-    decisions = assessment.decisions
+    """Say what happens to saved activations, in fractions of their bytes over all stages."""
+    placement = assessment.decisions
     row_bytes = row_bytes_of(assessment.candidate.request)[:, None, :]
     retained, offloaded, recomputed = (
         (table * row_bytes).sum(axis=(0, 1))
-        for table in (decisions.retained, decisions.offloaded, decisions.recomputed)
+        for table in (placement.retained, placement.offloaded, placement.recomputed)
     )
     whole = float((retained + offloaded + recomputed).sum())
     if retained.sum() == whole:
         return "every saved tensor stays on the device until its backward"
     parts = []
     if retained.any():
-        parts.append(f"{retained.sum() / whole:.0%} stays on the device")
+        parts.append(f"{retained.sum() / whole:.0%} is retained on the device")
     if offloaded.any():
         tier = tier_text(assessment.candidate.workload.hardware)
-        parts.append(f"{offloaded.sum() / whole:.0%} moves to {tier} and back")
+        parts.append(f"{offloaded.sum() / whole:.0%} is offloaded to {tier}")
     if recomputed[LINEAR]:
-        parts.append(f"{recomputed[LINEAR] / whole:.0%} is rebuilt by projections")
+        parts.append(f"{recomputed[LINEAR] / whole:.0%} is recomputed by projections")
     if recomputed[ATTENTION]:
-        parts.append(f"{recomputed[ATTENTION] / whole:.0%} is rebuilt by attending again")
+        parts.append(f"{recomputed[ATTENTION] / whole:.0%} is recomputed by attention")
     return f"of the saved bytes {', '.join(parts)}"
 
 
@@ -81,7 +81,7 @@ class RejectedGroup:
     Attributes:
         count: How many.
         reason: What they have in common.
-        example: The one that came nearest, in words.
+        example: Description of the one that came nearest.
     """
 
     count: int
