@@ -147,7 +147,7 @@ class _Sides:
         linear, quadratic = partition_costs(model)
         self._cuts = boundaries_by_flops(
             arguments.length,
-            pieces=arguments.pieces,
+            num_subsequences=arguments.pieces,
             linear=linear,
             quadratic=quadratic,
             alignment=64,
@@ -165,7 +165,7 @@ class _Sides:
                 arguments.ranks,
                 rank,
                 courier=links,
-                pieces=MspLinks(self._mesh) if name == "on" else None,
+                shards=MspLinks(self._mesh) if name == "on" else None,
                 costs=self._costs(model) if name == "on" else None,
             )
             for name, schedule in schedules.items()

@@ -127,7 +127,7 @@ def test_a_plan_moves_what_hides_at_the_measured_rate(tmp_path, speed):
 
     row_bytes = class_bytes_per_token(run.model, element_bytes=2) * run.model.num_layers
     (stage,) = plan.stages
-    moved = [float(np.array(part.moved) @ row_bytes) for part in stage.subsequences]
+    moved = [float(np.array(part.offloaded) @ row_bytes) for part in stage.subsequences]
     assert moved[-1] == 0
     hides = hideable_bytes(plan, run)
     for index, size in enumerate(moved[:-1]):

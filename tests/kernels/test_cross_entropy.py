@@ -179,12 +179,13 @@ def test_one_tile_is_gone_before_the_next(dtype):
 def test_memory_is_a_tile_of_logits_and_some_rows_of_it(dtype):
     """As planned for: logits in their own dtype, a tile of rows in fp32 where they are narrower.
 
-    Beside those, outputs and a tile of the weight gradient: below 0.8 MiB with these shapes.
+    Beside those, outputs and a tile of the weight gradient: below 0.8 MiB with these shapes, and
+    in bf16 2 MiB that oneDNN takes on CPUs with AMX, whatever the hidden size.
     """
     tile = 64 * 150_000 * dtype.itemsize
-    for run in run_both(*problem(2 * 64, 2, 150_000, dtype=dtype), tile_bytes=tile):
-        rows = MIB * (dtype is torch.bfloat16)
-        assert tile + rows / 2 < peak_bytes(run) <= tile + rows + 0.8 * MIB
+    rows, scratch = (MIB, 2 * MIB) if dtype is torch.bfloat16 else (0, 0)
+    for run in run_both(*problem(2 * 64, 64, 150_000, dtype=dtype), tile_bytes=tile):
+        assert tile + rows / 2 < peak_bytes(run) <= tile + rows + scratch + 0.8 * MIB
 
 
 def test_a_large_vocabulary_takes_little_memory():

@@ -59,7 +59,7 @@ def changed(path, change):
 def test_the_plan_under_test_fits_and_keeps_moves_and_rebuilds():
     assert offloading_option().assessment.shortfall is None
     decisions = plan_decisions(PLAN)
-    assert decisions.kept.any()
+    assert decisions.retained.any()
     assert decisions.offloaded.any()
     assert decisions.recomputed.any()
 
@@ -83,7 +83,7 @@ def test_a_plan_holds_the_candidate_it_was_made_of():
     candidate = option.candidate
     assert plan_candidate(PLAN) == replace(candidate, policy=PLAN.policy)
     decisions = plan_decisions(PLAN)
-    for name in ("kept", "moved", "rebuilt"):
+    for name in ("retained", "offloaded", "recomputed"):
         assert (getattr(decisions, name) == getattr(option.assessment.decisions, name)).all()
     again = assess(plan_candidate(PLAN))
     assert again.device_peak_bytes == PLAN.predicted.device_peak_bytes

@@ -90,7 +90,7 @@ def test_nothing_is_ever_moved():
     for available in (PLENTY, int(peak_bytes("recompute") / USABLE_SHARE) + 5):
         for part in plan(available_bytes=available).stages[0].subsequences:
             assert part.offloaded == (0, 0, 0)
-            assert all(min(rows) == 0 for rows in zip(part.kept, part.recomputed, strict=True))
+            assert all(min(rows) == 0 for rows in zip(part.retained, part.recomputed, strict=True))
 
 
 def test_nothing_that_fits_is_said_with_numbers():

@@ -224,9 +224,9 @@ def test_a_plan_that_rebuilds_part_of_a_class_is_refused(work):
     assert plan.sequence_parallel == "megatron"
     (stage,) = plan.stages
     first, *others = stage.subsequences
-    tokens = first.kept[0]
+    tokens = first.retained[0]
     cut = replace(
-        first, kept=(tokens, tokens, 8), offloaded=(0, 0, 0), recomputed=(0, 0, tokens - 8)
+        first, retained=(tokens, tokens, 8), offloaded=(0, 0, 0), recomputed=(0, 0, tokens - 8)
     )
     plan = replace(plan, stages=(replace(stage, subsequences=(cut, *others)),))
     with pytest.raises(ValueError, match=f"recomputes {tokens - 8} of {tokens} rows of linear"):
