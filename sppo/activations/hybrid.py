@@ -37,8 +37,8 @@ _LARGE = 4096
 _ROUNDING_BYTES = 2
 """Buckets are rounded to whole bytes on their own."""
 
-Rows = tuple[Counts, Counts, Counts]
-"""Kept, moved, rebuilt, each [subsequences, 3]."""
+StageCounts = tuple[Counts, Counts, Counts]
+"""StageCounts retained, offloaded, recomputed, each [subsequences, 3]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +97,7 @@ def choices(situation: PolicyInputs) -> Iterator[ActivationPlacement]:
         yield _stacked(short, keys)
 
 
-def without_waiting(problem: StageProblem) -> Rows | None:
+def without_waiting(problem: StageProblem) -> StageCounts | None:
     """Nothing rebuilt and nothing waited for; None where that does not fit."""
     rows, nothing = _whole(problem), np.zeros((len(problem.tokens), 3), dtype=np.int64)
     if _fits(rows, nothing, problem):
@@ -123,7 +123,7 @@ def without_waiting(problem: StageProblem) -> Rows | None:
     return rows - offloaded, offloaded, nothing
 
 
-def with_share(problem: StageProblem, *, share: float) -> Rows | None:
+def with_share(problem: StageProblem, *, share: float) -> StageCounts | None:
     """A share of everything moved, what is then too much rebuilt; None where that does not fit."""
     wanted = _shared(problem, share)
     if not _in_tier(wanted, problem):
@@ -146,7 +146,7 @@ def with_share(problem: StageProblem, *, share: float) -> Rows | None:
     return left, offloaded, retained - left
 
 
-def least(problem: StageProblem, *, most: float) -> Rows:
+def least(problem: StageProblem, *, most: float) -> StageCounts:
     """What needs least memory: all rebuilt that can be, and of shares up to ``most`` the best one.
 
     What moves needs places to wait in, which may be more than it frees.
@@ -164,7 +164,7 @@ def _most_in_tier(problem: StageProblem) -> float:
     return share
 
 
-def _rebuilding_all(problem: StageProblem, *, share: float) -> Rows:
+def _rebuilding_all(problem: StageProblem, *, share: float) -> StageCounts:
     """A share of everything moved, and all rebuilt that can be of the rest."""
     offloaded = _offloaded(_shared(problem, share), problem)
     retained = _whole(problem) - offloaded
@@ -264,6 +264,6 @@ def _problem(situation: PolicyInputs, stage: int) -> StageProblem:
     )
 
 
-def _stacked(solved: Mapping[bytes, Rows], keys: Sequence[bytes]) -> ActivationPlacement:
+def _stacked(solved: Mapping[bytes, StageCounts], keys: Sequence[bytes]) -> ActivationPlacement:
     tables = zip(*(solved[key] for key in keys), strict=True)
     return ActivationPlacement(*(np.stack(table) for table in tables))

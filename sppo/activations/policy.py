@@ -37,6 +37,7 @@ from sppo.activations.placement import (
     PolicyInputs,
     prefix_rows,
 )
+from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
 from sppo.config.model import ModelConfig
 from sppo.schedule.costs import Table
 
@@ -74,6 +75,28 @@ def classes_retained(policy: str) -> tuple[int, ...]:
     if policy not in POLICIES:
         raise ValueError(f"activation policy {policy!r} is not one of {', '.join(POLICIES)}")
     return _RETAINED[policy]
+
+
+def policy_placement(policy: str) -> PlacementOf:
+    """What a policy that moves nothing does on every stage, for sequences however they are cut.
+
+    Raises:
+        ValueError: not one of :data:`POLICIES`.
+    """
+    saved = classes_retained(policy)
+    x_in, attention, linear = (int(index in saved) for index in range(len(CLASSES)))
+
+    def placement_of(lengths: tuple[int, ...]) -> tuple[SubsequencePlacement, ...]:
+        return tuple(
+            SubsequencePlacement(
+                retained=(n * x_in, n * attention, n * linear),
+                offloaded=(0, 0, 0),
+                recomputed=(n - n * x_in, n - n * attention, n - n * linear),
+            )
+            for n in lengths
+        )
+
+    return placement_of
 
 
 def tensors_of(classes: tuple[int, ...], model: ModelConfig) -> frozenset[str]:
@@ -173,11 +196,11 @@ def _whole(
     """Whole classes, the same on every stage; what is neither kept nor moved is rebuilt."""
     shape = (len(situation.row_bytes), len(situation.tokens), len(CLASSES))
     rows = np.broadcast_to(situation.tokens[None, :, None], shape)
-    parts = {name: np.zeros(shape, dtype=np.int64) for name in ("kept", "moved", "rebuilt")}
-    for index in range(len(CLASSES)):
-        name = "moved" if index in offloaded else "kept" if index in retained else "rebuilt"
-        parts[name][:, :, index] = rows[:, :, index]
-    return ActivationPlacement(parts["kept"], parts["moved"], parts["rebuilt"])
+    fates = [1 if index in offloaded else 0 if index in retained else 2 for index in range(3)]
+    tables = np.zeros((3, *shape), dtype=np.int64)
+    for index, fate in enumerate(fates):
+        tables[fate, :, :, index] = rows[:, :, index]
+    return ActivationPlacement(*tables)
 
 
 def _hideable(situation: PolicyInputs) -> Table:

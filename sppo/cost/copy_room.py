@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sppo.activations.block_layout import BlockLayout, Rows
+from sppo.activations.block_layout import BlockLayout
 from sppo.activations.placement import (
     ATTENTION,
     LINEAR,
@@ -20,6 +20,7 @@ from sppo.activations.placement import (
     Counts,
 )
 from sppo.activations.policy import class_bytes_per_token
+from sppo.activations.subsequence_placement import Rows
 from sppo.cost.memory import StageMemory
 from sppo.cost.stage_cost import CostRequest
 from sppo.schedule.costs import Table
@@ -31,7 +32,7 @@ def block_layout(request: CostRequest, *, stage: int) -> BlockLayout:
     return BlockLayout(
         workload.model,
         workload.element_bytes,
-        layers=len(request.stages[stage]),
+        layers=request.stages[stage],
         input_every=request.input_every,
         shared_by=workload.sequence_parallel_degree,
     )
@@ -62,7 +63,7 @@ def stage_blocks(
 def ring_share(request: CostRequest) -> Table:
     """Of what one subsequence moves, what the ring has room for, [stages]."""
     shapes = [block_layout(request, stage=stage) for stage in range(request.num_stages)]
-    share: Table = np.array([min(1.0, shape.ring_slots / shape.layers) for shape in shapes])
+    share: Table = np.array([min(1.0, shape.ring_slots / len(shape.layers)) for shape in shapes])
     return share
 
 
@@ -90,7 +91,7 @@ def copy_slots(request: CostRequest) -> CopySlots | None:
 def tier_padding_bytes(request: CostRequest, *, in_flight: Counts) -> Table:
     """What alignment adds to the moved tensors in the tier at most, [stages]."""
     shapes = [block_layout(request, stage=stage) for stage in range(request.num_stages)]
-    blocks = np.array([shape.layers * shape.most_padding_bytes for shape in shapes])
+    blocks = np.array([len(shape.layers) * shape.most_padding_bytes for shape in shapes])
     padding: Table = blocks * in_flight.sum(axis=1).astype(np.float64)
     return padding
 

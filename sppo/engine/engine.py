@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sppo.activations.policy import policy_placement
+from sppo.activations.subsequence_placement import PlacementOf
 from sppo.config.model import ModelConfig
 from sppo.engine.executor import BeforeAction, Executor, StepOutput
 from sppo.engine.msp.executor import MspExecutor
@@ -26,7 +28,6 @@ from sppo.offload.store import ActivationStore, DeviceStore
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
-from sppo.planning.row_plan import PolicyRows, RowPlan
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight
@@ -102,8 +103,8 @@ class Engine:
             gives them.
         gradients: fp32 (float64) buffers by global name, added to; None evaluates only.
         policy: activation policy, see :mod:`sppo.activations.policy`.
-        rows: what to keep, move and rebuild instead, by stage: of this rank's, and where units are
-            cut into pieces of all.
+        placements: what to retain, offload and recompute instead, by stage: of this rank's, and
+            where units are cut into pieces of all.
         offloaded: where each stage's moved tensors go; closed with the engine.
         offloaded_shards: where those of this rank's pieces of each stage go; likewise.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
@@ -123,7 +124,7 @@ class Engine:
         weights: Mapping[str, Tensor] | WeightProvider,
         gradients: Mapping[str, Tensor] | None,
         policy: str = "retain",
-        rows: Mapping[int, RowPlan] | None = None,
+        placements: Mapping[int, PlacementOf] | None = None,
         offloaded: Mapping[int, OffloadStore] | None = None,
         offloaded_shards: Mapping[int, OffloadStore] | None = None,
         input_every: int = 1,
@@ -152,6 +153,9 @@ class Engine:
         self._stores: dict[int, ActivationStore] = {}
         self._stages: dict[int, Stage] = {}
         self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
+        placement_of = placements or dict.fromkeys(
+            range(len(pipeline.all_layers(model.num_layers))), policy_placement(policy)
+        )
         on_cpu = self._weights.device.type == "cpu"
         for index, layers in pipeline.layers(model.num_layers).items():
             # One rank alone runs one sequence after another: what was saved last is taken first.
@@ -164,7 +168,7 @@ class Engine:
                 weights=self._weights,
                 gradients=None if gradients is None else {n: gradients[n] for n in names},
                 activations=self._stores[index],
-                rows=PolicyRows(policy) if rows is None else rows[index],
+                placement_of=placement_of[index],
                 offloaded=self._offloaded.get(index),
                 input_every=input_every,
                 layers=layers,
@@ -187,7 +191,7 @@ class Engine:
                     gradients=gradients,
                     activations=self._shard_store,
                     offloaded=self._offloaded_shards.get(index),
-                    rows=PolicyRows(policy) if rows is None else rows[index],
+                    placement_of=placement_of[index],
                     heads=exchange,
                     members=pipeline.shards.members,
                     dtype=self._weights.dtype,
@@ -306,7 +310,7 @@ class Engine:
         schedule = self._program(lengths, forward_only=loss_scale is None)
         program = schedule.programs[self._pipeline.rank]
         if loss_scale is not None:
-            self._prepare(program, units)
+            self._prepare(schedule, units)
         self._weights.begin(self._visits(program, units))
         executor = Executor(
             schedule,
@@ -359,12 +363,19 @@ class Engine:
             }
         return self._teams[digest]
 
-    def _prepare(self, program: Sequence[Action], units: Mapping[tuple[int, int], Unit]) -> None:
+    def _prepare(self, schedule: Schedule, units: Mapping[tuple[int, int], Unit]) -> None:
+        program, lengths = (
+            schedule.programs[self._pipeline.rank],
+            dict(enumerate(schedule.lengths)),
+        )
         for index, stage in self._stages.items():
             own = [a for a in program if a.stage == index and a.num_shards == 1]
             backwards = [action.unit for action in own if action.kind is ActionKind.B]
             stage.prepare(
-                units, backward_order=backwards, sequences_in_flight=sequences_in_flight(own)
+                units,
+                lengths=lengths,
+                backward_order=backwards,
+                sequences_in_flight=sequences_in_flight(own),
             )
 
 

@@ -141,32 +141,30 @@ class Executor:
             self._team.barrier(action)
 
     def _forward(self, action: Action) -> None:
-        unit, stage = self._units[action.unit], self._stages.get(action.stage)
-        x, first = self._hand_over.take(action), 0
-        if action.num_shards > 1:
-            assert self._team is not None, "a program with pieces has a team"
-            output, first = self._team.forward(action, x, loss_scale=self._loss_scale)
-        else:
-            assert stage is not None, "a whole unit runs on the rank of its stage"
-            output = stage.forward(unit, x, loss_scale=self._loss_scale)
+        stage, unit, first = self._work(action)
+        output = stage.forward(unit, self._hand_over.take(action), loss_scale=self._loss_scale)
+        own_stage = self._stages.get(action.stage)
         if output is not None:
             self._hand_over.put("act", action, output, first=first)
-        elif stage is not None:  # not a helper of the last stage
-            self._losses[action.unit] = stage.pop_losses(*action.unit)
-        if not self._training and stage is not None and unit.span.end == unit.span.length:
-            stage.release_sequence(unit.sequence)
+        elif own_stage is not None:  # not a borrower of the last stage
+            self._losses[action.unit] = own_stage.pop_losses(*action.unit)
+        if not self._training and own_stage is not None and unit.span.end == unit.span.length:
+            own_stage.release_sequence(unit.sequence)
 
     def _backward(self, action: Action) -> None:
-        dy, first = self._hand_over.take(action), 0
-        if action.num_shards > 1:
-            assert self._team is not None, "a program with pieces has a team"
-            dx, first = self._team.backward(action, dy)
-        else:
-            deferred = (action.stage, action.unit) in self._deferred
-            stage = self._stages[action.stage]
-            dx = stage.backward(self._units[action.unit], dy, defer_weights=deferred)
+        stage, unit, first = self._work(action)
+        deferred = (action.stage, action.unit) in self._deferred
+        dx = stage.backward(unit, self._hand_over.take(action), defer_weights=deferred)
         if dx is not None:
             self._hand_over.put("grad", action, dx, first=first)
+
+    def _work(self, action: Action) -> tuple[Stage, Unit, int]:
+        """(stage, unit, first of this rank's tokens) of an F or B."""
+        if action.num_shards == 1:
+            return self._stages[action.stage], self._units[action.unit], 0
+        assert self._team is not None, "a program with pieces has a team"
+        shard = self._team.shard(action)
+        return self._team.stage(action), shard, shard.first_token
 
     def _weight_gradients(self, action: Action) -> None:
         self._stages[action.stage].weight_gradients(self._units[action.unit])

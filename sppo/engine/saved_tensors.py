@@ -1,14 +1,18 @@
-"""What layers save of a unit: one part stays on the device, another leaves it and comes back."""
+"""What layers save of a unit: the first rows leave the device and come back, the next stay."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sppo.engine.saved_rows import TensorRows, cut, join
-from sppo.model.layer import Saved
+import torch
+
+from sppo.activations.activation_layout import ActivationKey
+from sppo.model.layer import Saved, token_dimension
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.store import ActivationKey, ActivationStore
+from sppo.offload.store import ActivationStore
+
+TensorRows = dict[str, int]
+"""Rows of each tensor by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +27,16 @@ class SavedTensors:
     retained: ActivationStore
     offloaded: OffloadStore | None
 
-    def save(self, key: ActivationKey, saved: Saved, rows: Mapping[str, TensorRows]) -> None:
+    def save(
+        self,
+        key: ActivationKey,
+        saved: Saved,
+        *,
+        offloaded_rows: TensorRows,
+        retained_rows: TensorRows,
+    ) -> None:
         """Take over ``saved``, by rows."""
-        offloaded, retained = cut(saved, rows)
+        offloaded, retained = cut(saved, offloaded_rows, retained_rows)
         self.retained.save(key, retained)
         if self.offloaded is not None:
             self.offloaded.save(key, offloaded)
@@ -46,6 +57,39 @@ class SavedTensors:
         self.retained.release(key)
         if self.offloaded is not None:
             self.offloaded.release(key)
+
+    def abort(self) -> None:
+        """Forget everything: the step failed."""
+        if self.offloaded is not None:
+            self.offloaded.abort()  # first: copies under way may read what the others free
+        self.retained.abort()
+
+    @property
+    def num_entries(self) -> int:
+        """Keys saved and not yet taken, in both stores."""
+        away = 0 if self.offloaded is None else self.offloaded.num_entries
+        return self.retained.num_entries + away
+
+
+def cut(saved: Saved, offloaded_rows: TensorRows, retained_rows: TensorRows) -> tuple[Saved, Saved]:
+    """(offloaded, retained) rows of ``saved``, which is emptied; views of its tensors."""
+    offloaded: Saved = {}
+    retained: Saved = {}
+    for name in offloaded_rows | retained_rows:
+        tensor, dim, first = saved.pop(name), token_dimension(name), offloaded_rows.get(name, 0)
+        if first:
+            offloaded[name] = tensor.narrow(dim, 0, first)
+        if name in retained_rows:
+            retained[name] = tensor.narrow(dim, first, retained_rows[name])
+    return offloaded, retained
+
+
+def join(offloaded: Saved, retained: Saved) -> Saved:
+    """What :func:`cut` cut, as far as it was saved."""
+    joined = {**offloaded, **retained}
+    for name in offloaded.keys() & retained.keys():
+        joined[name] = torch.cat([offloaded[name], retained[name]], dim=token_dimension(name))
+    return joined
 
 
 def _copied(tensors: Saved) -> Saved:

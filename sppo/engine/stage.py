@@ -10,23 +10,22 @@ Legend: C tokens of the subsequence, E hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import cached_property
 
 from torch import Tensor
 from torch.nn import functional
 
-from sppo.activations.block_layout import BlockLayout, block_offsets
-from sppo.activations.placement import ATTENTION
-from sppo.activations.policy import tensor_bytes_per_token
+from sppo.activations.activation_layout import (
+    ActivationKey,
+    ActivationLayout,
+    OffloadSchedule,
+    UnitKey,
+)
+from sppo.activations.block_layout import BlockLayout
+from sppo.activations.subsequence_placement import PlacementOf, check_whole_classes
 from sppo.config.model import ModelConfig
 from sppo.engine.kv_store import KVStore
-from sppo.engine.saved_rows import (
-    TensorRows,
-    check_whole_classes,
-    share,
-    tensor_rows,
-)
 from sppo.engine.saved_tensors import SavedTensors
 from sppo.engine.subsequence_attention import KVCacheAttention
 from sppo.engine.ulysses_attention import UlyssesAttention
@@ -40,16 +39,14 @@ from sppo.kernels.cross_entropy import (
     linear_cross_entropy_with_gradient,
 )
 from sppo.kernels.rotary import RotaryTable
-from sppo.model.gradients import DeferredGradients, GradientSum
+from sppo.model.gradients import DeferredGradients, GradientSink, GradientSum
 from sppo.model.layer import Layer, Saved, SubsequenceAttention, Weights, norm, norm_backward
 from sppo.model.rope import rotary_table
 from sppo.offload.lifo_arena_store import slot_bytes
-from sppo.offload.offload_store import Extent, OffloadSchedule, OffloadStore
-from sppo.offload.store import ActivationKey, ActivationStore
+from sppo.offload.offload_store import OffloadStore
+from sppo.offload.store import ActivationStore
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
-from sppo.planning.plan import SubsequencePlan
-from sppo.planning.row_plan import RowPlan
 from sppo.schedule.actions import ActionKind
 
 
@@ -62,7 +59,7 @@ class Stage:
         gradients: fp32 (float64) buffers by global name, added to; None for forward only.
         activations: where saved tensors wait that stay on the device.
         offloaded: where those wait that leave it; None where none does.
-        rows: what is kept, moved and rebuilt of each subsequence.
+        placement_of: what is retained, offloaded and recomputed of each subsequence.
         input_every: layers that keep their attention output save their input only in every so
             manyth layer; the others get it from the layer below, see :meth:`_recompute_input`.
         layers: half-open range of layers; None for all.
@@ -81,7 +78,7 @@ class Stage:
         weights: WeightProvider,
         gradients: Mapping[str, Tensor] | None,
         activations: ActivationStore,
-        rows: RowPlan,
+        placement_of: PlacementOf,
         offloaded: OffloadStore | None = None,
         input_every: int = 1,
         layers: range | None = None,
@@ -96,19 +93,15 @@ class Stage:
         self.model = model if self._tensor is None else self._tensor.shares.own_model
         self._layers = range(model.num_layers) if layers is None else layers
         self._weights, self._gradients = weights, gradients
-        self._activations, self._offloaded, self._row_plan = activations, offloaded, rows
-        self._saved = SavedTensors(activations, offloaded)
-        self._sequences_in_flight = 1
+        self._placement_of, self._saved = placement_of, SavedTensors(activations, offloaded)
         self._backend: Backend = attention_backend
         self._loss_terms = loss_terms
         self.dtype = weights.dtype
         self._blocks = BlockLayout(
-            self.model, weights.dtype.itemsize, layers=len(self._layers), input_every=input_every
+            self.model, weights.dtype.itemsize, layers=self._layers, input_every=input_every
         )
-        self._plans: dict[tuple[int, int], SubsequencePlan] = {}
-        self._missing: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._layout = ActivationLayout(self._blocks, {})
         self._offloads: tuple[object, OffloadSchedule] | None = None
-        self._residual_plans: dict[tuple[int, int], SubsequencePlan] = {}
         heads = None if self._heads is None else self._heads.share.keys
         self.kv = KVStore(
             self.model,
@@ -134,42 +127,60 @@ class Stage:
 
     def prepare(
         self,
-        units: Mapping[tuple[int, int], Unit],
+        units: Mapping[UnitKey, Unit],
         *,
-        backward_order: Sequence[tuple[int, int]],
+        lengths: Mapping[int, tuple[int, ...]],
+        backward_order: Sequence[UnitKey],
         sequences_in_flight: int = 1,
     ) -> None:
         """Make room for what ``units`` save, before the first of them runs.
 
         Args:
-            units: of one training step, whole sequences.
+            units: of one training step that may run here.
+            lengths: tokens of the subsequences of every sequence.
             backward_order: the units in the order of their backwards.
             sequences_in_flight: sequences that hold saved tensors at once, always those that began
                 one after another.
 
         Raises:
             MemoryError: there is not that much memory.
-            OSError: the disk cannot take what is moved.
+            OSError: the disk cannot take what is offloaded.
         """
-        lengths: dict[int, tuple[int, ...]] = {}
-        for sequence, subsequence in sorted(units):
-            span = units[sequence, subsequence].span
-            lengths[sequence] = (*lengths.get(sequence, ()), span.end - span.start)
-        self._plans = {
-            (sequence, index): plan
-            for sequence, parts in lengths.items()
-            for index, plan in enumerate(self._row_plan.subsequences(parts))
-        }
-        self._residual_plans = {}
-        if self._tensor or self._heads:
-            self._share_plans(units, lengths)
+        self._layout = self._step_layout(units, lengths)
         by_sequence = dict.fromkeys(lengths, 0)
         for unit in units.values():
             by_sequence[unit.sequence] += self._retained_bytes(unit)
-        self._sequences_in_flight = sequences_in_flight
-        self._activations.reserve(max(by_sequence.values()) * sequences_in_flight)
-        if self._offloaded is not None:
-            self._offloaded.prepare(self._places(tuple(lengths.items()), tuple(backward_order)))
+        self._saved.retained.reserve(max(by_sequence.values()) * sequences_in_flight)
+        if self._saved.offloaded is None:
+            return
+        step = (self._layout.shards, tuple(backward_order), sequences_in_flight)
+        if self._offloads is None or self._offloads[0] != step:
+            self._offloads = (
+                step,
+                self._layout.offload_schedule(
+                    backward_order, sequences_in_flight=sequences_in_flight
+                ),
+            )
+        self._saved.offloaded.prepare(self._offloads[1])  # the same object for the same step
+
+    def _step_layout(
+        self, units: Mapping[UnitKey, Unit], lengths: Mapping[int, tuple[int, ...]]
+    ) -> ActivationLayout:
+        """Placements are of whole subsequences: turn them into those of this rank's tokens."""
+        placements = {
+            (sequence, index): placement
+            for sequence, parts in lengths.items()
+            for index, placement in enumerate(self._placement_of(parts))
+        }
+        if self._tensor is not None:
+            check_whole_classes(placements.values())
+        exchange = self._tensor or self._heads
+        return ActivationLayout(
+            self._blocks,
+            {key: placements[key].sharded(unit.parts) for key, unit in units.items()},
+            rank=0 if exchange is None else exchange.rank,
+            whole=None if self._tensor is None else placements,
+        )
 
     def visits(self, kind: ActionKind, unit: Unit) -> Iterator[Part]:
         """Whose weights an action takes, in order; for backward after :meth:`prepare`."""
@@ -183,15 +194,8 @@ class Stage:
             yield from self._backward_visits(unit)
 
     def _backward_visits(self, unit: Unit) -> Iterator[int]:
-        """From the last layer down; before one without its input, those that rebuild it."""
-        attention_saved = _attention_saved(self._plans[unit.sequence, unit.subsequence])
-        with_input = {
-            index
-            for index in self._layers
-            if self._blocks.has_own_input(
-                index - self._layers.start, attention_saved=attention_saved
-            )
-        }
+        """From the last layer down; before one without its input, those that recompute it."""
+        with_input = {i for i in self._layers if self._layout.saves_input(unit.key, i)}
         for index in reversed(self._layers):
             below = max(layer for layer in with_input if layer <= index)
             yield from range(below, index)
@@ -215,17 +219,24 @@ class Stage:
         x = self.embed(unit) if x_CE is None else x_CE
         rotary = self._rotary(unit)
         for index in self._layers:
-            rows = self._rows(unit, index) if training else {}
+            offloaded, retained = (
+                self._layout.tensor_rows(unit.key, index) if training else ({}, {})
+            )
             with visit(self._weights, index) as weights:
                 x, saved = self._layer(unit).forward(
                     x,
                     weights,
                     rotary=rotary,
                     attention=self._attention(unit, index),
-                    keep=frozenset(rows),
+                    keep=frozenset(offloaded | retained),
                 )
             if training:
-                self._saved.save(_key(unit, index), saved, rows)
+                self._saved.save(
+                    ActivationKey(*unit.key, index),
+                    saved,
+                    offloaded_rows=offloaded,
+                    retained_rows=retained,
+                )
             del saved  # or it would stay while the next layer runs
         if not self.is_last:
             return x
@@ -254,25 +265,23 @@ class Stage:
         rotary = self._rotary(unit)
         take = self._saved.take_owned if defer_weights else self._saved.take
         taken: dict[int, Saved] = {}
-        sinks = {index: self._sink(index, deferred=defer_weights) for index in self._layers}
         for index in reversed(self._layers):
-            saved = taken.pop(index, None) or take(_key(unit, index))
+            saved = taken.pop(index, None) or take(ActivationKey(*unit.key, index))
             if "x_in" not in saved:
                 self._recompute_input(unit, index, saved, taken, take, rotary)
             with visit(self._weights, index) as weights:
-                self._complete(unit, index, saved, weights, rotary)
-                dx = self._layer(unit).backward(
-                    dx,
-                    weights,
-                    saved=saved,
-                    gradients=sinks[index],
-                    rotary=rotary,
-                    attention=self._attention(unit, index),
-                )
-            self._saved.release(_key(unit, index))
-        if defer_weights:
-            deferred = [sink for sink in sinks.values() if isinstance(sink, DeferredGradients)]
-            self._deferred[unit.sequence, unit.subsequence] = deferred[::-1]
+                attention, layer = self._attention(unit, index), self._layer(unit)
+                layer.complete(saved, weights, rotary=rotary, attention=attention)
+                with self._sink(unit, index, deferred=defer_weights) as gradients:
+                    dx = layer.backward(
+                        dx,
+                        weights,
+                        saved=saved,
+                        gradients=gradients,
+                        rotary=rotary,
+                        attention=attention,
+                    )
+            self._saved.release(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
             self.kv.release(unit.sequence)
         if not self.is_first:
@@ -282,13 +291,19 @@ class Stage:
 
     def weight_gradients(self, unit: Unit) -> None:
         """The half of a unit's backward that was left for later; once per unit."""
-        for sink in self._deferred.pop((unit.sequence, unit.subsequence)):
+        for sink in reversed(self._deferred.pop(unit.key)):
             sink.add_up()
 
-    def _sink(self, index: int, *, deferred: bool) -> GradientSum | DeferredGradients:
+    @contextmanager
+    def _sink(self, unit: Unit, index: int, *, deferred: bool) -> Iterator[GradientSink]:
         """Where the weight gradients of layer ``index`` go."""
         totals = self._layer_gradients[index]
-        return DeferredGradients(totals) if deferred else GradientSum(totals)
+        if not deferred:
+            yield GradientSum(totals)
+            return
+        sink = DeferredGradients(totals)
+        yield sink
+        self._deferred.setdefault(unit.key, []).append(sink)
 
     def _recompute_input(
         self,
@@ -307,16 +322,17 @@ class Stage:
         """
         below = index - 1
         if below not in taken:
-            taken[below] = take(_key(unit, below))
+            taken[below] = take(ActivationKey(*unit.key, below))
         if "x_in" not in taken[below]:
             self._recompute_input(unit, below, taken[below], taken, take, rotary)
         with visit(self._weights, below) as weights:
-            self._complete(unit, below, taken[below], weights, rotary)
-            saved["x_in"] = self._layer(unit).recompute_output(taken[below], weights)
+            layer, attention = self._layer(unit), self._attention(unit, below)
+            layer.complete(taken[below], weights, rotary=rotary, attention=attention)
+            saved["x_in"] = layer.recompute_output(taken[below], weights)
 
     def take_loss_gradient(self, unit: Unit) -> Tensor:
         """Gradient of the last stage's output ``[C, E]``, formed in forward; once per unit."""
-        return self._activations.take(self._head_key(unit))["dx"]
+        return self._saved.retained.take(self._head_key(unit))["dx"]
 
     def pop_losses(self, sequence: int, subsequence: int) -> Tensor:
         """Unscaled loss of each token of a unit, ``[C]``; last stage only, once per unit."""
@@ -329,8 +345,7 @@ class Stage:
     def assert_idle(self) -> None:
         """Nothing may be left after a step: every saved tensor was used exactly once."""
         leftovers = {
-            "activations": self._activations.num_entries,
-            "moved activations": 0 if self._offloaded is None else self._offloaded.num_entries,
+            "activations": self._saved.num_entries,
             "sequences in the KV store": self.kv.num_sequences,
             "token losses": len(self._token_losses),
             "weight gradients": len(self._deferred),
@@ -340,113 +355,19 @@ class Stage:
 
     def abort(self) -> None:
         """Forget all state of a step that failed."""
-        if self._offloaded is not None:
-            self._offloaded.abort()  # first: copies under way may read what the others free
-        self._activations.abort()
+        self._saved.abort()
         self.kv.abort()
         self._token_losses.clear()
         self._deferred.clear()
         self._weights.abort()
 
-    def _complete(
-        self, unit: Unit, index: int, saved: Saved, weights: Weights, rotary: RotaryTable | None
-    ) -> None:
-        self._layer(unit).complete(
-            saved,
-            weights,
-            rotary=rotary,
-            attention=self._attention(unit, index),
-        )
-
-    def _share_plans(
-        self, units: Mapping[tuple[int, int], Unit], lengths: Mapping[int, tuple[int, ...]]
-    ) -> None:
-        """Plans are of whole subsequences: turn them into those of this rank's tokens."""
-        exchange = self._tensor or self._heads
-        assert exchange is not None, "tokens are shared with somebody"
-        for sequence, parts in lengths.items():
-            offset = 0
-            if self._tensor is not None:
-                check_whole_classes(self._plans[sequence, index] for index in range(len(parts)))
-            for index in range(len(parts)):
-                key = (sequence, index)
-                shares = share(self._plans[key], units[key].parts)
-                rows = shares[exchange.rank]
-                if self._tensor is not None:
-                    self._residual_plans[key], rows = rows, self._plans[key]
-                self._missing[key] = tuple(plan.recomputed[ATTENTION] for plan in shares)
-                self._plans[key] = replace(rows, slot_offset_bytes=offset)
-                offset += sum(self._block_bytes(key))
-
-    def _block_bytes(self, key: tuple[int, int]) -> tuple[int, ...]:
-        """Of each layer's moved tensors of a unit."""
-        plan, residual = self._plans[key], self._residual_plans.get(key)
-        return self._blocks.blocks(
-            plan.offloaded,
-            attention_saved=_attention_saved(plan),
-            residual=None if residual is None else residual.offloaded,
-        )
-
     def _retained_bytes(self, unit: Unit) -> int:
         """Bytes that stay in the activation store once ``unit`` ran forward."""
-        element_bytes = self.dtype.itemsize
-        sizes = tensor_bytes_per_token(self.model, element_bytes=element_bytes)
-        total = 0
-        for index in self._layers:
-            rows = self._rows(unit, index)
-            total += sum(slot_bytes((rows[name].retained,), sizes[name]) for name in rows)
-        head = slot_bytes((unit.tokens_C.shape[0], self.model.hidden_size), element_bytes)
-        return total + (head if self.is_last else 0)
-
-    def _places(
-        self,
-        lengths: tuple[tuple[int, tuple[int, ...]], ...],
-        backward_order: tuple[tuple[int, int], ...],
-    ) -> OffloadSchedule:
-        """Where the moved tensors of a step lie; the same object for the same step again."""
-        if self._offloads is not None and self._offloads[0] == (lengths, backward_order):
-            return self._offloads[1]
-        offsets: dict[tuple[int, int], list[Extent]] = {}
-        for unit, plan in self._plans.items():
-            sizes = self._block_bytes(unit)
-            starts = block_offsets(sizes, start=plan.slot_offset_bytes)
-            offsets[unit] = [Extent(*place) for place in zip(starts, sizes, strict=True)]
-        stride = max(sum(places[-1]) for places in offsets.values())
-        places = {
-            ActivationKey(*unit, self._layers[i]): Extent(
-                place.offset_bytes + unit[0] % self._sequences_in_flight * stride,
-                place.size_bytes,
-            )
-            for unit, of_layers in offsets.items()
-            for i, place in enumerate(of_layers)
-        }
-        order = [
-            ActivationKey(*unit, index)
-            for unit in backward_order
-            for index in reversed(self._layers)
-        ]
-        offloads = OffloadSchedule(
-            places,
-            order,
-            staging_slots=self._blocks.staging_slots,
-            ring_slots=self._blocks.ring_slots,
-        )
-        self._offloads = (lengths, backward_order), offloads
-        return offloads
-
-    def _rows(self, unit: Unit, index: int) -> dict[str, TensorRows]:
-        """Rows that layer ``index`` saves of a unit, by tensor."""
-        key = (unit.sequence, unit.subsequence)
-        plan = self._plans[key]
-        own_input = self._blocks.has_own_input(
-            index - self._layers.start, attention_saved=_attention_saved(plan)
-        )
-        return tensor_rows(
-            plan, self.model, own_input=own_input, residual=self._residual_plans.get(key)
-        )
+        head = slot_bytes((unit.tokens_C.shape[0], self.model.hidden_size), self.dtype.itemsize)
+        return self._layout.retained_bytes(unit.key) + (head if self.is_last else 0)
 
     def _head_key(self, unit: Unit) -> ActivationKey:
-        return _key(unit, self.model.num_layers)
+        return ActivationKey(*unit.key, self.model.num_layers)
 
     @property
     def _head(self) -> str:
@@ -468,8 +389,12 @@ class Stage:
         stored = KVCacheAttention(self.kv, index, unit.sequence, unit.span, window, self._backend)
         if self._heads is None:
             return stored
-        missing = self._missing.get((unit.sequence, unit.subsequence), unit.parts)
-        return UlyssesAttention(stored, self._heads, unit.parts, missing)
+        return UlyssesAttention(stored, self._heads, unit.parts, self._without_attention(unit))
+
+    def _without_attention(self, unit: Unit) -> tuple[int, ...]:
+        """Last tokens of each rank's whose attention output is not saved."""
+        saved = unit.key in self._layout.shards
+        return self._layout.without_attention(unit.key) if saved else unit.parts
 
     @property
     def weights(self) -> WeightProvider:
@@ -495,14 +420,13 @@ class Stage:
 
     def loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
         """Form the losses of a unit from the last stage's output, and in training its gradient."""
-        key = (unit.sequence, unit.subsequence)
         with visit(self._weights, "head") as weights:
             hidden = norm(self.model, "final_norm", x_CE, weights)
             if loss_scale is None:
                 losses = linear_cross_entropy(hidden, weights[self._head], unit.labels_C)
             else:
                 losses = self._loss_and_gradient(unit, x_CE, hidden, weights, loss_scale)
-        self._token_losses[key] = losses
+        self._token_losses[unit.key] = losses
 
     def _loss_and_gradient(
         self, unit: Unit, x_CE: Tensor, hidden_CE: Tensor, weights: Weights, loss_scale: float
@@ -519,17 +443,8 @@ class Stage:
         )
         sink = GradientSum(self._gradients)
         dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)
-        self._activations.save(self._head_key(unit), {"dx": dx})
+        self._saved.retained.save(self._head_key(unit), {"dx": dx})
         return losses
-
-
-def _key(unit: Unit, layer: int) -> ActivationKey:
-    return ActivationKey(unit.sequence, unit.subsequence, layer)
-
-
-def _attention_saved(plan: SubsequencePlan) -> bool:
-    """Whether every layer's attention output is there for backward."""
-    return plan.recomputed[ATTENTION] == 0
 
 
 def _local(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sppo.activations.activation_layout import UnitKey
 from sppo.parallel.pipeline_p2p import PipelineP2P, RecvHandle
 from sppo.schedule import encoding
 from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
 
-UnitKey = tuple[int, int]
 LocalTokens = Callable[[UnitKey, int], int]
 """(unit, tokens of the whole unit) -> how many of them, the first ones, are this rank's."""
 

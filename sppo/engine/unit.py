@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from sppo.activations.activation_layout import UnitKey
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.ulysses import token_parts
 
@@ -55,6 +56,11 @@ class Unit:
     """Position of each token in its document (in its sequence, when documents are not isolated)."""
     span_positions_C: Tensor
     """The same of all tokens of the subsequence, whoever has them."""
+
+    @property
+    def key(self) -> UnitKey:
+        """Of the unit in its step."""
+        return self.sequence, self.subsequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sppo.offload.store import ActivationKey
+from sppo.activations.activation_layout import ActivationKey
 
 
 class CorruptActivationError(RuntimeError):

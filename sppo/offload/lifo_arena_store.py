@@ -14,8 +14,8 @@ from math import prod
 
 from torch import Tensor
 
+from sppo.activations.activation_layout import ActivationKey
 from sppo.offload.arena import ALIGNMENT_BYTES, HostArena
-from sppo.offload.store import ActivationKey
 
 
 class LifoArenaStore:

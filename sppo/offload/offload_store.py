@@ -16,7 +16,7 @@ for each other.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -24,47 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
 from sppo.activations.block_layout import PREFETCH_LAYERS, packed_offsets
 from sppo.offload.copy_report import CopyReport, class_of
 from sppo.offload.integrity import Checksums
 from sppo.offload.queues import CopyQueues, Event, Ordering, Region
 from sppo.offload.slots import Slot
-from sppo.offload.store import ActivationKey
 from sppo.offload.tiers import Tier
-
-
-class Extent(NamedTuple):
-    """Where a parcel lies in the tier."""
-
-    offset_bytes: int
-    size_bytes: int
-    """0 for a key that moves nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadSchedule:
-    """What moves in one step."""
-
-    places: Mapping[ActivationKey, Extent]
-    """Of every key of the step, also of those that move nothing."""
-    order: Sequence[ActivationKey]
-    """In which backward takes the keys."""
-    staging_slots: int
-    """Parcels that may be on their way to a disk, or from it, at once."""
-    ring_slots: int
-    """Parcels that may be on the device, on their way back or in use."""
-
-    @property
-    def largest_bytes(self) -> int:
-        """The largest parcel."""
-        return max((place.size_bytes for place in self.places.values()), default=0)
-
-    @property
-    def tier_bytes(self) -> int:
-        """Room that the places take."""
-        ends = (place.offset_bytes + place.size_bytes for place in self.places.values())
-        return max(ends, default=0)
-
 
 _NOWHERE = OffloadSchedule({}, (), staging_slots=0, ring_slots=0)
 
@@ -149,7 +115,7 @@ class OffloadStore:
         """
         assert key not in self._blocks, f"{key} is saved already"
         self._queues.check()
-        place = self._offloads.places[key]
+        place = self._offloads.extents[key]
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         offsets, size = packed_offsets(
             {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

@@ -7,17 +7,11 @@ policy's business, where they live is the store's: the one here leaves them on t
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-
-class ActivationKey(NamedTuple):
-    """One layer's share of one unit of work; the head counts as the layer after the last."""
-
-    sequence: int
-    subsequence: int
-    layer: int
+from sppo.activations.activation_layout import ActivationKey
 
 
 class ActivationStore(Protocol):

@@ -8,6 +8,7 @@ from itertools import accumulate
 import numpy as np
 
 from sppo import __version__
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.run import RunConfig
 from sppo.cost.copy_room import block_layout, stage_blocks, staging_bytes
 from sppo.cost.flops import step_flops
@@ -18,7 +19,6 @@ from sppo.planning.plan import (
     ExecutionPlan,
     Prediction,
     StagePlan,
-    SubsequencePlan,
     boundaries_of,
     digest_of,
     planned_part,
@@ -123,7 +123,9 @@ def _stages(assessment: EvaluatedCandidate) -> tuple[StagePlan, ...]:
     return tuple(stages)
 
 
-def _subsequences(assessment: EvaluatedCandidate, *, stage: int) -> tuple[SubsequencePlan, ...]:
+def _subsequences(
+    assessment: EvaluatedCandidate, *, stage: int
+) -> tuple[SubsequencePlacement, ...]:
     """Parcels lie one behind the other: offsets are decided here, not at run time."""
     decisions = assessment.decisions
     shape = block_layout(assessment.candidate.request, stage=stage)
@@ -134,5 +136,6 @@ def _subsequences(assessment: EvaluatedCandidate, *, stage: int) -> tuple[Subseq
         for table in (decisions.retained, decisions.offloaded, decisions.recomputed)
     )
     return tuple(
-        SubsequencePlan(*row) for row in zip(retained, offloaded, recomputed, offsets, strict=True)
+        SubsequencePlacement(*row)
+        for row in zip(retained, offloaded, recomputed, offsets, strict=True)
     )

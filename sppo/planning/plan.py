@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from sppo import __version__
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
@@ -26,30 +27,6 @@ from sppo.quoting import one_line, quoted
 
 PLAN_VERSION = 1
 """Raised whenever the meaning of a field changes; other versions are refused."""
-
-Rows = tuple[int, int, int]
-"""Of x_in, attention and linear, see :mod:`sppo.activations.policy`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubsequencePlan:
-    """What happens to the saved tensors of one subsequence on one stage, in rows (tokens).
-
-    Attributes:
-        retained: Rows of each class that stay on the device.
-        offloaded: Rows that go to the next tier and come back.
-        recomputed: Rows that backward computes again.
-        slot_offset_bytes: Where the offloaded rows of all its layers begin in the tier.
-
-    Plan files keep the names that their first version gave the rows: kept, moved, rebuilt.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    retained: Annotated[Rows, Field(alias="kept")]
-    offloaded: Annotated[Rows, Field(alias="moved")]
-    recomputed: Annotated[Rows, Field(alias="rebuilt")]
-    slot_offset_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +44,7 @@ class StagePlan:
 
     first_layer: int
     num_layers: int
-    subsequences: tuple[SubsequencePlan, ...]
+    subsequences: tuple[SubsequencePlacement, ...]
     memory: StageMemory
 
 

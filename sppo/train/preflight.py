@@ -6,11 +6,11 @@ import resource
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sppo.activations.subsequence_placement import check_whole_classes
 from sppo.config import RunConfig
 from sppo.cost.process_growth import REPORT_BYTES, step_bytes
 from sppo.data.sequences import TrainingData
 from sppo.data.tokens import open_tokens
-from sppo.engine.saved_rows import check_whole_classes
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.hardware.this_machine import C_HEAP_SHARE, divide_cpu

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sppo.activations.subsequence_placement import planned_placement
 from sppo.config import RunConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine, ParallelContext
@@ -27,7 +28,6 @@ from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.row_plan import PlannedRows
 from sppo.planning.simulated_run import plan_costs
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device
@@ -106,7 +106,7 @@ def build_state(
         run.model,
         weights=sharded.provider(weights),
         gradients=gradients,
-        rows={n: PlannedRows(stage.subsequences) for n, stage in enumerate(plan.stages)},
+        placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
         offloaded={stage: store for stage, store in stores.items() if store is not None},
         offloaded_shards={stage: store for stage, store in of_pieces.items() if store is not None},
         input_every=run.activations.input_every,

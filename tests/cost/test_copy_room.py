@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from sppo.activations.block_layout import (
     BLOCK_ALIGNMENT_BYTES,
     BlockLayout,
-    block_offsets,
     packed_bytes,
     packed_offsets,
 )
 from sppo.activations.placement import ATTENTION, LINEAR, X_IN, ActivationPlacement
 from sppo.activations.policy import tensor_bytes_per_token
+from sppo.activations.subsequence_placement import planned_placement
 from sppo.cost.copy_room import joined_bytes
 from sppo.cost.layer import Workload
 from sppo.cost.working_set import working_set
@@ -33,7 +33,6 @@ from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
 from sppo.planning.candidate import Candidate, assess
-from sppo.planning.row_plan import PlannedRows
 from sppo.planning.run_plan import plan_run
 from sppo.units import GIB, MIB
 from tests.engine.offloading import with_offsets
@@ -58,7 +57,7 @@ def plan(run=None, *, available=PLENTY, disk=PLENTY):
 
 
 def shape_of(model, **options):
-    return BlockLayout(model, 2, layers=model.num_layers, **options)
+    return BlockLayout(model, 2, layers=range(model.num_layers), **options)
 
 
 def test_tensors_are_packed_one_behind_the_other():
@@ -68,7 +67,6 @@ def test_tensors_are_packed_one_behind_the_other():
     assert packed_offsets({}) == ({}, 0)
     assert packed_bytes([]) == 0
     assert packed_bytes([4096, 1]) == 8192
-    assert block_offsets([4096, 0, 8192], start=100) == (100, 4196, 4196)
 
 
 @settings(deadline=None, max_examples=30)
@@ -163,7 +161,11 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
         model,
         weights=weights,
         gradients=zero_gradients(weights),
-        rows={0: PlannedRows(with_offsets(model, [rows] * 2, element_bytes=2, input_every=every))},
+        placements={
+            0: planned_placement(
+                with_offsets(model, [rows] * 2, element_bytes=2, input_every=every)
+            )
+        },
         offloaded={0: OffloadStore(ThreadQueues(), tier=Tier("disk", tmp_path), source_lag=0)},
         input_every=every,
     )

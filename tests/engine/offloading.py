@@ -9,10 +9,10 @@ import numpy as np
 from sppo.activations.block_layout import BlockLayout
 from sppo.activations.placement import ATTENTION, ROW_ALIGNMENT, prefix_rows
 from sppo.activations.policy import class_bytes_per_token
+from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
-from sppo.planning.plan import SubsequencePlan
 from tests.engine.models import Trained
 from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues
 
@@ -21,10 +21,12 @@ RATIOS = [i / 16 for i in range(17)]
 
 def with_offsets(model, rows, *, element_bytes, input_every=1):
     """Plans of subsequences from their (kept, moved, rebuilt), parcels one behind the other."""
-    shape = BlockLayout(model, element_bytes, layers=model.num_layers, input_every=input_every)
+    shape = BlockLayout(
+        model, element_bytes, layers=range(model.num_layers), input_every=input_every
+    )
     plans, offset = [], 0
     for retained, offloaded, recomputed in rows:
-        plans.append(SubsequencePlan(retained, offloaded, recomputed, offset))
+        plans.append(SubsequencePlacement(retained, offloaded, recomputed, offset))
         offset += sum(shape.blocks(offloaded, attention_saved=recomputed[ATTENTION] == 0))
     return tuple(plans)
 
@@ -44,7 +46,7 @@ class RatioRows:
     alignment: int = ROW_ALIGNMENT
     input_every: int = 1
 
-    def subsequences(self, lengths):
+    def __call__(self, lengths):
         sizes = class_bytes_per_token(self.model, element_bytes=self.element_bytes)
         rows = []
         for index, tokens in enumerate(lengths):
@@ -82,7 +84,7 @@ class FixedRows:
     element_bytes: int
     rows: tuple
 
-    def subsequences(self, lengths):
+    def __call__(self, lengths):
         return with_offsets(self.model, self.rows, element_bytes=self.element_bytes)
 
 
@@ -94,4 +96,4 @@ def offloading_trained(model, weights, rows, *, directory=None, queues="threads"
     """An engine that moves what ``rows`` says, to a disk if there is a directory."""
     tier = Tier("host") if directory is None else Tier("disk", directory)
     store = OffloadStore(queues_of(queues), tier=tier, source_lag=lag, checksums=True)
-    return Trained(model, weights, rows={0: rows}, offloaded={0: store}, **options)
+    return Trained(model, weights, placements={0: rows}, offloaded={0: store}, **options)

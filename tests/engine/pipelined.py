@@ -39,7 +39,7 @@ class Case:
     cuts: tuple[tuple[int, ...], ...] = ((0, 4, 9, 17),)
     """Of each sequence of every replica."""
     policy: str = "keep_attention"
-    rows: Any = None
+    placement_of: Any = None
     """What every stage keeps, moves and rebuilds instead; what moves goes to :attr:`directory`."""
     directory: str | None = None
     input_every: int = 1
@@ -193,7 +193,7 @@ def _steps(rank: int, case: Case):
         weights=gathered_weights(weights, groups, shares, mesh) if case.zero == 3 else weights,
         gradients=gradients,
         policy=case.policy,
-        rows=None if case.rows is None else dict.fromkeys(range(num_stages), case.rows),
+        placements=case.placement_of and dict.fromkeys(range(num_stages), case.placement_of),
         offloaded={stage: disk_store(case.directory) for stage in of_stage if case.directory},
         offloaded_shards={
             stage: disk_store(case.directory)

@@ -109,12 +109,12 @@ def test_tensors_that_move(ranks, shape, ratio, tmp_path):
     sizes = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "mlp_size": 24}
     model = tiny_model("gqa, q/k-norm", **sizes)
     rows = RatioRows(model, 8, ratio, alignment=1)
-    plans = rows.subsequences((5, 6, 9))
+    plans = rows((5, 6, 9))
     assert any(0 < offloaded < 5 for offloaded in plans[0].offloaded) or ratio == 1.0
     case = Case(
         shape=shape,
         sequence_parallel="megatron",
-        rows=rows,
+        placement_of=rows,
         directory=str(tmp_path),
         cuts=((0, 5, 11, 20), (0, 4, 13)),
         steps=2,
@@ -143,7 +143,7 @@ def test_rebuilding_part_of_a_class_is_refused(ranks):
     case = Case(
         shape=(1, 1, 2),
         sequence_parallel="megatron",
-        rows=rows,
+        placement_of=rows,
         cuts=((0, 9),),
         sizes={"num_layers": 2},
     )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.engine.saved_rows import TensorRows, cut
+from sppo.engine.saved_tensors import cut
 from sppo.engine.stage import Stage
 from sppo.engine.unit import units_of
 from sppo.engine.weights import ResidentWeights
@@ -115,10 +115,9 @@ def row_splits(draw, lengths):
 
 def test_what_is_cut_is_not_copied():
     """The store that takes it copies it, or what it needs of it."""
-    rows = {"o": TensorRows(offloaded=2, retained=3), "lse": TensorRows(offloaded=0, retained=4)}
     saved = {"o": torch.randn(6, 8), "lse": torch.randn(4, 6)}
     o, lse = saved["o"], saved["lse"]
-    offloaded, retained = cut(saved, rows)
+    offloaded, retained = cut(saved, {"o": 2}, {"o": 3, "lse": 4})
     assert offloaded.keys() == {"o"}
     assert torch.equal(offloaded["o"], o[:2])
     assert torch.equal(retained["o"], o[2:5])
@@ -265,7 +264,7 @@ def test_classes_are_cut_at_128_rows(ratio, dtype, tmp_path):
     weights = random_weights(model, dtype=dtype)
     data, cuts = [random_sequence(model, 803)], [(0, 301, 390, 701, 803)]
     rows = RatioRows(model, dtype.itemsize, ratio)
-    plans = rows.subsequences((301, 89, 311, 102))
+    plans = rows((301, 89, 311, 102))
     assert any(0 < offloaded < 301 for offloaded in plans[0].offloaded)
     assert all(offloaded in (0, 89) for offloaded in plans[1].offloaded)
     offloading = offloading_trained(model, weights, rows, directory=tmp_path)
@@ -288,14 +287,19 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
         gradients=gradients,
         activations=DeviceStore(),
         offloaded=store,
-        rows=RatioRows(model, ELEMENT, 0.8, last_too=True, alignment=1),
+        placement_of=RatioRows(model, ELEMENT, 0.8, last_too=True, alignment=1),
     )
     units = {key: unit for s, d in enumerate(data) for key, unit in units_of(s, d, cuts).items()}
     forwards = [(s, n) for s in range(5) for n in range(4)]
     backwards = [(s, n) for s in range(5) for n in reversed(range(4))]
     scale = 1 / sum(d.num_valid for d in data)
     with torch.no_grad():
-        stage.prepare(units, backward_order=backwards, sequences_in_flight=3)
+        stage.prepare(
+            units,
+            lengths=dict.fromkeys(range(5), (4, 5, 8, 6)),
+            backward_order=backwards,
+            sequences_in_flight=3,
+        )
         for key in forwards[:6]:
             stage.forward(units[key], None, loss_scale=scale)
         for i, key in enumerate(backwards):

@@ -143,7 +143,7 @@ def test_tensors_moved_to_a_disk_in_every_stage(ranks, tmp_path, schedule, shape
         shape=shape,
         schedule=schedule,
         cuts=((0, 4, 9, 14, 19),) * 3,
-        rows=RatioRows(model, 8, 0.7, alignment=1),
+        placement_of=RatioRows(model, 8, 0.7, alignment=1),
         directory=tmp_path,
         steps=2,
     )

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
 from sppo.activations.block_layout import packed_offsets
-from sppo.engine.saved_rows import TensorRows
 from sppo.engine.saved_tensors import SavedTensors
 from sppo.offload.lifo_arena_store import LifoArenaStore, slot_bytes
-from sppo.offload.offload_store import Extent, OffloadSchedule, OffloadStore
-from sppo.offload.store import ActivationKey, DeviceStore
+from sppo.offload.offload_store import OffloadStore
+from sppo.offload.store import DeviceStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
 
@@ -39,8 +39,12 @@ def saved(tmp_path):
             on_disk.append(disk(tmp_path, offloaded_rows))
         kept_store = stack() if retained == "stack" else DeviceStore()
         stores = SavedTensors(kept_store, on_disk[0] if on_disk else None)
-        rows = TensorRows(offloaded_rows, len(X_IN) - offloaded_rows)
-        stores.save(KEY, {"x_in": X_IN.clone()}, {"x_in": rows})
+        stores.save(
+            KEY,
+            {"x_in": X_IN.clone()},
+            offloaded_rows={"x_in": offloaded_rows} if offloaded_rows else {},
+            retained_rows={"x_in": rest} if (rest := len(X_IN) - offloaded_rows) else {},
+        )
         return stores
 
     yield save

@@ -133,7 +133,7 @@ def test_a_failure_inside_a_kernel_leaves_the_engine_clean(trained):
 
 
 def test_what_is_left_over_is_noticed(trained):
-    from sppo.offload.store import ActivationKey
+    from sppo.activations.activation_layout import ActivationKey
 
     trained.engine._stores[0].reserve(64)
     trained.engine._stores[0].save(ActivationKey(0, 0, 0), {"x_in": torch.zeros(1)})

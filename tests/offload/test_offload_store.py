@@ -6,12 +6,12 @@ from functools import cache
 import pytest
 import torch
 
+from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
 from sppo.activations.block_layout import packed_bytes
 from sppo.offload.integrity import CorruptActivationError
-from sppo.offload.offload_store import Extent, OffloadSchedule, OffloadStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues import Ordering
 from sppo.offload.slots import Slot
-from sppo.offload.store import ActivationKey
 from sppo.offload.tiers import Tier
 from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues, Lazy
 from tests.offload.vector_clocks import RaceError
@@ -201,7 +201,7 @@ def test_a_step_without_room_leaves_the_next_its_own(verb, monkeypatch):
     store = OffloadStore(queues, tier=TIERS["disk"], checksums=True)
     run_step(store, interleaved=False)
     larger = schedule(step_offloads(interleaved=False, staging_slots=3).order, staging_slots=9)
-    places = {key: Extent(2 * p.offset_bytes, 2 * p.size_bytes) for key, p in larger.places.items()}
+    extents = {k: Extent(2 * e.offset_bytes, 2 * e.size_bytes) for k, e in larger.extents.items()}
 
     def refuse(*arguments):
         raise OSError(errno.ENOSPC, "no room")
@@ -209,7 +209,7 @@ def test_a_step_without_room_leaves_the_next_its_own(verb, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(queues, verb, refuse)
         with pytest.raises(OSError, match="no room"):
-            store.prepare(OffloadSchedule(places, larger.order, staging_slots=9, ring_slots=9))
+            store.prepare(OffloadSchedule(extents, larger.order, staging_slots=9, ring_slots=9))
     run_step(store, interleaved=False, step=1)
 
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from sppo.offload.store import ActivationKey, DeviceStore
+from sppo.activations.activation_layout import ActivationKey
+from sppo.offload.store import DeviceStore
 
 KEY, OTHER = ActivationKey(0, 1, 2), ActivationKey(0, 1, 3)
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
 from sppo.offload.file_tier import FileTier
-from sppo.offload.offload_store import Extent, OffloadSchedule, OffloadStore
+from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues import Ordering, Region
-from sppo.offload.store import ActivationKey
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tiers import Tier
 from sppo.offload.worker_queue import CancelledError, Lane, Reached

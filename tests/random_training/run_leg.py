@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sppo.activations.policy import policy_placement
+from sppo.activations.subsequence_placement import PlacementOf
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
@@ -27,7 +29,6 @@ from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
-from sppo.planning.row_plan import PolicyRows, RowPlan
 from tests.engine.offloading import RatioRows, queues_of
 from tests.random_training.case import DTYPES, Case, Leg
 
@@ -106,7 +107,7 @@ class _Rank:
             model,
             weights=shared.provider(self._weights),
             gradients=self._gradients,
-            rows=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
+            placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
             offloaded={stage: _store(leg, disk) for stage in stages if leg.tier},
             offloaded_shards={stage: _store(leg, disk) for stage in lent if leg.tier},
             input_every=leg.input_every,
@@ -203,10 +204,10 @@ def _copied(blocks: Blocks) -> Blocks:
     }
 
 
-def rows_of_leg(leg: Leg, model: ModelConfig, dtype: torch.dtype) -> RowPlan:
+def rows_of_leg(leg: Leg, model: ModelConfig, dtype: torch.dtype) -> PlacementOf:
     """What every stage keeps, moves and rebuilds."""
     if not leg.tier:
-        return PolicyRows(leg.policy)
+        return policy_placement(leg.policy)
     return RatioRows(
         model,
         dtype.itemsize,

@@ -20,7 +20,6 @@ from sppo.engine.kv_store import KVStore
 from sppo.engine.msp.shard import MspShard, Run
 from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
 from sppo.kernels.elementwise import accumulation_dtype
-from sppo.parallel.msp_exchange import MspExchange
 from sppo.parallel.ulysses import UlyssesAllToAll
 
 
@@ -46,7 +45,6 @@ class MspAttention:
 
     Args:
         shard: whose queries attend.
-        exchange: with the ranks of the other pieces.
         heads: exchange with the ranks that share this piece's tokens; None where nobody does.
         missing: of this piece's tokens on each of those ranks, how many last ones have no saved
             attention output.
@@ -62,7 +60,6 @@ class MspAttention:
         self,
         shard: MspShard,
         *,
-        exchange: MspExchange,
         heads: UlyssesAllToAll | None,
         missing: tuple[int, ...],
         store: KVStore | None,
@@ -74,7 +71,7 @@ class MspAttention:
         backend: Backend,
         meter: PrefixMeter,
     ) -> None:
-        self._shard, self._exchange, self._heads = shard, exchange, heads
+        self._shard, self._exchange, self._heads = shard, shard.exchange, heads
         self._missing, self._store, self._layer = missing, store, layer
         self._window, self._shape = window, shape
         self._dtype, self._device = dtype, device
@@ -84,11 +81,11 @@ class MspAttention:
 
     def prefix(self) -> tuple[Tensor, ...]:
         """In forward, ahead of the layer: what the owner sends of what came before the unit."""
-        span = self._shard.unit.span
+        span = self._shard.span
         if span.start == 0:
             return ()
         if self._store is not None:
-            return self._store.prefix(self._layer, self._shard.unit.sequence, end=span.start)
+            return self._store.prefix(self._layer, self._shard.sequence, end=span.start)
         self._kv = self._empty(span.end)
         k, v = self._kv
         return k[: span.start], v[: span.start]
@@ -106,9 +103,9 @@ class MspAttention:
 
     def fetch(self) -> None:
         """In backward, before anything else of the layer: have keys and values up to the unit."""
-        span = self._shard.unit.span
+        span = self._shard.span
         if self._store is not None:
-            self._kv = self._store.prefix(self._layer, self._shard.unit.sequence, end=span.end)
+            self._kv = self._store.prefix(self._layer, self._shard.sequence, end=span.end)
         else:
             self._kv = self._empty(span.end)
         for tensor in self._kv:
@@ -146,7 +143,7 @@ class MspAttention:
 
     def _share(self, k_cKD: Tensor, v_cKD: Tensor) -> None:
         """Put the unit's keys and values behind what came before it, on every rank."""
-        shard, span = self._shard, self._shard.unit.span
+        shard, span = self._shard, self._shard.span
         whole = []
         for own in (k_cKD, v_cKD):
             parts = [
@@ -160,7 +157,7 @@ class MspAttention:
             for place, part in enumerate(parts):
                 unit[shard.rows_of(place).to(unit.device)] = part
             whole.append(unit)
-        sequence = shard.unit.sequence
+        sequence = shard.sequence
         if self._store is not None:
             self._store.write(
                 self._layer,
@@ -234,10 +231,10 @@ class MspAttention:
 
     def _complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
         """(dk_CKD, dv_CKD) of the unit, complete: those of later units are at the owner."""
-        span, sums = self._shard.unit.span, None
+        span, sums = self._shard.span, None
         if self._store is not None:
             sums = self._store.prefix_gradients(
-                self._layer, self._shard.unit.sequence, start=span.start, end=span.end
+                self._layer, self._shard.sequence, start=span.start, end=span.end
             )
         found = []
         for index, part in enumerate((dk_TKD, dv_TKD)):
@@ -254,7 +251,7 @@ class MspAttention:
         return self._shard.runs(self._shard.place)
 
     def _documents(self, end: int) -> tuple[int, ...]:
-        return tuple(start for start in self._shard.unit.span.document_starts if start < end)
+        return tuple(start for start in self._shard.span.document_starts if start < end)
 
     def _empty(self, tokens: int) -> tuple[Tensor, Tensor]:
         k, v = (

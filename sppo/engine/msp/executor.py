@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torch import Tensor
-
+from sppo.activations.activation_layout import UnitKey
 from sppo.engine.msp.shard import MspShard, cut_shard, local_tokens
 from sppo.engine.msp.stage import MspStage
 from sppo.engine.unit import Unit
@@ -14,7 +13,6 @@ from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import MspGroup, find_msp_groups
 
-UnitKey = tuple[int, int]
 ExchangeOf = Callable[[tuple[int, ...], int], MspExchange]
 """(pipeline ranks of a gang, place of the owner among them) -> how they talk."""
 
@@ -58,27 +56,29 @@ class MspExecutor:
         lengths = dict(enumerate(self._schedule.lengths))
         for index, stage in self._stages.items():
             own = [action for action in self._backwards if action.stage == index]
-            stage.prepare(lengths, [self._shard(action) for action in own])
+            stage.prepare(
+                {action.unit: self.shard(action) for action in own},
+                lengths=lengths,
+                backward_order=[action.unit for action in own],
+            )
 
     def barrier(self, action: Action) -> None:
         """Wait for the ranks of the other pieces."""
         self._exchange(action).barrier()
 
-    def forward(
-        self, action: Action, x_cE: Tensor | None, *, loss_scale: float | None
-    ) -> tuple[Tensor | None, int]:
-        """(output of a piece, its first token among this rank's tokens of the unit)."""
-        shard = self._shard(action)
-        output = self._stages[action.stage].forward(
-            shard, x_cE, self._exchange(action), loss_scale=loss_scale
-        )
-        return output, shard.own.start
+    def stage(self, action: Action) -> MspStage:
+        """Return the stage whose layers an action runs."""
+        return self._stages[action.stage]
 
-    def backward(self, action: Action, dy_cE: Tensor | None) -> tuple[Tensor | None, int]:
-        """(gradient of a piece's input, its first token)."""
-        shard = self._shard(action)
-        dx = self._stages[action.stage].backward(shard, dy_cE, self._exchange(action))
-        return dx, shard.own.start
+    def shard(self, action: Action) -> MspShard:
+        """Return the piece that this rank runs in an action."""
+        return cut_shard(
+            self._units[action.unit],
+            place=action.shard,
+            member=self._member,
+            lengths=self._group(action).lengths,
+            exchange=self._exchange(action),
+        )
 
     def tokens(self, unit: UnitKey, end: int) -> int:
         """Of a unit's first ``end`` tokens, this rank's."""
@@ -99,14 +99,6 @@ class MspExecutor:
         sequence, subsequence = action.unit
         unit = self._offsets[sequence] + subsequence
         return self._groups[action.stage * self._schedule.num_units + unit]
-
-    def _shard(self, action: Action) -> MspShard:
-        return cut_shard(
-            self._units[action.unit],
-            place=action.shard,
-            member=self._member,
-            lengths=self._group(action).lengths,
-        )
 
     def _exchange(self, action: Action) -> MspExchange:
         ranks = self._group(action).ranks

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sppo.engine.unit import Unit
+from sppo.parallel.msp_exchange import MspExchange
 
 
 class Run(NamedTuple):
@@ -28,50 +29,38 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MspShard:
-    """One rank's part of one piece of a unit.
+class MspShard(Unit):
+    """One rank's part of one piece of a unit: its tokens, and where they lie in the whole.
+
+    ``parts`` are the tokens of this piece on each member of the sequence-parallel group.
 
     Attributes:
-        unit: The whole unit, as this rank shares it with its sequence-parallel group.
+        whole: The whole unit, as this rank shares it with its sequence-parallel group.
         place: Which piece.
         member: This rank's place in its sequence-parallel group.
         cuts: Where each member's tokens of the unit are cut, from 0 to their number.
+        exchange: With the ranks of the other pieces.
     """
 
-    unit: Unit
+    whole: Unit
     place: int
     member: int
     cuts: tuple[tuple[int, ...], ...]
+    exchange: MspExchange
 
     @property
-    def own(self) -> slice:
-        """This piece among this rank's tokens of the unit."""
-        cuts = self.cuts[self.member]
-        return slice(cuts[self.place], cuts[self.place + 1])
-
-    @property
-    def tokens(self) -> int:
-        """c: of this rank's part of the piece."""
-        return self.sizes[self.place]
+    def first_token(self) -> int:
+        """Where this piece begins among this rank's tokens of the unit."""
+        return self.cuts[self.member][self.place]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of every piece on this rank's member of their groups."""
         return tuple(end - begin for begin, end in pairwise(self.cuts[self.member]))
 
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """Tokens of this piece on every member of the group."""
-        return tuple(cuts[self.place + 1] - cuts[self.place] for cuts in self.cuts)
-
-    @property
-    def positions_c(self) -> Tensor:
-        """See :class:`sppo.engine.unit.Unit`."""
-        return self.unit.positions_C[self.own]
-
     def runs(self, place: int) -> tuple[Run, ...]:
         """Positions in the sequence of piece ``place``, one run for each member of its group."""
-        firsts = list(accumulate(self.unit.parts, initial=self.unit.span.start))
+        firsts = list(accumulate(self.whole.parts, initial=self.span.start))
         return tuple(
             Run(first + cuts[place], first + cuts[place + 1])
             for first, cuts in zip(firsts, self.cuts, strict=False)
@@ -79,11 +68,13 @@ class MspShard:
 
     def rows_of(self, place: int) -> Tensor:
         """The tokens of piece ``place`` among those of the whole unit, ``[C_k]`` indices."""
-        start = self.unit.span.start
+        start = self.span.start
         return torch.cat([torch.arange(a - start, b - start) for a, b in self.runs(place)])
 
 
-def cut_shard(unit: Unit, *, place: int, member: int, lengths: Sequence[int]) -> MspShard:
+def cut_shard(
+    unit: Unit, *, place: int, member: int, lengths: Sequence[int], exchange: MspExchange
+) -> MspShard:
     """Piece ``place`` of a unit that is cut into pieces of ``lengths`` tokens.
 
     Raises:
@@ -98,9 +89,24 @@ def cut_shard(unit: Unit, *, place: int, member: int, lengths: Sequence[int]) ->
             f"{len(unit.parts)} sequence-parallel ranks each: use fewer, longer subsequences, or "
             "parallel.multiplexed=off"
         )
-    return MspShard(unit, place, member, cuts)
+    own = slice(*cuts[member][place : place + 2])
+    return MspShard(
+        unit.sequence,
+        unit.subsequence,
+        unit.span,
+        parts=tuple(of_member[place + 1] - of_member[place] for of_member in cuts),
+        tokens_C=unit.tokens_C[own],
+        labels_C=unit.labels_C[own],
+        positions_C=unit.positions_C[own],
+        span_positions_C=unit.span_positions_C,
+        whole=unit,
+        place=place,
+        member=member,
+        cuts=cuts,
+        exchange=exchange,
+    )
 
 
 def local_tokens(end: int, part: int, tokens: int) -> int:
-    """Of a unit's first ``end`` of ``tokens``, how many a rank with ``part`` of them takes on."""
+    """Return how many of a unit's first ``end`` tokens a rank holds with ``part`` of ``tokens``."""
     return (2 * end * part + tokens) // (2 * tokens)

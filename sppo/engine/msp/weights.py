@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
-from sppo.engine.weights import WeightProvider
+from sppo.engine.weights import Part, WeightProvider
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from sppo.parallel.msp_exchange import MspExchange, TokenMembers
@@ -31,7 +31,7 @@ _MOST_UNDER_WAY = 2
 
 
 class MspWeights:
-    """Weights of the layers of one stage, for as long as one piece runs.
+    """:class:`sppo.engine.weights.WeightProvider` of one stage, while one piece runs.
 
     Args:
         model: the shape.
@@ -51,40 +51,42 @@ class MspWeights:
         device: torch.device,
     ) -> None:
         self._shapes = layer_shapes(model)
-        self._own, self._dtype, self._device = own, dtype, device
-        self._members = members
-        self._coming: deque[tuple[int, Mapping[str, Tensor], list[Any]]] = deque()
-        self._order: deque[int] = deque()
+        self._own, self._members = own, members
+        self.dtype, self.device = dtype, device
+        self._coming: deque[tuple[Part, Mapping[str, Tensor], list[Any]]] = deque()
+        self._order: deque[Part] = deque()
         self._exchange: MspExchange | None = None
         self._also: Callable[[int], Sequence[Tensor]] = lambda layer: ()
         self._held_layers = 0
         self.most_layers = 0
         """Most layers whose weights a helper held at once."""
 
-    def begin(
+    def connect(
         self,
-        layers: Iterable[int],
         exchange: MspExchange,
+        *,
         also: Callable[[int], Sequence[Tensor]] = lambda layer: (),
     ) -> None:
-        """Send the first of ``layers``, which are wanted in this order.
+        """Name the ranks that :meth:`begin` is about.
 
         Args:
-            layers: of one piece.
             exchange: with the ranks of the other pieces.
             also: what else is sent ahead with a layer.
         """
+        self._exchange, self._also = exchange, also
+
+    def begin(self, visits: Iterable[Part]) -> None:
+        """Send the first of the layers of one piece, which are wanted in this order."""
         assert not self._coming, "one piece at a time"
         assert not self._order, "one piece at a time"
-        self._order.extend(layers)
-        self._exchange, self._also = exchange, also
+        self._order.extend(visits)
         self._send_next()
 
-    def take(self, layer: int) -> Mapping[str, Tensor]:
-        """Weights of ``layer`` by the names within it; the next layer is on its way."""
+    def take(self, part: Part) -> Mapping[str, Tensor]:
+        """Weights of the layer ``part`` by the names within it; the next layer is on its way."""
         self._send_next()
         coming, weights, works = self._coming.popleft()
-        assert coming == layer, f"layer {layer} is wanted, {coming} comes"
+        assert coming == part, f"layer {part} is wanted, {coming} comes"
         with peer_errors("waiting for the weights of a layer from the owner of its stage"):
             for work in works:
                 work.wait()
@@ -92,9 +94,14 @@ class MspWeights:
             self._members.put_together(list(weights.values()))
         return weights
 
-    def release(self) -> None:
+    def release(self, part: Part) -> None:
         """The layer taken last is done with."""
         self._held_layers -= 1
+
+    def assert_idle(self) -> None:
+        """See :class:`sppo.engine.weights.WeightProvider`."""
+        assert not self._coming, "weights of pieces are left over"
+        assert not self._order, "weights of pieces are left over"
 
     def abort(self) -> None:
         """Forget a step that failed."""
@@ -102,16 +109,21 @@ class MspWeights:
         self._order.clear()
         self._held_layers = 0
 
+    def take_peak_bytes(self) -> int:
+        """See :class:`sppo.engine.weights.WeightProvider`; counted in layers here."""
+        return 0
+
     def _send_next(self) -> None:
         if not self._order:
             return
-        assert self._exchange is not None, "begin() comes first"
+        assert self._exchange is not None, "connect() comes first"
         layer = self._order.popleft()
+        assert isinstance(layer, int), "embedding and head stay with the owner"
         if self._own is not None:
             weights = self._own.take(layer)
         else:
             weights = {
-                name: torch.empty(shape, dtype=self._dtype, device=self._device)
+                name: torch.empty(shape, dtype=self.dtype, device=self.device)
                 for name, shape in self._shapes.items()
             }
         self._held_layers += 1

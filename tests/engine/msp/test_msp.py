@@ -87,7 +87,7 @@ def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio):
         shape=(1, num_ranks, 1),
         schedule="sppo_msp",
         cuts=(CUTS[5], CUTS[5]),
-        rows=rows,
+        placement_of=rows,
         directory=tmp_path,
         steps=2,
     )
