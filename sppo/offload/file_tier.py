@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.kernels.native.extension import describe, native_library
-from sppo.offload.disk_room import disk_room, is_memory
 from sppo.offload.python_tier_file import PythonFile
+from sppo.offload.tier import disk_room, is_memory
 from sppo.offload.tier_file import FileStatistics, NativeFile, TierFile, Transfer, wait_for
 from sppo.output_file import FULL_ERRNOS
 from sppo.units import format_bytes

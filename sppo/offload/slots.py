@@ -1,10 +1,15 @@
-"""A place that tensors pass through: FREE, being filled, FULL, being read, FREE again."""
+"""Slots that blocks pass through, FREE, being filled, FULL, being read, and their memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
-from sppo.offload.queues import Dependency, Event, Ordering, Region
+from torch import Tensor
+
+from sppo.activations.activation_layout import Extent, OffloadSchedule
+from sppo.offload.queues import CopyQueues, Dependency, Event, Ordering, Region
+from sppo.offload.tier import Tier
 
 
 class SlotState(Enum):
@@ -66,3 +71,95 @@ class Slot:
 
     def __str__(self) -> str:
         return f"slot {self.region.place} {self.region.index} ({self.state.value})"
+
+
+class SlotMemory:
+    """Memory and file space of one store, set aside before a step and kept, and the slots in it.
+
+    Args:
+        queues: that give the memory and open the file.
+        tier: where blocks wait.
+    """
+
+    def __init__(self, queues: CopyQueues, tier: Tier) -> None:
+        self._queues, self._tier = queues, tier
+        self._memory: dict[str, Tensor] = {}
+        self._slot_bytes = 0
+        self._staging: list[Slot] = []
+        self._staged = 0
+        self._of_extent: dict[int, Slot] = {}
+        self.ring: list[Slot] = []
+        """Where blocks come back to on the device."""
+        self.file_bytes = 0
+        """Size of the file on a disk."""
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether blocks go on from the host to a file."""
+        return self._tier.directory is not None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory set aside."""
+        return self._memory["host"].numel() if "host" in self._memory else 0
+
+    @property
+    def ring_bytes(self) -> int:
+        """Device memory set aside."""
+        return self._memory["ring"].numel() if "ring" in self._memory else 0
+
+    def make_room(self, schedule: OffloadSchedule) -> None:
+        """Take memory and file space where what there is does not do; slots begin anew.
+
+        Raises:
+            MemoryError: host or device have not that much memory.
+            OSError: the disk has not that much room.
+        """
+        self._queues.abort()  # nothing uses what is given back
+        slot_bytes = max(self._slot_bytes, schedule.largest_bytes)
+        host_bytes = schedule.staging_slots * slot_bytes if self.on_disk else schedule.tier_bytes
+        if self._tier.directory is not None and schedule.tier_bytes > self.file_bytes:
+            self.file_bytes = 0
+            self._queues.open_file(self._tier.directory, schedule.tier_bytes)
+            self.file_bytes = schedule.tier_bytes
+        self._staging, self.ring, self._of_extent = [], [], {}
+        self._take("host", host_bytes, take=self._queues.host_memory)
+        self._take("ring", schedule.ring_slots * slot_bytes, take=self._queues.device_memory)
+        self._slot_bytes = slot_bytes
+        if self.on_disk:
+            self._staging = self._cut("host", schedule.staging_slots)
+        self.ring = self._cut("ring", schedule.ring_slots)
+
+    def to_fill(self, extent: Extent) -> Slot:
+        """Host slot for a block: the staging slot used longest ago, or its own in a host tier."""
+        if self.on_disk:
+            slot = self._staging[self._staged % len(self._staging)]
+            self._staged += 1
+            return slot
+        own = self._of_extent.get(extent.offset_bytes)
+        if own is None or own.region.data.numel() != extent.size_bytes:
+            data = self._memory["host"][extent.offset_bytes : sum(extent)]
+            own = Slot(Region("host", extent.offset_bytes, data))
+            self._of_extent[extent.offset_bytes] = own
+        return own
+
+    def free(self) -> None:
+        """All are free, whatever was in them: the copies that used them have ended."""
+        self._staging = [Slot(slot.region) for slot in self._staging]
+        self.ring = [Slot(slot.region) for slot in self.ring]
+        self._of_extent = {}
+
+    def clear(self) -> None:
+        """Give the memory back; the file is closed with the queues."""
+        self._memory.clear()
+        self._staging, self.ring, self._of_extent = [], [], {}
+
+    def _take(self, place: str, size_bytes: int, *, take: Callable[[int], Tensor]) -> None:
+        if place in self._memory and self._memory[place].numel() >= size_bytes:
+            return
+        self._memory.pop(place, None)  # first: both at once may be too much
+        self._memory[place] = take(size_bytes)
+
+    def _cut(self, place: str, count: int) -> list[Slot]:
+        data, size = self._memory[place], self._slot_bytes
+        return [Slot(Region(place, i, data[i * size : (i + 1) * size])) for i in range(count)]

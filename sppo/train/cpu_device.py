@@ -20,7 +20,7 @@ from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tiers import Tier
+from sppo.offload.tier import Tier
 from sppo.planning.plan import ExecutionPlan
 from sppo.train.device import Kind, PoolUse
 from sppo.train.process_memory import peak_resident_bytes, reset_peak, resident_bytes

@@ -15,8 +15,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.hardware.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
-from sppo.offload.disk_room import DiskRoom, is_memory
-from sppo.offload.spill_directory import usable_directory
+from sppo.offload.tier import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.run_plan import plan_run
 from sppo.train.cpu_device import CpuDevice

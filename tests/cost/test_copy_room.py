@@ -31,7 +31,7 @@ from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tiers import Tier
+from sppo.offload.tier import Tier
 from sppo.planning.candidate import Candidate, assess
 from sppo.planning.run_plan import plan_run
 from sppo.units import GIB, MIB

@@ -12,7 +12,7 @@ from sppo.activations.policy import class_bytes_per_token
 from sppo.activations.subsequence_placement import SubsequencePlacement
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tiers import Tier
+from sppo.offload.tier import Tier
 from tests.engine.models import Trained
 from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues
 

@@ -15,7 +15,7 @@ from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tiers import Tier
+from sppo.offload.tier import Tier
 from sppo.parallel.data_parallel import GradientReducer, add_up
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding, tensor_shard
 from sppo.parallel.mesh import Mesh, MeshShape

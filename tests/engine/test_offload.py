@@ -17,7 +17,7 @@ from sppo.model.layer import Layer
 from sppo.offload.file_tier import FileTier
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.store import DeviceStore
-from sppo.offload.tiers import Tier
+from sppo.offload.tier import Tier
 from tests.engine.models import (
     VARIANTS,
     Trained,

@@ -10,7 +10,7 @@ from sppo.offload.lifo_arena_store import LifoArenaStore, slot_bytes
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.store import DeviceStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tiers import Tier
+from sppo.offload.tier import Tier
 
 KEY = ActivationKey(0, 0, 0)
 X_IN = torch.arange(12.0).view(4, 3)

@@ -10,7 +10,7 @@ import torch
 from sppo.offload import cuda_queues
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.tiers import Tier
+from sppo.offload.tier import Tier
 from tests.offload import test_offload_store as test_moving_store
 from tests.offload.test_offload_store import run_step
 

@@ -18,8 +18,8 @@ import pytest
 from sppo.kernels.native.file import SECTOR_BYTES
 from sppo.offload import disk_room as disk_room_module
 from sppo.offload import file_tier as file_tier_module
-from sppo.offload.disk_room import DiskRoom, disk_room, is_memory
 from sppo.offload.file_tier import FileTier
+from sppo.offload.tier import DiskRoom, disk_room, is_memory
 from sppo.units import GIB, KIB, MIB
 from tests.native_builds import ROOT, library
 

@@ -12,7 +12,7 @@ from sppo.offload.integrity import CorruptActivationError
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues import Ordering
 from sppo.offload.slots import Slot
-from sppo.offload.tiers import Tier
+from sppo.offload.tier import Tier
 from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues, Lazy
 from tests.offload.vector_clocks import RaceError
 
@@ -281,7 +281,7 @@ def test_slots_go_round_in_one_direction():
     store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
     order = unit_keys(0, 0, backward=True)
     store.prepare(schedule(order))
-    (slot, *_) = store._ring
+    (slot, *_) = store._slots.ring
     assert isinstance(slot, Slot)
     assert slot.state.value == "free"
     for key in unit_keys(0, 0):

@@ -15,7 +15,7 @@ from sppo.offload.file_tier import FileTier
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues import Ordering, Region
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tiers import Tier
+from sppo.offload.tier import Tier
 from sppo.offload.worker_queue import CancelledError, Lane, Reached
 from sppo.train.cpu_device import CpuDevice
 from tests.offload.test_offload_store import run_step

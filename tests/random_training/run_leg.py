@@ -19,7 +19,7 @@ from sppo.engine.engine import Engine, ParallelContext
 from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.tiers import Tier
+from sppo.offload.tier import Tier
 from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.learning_rate import learning_rate
 from sppo.optim.sharded_state import ShardedState

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.kernels.native.machine_memory import MemoryRoom
-from sppo.offload import spill_directory
-from sppo.offload.disk_room import DiskRoom
+from sppo.offload import tier
 from sppo.offload.file_tier import FileTier
+from sppo.offload.tier import DiskRoom
 from sppo.planning.run_plan import USABLE_SHARE
 from sppo.train import preflight, trainer
 from sppo.train.preflight import check_before_training
@@ -159,9 +159,7 @@ def test_a_directory_that_cannot_be_written_is_refused(work):
 
 
 def test_a_disk_that_is_too_small_is_refused(work, monkeypatch):
-    monkeypatch.setattr(
-        spill_directory, "disk_room", lambda directory: DiskRoom(free_bytes=100_000)
-    )
+    monkeypatch.setattr(tier, "disk_room", lambda directory: DiskRoom(free_bytes=100_000))
     error = refuse("train", offloading_run(work, policy="offload_all"), code=4)
     assert "activations.policy=offload_all moves" in error
     assert "activations.offload_ratio=0." in error

@@ -1,10 +1,12 @@
-"""How much of a disk may be taken, and whether it is one."""
+"""The tier behind the device: which one, and, of a disk, its directory and the room on it."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sppo.units import GIB, format_bytes
 
@@ -12,6 +14,18 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _RESERVE_SHARE = 10  # a tenth
 _MOST_RESERVE_BYTES = 16 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Where offloaded tensors wait."""
+
+    kind: Literal["host", "disk"]
+    directory: Path | None = None
+    """Of a disk: where its file is made."""
+
+    def __post_init__(self) -> None:
+        assert (self.directory is None) == (self.kind == "host"), "a disk has a directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +75,27 @@ def is_memory(directory: Path) -> bool:
         if mount.split()[2] == number:
             return source.split()[0] in _MEMORY_FILE_SYSTEMS
     return False
+
+
+def usable_directory(directory: Path) -> DiskRoom:
+    """What is free behind ``directory``, for files that this process can make there.
+
+    Raises:
+        ValueError: it cannot; says what to change.
+    """
+    what = f"activations.disk={directory}"
+    if not directory.exists():
+        raise ValueError(
+            f"{what}: no such directory; make it, on a fast local disk, or leave the key out to "
+            "move nothing"
+        )
+    if not directory.is_dir():
+        raise ValueError(f"{what}: not a directory; name one on a fast local disk")
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return disk_room(directory)
+    except OSError as error:
+        raise ValueError(
+            f"{what}: no file can be made there ({os.strerror(error.errno or 0)}); name "
+            "another, on a local disk that this user can write to"
+        ) from None
