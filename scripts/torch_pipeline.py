@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sppo.config import ModelConfig
-from sppo.cost.stage_cost import layers_of_stages
+from sppo.cost.candidate import layers_of_stages
 from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.initialize import initial_weights

@@ -21,26 +21,31 @@ from sppo.activations.placement import (
 )
 from sppo.activations.policy import class_bytes_per_token
 from sppo.activations.subsequence_placement import Rows
+from sppo.cost.candidate import Candidate
 from sppo.cost.memory import StageMemory
-from sppo.cost.stage_cost import CostRequest
 from sppo.schedule.costs import Table
 
 
-def block_layout(request: CostRequest, *, stage: int) -> BlockLayout:
+def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
     """The parcels of one stage."""
-    workload = request.workload
+    workload = candidate.workload
     return BlockLayout(
         workload.model,
         workload.element_bytes,
-        layers=request.stages[stage],
-        input_every=request.input_every,
+        layers=candidate.stages[stage],
+        input_every=candidate.input_every,
         shared_by=workload.sequence_parallel_degree,
     )
 
 
-def passes_through_slots(request: CostRequest) -> bool:
+def _layouts(candidate: Candidate) -> list[BlockLayout]:
+    """The blocks of every stage."""
+    return [block_layout(candidate, stage=stage) for stage in range(len(candidate.stages))]
+
+
+def passes_through_slots(candidate: Candidate) -> bool:
     """Whether copies go through memory of the device that is reserved once."""
-    hardware = request.workload.hardware
+    hardware = candidate.workload.hardware
     return hardware.device.kind == "cpu" and hardware.node.host_memory_bytes == 0
 
 
@@ -60,23 +65,23 @@ def stage_blocks(
     return tuple(blocks)
 
 
-def ring_share(request: CostRequest) -> Table:
+def ring_share(candidate: Candidate) -> Table:
     """Of what one subsequence moves, what the ring has room for, [stages]."""
-    shapes = [block_layout(request, stage=stage) for stage in range(request.num_stages)]
+    shapes = _layouts(candidate)
     share: Table = np.array([min(1.0, shape.ring_slots / len(shape.layers)) for shape in shapes])
     return share
 
 
-def copy_slots(request: CostRequest) -> CopySlots | None:
+def copy_slots(candidate: Candidate) -> CopySlots | None:
     """What slots take, from the rows that move; None where copies pass through none."""
-    if not passes_through_slots(request):
+    if not passes_through_slots(candidate):
         return None
-    workload = request.workload
-    shapes = [block_layout(request, stage=stage) for stage in range(request.num_stages)]
+    workload = candidate.workload
+    shapes = _layouts(candidate)
     counts = np.array([shape.staging_slots + shape.ring_slots for shape in shapes], dtype=float)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     classes = classes / workload.sequence_parallel_degree
-    longest = max(tokens for parts in request.lengths for tokens in parts)
+    longest = max(candidate.lengths)
     return CopySlots(
         row_bytes=counts[:, None] * classes,
         padding_bytes=counts * np.array([shape.most_padding_bytes for shape in shapes]),
@@ -88,9 +93,9 @@ def copy_slots(request: CostRequest) -> CopySlots | None:
     )
 
 
-def tier_padding_bytes(request: CostRequest, *, in_flight: Counts) -> Table:
+def tier_padding_bytes(candidate: Candidate, *, in_flight: Counts) -> Table:
     """What alignment adds to the moved tensors in the tier at most, [stages]."""
-    shapes = [block_layout(request, stage=stage) for stage in range(request.num_stages)]
+    shapes = _layouts(candidate)
     blocks = np.array([len(shape.layers) * shape.most_padding_bytes for shape in shapes])
     padding: Table = blocks * in_flight.sum(axis=1).astype(np.float64)
     return padding
@@ -99,20 +104,20 @@ def tier_padding_bytes(request: CostRequest, *, in_flight: Counts) -> Table:
 def with_exact_room(
     memory: tuple[StageMemory, ...],
     *,
-    request: CostRequest,
+    candidate: Candidate,
     decisions: ActivationPlacement,
     in_flight: Counts,
 ) -> tuple[StageMemory, ...]:
     """`memory` with what moving takes as the run will take it."""
     exact = []
     for stage, held in enumerate(memory):
-        shape = block_layout(request, stage=stage)
+        shape = block_layout(candidate, stage=stage)
         blocks = stage_blocks(decisions, shape, stage=stage)
         tier = sum(
             int(times) * sum(sizes) for times, sizes in zip(in_flight[stage], blocks, strict=True)
         )
         device = held.device
-        if passes_through_slots(request):
+        if passes_through_slots(candidate):
             largest = max(max(sizes) for sizes in blocks)
             device = replace(
                 device,
@@ -123,11 +128,11 @@ def with_exact_room(
     return tuple(exact)
 
 
-def staging_bytes(request: CostRequest, *, decisions: ActivationPlacement) -> int:
+def staging_bytes(candidate: Candidate, *, decisions: ActivationPlacement) -> int:
     """Host memory of the slots in front of a disk, of the stage with most."""
     most = 0
-    for stage in range(request.num_stages):
-        shape = block_layout(request, stage=stage)
+    for stage in range(candidate.pipeline_parallel_degree):
+        shape = block_layout(candidate, stage=stage)
         blocks = stage_blocks(decisions, shape, stage=stage)
         most = max(most, shape.staging_slots * max(max(sizes) for sizes in blocks))
     return most

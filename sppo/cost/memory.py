@@ -19,11 +19,11 @@ from sppo.activations.placement import (
     held_bytes,
     tier_bytes_held,
 )
+from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.parameters import layer_shapes, num_parameters, outer_parts
 from sppo.cost.process_growth import process_growth_bytes
 from sppo.cost.stage_cost import (
-    CostRequest,
     device_parameters,
     kv_bytes_per_token,
     same_weights_degree,
@@ -98,33 +98,33 @@ class StageMemory:
 
 
 def state_memory(
-    request: CostRequest, *, in_flight: Counts, offload_optimizer: bool = False
+    candidate: Candidate, *, in_flight: Counts, offload_optimizer: bool = False
 ) -> tuple[StageMemory, ...]:
     """Memory of each stage without any saved activation, whatever will be rebuilt.
 
     Args:
-        request: what is priced.
+        candidate: what is priced.
         in_flight: how often each subsequence is held at once, [stages, subsequences].
         offload_optimizer: optimizer states live in host memory.
     """
-    workload = request.workload
-    parameters, updated = device_parameters(request), updated_parameters(request)
+    workload = candidate.workload
+    parameters, updated = device_parameters(candidate), updated_parameters(candidate)
     element = workload.element_bytes
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
-    copies = request.data_parallel_degree * same_weights_degree(workload)
-    shards_weights = request.zero >= 3 and copies > 1
-    kv, kv_gradients = _kv_bytes(request, in_flight=in_flight)
-    layer = _most_working_bytes(request)
-    loss = loss_working_set(workload, tokens=_longest(request)).live_bytes
+    copies = candidate.data_parallel_degree * same_weights_degree(workload)
+    shards_weights = candidate.zero >= 3 and copies > 1
+    kv, kv_gradients = _kv_bytes(candidate, in_flight=in_flight)
+    layer = _most_working_bytes(candidate)
+    loss = loss_working_set(workload, tokens=_longest(candidate)).live_bytes
     heap_share = workload.hardware.device.heap_share
-    messages = _communication_bytes(request)
+    messages = _communication_bytes(candidate)
     stages = []
     for stage, (count, own) in enumerate(zip(parameters.tolist(), updated.tolist(), strict=True)):
-        is_last = request.is_last_stage(stage)
+        is_last = candidate.is_last_stage(stage)
         working = max(layer, loss) if is_last else layer
-        optimizer = int((own if request.zero else count) * (2 * ACCUMULATION_BYTES + masters))
-        saved = int((own if request.zero else count) * 3 * ACCUMULATION_BYTES)
-        gathered = _put_together_bytes(request, stage=stage) if shards_weights else 0
+        optimizer = int((own if candidate.zero else count) * (2 * ACCUMULATION_BYTES + masters))
+        saved = int((own if candidate.zero else count) * 3 * ACCUMULATION_BYTES)
+        gathered = _put_together_bytes(candidate, stage=stage) if shards_weights else 0
         buckets = MemoryBuckets(
             weights_bytes=int((own if shards_weights else count) * element) + gathered,
             gradients_bytes=int(count * ACCUMULATION_BYTES),
@@ -133,16 +133,13 @@ def state_memory(
             kv_gradients_bytes=int(kv_gradients[stage]),
             activations_bytes=0,
             copies_bytes=0,
-            loss_gradient_bytes=_loss_gradient_bytes(request, in_flight) if is_last else 0,
+            loss_gradient_bytes=_loss_gradient_bytes(candidate, in_flight) if is_last else 0,
             working_bytes=working,
             heap_bytes=round(working * heap_share),
-            communication_bytes=messages + _reduce_bytes(request, parameters=count),
+            communication_bytes=messages + _reduce_bytes(candidate, parameters=count),
             growth_bytes=process_growth_bytes(
-                workload,
-                request.lengths,
-                stages_per_rank=request.num_virtual,
-                is_pipeline=request.num_stages > 1,
-                background_save_bytes=saved if request.background_saves else 0,
+                candidate,
+                background_save_bytes=saved if candidate.background_saves else 0,
             ),
         )
         stages.append(StageMemory(buckets, 0, optimizer if offload_optimizer else 0))
@@ -152,7 +149,7 @@ def state_memory(
 def with_activations(
     states: tuple[StageMemory, ...],
     *,
-    request: CostRequest,
+    candidate: Candidate,
     decisions: ActivationPlacement,
     situation: PolicyInputs,
 ) -> tuple[StageMemory, ...]:
@@ -163,11 +160,11 @@ def with_activations(
     held = held_bytes(decisions, situation)
     tier = tier_bytes_held(decisions, situation)
     ring = ring_bytes(decisions, situation)
-    heap_share = request.workload.hardware.device.heap_share
+    heap_share = candidate.workload.hardware.device.heap_share
     stages = []
     for stage, state in enumerate(states):
         resident = float(retained[stage].sum())
-        working = _working_bytes(request, decisions, stage=stage)
+        working = _working_bytes(candidate, decisions, stage=stage)
         device = replace(
             state.device,
             activations_bytes=round(resident),
@@ -198,64 +195,64 @@ def ring_bytes(decisions: ActivationPlacement, situation: PolicyInputs) -> Table
     return ring
 
 
-def borrower_bytes(request: CostRequest) -> int:
+def borrower_bytes(candidate: Candidate) -> int:
     """What helping another stage takes under MSP.
 
     Two of its layers' weights, and one layer's K/V prefix with its gradient.
     """
-    workload = request.workload
-    tokens = max(sum(parts) for parts in request.lengths)
-    return _two_layers_bytes(request) + round(tokens * sum(kv_bytes_per_token(workload)))
+    workload = candidate.workload
+    tokens = sum(candidate.lengths)
+    return _two_layers_bytes(candidate) + round(tokens * sum(kv_bytes_per_token(workload)))
 
 
-def _kv_bytes(request: CostRequest, *, in_flight: Counts) -> tuple[Table, Table]:
+def _kv_bytes(candidate: Candidate, *, in_flight: Counts) -> tuple[Table, Table]:
     """K/V buffers hold a whole sequence each, from its first forward to its last backward."""
-    tokens = max(sum(parts) for parts in request.lengths)
-    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)
-    narrow, wide = kv_bytes_per_token(request.workload)
+    tokens = sum(candidate.lengths)
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+    narrow, wide = kv_bytes_per_token(candidate.workload)
     sequences = in_flight.max(axis=1)
     return layers * tokens * narrow * sequences, layers * tokens * wide
 
 
-def _loss_gradient_bytes(request: CostRequest, in_flight: Counts) -> int:
-    lengths = np.array(request.lengths[0])
-    tokens = int((lengths * in_flight[-1]).sum()) // request.workload.sequence_parallel_degree
-    return tokens * request.workload.model.hidden_size * request.workload.element_bytes
+def _loss_gradient_bytes(candidate: Candidate, in_flight: Counts) -> int:
+    lengths = np.array(candidate.lengths)
+    tokens = int((lengths * in_flight[-1]).sum()) // candidate.workload.sequence_parallel_degree
+    return tokens * candidate.workload.model.hidden_size * candidate.workload.element_bytes
 
 
-def _most_working_bytes(request: CostRequest) -> int:
+def _most_working_bytes(candidate: Candidate) -> int:
     """Of the longest subsequence, whatever is rebuilt."""
-    tokens = _longest(request)
+    tokens = _longest(candidate)
     return most_working_set(
-        request.workload,
+        candidate.workload,
         tokens=tokens,
-        prefix=max(sum(parts) for parts in request.lengths) - 1,
-        input_every=request.input_every,
-        layers=max(len(stage) for stage in request.stages),
+        prefix=sum(candidate.lengths) - 1,
+        input_every=candidate.input_every,
+        layers=max(len(stage) for stage in candidate.stages),
     ).live_bytes
 
 
-def _working_bytes(request: CostRequest, decisions: ActivationPlacement, *, stage: int) -> int:
+def _working_bytes(candidate: Candidate, decisions: ActivationPlacement, *, stage: int) -> int:
     """Of the subsequence that needs most, with what is rebuilt of each."""
-    degree = request.workload.sequence_parallel_degree
+    degree = candidate.workload.sequence_parallel_degree
     most = 0
-    if request.is_last_stage(stage):
-        most = loss_working_set(request.workload, tokens=_longest(request)).live_bytes
-    for recomputed, tokens, prefix in _heaviest(request, decisions, stage=stage):
+    if candidate.is_last_stage(stage):
+        most = loss_working_set(candidate.workload, tokens=_longest(candidate)).live_bytes
+    for recomputed, tokens, prefix in _heaviest(candidate, decisions, stage=stage):
         moment = working_set(
-            request.workload,
+            candidate.workload,
             tokens=-(-tokens // degree),
             prefix=prefix,
             recomputed=recomputed,
-            input_every=request.input_every,
-            layers=len(request.stages[stage]),
+            input_every=candidate.input_every,
+            layers=len(candidate.stages[stage]),
         )
         most = max(most, moment.live_bytes)
     return most
 
 
 def _heaviest(
-    request: CostRequest, decisions: ActivationPlacement, *, stage: int
+    candidate: Candidate, decisions: ActivationPlacement, *, stage: int
 ) -> Iterator[tuple[frozenset[int], int, int]]:
     """(classes rebuilt, tokens, prefix) of the subsequences that none other outweighs.
 
@@ -264,14 +261,13 @@ def _heaviest(
     """
     recomputed_rows = decisions.recomputed[stage].tolist()
     best: dict[frozenset[int], dict[int, int]] = {}
-    for parts in request.lengths:
-        before = 0
-        for tokens, rows in zip(parts, recomputed_rows, strict=True):
-            recomputed = frozenset(index for index, count in enumerate(rows) if count)
-            prefix = min(before, PREFIX_KEYS)
-            by_prefix = best.setdefault(recomputed, {})
-            by_prefix[prefix] = max(by_prefix.get(prefix, 0), tokens)
-            before += tokens
+    before = 0
+    for tokens, rows in zip(candidate.lengths, recomputed_rows, strict=True):
+        recomputed = frozenset(index for index, count in enumerate(rows) if count)
+        prefix = min(before, PREFIX_KEYS)
+        by_prefix = best.setdefault(recomputed, {})
+        by_prefix[prefix] = max(by_prefix.get(prefix, 0), tokens)
+        before += tokens
     for recomputed, by_prefix in best.items():
         longest = 0
         for prefix in sorted(by_prefix, reverse=True):
@@ -280,66 +276,68 @@ def _heaviest(
                 yield recomputed, longest, prefix
 
 
-def _longest(request: CostRequest) -> int:
+def _longest(candidate: Candidate) -> int:
     """Tokens of the longest subsequence on one device."""
-    longest = max(tokens for parts in request.lengths for tokens in parts)
-    return -(-longest // request.workload.sequence_parallel_degree)
+    longest = max(candidate.lengths)
+    return -(-longest // candidate.workload.sequence_parallel_degree)
 
 
-def _put_together_bytes(request: CostRequest, *, stage: int) -> int:
+def _put_together_bytes(candidate: Candidate, *, stage: int) -> int:
     """Whole weights at once where every device holds a share of them (ZeRO-3).
 
     Two layers', the one in use and the next one, or what a stage has outside of its layers.
     """
-    model = request.workload.model
+    model = candidate.workload.model
     before, behind = outer_parts(model)
     outer = [before] if stage == 0 else []
-    outer += [behind] if request.is_last_stage(stage) else []
+    outer += [behind] if candidate.is_last_stage(stage) else []
     elements = [sum(map(prod, shapes.values())) for shapes in outer]
-    most_outer = max(elements, default=0) * request.workload.element_bytes
-    return max(_two_layers_bytes(request), most_outer)
+    most_outer = max(elements, default=0) * candidate.workload.element_bytes
+    return max(_two_layers_bytes(candidate), most_outer)
 
 
-def _two_layers_bytes(request: CostRequest) -> int:
+def _two_layers_bytes(candidate: Candidate) -> int:
     """Weights of two layers, as far as a device computes with them."""
-    workload = request.workload
+    workload = candidate.workload
     layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
     shared = workload.sequence_parallel == "megatron"
     degree = workload.sequence_parallel_degree if shared else 1
     return 2 * layer * workload.element_bytes // degree
 
 
-def exchanged_bytes(request: CostRequest) -> int:
+def exchanged_bytes(candidate: Candidate) -> int:
     """What a sequence-parallel group exchanges: with Ulysses q, k, v and o, twice.
 
     With Megatron what has all tokens where the working set counts a device's own: in the backward
     of the MLP both normed inputs, gathered again, this rank's part of their gradient, and all
     ranks' parts of its own tokens.
     """
-    workload = request.workload
+    workload = candidate.workload
     model, degree = workload.model, workload.sequence_parallel_degree
     if degree == 1:
         return 0
-    longest = max(tokens for parts in request.lengths for tokens in parts)
+    longest = max(candidate.lengths)
     if workload.sequence_parallel == "megatron":
         return 4 * longest * model.hidden_size * workload.element_bytes
     heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
     return longest // degree * workload.element_bytes * heads
 
 
-def _reduce_bytes(request: CostRequest, *, parameters: float) -> int:
+def _reduce_bytes(candidate: Candidate, *, parameters: float) -> int:
     """Gradients on their way to the ranks that update them, and what comes back of each bucket."""
-    copies = request.data_parallel_degree * same_weights_degree(request.workload)
+    copies = candidate.data_parallel_degree * same_weights_degree(candidate.workload)
     if copies == 1:
         return 0
     under_way = min(REDUCE_BUCKETS * REDUCE_BUCKET_BYTES, round(parameters * ACCUMULATION_BYTES))
     return round(under_way * (1 + 1 / copies))
 
 
-def _communication_bytes(request: CostRequest) -> int:
+def _communication_bytes(candidate: Candidate) -> int:
     """Two messages each way between stages, and what is exchanged inside a group."""
-    workload = request.workload
-    longest = max(tokens for parts in request.lengths for tokens in parts)
+    workload = candidate.workload
+    longest = max(candidate.lengths)
     here = longest // workload.sequence_parallel_degree * workload.element_bytes
-    messages = 4 * here * workload.model.hidden_size if request.num_stages > 1 else 0
-    return messages + exchanged_bytes(request)
+    messages = (
+        4 * here * workload.model.hidden_size if candidate.pipeline_parallel_degree > 1 else 0
+    )
+    return messages + exchanged_bytes(candidate)

@@ -6,9 +6,8 @@ Measured with torch 2.13 as anonymous memory between the pre-flight check and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from sppo.cost.layer import ACCUMULATION_BYTES, Workload
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.units import KIB, MIB
 
 STEPS_BYTES = 18 * MIB
@@ -26,33 +25,24 @@ REPORT_BYTES = 32 * MIB
 """The pictures at the end, 20 MiB, for which there is what training had taken."""
 
 
-def process_growth_bytes(
-    workload: Workload,
-    lengths: Sequence[Sequence[int]],
-    *,
-    stages_per_rank: int,
-    is_pipeline: bool,
-    background_save_bytes: int,
-) -> int:
+def process_growth_bytes(candidate: Candidate, *, background_save_bytes: int) -> int:
     """Return what one process grows by beside the tensors of the other buckets; 0 on a GPU.
 
     Args:
-        workload: what runs where.
-        lengths: tokens of every subsequence of every sequence of one data-parallel rank.
-        stages_per_rank: of the pipeline.
-        is_pipeline: whether there are several stages, which send messages.
+        candidate: what runs where.
         background_save_bytes: copy of the training state that is written while training goes on.
     """
+    workload, lengths, sequences = candidate.workload, candidate.lengths, candidate.sequences
     if workload.hardware.device.kind != "cpu":
         return 0
-    distinct = {*lengths}
-    units = sum(lengths.count(parts) * len(parts) for parts in distinct)
-    tokens = sum(lengths.count(parts) * sum(parts) for parts in distinct)
-    step = step_bytes(tokens=tokens, units=units * stages_per_rank, is_pipeline=is_pipeline)
+    step = step_bytes(
+        tokens=sequences * sum(lengths),
+        units=sequences * len(lengths),
+        is_pipeline=candidate.pipeline_parallel_degree > 1,
+    )
     code = 0
     if workload.element_bytes < ACCUMULATION_BYTES:
-        num_lengths = len({length for parts in distinct for length in parts})
-        code = CODE_BYTES + num_lengths * CODE_BYTES_PER_LENGTH
+        code = CODE_BYTES + len({*lengths}) * CODE_BYTES_PER_LENGTH
     return STEPS_BYTES + code + step + background_save_bytes
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from sppo.activations.placement import ATTENTION, LINEAR, X_IN, ActivationPlacement
 from sppo.activations.policy import class_bytes_per_token
+from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs, recomputed_linear_flops
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
@@ -28,45 +29,6 @@ from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.sharded_weights import layer_elements
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, Link, Links, Table
-
-
-@dataclass(frozen=True, slots=True)
-class CostRequest:
-    """What to price.
-
-    Attributes:
-        workload: Model, machine, precision, sequence parallelism.
-        lengths: Tokens of every subsequence of every sequence of one data-parallel rank.
-        num_ranks: Pipeline ranks.
-        num_virtual: Stages per rank.
-        data_parallel_degree: Replicas that reduce gradients once per step.
-        zero: How much of the state the replicas share out: 0, 1 or 3.
-        input_every: Layers that share one saved input; the others rebuild it.
-        background_saves: Checkpoints are copied in memory, then written while training goes on.
-    """
-
-    workload: Workload
-    lengths: tuple[tuple[int, ...], ...]
-    num_ranks: int = 1
-    num_virtual: int = 1
-    data_parallel_degree: int = 1
-    zero: int = 1
-    input_every: int = 1
-    background_saves: bool = False
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the pipeline."""
-        return self.num_ranks * self.num_virtual
-
-    def is_last_stage(self, stage: int) -> bool:
-        """Whether it holds the head and the loss."""
-        return stage == self.num_stages - 1
-
-    @property
-    def stages(self) -> tuple[range, ...]:
-        """The layers of each stage."""
-        return layers_of_stages(self.workload.model.num_layers, num_stages=self.num_stages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,73 +46,48 @@ class StageSeconds:
     reduce_s: Table
 
 
-def layers_of_stages(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
-    """The layers of each stage: as equal as they can be, the last stages never the longer ones.
-
-    The last stage also has the vocabulary projection, so it is the wrong place for a spare layer.
-
-    Raises:
-        ValueError: fewer layers than stages.
-    """
-    if num_layers < num_stages:
-        raise ValueError(
-            f"{num_layers} layers on {num_stages} stages: every stage needs a layer; use at most "
-            f"{num_layers} stages"
-        )
-    size, longer = divmod(num_layers, num_stages)
-    ends = [0]
-    for stage in range(num_stages):
-        ends.append(ends[-1] + size + (stage < longer))
-    return tuple(range(begin, end) for begin, end in zip(ends, ends[1:], strict=False))
-
-
-def stage_seconds(request: CostRequest) -> StageSeconds:
+def stage_seconds(candidate: Candidate) -> StageSeconds:
     """Seconds of every stage and unit when everything is kept.
 
     Raises:
         ValueError: more stages than layers.
     """
-    workload, stages = request.workload, request.stages
-    priced: dict[tuple[int, ...], LayerSeconds] = {}
-    sequences = []
-    for lengths in request.lengths:
-        if lengths not in priced:
-            priced[lengths] = _sequence_seconds(workload, stages=stages, lengths=lengths)
-        sequences.append(priced[lengths])
+    workload = candidate.workload
+    one = _sequence_seconds(workload, stages=candidate.stages, lengths=candidate.lengths)
     units = LayerSeconds(
         *(
-            np.concatenate([getattr(sequence, name) for sequence in sequences], axis=1)
+            np.tile(getattr(one, name), (1, candidate.sequences))
             for name in ("forward", "backward", "weight", "linear_recompute", "attention_recompute")
         )
     )
-    if request.zero == 3:
-        units = _behind_gathers(units, gather_s=_gather_seconds(request))
-    updated = updated_parameters(request) if request.zero else device_parameters(request)
+    if candidate.zero == 3:
+        units = _behind_gathers(units, gather_s=_gather_seconds(candidate))
+    updated = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
     return StageSeconds(
         units,
         update_s=update_seconds(workload, parameters=updated, shards=1),
-        reduce_s=_reduce_seconds(request),
+        reduce_s=_reduce_seconds(candidate),
     )
 
 
 def stage_costs(
-    request: CostRequest, *, seconds: StageSeconds, decisions: ActivationPlacement | None = None
+    candidate: Candidate, *, seconds: StageSeconds, decisions: ActivationPlacement | None = None
 ) -> Costs:
-    """Costs of every action of a schedule for this request.
+    """Costs of every action of a schedule for this candidate.
 
     Args:
-        request: what is priced.
-        seconds: of the same request.
+        candidate: what is priced.
+        seconds: of the same candidate.
         decisions: of the activation policy, [stages, subsequences] of each sequence; None keeps
             everything. Rebuilding happens inside B, so it is priced there.
     """
-    workload = request.workload
-    units, lengths = seconds.units, np.array([n for parts in request.lengths for n in parts])
-    rows = _unit_rows(request, decisions=decisions, lengths=lengths)
-    row_bytes = row_bytes_of(request)[:, None, :]
+    workload = candidate.workload
+    units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
+    rows = _unit_rows(candidate, decisions=decisions, lengths=lengths)
+    row_bytes = row_bytes_of(candidate)[:, None, :]
     recomputed = rows.recomputed / lengths[None, :, None]
-    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)[:, None]
-    link_weights = _streamed_parameters(request)
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
+    link_weights = _streamed_parameters(candidate)
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
     offloaded = (rows.offloaded * row_bytes).sum(axis=2)
@@ -159,7 +96,7 @@ def stage_costs(
         forward_s=units.forward + disturbed_s,
         backward_s=units.backward
         + disturbed_s
-        + units.linear_recompute * (recomputed[:, :, LINEAR] + _input_recompute_fraction(request))
+        + units.linear_recompute * (recomputed[:, :, LINEAR] + _input_recompute_fraction(candidate))
         + units.attention_recompute * recomputed[:, :, ATTENTION],
         weight_s=units.weight,
         recompute_s=np.zeros_like(units.forward),
@@ -175,31 +112,31 @@ def stage_costs(
         weight_bytes=link_weights * workload.element_bytes,
         weight_gradient_bytes=link_weights * ACCUMULATION_BYTES,
         context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
-        links=pipeline_links(request),
-        copies=copy_engines(request),
+        links=pipeline_links(candidate),
+        copies=copy_engines(candidate),
     )
 
 
-def _input_recompute_fraction(request: CostRequest) -> Table:
+def _input_recompute_fraction(candidate: Candidate) -> Table:
     """Products that rebuild shared inputs over those of the linear class, [stages, 1].
 
     A layer that rebuilds its input does the down projection of the one below once more.
     """
-    model = request.workload.model
-    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)[:, None]
-    shared = 1 - np.ceil(layers / request.input_every) / layers
+    model = candidate.workload.model
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
+    shared = 1 - np.ceil(layers / candidate.input_every) / layers
     down = 2 * model.hidden_size * model.mlp_size
     share: Table = shared * down / recomputed_linear_flops(model)
     return share
 
 
-def row_bytes_of(request: CostRequest) -> Table:
+def row_bytes_of(candidate: Candidate) -> Table:
     """Bytes of one row of each tensor class on one device, all layers of a stage, [stages, 3]."""
-    workload = request.workload
-    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)
+    workload = candidate.workload
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     result: Table = layers[:, None] * classes / workload.sequence_parallel_degree
-    result[:, X_IN] *= np.ceil(layers / request.input_every) / layers
+    result[:, X_IN] *= np.ceil(layers / candidate.input_every) / layers
     return result
 
 
@@ -214,9 +151,9 @@ def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
     return elements * workload.element_bytes, elements * ACCUMULATION_BYTES
 
 
-def copy_bytes_per_s(request: CostRequest) -> tuple[float, float]:
+def copy_bytes_per_s(candidate: Candidate) -> tuple[float, float]:
     """Rates (out, back) of a device's copies to its next tier; 0 where there is none."""
-    node = request.workload.hardware.node
+    node = candidate.workload.hardware.node
     if node.host_memory_bytes:
         return node.d2h_bytes_per_s, node.h2d_bytes_per_s
     if node.disk_bytes:
@@ -225,15 +162,15 @@ def copy_bytes_per_s(request: CostRequest) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def copy_engines(request: CostRequest) -> CopyEngines:
+def copy_engines(candidate: Candidate) -> CopyEngines:
     """Copies as schedules are played with them."""
-    out, back = copy_bytes_per_s(request)
+    out, back = copy_bytes_per_s(candidate)
     return CopyEngines(out, back) if out > 0 and back > 0 else CopyEngines()
 
 
-def stage_parameters(request: CostRequest) -> Table:
+def stage_parameters(candidate: Candidate) -> Table:
     """Parameters of each stage: its layers, the embedding on the first, the head on the last."""
-    model, stages = request.workload.model, request.stages
+    model, stages = candidate.workload.model, candidate.stages
     layer = sum(prod(shape) for shape in layer_shapes(model).values())
     counts = np.array([float(layer * len(layers)) for layers in stages])
     for name, shape in outer_shapes(model).items():
@@ -244,40 +181,40 @@ def stage_parameters(request: CostRequest) -> Table:
     return counts
 
 
-def _streamed_parameters(request: CostRequest) -> Table:
+def _streamed_parameters(candidate: Candidate) -> Table:
     """Parameters of each stage that a device sends to one that helps it (MSP), [stages].
 
     Of its layers: embedding and head stay with the owner. Devices of a group each send their share
     to a helper group, which puts it together over its fast links.
     """
-    workload = request.workload
+    workload = candidate.workload
     layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
-    counts = np.array([float(layer * len(layers)) for layers in request.stages])
+    counts = np.array([float(layer * len(layers)) for layers in candidate.stages])
     return counts / workload.sequence_parallel_degree
 
 
-def device_parameters(request: CostRequest) -> Table:
+def device_parameters(candidate: Candidate) -> Table:
     """Parameters a device computes with: Megatron shares them out, Ulysses repeats them."""
-    counts: Table = sum(_parameters_by_copies(request).values(), np.zeros(request.num_stages))
+    counts: Table = sum(_parameters_by_copies(candidate).values(), np.zeros(len(candidate.stages)))
     return counts
 
 
-def updated_parameters(request: CostRequest) -> Table:
+def updated_parameters(candidate: Candidate) -> Table:
     """Parameters that a device updates where those with the same weights share the work."""
-    counts: Table = np.zeros(request.num_stages)
-    for copies, held in _parameters_by_copies(request).items():
-        counts = counts + held / (copies * request.data_parallel_degree)
+    counts: Table = np.zeros(len(candidate.stages))
+    for copies, held in _parameters_by_copies(candidate).items():
+        counts = counts + held / (copies * candidate.data_parallel_degree)
     return counts
 
 
-def _parameters_by_copies(request: CostRequest) -> Mapping[int, Table]:
+def _parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
     """Parameters a device computes with, by the devices of its group that hold the same."""
-    workload, everything = request.workload, stage_parameters(request)
+    workload, everything = candidate.workload, stage_parameters(candidate)
     degree = workload.sequence_parallel_degree
     if workload.sequence_parallel == "ulysses" or degree == 1:
         return {degree: everything}
     model = workload.model
-    layers = np.array([float(len(stage)) for stage in request.stages])
+    layers = np.array([float(len(stage)) for stage in candidate.stages])
     found = {n: layers * held for n, held in layer_elements(model, degree=degree).items()}
     outer = everything - layers * sum(prod(shape) for shape in layer_shapes(model).values())
     if workload.vocabulary_sharded:
@@ -292,13 +229,13 @@ def same_weights_degree(workload: Workload) -> int:
     return workload.sequence_parallel_degree if workload.sequence_parallel == "ulysses" else 1
 
 
-def pipeline_links(request: CostRequest) -> Links:
+def pipeline_links(candidate: Candidate) -> Links:
     """Links between pipeline ranks, with sequence-parallel devices next to each other."""
-    hardware, width = request.workload.hardware, request.workload.sequence_parallel_degree
+    hardware, width = candidate.workload.hardware, candidate.workload.sequence_parallel_degree
     network = hardware.network
     inside = Link(network.intra_node_latency_s, network.intra_node_bytes_per_s)
     outside = Link(network.inter_node_latency_s, network.inter_node_bytes_per_s)
-    node_of = [rank * width // hardware.node.num_devices for rank in range(request.num_ranks)]
+    node_of = [rank * width // hardware.node.num_devices for rank in range(len(candidate.stages))]
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(node_of):
         members.setdefault(node, []).append(rank)
@@ -314,11 +251,11 @@ class _UnitRows:
 
 
 def _unit_rows(
-    request: CostRequest, *, decisions: ActivationPlacement | None, lengths: Table
+    candidate: Candidate, *, decisions: ActivationPlacement | None, lengths: Table
 ) -> _UnitRows:
     """Rows by unit, [stages, units, 3], from decisions by subsequence."""
     if decisions is None:
-        shape = (request.num_stages, len(lengths), 3)
+        shape = (candidate.pipeline_parallel_degree, len(lengths), 3)
         retained = np.broadcast_to(lengths[None, :, None], shape).astype(np.float64)
         return _UnitRows(retained, np.zeros(shape), np.zeros(shape))
     repeats = len(lengths) // decisions.retained.shape[1]
@@ -367,13 +304,13 @@ def _behind_gathers(units: LayerSeconds, *, gather_s: Table) -> LayerSeconds:
     )
 
 
-def _gather_seconds(request: CostRequest) -> Table:
+def _gather_seconds(candidate: Candidate) -> Table:
     """Putting the weights of a stage together from everyone who keeps a part of them (ZeRO-3)."""
-    workload = request.workload
+    workload = candidate.workload
     network = workload.hardware.network
-    replicas = request.data_parallel_degree
-    seconds: Table = np.zeros(request.num_stages)
-    for group, held in _parameters_by_copies(request).items():
+    replicas = candidate.data_parallel_degree
+    seconds: Table = np.zeros(len(candidate.stages))
+    for group, held in _parameters_by_copies(candidate).items():
         offloaded = held * workload.element_bytes
         inside = offloaded * (group - 1) / group / network.intra_node_bytes_per_s
         outside = offloaded * (replicas - 1) / replicas / network.inter_node_bytes_per_s
@@ -381,13 +318,13 @@ def _gather_seconds(request: CostRequest) -> Table:
     return seconds
 
 
-def _reduce_seconds(request: CostRequest) -> Table:
+def _reduce_seconds(candidate: Candidate) -> Table:
     """A ring all-reduce of fp32 gradients over everyone with the same weights, once per step."""
-    workload = request.workload
+    workload = candidate.workload
     network = workload.hardware.network
-    replicas = request.data_parallel_degree
-    seconds: Table = np.zeros(request.num_stages)
-    for group, held in _parameters_by_copies(request).items():
+    replicas = candidate.data_parallel_degree
+    seconds: Table = np.zeros(len(candidate.stages))
+    for group, held in _parameters_by_copies(candidate).items():
         offloaded = held * ACCUMULATION_BYTES * 2
         inside = offloaded * (group - 1) / group / network.intra_node_bytes_per_s
         outside = offloaded * (replicas - 1) / replicas / network.inter_node_bytes_per_s

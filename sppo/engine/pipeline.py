@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sppo.cost.stage_cost import layers_of_stages
+from sppo.cost.candidate import layers_of_stages
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineP2P
 from sppo.schedule.actions import Placement, Schedule

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidate import Candidate, EvaluatedCandidate, assess
+from sppo.planning.candidate import EvaluatedCandidate, assess
 from sppo.planning.simulated_candidate import Option, simulate_option
 from sppo.planning.solver import solve
 from sppo.schedule.costs import Costs, Links

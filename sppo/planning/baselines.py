@@ -21,9 +21,10 @@ import numpy as np
 from sppo.activations.policy import saved_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Mechanism, Workload
 from sppo.cost.memory import MemoryBuckets, exchanged_bytes, state_memory
-from sppo.cost.stage_cost import CostRequest, kv_bytes_per_token, same_weights_degree
+from sppo.cost.stage_cost import kv_bytes_per_token, same_weights_degree
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.choices import Degrees
 from sppo.planning.feasibility import fits_at_all
@@ -92,23 +93,25 @@ def baseline_memory(
         sequence_parallel=method.mechanism,
         vocabulary_sharded=method.mechanism == "megatron",
     )
-    request = CostRequest(
+    candidate = Candidate(
         workload,
-        ((length,),),
-        num_ranks=degrees.pipeline_parallel,
+        (length,),
+        pipeline_parallel_degree=degrees.pipeline_parallel,
         data_parallel_degree=degrees.data_parallel,
         zero=method.zero,
     )
-    once = np.ones((request.num_stages, 1), dtype=np.int64)
+    once = np.ones((candidate.pipeline_parallel_degree, 1), dtype=np.int64)
     keeps = method.policy == "retain"
     kv = kv_bytes_per_token(workload)[0] * length
     saved = saved_bytes_per_token(method.policy, run.model, element_bytes=workload.element_bytes)
     per_layer = saved * length / degrees.sequence_parallel
-    exchanged = _exchanged_bytes(request, tokens=length)
+    exchanged = _exchanged_bytes(candidate, tokens=length)
     # They reduce gradients layer by layer and keep a share of them only.
     shards = degrees.data_parallel * same_weights_degree(workload) if method.zero >= 3 else 1
     stages = []
-    for state, layers in zip(state_memory(request, in_flight=once), request.stages, strict=True):
+    for state, layers in zip(
+        state_memory(candidate, in_flight=once), candidate.stages, strict=True
+    ):
         stages.append(
             replace(
                 state.device,
@@ -123,17 +126,17 @@ def baseline_memory(
     return max(stages, key=lambda device: device.total_bytes)
 
 
-def _exchanged_bytes(request: CostRequest, *, tokens: int) -> int:
+def _exchanged_bytes(candidate: Candidate, *, tokens: int) -> int:
     """What a Megatron group exchanges beyond what our own would.
 
     Its products share out outputs, not tokens, so each device gathers the residual stream of the
     whole sequence and its gradient, and has a part of their sums. Ours holds one tensor more.
     """
-    workload = request.workload
+    workload = candidate.workload
     if workload.sequence_parallel != "megatron" or workload.sequence_parallel_degree == 1:
         return 0
     gathered = 3 * tokens * workload.model.hidden_size * workload.element_bytes
-    return gathered - exchanged_bytes(request)
+    return gathered - exchanged_bytes(candidate)
 
 
 def _baseline(run: RunConfig, hardware: HardwareSpec, method: Method, paper: str) -> Baseline:

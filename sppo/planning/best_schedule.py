@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sppo.config.run import RunConfig
-from sppo.planning.candidate import Candidate, assess
+from sppo.cost.candidate import Candidate
+from sppo.planning.candidate import assess
 from sppo.planning.simulated_candidate import Option, simulate_option
 from sppo.planning.simulated_memory import simulate_within_budget
 

@@ -1,4 +1,4 @@
-"""One way to run a model on a machine, and what comes of it: time, memory, whether it fits."""
+"""What comes of a candidate: time, memory, whether it fits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 from sppo.activations.hybrid import choices
 from sppo.activations.placement import ActivationPlacement, Counts, PolicyInputs
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
+from sppo.cost.candidate import Candidate
 from sppo.cost.copy_room import (
     copy_slots,
     ring_share,
     tier_padding_bytes,
     with_exact_room,
 )
-from sppo.cost.layer import Workload, exchange_seconds
+from sppo.cost.layer import exchange_seconds
 from sppo.cost.memory import (
     StageMemory,
     borrower_bytes,
@@ -24,7 +25,6 @@ from sppo.cost.memory import (
     with_activations,
 )
 from sppo.cost.stage_cost import (
-    CostRequest,
     StageSeconds,
     copy_bytes_per_s,
     row_bytes_of,
@@ -38,70 +38,6 @@ from sppo.schedule.generators import generate
 
 OVERLAPPING = ("sppo", "sppo_msp", "seq1f1b", "1f1b")
 """Schedules that hold N + p - 1 - r units on rank r of p (Seq1F1B, section 3)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Degrees of parallelism, cuts, schedule and policy.
-
-    Attributes:
-        workload: Model, machine, precision, sequence parallelism.
-        lengths: Tokens of every subsequence; every sequence of a step is cut alike.
-        sequences: Sequences per step of one data-parallel replica.
-        pipeline_parallel_degree: Ranks of the pipeline.
-        data_parallel_degree: Replicas.
-        schedule: Name of the schedule.
-        policy: Activation policy.
-        offload_ratio: Share that every subsequence sends away; None leaves it to the policy.
-        zero: How much of the state the replicas share out.
-        offload_optimizer: Optimizer states live in host memory.
-        input_every: Layers that share one saved input.
-        allow_partial: Whether the policy may cut a tensor class.
-        spare_bytes: Device memory to leave for what only a simulation follows.
-        background_saves: Checkpoints are copied in memory, then written while training goes on.
-    """
-
-    workload: Workload
-    lengths: tuple[int, ...]
-    sequences: int = 1
-    pipeline_parallel_degree: int = 1
-    data_parallel_degree: int = 1
-    schedule: str = "sppo"
-    policy: str = "hybrid"
-    offload_ratio: float | None = None
-    zero: int = 1
-    offload_optimizer: bool = False
-    input_every: int = 1
-    allow_partial: bool = True
-    spare_bytes: int = 0
-    background_saves: bool = False
-
-    @property
-    def budget_bytes(self) -> int:
-        """Device memory that it may fill."""
-        return max(0, self.workload.hardware.device.usable_bytes - self.spare_bytes)
-
-    @property
-    def num_devices(self) -> int:
-        """Devices it occupies."""
-        return (
-            self.pipeline_parallel_degree
-            * self.data_parallel_degree
-            * self.workload.sequence_parallel_degree
-        )
-
-    @property
-    def request(self) -> CostRequest:
-        """As the cost model is asked."""
-        return CostRequest(
-            self.workload,
-            (self.lengths,) * self.sequences,
-            num_ranks=self.pipeline_parallel_degree,
-            data_parallel_degree=self.data_parallel_degree,
-            zero=self.zero,
-            input_every=self.input_every,
-            background_saves=self.background_saves,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,31 +109,30 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
 
     Args:
         candidate: what to assess.
-        seconds: of its request, where they are known already.
+        seconds: of its candidate, where they are known already.
 
     Raises:
         ValueError: more stages than layers, or a policy the machine cannot serve.
     """
-    request = candidate.request
     hardware = candidate.workload.hardware
     if candidate.offload_optimizer and not hardware.node.host_memory_bytes:
         raise ValueError(
             f"optimizer.offload keeps optimizer states in host memory, and {hardware.name} has "
             "none beside its devices': write optimizer.offload=false"
         )
-    seconds = seconds or stage_seconds(request)
+    seconds = seconds or stage_seconds(candidate)
     in_flight = in_flight_counts(candidate)
     states = state_memory(
-        request, in_flight=in_flight, offload_optimizer=candidate.offload_optimizer
+        candidate, in_flight=in_flight, offload_optimizer=candidate.offload_optimizer
     )
     if candidate.schedule == "sppo_msp":
-        states = _with_borrowers(states, extra=borrower_bytes(request))
+        states = _with_borrowers(states, extra=borrower_bytes(candidate))
     situation = _situation(candidate, seconds=seconds, in_flight=in_flight, states=states)
 
     def memory_of(decisions: ActivationPlacement) -> tuple[StageMemory, ...]:
         return with_exact_room(
-            with_activations(states, request=request, decisions=decisions, situation=situation),
-            request=request,
+            with_activations(states, candidate=candidate, decisions=decisions, situation=situation),
+            candidate=candidate,
             decisions=decisions,
             in_flight=in_flight,
         )
@@ -216,7 +151,7 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
                 break
     priced = []
     for decisions in possible:
-        costs = stage_costs(request, seconds=seconds, decisions=decisions)
+        costs = stage_costs(candidate, seconds=seconds, decisions=decisions)
         priced.append((step_time(costs, num_sequences=candidate.sequences), decisions, costs))
     found = []
     for time, decisions, costs in sorted(priced, key=lambda item: item[0].step_s):
@@ -249,7 +184,7 @@ def _decisions(candidate: Candidate, situation: PolicyInputs) -> Iterable[Activa
 def leaves_room(candidate: Candidate) -> bool:
     """Whether it fits without any saved activation: quick to tell, and most do not."""
     states = state_memory(
-        candidate.request,
+        candidate,
         in_flight=in_flight_counts(candidate),
         offload_optimizer=candidate.offload_optimizer,
     )
@@ -299,7 +234,7 @@ def _walked_counts(candidate: Candidate) -> Counts:
     schedule = generate(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
-        lengths=candidate.request.lengths,
+        lengths=(candidate.lengths,) * candidate.sequences,
     )
     shape = (candidate.pipeline_parallel_degree, len(candidate.lengths))
     most = np.zeros(shape, dtype=np.int64)
@@ -324,26 +259,26 @@ def _situation(
     states: tuple[StageMemory, ...],
 ) -> PolicyInputs:
     """What the activation policy decides from."""
-    request, hardware = candidate.request, candidate.workload.hardware
+    hardware = candidate.workload.hardware
     count = len(candidate.lengths)
     tokens = np.array(candidate.lengths, dtype=np.int64)
-    layers = np.array([len(stage) for stage in request.stages], dtype=np.float64)
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     exchange = exchange_seconds(candidate.workload, tokens=tokens.astype(np.float64))
     exchange = layers[:, None] * exchange
     units = seconds.units
     forward = _following(units.forward[:, :count] - exchange)
     backward = _following((units.backward + units.weight)[:, :count] - exchange)
-    out, back = copy_bytes_per_s(request)
+    out, back = copy_bytes_per_s(candidate)
     used = np.array([state.device.total_bytes for state in states], dtype=np.float64)
     host = np.array([state.host_optimizer_bytes for state in states], dtype=np.float64)
     on_host = hardware.node.host_memory_bytes > 0
     tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
-    tier_used = tier_padding_bytes(request, in_flight=in_flight) + (host if on_host else 0)
+    tier_used = tier_padding_bytes(candidate, in_flight=in_flight) + (host if on_host else 0)
     return PolicyInputs(
         tokens=tokens,
-        row_bytes=row_bytes_of(request),
+        row_bytes=row_bytes_of(candidate),
         in_flight=in_flight,
-        ring_share=ring_share(request),
+        ring_share=ring_share(candidate),
         next_forward_s=forward,
         hidden_bytes=np.minimum(forward * out, backward * back),
         linear_recompute_s=seconds.units.linear_recompute[:, :count],
@@ -352,7 +287,7 @@ def _situation(
         device_bytes=np.maximum(0.0, candidate.budget_bytes - used),
         tier_bytes=np.maximum(0.0, tier - tier_used),
         allow_partial=candidate.allow_partial,
-        slots=copy_slots(request),
+        slots=copy_slots(candidate),
     )
 
 

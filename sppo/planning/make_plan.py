@@ -90,12 +90,12 @@ def predict(run: RunConfig, option: Option) -> Prediction:
 
 def _staging_bytes(assessment: EvaluatedCandidate) -> int:
     """Host memory in front of a disk; part of the device's where that is RAM."""
-    return staging_bytes(assessment.candidate.request, decisions=assessment.decisions)
+    return staging_bytes(assessment.candidate, decisions=assessment.decisions)
 
 
 def offload_ratios(assessment: EvaluatedCandidate) -> tuple[float, ...]:
     """Share of its saved bytes that each subsequence moves, on the first stage."""
-    row_bytes = row_bytes_of(assessment.candidate.request)[0]
+    row_bytes = row_bytes_of(assessment.candidate)[0]
     offloaded = assessment.decisions.offloaded[0] @ row_bytes
     whole = assessment.decisions.tokens * row_bytes.sum()
     return tuple(float(round(share, 4)) for share in offloaded / whole)
@@ -109,9 +109,9 @@ def _bubble_fraction(option: Option) -> float:
 
 
 def _stages(assessment: EvaluatedCandidate) -> tuple[StagePlan, ...]:
-    request = assessment.candidate.request
+    candidate = assessment.candidate
     stages = []
-    for stage, layers in enumerate(request.stages):
+    for stage, layers in enumerate(candidate.stages):
         stages.append(
             StagePlan(
                 first_layer=layers.start,
@@ -128,7 +128,7 @@ def _subsequences(
 ) -> tuple[SubsequencePlacement, ...]:
     """Parcels lie one behind the other: offsets are decided here, not at run time."""
     decisions = assessment.decisions
-    shape = block_layout(assessment.candidate.request, stage=stage)
+    shape = block_layout(assessment.candidate, stage=stage)
     sizes = [sum(blocks) for blocks in stage_blocks(decisions, shape, stage=stage)]
     offsets = [0, *accumulate(sizes[:-1])]
     retained, offloaded, recomputed = (

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec, NodeSpec
 from sppo.hardware.presets import PRESETS
 from sppo.planning.best_schedule import with_best_schedule
-from sppo.planning.candidate import Candidate, EvaluatedCandidate, assess
+from sppo.planning.candidate import EvaluatedCandidate, assess
 from sppo.planning.choices import Degrees, cut_sequence
 from sppo.planning.make_plan import make_plan
 from sppo.planning.partition import automatic_num_subsequences
@@ -205,7 +206,7 @@ def _more_host(run: RunConfig) -> str:
 
 def _offloaded_fraction(assessment: EvaluatedCandidate) -> float:
     """Of what all subsequences but the last save, what is moved; the ratio that is asked for."""
-    row_bytes = row_bytes_of(assessment.candidate.request)[0]
+    row_bytes = row_bytes_of(assessment.candidate)[0]
     offloaded = float((assessment.decisions.offloaded[0] @ row_bytes).sum())
     movable = float((assessment.decisions.tokens[:-1] * row_bytes.sum()).sum())
     return min(1.0, offloaded / movable) if movable else 0.0

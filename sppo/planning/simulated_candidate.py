@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sppo.planning.candidate import Candidate, EvaluatedCandidate
+from sppo.cost.candidate import Candidate
+from sppo.planning.candidate import EvaluatedCandidate
 from sppo.planning.choices import Degrees
 from sppo.schedule.generators import generate
 from sppo.schedule.prepare import lower
@@ -64,7 +65,7 @@ def simulate_option(assessment: EvaluatedCandidate) -> Option:
     schedule = generate(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
-        lengths=candidate.request.lengths,
+        lengths=(candidate.lengths,) * candidate.sequences,
         costs=costs,
     )
     return Option(assessment, simulate(lower(schedule, costs=costs), costs=costs))

@@ -8,11 +8,12 @@ import numpy as np
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
-from sppo.planning.candidate import Candidate, assess
+from sppo.planning.candidate import assess
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import run_candidate
 from sppo.schedule.costs import Costs
@@ -72,8 +73,8 @@ def simulated_plan(plan: ExecutionPlan) -> SimulatedRun:
 
 def plan_costs(plan: ExecutionPlan) -> Costs:
     """What the actions of one data-parallel replica cost under `plan`."""
-    request = plan_candidate(plan).request
-    return stage_costs(request, seconds=stage_seconds(request), decisions=plan_decisions(plan))
+    candidate = plan_candidate(plan)
+    return stage_costs(candidate, seconds=stage_seconds(candidate), decisions=plan_decisions(plan))
 
 
 def plan_candidate(plan: ExecutionPlan) -> Candidate:
@@ -116,7 +117,7 @@ def _simulated(candidate: Candidate, *, costs: Costs) -> SimulatedRun:
         forward_only: generate(
             candidate.schedule,
             num_ranks=candidate.pipeline_parallel_degree,
-            lengths=candidate.request.lengths,
+            lengths=(candidate.lengths,) * candidate.sequences,
             forward_only=forward_only,
             costs=costs,
         )

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.best_schedule import with_best_schedule
-from sppo.planning.candidate import Candidate, EvaluatedCandidate, Shortfall, assess, leaves_room
+from sppo.planning.candidate import EvaluatedCandidate, Shortfall, assess, leaves_room
 from sppo.planning.choices import (
     Degrees,
     cut_sequence,
@@ -191,9 +192,10 @@ def _fastest(candidates: Sequence[Candidate]) -> EvaluatedCandidate:
         return assess(candidates[-1])
     priced = []
     for candidate in candidates:
-        request = candidate.request
-        seconds = stage_seconds(request)
-        bound = step_time(stage_costs(request, seconds=seconds), num_sequences=candidate.sequences)
+        seconds = stage_seconds(candidate)
+        bound = step_time(
+            stage_costs(candidate, seconds=seconds), num_sequences=candidate.sequences
+        )
         priced.append((bound.step_s, len(candidate.lengths), candidate, seconds))
     best = nearest = None
     for bound_s, _, candidate, seconds in sorted(priced, key=lambda item: item[:2]):

@@ -21,9 +21,10 @@ from sppo.activations.placement import (
     tier_bytes_held,
 )
 from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES, decide, decide_ratio
+from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of, stage_seconds
-from sppo.planning.candidate import Candidate, assess
+from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
 from sppo.planning.simulated_candidate import simulate_option
 from sppo.planning.simulated_memory import simulated_device_bytes
@@ -235,7 +236,7 @@ def assessed(candidate, seconds):
 @settings(deadline=None, max_examples=25)
 @given(candidates())
 def test_hybrid_is_never_slower_than_what_else_fits(candidate):
-    found = assessed(candidate, stage_seconds(candidate.request))
+    found = assessed(candidate, stage_seconds(candidate))
     hybrid = found.pop("hybrid")
     for other in found.values():
         if other.shortfall is None:
@@ -247,7 +248,7 @@ def test_hybrid_is_never_slower_than_what_else_fits(candidate):
 @given(candidates())
 def test_what_fits_stays_within_every_budget(candidate):
     hardware = candidate.workload.hardware
-    for found in assessed(candidate, stage_seconds(candidate.request)).values():
+    for found in assessed(candidate, stage_seconds(candidate)).values():
         if found.shortfall is None:
             assert found.device_peak_bytes <= hardware.device.usable_bytes
             assert found.tier_peak_bytes <= hardware.host_bytes_per_device
@@ -259,7 +260,7 @@ def test_what_fits_stays_within_every_budget(candidate):
 @given(candidates())
 def test_hybrid_waits_and_rebuilds_only_where_moving_what_hides_does_not_do(candidate):
     assume(candidate.workload.hardware.node.host_memory_bytes)
-    found = assessed(candidate, stage_seconds(candidate.request))
+    found = assessed(candidate, stage_seconds(candidate))
     hybrid = found["hybrid"]
     if found["retain"].shortfall is None or found["sppo"].shortfall is None:
         assert hybrid.time.exposed_copy_s == 0
@@ -313,7 +314,7 @@ def test_the_papers_ratio_rises_along_the_sequence():
         run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16
     )
     found = assess(replace(candidate, policy="sppo"))
-    row_bytes = row_bytes_of(found.candidate.request)[0]
+    row_bytes = row_bytes_of(found.candidate)[0]
     saved = found.decisions.tokens * row_bytes.sum()
     ratios = (found.decisions.offloaded[0] @ row_bytes / saved)[:-1]
     assert (np.diff(ratios[ratios < 1]) > 0).all()

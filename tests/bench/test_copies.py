@@ -138,13 +138,14 @@ def test_a_plan_moves_what_hides_at_the_measured_rate(tmp_path, speed):
 
 def hideable_bytes(plan, run):
     """Out behind the next forward and back behind the next backward, by the planner's prices."""
+    from sppo.cost.candidate import Candidate
     from sppo.cost.layer import Workload
-    from sppo.cost.stage_cost import CostRequest, copy_bytes_per_s, stage_seconds
+    from sppo.cost.stage_cost import copy_bytes_per_s, stage_seconds
 
     workload = Workload(run.model, plan.hardware, dtype=run.train.dtype)
-    request = CostRequest(workload, (plan.lengths,))
-    units = stage_seconds(request).units
-    out, back = copy_bytes_per_s(request)
+    candidate = Candidate(workload, plan.lengths)
+    units = stage_seconds(candidate).units
+    out, back = copy_bytes_per_s(candidate)
     forward, backward = units.forward[0, 1:], (units.backward + units.weight)[0, 1:]
     return np.minimum(forward * out, backward * back)
 

@@ -20,6 +20,7 @@ from sppo.activations.block_layout import (
 from sppo.activations.placement import ATTENTION, LINEAR, X_IN, ActivationPlacement
 from sppo.activations.policy import tensor_bytes_per_token
 from sppo.activations.subsequence_placement import planned_placement
+from sppo.cost.candidate import Candidate
 from sppo.cost.copy_room import joined_bytes
 from sppo.cost.layer import Workload
 from sppo.cost.working_set import working_set
@@ -32,7 +33,7 @@ from sppo.model.initialize import initial_weights
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tier import Tier
-from sppo.planning.candidate import Candidate, assess
+from sppo.planning.candidate import assess
 from sppo.planning.run_plan import plan_run
 from sppo.units import GIB, MIB
 from tests.engine.offloading import with_offsets

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sppo.activations.policy import saved_tensors
 from sppo.config.model import ModelConfig
+from sppo.cost.candidate import Candidate
 from sppo.cost.elementwise import (
     PASSES,
     Work,
@@ -22,7 +23,7 @@ from sppo.cost.elementwise import (
     work_seconds,
 )
 from sppo.cost.layer import Workload, update_seconds
-from sppo.cost.stage_cost import CostRequest, stage_seconds
+from sppo.cost.stage_cost import stage_seconds
 from sppo.engine.engine import Engine
 from sppo.engine.kv_store import KVStore
 from sppo.engine.unit import SequenceData
@@ -169,8 +170,8 @@ def perfect(*, gemm=RATE, elementwise=1e30, attention=1e30):
 
 def step_seconds(model, hardware, *, policy):
     lengths = tuple(b - a for a, b in zip(CUTS, CUTS[1:], strict=False))
-    request = CostRequest(Workload(model, hardware, dtype="fp32"), (lengths,))
-    units = stage_seconds(request).units
+    candidate = Candidate(Workload(model, hardware, dtype="fp32"), lengths)
+    units = stage_seconds(candidate).units
     total = units.forward + units.backward + units.weight
     return float((total + (units.linear_recompute if policy == "keep_attention" else 0)).sum())
 

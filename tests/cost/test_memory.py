@@ -8,15 +8,15 @@ import torch
 
 from sppo.activations.policy import POLICIES
 from sppo.config.run import OptimizerConfig
+from sppo.cost.candidate import Candidate, layers_of_stages
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import stage_shapes
-from sppo.cost.stage_cost import layers_of_stages
 from sppo.engine.gathered_weights import GatheredWeights
 from sppo.hardware.presets import PRESETS
 from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW
 from sppo.parallel.parameter_all_gather import ParameterAllGather
-from sppo.planning.candidate import Candidate, assess
+from sppo.planning.candidate import assess
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 from tests.planning.one_device import predicted
 

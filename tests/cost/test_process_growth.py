@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from sppo.config.model import ModelConfig
+from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import num_parameters
 from sppo.cost.process_growth import (
@@ -13,7 +14,7 @@ from sppo.cost.process_growth import (
     TOKEN_BYTES,
 )
 from sppo.hardware.presets import PRESETS
-from sppo.planning.candidate import Candidate, assess
+from sppo.planning.candidate import assess
 from sppo.units import KIB
 
 MODEL = ModelConfig(

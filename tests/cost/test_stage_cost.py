@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sppo.activations.policy import saved_bytes_per_token
+from sppo.cost.candidate import Candidate, layers_of_stages
 from sppo.cost.flops import (
     BACKWARD_RATIO,
     FLASH_BACKWARD_RATIO,
@@ -19,14 +20,12 @@ from sppo.cost.flops import (
 from sppo.cost.layer import Workload, layer_seconds
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.stage_cost import (
-    CostRequest,
     kv_bytes_per_token,
-    layers_of_stages,
     stage_parameters,
     stage_seconds,
 )
 from sppo.hardware.presets import PRESETS
-from sppo.planning.candidate import Candidate, assess
+from sppo.planning.candidate import assess
 from sppo.planning.simulated_run import RunShape, simulated_run
 from sppo.schedule.simulate import simulate
 from tests.planning.cases import A100, PERFECT, machine, price, run_config
@@ -36,27 +35,19 @@ PEAK = PERFECT.device.bf16_flops_per_s
 LENGTHS = (4096, 3000, 1096)
 
 
-def request(*, hardware=PERFECT, lengths=LENGTHS, sequences=1, model=MODEL, group=1, **change):
+def way(*, hardware=PERFECT, lengths=LENGTHS, sequences=1, model=MODEL, group=1, **change):
     workload = Workload(model, hardware, sequence_parallel_degree=group)
-    return CostRequest(workload, (lengths,) * sequences, **change)
+    return Candidate(workload, lengths, sequences=sequences, **change)
 
 
 def decided(policy, **change):
-    asked = request(**change)
-    return assess(
-        Candidate(
-            asked.workload,
-            asked.lengths[0],
-            pipeline_parallel_degree=asked.num_ranks,
-            policy=policy,
-        )
-    )
+    return assess(way(policy=policy, **change))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_on_a_perfect_machine_forward_is_the_models_flops(num_ranks):
     """The last stage also forms the loss, and with it both gradients of the head."""
-    costs = price(request(num_ranks=num_ranks))
+    costs = price(way(pipeline_parallel_degree=num_ranks))
     head = BACKWARD_RATIO * head_flops(MODEL) * 8192
     flops = forward_flops(MODEL, start=0, end=8192) + head
     assert costs.forward_s.sum() * PEAK == pytest.approx(flops)
@@ -64,7 +55,7 @@ def test_on_a_perfect_machine_forward_is_the_models_flops(num_ranks):
 
 def test_on_a_perfect_machine_backward_takes_two_of_products_and_two_and_a_half_of_attention():
     def seconds(tokens):
-        costs = price(request(lengths=(tokens,)))
+        costs = price(way(lengths=(tokens,)))
         head = (1 + BACKWARD_RATIO) * head_flops(MODEL) * tokens / PEAK
         return costs.forward_s.sum() - head, costs.backward_s.sum() + costs.weight_s.sum()
 
@@ -95,7 +86,7 @@ def _linear_flops(tokens):
 
 
 def test_bytes_follow_the_shape():
-    costs = price(request(num_ranks=4))
+    costs = price(way(pipeline_parallel_degree=4))
     saved = saved_bytes_per_token("retain", MODEL, element_bytes=2)
     assert costs.activation_bytes.sum() == 8192 * MODEL.num_layers * saved
     assert costs.kv_bytes.sum() == 8192 * MODEL.num_layers * 2 * 8 * 64 * 2
@@ -106,9 +97,9 @@ def test_bytes_follow_the_shape():
 def test_a_group_shares_out_bytes_and_work():
     alone, shared = (
         price(
-            request(
+            way(
                 hardware=machine(PERFECT, intra_node_bytes_per_s=1e30, intra_node_latency_s=0.0),
-                num_ranks=4,
+                pipeline_parallel_degree=4,
                 group=group,
             )
         )
@@ -122,7 +113,7 @@ def test_a_group_shares_out_bytes_and_work():
 
 def test_a_groups_exchanges_cost_time():
     free = machine(PERFECT, intra_node_bytes_per_s=1e30, intra_node_latency_s=0.0)
-    costs = [price(request(hardware=hardware, group=2)) for hardware in (free, PERFECT)]
+    costs = [price(way(hardware=hardware, group=2)) for hardware in (free, PERFECT)]
     assert (costs[1].forward_s > costs[0].forward_s).all()
     assert (costs[1].backward_s > costs[0].backward_s).all()
 
@@ -133,7 +124,7 @@ def test_backward_exchanges_as_much_or_more(mechanism, ratio):
     free = machine(PERFECT, intra_node_bytes_per_s=1e30, intra_node_latency_s=0.0)
     added = []
     for name in ("forward_s", "backward_s"):
-        asked = [request(hardware=hardware, group=2) for hardware in (free, PERFECT)]
+        asked = [way(hardware=hardware, group=2) for hardware in (free, PERFECT)]
         workloads = [replace(each.workload, sequence_parallel=mechanism) for each in asked]
         with_free, with_links = (
             getattr(price(replace(each, workload=workload)), name)
@@ -146,20 +137,20 @@ def test_backward_exchanges_as_much_or_more(mechanism, ratio):
 def test_grouped_queries_have_a_fraction_of_the_keys():
     """Llama 3.1 8B has a K/V head for four query heads; GPT-7B is as large and has one for each."""
     grouped, every = (
-        price(request(model=run_config(name).model)).kv_bytes.sum()
+        price(way(model=run_config(name).model)).kv_bytes.sum()
         for name in ("llama-3.1-8b", "gpt-7b")
     )
     assert every == 4 * grouped
 
 
 def test_more_devices_than_key_heads_repeat_them():
-    widths = [kv_bytes_per_token(request(group=group).workload)[0] for group in (1, 4, 8, 16, 32)]
+    widths = [kv_bytes_per_token(way(group=group).workload)[0] for group in (1, 4, 8, 16, 32)]
     assert widths == [widths[0], widths[0] / 4, *[widths[0] / 8] * 3]
 
 
 def test_every_parameter_has_one_stage():
     for num_ranks in (1, 3, 4):
-        asked = request(num_ranks=num_ranks)
+        asked = way(pipeline_parallel_degree=num_ranks)
         assert [n for stage in asked.stages for n in stage] == list(range(MODEL.num_layers))
         # The last of several stages projects with its own copy of the embedding.
         copied = MODEL.vocab_size * MODEL.hidden_size if num_ranks > 1 else 0
@@ -171,7 +162,7 @@ def test_every_parameter_has_one_stage():
 
 def test_short_subsequences_run_less_efficiently():
     whole, shreds = (
-        price(request(hardware=A100, lengths=lengths)) for lengths in ((8192,), (64,) * 128)
+        price(way(hardware=A100, lengths=lengths)) for lengths in ((8192,), (64,) * 128)
     )
     assert shreds.forward_s.sum() > 2 * whole.forward_s.sum()
     assert shreds.backward_s.sum() > 1.5 * whole.backward_s.sum()
@@ -199,31 +190,31 @@ def test_a_weight_gradient_costs_reading_and_writing_its_fp32_sum(dtype):
 
 def test_links_know_the_nodes():
     network = PERFECT.network
-    links = price(request(num_ranks=4, hardware=machine(PERFECT, num_devices=2))).links
+    links = price(way(pipeline_parallel_degree=4, hardware=machine(PERFECT, num_devices=2))).links
     assert links.link(0, receiver=1).bytes_per_s == network.intra_node_bytes_per_s
     assert links.link(1, receiver=2).bytes_per_s == network.inter_node_bytes_per_s
     assert links.link(1, receiver=0).latency_s == network.intra_node_latency_s
-    wide = price(request(num_ranks=4, group=2, hardware=machine(PERFECT, num_devices=2))).links
+    wide = price(
+        way(pipeline_parallel_degree=4, group=2, hardware=machine(PERFECT, num_devices=2))
+    ).links
     assert wide.link(0, receiver=1).bytes_per_s == network.inter_node_bytes_per_s
 
 
 def test_replicas_reduce_once_per_step():
     reduced = [
-        stage_seconds(request(data_parallel_degree=replicas)).reduce_s.sum() for replicas in (1, 4)
+        stage_seconds(way(data_parallel_degree=replicas)).reduce_s.sum() for replicas in (1, 4)
     ]
     offloaded = num_parameters(MODEL) * 4 * 2 * 3 / 4
     assert reduced == [0, pytest.approx(offloaded / PERFECT.network.inter_node_bytes_per_s)]
-    twice = request(data_parallel_degree=4, sequences=2)
+    twice = way(data_parallel_degree=4, sequences=2)
     assert stage_seconds(twice).reduce_s.sum() == reduced[1]
-    assert price(twice).forward_s.sum() == pytest.approx(2 * price(request()).forward_s.sum())
+    assert price(twice).forward_s.sum() == pytest.approx(2 * price(way()).forward_s.sum())
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_replicas_share_out_the_update(zero):
     alone, four = (
-        stage_seconds(
-            request(hardware=A100, zero=zero, data_parallel_degree=replicas)
-        ).update_s.sum()
+        stage_seconds(way(hardware=A100, zero=zero, data_parallel_degree=replicas)).update_s.sum()
         for replicas in (1, 4)
     )
     assert alone == pytest.approx(four * (4 if zero else 1))
@@ -231,18 +222,16 @@ def test_replicas_share_out_the_update(zero):
 
 def test_a_tier_that_is_not_there_copies_nothing():
     without = machine(host_memory_bytes=0, d2h_bytes_per_s=0.0, h2d_bytes_per_s=0.0)
-    assert price(request(hardware=without)).copies.d2h_bytes_per_s == float("inf")
+    assert price(way(hardware=without)).copies.d2h_bytes_per_s == float("inf")
     disk = PRESETS["laptop-cpu"]
-    assert price(request(hardware=disk)).copies.d2h_bytes_per_s == disk.node.disk_write_bytes_per_s
+    assert price(way(hardware=disk)).copies.d2h_bytes_per_s == disk.node.disk_write_bytes_per_s
     four = machine(disk, num_devices=4)
-    assert (
-        price(request(hardware=four)).copies.h2d_bytes_per_s * 4 == disk.node.disk_read_bytes_per_s
-    )
+    assert price(way(hardware=four)).copies.h2d_bytes_per_s * 4 == disk.node.disk_read_bytes_per_s
 
 
 def test_costs_are_positive_and_finite_for_every_machine():
     for hardware in PRESETS.values():
-        costs = price(request(hardware=hardware, num_ranks=2))
+        costs = price(way(hardware=hardware, pipeline_parallel_degree=2))
         for name in ("forward_s", "backward_s", "weight_s"):
             assert (getattr(costs, name) > 0).all()
             assert np.isfinite(getattr(costs, name)).all()
@@ -293,7 +282,7 @@ def test_weights_that_are_gathered_take_their_time():
         links = {"intra_node_bytes_per_s": rate, "inter_node_bytes_per_s": rate}
         machine = replace(hardware, network=replace(hardware.network, **links))
         shared, gathered = (
-            stage_seconds(request(hardware=machine, data_parallel_degree=4, zero=zero)).units
+            stage_seconds(way(hardware=machine, data_parallel_degree=4, zero=zero)).units
             for zero in (1, 3)
         )
         assert (gathered.forward >= shared.forward).all()

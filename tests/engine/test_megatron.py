@@ -3,8 +3,9 @@
 import pytest
 
 from sppo.activations.policy import classes_retained
+from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import CostRequest, kv_bytes_per_token, row_bytes_of
+from sppo.cost.stage_cost import kv_bytes_per_token, row_bytes_of
 from sppo.hardware.presets import PRESETS
 from tests.engine.models import VARIANTS, tiny_model
 from tests.engine.offloading import FixedRows, RatioRows
@@ -172,9 +173,9 @@ def test_bytes_held_are_those_predicted(ranks, variant, policy):
         sequence_parallel_degree=2,
         sequence_parallel="megatron",
     )
-    request = CostRequest(workload, lengths=((16, 16),))
+    candidate = Candidate(workload, lengths=(16, 16))
     tokens, wider = 32, 2  # float64 where fp32 is predicted
-    per_token = row_bytes_of(request)[0] * wider
+    per_token = row_bytes_of(candidate)[0] * wider
     retained = (
         sum(per_token[index] for index in classes_retained(policy)) + model.hidden_size * 8 / 2
     )

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import parameter_shapes
-from sppo.cost.stage_cost import CostRequest, device_parameters, updated_parameters
+from sppo.cost.stage_cost import device_parameters, updated_parameters
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding, tensor_shard
 from sppo.parallel.mesh import Coordinates, MeshShape
@@ -114,12 +115,12 @@ def test_the_planner_counts_what_the_first_rank_holds(variant, degree, kv_heads)
         sequence_parallel_degree=degree,
         sequence_parallel="megatron",
     )
-    request = CostRequest(workload, ((16,),), num_ranks=2, data_parallel_degree=3)
+    candidate = Candidate(workload, (16,), pipeline_parallel_degree=2, data_parallel_degree=3)
     shares = WeightSharding(model, 0, degree)
     repeats = tensor_shard(model, degree=degree).repeats
     copies = {"stage": degree, "keys": repeats, "block": 1}
-    held, updated = device_parameters(request), updated_parameters(request)
-    for stage, layers in enumerate(request.stages):
+    held, updated = device_parameters(candidate), updated_parameters(candidate)
+    for stage, layers in enumerate(candidate.stages):
         shapes = shares.shapes(layers)
         assert held[stage] == sum(map(prod, shapes.values()))
         own = sum(prod(shape) / copies[shares.holders(name)] for name, shape in shapes.items())

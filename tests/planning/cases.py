@@ -7,7 +7,8 @@ from typing import Any
 
 from sppo.config.loading import check_run
 from sppo.config.run import RunConfig
-from sppo.cost.stage_cost import CostRequest, stage_costs, stage_seconds
+from sppo.cost.candidate import Candidate
+from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
@@ -60,9 +61,9 @@ def machine(hardware: HardwareSpec = A100, *, nodes: int | None = None, **change
     return hardware if nodes is None else replace(hardware, num_nodes=nodes)
 
 
-def price(request: CostRequest, *, decisions=None) -> Costs:
+def price(candidate: Candidate, *, decisions=None) -> Costs:
     """What each action costs."""
-    return stage_costs(request, seconds=stage_seconds(request), decisions=decisions)
+    return stage_costs(candidate, seconds=stage_seconds(candidate), decisions=decisions)
 
 
 def play(costs: Costs, *, lengths, schedule: str = "sppo") -> Timeline:

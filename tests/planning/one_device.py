@@ -1,8 +1,9 @@
 """Memory of a run on one CPU device, as the planner predicts it."""
 
+from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.presets import PRESETS
-from sppo.planning.candidate import Candidate, assess
+from sppo.planning.candidate import assess
 
 
 def predicted(model, *, dtype="bf16", policy="retain", lengths=(30, 30, 40), sequences=1):

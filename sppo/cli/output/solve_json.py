@@ -103,7 +103,7 @@ def option_report(run: RunConfig, option: Option) -> dict[str, Any]:
 
 def stage_reports(assessment: EvaluatedCandidate) -> list[dict[str, Any]]:
     """Memory of every stage."""
-    layers = assessment.candidate.request.stages
+    layers = assessment.candidate.stages
     return [
         {"first_layer": part.start, "num_layers": len(part), **memory_report(held)}
         for part, held in zip(layers, assessment.memory, strict=True)

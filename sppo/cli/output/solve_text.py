@@ -53,7 +53,7 @@ def tier_text(hardware: HardwareSpec) -> str:
 def policy_text(assessment: EvaluatedCandidate) -> str:
     """Say what happens to saved activations, in fractions of their bytes over all stages."""
     placement = assessment.decisions
-    row_bytes = row_bytes_of(assessment.candidate.request)[:, None, :]
+    row_bytes = row_bytes_of(assessment.candidate)[:, None, :]
     retained, offloaded, recomputed = (
         (table * row_bytes).sum(axis=(0, 1))
         for table in (placement.retained, placement.offloaded, placement.recomputed)

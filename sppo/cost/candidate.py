@@ -1,0 +1,89 @@
+"""One way to run a model on a machine: what is priced, simulated, planned and run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sppo.cost.layer import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Degrees of parallelism, cuts, schedule and policy.
+
+    Attributes:
+        workload: Model, machine, precision, sequence parallelism.
+        lengths: Tokens of every subsequence; every sequence of a step is cut alike.
+        sequences: Sequences per step of one data-parallel replica.
+        pipeline_parallel_degree: Ranks of the pipeline.
+        data_parallel_degree: Replicas.
+        schedule: Name of the schedule.
+        policy: Activation policy.
+        offload_ratio: Share that every subsequence sends away; None leaves it to the policy.
+        zero: How much of the state the replicas share out.
+        offload_optimizer: Optimizer states live in host memory.
+        input_every: Layers that share one saved input.
+        allow_partial: Whether the policy may cut a tensor class.
+        spare_bytes: Device memory to leave for what only a simulation follows.
+        background_saves: Checkpoints are copied in memory, then written while training goes on.
+    """
+
+    workload: Workload
+    lengths: tuple[int, ...]
+    sequences: int = 1
+    pipeline_parallel_degree: int = 1
+    data_parallel_degree: int = 1
+    schedule: str = "sppo"
+    policy: str = "hybrid"
+    offload_ratio: float | None = None
+    zero: int = 1
+    offload_optimizer: bool = False
+    input_every: int = 1
+    allow_partial: bool = True
+    spare_bytes: int = 0
+    background_saves: bool = False
+
+    @property
+    def budget_bytes(self) -> int:
+        """Device memory that it may fill."""
+        return max(0, self.workload.hardware.device.usable_bytes - self.spare_bytes)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices it occupies."""
+        return (
+            self.pipeline_parallel_degree
+            * self.data_parallel_degree
+            * self.workload.sequence_parallel_degree
+        )
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The layers of each stage; every rank of the pipeline has one."""
+        return layers_of_stages(
+            self.workload.model.num_layers, num_stages=self.pipeline_parallel_degree
+        )
+
+    def is_last_stage(self, stage: int) -> bool:
+        """Whether a stage holds the head and the loss."""
+        return stage == self.pipeline_parallel_degree - 1
+
+
+def layers_of_stages(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
+    """The layers of each stage: as equal as they can be, the last stages never the longer ones.
+
+    The last stage also has the vocabulary projection, so it is the wrong place for a spare layer.
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{num_layers} layers on {num_stages} stages: every stage needs a layer; use at most "
+            f"{num_layers} stages"
+        )
+    size, longer = divmod(num_layers, num_stages)
+    ends = [0]
+    for stage in range(num_stages):
+        ends.append(ends[-1] + size + (stage < longer))
+    return tuple(range(begin, end) for begin, end in zip(ends, ends[1:], strict=False))
