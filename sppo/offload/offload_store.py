@@ -126,7 +126,7 @@ class OffloadStore:
         offsets, size = packed_offsets(
             {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         )
-        assert size == extent.size_bytes, f"{key} has {size} bytes, planned {extent.size_bytes}"
+        assert size == extent.size_bytes, f"{key} moves {size} bytes, planned {extent.size_bytes}"
         slices = {
             name: _TensorSlice(offsets[name], tuple(tensor.shape), tensor.dtype)
             for name, tensor in tensors.items()

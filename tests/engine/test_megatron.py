@@ -148,7 +148,7 @@ def test_rebuilding_part_of_a_class_is_refused(ranks):
         cuts=((0, 9),),
         sizes={"num_layers": 2},
     )
-    with pytest.raises(Exception, match="rebuilds 5 of 9 rows of linear of subsequence 0"):
+    with pytest.raises(Exception, match="recomputes 5 of 9 rows of linear of subsequence 0"):
         ranks.run(run_case, case, ranks=2)
 
 
