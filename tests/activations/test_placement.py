@@ -284,7 +284,7 @@ def test_hybrid_recomputes_nothing_where_what_hides_fits_by_a_hair():
         degrees=Degrees(1, 2, 4),
         num_subsequences=40,
     )
-    found = assessed(candidate, stage_seconds(candidate.request))
+    found = assessed(candidate, stage_seconds(candidate))
     assert found["retain"].shortfall is not None
     assert found["sppo"].shortfall is None
     assert found["hybrid"].shortfall is None
