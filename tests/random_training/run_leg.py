@@ -83,7 +83,7 @@ class _Rank:
         links = PipelineLinks(mesh, device=torch.device("cpu")) if mesh.groups.edges else None
         pieces = MspLinks(mesh) if leg.schedule == "sppo_msp" else None
         pipeline = Pipeline(
-            leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, courier=links, pieces=pieces
+            leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, courier=links, shards=pieces
         )
         shared = ShardedState(model, mesh=mesh, pipeline=pipeline, zero=leg.zero)
         dtype = DTYPES[case.dtype]
@@ -91,7 +91,7 @@ class _Rank:
         masters: dict[str, Tensor] = {}
         for name in shared.shapes:
             wide = shared.sharding.cut(name, state[MODEL_PREFIX + name].clone())
-            self._weights[name] = shared.retained(name, wide.to(dtype))
+            self._weights[name] = shared.kept(name, wide.to(dtype))
             if dtype is torch.bfloat16:
                 masters |= shared.own({name: wide}, copy=True)
         whole = {n: torch.empty(shape, dtype=dtype) for n, shape in shared.shapes.items()}
