@@ -19,8 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo.activations.placement import (
-    ATTENTION,
-    LINEAR,
     ROW_ALIGNMENT,
     ActivationPlacement,
     CopySlots,
@@ -28,6 +26,7 @@ from sppo.activations.placement import (
     PolicyInputs,
     prefix_rows,
 )
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.schedule.costs import Table
 
 _BISECTIONS = 24

@@ -1,7 +1,7 @@
 """Rows of every tensor class by what happens to them, and what there is to decide from.
 
 A row is one token of one subsequence; the classes are those of
-:mod:`sppo.activations.policy`.
+:mod:`sppo.activations.tensor_classes`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sppo.activations.tensor_classes import ATTENTION, CLASSES, X_IN
 from sppo.schedule.costs import Table
 
 Counts = npt.NDArray[np.int64]
 
-CLASSES = ("x_in", "attention", "linear")
-"""Tensor classes, most valuable byte first."""
-X_IN, ATTENTION, LINEAR = range(3)
 ROW_ALIGNMENT = 128
 """A cut class is cut at a multiple of this many rows."""
 

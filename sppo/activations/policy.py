@@ -1,15 +1,8 @@
 """What happens to every saved tensor between forward and backward: kept, moved, or rebuilt.
 
-The tensors of a layer fall in three classes, in the order of what a byte of them is worth:
-
-    x_in       the layer's input; nothing in the layer can rebuild it
-    attention  o and lse; rebuilt by attending again, whose price grows with the context
-    linear     q, k, x_mid, gate, up; rebuilt by matrix products, 4 sqrt(E F) FLOPs per byte
-
-(:mod:`sppo.model.layer` says what each is rebuilt from.) K and V are none of them: later
-subsequences read them, so they stay in the KV store. A policy decides for each (stage,
-subsequence, class) how many rows, i.e. tokens, are kept on the device, moved to the next tier, and
-rebuilt. At most one class of a subsequence is cut, at a multiple of 128 rows.
+A policy decides for each (stage, subsequence, class of :mod:`sppo.activations.tensor_classes`) how
+many rows, i.e. tokens, are kept on the device, moved to the next tier, and rebuilt. At most one
+class of a subsequence is cut, at a multiple of 128 rows.
 
 - ``retain``, ``keep_attention``, ``recompute`` move nothing: they keep all three classes, the
   first two, or the first.
@@ -28,28 +21,24 @@ from collections.abc import Mapping
 import numpy as np
 
 from sppo.activations.hybrid import choices
-from sppo.activations.placement import (
+from sppo.activations.placement import ActivationPlacement, PolicyInputs, prefix_rows
+from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
+from sppo.activations.tensor_classes import (
     ATTENTION,
     CLASSES,
     LINEAR,
     X_IN,
-    ActivationPlacement,
-    PolicyInputs,
-    prefix_rows,
+    tensor_bytes_per_token,
+    tensors_of,
 )
-from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
 from sppo.config.model import ModelConfig
 from sppo.schedule.costs import Table
 
-RESIDUAL = ("x_in", "x_mid")
-"""Tensors of the residual stream. Where ranks share weights out (Megatron), these have a rank's own
-tokens, and the others all tokens of a rank's own heads and MLP width."""
 POLICIES = ("retain", "keep_attention", "recompute")
 """Policies that move nothing, from most memory to least."""
 OFFLOADING_POLICIES = ("offload_all", "sppo", "hybrid")
 """Policies that need another tier, or a memory budget."""
 
-_LSE_BYTES = 4
 _RETAINED: Mapping[str, tuple[int, ...]] = {
     "retain": (X_IN, ATTENTION, LINEAR),
     "keep_attention": (X_IN, ATTENTION),
@@ -97,44 +86,6 @@ def policy_placement(policy: str) -> PlacementOf:
         )
 
     return placement_of
-
-
-def tensors_of(classes: tuple[int, ...], model: ModelConfig) -> frozenset[str]:
-    """Names of the tensors in ``classes`` that a layer of ``model`` has."""
-    names = {
-        X_IN: {"x_in"},
-        ATTENTION: {"o", "lse"},
-        LINEAR: set(tensor_bytes_per_token(model, element_bytes=1)) - {"x_in", "o", "lse"},
-    }
-    return frozenset().union(*(names[index] for index in classes))
-
-
-def tensor_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> dict[str, int]:
-    """Bytes per token and layer of every tensor a layer of ``model`` may save."""
-    e, nd = model.hidden_size, model.num_heads * model.head_dim
-    sizes = {
-        "x_in": e * element_bytes,
-        "q": nd * element_bytes,
-        "o": nd * element_bytes,
-        "lse": model.num_heads * max(_LSE_BYTES, element_bytes),
-        "x_mid": e * element_bytes,
-        "up": model.mlp_size * element_bytes,
-    }
-    if model.gated:
-        sizes["gate"] = model.mlp_size * element_bytes
-    if model.qk_norm:
-        sizes["k"] = model.kv_heads * model.head_dim * element_bytes
-    return sizes
-
-
-def class_bytes_per_token(model: ModelConfig, *, element_bytes: int) -> Table:
-    """Bytes per token and layer of each class, [3] in the order of :data:`CLASSES`."""
-    sizes = tensor_bytes_per_token(model, element_bytes=element_bytes)
-    attention = sizes["o"] + sizes["lse"]
-    return np.array(
-        [sizes["x_in"], attention, sum(sizes.values()) - sizes["x_in"] - attention],
-        dtype=np.float64,
-    )
 
 
 def saved_bytes_per_token(policy: str, model: ModelConfig, *, element_bytes: int) -> int:

@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from sppo.activations.placement import ATTENTION, CLASSES
+from sppo.activations.tensor_classes import ATTENTION, CLASSES
 
 Rows = tuple[int, int, int]
-"""Rows, i.e. tokens, of x_in, attention and linear, see :mod:`sppo.activations.policy`."""
+"""Rows, i.e. tokens, of x_in, attention and linear, see :mod:`sppo.activations.tensor_classes`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sppo.activations.policy import class_bytes_per_token
+from sppo.activations.tensor_classes import class_bytes_per_token
 from sppo.bench.break_even import BreakEven, OverlapPoint, break_evens
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Watcher

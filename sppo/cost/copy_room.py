@@ -11,23 +11,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from sppo.activations.block_layout import BlockLayout
-from sppo.activations.placement import (
-    ATTENTION,
-    LINEAR,
-    ActivationPlacement,
-    CopySlots,
-    Counts,
-)
-from sppo.activations.policy import class_bytes_per_token
+from sppo.activations.activation_layout import BlockLayout
+from sppo.activations.placement import ActivationPlacement, CopySlots, Counts
 from sppo.activations.subsequence_placement import Rows
+from sppo.activations.tensor_classes import ATTENTION, LINEAR, class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory import StageMemory
 from sppo.schedule.costs import Table
 
 
 def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
-    """The parcels of one stage."""
+    """The blocks of one stage."""
     workload = candidate.workload
     return BlockLayout(
         workload.model,
@@ -52,7 +46,7 @@ def passes_through_slots(candidate: Candidate) -> bool:
 def stage_blocks(
     decisions: ActivationPlacement, shape: BlockLayout, *, stage: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Bytes of the parcel of every layer of every subsequence."""
+    """Bytes of the block of every layer of every subsequence."""
     offloaded = decisions.offloaded[stage].tolist()
     recomputed = decisions.recomputed[stage, :, ATTENTION].tolist()
     sizes: dict[tuple[Rows, bool], tuple[int, ...]] = {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.activations.policy import tensor_bytes_per_token
+from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.hardware.description import DeviceSpec
 from sppo.hardware.rates import Floats

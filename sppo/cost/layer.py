@@ -20,8 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sppo.activations.placement import ATTENTION, LINEAR, X_IN
-from sppo.activations.policy import tensors_of
+from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
 from sppo.config.model import ModelConfig
 from sppo.cost.elementwise import (
     Work,

@@ -13,8 +13,8 @@ from math import prod
 
 import numpy as np
 
-from sppo.activations.placement import ATTENTION, LINEAR, X_IN, ActivationPlacement
-from sppo.activations.policy import class_bytes_per_token
+from sppo.activations.placement import ActivationPlacement
+from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs, recomputed_linear_flops
 from sppo.cost.layer import (

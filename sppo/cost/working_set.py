@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from sppo.activations.placement import ATTENTION, LINEAR
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.logits_tile import tile_tokens

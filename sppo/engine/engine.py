@@ -22,9 +22,8 @@ from sppo.engine.weights import Part, ResidentWeights, WeightProvider
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.copy_report import CopyReport, combined
-from sppo.offload.lifo_arena_store import LifoArenaStore
+from sppo.offload.device_stores import ActivationStore, DeviceStore, LifoArenaStore
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.store import ActivationStore, DeviceStore
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of

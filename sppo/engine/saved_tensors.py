@@ -8,8 +8,8 @@ import torch
 
 from sppo.activations.activation_layout import ActivationKey
 from sppo.model.layer import Saved, token_dimension
+from sppo.offload.device_stores import ActivationStore
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.store import ActivationStore
 
 TensorRows = dict[str, int]
 """Rows of each tensor by its name."""

@@ -19,10 +19,10 @@ from torch.nn import functional
 from sppo.activations.activation_layout import (
     ActivationKey,
     ActivationLayout,
+    BlockLayout,
     OffloadSchedule,
     UnitKey,
 )
-from sppo.activations.block_layout import BlockLayout
 from sppo.activations.subsequence_placement import PlacementOf, check_whole_classes
 from sppo.config.model import ModelConfig
 from sppo.engine.kv_store import KVStore
@@ -42,9 +42,8 @@ from sppo.kernels.rotary import RotaryTable
 from sppo.model.gradients import DeferredGradients, GradientSink, GradientSum
 from sppo.model.layer import Layer, Saved, SubsequenceAttention, Weights, norm, norm_backward
 from sppo.model.rope import rotary_table
-from sppo.offload.lifo_arena_store import slot_bytes
+from sppo.offload.device_stores import ActivationStore, slot_bytes
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.store import ActivationStore
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import ActionKind

@@ -1,7 +1,9 @@
 """The host tier's memory: one mapping of exactly the planned size, in whole pages.
 
 Offsets are computed in the plan, so there is no allocator here: the arena hands out views of
-ranges it is told. All of it is resident once it is made; nothing is discovered inside a step.
+ranges it is told. All of it is resident once it is made; nothing is discovered inside a step. The
+mapping is an array of bytes that owns it: what is cut from it keeps it alive, and the last
+view to die takes it along, so none can outlive its memory.
 """
 
 from __future__ import annotations
@@ -9,26 +11,30 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import mmap
 import os
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sppo.kernels.native.extension import describe, native_library
+from sppo.kernels.native.extension import NativeLibrary, describe, native_library
 from sppo.kernels.native.machine_memory import MemoryRoom, memory_room
-from sppo.offload.host_mapping import HostMapping, NativeMapping, PythonMapping
 from sppo.units import format_bytes
 
 ALIGNMENT_BYTES = 64
 """Offsets are multiples of it, as torch's own CPU tensors are: kernels take the same paths."""
 
 _MOST_THREADS = 16  # first touch is bound by memory, not by cores, long before that
+
+_BLOCK_BYTES = 2 << 20  # a share of the first touch is whole blocks: no huge page has two threads
 
 _log = logging.getLogger(__name__)
 
@@ -178,3 +184,103 @@ def _map(
             f"the system refuses to map a host arena of {format_bytes(size_bytes)} "
             f"({error.strerror}): {room}; see ulimit -v and vm.overcommit_memory"
         ) from error
+
+
+class HostMapping(Protocol):
+    """Memory that lives as long as this object or an array made of it."""
+
+    size_bytes: int
+    """Whole pages."""
+    huge_pages: bool
+    """Whether the system took the advice to use huge pages."""
+
+    def touch(self, *, threads: int) -> None:
+        """Make every page resident; once, before first use."""
+        ...
+
+    def array(self) -> NDArray[np.uint8]:
+        """All of it; keeps the mapping alive."""
+        ...
+
+
+class NativeMapping:
+    """A mapping of the native library."""
+
+    def __init__(
+        self, library: NativeLibrary, size_bytes: int, *, huge_pages: bool, numa_node: int | None
+    ) -> None:
+        """Reserve, and touch nothing yet.
+
+        Raises:
+            OSError: what the system said; nothing is left mapped.
+        """
+        memory = library.reserve(size_bytes, huge_pages=huge_pages, numa_node=numa_node)
+        end = weakref.finalize(self, library.release, memory)
+        end.atexit = False  # other threads may still use it then, and the system takes it anyway
+        self._library = library
+        self._memory = memory
+        self.size_bytes = memory.size_bytes
+        self.huge_pages = memory.huge_pages
+
+    def touch(self, *, threads: int) -> None:
+        """See :class:`HostMapping`."""
+        self._library.touch(self._memory, threads=threads)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """How numpy takes over memory, with this object as its owner."""
+        return {
+            "version": 3,
+            "shape": (self.size_bytes,),
+            "typestr": "|u1",
+            "data": (self._memory.address, False),
+        }
+
+    def array(self) -> NDArray[np.uint8]:
+        """See :class:`HostMapping`."""
+        return np.asarray(self)
+
+
+class PythonMapping:
+    """A mapping of the standard library, which has no way to bind it to a NUMA node."""
+
+    def __init__(self, size_bytes: int, *, huge_pages: bool) -> None:
+        """Reserve, and touch nothing yet.
+
+        Raises:
+            OSError: what the system said; nothing is left mapped.
+        """
+        self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            self._map = mmap.mmap(-1, self.size_bytes, flags=flags)
+        except OverflowError as error:
+            raise OSError(errno.ENOMEM, str(error)) from None
+        self.huge_pages = huge_pages and _advise_huge_pages(self._map)
+
+    def touch(self, *, threads: int) -> None:
+        """See :class:`HostMapping`."""
+        pages = self.array()[:: mmap.PAGESIZE]
+        pages_per_block = _BLOCK_BYTES // mmap.PAGESIZE
+        blocks = -(-len(pages) // pages_per_block)
+        cuts = [blocks * i // threads * pages_per_block for i in range(threads + 1)]
+
+        def touch_share(i: int) -> None:
+            pages[cuts[i] : cuts[i + 1]].fill(0)  # numpy drops the interpreter's lock for it
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(touch_share, range(threads)))
+
+    def array(self) -> NDArray[np.uint8]:
+        """See :class:`HostMapping`."""
+        return np.frombuffer(self._map, dtype=np.uint8)
+
+
+def _advise_huge_pages(memory: mmap.mmap) -> bool:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return False
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        return False
+    return True

@@ -6,15 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sppo.activations.placement import CLASSES, LINEAR
-
-_CLASS_OF = {"x_in": "x_in", "o": "attention", "lse": "attention"}
-
-
-def class_of(tensor: str) -> str:
-    """The class of a layer's saved tensor, see :mod:`sppo.activations.policy`."""
-    return _CLASS_OF.get(tensor, CLASSES[LINEAR])
-
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:

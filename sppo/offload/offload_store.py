@@ -24,9 +24,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
-from sppo.activations.block_layout import PREFETCH_LAYERS, packed_offsets
-from sppo.offload.copy_report import CopyReport, class_of
+from sppo.activations.activation_layout import (
+    PREFETCH_LAYERS,
+    ActivationKey,
+    Extent,
+    OffloadSchedule,
+    packed_offsets,
+)
+from sppo.activations.tensor_classes import CLASSES, class_of
+from sppo.offload.copy_report import CopyReport
 from sppo.offload.integrity import Checksums
 from sppo.offload.queues import CopyQueues, Event, Ordering
 from sppo.offload.slots import Slot, SlotMemory
@@ -69,7 +75,7 @@ class _Block:
 
 
 class OffloadStore:
-    """Takes, gives back and forgets tensors as a :class:`sppo.offload.store.ActivationStore` does.
+    """Store of tensors that leave the device, see also :mod:`sppo.offload.device_stores`.
 
     On the device it holds nothing but the ring, which :meth:`take_report` counts. What
     :meth:`take` returns is lent out of the ring.
@@ -143,7 +149,7 @@ class OffloadStore:
         self._bring_back()
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
-        """See :class:`sppo.offload.store.ActivationStore`; good until :meth:`release`.
+        """See :class:`sppo.offload.device_stores.ActivationStore`; good until :meth:`release`.
 
         Raises:
             OSError: the disk failed.
@@ -171,7 +177,7 @@ class OffloadStore:
         return tensors
 
     def release(self, key: ActivationKey) -> None:
-        """See :class:`sppo.offload.store.ActivationStore`."""
+        """See :class:`sppo.offload.device_stores.ActivationStore`."""
         slot = self._in_use.pop(key, None)
         if slot is None:
             return
@@ -180,7 +186,7 @@ class OffloadStore:
         self._bring_back()
 
     def abort(self) -> None:
-        """See :class:`sppo.offload.store.ActivationStore`; copies under way end first."""
+        """See :class:`sppo.offload.device_stores.ActivationStore`; copies under way end first."""
         self._queues.abort()
         self._begin()
         self._slots.free()
@@ -292,7 +298,7 @@ class OffloadStore:
 
     def _count(self, counts: Counter[str], slices: Mapping[str, _TensorSlice]) -> None:
         for name, part in slices.items():
-            counts[class_of(name)] += part.size_bytes
+            counts[CLASSES[class_of(name)]] += part.size_bytes
 
     def _take_counts(self) -> tuple[dict[str, int], dict[str, int]]:
         counts = dict(self._out_bytes), dict(self._back_bytes)

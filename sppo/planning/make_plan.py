@@ -126,7 +126,7 @@ def _stages(assessment: EvaluatedCandidate) -> tuple[StagePlan, ...]:
 def _subsequences(
     assessment: EvaluatedCandidate, *, stage: int
 ) -> tuple[SubsequencePlacement, ...]:
-    """Parcels lie one behind the other: offsets are decided here, not at run time."""
+    """Blocks lie one behind the other: offsets are decided here, not at run time."""
     decisions = assessment.decisions
     shape = block_layout(assessment.candidate, stage=stage)
     sizes = [sum(blocks) for blocks in stage_blocks(decisions, shape, stage=stage)]

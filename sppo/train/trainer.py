@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from sppo.activations.placement import ATTENTION, LINEAR
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig

@@ -10,10 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.activations.placement import (
-    ATTENTION,
-    LINEAR,
     ROW_ALIGNMENT,
-    X_IN,
     CopySlots,
     PolicyInputs,
     held_bytes,
@@ -21,6 +18,7 @@ from sppo.activations.placement import (
     tier_bytes_held,
 )
 from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES, decide, decide_ratio
+from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of, stage_seconds

@@ -1,11 +1,7 @@
 import pytest
 
-from sppo.activations.policy import (
-    POLICIES,
-    saved_bytes_per_token,
-    saved_tensors,
-    tensor_bytes_per_token,
-)
+from sppo.activations.policy import POLICIES, saved_bytes_per_token, saved_tensors
+from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.config import PRESETS
 from sppo.config.model import ModelConfig
 

@@ -123,7 +123,7 @@ def test_a_plan_moves_what_hides_at_the_measured_rate(tmp_path, speed):
     )
     plan = plan_run(run, hardware=read_hardware(path), available_bytes=1 << 40, disk_bytes=1 << 34)
     assert plan.hardware.node.disk_write_bytes_per_s == speed * 3e6
-    from sppo.activations.policy import class_bytes_per_token
+    from sppo.activations.tensor_classes import class_bytes_per_token
 
     row_bytes = class_bytes_per_token(run.model, element_bytes=2) * run.model.num_layers
     (stage,) = plan.stages

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.activations.block_layout import (
+from sppo.activations.activation_layout import (
     BLOCK_ALIGNMENT_BYTES,
     BlockLayout,
     packed_bytes,
     packed_offsets,
 )
-from sppo.activations.placement import ATTENTION, LINEAR, X_IN, ActivationPlacement
-from sppo.activations.policy import tensor_bytes_per_token
+from sppo.activations.placement import ActivationPlacement
 from sppo.activations.subsequence_placement import planned_placement
+from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensor_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.copy_room import joined_bytes
 from sppo.cost.layer import Workload

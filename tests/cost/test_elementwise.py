@@ -33,7 +33,7 @@ from sppo.kernels import elementwise
 from sppo.model import gradients, layer
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.offload.lifo_arena_store import LifoArenaStore
+from sppo.offload.device_stores import LifoArenaStore
 
 BASE = {
     "vocab_size": 48,

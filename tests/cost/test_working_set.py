@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from sppo.activations.placement import ATTENTION, LINEAR
 from sppo.activations.policy import POLICIES
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
 from sppo.cost import working_set as planned
 from sppo.cost.layer import Workload

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.activations.block_layout import BlockLayout
-from sppo.activations.placement import ATTENTION, ROW_ALIGNMENT, prefix_rows
-from sppo.activations.policy import class_bytes_per_token
+from sppo.activations.activation_layout import BlockLayout
+from sppo.activations.placement import ROW_ALIGNMENT, prefix_rows
 from sppo.activations.subsequence_placement import SubsequencePlacement
+from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tier import Tier

@@ -14,9 +14,9 @@ from sppo.engine.unit import units_of
 from sppo.engine.weights import ResidentWeights
 from sppo.model.gradients import zero_gradients
 from sppo.model.layer import Layer
+from sppo.offload.device_stores import DeviceStore
 from sppo.offload.file_tier import FileTier
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.store import DeviceStore
 from sppo.offload.tier import Tier
 from tests.engine.models import (
     VARIANTS,

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
-from sppo.activations.block_layout import packed_offsets
+from sppo.activations.activation_layout import (
+    ActivationKey,
+    Extent,
+    OffloadSchedule,
+    packed_offsets,
+)
 from sppo.engine.saved_tensors import SavedTensors
-from sppo.offload.lifo_arena_store import LifoArenaStore, slot_bytes
+from sppo.offload.device_stores import DeviceStore, LifoArenaStore, slot_bytes
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.store import DeviceStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tier import Tier
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sppo.activations.policy import tensor_bytes_per_token
+from sppo.activations.tensor_classes import tensor_bytes_per_token
 from tests.engine.models import (
     VARIANTS,
     Trained,

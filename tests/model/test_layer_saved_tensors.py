@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.activations.policy import tensor_bytes_per_token
+from sppo.activations.tensor_classes import tensor_bytes_per_token
 from sppo.cost.parameters import layer_shapes
 from sppo.kernels.attention.interface import attention_backward, attention_forward
 from sppo.kernels.rotary import RotaryTable

@@ -10,7 +10,7 @@ from collections import deque
 
 import torch
 
-from sppo.activations.block_layout import BLOCK_ALIGNMENT_BYTES
+from sppo.activations.activation_layout import BLOCK_ALIGNMENT_BYTES
 from sppo.offload.queues import Ordering, QueueTimes
 from tests.offload.vector_clocks import AccessChecker, Actor
 

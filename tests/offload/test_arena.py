@@ -17,8 +17,7 @@ import torch
 from sppo.kernels.native.extension import NativeLibrary
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.offload import arena as arena_module
-from sppo.offload.arena import ALIGNMENT_BYTES, HostArena
-from sppo.offload.host_mapping import NativeMapping, PythonMapping
+from sppo.offload.arena import ALIGNMENT_BYTES, HostArena, NativeMapping, PythonMapping
 from tests.native_builds import ROOT, library
 
 MIB = 1 << 20

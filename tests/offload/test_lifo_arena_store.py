@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from sppo.activations.activation_layout import ActivationKey
-from sppo.offload.lifo_arena_store import LifoArenaStore, slot_bytes
+from sppo.offload.device_stores import LifoArenaStore, slot_bytes
 
 KEYS = [ActivationKey(0, subsequence, layer) for subsequence in range(2) for layer in range(3)]
 

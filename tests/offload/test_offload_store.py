@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule
-from sppo.activations.block_layout import packed_bytes
+from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule, packed_bytes
 from sppo.offload.integrity import CorruptActivationError
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues import Ordering

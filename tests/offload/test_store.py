@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from sppo.activations.activation_layout import ActivationKey
-from sppo.offload.store import DeviceStore
+from sppo.offload.device_stores import DeviceStore
 
 KEY, OTHER = ActivationKey(0, 1, 2), ActivationKey(0, 1, 3)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.activations.placement import ATTENTION, LINEAR
 from sppo.activations.policy import POLICIES
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.hardware.presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length
 from sppo.planning.run_plan import USABLE_SHARE, plan_run, run_boundaries

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sppo.activations.placement import ATTENTION, LINEAR
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.memory_plot import bucket_text
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec

@@ -25,8 +25,8 @@ from sppo.engine.stage import Stage
 from sppo.engine.unit import Unit
 from sppo.kernels.attention.interface import Backend
 from sppo.model.gradients import GradientSink
+from sppo.offload.device_stores import ActivationStore
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.store import ActivationStore
 from sppo.parallel.msp_exchange import TokenMembers
 from sppo.parallel.ulysses import UlyssesAllToAll
 
