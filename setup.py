@@ -21,6 +21,7 @@ DEV = [
     "mypy>=1.11",
     "pytest>=8",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.6",
     "triton>=3.6; sys_platform == 'linux'",  # its interpreter runs the kernels' tests on a CPU
     "types-PyYAML",

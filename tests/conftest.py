@@ -28,6 +28,7 @@ from sppo.data.tokens import (
     TokenMeta,
     write_meta,
 )
+from tests import tiers
 from tests.ranks import RankPool
 
 if not torch.cuda.is_available():
@@ -102,6 +103,12 @@ def tree(directory: Path) -> dict[str, bytes | str | None]:
         return path.read_bytes() if path.is_file() else None
 
     return {str(p.relative_to(directory)): content(p) for p in sorted(directory.rglob("*"))}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what ``scripts/test.sh`` leaves to ``scripts/test.sh --all``, before -m chooses."""
+    tiers.mark(items, pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)
