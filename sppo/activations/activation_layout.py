@@ -21,6 +21,7 @@ from sppo.activations.tensor_classes import (
     tensors_of,
 )
 from sppo.config.model import ModelConfig
+from sppo.schedule.orders import UnitKey
 
 TENSOR_ALIGNMENT_BYTES = 64
 """Tensors begin at multiples of it, as the kernels like them."""
@@ -30,9 +31,6 @@ PREFETCH_LAYERS = 2
 """Layers whose blocks may be under way back ahead of the one in use. 1 + ceil(t_H2D / t_backward)
 is 2 wherever a block comes back within a layer's backward; where copies are slower, the layers in
 between are what the whole step waits for, and more room would only move the wait."""
-
-UnitKey = tuple[int, int]
-"""(sequence, subsequence)."""
 
 
 class ActivationKey(NamedTuple):

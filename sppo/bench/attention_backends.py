@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from sppo.bench.attention_grid import AttentionGrid, Span
+from sppo.bench.attention_grid import AttentionGrid, AttentionShape
 from sppo.cost.flops import FLASH_BACKWARD_RATIO
 from sppo.kernels.attention.choice import (
     CAPABILITIES,
@@ -22,11 +22,11 @@ BACKENDS: tuple[Name, ...] = tuple(name for name in get_args(Name) if CAPABILITI
 
 @dataclass(frozen=True, slots=True)
 class BackendRate:
-    """One back end on one span, forward and backward.
+    """One back end on one shape, forward and backward.
 
     Attributes:
         backend: Its name.
-        span: The shape.
+        shape: What was timed.
         forward_s: Median seconds of a call.
         backward_s: The same; gradients of keys and values are added to fp32 sums.
         spread: Between the fastest and the slowest round, relative to the median; the larger of
@@ -34,7 +34,7 @@ class BackendRate:
     """
 
     backend: Name
-    span: Span
+    shape: AttentionShape
     forward_s: float
     backward_s: float
     spread: float
@@ -47,24 +47,24 @@ class BackendRate:
     @property
     def forward_flops_per_s(self) -> float:
         """Over visible pairs."""
-        return self.span.forward_flops / self.forward_s
+        return self.shape.forward_flops / self.forward_s
 
     @property
     def backward_flops_per_s(self) -> float:
         """Over visible pairs, 2.5 times the forward's FLOPs."""
-        return FLASH_BACKWARD_RATIO * self.span.forward_flops / self.backward_s
+        return FLASH_BACKWARD_RATIO * self.shape.forward_flops / self.backward_s
 
     def as_json(self) -> dict[str, Any]:
         """One flat object; seconds and FLOP/s."""
-        span = self.span
+        shape = self.shape
         return {
             "backend": self.backend,
-            "dtype": span.dtype,
-            "queries": span.queries,
-            "keys": span.keys,
-            "heads": span.heads.queries,
-            "kv_heads": span.heads.kv,
-            "head_size": span.head_size,
+            "dtype": shape.dtype,
+            "queries": shape.queries,
+            "keys": shape.keys,
+            "heads": shape.heads.queries,
+            "kv_heads": shape.heads.kv,
+            "head_size": shape.head_size,
             "forward_s": self.forward_s,
             "backward_s": self.backward_s,
             "forward_flops_per_s": self.forward_flops_per_s,
@@ -75,10 +75,10 @@ class BackendRate:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A back end that was not timed on a span, and why, as the end of a sentence."""
+    """A back end that was not timed on a shape, and why, as the end of a sentence."""
 
     backend: Name
-    span: Span
+    shape: AttentionShape
     reason: str
 
 
@@ -87,21 +87,21 @@ class BackendComparison:
     """What was timed and what was not.
 
     Attributes:
-        rates: By span; every span has at least one.
-        automatic: What ``auto`` takes for each span, timed or not.
-        left_out: The rest of every span and back end.
+        rates: By shape; every shape has at least one.
+        automatic: What ``auto`` takes for each shape, timed or not.
+        left_out: The rest of every shape and back end.
     """
 
     rates: tuple[BackendRate, ...]
-    automatic: Mapping[Span, Name]
+    automatic: Mapping[AttentionShape, Name]
     left_out: tuple[LeftOut, ...] = ()
 
     @property
-    def by_span(self) -> Mapping[Span, Mapping[Name, BackendRate]]:
-        """Rates by span and back end, in the order in which they were timed."""
-        found: dict[Span, dict[Name, BackendRate]] = {}
+    def by_shape(self) -> Mapping[AttentionShape, Mapping[Name, BackendRate]]:
+        """Rates by shape and back end, in the order in which they were timed."""
+        found: dict[AttentionShape, dict[Name, BackendRate]] = {}
         for rate in self.rates:
-            found.setdefault(rate.span, {})[rate.backend] = rate
+            found.setdefault(rate.shape, {})[rate.backend] = rate
         return found
 
     @property
@@ -140,8 +140,8 @@ def why_never_timed(
 ) -> str | None:
     """The first reason of a back end that can do nothing of ``grid``; None if it can do some."""
     reasons = []
-    for spans in grid.problems(dtypes):
-        reason = why_not_timed(name, spans[0].case(device))
+    for shapes in grid.problems(dtypes):
+        reason = why_not_timed(name, shapes[0].case(device))
         if reason is None:
             return None
         reasons.append(reason)

@@ -34,7 +34,7 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AttentionShape:
     """One attention: ``queries`` rows, the last of ``keys`` positions."""
 
     dtype: str
@@ -90,11 +90,11 @@ class AttentionGrid:
         """Whether all queries have the same numbers of keys per query, as plans read them."""
         return self.keys is None or len(self.queries) == 1
 
-    def problems(self, dtypes: Sequence[str]) -> Iterator[list[Span]]:
+    def problems(self, dtypes: Sequence[str]) -> Iterator[list[AttentionShape]]:
         """The spans of every dtype, heads and head size: what differs is their length."""
         for dtype, heads, size in product(dtypes, self.heads, self.head_sizes):
             yield [
-                Span(dtype, queries, keys, heads, size)
+                AttentionShape(dtype, queries, keys, heads, size)
                 for queries in self.queries
                 for keys in self.keys or [prefix * queries for prefix in self.prefixes]
             ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Tier = Literal["host", "disk"]
+TierKind = Literal["host", "disk"]
 Times = Sequence[float]
 """Seconds from the start at which request after request was done."""
 
@@ -58,7 +58,7 @@ class CopyMeasurements:
         register_s_per_gib: Of host memory, what page-locking takes.
     """
 
-    tier: Tier
+    tier: TierKind
     where: str
     points: tuple[CopyPoint, ...]
     planned: CopyPoint

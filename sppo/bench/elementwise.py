@@ -11,7 +11,7 @@ from functools import partial
 
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Call, Case, Rounds, Timing, Watcher, time_cases
+from sppo.bench.timing import Call, Rounds, TimedCase, Timing, Watcher, time_cases
 from sppo.cost.elementwise import PASSES, bytes_per_element
 from sppo.hardware.rates import ElementwisePoint
 
@@ -33,7 +33,7 @@ def measure_elementwise(
     """Time every kernel on tensors of several sizes."""
     sizes = (_QUICK_ELEMENTS if quick else _ELEMENTS)[operands.device]
     cases = [
-        Case((kernel, dtype, elements), partial(_make, operands, kernel, dtype, elements))
+        TimedCase((kernel, dtype, elements), partial(_make, operands, kernel, dtype, elements))
         for dtype in dtypes
         for kernel in kernels_of(dtype, device=operands.device)
         for elements in sizes

@@ -10,7 +10,7 @@ from typing import get_args
 import torch
 
 from sppo.bench.operands import DTYPES, Operands
-from sppo.bench.timing import Call, Case, Rounds, Timing, Watcher, time_cases, time_once
+from sppo.bench.timing import Call, Rounds, TimedCase, Timing, Watcher, time_cases, time_once
 from sppo.hardware.rates import GemmPoint, Product
 from sppo.kernels.linear import accumulate_weight_gradient, linear
 
@@ -72,13 +72,13 @@ def gemm_points(timings: Mapping[GemmKey, Timing]) -> tuple[GemmPoint, ...]:
     return tuple(points)
 
 
-def _cases(operands: Operands, grid: GemmGrid, *, dtype: str) -> Iterator[Case[GemmKey]]:
+def _cases(operands: Operands, grid: GemmGrid, *, dtype: str) -> Iterator[TimedCase[GemmKey]]:
     widths = grid.widths if grid.fixed else _narrower(operands, grid, dtype=dtype)
     for tokens in grid.tokens:
         for width in widths:
             for product in get_args(Product):
                 key = (dtype, tokens, width, product)
-                yield Case(key, partial(_make, operands, *key))
+                yield TimedCase(key, partial(_make, operands, *key))
 
 
 def _narrower(operands: Operands, grid: GemmGrid, *, dtype: str) -> tuple[int, ...]:

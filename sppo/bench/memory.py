@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sppo.bench.attention_grid import AttentionGrid, Span
+from sppo.bench.attention_grid import AttentionGrid, AttentionShape
 from sppo.bench.gemm import GemmGrid
 from sppo.bench.operands import DTYPES
 from sppo.kernels.native.machine_memory import memory_room
@@ -47,11 +47,11 @@ def check_memory(
         )
 
 
-def span_bytes(span: Span) -> int:
+def shape_bytes(shape: AttentionShape) -> int:
     """Of q, k, v, o, the gradients of o and q, and the fp32 sums of those of k and v."""
-    size = DTYPES[span.dtype].itemsize
-    queries = span.queries * span.heads.queries * span.head_size
-    keys = span.keys * span.heads.kv * span.head_size
+    size = DTYPES[shape.dtype].itemsize
+    queries = shape.queries * shape.heads.queries * shape.head_size
+    keys = shape.keys * shape.heads.kv * shape.head_size
     return 4 * queries * size + 2 * keys * (size + _FP32)
 
 
@@ -62,9 +62,9 @@ def gemm_bytes(dtype: str, *, tokens: int, width: int) -> int:
 
 
 def _attention(grid: AttentionGrid, dtypes: Sequence[str]) -> Iterator[tuple[int, str]]:
-    for spans in grid.problems(dtypes):
-        for span in spans:
-            yield span_bytes(span), str(span)
+    for shapes in grid.problems(dtypes):
+        for shape in shapes:
+            yield shape_bytes(shape), str(shape)
 
 
 def _gemm(grid: GemmGrid, dtypes: Sequence[str]) -> Iterator[tuple[int, str]]:

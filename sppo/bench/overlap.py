@@ -76,7 +76,7 @@ class OverlapMeasurements:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class MeasuredLayer:
     """Whose forward copies run behind.
 
     Attributes:
@@ -102,15 +102,20 @@ _DEFAULT_CPU = ModelConfig(
 _DEFAULT_CUDA = "llama-3.2-1b"
 
 
-def default_layer(device: str) -> Layer:
+def default_layer(device: str) -> MeasuredLayer:
     """What copies run behind where no run file says: small on a CPU."""
     if device == "cuda":
-        return Layer(_DEFAULT_CUDA, ModelConfig(**PRESETS[_DEFAULT_CUDA]), "bf16")
-    return Layer("a Llama shape of width 512", _DEFAULT_CPU, "bf16")
+        return MeasuredLayer(_DEFAULT_CUDA, ModelConfig(**PRESETS[_DEFAULT_CUDA]), "bf16")
+    return MeasuredLayer("a Llama shape of width 512", _DEFAULT_CPU, "bf16")
 
 
 def measure_overlap(
-    operands: Operands, layer: Layer, *, directory: Path | None, quick: bool, watcher: Watcher
+    operands: Operands,
+    layer: MeasuredLayer,
+    *,
+    directory: Path | None,
+    quick: bool,
+    watcher: Watcher,
 ) -> OverlapMeasurements:
     """Measure copies behind the forward of ``layer``.
 
@@ -131,7 +136,7 @@ def measure_overlap(
     watcher.begin("overlap", total=len(shapes) * rounds)
     points: list[OverlapPoint] = []
     for tokens, context in shapes:
-        unit = _Unit(operands, layer, tokens=tokens, context=context)
+        unit = _ForwardWork(operands, layer, tokens=tokens, context=context)
         size = tokens * moved_bytes_per_token(layer)
         try:
             with closing(_queues(device)) as queues:
@@ -160,7 +165,7 @@ def _queues(device: str) -> CopyQueues:
     return CudaQueues(torch.device(device)) if device == "cuda" else ThreadQueues()
 
 
-def moved_bytes_per_token(layer: Layer) -> int:
+def moved_bytes_per_token(layer: MeasuredLayer) -> int:
     """Everything one layer saves for a token: layer input, attention's output, linear parts."""
     element_bytes = DTYPES[layer.dtype].itemsize
     return int(class_bytes_per_token(layer.model, element_bytes=element_bytes).sum())
@@ -177,7 +182,7 @@ def added_s_per_byte(points: Sequence[OverlapPoint]) -> float:
 
 
 def _shapes(
-    operands: Operands, layer: Layer, *, quick: bool
+    operands: Operands, layer: MeasuredLayer, *, quick: bool
 ) -> tuple[list[tuple[int, int]], list[LeftOut]]:
     """(tokens, context) to measure, and those that would take a slow device too long."""
     shapes: list[tuple[int, int]] = []
@@ -185,7 +190,7 @@ def _shapes(
     device = operands.device
     all_tokens = (_QUICK_TOKENS if quick else _TOKENS)[device]
     contexts = (_QUICK_CONTEXTS if quick else _CONTEXTS)[device]
-    probe = _Unit(operands, layer, tokens=all_tokens[0], context=contexts[-1])
+    probe = _ForwardWork(operands, layer, tokens=all_tokens[0], context=contexts[-1])
     probe.time(1)
     products_s, attention_s = probe.time(1)
     for tokens in all_tokens:
@@ -199,10 +204,12 @@ def _shapes(
     return shapes, left_out
 
 
-class _Unit:
+class _ForwardWork:
     """The forward of one layer on one subsequence, in two parts that are timed apart."""
 
-    def __init__(self, operands: Operands, layer: Layer, *, tokens: int, context: int) -> None:
+    def __init__(
+        self, operands: Operands, layer: MeasuredLayer, *, tokens: int, context: int
+    ) -> None:
         operands.begin()
         model, dtype = layer.model, DTYPES[layer.dtype]
         self.tokens, self.context, self._kind = tokens, context, operands.device
@@ -337,7 +344,7 @@ class _Mover:
 
 
 def _measure(
-    unit: _Unit, mover: _Mover, *, rounds: int, quick: bool, advance: Callable[[], None]
+    unit: _ForwardWork, mover: _Mover, *, rounds: int, quick: bool, advance: Callable[[], None]
 ) -> OverlapPoint:
     unit.time(1)  # warm
     once_s = sum(unit.time(1))

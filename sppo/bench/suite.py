@@ -17,7 +17,7 @@ from sppo.bench.disk import measure_disk
 from sppo.bench.elementwise import measure_elementwise
 from sppo.bench.gemm import GemmGrid, gemm_grid, measure_gemm
 from sppo.bench.operands import Operands
-from sppo.bench.overlap import Layer, OverlapMeasurements, measure_overlap
+from sppo.bench.overlap import MeasuredLayer, OverlapMeasurements, measure_overlap
 from sppo.bench.pcie import measure_pcie
 from sppo.bench.timing import Rounds, Timing, Watcher
 from sppo.hardware.rates import AttentionPoint, ElementwisePoint, GemmPoint
@@ -63,7 +63,7 @@ class CopySetup:
     """
 
     directory: Path | None
-    layer: Layer
+    layer: MeasuredLayer
 
 
 @dataclass(frozen=True, slots=True)

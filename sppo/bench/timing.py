@@ -24,7 +24,7 @@ _LONG_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Case(Generic[Key]):
+class TimedCase(Generic[Key]):
     """One thing to time.
 
     Attributes:
@@ -82,7 +82,7 @@ class Watcher(Protocol):
 
 @torch.no_grad()
 def time_cases(
-    cases: Sequence[Case[Key]], *, rounds: Rounds, watcher: Watcher
+    cases: Sequence[TimedCase[Key]], *, rounds: Rounds, watcher: Watcher
 ) -> Mapping[Key, Timing]:
     """Time every case in every round; the result by key."""
     seconds: dict[Key, list[float]] = {case.key: [] for case in cases}

@@ -54,7 +54,7 @@ class FileSum:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _StoredBlock:
     path: Path
     first: int
     size_bytes: int
@@ -174,7 +174,7 @@ def _wrong_size(path: Path, expected: int) -> str | None:
 
 
 def _wrong_content(directory: Path, files: Mapping[str, FileSum]) -> Damage | None:
-    blocks: list[_Block] = []
+    blocks: list[_StoredBlock] = []
     expected: list[str] = []
     for name, file in files.items():
         size, checksums = file.size_bytes, file.block_crc32
@@ -194,18 +194,18 @@ def _wrong_content(directory: Path, files: Mapping[str, FileSum]) -> Damage | No
     return None
 
 
-def _blocks_of(path: Path, size_bytes: int) -> Iterator[_Block]:
+def _blocks_of(path: Path, size_bytes: int) -> Iterator[_StoredBlock]:
     for first in range(0, size_bytes, _BLOCK_BYTES):
-        yield _Block(path, first, min(_BLOCK_BYTES, size_bytes - first))
+        yield _StoredBlock(path, first, min(_BLOCK_BYTES, size_bytes - first))
 
 
-def _checksums(blocks: list[_Block]) -> list[str]:
+def _checksums(blocks: list[_StoredBlock]) -> list[str]:
     # zlib lets go of the interpreter lock, so threads are enough.
     with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(_checksum, blocks))
 
 
-def _checksum(block: _Block) -> str:
+def _checksum(block: _StoredBlock) -> str:
     crc, left = 0, block.size_bytes
     buffer = memoryview(bytearray(_READ_BYTES))
     with block.path.open("rb", buffering=0) as file:

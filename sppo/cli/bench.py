@@ -186,7 +186,7 @@ def _copying(
     if not subject.copies:
         return None
     from sppo.bench.disk import check_disk
-    from sppo.bench.overlap import Layer, default_layer
+    from sppo.bench.overlap import MeasuredLayer, default_layer
     from sppo.bench.suite import CopySetup
     from sppo.config import load_run
 
@@ -199,7 +199,7 @@ def _copying(
     if loaded is None:
         return CopySetup(disk, default_layer(device))
     name = loaded.model.preset or loaded.model.from_hf or str(run_file)
-    return CopySetup(disk, Layer(name, loaded.model, loaded.train.dtype))
+    return CopySetup(disk, MeasuredLayer(name, loaded.model, loaded.train.dtype))
 
 
 def _dtypes(text: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ BUDGET_LINE = "│"
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class BucketLabel:
     """How a bucket of :class:`sppo.cost.memory.MemoryBuckets` is shown.
 
     Attributes:
@@ -34,18 +34,18 @@ class Bucket:
 
 
 BUCKETS = (
-    Bucket("weights_bytes", "W", "weights"),
-    Bucket("gradients_bytes", "G", "gradients"),
-    Bucket("optimizer_bytes", "O", "optimizer states"),
-    Bucket("kv_bytes", "K", "K and V"),
-    Bucket("kv_gradients_bytes", "D", "dK and dV"),
-    Bucket("activations_bytes", "A", "saved activations"),
-    Bucket("copies_bytes", "C", "copies under way"),
-    Bucket("loss_gradient_bytes", "L", "gradient of the loss"),
-    Bucket("working_bytes", "R", "running layer"),
-    Bucket("heap_bytes", "H", "C heap"),
-    Bucket("communication_bytes", "M", "messages"),
-    Bucket("growth_bytes", "P", "process growth"),
+    BucketLabel("weights_bytes", "W", "weights"),
+    BucketLabel("gradients_bytes", "G", "gradients"),
+    BucketLabel("optimizer_bytes", "O", "optimizer states"),
+    BucketLabel("kv_bytes", "K", "K and V"),
+    BucketLabel("kv_gradients_bytes", "D", "dK and dV"),
+    BucketLabel("activations_bytes", "A", "saved activations"),
+    BucketLabel("copies_bytes", "C", "copies under way"),
+    BucketLabel("loss_gradient_bytes", "L", "gradient of the loss"),
+    BucketLabel("working_bytes", "R", "running layer"),
+    BucketLabel("heap_bytes", "H", "C heap"),
+    BucketLabel("communication_bytes", "M", "messages"),
+    BucketLabel("growth_bytes", "P", "process growth"),
 )
 assert [bucket.field for bucket in BUCKETS] == [field.name for field in fields(MemoryBuckets)], (
     "every bucket is shown, in its order"

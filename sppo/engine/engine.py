@@ -18,7 +18,7 @@ from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.stage import Stage
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
-from sppo.engine.weights import Part, ResidentWeights, WeightProvider
+from sppo.engine.weights import ResidentWeights, WeightPart, WeightProvider
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.copy_report import CopyReport, combined
@@ -325,7 +325,7 @@ class Engine:
 
     def _visits(
         self, program: Sequence[Action], units: Mapping[tuple[int, int], Unit]
-    ) -> Iterator[Part]:
+    ) -> Iterator[WeightPart]:
         """Whose weights this rank computes with, in order."""
         for action in program:
             # Pieces fetch their weights themselves: not all of their ranks have them.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
-from sppo.engine.weights import Part, names_by_part
+from sppo.engine.weights import WeightPart, names_by_part
 from sppo.parallel.parameter_all_gather import AllGatherHandle, ParameterAllGather
 
 
@@ -42,21 +42,21 @@ class GatheredWeights:
         self.room_bytes = max(
             (1 + isinstance(part, int)) * size for part, size in self._part_bytes.items()
         )
-        self._visits: Iterator[Part] = iter(())
-        self._next: Part | None = None
+        self._visits: Iterator[WeightPart] = iter(())
+        self._next: WeightPart | None = None
         self._ahead: list[AllGatherHandle] | None = None
         self._held: dict[str, Tensor] = {}
-        self._held_part: Part | None = None
+        self._held_part: WeightPart | None = None
         self._peak_bytes = 0
 
-    def begin(self, visits: Iterable[Part]) -> None:
+    def begin(self, visits: Iterable[WeightPart]) -> None:
         """See :class:`sppo.engine.weights.WeightProvider`."""
         self.assert_idle()
         self._visits = iter(visits)
         self._next = next(self._visits, None)
         self._fetch_ahead()
 
-    def take(self, part: Part) -> Mapping[str, Tensor]:
+    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """See :class:`sppo.engine.weights.WeightProvider`."""
         assert part == self._next, f"{part} is taken where {self._next} was announced"
         if self._held_part is None:
@@ -66,7 +66,7 @@ class GatheredWeights:
         self._fetch_ahead()
         return self._held
 
-    def release(self, part: Part) -> None:
+    def release(self, part: WeightPart) -> None:
         """See :class:`sppo.engine.weights.WeightProvider`."""
         if part != self._held_part or part == self._next:
             return  # it never came, or is wanted again at once
@@ -119,7 +119,7 @@ class GatheredWeights:
             for local, name in self._parts[part].items()
         }
 
-    def _messages(self, part: Part) -> list[tuple[ParameterAllGather, list[str]]]:
+    def _messages(self, part: WeightPart) -> list[tuple[ParameterAllGather, list[str]]]:
         """Global names that travel together: of a layer all, of larger parts one by one."""
         shared = [name for name in self._parts[part].values() if name in self._gathers]
         if not isinstance(part, int):
@@ -129,7 +129,7 @@ class GatheredWeights:
             messages.setdefault(self._gathers[name], []).append(name)
         return list(messages.items())
 
-    def _padded_bytes(self, part: Part) -> int:
+    def _padded_bytes(self, part: WeightPart) -> int:
         elements = 0
         for gather, names in self._messages(part):
             elements += gather.padded_elements({name: self._shapes[name] for name in names})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,6 @@ from sppo.activations.activation_layout import ActivationKey
 from sppo.model.layer import Saved, token_dimension
 from sppo.offload.device_stores import ActivationStore
 from sppo.offload.offload_store import OffloadStore
-
-TensorRows = dict[str, int]
-"""Rows of each tensor by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +30,8 @@ class SavedTensors:
         key: ActivationKey,
         saved: Saved,
         *,
-        offloaded_rows: TensorRows,
-        retained_rows: TensorRows,
+        offloaded_rows: Mapping[str, int],
+        retained_rows: Mapping[str, int],
     ) -> None:
         """Take over ``saved``, by rows."""
         offloaded, retained = cut(saved, offloaded_rows, retained_rows)
@@ -71,11 +69,13 @@ class SavedTensors:
         return self.retained.num_entries + away
 
 
-def cut(saved: Saved, offloaded_rows: TensorRows, retained_rows: TensorRows) -> tuple[Saved, Saved]:
+def cut(
+    saved: Saved, offloaded_rows: Mapping[str, int], retained_rows: Mapping[str, int]
+) -> tuple[Saved, Saved]:
     """(offloaded, retained) rows of ``saved``, which is emptied; views of its tensors."""
     offloaded: Saved = {}
     retained: Saved = {}
-    for name in offloaded_rows | retained_rows:
+    for name in {**offloaded_rows, **retained_rows}:
         tensor, dim, first = saved.pop(name), token_dimension(name), offloaded_rows.get(name, 0)
         if first:
             offloaded[name] = tensor.narrow(dim, 0, first)

@@ -21,7 +21,6 @@ from sppo.activations.activation_layout import (
     ActivationLayout,
     BlockLayout,
     OffloadSchedule,
-    UnitKey,
 )
 from sppo.activations.subsequence_placement import PlacementOf, check_whole_classes
 from sppo.config.model import ModelConfig
@@ -30,7 +29,7 @@ from sppo.engine.saved_tensors import SavedTensors
 from sppo.engine.subsequence_attention import KVCacheAttention
 from sppo.engine.ulysses_attention import UlyssesAttention
 from sppo.engine.unit import Unit
-from sppo.engine.weights import Part, WeightProvider, visit
+from sppo.engine.weights import WeightPart, WeightProvider, visit
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import (
     CROSS_ENTROPY,
@@ -47,6 +46,7 @@ from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import ActionKind
+from sppo.schedule.orders import UnitKey
 
 
 class Stage:
@@ -181,7 +181,7 @@ class Stage:
             whole=None if self._tensor is None else placements,
         )
 
-    def visits(self, kind: ActionKind, unit: Unit) -> Iterator[Part]:
+    def visits(self, kind: ActionKind, unit: Unit) -> Iterator[WeightPart]:
         """Whose weights an action takes, in order; for backward after :meth:`prepare`."""
         if kind is ActionKind.F:
             if self.is_first:

@@ -15,18 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sppo.activations.activation_layout import UnitKey
 from sppo.parallel.pipeline_p2p import PipelineP2P, RecvHandle
 from sppo.schedule import encoding
 from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
+from sppo.schedule.orders import UnitKey
 
 LocalTokens = Callable[[UnitKey, int], int]
 """(unit, tokens of the whole unit) -> how many of them, the first ones, are this rank's."""
 
 
-class _Key(NamedTuple):
+class _InputKey(NamedTuple):
     """Everything of one unit that one stage takes from one side."""
 
     wire: Wire
@@ -49,9 +49,9 @@ class StageBuffers:
         groups = find_msp_groups(schedule, programs=encode(schedule))
         self._routes = msp_routes(schedule, groups=groups)
         self._local: LocalTokens = lambda unit, tokens: tokens
-        self._here: dict[_Key, dict[int, Tensor]] = {}
-        self._expected: dict[_Key, dict[int, RecvHandle]] = {}
-        self._outgoing: dict[tuple[_Key, int], Tensor] = {}
+        self._here: dict[_InputKey, dict[int, Tensor]] = {}
+        self._expected: dict[_InputKey, dict[int, RecvHandle]] = {}
+        self._outgoing: dict[tuple[_InputKey, int], Tensor] = {}
 
     def begin(self, local: LocalTokens) -> None:
         """Start a step whose units this rank shares as ``local`` says."""
@@ -86,7 +86,7 @@ class StageBuffers:
         """A RECV, which names the stage that consumes the tensor."""
         assert self._courier is not None, "a program with messages has a courier"
         assert action.wire is not None, "a message carries something"
-        key = _Key(action.wire, action.stage, action.unit)
+        key = _InputKey(action.wire, action.stage, action.unit)
         route = self._routes_of(key)[action.shard]
         begin, end = self._interval(key, route)
         if end > begin:
@@ -129,14 +129,14 @@ class StageBuffers:
         for waiting in (self._here, self._expected, self._outgoing):
             waiting.clear()
 
-    def _key(self, wire: Wire, *, producer: int, unit: UnitKey) -> _Key:
-        return _Key(wire, producer + (1 if wire == "act" else -1), unit)
+    def _key(self, wire: Wire, *, producer: int, unit: UnitKey) -> _InputKey:
+        return _InputKey(wire, producer + (1 if wire == "act" else -1), unit)
 
-    def _input_of(self, action: Action) -> _Key:
+    def _input_of(self, action: Action) -> _InputKey:
         wire: Wire = "act" if action.kind is ActionKind.F else "grad"
-        return _Key(wire, action.stage, action.unit)
+        return _InputKey(wire, action.stage, action.unit)
 
-    def _routes_of(self, key: _Key) -> tuple[Route, ...]:
+    def _routes_of(self, key: _InputKey) -> tuple[Route, ...]:
         """Numbered as the messages of the schedule are."""
         producer = key.consumer - (1 if key.wire == "act" else -1)
         schedule, (sequence, subsequence) = self._schedule, key.unit
@@ -148,6 +148,6 @@ class StageBuffers:
         whole = Route(rank_of(producer), rank_of(key.consumer), 0, tokens, tokens)
         return self._routes.get((code, slot), (whole,))
 
-    def _interval(self, key: _Key, route: Route) -> tuple[int, int]:
+    def _interval(self, key: _InputKey, route: Route) -> tuple[int, int]:
         """Of this rank's tokens."""
         return self._local(key.unit, route.begin), self._local(key.unit, route.end)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sppo.engine.kv_store import KVStore
-from sppo.engine.unit import Span
+from sppo.engine.unit import TokenSpan
 from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
 from sppo.kernels.attention.kv_layout import copy_by_token
 
@@ -19,7 +19,7 @@ class KVCacheAttention:
     store: KVStore
     layer: int
     sequence: int
-    span: Span
+    span: TokenSpan
     window: int | None
     backend: Backend = "auto"
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sppo.activations.activation_layout import UnitKey
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.ulysses import token_parts
+from sppo.schedule.orders import UnitKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class SequenceData:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Tokens ``[start, end)`` of a sequence of ``length`` tokens."""
 
     start: int
@@ -46,7 +46,7 @@ class Unit:
 
     sequence: int
     subsequence: int
-    span: Span
+    span: TokenSpan
     """Of the whole subsequence."""
     parts: tuple[int, ...]
     """Its tokens on each rank that shares them, in order; one part where nobody does."""
@@ -107,7 +107,7 @@ def units_of(
         units[sequence, index] = Unit(
             sequence,
             index,
-            Span(start, end, length, data.document_starts),
+            TokenSpan(start, end, length, data.document_starts),
             parts,
             data.tokens_S[own],
             data.labels_S[own],

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-Part = int | Literal["embedding", "head"]
+WeightPart = int | Literal["embedding", "head"]
 """A layer by its index in the model; the embedding (and learned positions); the final norm and the
 projection to the vocabulary."""
 
@@ -37,7 +37,7 @@ class WeightProvider(Protocol):
         """Of all weights."""
         ...
 
-    def begin(self, visits: Iterable[Part]) -> None:
+    def begin(self, visits: Iterable[WeightPart]) -> None:
         """Get ready for a step.
 
         Args:
@@ -46,11 +46,11 @@ class WeightProvider(Protocol):
         """
         ...
 
-    def take(self, part: Part) -> Mapping[str, Tensor]:
+    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """Weights of ``part``: of a layer by the names within it, of others by global name."""
         ...
 
-    def release(self, part: Part) -> None:
+    def release(self, part: WeightPart) -> None:
         """The stage is done with what :meth:`take` gave."""
         ...
 
@@ -68,7 +68,7 @@ class WeightProvider(Protocol):
 
 
 @contextmanager
-def visit(weights: WeightProvider, part: Part) -> Iterator[Mapping[str, Tensor]]:
+def visit(weights: WeightProvider, part: WeightPart) -> Iterator[Mapping[str, Tensor]]:
     """Weights of ``part`` as long as the context lasts."""
     try:
         yield weights.take(part)
@@ -91,14 +91,14 @@ class ResidentWeights:
             for part, names in names_by_part(weights).items()
         }
 
-    def begin(self, visits: Iterable[Part]) -> None:
+    def begin(self, visits: Iterable[WeightPart]) -> None:
         """See :class:`WeightProvider`."""
 
-    def take(self, part: Part) -> Mapping[str, Tensor]:
+    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """See :class:`WeightProvider`."""
         return self._parts[part]
 
-    def release(self, part: Part) -> None:
+    def release(self, part: WeightPart) -> None:
         """See :class:`WeightProvider`."""
 
     def assert_idle(self) -> None:
@@ -112,14 +112,14 @@ class ResidentWeights:
         return 0
 
 
-def names_by_part(names: Iterable[str]) -> dict[Part, dict[str, str]]:
+def names_by_part(names: Iterable[str]) -> dict[WeightPart, dict[str, str]]:
     """Global names of the parameters of each part, by the names that :meth:`take` gives them.
 
     Args:
         names: global names of all parameters of a rank's stages. Where the head is among them, but
             no projection of its own, it projects with the embedding.
     """
-    parts: dict[Part, dict[str, str]] = {}
+    parts: dict[WeightPart, dict[str, str]] = {}
     for name in names:
         owner, rest = name.split(".", 1)
         if owner == "layers":

@@ -109,7 +109,7 @@ def token_losses(
         )
     losses_t = _losses_of(logits_tV)
     for rows in row_tiles(logits_tV):
-        losses_t[rows] = _Rows.of_(logits_tV[rows], labels_t[rows], terms).losses_r
+        losses_t[rows] = _LogitRows.of_(logits_tV[rows], labels_t[rows], terms).losses_r
     return losses_t
 
 
@@ -137,13 +137,13 @@ def _rows_to_gradient_(
     logits_rV: Tensor, labels_r: Tensor, scale: float, terms: LossTerms
 ) -> Tensor:
     """:func:`losses_to_gradient_` of rows that are taken at once; lets go of what it made."""
-    of_rows = _Rows.of_(logits_rV, labels_r, terms)
+    of_rows = _LogitRows.of_(logits_rV, labels_r, terms)
     logits_rV.copy_(of_rows.gradient_(scale))
     return of_rows.losses_r
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _LogitRows:
     """Some rows of logits, taken apart in fp32 or better."""
 
     exponentials_rV: Tensor
@@ -157,7 +157,7 @@ class _Rows:
     terms: LossTerms
 
     @classmethod
-    def of_(cls, logits_rV: Tensor, labels_r: Tensor, terms: LossTerms) -> _Rows:
+    def of_(cls, logits_rV: Tensor, labels_r: Tensor, terms: LossTerms) -> _LogitRows:
         """Writes over logits that are wide already."""
         wide_rV = logits_rV.to(accumulation_dtype(logits_rV.dtype))
         valid_r, label_r = labels_r != IGNORED_LABEL, labels_r.clamp(min=0)

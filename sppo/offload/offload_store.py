@@ -60,7 +60,7 @@ class _TensorSlice(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Block:
+class _PackedBlock:
     """One that is away."""
 
     extent: Extent
@@ -137,7 +137,7 @@ class OffloadStore:
             name: _TensorSlice(offsets[name], tuple(tensor.shape), tensor.dtype)
             for name, tensor in tensors.items()
         }
-        block = _Block(extent, slices)
+        block = _PackedBlock(extent, slices)
         if tensors:
             occupant = self._occupied.setdefault(extent.offset_bytes, key)
             assert occupant == key, f"{key} is saved where {occupant} still lies"
@@ -218,7 +218,7 @@ class OffloadStore:
         """Keys saved and not yet taken, or taken and not yet released."""
         return len(self._blocks) + len(self._in_use)
 
-    def _send(self, block: _Block, tensors: dict[str, Tensor]) -> None:
+    def _send(self, block: _PackedBlock, tensors: dict[str, Tensor]) -> None:
         """Enqueue the way out."""
         extent = block.extent
         host = self._slots.to_fill(extent)
@@ -265,7 +265,7 @@ class OffloadStore:
                 self._brought_back += 1
             self._next_back += 1
 
-    def _send_back(self, block: _Block, ring: Slot) -> None:
+    def _send_back(self, block: _PackedBlock, ring: Slot) -> None:
         """Enqueue the way back into ``ring``."""
         assert block.stored is not None, "a block is stored before it comes back"
         extent, host = block.extent, block.host
@@ -290,7 +290,7 @@ class OffloadStore:
 
     def _begin(self) -> None:
         """As before the first save of a step."""
-        self._blocks: dict[ActivationKey, _Block] = {}
+        self._blocks: dict[ActivationKey, _PackedBlock] = {}
         self._in_use: dict[ActivationKey, Slot] = {}
         self._occupied: dict[int, ActivationKey] = {}
         self._copied: deque[Event] = deque()

@@ -29,7 +29,7 @@ _WIDE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
+class _ParameterRange:
     """A flat range of one parameter within a bucket."""
 
     name: str
@@ -41,13 +41,13 @@ class _Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
+class _UpdateBucket:
     """A range of the row of all parameters, all with weight decay or all without."""
 
     begin: int
     end: int
     weight_decay: float
-    parts: tuple[_Slice, ...]
+    parts: tuple[_ParameterRange, ...]
 
     @property
     def elements(self) -> int:
@@ -164,7 +164,7 @@ class HostAdamW:
         begin, shape = self._places[name], self._shapes[name]
         return row[begin : begin + shape.numel()].view(shape)
 
-    def _optimizer(self, bucket: _Bucket, config: OptimizerConfig) -> torch.optim.AdamW:
+    def _optimizer(self, bucket: _UpdateBucket, config: OptimizerConfig) -> torch.optim.AdamW:
         master, *moments = (row[bucket.begin : bucket.end] for row in (self._row, *self._moments))
         optimizer = torch.optim.AdamW(
             [master],
@@ -234,11 +234,11 @@ def _rows(elements: int) -> list[Tensor]:
 
 def _layout(
     shapes: Mapping[str, Sequence[int]], *, weight_decay: float, bucket_elements: int
-) -> tuple[dict[str, int], list[_Bucket]]:
+) -> tuple[dict[str, int], list[_UpdateBucket]]:
     """Return where every parameter begins in the row, and the buckets that the row is cut into."""
     assert bucket_elements > 0, "a bucket holds something"
     places: dict[str, int] = {}
-    buckets: list[_Bucket] = []
+    buckets: list[_UpdateBucket] = []
     begin = 0
     for decayed in (True, False):
         first = begin
@@ -249,7 +249,7 @@ def _layout(
         for start in range(first, begin, bucket_elements):
             end = min(start + bucket_elements, begin)
             parts = tuple(_parts(names, places, shapes, start=start, end=end))
-            buckets.append(_Bucket(start, end, weight_decay if decayed else 0.0, parts))
+            buckets.append(_UpdateBucket(start, end, weight_decay if decayed else 0.0, parts))
     return places, buckets
 
 
@@ -260,12 +260,12 @@ def _parts(
     *,
     start: int,
     end: int,
-) -> list[_Slice]:
+) -> list[_ParameterRange]:
     """What of the parameters lies between `start` and `end` of the row."""
     found = []
     for name in names:
         place, size = places[name], prod(shapes[name])
         begin, stop = max(start, place), min(end, place + size)
         if begin < stop:
-            found.append(_Slice(name, begin - place, stop - place, begin - start))
+            found.append(_ParameterRange(name, begin - place, stop - place, begin - start))
     return found

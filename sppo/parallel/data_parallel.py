@@ -34,7 +34,7 @@ def rows_of(num_rows: int, *, index: int, count: int) -> slice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
+class _ParameterRows:
     """Rows ``begin`` to ``end`` of every rank's rows of a parameter."""
 
     name: str
@@ -43,10 +43,10 @@ class _Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
+class _GradientBucket:
     """Pieces that travel together, and how many elements every rank has of them at most."""
 
-    parts: tuple[_Slice, ...]
+    parts: tuple[_ParameterRows, ...]
     elements: int
 
 
@@ -132,7 +132,7 @@ class GradientReducer:
             finish()
 
     def _reduce_bucket(
-        self, bucket: _Bucket, flat: Tensor, gradients: Mapping[str, Tensor]
+        self, bucket: _GradientBucket, flat: Tensor, gradients: Mapping[str, Tensor]
     ) -> None:
         with peer_errors("reducing gradients"):
             if self.shards_state:
@@ -144,30 +144,30 @@ class GradientReducer:
                 finish = self._spread(bucket, flat, gradients)
         self._under_way.append((work, finish))
 
-    def _buckets(self, names: Iterable[str]) -> list[_Bucket]:
+    def _buckets(self, names: Iterable[str]) -> list[_GradientBucket]:
         """Parameters, the long ones cut, in buckets of about equal size."""
-        buckets: list[_Bucket] = []
-        parts: list[_Slice] = []
+        buckets: list[_GradientBucket] = []
+        parts: list[_ParameterRows] = []
         elements = 0
         for part in self._parts(names):
             size = (part.end - part.begin) * prod(self._shapes[part.name][1:])
             if parts and elements + size > self._bucket_elements:
-                buckets.append(_Bucket(tuple(parts), elements))
+                buckets.append(_GradientBucket(tuple(parts), elements))
                 parts, elements = [], 0
             parts.append(part)
             elements += size
-        return [*buckets, _Bucket(tuple(parts), elements)] if parts else buckets
+        return [*buckets, _GradientBucket(tuple(parts), elements)] if parts else buckets
 
-    def _parts(self, names: Iterable[str]) -> Iterable[_Slice]:
+    def _parts(self, names: Iterable[str]) -> Iterable[_ParameterRows]:
         for name in names:
             rows, *rest = self._shapes[name]
             most = -(-rows // self.count)
             step = max(1, self._bucket_elements // max(1, prod(rest)))
             for begin in range(0, most, step):
-                yield _Slice(name, begin, min(begin + step, most))
+                yield _ParameterRows(name, begin, min(begin + step, most))
 
     def _flat(
-        self, bucket: _Bucket, tensors: Mapping[str, Tensor], *, ranks: Sequence[int]
+        self, bucket: _GradientBucket, tensors: Mapping[str, Tensor], *, ranks: Sequence[int]
     ) -> Tensor:
         """``[ranks, elements]``: every rank's rows, one behind the other, padded with zeros."""
         first = tensors[bucket.parts[0].name]
@@ -179,7 +179,7 @@ class GradientReducer:
 
     def _spread(
         self,
-        bucket: _Bucket,
+        bucket: _GradientBucket,
         flat: Tensor,
         tensors: Mapping[str, Tensor],
         *,
@@ -195,7 +195,9 @@ class GradientReducer:
 
         return spread
 
-    def _places(self, bucket: _Bucket, rank: int) -> Iterable[tuple[slice, slice, _Slice]]:
+    def _places(
+        self, bucket: _GradientBucket, rank: int
+    ) -> Iterable[tuple[slice, slice, _ParameterRows]]:
         """(elements of the bucket, rows of the parameter, piece) of one rank."""
         offset = 0
         for part in bucket.parts:

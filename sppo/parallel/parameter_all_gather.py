@@ -56,17 +56,17 @@ class ParameterAllGather:
 
     def _layout(
         self, names: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
-    ) -> tuple[tuple[_Part, ...], int]:
+    ) -> tuple[tuple[_GatheredParameter, ...], int]:
         parts, offset = [], 0
         for name in names:
-            part = _Part(name, shapes[name], offset, -(-shapes[name][0] // self.count))
+            part = _GatheredParameter(name, shapes[name], offset, -(-shapes[name][0] // self.count))
             parts.append(part)
             offset += part.padded_rows * part.row_elements
         return tuple(parts), offset
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _GatheredParameter:
     """One parameter in what a rank sends: where it begins there, and rows with padding."""
 
     name: str
@@ -88,7 +88,7 @@ class AllGatherHandle:
         parts: what lies where in it.
     """
 
-    def __init__(self, work: Any, flat_RN: Tensor, parts: tuple[_Part, ...]) -> None:
+    def __init__(self, work: Any, flat_RN: Tensor, parts: tuple[_GatheredParameter, ...]) -> None:
         self._work, self._flat_RN, self._parts = work, flat_RN, parts
         self.size_bytes = flat_RN.numel() * flat_RN.element_size()
 
@@ -107,7 +107,7 @@ class AllGatherHandle:
         return {part.name: _copied(self._flat_RN, part) for part in self._parts}
 
 
-def _copied(flat_RN: Tensor, part: _Part) -> Tensor:
+def _copied(flat_RN: Tensor, part: _GatheredParameter) -> Tensor:
     """One parameter out of what many have sent, in memory of its own."""
     ranks, width = flat_RN.shape[0], part.row_elements
     whole = flat_RN.new_empty(part.shape)
@@ -122,7 +122,7 @@ def _copied(flat_RN: Tensor, part: _Part) -> Tensor:
     return whole
 
 
-def _compacted(flat_RN: Tensor, part: _Part) -> Tensor:
+def _compacted(flat_RN: Tensor, part: _GatheredParameter) -> Tensor:
     """The one parameter that was sent, where it lies: only padding has to go."""
     ranks = flat_RN.shape[0]
     whole = flat_RN.view(ranks * part.padded_rows, *part.shape[1:])

@@ -14,17 +14,18 @@ from collections.abc import Iterable, Sequence
 
 from sppo.schedule.actions import Action, ActionKind
 
-Unit = tuple[int, int]
-Step = tuple[int, Unit]
+UnitKey = tuple[int, int]
+"""(sequence, subsequence)."""
+Step = tuple[int, UnitKey]
 Lengths = tuple[tuple[int, ...], ...]
 
 
-def forward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[Unit]:
+def forward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[UnitKey]:
     """Units of `sequences` in forward order."""
     return [(m, n) for m in sequences for n in range(len(lengths[m]))]
 
 
-def backward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[Unit]:
+def backward_units(lengths: Lengths, *, sequences: Iterable[int]) -> list[UnitKey]:
     """Units of `sequences` in backward order: first in, first out; last in, first out inside."""
     return [(m, n) for m in sequences for n in reversed(range(len(lengths[m])))]
 

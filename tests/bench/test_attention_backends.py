@@ -19,7 +19,7 @@ from sppo.bench.attention_backends import (
     why_never_timed,
     why_not_timed,
 )
-from sppo.bench.attention_grid import AttentionGrid, Heads, Span, attention_grid
+from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads, attention_grid
 from sppo.bench.operands import Operands
 from sppo.bench.report.attention_tables import automatic_line, print_attention
 from sppo.bench.report.plot import write_plot
@@ -30,7 +30,7 @@ from tests.bench.test_timing import Watcher
 
 ONCE = Rounds("cpu", count=1, window_s=0.0)
 SMALL = AttentionGrid(queries=(8, 16), heads=(Heads(4, 2),), head_sizes=(16,), prefixes=(1, 3))
-SPAN = Span("bf16", 4096, 32768, Heads(32, 8), 128)
+SPAN = AttentionShape("bf16", 4096, 32768, Heads(32, 8), 128)
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,14 @@ def operands():
     return Operands("cpu")
 
 
-def rates_of(span, **seconds):
+def rates_of(shape, **seconds):
     """Back ends that take so long forward, and twice that backward."""
-    return tuple(BackendRate(name, span, s, 2 * s, 0.1) for name, s in seconds.items())
+    return tuple(BackendRate(name, shape, s, 2 * s, 0.1) for name, s in seconds.items())
 
 
 def measured(rates, *, automatic, left_out=()):
     return BackendComparison(
-        rates, dict.fromkeys((rate.span for rate in rates), automatic), left_out
+        rates, dict.fromkeys((rate.shape for rate in rates), automatic), left_out
     )
 
 
@@ -65,10 +65,10 @@ def test_every_back_end_that_works_here_is_timed_both_ways(operands):
     assert len(timings) == 2 * len(found.rates)
     assert watcher.begun == [("attention", len(timings))]
     assert set(found.automatic.values()) == {"cpu_flash"}
-    for span, rates in found.by_span.items():
+    for shape, rates in found.by_shape.items():
         assert set(rates) == set(found.backends)
-        assert span.heads == Heads(4, 2)
-    assert {(s.queries, s.keys) for s in found.by_span} == {(8, 8), (8, 24), (16, 16), (16, 48)}
+        assert shape.heads == Heads(4, 2)
+    assert {(s.queries, s.keys) for s in found.by_shape} == {(8, 8), (8, 24), (16, 16), (16, 48)}
 
 
 def test_triton_is_not_timed_under_its_interpreter(monkeypatch):
@@ -106,8 +106,8 @@ def test_a_back_end_can_be_refused_for_some_shapes_only(operands, monkeypatch):
     reason = why_never_timed("torch_blocks", only, dtypes=["bf16"], device="cpu")
     assert reason == "takes no heads of 24"
     _, found = measure_attention(operands, grid, dtypes=["bf16"], rounds=ONCE, watcher=Watcher())
-    assert {span.head_size for span in found.by_span} == {16}
-    assert {gap.span.head_size for gap in found.left_out} == {24}
+    assert {shape.head_size for shape in found.by_shape} == {16}
+    assert {gap.shape.head_size for gap in found.left_out} == {24}
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ def clock(monkeypatch):
     tried = []
 
     def speeds(**s_per_flop):
-        def probe(operands, name, span):
-            tried.append((name, span))
-            return s_per_flop[name] * span.forward_flops
+        def probe(operands, name, shape):
+            tried.append((name, shape))
+            return s_per_flop[name] * shape.forward_flops
 
         monkeypatch.setattr(attention, "_probe", probe)
         monkeypatch.setattr(
@@ -136,24 +136,24 @@ def clock(monkeypatch):
 
 def test_a_slow_back_end_is_left_out_where_it_takes_long(operands, clock):
     grid = replace(SMALL, queries=(1024,), prefixes=(1, 2, 4), fixed=True)
-    flops = [span.forward_flops for span in next(grid.problems(["fp32"]))]
+    flops = [shape.forward_flops for shape in next(grid.problems(["fp32"]))]
     tried = clock(cpu_flash=1e-12, torch_blocks=1.99 / flops[1])
     _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
-    kept = {r.span.keys for r in found.rates if r.backend == "torch_blocks"}
+    kept = {r.shape.keys for r in found.rates if r.backend == "torch_blocks"}
     assert kept == {1024, 2048}
     (gap,) = found.left_out
-    assert (gap.backend, gap.span.keys) == ("torch_blocks", 4096)
+    assert (gap.backend, gap.shape.keys) == ("torch_blocks", 4096)
     assert gap.reason == "would take longer than 2 s a call"
     # What was tried takes about a quarter of what is allowed.
-    assert max(span.forward_flops for _, span in tried) < flops[1] / 3
+    assert max(shape.forward_flops for _, shape in tried) < flops[1] / 3
     assert {name for name, _ in tried} == {"torch_blocks"}
 
 
 def test_one_that_is_slow_only_on_short_spans_is_tried_again(operands, clock, monkeypatch):
     clock(cpu_flash=1e-12, torch_blocks=1e-12)
 
-    def with_fixed_cost(operands, name, span):
-        return 0.01 + 64e-12 * span.forward_flops
+    def with_fixed_cost(operands, name, shape):
+        return 0.01 + 64e-12 * shape.forward_flops
 
     monkeypatch.setattr(attention, "_probe", with_fixed_cost)
     grid = replace(SMALL, queries=(32, 1024), prefixes=(1, 8), fixed=True)
@@ -174,7 +174,7 @@ def test_one_that_fails_on_some_shapes_loses_those_only(operands, monkeypatch, f
     monkeypatch.setattr(attention, "attention_backward", fails)
     watcher = Watcher()
     _, found = measure_attention(operands, SMALL, dtypes=["fp32"], rounds=ONCE, watcher=watcher)
-    assert left <= {(gap.span.queries, gap.span.keys) for gap in found.left_out}
+    assert left <= {(gap.shape.queries, gap.shape.keys) for gap in found.left_out}
     assert {gap.reason for gap in found.left_out} == {"fails with RuntimeError: no kernel image"}
     assert len(found.rates) == 8 - len(found.left_out)
     assert sum(rate.backend == "cpu_flash" for rate in found.rates) == 4
@@ -185,7 +185,7 @@ def test_what_auto_takes_is_timed_however_slow(operands, clock):
     grid = replace(SMALL, queries=(8, 16, 32), fixed=True)
     _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
     assert {rate.backend for rate in found.rates} == {"cpu_flash"}
-    assert len(found.by_span) == 6
+    assert len(found.by_shape) == 6
     alone = replace(grid, backends=("torch_blocks",))
     _, found = measure_attention(operands, alone, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
     assert len(found.rates) == 6
@@ -196,7 +196,7 @@ def test_a_slow_device_gets_shorter_spans_where_none_were_asked_for(operands, cl
     clock(cpu_flash=1.0, torch_blocks=1.0)
     grid = replace(SMALL, queries=(8, 16, 32, 64))
     _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
-    assert {span.queries for span in found.by_span} == {8, 16}
+    assert {shape.queries for shape in found.by_shape} == {8, 16}
     assert len(attention_points(found, grid)) == 4
 
 
@@ -205,7 +205,7 @@ def test_plans_get_the_rates_of_what_auto_takes_with_the_first_heads(operands, c
     grid = replace(SMALL, heads=(Heads(4, 2), Heads(6, 6)), fixed=True)
     _, found = measure_attention(operands, grid, dtypes=["fp32"], rounds=ONCE, watcher=Watcher())
     points = attention_points(found, grid)
-    assert len(found.by_span) == 2 * len(points) == 8
+    assert len(found.by_shape) == 2 * len(points) == 8
     assert np.allclose([point.forward_flops_per_s for point in points], 1 / 4e-12)
     assert np.allclose([point.backward_flops_per_s for point in points], 2.5 / 4e-12)
     assert attention_points(found, replace(grid, keys=(64, 128))) == ()
@@ -215,9 +215,9 @@ def test_plans_get_the_rates_of_what_auto_takes_with_the_first_heads(operands, c
 def test_grids():
     quick, whole = (attention_grid("cuda", quick=quick) for quick in (True, False))
     assert whole.heads == (Heads(32, 8),)
-    spans = list(next(whole.problems(["bf16"])))
-    assert max(span.keys for span in spans) == 8 * max(whole.queries)
-    assert len(list(next(quick.problems(["bf16"])))) < len(spans)
+    shapes = list(next(whole.problems(["bf16"])))
+    assert max(shape.keys for shape in shapes) == 8 * max(whole.queries)
+    assert len(list(next(quick.problems(["bf16"])))) < len(shapes)
     assert whole.for_plans
     asked = replace(whole, queries=(1024, 2048), keys=(4096, 8192))
     assert not asked.for_plans
@@ -294,9 +294,9 @@ def test_what_auto_loses_is_said():
 def test_the_picture_shows_every_back_end(tmp_path):
     rates = ()
     for keys in (4096, 8192, 32768):
-        span = replace(SPAN, keys=keys)
-        s = span.forward_flops / 5e14
-        rates += rates_of(span, flash_attn_3=s, torch_flash=1.2 * s, triton=1.4 * s)
+        shape = replace(SPAN, keys=keys)
+        s = shape.forward_flops / 5e14
+        rates += rates_of(shape, flash_attn_3=s, torch_flash=1.2 * s, triton=1.4 * s)
     found = measured(rates, automatic="flash_attn_3")
     several, one = tmp_path / "several.png", tmp_path / "one.png"
     write_plot(several, name="here", measurements=_measurements(found))

@@ -10,7 +10,7 @@ import torch
 
 from sppo.bench import overlap, pcie
 from sppo.bench.operands import Operands
-from sppo.bench.overlap import Layer, default_layer, measure_overlap
+from sppo.bench.overlap import MeasuredLayer, default_layer, measure_overlap
 from sppo.bench.report.copy_tables import copies_lines
 from sppo.config.model import ModelConfig
 from sppo.offload import cuda_queues
@@ -113,7 +113,11 @@ def test_overlap_with_everything_but_the_device(no_gpu, monkeypatch):
         vocab_size=64, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, mlp_size=128
     )
     found = measure_overlap(
-        operands, Layer("small", model, "bf16"), directory=None, quick=True, watcher=Watcher()
+        operands,
+        MeasuredLayer("small", model, "bf16"),
+        directory=None,
+        quick=True,
+        watcher=Watcher(),
     )
     assert found.where == "to page-locked host memory"
     assert [point.context for point in found.points] == [0, 64]

@@ -10,7 +10,7 @@ import torch
 
 from sppo.bench import attention, elementwise, gemm
 from sppo.bench.attention_backends import BackendComparison, BackendRate
-from sppo.bench.attention_grid import AttentionGrid, Heads, Span, attention_grid
+from sppo.bench.attention_grid import AttentionGrid, AttentionShape, Heads, attention_grid
 from sppo.bench.kernel_calls import MAKERS
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Rounds, Timing
@@ -45,11 +45,11 @@ def test_gemm_rates_predict_the_time_they_came_from():
 
 
 def test_attention_rates_predict_the_time_they_came_from():
-    span = Span("fp32", 128, 512, Heads(6, 6), 64)
+    shape = AttentionShape("fp32", 128, 512, Heads(6, 6), 64)
     found = BackendComparison(
-        (BackendRate("cpu_flash", span, 1e-3, 4e-3, 0.0),), {span: "cpu_flash"}
+        (BackendRate("cpu_flash", shape, 1e-3, 4e-3, 0.0),), {shape: "cpu_flash"}
     )
-    grid = AttentionGrid(queries=(128,), heads=(span.heads,), head_sizes=(64,))
+    grid = AttentionGrid(queries=(128,), heads=(shape.heads,), head_sizes=(64,))
     device = replace(CPU, attention_points=attention.attention_points(found, grid))
     flops = 4 * 6 * 64 * causal_pairs(384, 512)
     for backward, ratio, seconds in ((False, 1.0, 1e-3), (True, 2.5, 4e-3)):
@@ -118,9 +118,9 @@ def test_bytes_are_the_least_a_kernel_moves():
 
 def test_the_grids_are_complete(operands):
     watcher = Watcher()
-    spans = attention_grid("cpu", quick=True)
+    shapes = attention_grid("cpu", quick=True)
     _, compared = attention.measure_attention(
-        operands, spans, dtypes=["fp32"], rounds=ONCE, watcher=watcher
+        operands, shapes, dtypes=["fp32"], rounds=ONCE, watcher=watcher
     )
     measured = {
         "gemm_points": gemm.measure_gemm(
@@ -130,7 +130,7 @@ def test_the_grids_are_complete(operands):
             rounds=ONCE,
             watcher=watcher,
         )[1],
-        "attention_points": attention.attention_points(compared, spans),
+        "attention_points": attention.attention_points(compared, shapes),
         "elementwise_points": elementwise.measure_elementwise(
             operands, dtypes=["bf16"], rounds=ONCE, watcher=watcher, quick=True
         )[1],
@@ -157,11 +157,11 @@ def test_a_slow_device_gets_smaller_shapes_where_none_were_asked_for(operands, m
         operands, asked, dtypes=["fp32"], rounds=ONCE, watcher=Watcher()
     )
     assert {point.width for point in all_points} == set(grid.widths)
-    spans = attention_grid("cpu", quick=False)
+    shapes = attention_grid("cpu", quick=False)
     _, found = attention.measure_attention(
-        operands, spans, dtypes=["fp32"], rounds=ONCE, watcher=Watcher()
+        operands, shapes, dtypes=["fp32"], rounds=ONCE, watcher=Watcher()
     )
-    attention_points = attention.attention_points(found, spans)
+    attention_points = attention.attention_points(found, shapes)
     assert len({point.queries for point in attention_points}) == 2
     replace(CPU, gemm_points=points, attention_points=attention_points)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from sppo.bench import overlap
 from sppo.bench.break_even import BreakEven, OverlapPoint, break_even_tokens, break_evens
 from sppo.bench.operands import Operands
-from sppo.bench.overlap import Layer, OverlapMeasurements, added_s_per_byte, measure_overlap
+from sppo.bench.overlap import MeasuredLayer, OverlapMeasurements, added_s_per_byte, measure_overlap
 from sppo.bench.report.copy_tables import break_even_text, overlap_lines, print_overlap
 from sppo.bench.report.hardware_description import describe
 from sppo.bench.report.tables import unsteady_line
@@ -119,7 +119,7 @@ def small():
     model = ModelConfig(
         vocab_size=64, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, mlp_size=128
     )
-    return Layer("small", model, "bf16")
+    return MeasuredLayer("small", model, "bf16")
 
 
 def test_a_real_layer_and_a_real_disk(operands, small, tmp_path):
@@ -160,7 +160,7 @@ def test_copies_that_take_longer_than_compute_are_exposed(operands, small, tmp_p
 
 
 def test_a_slow_device_gets_shorter_units(operands, small, monkeypatch):
-    monkeypatch.setattr(overlap._Unit, "time", lambda unit, units: (0.1, 0.8))
+    monkeypatch.setattr(overlap._ForwardWork, "time", lambda unit, units: (0.1, 0.8))
     shapes, left_out = overlap._shapes(operands, replace(small, dtype="fp32"), quick=False)
     assert set(shapes) == {(256, 0), (256, 4096), (256, 16384), (1024, 0)}
     assert len(left_out) == 5

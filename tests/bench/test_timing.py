@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sppo.bench import timing
-from sppo.bench.timing import Case, Rounds, Timing, time_cases, time_once
+from sppo.bench.timing import Rounds, TimedCase, Timing, time_cases, time_once
 
 
 class Machine:
@@ -29,7 +29,7 @@ class Machine:
 
             return call
 
-        return Case(key, make)
+        return TimedCase(key, make)
 
 
 class Watcher:

@@ -5,7 +5,7 @@ import torch
 
 from sppo.engine.kv_store import KVStore
 from sppo.engine.subsequence_attention import KVCacheAttention
-from sppo.engine.unit import Span
+from sppo.engine.unit import TokenSpan
 from tests.engine.test_kv_store import MODEL
 
 
@@ -17,7 +17,7 @@ def test_gradients_of_keys_lie_by_token(dtype):
         torch.randn(6, heads, MODEL.head_dim).to(dtype)
         for heads in (MODEL.num_heads, MODEL.kv_heads, MODEL.kv_heads)
     )
-    whole = Span(start=0, end=6, length=6, document_starts=(0,))
+    whole = TokenSpan(start=0, end=6, length=6, document_starts=(0,))
     attention = KVCacheAttention(store, layer=0, sequence=0, span=whole, window=None)
     o, lse = attention.forward(q, k, v)
     _dq, dk, dv = attention.backward(torch.ones_like(o), q, o, lse)

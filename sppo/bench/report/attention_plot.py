@@ -32,24 +32,24 @@ def draw_attention(axes: Any, *, points: tuple[AttentionPoint, ...]) -> None:
 
 
 def draw_backends(axes: Any, *, found: BackendComparison) -> None:
-    """Rate against keys, a line per back end, of the spans that compare most."""
+    """Rate against keys, a line per back end, of the shapes that compare most."""
     chosen = _most_compared(found)
-    span = chosen[0].span
+    shape = chosen[0].shape
     unit, name = flops_unit(rate.forward_flops_per_s for rate in chosen)
     axes.set_title(
-        f"attention back ends: {span.dtype}, {format_tokens(span.queries)} queries, "
-        f"{span.heads} heads of {span.head_size}, {name}",
+        f"attention back ends: {shape.dtype}, {format_tokens(shape.queries)} queries, "
+        f"{shape.heads} heads of {shape.head_size}, {name}",
         loc="left",
     )
     labels = []
     for index, backend in enumerate(found.backends):
         row = sorted(
-            (rate for rate in chosen if rate.backend == backend), key=lambda rate: rate.span.keys
+            (rate for rate in chosen if rate.backend == backend), key=lambda rate: rate.shape.keys
         )
         if row:
-            keys, colour = [rate.span.keys for rate in row], COLOURS[index % len(COLOURS)]
+            keys, colour = [rate.shape.keys for rate in row], COLOURS[index % len(COLOURS)]
             labels.append(_draw_line(axes, keys, row, unit=unit, text=backend, colour=colour))
-    token_axis(axes, sorted({rate.span.keys for rate in chosen}), _LEGEND)
+    token_axis(axes, sorted({rate.shape.keys for rate in chosen}), _LEGEND)
     write_labels(axes, labels)
 
 
@@ -57,14 +57,14 @@ def _most_compared(found: BackendComparison) -> list[BackendRate]:
     """Rates that differ in back end and keys only: of most back ends, on most keys, the longest."""
     groups: dict[tuple[object, ...], list[BackendRate]] = {}
     for rate in found.rates:
-        span = rate.span
-        key = (span.dtype, span.queries, span.heads, span.head_size)
+        shape = rate.shape
+        key = (shape.dtype, shape.queries, shape.heads, shape.head_size)
         groups.setdefault(key, []).append(rate)
 
     def worth(rates: list[BackendRate]) -> tuple[int, int, int]:
         backends = {rate.backend for rate in rates}
-        spans = {rate.span for rate in rates}
-        return len(backends), len(spans), max(span.forward_flops for span in spans)
+        shapes = {rate.shape for rate in rates}
+        return len(backends), len(shapes), max(shape.forward_flops for shape in shapes)
 
     return max(groups.values(), key=worth)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sppo.bench.attention_backends import BackendComparison, BackendRate
-from sppo.bench.attention_grid import Span
+from sppo.bench.attention_grid import AttentionShape
 from sppo.bench.report.figures import NOT_MEASURED, flops_unit, format_rates, measurement_table
 from sppo.kernels.attention.choice import Name
 from sppo.units import format_tokens
@@ -30,15 +30,17 @@ def print_attention(found: BackendComparison, *, console: Console) -> None:
 def automatic_line(found: BackendComparison) -> str:
     """How far the back end that ``auto`` takes is from the fastest, forward and backward."""
     mark = f"{_AUTOMATIC_MARK} what auto takes"
-    rows = {span: rates for span, rates in found.by_span.items() if _has_choice(found, span, rates)}
+    rows = {
+        shape: rates for shape, rates in found.by_shape.items() if _has_choice(found, shape, rates)
+    }
     if not rows:
         return f"{mark}: no shape was timed with it and another back end"
-    behind = {span: _behind(found, span, rates) for span, rates in rows.items()}
+    behind = {shape: _behind(found, shape, rates) for shape, rates in rows.items()}
     within = sum(value <= _MOST_BEHIND for value in behind.values())
     line = f"{mark}: within {_MOST_BEHIND:.0%} of the fastest on {within} of {len(rows)} shapes"
     if within == len(rows):
         return line
-    worst = max(behind, key=lambda span: behind[span])
+    worst = max(behind, key=lambda shape: behind[shape])
     fastest = _fastest(rows[worst]).backend
     return f"{line}, at worst {behind[worst]:.0%} slower than {fastest} ({worst})"
 
@@ -65,21 +67,21 @@ def _table(found: BackendComparison) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for backend in found.backends:
         table.add_column(backend, justify="right")
-    for span, rates in found.by_span.items():
+    for shape, rates in found.by_shape.items():
         table.add_row(
-            span.dtype,
-            str(span.heads),
-            str(span.head_size),
-            format_tokens(span.queries),
-            format_tokens(span.keys),
-            *(_cell(found, span, rates, backend, unit) for backend in found.backends),
+            shape.dtype,
+            str(shape.heads),
+            str(shape.head_size),
+            format_tokens(shape.queries),
+            format_tokens(shape.keys),
+            *(_cell(found, shape, rates, backend, unit) for backend in found.backends),
         )
     return table
 
 
 def _cell(
     found: BackendComparison,
-    span: Span,
+    shape: AttentionShape,
     rates: Mapping[Name, BackendRate],
     backend: Name,
     unit: float,
@@ -91,16 +93,20 @@ def _cell(
     if rate is _fastest(rates) and len(rates) > 1:
         text = f"[bold]{text}[/bold]"
     # A blank where others have the mark keeps the figures under each other.
-    return f"{text} {_AUTOMATIC_MARK if backend == found.automatic[span] else ' '}"
+    return f"{text} {_AUTOMATIC_MARK if backend == found.automatic[shape] else ' '}"
 
 
-def _has_choice(found: BackendComparison, span: Span, rates: Mapping[Name, BackendRate]) -> bool:
-    return found.automatic[span] in rates and len(rates) > 1
+def _has_choice(
+    found: BackendComparison, shape: AttentionShape, rates: Mapping[Name, BackendRate]
+) -> bool:
+    return found.automatic[shape] in rates and len(rates) > 1
 
 
-def _behind(found: BackendComparison, span: Span, rates: Mapping[Name, BackendRate]) -> float:
+def _behind(
+    found: BackendComparison, shape: AttentionShape, rates: Mapping[Name, BackendRate]
+) -> float:
     """How much longer the back end that ``auto`` takes needs than the fastest."""
-    return rates[found.automatic[span]].both_s / _fastest(rates).both_s - 1
+    return rates[found.automatic[shape]].both_s / _fastest(rates).both_s - 1
 
 
 def _fastest(rates: Mapping[Name, BackendRate]) -> BackendRate:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sppo.activations.activation_layout import UnitKey
 from sppo.engine.msp.shard import MspShard, cut_shard, local_tokens
 from sppo.engine.msp.stage import MspStage
 from sppo.engine.unit import Unit
@@ -12,6 +11,7 @@ from sppo.parallel.msp_exchange import MspExchange
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import MspGroup, find_msp_groups
+from sppo.schedule.orders import UnitKey
 
 ExchangeOf = Callable[[tuple[int, ...], int], MspExchange]
 """(pipeline ranks of a gang, place of the owner among them) -> how they talk."""

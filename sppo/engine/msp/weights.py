@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
-from sppo.engine.weights import Part, WeightProvider
+from sppo.engine.weights import WeightPart, WeightProvider
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.linear import accumulate_bias_gradient, accumulate_weight_gradient
 from sppo.parallel.msp_exchange import MspExchange, TokenMembers
@@ -53,8 +53,8 @@ class MspWeights:
         self._shapes = layer_shapes(model)
         self._own, self._members = own, members
         self.dtype, self.device = dtype, device
-        self._coming: deque[tuple[Part, Mapping[str, Tensor], list[Any]]] = deque()
-        self._order: deque[Part] = deque()
+        self._coming: deque[tuple[WeightPart, Mapping[str, Tensor], list[Any]]] = deque()
+        self._order: deque[WeightPart] = deque()
         self._exchange: MspExchange | None = None
         self._also: Callable[[int], Sequence[Tensor]] = lambda layer: ()
         self._held_layers = 0
@@ -75,14 +75,14 @@ class MspWeights:
         """
         self._exchange, self._also = exchange, also
 
-    def begin(self, visits: Iterable[Part]) -> None:
+    def begin(self, visits: Iterable[WeightPart]) -> None:
         """Send the first of the layers of one piece, which are wanted in this order."""
         assert not self._coming, "one piece at a time"
         assert not self._order, "one piece at a time"
         self._order.extend(visits)
         self._send_next()
 
-    def take(self, part: Part) -> Mapping[str, Tensor]:
+    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """Weights of the layer ``part`` by the names within it; the next layer is on its way."""
         self._send_next()
         coming, weights, works = self._coming.popleft()
@@ -94,7 +94,7 @@ class MspWeights:
             self._members.put_together(list(weights.values()))
         return weights
 
-    def release(self, part: Part) -> None:
+    def release(self, part: WeightPart) -> None:
         """The layer taken last is done with."""
         self._held_layers -= 1
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sppo.bench.attention_backends import BackendComparison, BackendRate
-from sppo.bench.attention_grid import Heads, Span
+from sppo.bench.attention_grid import AttentionShape, Heads
 from sppo.bench.report import hardware_description as description
 from sppo.bench.report.hardware_description import describe, described_machine, starting_description
 from sppo.bench.suite import Measurements
@@ -30,7 +30,7 @@ ELEMENTWISE = (
     ElementwisePoint("copy", "fp32", 1 << 22, 2.1e10),
     ElementwisePoint("swiglu", "bf16", 1 << 22, 1e9),
 )
-SPAN = Span("bf16", 512, 512, Heads(4, 2), 64)
+SPAN = AttentionShape("bf16", 512, 512, Heads(4, 2), 64)
 BACKENDS = BackendComparison(
     (
         BackendRate("cpu_flash", SPAN, 1e-3, 3e-3, 0.1),
