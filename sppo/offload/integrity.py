@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,34 +15,16 @@ class CorruptActivationError(RuntimeError):
     """A saved tensor came back as another than it was sent."""
 
 
-class Tag(NamedTuple):
-    """Whose bytes they are."""
-
-    step: int
-    sequence: int
-    subsequence: int
-    layer: int
-    tensor: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.tensor} of layer {self.layer}, subsequence {self.subsequence}, sequence "
-            f"{self.sequence}, step {self.step}"
-        )
-
-
 class Checksums:
-    """CRC-32 of every tensor that is away, over its tag and its bytes."""
+    """CRC-32 of every tensor that is away, over whose bytes they are and the bytes."""
 
     def __init__(self) -> None:
-        self._sums: dict[ActivationKey, dict[str, tuple[Tag, int]]] = {}
+        self._sums: dict[ActivationKey, tuple[int, dict[str, int]]] = {}
 
     def note(self, key: ActivationKey, tensors: Mapping[str, Tensor], *, step: int) -> None:
         """Take in what is sent away under ``key``."""
-        tags = {name: Tag(step, *key, name) for name in tensors}
-        self._sums[key] = {
-            name: (tags[name], checksum(tensor, tag=tags[name])) for name, tensor in tensors.items()
-        }
+        sums = {name: checksum(tensor, tag=(step, *key, name)) for name, tensor in tensors.items()}
+        self._sums[key] = step, sums
 
     def check(self, key: ActivationKey, tensors: Mapping[str, Tensor]) -> None:
         """Compare what came back under ``key``.
@@ -51,15 +32,15 @@ class Checksums:
         Raises:
             CorruptActivationError: it is not what was sent; says which tensor.
         """
-        expected = self._sums.pop(key)
+        step, sums = self._sums.pop(key)
         for name, tensor in tensors.items():
-            tag, wanted = expected[name]
-            found = checksum(tensor, tag=tag)
+            found, wanted = checksum(tensor, tag=(step, *key, name)), sums[name]
             if found != wanted:
                 raise CorruptActivationError(
-                    f"{tag} came back with checksum {found:08x}, was sent with {wanted:08x}: the "
-                    "memory or the disk behind activations.tier is faulty, or an ordering of "
-                    "copies is missing; please report it"
+                    f"{name} of layer {key.layer}, subsequence {key.subsequence}, sequence "
+                    f"{key.sequence}, step {step} came back with checksum {found:08x}, was sent "
+                    f"with {wanted:08x}: the memory or the disk behind activations.tier is faulty, "
+                    "or an ordering of copies is missing; please report it"
                 )
 
     def clear(self) -> None:
@@ -67,7 +48,7 @@ class Checksums:
         self._sums.clear()
 
 
-def checksum(tensor: Tensor, *, tag: Tag) -> int:
-    """Of a tensor's bytes under its tag."""
+def checksum(tensor: Tensor, *, tag: tuple[int | str, ...]) -> int:
+    """CRC-32 of a tensor's bytes under its tag, which says whose they are."""
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return zlib.crc32(data.tobytes(), zlib.crc32(repr(tuple(tag)).encode()))
+    return zlib.crc32(data.tobytes(), zlib.crc32(repr(tag).encode()))
