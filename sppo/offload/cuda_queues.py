@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from sppo.offload.arena import HostArena
+from sppo.offload.copy_report import CopyReport
 from sppo.offload.file_tier import FileTier
-from sppo.offload.queues import Dependency, Event, QueueTimes, Region
+from sppo.offload.queues import Dependency, Event, Region
 from sppo.offload.thread_queues import POISON
 from sppo.offload.worker_queue import HostEvent, Lane, Operation, close_lanes
 from sppo.units import MIB
@@ -214,7 +215,7 @@ class CudaQueues:
         _cuda.synchronize(self._device)
         self._sources.clear()
 
-    def take_times(self) -> QueueTimes:
+    def take_times(self) -> CopyReport:
         """See :class:`sppo.offload.queues.CopyQueues`; waits for the device, at a step's end."""
         _cuda.synchronize(self._device)
         seconds = {
@@ -225,8 +226,8 @@ class CudaQueues:
         disk = {name: lane.take_busy_s() for name, lane in self._lanes.items()}
         exposed_s = seconds.get("compute", 0.0) + self._host_wait_s
         self._host_wait_s = 0.0
-        return QueueTimes(
-            exposed_s,
+        return CopyReport(
+            exposed_s=exposed_s,
             out_s=max(seconds.get("out", 0.0), disk.get("write", 0.0)),
             back_s=max(seconds.get("back", 0.0), disk.get("read", 0.0)),
         )

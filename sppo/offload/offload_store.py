@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -195,14 +195,11 @@ class OffloadStore:
 
     def take_report(self) -> CopyReport:
         """What was moved since the last call."""
-        times = self._queues.take_times()
         out_bytes, back_bytes = self._take_counts()
-        return CopyReport(
-            out_bytes,
-            back_bytes,
-            out_s=times.out_s,
-            back_s=times.back_s,
-            exposed_s=times.exposed_s,
+        return replace(
+            self._queues.take_times(),
+            out_bytes=out_bytes,
+            back_bytes=back_bytes,
             host_bytes=self._slots.host_bytes,
             ring_bytes=self._slots.ring_bytes,
             disk_bytes=self._slots.file_bytes,

@@ -19,6 +19,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sppo.offload.copy_report import CopyReport
+
 
 class Ordering(Enum):
     """What must come before what, or a copy reads too early or overwrites too early."""
@@ -62,18 +64,6 @@ class Region:
     index: int
     data: Tensor
     """Its bytes, uint8."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueTimes:
-    """Where the time of copies went since the last time this was asked."""
-
-    exposed_s: float = 0.0
-    """Compute waited for copies."""
-    out_s: float = 0.0
-    """The slower of the queues out was busy."""
-    back_s: float = 0.0
-    """The slower of the queues back was busy."""
 
 
 class CopyQueues(Protocol):
@@ -159,8 +149,8 @@ class CopyQueues(Protocol):
         """Leave out what has not begun, wait for the rest, forget errors and kept tensors."""
         ...
 
-    def take_times(self) -> QueueTimes:
-        """Times since the last call."""
+    def take_times(self) -> CopyReport:
+        """Report where time went since the last call, without the bytes."""
         ...
 
     def close(self) -> None:

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sppo.offload.arena import HostArena
+from sppo.offload.copy_report import CopyReport
 from sppo.offload.file_tier import FileTier
-from sppo.offload.queues import Dependency, Event, QueueTimes, Region
+from sppo.offload.queues import Dependency, Event, Region
 from sppo.offload.worker_queue import HostEvent, Lane, Reached, close_lanes
 
 POISON = 0xFF
@@ -135,11 +136,11 @@ class ThreadQueues:
         for lane in self._lanes:
             lane.wait_all()
 
-    def take_times(self) -> QueueTimes:
+    def take_times(self) -> CopyReport:
         """See :class:`sppo.offload.queues.CopyQueues`."""
         busy = [lane.take_busy_s() for lane in self._lanes]
         exposed_s, self._exposed_s = self._exposed_s, 0.0
-        return QueueTimes(exposed_s, out_s=max(busy[:2]), back_s=max(busy[2:]))
+        return CopyReport(exposed_s=exposed_s, out_s=max(busy[:2]), back_s=max(busy[2:]))
 
     def close(self) -> None:
         """See :class:`sppo.offload.queues.CopyQueues`."""

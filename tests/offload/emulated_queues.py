@@ -11,7 +11,8 @@ from collections import deque
 import torch
 
 from sppo.activations.activation_layout import BLOCK_ALIGNMENT_BYTES
-from sppo.offload.queues import Ordering, QueueTimes
+from sppo.offload.copy_report import CopyReport
+from sppo.offload.queues import Ordering
 from tests.offload.vector_clocks import AccessChecker, Actor
 
 LANES = ("copy out", "write", "read", "copy back")
@@ -173,7 +174,7 @@ class EmulatedQueues:
             actor.learn(self._compute.clock)
 
     def take_times(self):
-        return QueueTimes()
+        return CopyReport()
 
     def close(self):
         self.closed = True
