@@ -1,10 +1,12 @@
 """The same run on other grids of ranks: same losses, and checkpoints that go between them."""
 
+import contextlib
 import json
 import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +18,10 @@ from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.progress import RankProgress
 from sppo.planning.plan import plan_json
-from sppo.train import trainer
+from sppo.train import cpu_device, trainer
 from sppo.train.preflight import check_before_training, given_plan
 from sppo.train.ranks import Ranks, mesh_shape
-from tests.conftest import LENGTH, write_tokens
+from tests.conftest import LENGTH, write_run, write_tokens
 
 SHAPES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
 # Constant, whatever train.steps is. With the usual eps AdamW turns the rounding of a gradient near
@@ -42,20 +44,21 @@ def overrides(shape, steps, **more):
 
 def train_as(rank, directory, arguments):
     """One rank of a run, in the rank pool; what it wrote is in the run's directory."""
-    import os
-
-    os.chdir(directory)
-    trainer.warm_up = lambda run, **_: None
-    run = load_run(Path("run.yaml"), arguments)
-    shape = mesh_shape(run)
-    mesh = Mesh(shape, rank=rank, timeout_s=30.0)
-    ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
-    plan = ranks.decided_by_main(
-        lambda: check_before_training(run, local_ranks=shape.num_ranks).plan
-    )
-    preflight = check_before_training(run, plan=plan, local_ranks=shape.num_ranks)
-    outcome = trainer.train(run, preflight, console=Console(quiet=True), ranks=ranks)
-    return outcome.done_steps
+    with (
+        contextlib.chdir(directory),
+        mock.patch.object(trainer, "warm_up", return_value=None),
+        mock.patch.object(cpu_device, "measure_matmul_flops_per_s", return_value=1e10),
+    ):
+        run = load_run(Path("run.yaml"), arguments)
+        shape = mesh_shape(run)
+        mesh = Mesh(shape, rank=rank, timeout_s=30.0)
+        ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
+        plan = ranks.decided_by_main(
+            lambda: check_before_training(run, local_ranks=shape.num_ranks).plan
+        )
+        preflight = check_before_training(run, plan=plan, local_ranks=shape.num_ranks)
+        outcome = trainer.train(run, preflight, console=Console(quiet=True), ranks=ranks)
+        return outcome.done_steps
 
 
 def alone(directory, arguments):
@@ -68,14 +71,25 @@ def losses(directory):
     return [(math.nan if m["loss"] is None else m["loss"], m["grad_norm"]) for m in records]
 
 
-@pytest.fixture
-def job(work, run_file):
-    run_file(
+@pytest.fixture(scope="module")
+def done_alone(tmp_path_factory):
+    """A directory with the run of one rank that the others are compared with."""
+    directory = tmp_path_factory.mktemp("one rank")
+    write_tokens(directory / "tokens")
+    write_run(
+        directory / "run.yaml",
         model=MODEL,
         optimizer=OPTIMIZER,
         train={"steps": 3, "dtype": "fp32", "sequences_per_step": 2, "output": "alone"},
     )
-    alone(work, overrides((1, 1, 1), 3))
+    alone(directory, overrides((1, 1, 1), 3))
+    return directory
+
+
+@pytest.fixture
+def job(work, done_alone):
+    shutil.copy(done_alone / "run.yaml", work)
+    shutil.copytree(done_alone / "alone", work / "alone")
     return work
 
 

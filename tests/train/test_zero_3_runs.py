@@ -13,7 +13,7 @@ from tests.train.test_parallel_runs import (
     run_on,
 )
 
-job = test_parallel_runs.job
+done_alone, job = test_parallel_runs.done_alone, test_parallel_runs.job
 """A run that one rank has done, see there."""
 
 
