@@ -27,7 +27,6 @@ from sppo.cost.layer import (
 )
 from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.sharded_weights import layer_elements
-from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, Link, Links, Table
 
 
@@ -83,7 +82,7 @@ def stage_costs(
     """
     workload = candidate.workload
     units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
-    rows = _unit_rows(candidate, decisions=decisions, lengths=lengths)
+    rows = _unit_rows(candidate, decisions)
     row_bytes = row_bytes_of(candidate)[:, None, :]
     recomputed = rows.recomputed / lengths[None, :, None]
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
@@ -243,24 +242,15 @@ def pipeline_links(candidate: Candidate) -> Links:
     return Links(outside, between)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _UnitRows:
-    retained: Floats
-    offloaded: Floats
-    recomputed: Floats
-
-
-def _unit_rows(
-    candidate: Candidate, *, decisions: ActivationPlacement | None, lengths: Table
-) -> _UnitRows:
-    """Rows by unit, [stages, units, 3], from decisions by subsequence."""
+def _unit_rows(candidate: Candidate, decisions: ActivationPlacement | None) -> ActivationPlacement:
+    """Rows by unit, [stages, units, 3], from decisions by subsequence; None keeps everything."""
     if decisions is None:
-        shape = (candidate.pipeline_parallel_degree, len(lengths), 3)
-        retained = np.broadcast_to(lengths[None, :, None], shape).astype(np.float64)
-        return _UnitRows(retained, np.zeros(shape), np.zeros(shape))
-    repeats = len(lengths) // decisions.retained.shape[1]
+        lengths = np.array(candidate.lengths)[None, :, None]
+        retained = np.tile(lengths, (len(candidate.stages), 1, 3))
+        nothing = np.zeros_like(retained)
+        decisions = ActivationPlacement(retained, nothing, nothing)
     tables = (decisions.retained, decisions.offloaded, decisions.recomputed)
-    return _UnitRows(*(np.tile(table, (1, repeats, 1)).astype(np.float64) for table in tables))
+    return ActivationPlacement(*(np.tile(table, (1, candidate.sequences, 1)) for table in tables))
 
 
 def _sequence_seconds(
