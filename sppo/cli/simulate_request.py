@@ -13,7 +13,7 @@ from sppo.quoting import quoted
 if TYPE_CHECKING:
     from sppo.planning.simulated_run import SimulatedRun
     from sppo.schedule.abstract import AbstractCase, AbstractOffload, OffloadRatios
-    from sppo.schedule.prepare import Case
+    from sppo.schedule.program import Case
 
 Number = TypeVar("Number", int, float)
 
@@ -174,7 +174,7 @@ def _program(flags: Flags) -> Simulation:
 
     from sppo.config.text_file import read_text_file
     from sppo.schedule.abstract import case_costs
-    from sppo.schedule.prepare import Case, forward_part
+    from sppo.schedule.program import Case, forward_part
     from sppo.schedule.program_text import check_program, parse_program
 
     assert flags.program is not None, "only called for a program file"

@@ -13,6 +13,7 @@ from math import prod
 
 import numpy as np
 
+from sppo.activations.activation_layout import PREFETCH_LAYERS, BlockLayout
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.cost.candidate import Candidate
@@ -27,7 +28,7 @@ from sppo.cost.layer import (
 )
 from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.sharded_weights import layer_elements
-from sppo.schedule.costs import CopyEngines, Costs, Link, Links, Table
+from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +114,16 @@ def stage_costs(
         context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
         links=pipeline_links(candidate),
         copies=copy_engines(candidate),
+        layer_copies=tuple(_layer_copies(candidate, stage) for stage in candidate.stages),
     )
+
+
+def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
+    """How blocks flow: to a disk through slots, to host memory straight from where they are."""
+    workload = candidate.workload
+    layout = BlockLayout(workload.model, workload.element_bytes, layers=layers)
+    to_host = workload.hardware.node.host_memory_bytes > 0
+    return LayerCopies(len(layers), 2 if to_host else layout.staging_slots, PREFETCH_LAYERS)
 
 
 def _input_recompute_fraction(candidate: Candidate) -> Table:

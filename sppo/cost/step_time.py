@@ -12,7 +12,8 @@ the first unit down to it, all its work, and the ramp of the last backward up fr
 A copy out that outlasts the forward behind its own holds up the one after that, for which there
 would be no room; a copy back that outlasts the backward in front of its own holds up that. So in
 both flow shops a unit takes the longer of its compute and the copy beside it. The simulator, which
-lets copies lag behind, is never slower; and faster copies or links never make for a slower step.
+follows copies layer by layer, comes to about the same; and faster copies or links never make for a
+slower step.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import find_msp_groups
+from sppo.schedule.program import equal_costs, step_program
 
 
 def _go_on(_position: int, _action: Action) -> None:
@@ -102,8 +104,8 @@ class Engine:
             gives them.
         gradients: fp32 (float64) buffers by global name, added to; None evaluates only.
         policy: activation policy, see :mod:`sppo.activations.policy`.
-        placements: what to retain, offload and recompute instead, by stage: of this rank's, and
-            where units are cut into pieces of all.
+        placements: what to retain, offload and recompute instead, by stage: of all stages, for
+            every rank must make the same program.
         offloaded: where each stage's moved tensors go; closed with the engine.
         offloaded_shards: where those of this rank's pieces of each stage go; likewise.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
@@ -135,6 +137,7 @@ class Engine:
         debug: bool = False,
     ) -> None:
         self._pipeline, self._companions = pipeline, companions
+        self._placements = dict(placements or {})
         self._stopwatch = stopwatch
         exchange = companions.exchange
         self._share = (
@@ -339,8 +342,31 @@ class Engine:
             # Steps are alike; sequences of other lengths come in evaluations, few at a time.
             if len(self._programs) >= _PROGRAMS_KEPT:
                 self._programs.clear()
-            self._programs[key] = self._pipeline.program(lengths, forward_only=forward_only)
+            self._programs[key] = self._made_program(lengths, forward_only=forward_only)
         return self._programs[key]
+
+    def _made_program(
+        self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool
+    ) -> Schedule:
+        """The planned program, or where no such step was planned one for equal units."""
+        pipeline, planned = self._pipeline, self._pipeline.planned
+        if planned is not None and planned.lengths == lengths and not forward_only:
+            return planned
+        num_units = sum(map(len, lengths))
+        offloaded = np.zeros((pipeline.placement.num_stages, num_units), dtype=np.bool_)
+        if not forward_only:
+            for stage, placement_of in self._placements.items():
+                placed = (part for parts in lengths for part in placement_of(parts))
+                offloaded[stage] = [any(part.offloaded) for part in placed]
+        return step_program(
+            # An evaluation is no step that anything was weighed for.
+            "sppo" if forward_only and pipeline.schedule == "sppo_msp" else pipeline.schedule,
+            num_ranks=pipeline.num_ranks,
+            num_virtual=pipeline.num_virtual,
+            lengths=lengths,
+            forward_only=forward_only,
+            costs=equal_costs(offloaded=offloaded),
+        )
 
     def _team(self, schedule: Schedule) -> MspExecutor | None:
         """Who runs the pieces of ``schedule``; None where no unit is cut."""

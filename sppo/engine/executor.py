@@ -20,6 +20,7 @@ from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import LocalTokens, StageBuffers
 from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
+from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.pipeline_p2p import PipelineP2P
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
@@ -75,6 +76,8 @@ class Executor:
             ActionKind.F: self._forward,
             ActionKind.B: self._backward,
             ActionKind.W: self._weight_gradients,
+            ActionKind.D2H: self._finish_offload,
+            ActionKind.H2D: self._start_reload,
             ActionKind.REDUCE: self._reduce,
         }
         if courier is not None:
@@ -175,6 +178,24 @@ class Executor:
     def _receive(self, action: Action) -> None:
         width, dtype = self._message
         self._hand_over.receive(action, width=width, dtype=dtype)
+
+    def _finish_offload(self, action: Action) -> None:
+        """A D2H ends what F began: layer by layer, the unit is with the copy queues by now."""
+        self._offloading(action).finish_offload(action.unit)
+
+    def _start_reload(self, action: Action) -> None:
+        """An H2D allows the unit back: layer by layer, as far ahead of B as there is room."""
+        self._offloading(action).start_reload(action.unit)
+
+    def _offloading(self, action: Action) -> OffloadStore:
+        stage: Stage
+        if action.num_shards > 1:
+            assert self._team is not None, "a program with pieces has a team"
+            stage = self._team.stage(action)
+        else:
+            stage = self._stages[action.stage]
+        assert stage.offloaded is not None, f"{action} on a stage without another tier"
+        return stage.offloaded
 
     def _reduce(self, action: Action) -> None:
         if self._reduce_stage is not None:

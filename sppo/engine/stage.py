@@ -124,6 +124,11 @@ class Stage:
         """Whether the stage holds the final norm and the head."""
         return self._layers.stop == self.model.num_layers
 
+    @property
+    def offloaded(self) -> OffloadStore | None:
+        """Where tensors wait that leave the device; None where none does."""
+        return self._saved.offloaded
+
     def prepare(
         self,
         units: Mapping[UnitKey, Unit],

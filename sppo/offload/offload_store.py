@@ -146,6 +146,16 @@ class OffloadStore:
                 self._checksums.note(key, tensors, step=self._step)
             self._send(block, tensors)
         self._blocks[key] = block
+        self._unsaved[key[:2]] -= 1
+
+    def finish_offload(self, unit: tuple[int, int]) -> None:
+        """Note that ``unit`` is saved whole; its copies out may still be under way."""
+        missing = self._unsaved[unit]
+        assert not missing, f"{missing} layers of unit {unit} are not saved yet"
+
+    def start_reload(self, unit: tuple[int, int]) -> None:
+        """Let ``unit`` come back from now on, as far ahead of its use as the ring has room."""
+        self._reloading.add(unit)
         self._bring_back()
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
@@ -255,6 +265,8 @@ class OffloadStore:
             if block is None:
                 break  # not saved yet: another sequence
             if block.slices:
+                if order[self._next_back][:2] not in self._reloading:
+                    break
                 slot = self._slots.ring[self._brought_back % len(self._slots.ring)]
                 if not slot.can_be_filled:
                     break
@@ -290,6 +302,8 @@ class OffloadStore:
         self._blocks: dict[ActivationKey, _PackedBlock] = {}
         self._in_use: dict[ActivationKey, Slot] = {}
         self._occupied: dict[int, ActivationKey] = {}
+        self._unsaved = Counter(key[:2] for key in self._offloads.extents)
+        self._reloading: set[tuple[int, int]] = set()
         self._copied: deque[Event] = deque()
         self._next_take = self._next_back = self._brought_back = 0
 

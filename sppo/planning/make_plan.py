@@ -23,7 +23,7 @@ from sppo.planning.plan import (
     digest_of,
     planned_part,
 )
-from sppo.planning.simulated_candidate import Option
+from sppo.planning.simulated_candidate import Option, candidate_program
 from sppo.planning.simulated_memory import simulated_device_bytes
 
 
@@ -32,6 +32,11 @@ def make_plan(run: RunConfig, option: Option) -> ExecutionPlan:
     assessment, candidate = option.assessment, option.candidate
     hardware = candidate.workload.hardware
     part = planned_part(run)
+    program = (
+        candidate_program(candidate, costs=assessment.costs)
+        if option.timeline is None
+        else option.timeline.schedule
+    )
     return ExecutionPlan(
         version=PLAN_VERSION,
         made_by=__version__,
@@ -50,6 +55,7 @@ def make_plan(run: RunConfig, option: Option) -> ExecutionPlan:
         policy=assessment.effective_policy,
         stages=_stages(assessment),
         predicted=predict(run, option),
+        program_digest=program.digest(),
     )
 
 

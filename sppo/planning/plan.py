@@ -109,6 +109,8 @@ class ExecutionPlan:
         policy: Activation policy, by what it does.
         stages: Each stage.
         predicted: What a step takes.
+        program_digest: Of the program of a step, `schedule.program.step_program`; None in plans
+            that were made before it stood there.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -130,6 +132,7 @@ class ExecutionPlan:
     policy: str
     stages: tuple[StagePlan, ...]
     predicted: Prediction
+    program_digest: str | None = None
 
     @property
     def model(self) -> ModelConfig:

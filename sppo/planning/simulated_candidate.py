@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from sppo.cost.candidate import Candidate
 from sppo.planning.candidate import EvaluatedCandidate
 from sppo.planning.choices import Degrees
-from sppo.schedule.generators import generate
-from sppo.schedule.prepare import lower
+from sppo.schedule.actions import Schedule
+from sppo.schedule.costs import Costs
+from sppo.schedule.program import step_program
 from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline import Timeline
-
-_CLOSED_FORM = ("sppo", "seq1f1b", "1f1b")
-"""Schedules that `sppo.cost.step_time` is about."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,18 +28,8 @@ class Option:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: simulated where that was done, else in closed form.
-
-        A simulated copy may lag behind compute without limit, a real one waits for room, so what
-        the closed form waits for counts in both.
-        """
-        time = self.assessment.time
-        if self.timeline is None:
-            return time.step_s
-        played = self.timeline.makespan_s
-        if self.candidate.schedule in _CLOSED_FORM:
-            return max(played, time.step_s)
-        return played + time.exposed_copy_s
+        """Seconds of a step: simulated where that was done, else in closed form."""
+        return self.assessment.time.step_s if self.timeline is None else self.timeline.makespan_s
 
     @property
     def candidate(self) -> Candidate:
@@ -61,11 +49,27 @@ class Option:
 
 def simulate_option(assessment: EvaluatedCandidate) -> Option:
     """The option with its simulated step."""
-    candidate, costs = assessment.candidate, assessment.costs
-    schedule = generate(
+    program = candidate_program(assessment.candidate, costs=assessment.costs)
+    return Option(assessment, simulate(program, costs=assessment.costs))
+
+
+def candidate_program(
+    candidate: Candidate, *, costs: Costs, forward_only: bool = False
+) -> Schedule:
+    """Make the program of a step of one data-parallel replica of `candidate`.
+
+    Args:
+        candidate: What would be run.
+        costs: Of the candidate.
+        forward_only: Leave out backwards, copies and reductions.
+
+    Raises:
+        ValueError: A schedule that cannot serve the candidate.
+    """
+    return step_program(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=(candidate.lengths,) * candidate.sequences,
+        forward_only=forward_only,
         costs=costs,
     )
-    return Option(assessment, simulate(lower(schedule, costs=costs), costs=costs))

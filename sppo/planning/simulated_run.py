@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from sppo.activations.placement import ActivationPlacement
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.planning.candidate import assess
 from sppo.planning.plan import ExecutionPlan
+from sppo.planning.plan_program import plan_candidate, plan_costs
 from sppo.planning.run_plan import run_candidate
+from sppo.planning.simulated_candidate import candidate_program
 from sppo.schedule.costs import Costs
-from sppo.schedule.generators import WHOLE_SEQUENCES, generate
-from sppo.schedule.prepare import Case, lower
+from sppo.schedule.generators import WHOLE_SEQUENCES
+from sppo.schedule.program import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,64 +68,12 @@ def simulated_plan(plan: ExecutionPlan) -> SimulatedRun:
     return _simulated(plan_candidate(plan), costs=plan_costs(plan))
 
 
-def plan_costs(plan: ExecutionPlan) -> Costs:
-    """What the actions of one data-parallel replica cost under `plan`."""
-    candidate = plan_candidate(plan)
-    return stage_costs(candidate, seconds=stage_seconds(candidate), decisions=plan_decisions(plan))
-
-
-def plan_candidate(plan: ExecutionPlan) -> Candidate:
-    """The candidate that `plan` was made from."""
-    workload = Workload(
-        plan.model,
-        plan.hardware,
-        dtype=plan.run["train"]["dtype"],
-        sequence_parallel_degree=plan.sequence_parallel_degree,
-        sequence_parallel="megatron" if plan.sequence_parallel == "megatron" else "ulysses",
-    )
-    return Candidate(
-        workload,
-        plan.lengths,
-        sequences=plan.sequences,
-        pipeline_parallel_degree=plan.pipeline_parallel_degree,
-        data_parallel_degree=plan.data_parallel_degree,
-        schedule=plan.schedule,
-        policy=plan.policy,
-        zero=plan.zero,
-        offload_optimizer=plan.run["optimizer"]["offload"] and plan.hardware.device.kind != "cpu",
-        input_every=plan.run["activations"]["input_every"],
-    )
-
-
-def plan_decisions(plan: ExecutionPlan) -> ActivationPlacement:
-    """What `plan` does to every saved tensor."""
-    tables = (
-        np.array(
-            [[getattr(part, name) for part in stage.subsequences] for stage in plan.stages],
-            dtype=np.int64,
-        )
-        for name in ("retained", "offloaded", "recomputed")
-    )
-    return ActivationPlacement(*tables)
-
-
 def _simulated(candidate: Candidate, *, costs: Costs) -> SimulatedRun:
-    schedule_of = {
-        forward_only: generate(
-            candidate.schedule,
-            num_ranks=candidate.pipeline_parallel_degree,
-            lengths=(candidate.lengths,) * candidate.sequences,
-            forward_only=forward_only,
-            costs=costs,
-        )
+    case, forward = (
+        Case(candidate_program(candidate, costs=costs, forward_only=forward_only), costs)
         for forward_only in (False, True)
-    }
-    alone = replace(costs, offload_bytes=np.zeros_like(costs.offload_bytes))
-    return SimulatedRun(
-        Case(lower(schedule_of[False], costs=costs), costs),
-        Case(lower(schedule_of[True], costs=alone), alone),
-        candidate.workload.hardware,
     )
+    return SimulatedRun(case, forward, candidate.workload.hardware)
 
 
 def _schedule_name(run: RunConfig) -> str:

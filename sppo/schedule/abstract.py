@@ -25,8 +25,8 @@ from sppo.schedule.costs import (
     per_unit,
     with_offload,
 )
-from sppo.schedule.generators import WHOLE_SEQUENCES, generate
-from sppo.schedule.prepare import Case, lower
+from sppo.schedule.generators import WHOLE_SEQUENCES
+from sppo.schedule.program import Case, step_program
 
 # About four times a step of 1024 ranks and 512 subsequences; each takes about a kilobyte.
 _MOST_FORWARDS = 2_000_000
@@ -128,9 +128,7 @@ def abstract_case(request: AbstractCase) -> Case:
         num_stages=request.num_ranks * request.num_virtual,
         lengths=request.lengths,
     )
-    schedule = _generated(request, costs=costs, forward_only=False)
-    lowered = lower(schedule, costs=costs, prefetch=request.offload.prefetch)
-    return Case(lowered, costs)
+    return Case(_program(request, costs=costs, forward_only=False), costs)
 
 
 def forward_case(request: AbstractCase) -> Case:
@@ -139,8 +137,7 @@ def forward_case(request: AbstractCase) -> Case:
     costs = case_costs(
         kept, num_stages=request.num_ranks * request.num_virtual, lengths=request.lengths
     )
-    schedule = _generated(kept, costs=costs, forward_only=True)
-    return Case(lower(schedule, costs=costs), costs)
+    return Case(_program(kept, costs=costs, forward_only=True), costs)
 
 
 def compared_case(request: AbstractCase, *, name: str) -> Case:
@@ -255,8 +252,8 @@ def _engines(offload: AbstractOffload) -> CopyEngines:
     )
 
 
-def _generated(request: AbstractCase, *, costs: Costs, forward_only: bool) -> Schedule:
-    return generate(
+def _program(request: AbstractCase, *, costs: Costs, forward_only: bool) -> Schedule:
+    return step_program(
         request.schedule,
         num_ranks=request.num_ranks,
         num_virtual=request.num_virtual,
@@ -264,4 +261,5 @@ def _generated(request: AbstractCase, *, costs: Costs, forward_only: bool) -> Sc
         hop=request.hop,
         forward_only=forward_only,
         costs=costs,
+        prefetch=request.offload.prefetch,
     )

@@ -68,6 +68,21 @@ class CopyEngines:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCopies:
+    """How the copies of one stage's units flow: in blocks of one layer each, not as a whole.
+
+    Attributes:
+        layers: Layers of the stage, taken as equal.
+        out: Blocks that may be on their way out when compute ends the next layer.
+        back: Blocks that come back ahead of the layer in use.
+    """
+
+    layers: int
+    out: int
+    back: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
     """Costs of every action of a schedule.
@@ -90,6 +105,7 @@ class Costs:
             first token's; it balances the pieces of an MSP unit. 0 means all tokens are equal.
         links: What carries messages between ranks.
         copies: What carries D2H and H2D.
+        layer_copies: How copies flow on each stage; () for whole units that lag without limit.
     """
 
     forward_s: Table
@@ -107,6 +123,7 @@ class Costs:
     context_slope: float = 0.0
     links: Links = Links()
     copies: CopyEngines = CopyEngines()
+    layer_copies: tuple[LayerCopies, ...] = ()
 
     def __post_init__(self) -> None:
         stages, units = self.forward_s.shape

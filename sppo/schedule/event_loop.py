@@ -11,6 +11,7 @@ What an action waits for, beside its resource:
 * B: its F, the B of the subsequence behind it (dK/dV), the gradient from the stage behind it, and
   its H2D and R where the program has them; W: its B; R: its F and H2D;
 * D2H: its F; H2D: its D2H, and the compute in front of it in the program, which frees its room;
+  where copies flow layer by layer, see `_wait_for_copies`;
 * SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
   costs nothing: the message has arrived or it has not.
 * a piece of a gang: all that its unit waits for, on all ranks of the gang.
@@ -107,6 +108,9 @@ class _EventLoop:
             self.at[SEND_GRAD * self.size + self.size - self.units + unit] = 0.0
         self.free = [0.0] * self.num_ranks
         self.engine_free = {D2H: [0.0] * self.num_ranks, H2D: [0.0] * self.num_ranks}
+        self.block_out_s = [0.0] * self.num_ranks
+        self.reload: dict[tuple[int, int], tuple[int, float]] = {}
+        self.last_backward: dict[tuple[int, int], tuple[float, float]] = {}
         self.reduce_free = [0.0] * self.num_ranks
         self.link_free: dict[int, float] = {}
         self.position = [0] * self.num_ranks
@@ -122,7 +126,7 @@ class _EventLoop:
         self.shards = [program.shards.tolist() for program in programs]
         self.starts = [[0.0] * len(codes) for codes in self.codes]
         self.finishes = [[0.0] * len(codes) for codes in self.codes]
-        self.present = {code: bytearray(self.size) for code in (W, R, H2D)}
+        self.present = {code: bytearray(self.size) for code in (W, R, D2H, H2D)}
         sends = False
         for program in programs:
             for code, table in self.present.items():
@@ -151,6 +155,7 @@ class _EventLoop:
         }
         self.message_bytes = costs.message_bytes.tolist()
         self.links = costs.links
+        self.layer_copies = costs.layer_copies
 
     def _load_msp_groups(self, programs: Sequence[EncodedProgram], costs: Costs) -> None:
         self.groups: Mapping[int, MspGroup] = {}
@@ -192,7 +197,12 @@ class _EventLoop:
             return False
         if group:
             return self._start_msp_group(rank, code, slot, ready)
-        finish = self._occupy(rank, index, ready, self.seconds[code][slot])
+        seconds = self.seconds[code][slot]
+        if self.layer_copies:
+            start = max(self.free[rank], *ready)
+            waited = self._wait_for_copies(rank, code, slot, start, seconds, 1)
+            ready = (ready[0], ready[1], max(ready[2], waited))
+        finish = self._occupy(rank, index, ready, seconds)
         self._finished(rank, code, slot, finish)
         return True
 
@@ -342,6 +352,13 @@ class _EventLoop:
         members = self.gathered[code, slot]
         produced = max(produced, *(self.free[member] for member, _ in members))
         seconds = self.msp_seconds[code, slot]
+        if self.layer_copies:
+            start, width = max(produced, arrived, copied), len(members)
+            waits = [
+                self._wait_for_copies(member, code, slot, start, seconds, width)
+                for member, _ in members
+            ]
+            copied = max(copied, *waits)
         finish = 0.0
         for member, place in members:
             finish = self._occupy(member, place, (produced, arrived, copied), seconds)
@@ -357,17 +374,84 @@ class _EventLoop:
         if self.at[before] < 0:
             self.waiting[before] = rank
             return False
-        queue = self.engine_free[code]
-        start = max(queue[rank], self.at[before])
+        queue, ready = self.engine_free[code], self.at[before]
+        seconds = self.seconds[code][slot] / self.widths[rank][index]
+        block_s = 0.0
         if code == H2D:
-            start = max(start, self.free[rank])
-        finish = start + self.seconds[code][slot] / self.widths[rank][index]
+            ready = max(ready, self.free[rank])
+            if self.layer_copies:  # a permission: its backward says when blocks come back
+                self.reload[rank, slot] = index, ready
+                self._publish(code * self.size + slot, max(ready, self.at[code * self.size + slot]))
+                return True
+        elif self.layer_copies:
+            layers = self.layer_copies[slot // self.units].layers
+            block_s = seconds / layers
+            produced_s = self.msp_seconds.get((F, slot), self.seconds[F][slot])
+            ready -= produced_s * (layers - 1) / layers
+            self.block_out_s[rank] = block_s
+        start = max(queue[rank], ready)
+        finish = max(start + seconds, self.at[before] + block_s)
         queue[rank] = finish
         self.starts[rank][index], self.finishes[rank][index] = start, finish
         # Of a unit in pieces the latest copy counts, because its pieces run together.
         key = code * self.size + slot
         self._publish(key, max(finish, self.at[key]))
         return True
+
+    def _wait_for_copies(
+        self, rank: int, code: int, slot: int, start: float, seconds: float, width: int
+    ) -> float:
+        """When an F or B can start at the earliest and then run without a wait for blocks.
+
+        Within a unit every layer takes as long as any other. Of a forward, the end of a layer waits
+        for the block that was made `out` layers before to have left; of a backward, each layer for
+        its own block, and a block for the layer `back` before its own to begin. A wait in the
+        middle counts as one in front.
+
+        Args:
+            rank: That runs it.
+            code: Of the action.
+            slot: Of the action.
+            start: When everything else is there.
+            seconds: Of compute.
+            width: Pieces that the unit is cut into.
+        """
+        flow = self.layer_copies[slot // self.units]
+        layers, layer_s = flow.layers, seconds / flow.layers
+        if code == F and self.present[D2H][slot]:
+            free, before_s = self.engine_free[D2H][rank], self.block_out_s[rank]
+            block_s = self.seconds[D2H][slot] / width / layers
+            within = min(flow.out, layers)
+            end = max(
+                free - (flow.out - 1) * before_s + (layers - 1) * layer_s,
+                free - (flow.out - within) * before_s + (layers - within) * layer_s,
+            )
+            if flow.out < layers:
+                first = max(free, start + layer_s)
+                end = max(
+                    end,
+                    first + block_s + (layers - 1 - flow.out) * layer_s,
+                    first + (layers - flow.out) * block_s,
+                )
+            return end - seconds
+        if code != B:
+            return 0.0
+        begin = start
+        if self.present[H2D][slot]:
+            index, allowed = self.reload.pop((rank, slot))
+            copy_s = self.seconds[H2D][slot] / width
+            block_s = copy_s / layers
+            first = max(allowed, self.engine_free[H2D][rank])
+            before = self.last_backward.get((rank, slot // self.units))
+            if before is not None:
+                first = max(first, before[0] - flow.back * before[1])
+            end = first + copy_s
+            begin = max(start, first + block_s, end - (layers - 1) * layer_s)
+            self.engine_free[H2D][rank] = end
+            last = begin + max(0, layers - 1 - flow.back) * layer_s + block_s
+            self.starts[rank][index], self.finishes[rank][index] = first, max(end, last)
+        self.last_backward[rank, slot // self.units] = begin + seconds, layer_s
+        return begin
 
     def _send(self, rank: int, index: int, code: int, slot: int) -> bool:
         compute = F if code == SEND_ACT else B

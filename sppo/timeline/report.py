@@ -10,6 +10,7 @@ _CAUSES: tuple[IdleCause, ...] = ("bubble", "communication", "copy")
 def timeline_report(timeline: Timeline) -> dict[str, object]:
     """The numbers of one step, ready for JSON. Lists are per rank.
 
+    * program_digest: of what every rank does, `Schedule.digest`.
     * makespan_s: length of the step.
     * bubble_fraction: idle time of all ranks over num_ranks * makespan_s, whatever the cause.
     * bubble_ratio: idle time over busy time, the papers' (p - 1) / N.
@@ -23,6 +24,7 @@ def timeline_report(timeline: Timeline) -> dict[str, object]:
     buckets = sorted({name for track in ranks for name in track.memory} - {"total"})
     return {
         "schedule": timeline.schedule.name,
+        "program_digest": timeline.schedule.digest(),
         "provenance": timeline.provenance,
         "num_ranks": len(ranks),
         "num_stages": timeline.schedule.num_stages,

@@ -7,10 +7,11 @@ about the latency of the network.
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from sppo.engine.engine import StepResult
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
+from sppo.schedule.actions import Action
 from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.timeline.chrome_trace import write_trace
@@ -25,6 +27,8 @@ from sppo.timeline.html import write_html
 from sppo.timeline.png import write_png
 from sppo.train.ranks import Ranks
 from sppo.train.run_directory import TIMELINE_PAGE, TIMELINE_PLOT, TIMELINE_TRACE
+
+_log = logging.getLogger(__name__)
 
 _MOST_DRAWN = 4000
 """Actions above which a plot shows nothing any more; the page can still be zoomed."""
@@ -37,7 +41,11 @@ class _RankStep:
     host: str
     met_s: float
     """Its clock when all ranks met."""
+    pipeline_rank: int
+    actions: tuple[Action, ...]
+    """What it executed, in that order."""
     times_s: tuple[tuple[float, float], ...]
+    """(start, end) of each."""
 
 
 def executed_timeline(executed: StepResult | None, ranks: Ranks) -> Timeline | None:
@@ -52,12 +60,18 @@ def executed_timeline(executed: StepResult | None, ranks: Ranks) -> Timeline | N
     own = _RankStep(
         platform.node(),
         time.perf_counter(),
+        ranks.mesh.at.pipeline,
+        tuple(done.action for done in executed.trace),
         tuple((done.start_s, done.finish_s) for done in executed.trace),
     )
     all_gather = ranks.peers.all_gather(own)
     if not ranks.is_main:
         return None
-    return _timeline(executed, [all_gather[rank] for rank in ranks.mesh.pipeline_ranks])
+    pipeline = [all_gather[rank] for rank in ranks.mesh.pipeline_ranks]
+    others = [n for n, s in enumerate(all_gather) if s.actions != pipeline[s.pipeline_rank].actions]
+    if others:
+        _log.warning("ranks %s executed another program than the first pipeline", others)
+    return _timeline(executed, pipeline)
 
 
 def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
@@ -73,7 +87,8 @@ def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
         [(start - offset - begin, finish - offset - begin) for start, finish in step.times_s]
         for step, offset in zip(steps, offsets, strict=True)
     ]
-    return measured_timeline(executed.schedule, times_s=times)
+    program = replace(executed.schedule, programs=tuple(step.actions for step in steps))
+    return measured_timeline(program, times_s=times)
 
 
 def planned_timeline(plan: ExecutionPlan) -> Timeline:

@@ -17,6 +17,7 @@ from sppo.hardware.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.offload.tier import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
+from sppo.planning.plan_program import check_program
 from sppo.planning.run_plan import plan_run
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device, Kind
@@ -172,6 +173,7 @@ def given_plan(
     """
     plan = read_plan(plan_file)
     check_plan_fits(plan, run)
+    check_program(plan)
     planned = plan.hardware
     if planned.device.kind != kind:
         here, hint = (

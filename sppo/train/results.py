@@ -81,6 +81,7 @@ def report(
     if steps:
         writers[LOSS_PLOT] = _loss_writer(run, outcome)
     if outcome.timeline is not None:
+        summary["program_digest"] = outcome.timeline.schedule.digest()
         planned = planned_timeline(preflight.plan)
         summary["timeline"] = timeline_summary(planned, outcome.timeline)
         writers |= timeline_writers(planned, outcome.timeline)

@@ -23,6 +23,7 @@ from sppo.quoting import one_line, quoted
 from sppo.report.metrics import METRICS_FILE
 
 CONFIG_FILE = "run.json"
+PLAN_FILE = "plan.json"
 SUMMARY_FILE = "run_summary.json"
 LOSS_PLOT = "loss.png"
 TIMELINE_PLOT, TIMELINE_PAGE, TIMELINE_TRACE = "timeline.png", "timeline.html", "timeline.json"
@@ -39,7 +40,7 @@ RESULT_FILES = (
     TIMELINE_TRACE,
 )
 """Files that a run writes beside its checkpoints, in the order in which its report names them."""
-_FILES = (CONFIG_FILE, *RESULT_FILES)
+_FILES = (CONFIG_FILE, PLAN_FILE, *RESULT_FILES)
 _PARTIAL_CONFIG = f"{CONFIG_FILE}{PARTIAL}"
 """Start of the name of what a run that was killed at its very beginning may leave."""
 

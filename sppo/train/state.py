@@ -28,7 +28,7 @@ from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.simulated_run import plan_costs
+from sppo.planning.plan_program import plan_program
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device
 
@@ -74,7 +74,7 @@ def build_state(
         num_ranks=mesh.shape.pipeline_parallel,
         rank=mesh.at.pipeline,
         courier=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
-        costs=plan_costs(plan) if cuts_units else None,
+        planned=plan_program(plan),
         shards=MspLinks(mesh) if cuts_units else None,
     )
     sharded = ShardedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)

@@ -30,6 +30,8 @@ from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
 from sppo.optim.adamw import clip_
 from sppo.optim.learning_rate import learning_rate
+from sppo.output_file import write_json
+from sppo.planning.plan import plan_json
 from sppo.report.display import TrainingDisplay
 from sppo.report.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
 from sppo.report.step_line import step_line
@@ -51,6 +53,7 @@ from sppo.train.nonfinite import (
 from sppo.train.preflight import Preflight
 from sppo.train.ranks import Ranks, one_rank, shared_output
 from sppo.train.run_directory import (
+    PLAN_FILE,
     TENSORBOARD_DIRECTORY,
     note_configuration,
     require_output,
@@ -146,6 +149,7 @@ def train(
         first_step = _resume(manager, state, tokens=preflight.data.data)
         _check_finite(run, state, ranks=ranks)
         ranks.decided_by_main(lambda: note_configuration(run, output))
+        ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(preflight.plan)))
         outcome = TrainingOutcome(output, first_step, first_step, baseline_bytes=baseline)
         outcome.warm_up_bytes = max(0, baseline - before) if device.kind == "cpu" else 0
         outcome.buckets.count_state(state)

@@ -303,6 +303,7 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
         for key in forwards[:6]:
             stage.forward(units[key], None, loss_scale=scale)
         for i, key in enumerate(backwards):
+            store.start_reload(key)
             stage.backward(units[key], None)
             for later in forwards[6 + i : 7 + i]:
                 stage.forward(units[later], None, loss_scale=scale)

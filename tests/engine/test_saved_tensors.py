@@ -48,6 +48,8 @@ def saved(tmp_path):
             offloaded_rows={"x_in": offloaded_rows} if offloaded_rows else {},
             retained_rows={"x_in": rest} if (rest := len(X_IN) - offloaded_rows) else {},
         )
+        for store in on_disk:
+            store.start_reload((KEY.sequence, KEY.subsequence))
         return stores
 
     yield save

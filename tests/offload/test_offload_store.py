@@ -16,6 +16,8 @@ from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues, Lazy
 from tests.offload.vector_clocks import RaceError
 
 LAYERS, SUBSEQUENCES, SEQUENCES = 3, 4, 3
+LONE = torch.zeros(1)
+"""In place of what a layer that moves nothing does not have."""
 
 
 def tensors_of(key, *, step=0):
@@ -77,6 +79,7 @@ def step_offloads(*, interleaved, staging_slots):
 def run_step(store, *, interleaved, step=0, staging_slots=3, alter=lambda key, tensors: None):
     units = program(interleaved=interleaved)
     store.prepare(step_offloads(interleaved=interleaved, staging_slots=staging_slots))
+    done, backwards = set(), [unit for forward, *unit in units if not forward]
     for is_forward, sequence, subsequence in units:
         for key in unit_keys(sequence, subsequence, backward=not is_forward):
             if is_forward:
@@ -89,6 +92,13 @@ def run_step(store, *, interleaved, step=0, staging_slots=3, alter=lambda key, t
                 assert taken[name].dtype == tensor.dtype
                 assert torch.equal(taken[name], tensor), f"{key} {name}"
             store.release(key)
+        if is_forward:
+            store.finish_offload((sequence, subsequence))
+            done.add((sequence, subsequence))
+        else:
+            backwards.remove([sequence, subsequence])
+        for unit in done.intersection(map(tuple, backwards[:2])):  # one ahead, as in a program
+            store.start_reload(unit)
     assert store.num_entries == 0
 
 
@@ -143,6 +153,7 @@ def test_a_corrupted_tensor_is_named():
     store.prepare(schedule(order))
     for key in unit_keys(0, 0):
         store.save(key, tensors_of(key))
+    store.start_reload((0, 0))
     queues.force(queues._pending["write"][-1])
     queues._file[3] ^= 1
     for key in order[:-1]:
@@ -224,6 +235,32 @@ def test_keys_are_taken_in_the_planned_order():
         store.prepare(schedule(order))
 
 
+def test_a_unit_has_left_once_all_of_its_layers_are_saved():
+    store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
+    first, *others = unit_keys(0, 0)
+    store.prepare(schedule(unit_keys(0, 0, backward=True)))
+    store.save(first, tensors_of(first))
+    with pytest.raises(AssertionError, match=r"2 layers of unit \(0, 0\) are not saved yet"):
+        store.finish_offload((0, 0))
+    for key in others:
+        store.save(key, tensors_of(key))
+    store.finish_offload((0, 0))
+
+
+def test_nothing_comes_back_before_it_may():
+    store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
+    order = [*unit_keys(0, 1, backward=True), *unit_keys(0, 0, backward=True)]
+    store.prepare(schedule(order))
+    for key in sorted(order):
+        store.save(key, tensors_of(key))
+    store.start_reload((0, 1))
+    for key in order[:LAYERS]:
+        assert torch.equal(store.take(key).get("lse", LONE), tensors_of(key).get("lse", LONE))
+        store.release(key)
+    with pytest.raises(AssertionError, match="has no ring slot"):
+        store.take(order[LAYERS])
+
+
 def test_a_parcel_of_another_size_than_planned_is_refused():
     store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
     order = unit_keys(0, 0, backward=True)
@@ -250,6 +287,8 @@ def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
     store.prepare(schedule(order, ring_slots=2 + 3))
     for key in reversed(order):
         store.save(key, tensors_of(key))
+    for n in (3, 2, 1, 0):
+        store.start_reload((0, n))
     for first in range(0, 6, 3):
         for key in order[first : first + 3]:
             wanted = tensors_of(key)
@@ -285,6 +324,8 @@ def test_slots_go_round_in_one_direction():
     assert slot.state.value == "free"
     for key in unit_keys(0, 0):
         store.save(key, tensors_of(key))
+    assert slot.state.value == "free"
+    store.start_reload((0, 0))
     assert slot.state.value == "filling"
     with pytest.raises(AssertionError, match="nobody has read yet"):
         slot.before_filling()

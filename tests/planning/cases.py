@@ -15,7 +15,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.planning.solver import Solution, solve
 from sppo.schedule.costs import Costs
 from sppo.schedule.generators import generate
-from sppo.schedule.prepare import lower
+from sppo.schedule.program import lower
 from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline import Timeline
 

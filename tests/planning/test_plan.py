@@ -13,8 +13,9 @@ from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
+from sppo.planning.plan_program import plan_candidate, plan_decisions
 from sppo.planning.simulated_candidate import Option
-from sppo.planning.simulated_run import plan_candidate, plan_decisions, simulated_plan
+from sppo.planning.simulated_run import simulated_plan
 from sppo.planning.solver import candidate_of_subsequences
 from sppo.schedule.simulate import simulate
 from sppo.units import GIB
@@ -196,7 +197,7 @@ def test_of_the_parallel_keys_only_the_timeout_is_left_out():
 
 @pytest.mark.parametrize("sections", [{}, {"train": {"sequences_per_step": 2}}])
 def test_a_plan_simulated_takes_what_it_predicts(sections):
-    """To the last digit where copies hide; the closed form waits longer where they do not."""
+    """To the last digit."""
     run = offloading_run(**sections)
     solution = solved(run, hardware=hardware_for(run.hardware))
     plan = make_plan(run, solution.best)
@@ -214,7 +215,7 @@ def test_a_plan_that_waits_for_copies_predicts_the_wait():
     plan = make_plan(run, option)
     case = simulated_plan(plan).case
     played = simulate(case.schedule, costs=case.costs).makespan_s
-    assert played <= plan.predicted.step_s * (1 + 1e-9)
+    assert played == pytest.approx(plan.predicted.step_s, rel=0.15)  # whole units, not layers
     assert plan.predicted.step_s == option.step_s
 
 

@@ -22,7 +22,7 @@ from sppo.schedule.msp_groups import (
     routes_between,
 )
 from sppo.schedule.multiplex import multiplex, multiplexed_ranks
-from sppo.schedule.prepare import lower
+from sppo.schedule.program import lower
 from sppo.schedule.simulate import simulate
 from tests.schedule.cases import make, play
 

@@ -14,7 +14,7 @@ from sppo.schedule.checks.validate import validate
 from sppo.schedule.communication import place_messages
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.event_loop import DeadlockError
-from sppo.schedule.prepare import lower
+from sppo.schedule.program import lower
 from sppo.schedule.simulate import simulate
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, idle, in_flight, make, peaks, play
 

@@ -1,0 +1,77 @@
+"""What a plan says, as the program of its step: the candidate, its costs, its actions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sppo.activations.placement import ActivationPlacement
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
+from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.simulated_candidate import candidate_program
+from sppo.schedule.actions import Schedule
+from sppo.schedule.costs import Costs
+
+
+def plan_program(plan: ExecutionPlan) -> Schedule:
+    """Make the program of a step of one data-parallel replica under `plan`."""
+    return candidate_program(plan_candidate(plan), costs=plan_costs(plan))
+
+
+def plan_costs(plan: ExecutionPlan) -> Costs:
+    """What the actions of one data-parallel replica cost under `plan`."""
+    candidate = plan_candidate(plan)
+    return stage_costs(candidate, seconds=stage_seconds(candidate), decisions=plan_decisions(plan))
+
+
+def plan_candidate(plan: ExecutionPlan) -> Candidate:
+    """The candidate that `plan` was made from."""
+    workload = Workload(
+        plan.model,
+        plan.hardware,
+        dtype=plan.run["train"]["dtype"],
+        sequence_parallel_degree=plan.sequence_parallel_degree,
+        sequence_parallel="megatron" if plan.sequence_parallel == "megatron" else "ulysses",
+    )
+    return Candidate(
+        workload,
+        plan.lengths,
+        sequences=plan.sequences,
+        pipeline_parallel_degree=plan.pipeline_parallel_degree,
+        data_parallel_degree=plan.data_parallel_degree,
+        schedule=plan.schedule,
+        policy=plan.policy,
+        zero=plan.zero,
+        offload_optimizer=plan.run["optimizer"]["offload"] and plan.hardware.device.kind != "cpu",
+        input_every=plan.run["activations"]["input_every"],
+    )
+
+
+def plan_decisions(plan: ExecutionPlan) -> ActivationPlacement:
+    """What `plan` does to every saved tensor."""
+    tables = (
+        np.array(
+            [[getattr(part, name) for part in stage.subsequences] for stage in plan.stages],
+            dtype=np.int64,
+        )
+        for name in ("retained", "offloaded", "recomputed")
+    )
+    return ActivationPlacement(*tables)
+
+
+def check_program(plan: ExecutionPlan) -> None:
+    """Refuse a plan whose program this version of SPPO, or this machine, makes differently.
+
+    Raises:
+        ValueError: Both digests, and what to do.
+    """
+    if plan.program_digest is None:
+        return
+    digest = plan_program(plan).digest()
+    if digest != plan.program_digest:
+        raise ValueError(
+            f"the plan is for a program with digest {plan.program_digest[:12]}, and here it makes "
+            f"one with {digest[:12]}: another version of SPPO or numpy, or another kind of CPU, "
+            "made it. Make it again with sppo solve"
+        )

@@ -1,0 +1,117 @@
+"""The program of a step: compute, messages, copies and reductions of every rank.
+
+One function makes it for everybody: solver, simulator, plots, executor and the comparison after a
+run hold the same object, whose `digest()` stands in the plan. It is a pure function of its
+arguments, which come from a plan, never from what a rank measures; so every rank makes the same.
+
+Gathers of sharded weights (ZeRO-3) are no actions. They belong to the F and B that read the
+weights, which fetch them layer by layer, one ahead of the compute, and are priced with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from sppo.schedule.actions import ActionKind, Schedule
+from sppo.schedule.checks.deadlock import replay
+from sppo.schedule.checks.validate import validate
+from sppo.schedule.communication import place_messages
+from sppo.schedule.copies import place_copies
+from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
+from sppo.schedule.generators import generate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """A schedule and what it costs: all that a simulation needs."""
+
+    schedule: Schedule
+    costs: Costs
+
+
+def step_program(
+    name: str,
+    *,
+    num_ranks: int,
+    lengths: Sequence[Sequence[int]],
+    costs: Costs,
+    num_virtual: int = 1,
+    hop: int = 1,
+    forward_only: bool = False,
+    prefetch: int = 1,
+) -> Schedule:
+    """Make the program of a step, checked.
+
+    Args:
+        name: One of `generators.schedule_names()`.
+        num_ranks: Pipeline ranks.
+        lengths: Tokens of every subsequence of every sequence.
+        costs: Units with `offload_bytes` above 0 get copies; times order the messages, and
+            schedules that cut units weigh their choice with them.
+        num_virtual: Stages per rank.
+        hop: Extra warm-up forwards, see `generators.generate`.
+        forward_only: Leave out backwards, copies and reductions (evaluation).
+        prefetch: How many backwards ahead a unit may come back from the next tier.
+
+    Raises:
+        ValueError: A request that the schedule cannot serve.
+        ScheduleError: The schedule breaks a rule.
+        DeadlockError: Its messages would wait for each other.
+    """
+    schedule = generate(
+        name,
+        num_ranks=num_ranks,
+        num_virtual=num_virtual,
+        lengths=lengths,
+        hop=hop,
+        forward_only=forward_only,
+        costs=costs,
+    )
+    if forward_only:
+        costs = replace(costs, offload_bytes=np.zeros_like(costs.offload_bytes))
+    return lower(schedule, costs=costs, prefetch=prefetch)
+
+
+def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
+    """Return `schedule` with its copies and messages, checked.
+
+    Args:
+        schedule: Compute actions only.
+        costs: Units with `offload_bytes` above 0 get copies; times order the messages.
+        prefetch: How many backwards ahead a unit may come back from the next tier.
+
+    Raises:
+        ScheduleError: The schedule breaks a rule.
+        DeadlockError: Its messages would wait for each other.
+    """
+    validate(schedule)
+    schedule = place_copies(schedule, offloaded=costs.offload_bytes > 0, prefetch=prefetch)
+    if schedule.num_ranks > 1:
+        schedule = place_messages(schedule, costs=costs)
+    validate(schedule)
+    replay(schedule)
+    return schedule
+
+
+def equal_costs(*, offloaded: npt.NDArray[np.bool_]) -> Costs:
+    """Return the costs of a step that nobody planned: equal units, messages and copies free.
+
+    Args:
+        offloaded: Whether a unit leaves the device, [num_stages, num_units].
+    """
+    stages, units = offloaded.shape
+    costs = abstract_costs(stages, num_units=units, backward_s=1.0, weight_s=1.0)
+    return with_offload(costs, ratios=offloaded.astype(np.float64), copies=CopyEngines())
+
+
+def forward_part(schedule: Schedule) -> Schedule:
+    """Return only the forwards of `schedule`, in their order: the program of an evaluation."""
+    programs = tuple(
+        tuple(action for action in program if action.kind is ActionKind.F)
+        for program in schedule.programs
+    )
+    return replace(schedule, programs=programs)
