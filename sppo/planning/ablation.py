@@ -15,7 +15,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidate import EvaluatedCandidate, assess
-from sppo.planning.simulated_candidate import Option, simulate_option
+from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.solver import solve
 from sppo.schedule.costs import Costs, Links
 
@@ -68,7 +68,7 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
     kept = _option(plain, "retain")
     rows.append(_row("none, nothing recomputed", kept, rows, "where memory allows it"))
     everything = _option(plain, "offload_all")
-    rows.append(_row("offload_all", everything, rows, _offload_note(everything.assessment)))
+    rows.append(_row("offload_all", everything, rows, _offload_note(everything)))
     adaptive = _option(plain, "sppo")
     rows.append(_row("sppo", adaptive, rows, "moves what hides"))
     hybrid = _option(plain, "hybrid")
@@ -80,25 +80,25 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
     return tuple(rows)
 
 
-def _multiplexed_rows(adaptive: Option, rows: list[AblationRow]) -> list[AblationRow]:
+def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> list[AblationRow]:
     """MSP with everything that moves priced, and as if moving were free."""
     candidate = replace(adaptive.candidate, schedule="sppo_msp")
     assessment = assess(candidate)
-    priced = simulate_option(assessment)
+    priced = simulate_candidate(assessment)
     cuts = len(priced.timeline.schedule.cuts) if priced.timeline is not None else 0
     note = f"{cuts} units cut over idle ranks" if cuts else "on these links no unit pays"
-    free = simulate_option(replace(assessment, costs=_without_links(assessment.costs)))
+    free = simulate_candidate(replace(assessment, costs=_without_links(assessment.costs)))
     return [
         _row("sppo + MSP", priced, rows, note),
         _row("sppo + MSP, free links", free, rows, "the bound: weights and K/V move for nothing"),
     ]
 
 
-def _option(candidate: Candidate, policy: str) -> Option:
-    return simulate_option(assess(replace(candidate, policy=policy)))
+def _option(candidate: Candidate, policy: str) -> EvaluatedCandidate:
+    return simulate_candidate(assess(replace(candidate, policy=policy)))
 
 
-def _row(name: str, option: Option, rows: list[AblationRow], note: str) -> AblationRow:
+def _row(name: str, option: EvaluatedCandidate, rows: list[AblationRow], note: str) -> AblationRow:
     baseline = rows[0].step_s if rows else option.step_s
     return AblationRow(
         name,
@@ -106,8 +106,8 @@ def _row(name: str, option: Option, rows: list[AblationRow], note: str) -> Ablat
         option.candidate.schedule,
         option.step_s,
         baseline / option.step_s,
-        option.assessment.device_peak_bytes,
-        option.assessment.shortfall is None,
+        option.device_peak_bytes,
+        option.shortfall is None,
         PAPER_SPEEDUPS.get(name),
         note,
     )

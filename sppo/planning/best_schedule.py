@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.planning.candidate import assess
-from sppo.planning.simulated_candidate import Option, simulate_option
+from sppo.planning.candidate import EvaluatedCandidate, assess
+from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.simulated_memory import simulate_within_budget
 
 _SCHEDULED_UNITS = 1200
@@ -17,21 +17,21 @@ _WORTH_IT = 0.99
 exact that less would count, and the plain program is the simplest to run."""
 
 
-def with_best_schedule(run: RunConfig, best: Option) -> Option:
+def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCandidate:
     """`best` with the schedule that makes it fastest, where the run leaves the choice.
 
     Tried are the zero-bubble program and multiplexed sequence partitioning (MSP), each with the
     memory it needs. MSP is taken however little it gains where the run asks for it.
     """
     candidate = best.candidate
-    size = best.assessment.costs.forward_s.size
+    size = best.costs.forward_s.size
     if run.parallel.schedule != "auto" or candidate.pipeline_parallel_degree == 1:
         return best
     forced = run.parallel.multiplexed == "on"
     if size > _SCHEDULED_UNITS and not forced:
         return best
     if best.timeline is None:
-        best = simulate_option(best.assessment)
+        best = simulate_candidate(best)
     if forced:
         return _scheduled(candidate, "sppo_msp") or best
     names = ["seq_zb_h1"] + (["sppo_msp"] if run.parallel.multiplexed == "auto" else [])
@@ -42,7 +42,7 @@ def with_best_schedule(run: RunConfig, best: Option) -> Option:
     return best
 
 
-def _scheduled(candidate: Candidate, name: str) -> Option | None:
+def _scheduled(candidate: Candidate, name: str) -> EvaluatedCandidate | None:
     """The candidate under another schedule, None where it does not fit.
 
     Memory is that of the simulation too: helpers hold pieces of others' units, and a delayed weight
@@ -51,4 +51,4 @@ def _scheduled(candidate: Candidate, name: str) -> Option | None:
     assessment = assess(replace(candidate, schedule=name))
     if assessment.shortfall is not None:
         return None
-    return simulate_within_budget(Option(assessment))
+    return simulate_within_budget(assessment)

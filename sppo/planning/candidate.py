@@ -32,9 +32,11 @@ from sppo.cost.stage_cost import (
     stage_seconds,
 )
 from sppo.cost.step_time import StepTime, step_time
+from sppo.planning.choices import Degrees
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.generators import generate
+from sppo.schedule.timeline import Timeline
 
 OVERLAPPING = ("sppo", "sppo_msp", "seq1f1b", "1f1b")
 """Schedules that hold N + p - 1 - r units on rank r of p (Seq1F1B, section 3)."""
@@ -77,6 +79,7 @@ class EvaluatedCandidate:
         time: Of a step, in closed form.
         costs: Tables to simulate it with.
         shortfall: Why it does not fit; None where it does.
+        timeline: Its simulation; None where only the closed form was computed.
     """
 
     candidate: Candidate
@@ -85,6 +88,22 @@ class EvaluatedCandidate:
     time: StepTime
     costs: Costs
     shortfall: Shortfall | None
+    timeline: Timeline | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: simulated where that was done, else in closed form."""
+        return self.time.step_s if self.timeline is None else self.timeline.makespan_s
+
+    @property
+    def degrees(self) -> Degrees:
+        """How the devices are shared out."""
+        candidate = self.candidate
+        return Degrees(
+            candidate.data_parallel_degree,
+            candidate.pipeline_parallel_degree,
+            candidate.workload.sequence_parallel_degree,
+        )
 
     @property
     def device_peak_bytes(self) -> int:

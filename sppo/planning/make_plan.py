@@ -23,17 +23,17 @@ from sppo.planning.plan import (
     digest_of,
     planned_part,
 )
-from sppo.planning.simulated_candidate import Option, candidate_program
+from sppo.planning.simulated_candidate import candidate_program
 from sppo.planning.simulated_memory import simulated_device_bytes
 
 
-def make_plan(run: RunConfig, option: Option) -> ExecutionPlan:
+def make_plan(run: RunConfig, option: EvaluatedCandidate) -> ExecutionPlan:
     """The plan for `run` that does what `option` says."""
-    assessment, candidate = option.assessment, option.candidate
+    candidate = option.candidate
     hardware = candidate.workload.hardware
     part = planned_part(run)
     program = (
-        candidate_program(candidate, costs=assessment.costs)
+        candidate_program(candidate, costs=option.costs)
         if option.timeline is None
         else option.timeline.schedule
     )
@@ -52,23 +52,23 @@ def make_plan(run: RunConfig, option: Option) -> ExecutionPlan:
         sequences=candidate.sequences,
         boundaries=boundaries_of(candidate.lengths),
         schedule=candidate.schedule,
-        policy=assessment.effective_policy,
-        stages=_stages(assessment),
+        policy=option.effective_policy,
+        stages=_stages(option),
         predicted=predict(run, option),
         program_digest=program.digest(),
     )
 
 
-def predict(run: RunConfig, option: Option) -> Prediction:
+def predict(run: RunConfig, option: EvaluatedCandidate) -> Prediction:
     """What a step of `option` takes."""
-    assessment, candidate, time = option.assessment, option.candidate, option.assessment.time
+    candidate, time = option.candidate, option.time
     hardware = candidate.workload.hardware
     length, sequences = run.sequence.length, run.train.sequences_per_step
     flops = step_flops(run.model, length=length, sequences=sequences)
     peak = hardware.device.flops_per_s(run.train.dtype) * candidate.num_devices
     on_host = hardware.node.host_memory_bytes > 0
-    tier = assessment.tier_peak_bytes
-    costs = assessment.costs
+    tier = option.tier_peak_bytes
+    costs = option.costs
     busiest = int(np.argmax((costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)))
     backward = (costs.backward_s + costs.weight_s)[busiest]
     exposed = time.exposed_copy_s
@@ -85,12 +85,10 @@ def predict(run: RunConfig, option: Option) -> Prediction:
         tokens_per_s_per_gpu=length * sequences / option.step_s / candidate.num_devices,
         mfu=flops / option.step_s / peak,
         bubble_fraction=_bubble_fraction(option),
-        device_peak_bytes=max(
-            assessment.device_peak_bytes, *(simulated_device_bytes(option) or (0,))
-        ),
-        host_peak_bytes=tier if on_host else _staging_bytes(assessment),
+        device_peak_bytes=max(option.device_peak_bytes, *(simulated_device_bytes(option) or (0,))),
+        host_peak_bytes=tier if on_host else _staging_bytes(option),
         disk_peak_bytes=0 if on_host else tier,
-        offload_ratios=offload_ratios(assessment),
+        offload_ratios=offload_ratios(option),
     )
 
 
@@ -107,10 +105,10 @@ def offload_ratios(assessment: EvaluatedCandidate) -> tuple[float, ...]:
     return tuple(float(round(share, 4)) for share in offloaded / whole)
 
 
-def _bubble_fraction(option: Option) -> float:
+def _bubble_fraction(option: EvaluatedCandidate) -> float:
     if option.timeline is not None:
         return option.timeline.bubble_fraction
-    time, ranks = option.assessment.time, option.candidate.pipeline_parallel_degree
+    time, ranks = option.time, option.candidate.pipeline_parallel_degree
     return max(0.0, 1 - time.busy_s / (ranks * time.step_s))
 
 

@@ -20,7 +20,7 @@ from sppo.planning.choices import Degrees, cut_sequence
 from sppo.planning.make_plan import make_plan
 from sppo.planning.partition import automatic_num_subsequences
 from sppo.planning.plan import ExecutionPlan, boundaries_of
-from sppo.planning.simulated_candidate import Option, simulate_option
+from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.solver import candidate_of, workload_of
 from sppo.schedule.generators import WHOLE_SEQUENCES
 from sppo.units import format_bytes
@@ -68,14 +68,14 @@ def plan_run(
     return make_plan(run, _scheduled(run, assessment))
 
 
-def _scheduled(run: RunConfig, assessment: EvaluatedCandidate) -> Option:
+def _scheduled(run: RunConfig, assessment: EvaluatedCandidate) -> EvaluatedCandidate:
     """Simulated where ranks wait for one another, by the best schedule that can be trained."""
     if assessment.candidate.pipeline_parallel_degree == 1:
-        return Option(assessment)
+        return assessment
     if not trains_msp(run):
         whole = run.parallel.model_copy(update={"multiplexed": "off"})
         run = run.model_copy(update={"parallel": whole})
-    return with_best_schedule(run, simulate_option(assessment))
+    return with_best_schedule(run, simulate_candidate(assessment))
 
 
 def trains_msp(run: RunConfig) -> bool:

@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from sppo.cost.candidate import Candidate
 from sppo.planning.candidate import EvaluatedCandidate
-from sppo.planning.choices import Degrees
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.program import step_program
 from sppo.schedule.simulate import simulate
-from sppo.schedule.timeline import Timeline
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Option:
-    """A candidate that fits, with its step as predicted.
-
-    Attributes:
-        assessment: Its price and memory.
-        timeline: Its simulation; None where only the closed form was computed.
-    """
-
-    assessment: EvaluatedCandidate
-    timeline: Timeline | None = None
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step: simulated where that was done, else in closed form."""
-        return self.assessment.time.step_s if self.timeline is None else self.timeline.makespan_s
-
-    @property
-    def candidate(self) -> Candidate:
-        """What would be run."""
-        return self.assessment.candidate
-
-    @property
-    def degrees(self) -> Degrees:
-        """How the devices are shared out."""
-        candidate = self.candidate
-        return Degrees(
-            candidate.data_parallel_degree,
-            candidate.pipeline_parallel_degree,
-            candidate.workload.sequence_parallel_degree,
-        )
-
-
-def simulate_option(assessment: EvaluatedCandidate) -> Option:
+def simulate_candidate(assessment: EvaluatedCandidate) -> EvaluatedCandidate:
     """The option with its simulated step."""
     program = candidate_program(assessment.candidate, costs=assessment.costs)
-    return Option(assessment, simulate(program, costs=assessment.costs))
+    timeline = simulate(program, costs=assessment.costs)
+    return replace(assessment, timeline=timeline)
 
 
 def candidate_program(

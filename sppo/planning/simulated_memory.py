@@ -9,25 +9,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sppo.cost.memory import MemoryBuckets
-from sppo.planning.candidate import assess
-from sppo.planning.simulated_candidate import Option, simulate_option
+from sppo.planning.candidate import EvaluatedCandidate, assess
+from sppo.planning.simulated_candidate import simulate_candidate
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "copies_bytes")
 """Buckets that a simulation follows; the others do not change during a step."""
 _ATTEMPTS = 4
 
 
-def simulated_device_bytes(option: Option) -> tuple[int, ...] | None:
+def simulated_device_bytes(option: EvaluatedCandidate) -> tuple[int, ...] | None:
     """Peak of one device of each stage as simulated; None where nothing was simulated."""
     if option.timeline is None:
         return None
     return tuple(
         _steady_bytes(held.device) + round(track.memory["total"].peak_bytes)
-        for track, held in zip(option.timeline.ranks, option.assessment.memory, strict=True)
+        for track, held in zip(option.timeline.ranks, option.memory, strict=True)
     )
 
 
-def simulated_excess(option: Option) -> tuple[int, int] | None:
+def simulated_excess(option: EvaluatedCandidate) -> tuple[int, int] | None:
     """The fullest stage and its bytes as simulated, where that is over the budget."""
     peaks = simulated_device_bytes(option)
     if peaks is None:
@@ -37,13 +37,13 @@ def simulated_excess(option: Option) -> tuple[int, int] | None:
     return (stage, peak) if peak > budget else None
 
 
-def simulate_within_budget(option: Option) -> Option | None:
+def simulate_within_budget(option: EvaluatedCandidate) -> EvaluatedCandidate | None:
     """The simulated option; with more memory left free where its simulation needs it.
 
     None where even that does not fit.
     """
     for _ in range(_ATTEMPTS):
-        option = simulate_option(option.assessment)
+        option = simulate_candidate(option)
         excess = simulated_excess(option)
         if excess is None:
             return option
@@ -53,7 +53,7 @@ def simulate_within_budget(option: Option) -> Option | None:
         assessment = assess(replace(candidate, spare_bytes=spare))
         if assessment.shortfall is not None:
             return None
-        option = Option(assessment)
+        option = assessment
     return None
 
 

@@ -25,7 +25,6 @@ from sppo.planning.choices import (
     machine_asked_for,
     subsequence_counts_to_try,
 )
-from sppo.planning.simulated_candidate import Option
 from sppo.planning.simulated_memory import simulate_within_budget
 
 RUNNERS_UP = 3
@@ -68,9 +67,9 @@ class Solution:
 
     run: RunConfig
     hardware: HardwareSpec
-    best: Option | None
-    runners_up: tuple[Option, ...]
-    by_num_subsequences: tuple[Option, ...]
+    best: EvaluatedCandidate | None
+    runners_up: tuple[EvaluatedCandidate, ...]
+    by_num_subsequences: tuple[EvaluatedCandidate, ...]
     rejected: tuple[Rejection, ...]
 
 
@@ -96,11 +95,11 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
 
 def enumerate_options(
     run: RunConfig, *, hardware: HardwareSpec, subsequence_counts: Sequence[int] | None = None
-) -> tuple[list[Option], list[Rejection]]:
+) -> tuple[list[EvaluatedCandidate], list[Rejection]]:
     """The best option of every way to share out the devices, in closed form; and what fails."""
     possible, refused = degrees_to_try(run, hardware=hardware)
     counts = subsequence_counts or subsequence_counts_to_try(run, hardware=hardware)
-    fitting: list[Option] = []
+    fitting: list[EvaluatedCandidate] = []
     rejected = [Rejection(refusal.degrees, refusal.reason) for refusal in refused]
     for degrees in possible:
         candidates = [
@@ -111,13 +110,15 @@ def enumerate_options(
         ]
         best = _fastest(candidates)
         if best.shortfall is None:
-            fitting.append(Option(best))
+            fitting.append(best)
         else:
             rejected.append(_rejection(degrees, best))
     return fitting, rejected
 
 
-def options_by_num_subsequences(run: RunConfig, *, best: Option) -> tuple[Option, ...]:
+def options_by_num_subsequences(
+    run: RunConfig, *, best: EvaluatedCandidate
+) -> tuple[EvaluatedCandidate, ...]:
     """The degrees of `best` with every N that is worth trying and fits, by N."""
     hardware = best.candidate.workload.hardware
     options = []
@@ -127,7 +128,7 @@ def options_by_num_subsequences(run: RunConfig, *, best: Option) -> tuple[Option
         )
         assessment = assess(candidate)
         if assessment.shortfall is None:
-            options.append(Option(assessment))
+            options.append(assessment)
     return tuple(options)
 
 
@@ -203,7 +204,7 @@ def _fastest(candidates: Sequence[Candidate]) -> EvaluatedCandidate:
             break
         assessment = assess(candidate, seconds=seconds)
         if assessment.shortfall is None:
-            best = min(best or assessment, assessment, key=lambda a: _rank(Option(a)))
+            best = min(best or assessment, assessment, key=_rank)
         else:
             nearest = min(nearest or assessment, assessment, key=_short)
     chosen = best or nearest
@@ -211,7 +212,7 @@ def _fastest(candidates: Sequence[Candidate]) -> EvaluatedCandidate:
     return chosen
 
 
-def _rank(option: Option) -> tuple[float, int, int, int]:
+def _rank(option: EvaluatedCandidate) -> tuple[float, int, int, int]:
     """Faster first; of equals the one with fewer devices, fewer stages, fewer pieces."""
     degrees = option.degrees
     return (
@@ -222,7 +223,7 @@ def _rank(option: Option) -> tuple[float, int, int, int]:
     )
 
 
-def _simulated(leaders: Sequence[Option]) -> list[Option]:
+def _simulated(leaders: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
     """`leaders` with the first few simulated, and all that might turn out faster; those first.
 
     In a simulation copies run as early as they can and pile up; where even with memory left free
@@ -231,10 +232,10 @@ def _simulated(leaders: Sequence[Option]) -> list[Option]:
     The closed form is never above the simulation, so from the first one that is not below the best
     simulated on, none can be faster. Where simulating takes too long the closed form decides.
     """
-    played: list[Option] = []
+    played: list[EvaluatedCandidate] = []
     left = _SIMULATED_UNITS
     for place, option in enumerate(leaders):
-        left -= option.assessment.costs.forward_s.size
+        left -= option.costs.forward_s.size
         fastest = min((other.step_s for other in played), default=float("inf"))
         if left < 0 or (place >= _SIMULATED and option.step_s >= fastest):
             break

@@ -24,7 +24,7 @@ from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of, stage_seconds
 from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
-from sppo.planning.simulated_candidate import simulate_option
+from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.simulated_memory import simulated_device_bytes
 from sppo.planning.solver import candidate_of_subsequences
 from sppo.units import GIB
@@ -293,13 +293,13 @@ def test_hybrid_recomputes_nothing_where_what_hides_fits_by_a_hair():
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.filter_too_much])
 @given(candidates())
 def test_where_copies_hide_a_simulation_holds_no_more_than_predicted(candidate):
-    option = simulate_option(assess(replace(candidate, sequences=1)))
-    costs = option.assessment.costs
+    option = simulate_candidate(assess(replace(candidate, sequences=1)))
+    costs = option.costs
     offloaded = costs.offload_bytes[:, :-1]
     assume(offloaded.any())
     assume((offloaded / costs.copies.d2h_bytes_per_s <= costs.forward_s[:, 1:]).all())
     assume((offloaded / costs.copies.h2d_bytes_per_s <= costs.backward_s[:, 1:]).all())
-    predicted = [stage.device.total_bytes for stage in option.assessment.memory]
+    predicted = [stage.device.total_bytes for stage in option.memory]
     simulated = simulated_device_bytes(option)
     assert all(a <= b + 8 for a, b in zip(simulated, predicted, strict=True))
 

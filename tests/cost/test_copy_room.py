@@ -245,7 +245,7 @@ def test_the_solver_moves_to_a_disk_only_where_it_is_told():
         hardware = machine(LAPTOP, memory_bytes=needed, reserved_bytes=0)
         best = solved(run, hardware=hardware).best
         assert best is not None
-        assert best.assessment.decisions.offloads_anything == moves
+        assert best.decisions.offloads_anything == moves
 
 
 @pytest.mark.parametrize("every", [1, 3, 99])

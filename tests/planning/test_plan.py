@@ -14,7 +14,6 @@ from sppo.planning.choices import Degrees
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
 from sppo.planning.plan_program import plan_candidate, plan_decisions
-from sppo.planning.simulated_candidate import Option
 from sppo.planning.simulated_run import simulated_plan
 from sppo.planning.solver import candidate_of_subsequences
 from sppo.schedule.simulate import simulate
@@ -34,7 +33,7 @@ def offloading_option(run=None, *, degrees=(1, 2, 4), num_subsequences=12, memor
         degrees=Degrees(*degrees),
         num_subsequences=num_subsequences,
     )
-    return Option(assess(candidate))
+    return assess(candidate)
 
 
 RUN = offloading_run()
@@ -58,7 +57,7 @@ def changed(path, change):
 
 
 def test_the_plan_under_test_fits_and_keeps_moves_and_rebuilds():
-    assert offloading_option().assessment.shortfall is None
+    assert offloading_option().shortfall is None
     decisions = plan_decisions(PLAN)
     assert decisions.retained.any()
     assert decisions.offloaded.any()
@@ -85,7 +84,7 @@ def test_a_plan_holds_the_candidate_it_was_made_of():
     assert plan_candidate(PLAN) == replace(candidate, policy=PLAN.policy)
     decisions = plan_decisions(PLAN)
     for name in ("retained", "offloaded", "recomputed"):
-        assert (getattr(decisions, name) == getattr(option.assessment.decisions, name)).all()
+        assert (getattr(decisions, name) == getattr(option.decisions, name)).all()
     again = assess(plan_candidate(PLAN))
     assert again.device_peak_bytes == PLAN.predicted.device_peak_bytes
 
@@ -211,7 +210,7 @@ def test_a_plan_simulated_takes_what_it_predicts(sections):
 def test_a_plan_that_waits_for_copies_predicts_the_wait():
     run = offloading_run(activations={"policy": "offload_all"})
     option = offloading_option(run)
-    assert option.assessment.time.exposed_copy_s > 0
+    assert option.time.exposed_copy_s > 0
     plan = make_plan(run, option)
     case = simulated_plan(plan).case
     played = simulate(case.schedule, costs=case.costs).makespan_s

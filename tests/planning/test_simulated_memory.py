@@ -10,7 +10,7 @@ from sppo.config import check_run
 from sppo.hardware.presets import PRESETS
 from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
-from sppo.planning.simulated_candidate import Option, simulate_option
+from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.simulated_memory import simulated_device_bytes, simulated_excess
 from sppo.planning.solver import candidate_of_subsequences
 
@@ -30,13 +30,13 @@ def option_of(num_subsequences, degrees, *, hardware=NODE, simulated=True):
         run, hardware=hardware, degrees=degrees, num_subsequences=num_subsequences
     )
     assessment = assess(candidate)
-    return simulate_option(assessment) if simulated else Option(assessment)
+    return simulate_candidate(assessment) if simulated else assessment
 
 
 @pytest.mark.parametrize("degrees", [Degrees(1, 1, 8), Degrees(1, 4, 2), Degrees(1, 8, 1)])
 def test_one_sequence_that_keeps_everything_holds_what_the_closed_form_says(degrees):
     option = option_of(8, degrees)
-    closed = [held.device.total_bytes for held in option.assessment.memory]
+    closed = [held.device.total_bytes for held in option.memory]
     assert simulated_device_bytes(option) == pytest.approx(closed, rel=1e-6)
     assert simulated_excess(option) is None
 

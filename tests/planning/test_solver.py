@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import plan_json
-from sppo.planning.simulated_candidate import Option, simulate_option
+from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.solver import candidate_of_subsequences, enumerate_options, solve
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config, solved
@@ -47,7 +48,7 @@ def with_subsequences(option, num_subsequences):
     candidate = candidate_of_subsequences(
         run, hardware=hardware, degrees=option.degrees, num_subsequences=num_subsequences
     )
-    return simulate_option(assess(candidate))
+    return simulate_candidate(assess(candidate))
 
 
 def hardware_for_request():
@@ -76,11 +77,11 @@ def test_longer_sequences_are_cut_into_more_pieces():
 
 def test_a_million_tokens_on_32_gpus_and_four_million_on_128():
     million = answer(length="1Mi").best
-    assert million.assessment.effective_policy == "hybrid"
-    assert million.assessment.time.exposed_copy_s == 0
+    assert million.effective_policy == "hybrid"
+    assert million.time.exposed_copy_s == 0
     four = answer(length="4Mi", nodes=16).best
     assert four.degrees.num_devices == 128
-    assert four.assessment.shortfall is None
+    assert four.shortfall is None
 
 
 @pytest.mark.parametrize("length", ["512Ki", "1Mi"])
@@ -125,8 +126,8 @@ def assert_sound(solution):
     for option in all_options(solution):
         assert sum(option.candidate.lengths) == run.sequence.length
         assert min(option.candidate.lengths) > 0
-        assert option.assessment.device_peak_bytes <= hardware.device.usable_bytes
-        assert option.assessment.tier_peak_bytes <= hardware.host_bytes_per_device
+        assert option.device_peak_bytes <= hardware.device.usable_bytes
+        assert option.tier_peak_bytes <= hardware.host_bytes_per_device
         assert option.degrees.num_devices <= hardware.num_devices
     steps = [option.step_s for option in (solution.best, *solution.runners_up)]
     assert all(a <= b * SEVERAL for a, b in pairwise(steps))
@@ -218,7 +219,7 @@ def test_what_wins_was_simulated_and_the_closed_form_said_so():
         assert solution.best.timeline is not None
         for option in (solution.best, *solution.runners_up):
             if option.candidate.schedule == "sppo":
-                assert option.step_s == pytest.approx(option.assessment.time.step_s, rel=1e-9)
+                assert option.step_s == pytest.approx(option.time.step_s, rel=1e-9)
 
 
 def test_several_sequences_are_simulated_until_none_can_be_faster():
@@ -226,7 +227,7 @@ def test_several_sequences_are_simulated_until_none_can_be_faster():
     solution = solved(run)
     assert_sound(solution)
     assert solution.best.timeline is not None
-    others = [Option(option.assessment) for option in solution.runners_up]
+    others = [replace(option, timeline=None) for option in solution.runners_up]
     assert all(solution.best.step_s <= option.step_s * SEVERAL for option in others)
 
 
@@ -293,7 +294,7 @@ def test_tiers_that_are_written_are_kept():
     def used(**activations):
         asked = small(length="256Ki", activations=activations)
         best = solved(asked, hardware=machine(memory_bytes=20 * GIB)).best
-        return best.assessment.tier_peak_bytes
+        return best.tier_peak_bytes
 
     free = used()
     assert free > 0
@@ -307,7 +308,7 @@ def test_tiers_that_are_written_are_kept():
 
 def test_optimizer_states_need_a_host_to_go_to():
     run = small(optimizer={"offload": True})
-    assert solved(run).best.assessment.tier_peak_bytes > 0
+    assert solved(run).best.tier_peak_bytes > 0
     with pytest.raises(
         ValueError, match="optimizer.offload keeps .* host memory, and a100-80g has"
     ):

@@ -14,7 +14,6 @@ from sppo.planning.advice import Advice
 from sppo.planning.candidate import EvaluatedCandidate, Shortfall
 from sppo.planning.choices import Degrees
 from sppo.planning.make_plan import predict
-from sppo.planning.simulated_candidate import Option
 from sppo.planning.simulated_memory import simulated_device_bytes
 from sppo.planning.solver import Rejection, Solution
 
@@ -42,7 +41,7 @@ def solution_report(
             {
                 "num_subsequences": len(option.candidate.lengths),
                 "step_s": option.step_s,
-                "policy": option.assessment.effective_policy,
+                "policy": option.effective_policy,
                 "simulated": option.timeline is not None,
             }
             for option in solution.by_num_subsequences
@@ -82,9 +81,9 @@ def _short_bytes(rejection: Rejection) -> int:
     return rejection.shortfall.short_bytes
 
 
-def option_report(run: RunConfig, option: Option) -> dict[str, Any]:
+def option_report(run: RunConfig, option: EvaluatedCandidate) -> dict[str, Any]:
     """One way to run it."""
-    candidate, assessment = option.candidate, option.assessment
+    candidate = option.candidate
     predicted = asdict(predict(run, option))
     simulated = simulated_device_bytes(option)
     return {
@@ -93,11 +92,11 @@ def option_report(run: RunConfig, option: Option) -> dict[str, Any]:
         "subsequence_lengths": list(candidate.lengths),
         "offload_ratios": list(predicted.pop("offload_ratios")),
         "schedule": candidate.schedule,
-        "policy": assessment.effective_policy,
+        "policy": option.effective_policy,
         "sequences_per_replica": candidate.sequences,
         "predicted": predicted,
         "simulated_device_bytes": None if simulated is None else list(simulated),
-        "stages": stage_reports(assessment),
+        "stages": stage_reports(option),
     }
 
 

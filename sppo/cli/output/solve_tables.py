@@ -22,9 +22,9 @@ from sppo.cli.output.solve_text import (
 from sppo.cli.run_hardware import hardware_line
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import num_parameters
+from sppo.planning.candidate import EvaluatedCandidate
 from sppo.planning.make_plan import predict
 from sppo.planning.plan import Prediction
-from sppo.planning.simulated_candidate import Option
 from sppo.planning.simulated_memory import simulated_excess
 from sppo.planning.solver import Solution
 from sppo.units import format_bytes, format_count, format_duration, format_tokens
@@ -58,7 +58,7 @@ def print_solution(solution: Solution, *, console: Console) -> None:
     _say(console, run_line(solution.run))
     _say(console, f"on {hardware_line(hardware)}")
     console.print(_option_table(solution))
-    _say(console, f"policy {best.assessment.effective_policy}: {policy_text(best.assessment)}")
+    _say(console, f"policy {best.effective_policy}: {policy_text(best)}")
     ratios = predict(solution.run, best).offload_ratios
     if any(ratios):
         _say(console, f"offload ratio, first to last subsequence: {sampled_ratios(ratios)}")
@@ -72,7 +72,7 @@ def print_solution(solution: Solution, *, console: Console) -> None:
         )
     _print_pieces(solution, console=console)
     console.print()
-    print_memory(best.assessment.memory, hardware=hardware, console=console)
+    print_memory(best.memory, hardware=hardware, console=console)
     excess = simulated_excess(best)
     if excess is not None:
         stage, peak = excess
@@ -97,7 +97,7 @@ def _option_table(solution: Solution) -> Table:
     for place in range(len(options)):
         table.add_column("best" if place == 0 else f"next {place}", justify="right")
 
-    def add(name: str, value: Callable[[Option, Prediction], str]) -> None:
+    def add(name: str, value: Callable[[EvaluatedCandidate, Prediction], str]) -> None:
         table.add_row(name, *(value(option, predicted) for option, predicted in pairs))
 
     first_s = options[0].step_s
@@ -107,7 +107,7 @@ def _option_table(solution: Solution) -> Table:
     add("subsequences (N)", lambda o, _: str(len(o.candidate.lengths)))
     add("tokens of each", lambda o, _: lengths_text(o.candidate.lengths))
     add("schedule", lambda o, _: o.candidate.schedule)
-    add("policy", lambda o, _: o.assessment.effective_policy)
+    add("policy", lambda o, _: o.effective_policy)
     add("offload ratio", lambda _, p: ratio_text(p.offload_ratios))
     if any(any(predicted.offload_ratios) for predicted in predictions):
         add("  its mean", lambda _, p: f"{sum(p.offload_ratios) / len(p.offload_ratios):.2f}")
