@@ -14,7 +14,7 @@ import numpy as np
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidate import EvaluatedCandidate, assess
+from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.solver import solve
 from sppo.schedule.costs import Costs, Links

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidate import Shortfall
+from sppo.planning.evaluated_candidate import Shortfall
 from sppo.units import KIB, format_bytes, format_duration, format_tokens
 
 _MOST_NODES = 1024

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.planning.candidate import EvaluatedCandidate, assess
+from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.simulated_memory import simulate_within_budget
 

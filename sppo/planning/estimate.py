@@ -19,7 +19,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidate import EvaluatedCandidate, assess
+from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.run_plan import run_candidate
 
 TABLE_2_BYTES = 32

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.advice import Advice, advise
-from sppo.planning.candidate import assess, leaves_room
 from sppo.planning.choices import degrees_to_try, subsequence_counts_to_try
+from sppo.planning.evaluated_candidate import assess, leaves_room
 from sppo.planning.solver import candidate_of_subsequences, enumerate_options
 from sppo.units import format_duration
 

@@ -13,7 +13,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.copy_room import block_layout, stage_blocks, staging_bytes
 from sppo.cost.flops import step_flops
 from sppo.cost.stage_cost import row_bytes_of
-from sppo.planning.candidate import EvaluatedCandidate
+from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.plan import (
     PLAN_VERSION,
     ExecutionPlan,

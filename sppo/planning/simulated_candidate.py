@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sppo.cost.candidate import Candidate
-from sppo.planning.candidate import EvaluatedCandidate
+from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.program import step_program

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sppo.cost.memory import MemoryBuckets
-from sppo.planning.candidate import EvaluatedCandidate, assess
+from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.simulated_candidate import simulate_candidate
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "copies_bytes")

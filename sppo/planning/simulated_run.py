@@ -8,7 +8,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
-from sppo.planning.candidate import assess
+from sppo.planning.evaluated_candidate import assess
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate, plan_costs
 from sppo.planning.run_plan import run_candidate

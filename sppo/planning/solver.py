@@ -17,7 +17,6 @@ from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.best_schedule import with_best_schedule
-from sppo.planning.candidate import EvaluatedCandidate, Shortfall, assess, leaves_room
 from sppo.planning.choices import (
     Degrees,
     cut_sequence,
@@ -25,6 +24,7 @@ from sppo.planning.choices import (
     machine_asked_for,
     subsequence_counts_to_try,
 )
+from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall, assess, leaves_room
 from sppo.planning.simulated_memory import simulate_within_budget
 
 RUNNERS_UP = 3

@@ -22,8 +22,8 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of, stage_seconds
-from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
+from sppo.planning.evaluated_candidate import assess
 from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.simulated_memory import simulated_device_bytes
 from sppo.planning.solver import candidate_of_subsequences

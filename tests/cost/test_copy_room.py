@@ -33,7 +33,7 @@ from sppo.model.initialize import initial_weights
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tier import Tier
-from sppo.planning.candidate import assess
+from sppo.planning.evaluated_candidate import assess
 from sppo.planning.run_plan import plan_run
 from sppo.units import GIB, MIB
 from tests.engine.offloading import with_offsets

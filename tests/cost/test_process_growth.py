@@ -14,7 +14,7 @@ from sppo.cost.process_growth import (
     TOKEN_BYTES,
 )
 from sppo.hardware.presets import PRESETS
-from sppo.planning.candidate import assess
+from sppo.planning.evaluated_candidate import assess
 from sppo.units import KIB
 
 MODEL = ModelConfig(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sppo.hardware.file import hardware_for
-from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
+from sppo.planning.evaluated_candidate import assess
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
 from sppo.planning.plan_program import plan_candidate, plan_decisions

@@ -8,8 +8,8 @@ import pytest
 
 from sppo.config import check_run
 from sppo.hardware.presets import PRESETS
-from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
+from sppo.planning.evaluated_candidate import assess
 from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.simulated_memory import simulated_device_bytes, simulated_excess
 from sppo.planning.solver import candidate_of_subsequences

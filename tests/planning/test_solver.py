@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.hardware.file import hardware_for
-from sppo.planning.candidate import assess
 from sppo.planning.choices import Degrees
+from sppo.planning.evaluated_candidate import assess
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import plan_json
 from sppo.planning.simulated_candidate import simulate_candidate

@@ -11,8 +11,8 @@ from sppo.config.run import RunConfig
 from sppo.cost.memory import StageMemory
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.advice import Advice
-from sppo.planning.candidate import EvaluatedCandidate, Shortfall
 from sppo.planning.choices import Degrees
+from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall
 from sppo.planning.make_plan import predict
 from sppo.planning.simulated_memory import simulated_device_bytes
 from sppo.planning.solver import Rejection, Solution

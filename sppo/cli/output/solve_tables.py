@@ -22,7 +22,7 @@ from sppo.cli.output.solve_text import (
 from sppo.cli.run_hardware import hardware_line
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import num_parameters
-from sppo.planning.candidate import EvaluatedCandidate
+from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.make_plan import predict
 from sppo.planning.plan import Prediction
 from sppo.planning.simulated_memory import simulated_excess

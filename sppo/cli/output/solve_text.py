@@ -11,8 +11,8 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.memory_plot import bucket_text
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidate import EvaluatedCandidate
 from sppo.planning.choices import Degrees
+from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.solver import Rejection
 from sppo.units import format_bytes
 
