@@ -50,6 +50,8 @@ class Case:
     pieces: int
     dtype: str = "bf16"
     policy: str = "retain"
+    pipeline_ranks: int = 1
+    """More than one also offload to a directory beside the run."""
 
 
 CASES = (
@@ -58,6 +60,7 @@ CASES = (
     Case("llama-like", LLAMA, 8192, 4, policy="keep_attention"),
     Case("qwen3-like", QWEN, 4096, 2, dtype="fp32"),
     Case("gpt-like", GPT, 4096, 2),
+    Case("two ranks, disk", LLAMA, 8192, 4, policy="offload_all", pipeline_ranks=2),
 )
 
 
@@ -87,6 +90,7 @@ def main() -> None:
     print(f"\n{hardware.name}, {hardware.provenance}")
     print_rows(rows)
     print_memory(rows)
+    print_idle(rows)
     if arguments.output is not None:
         write_report(arguments.output, rows, hardware)
 
@@ -121,6 +125,11 @@ def write_run(case: Case, path: Path, *, steps: int, hardware: Path) -> None:
             "output": f"runs/{path.stem}_{time.strftime('%H%M%S')}",
         },
     }
+    if case.pipeline_ranks > 1:
+        run["parallel"] = {"pipeline_parallel_degree": case.pipeline_ranks}
+        disk = path.parent / "disk"
+        disk.mkdir(exist_ok=True)
+        run["activations"] = {"policy": case.policy, "disk": str(disk.absolute()), "tier": "disk"}
     write_text(path, json.dumps(run, indent=1) + "\n")
 
 
@@ -129,7 +138,10 @@ def train(run_file: Path, directory: Path) -> dict[str, Any]:
     sppo("train", run_file.name, cwd=directory)
     run = json.loads(run_file.read_text())
     summary = json.loads((directory / run["train"]["output"] / "run_summary.json").read_text())
-    return {key: summary[key] for key in ("phases_s", "memory_bytes")}
+    found = {key: summary[key] for key in ("phases_s", "memory_bytes")}
+    if run.get("parallel"):
+        found["idle"] = summary["timeline"]
+    return found
 
 
 def title(case: Case) -> str:
@@ -151,6 +163,22 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             cells.append(f"{predicted:7.3f} {measured:7.3f} {predicted / measured - 1:+6.1%}")
         print(f"{row['case']:<44}" + "".join(f"{cell:>22}" for cell in cells))
     print(f"{'':<44}" + f"{'predicted, measured s':>22}" * (len(PHASES) + 1), flush=True)
+
+
+def print_idle(rows: list[dict[str, Any]]) -> None:
+    """Predicted and measured idle share, and copies that compute waited for, of the last step."""
+    for row in rows:
+        if (idle := row.get("idle")) is None:
+            continue
+        print(f"\n{row['case']}")
+        share, waits = idle["idle_fraction"], idle["exposed_copy_s_by_rank"]
+        print(f"  idle share            {share['predicted']:7.1%} {share['measured']:7.1%}")
+        for rank, (predicted, measured) in enumerate(zip(*waits.values(), strict=True)):
+            of_step = [
+                s / idle["makespan_s"][kind]
+                for s, kind in ((predicted, "predicted"), (measured, "measured"))
+            ]
+            print(f"  copy waits of rank {rank}  {of_step[0]:7.1%} {of_step[1]:7.1%} of the step")
 
 
 def print_memory(rows: list[dict[str, Any]]) -> None:

@@ -109,9 +109,28 @@ def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callabl
     return writers
 
 
-def timeline_summary(planned: Timeline, measured: Timeline) -> Mapping[str, Any]:
-    """Figures of the last step for ``run_summary.json``."""
+def timeline_summary(
+    planned: Timeline, measured: Timeline, *, exposed_copy_s: Sequence[float]
+) -> Mapping[str, Any]:
+    """Figures of the last step for ``run_summary.json``.
+
+    Args:
+        planned: As the plan simulates it.
+        measured: As it was executed; a wait for a copy lies within the action that waited.
+        exposed_copy_s: How long each pipeline rank waited for copies. With that, `idle_fraction`
+            counts the same as the simulation's idle share; `bubble_fraction` has the gaps only.
+    """
+    step_s = len(measured.ranks) * measured.makespan_s
+    exposed = sum(exposed_copy_s) / step_s if step_s else 0.0
     return {
+        "idle_fraction": {
+            "predicted": planned.bubble_fraction,
+            "measured": measured.bubble_fraction + exposed,
+        },
+        "exposed_copy_s_by_rank": {
+            "predicted": [track.idle_s("copy") for track in planned.ranks],
+            "measured": list(exposed_copy_s),
+        },
         "pipeline_ranks": len(measured.ranks),
         "makespan_s": {"predicted": planned.makespan_s, "measured": measured.makespan_s},
         "bubble_fraction": {

@@ -83,7 +83,9 @@ def report(
     if outcome.timeline is not None:
         summary["program_digest"] = outcome.timeline.schedule.digest()
         planned = planned_timeline(preflight.plan)
-        summary["timeline"] = timeline_summary(planned, outcome.timeline)
+        summary["timeline"] = timeline_summary(
+            planned, outcome.timeline, exposed_copy_s=outcome.exposed_copy_s
+        )
         writers |= timeline_writers(planned, outcome.timeline)
     missing = _write(writers, outcome, console=console)
     print_summary(summary, console=console)

@@ -99,6 +99,8 @@ class TrainingOutcome:
     """What this rank executed in its last step, and when."""
     timeline: Timeline | None = None
     """The last step of a pipeline of ranks; on rank 0."""
+    exposed_copy_s: tuple[float, ...] = ()
+    """How long each of those ranks waited for copies in it."""
 
 
 def train(
@@ -167,6 +169,9 @@ def train(
         with closing(state.engine):
             loop.run(console)
         outcome.timeline = executed_timeline(outcome.last_step, ranks)
+        own_s = outcome.copies[-1].exposed_s if outcome.copies else 0.0
+        exposed_s = ranks.peers.all_gather(own_s)
+        outcome.exposed_copy_s = tuple(exposed_s[rank] for rank in ranks.mesh.pipeline_ranks)
         # What is drawn and written next has the memory that training had.
         del loop, manager, state
         gc.collect()  # the engine's parts refer to each other
