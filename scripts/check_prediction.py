@@ -97,7 +97,7 @@ def main() -> None:
 
 def sppo(*words: str, cwd: Path) -> None:
     """Run the command line of this installation; its output passes through."""
-    code = "from sppo.cli.app import main; main()"
+    code = "from sppo.__main__ import main; main()"
     subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=cwd)
 
 

@@ -244,7 +244,7 @@ def _sppo(words: str, directory: Path) -> tuple[int, str]:
 def _run(words: str) -> int:
     import traceback
 
-    from sppo.cli.app import main
+    from sppo.__main__ import main
 
     sys.argv = ["sppo", *words.split()]
     try:

@@ -63,12 +63,12 @@ build = runpy.run_path("csrc/build_native.py")["build_native"]
 build(pathlib.Path("sppo/kernels/_native"))'
 try tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider
 try training 240 "$python" scripts/gpu_training.py "$out/training.json" --directory "$runs" --seconds 230 $quick
-try bench 150 "$python" -c 'from sppo.cli.app import main; main()' bench all $quick \
+try bench 150 "$python" -c 'from sppo.__main__ import main; main()' bench all $quick \
     -o "$out/hardware.json"
-try attention 60 "$python" -c 'from sppo.cli.app import main; main()' bench attention --queries 8Ki \
+try attention 60 "$python" -c 'from sppo.__main__ import main; main()' bench attention --queries 8Ki \
     --keys 128Ki --heads 32/8 --head-size 128 --dtype bf16 --png "$out/attention.png" --json
-try pcie 60 "$python" -c 'from sppo.cli.app import main; main()' bench pcie $quick --json
-try overlap 60 "$python" -c 'from sppo.cli.app import main; main()' bench overlap $quick --json
+try pcie 60 "$python" -c 'from sppo.__main__ import main; main()' bench pcie $quick --json
+try overlap 60 "$python" -c 'from sppo.__main__ import main; main()' bench overlap $quick --json
 for name in attention pcie overlap; do
     if grep -qs '^{' "$out/$name.log"; then sed -n '/^{/,$p' "$out/$name.log" >"$out/$name.json"; fi
 done

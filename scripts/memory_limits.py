@@ -70,7 +70,7 @@ class ControlGroup:
         """``sppo`` with `arguments`, in the group."""
         enter = f"import os; open({str(self.path / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
         return subprocess.run(
-            [sys.executable, "-c", f"{enter}; from sppo.cli.app import main; main()", *arguments],
+            [sys.executable, "-c", f"{enter}; from sppo.__main__ import main; main()", *arguments],
             capture_output=True,
             text=True,
             cwd=directory,

@@ -1,10 +1,13 @@
-"""``python -m sppo`` is the ``sppo`` command; its own ranks are started so."""
+"""Entry point of the ``sppo`` command and of ``python -m sppo``, as which it starts its ranks."""
 
 import signal
 
 
 def main() -> None:
-    """Run the ``sppo`` command; signals are held back until it can say that one came."""
+    """Run the ``sppo`` command, which SIGTERM and SIGINT end with a line and 128 + their number.
+
+    Signals are held back until it can say that one came.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     from sppo.cli.stop_signals import stop_signals
 

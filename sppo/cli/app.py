@@ -12,10 +12,8 @@ from sppo.cli import config, convert, data
 from sppo.cli.bench import bench
 from sppo.cli.estimate import estimate
 from sppo.cli.evaluate import evaluate
-from sppo.cli.exit_codes import standard_output
 from sppo.cli.simulate import simulate
 from sppo.cli.solve import solve
-from sppo.cli.stop_signals import stop_signals
 from sppo.cli.train import train
 
 app = typer.Typer(
@@ -52,9 +50,3 @@ app.command("bench")(bench)
 app.add_typer(data.app, name="data")
 app.add_typer(convert.app, name="convert")
 app.add_typer(config.app, name="config")
-
-
-def main() -> None:
-    """Run the ``sppo`` command, which SIGTERM and SIGINT end with a line and 128 + their number."""
-    with stop_signals(), standard_output():
-        app()

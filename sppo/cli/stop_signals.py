@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from sppo.parallel.failure_report import STOP_SIGNALS, stopped_exit_code
+
 _UNHEARD_S = 5.0
 """How long the main thread may be inside a library, where it hears no signal."""
 _REPEATED_S = 0.2
@@ -35,11 +36,6 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number, self.advice = number, ""
-
-
-def stopped_exit_code(number: int) -> int:
-    """Exit code of a process that the signal ``number`` stopped, as shells have it."""
-    return 128 + number
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import typer
 
 from sppo.cli.arguments import Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes, fail
-from sppo.cli.stop_signals import Stopped, stopped_exit_code
+from sppo.cli.stop_signals import Stopped
+from sppo.parallel.failure_report import stopped_exit_code
 
 if TYPE_CHECKING:
     from rich.console import Console

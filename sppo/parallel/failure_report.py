@@ -11,8 +11,16 @@ from sppo.parallel.progress import ProgressNote, RankState
 
 _OTHER_FAILURE = 1
 """Exit code of what has no code of its own, as in :mod:`sppo.cli.exit_codes`."""
-_STOP_CODES = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGINT)}
-"""Exit codes of ranks that a signal asked to end, as in :mod:`sppo.cli.stop_signals`."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals by which a process is asked to end."""
+
+
+def stopped_exit_code(number: int) -> int:
+    """Exit code of a process that the signal ``number`` stopped, as shells have it."""
+    return 128 + number
+
+
+_STOP_CODES = {stopped_exit_code(number): number.name for number in STOP_SIGNALS}
 
 _NOTABLE_STILLNESS_S = 1.0
 
@@ -74,7 +82,7 @@ def exit_code(end: RankEnd, *, asked: Sequence[str] = ()) -> int:
     """
     failed_itself = end.returncode > 0 and _distance(end) == 0
     if asked and not failed_itself:
-        return 128 + signal.Signals[asked[0]]
+        return stopped_exit_code(signal.Signals[asked[0]])
     return end.returncode if end.returncode > 0 else _OTHER_FAILURE
 
 

@@ -2,6 +2,10 @@
 
 The starting process serves the place where the ranks meet, on a port that the system picks, so no
 other program can take it in between. It computes nothing, and only looks after its children.
+
+The agent of torch.distributed.elastic could start the ranks as well, but it loads torch into the
+starting process and ends every failed job with exit code 1. It blames the rank whose error is the
+oldest, often one that only lost its peer; here flight records tell who hung or died first.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import IO
 
 from sppo.parallel.environment import child_environment
 from sppo.parallel.failure_report import (
+    STOP_SIGNALS,
     RankEnd,
     exit_code,
     failure_report,
@@ -38,7 +43,6 @@ _GIVE_UP_S = 30.0
 """From SIGKILL until a process is left to the system, which cannot end it either."""
 _LAST_LINES = 15
 _LAST_BYTES = 1 << 14
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SHARED_MEMORY = "/dev/shm"
 _WRAPPER = Path(__file__).with_name("end_with_parent.py")
 
@@ -167,7 +171,7 @@ class _Job:
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> _Job:
-        for number in _STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._note)
         return self
 
@@ -190,7 +194,7 @@ class _Job:
     ) -> None:
         """In a process group of its own, so that a terminal's Ctrl-C reaches it only from here."""
         wrapped = (sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid()), *command)
-        with _held_back(_STOP_SIGNALS):
+        with _held_back(STOP_SIGNALS):
             process = subprocess.Popen(
                 wrapped,
                 env=dict(environment),

@@ -58,7 +58,7 @@ def test_help_answers_at_once():
 
     def seconds():
         start = time.perf_counter()
-        code = "from sppo.cli.app import main; main()"
+        code = "from sppo.__main__ import main; main()"
         subprocess.run([sys.executable, "-c", code, "--help"], check=True, capture_output=True)
         return time.perf_counter() - start
 

@@ -588,7 +588,7 @@ def test_a_limit_of_addresses_is_told_in_a_line(work, limit_mib):
     """As ``ulimit -v`` sets it: below what libraries take, and little above."""
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit_mib << 20},) * 2); "
-        "from sppo.cli.app import main; main()"
+        "from sppo.__main__ import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "train", "run.yaml", "model.vocab_size=4000000"],

@@ -114,7 +114,7 @@ def run_child(request: dict[str, Any], stdout: int, stderr: int) -> None:
     os.chdir(request["cwd"])
     if request["step"] is not None:
         signal_in_step(request["step"], request["action"], request["signals"])
-    from sppo.cli.app import main
+    from sppo.__main__ import main
 
     sys.argv = ["sppo", *request["argv"]]
     code: Any = 0

@@ -41,7 +41,7 @@ class ControlGroup:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """``sppo`` with ``arguments``, all of whose memory counts."""
-        return self.run_python("from sppo.cli.app import main; main()", *arguments)
+        return self.run_python("from sppo.__main__ import main; main()", *arguments)
 
     def run_python(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """``code``, likewise."""

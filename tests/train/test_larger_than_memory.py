@@ -58,7 +58,7 @@ def test_it_trains_in_a_fraction_of_the_memory(tmp_path, monkeypatch):
     command = [
         sys.executable,
         "-c",
-        "from sppo.cli.app import main; main()",
+        "from sppo.__main__ import main; main()",
         "train",
         str(run_file),
     ]
