@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from sppo.kernels.native.file import SECTOR_BYTES
-from sppo.offload import disk_room as disk_room_module
 from sppo.offload import file_tier as file_tier_module
+from sppo.offload import tier as tier_module
 from sppo.offload.file_tier import FileTier
 from sppo.offload.tier import DiskRoom, disk_room, is_memory
 from sppo.units import GIB, KIB, MIB
@@ -329,7 +329,7 @@ def test_a_disk_that_is_memory_is_told(implementation, tmp_path, monkeypatch, ca
     mounts = tmp_path / "mountinfo"
     device = tmp_path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    monkeypatch.setattr(disk_room_module, "_MOUNTS", mounts)
+    monkeypatch.setattr(tier_module, "_MOUNTS", mounts)
     for file_system, told in (("tmpfs", True), ("ext4", False)):
         caplog.clear()
         mounts.write_text(
