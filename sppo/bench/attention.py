@@ -36,7 +36,7 @@ AttentionKey = tuple[Name, AttentionShape, Direction]
 _FIRST_PROBE = {"cpu": 256, "cuda": 1024}
 """Most queries and keys of the first call that says how slow a back end is."""
 _LONGEST_S = {"cpu": 0.2, "cuda": 0.05}
-"""Of a call of a back end that ``auto`` does not take."""
+"""Seconds of a call above which a back end that ``auto`` does not take is timed no further."""
 _LONGEST_ASKED_S = 2.0
 _LONGEST_AUTOMATIC_S = 0.4
 
@@ -162,7 +162,7 @@ def _gaps(
 
 
 def _shorter(operands: Operands, name: Name, shapes: list[AttentionShape]) -> list[AttentionShape]:
-    """Without the most queries while these take too long; two numbers of queries stay."""
+    """Drop the shapes with most queries while these take too long; two numbers of queries stay."""
     queries = sorted({shape.queries for shape in shapes})
     probe = max((shape for shape in shapes if shape.queries == queries[0]), key=lambda s: s.keys)
     seconds = _probe(operands, name, probe)

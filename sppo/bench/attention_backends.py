@@ -46,12 +46,12 @@ class BackendRate:
 
     @property
     def forward_flops_per_s(self) -> float:
-        """Over visible pairs."""
+        """FLOPs of the forward per second, over visible pairs."""
         return self.shape.forward_flops / self.forward_s
 
     @property
     def backward_flops_per_s(self) -> float:
-        """Over visible pairs, 2.5 times the forward's FLOPs."""
+        """FLOPs of the backward per second, over visible pairs: 2.5 times the forward's FLOPs."""
         return FLASH_BACKWARD_RATIO * self.shape.forward_flops / self.backward_s
 
     def as_json(self) -> dict[str, Any]:

@@ -23,11 +23,11 @@ _QUICK_HEAD_SIZES = (64,)
 
 
 class Heads(NamedTuple):
-    """How many heads share the work of one attention."""
+    """Numbers of query heads and of key/value heads of one attention."""
 
     queries: int
     kv: int
-    """Of keys and values; divides those of queries."""
+    """Heads of keys and values; divides those of queries."""
 
     def __str__(self) -> str:
         return str(self.queries) if self.queries == self.kv else f"{self.queries}/{self.kv}"
@@ -45,7 +45,7 @@ class AttentionShape:
 
     @property
     def forward_flops(self) -> int:
-        """Over visible pairs only."""
+        """FLOPs of the forward, over visible pairs only."""
         pairs = causal_pairs(self.keys - self.queries, self.keys)
         return 4 * self.heads.queries * self.head_size * pairs
 

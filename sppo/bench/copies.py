@@ -22,7 +22,7 @@ class CopyPoint:
     """Rates of one way of copying, bytes/s; medians over rounds.
 
     Attributes:
-        how: What moves the bytes between which memories.
+        how: What copies the bytes between which memories.
         request_bytes: Of one request.
         in_flight: Requests per direction that are with a disk at once; in a stream, one.
         out_alone_bytes_per_s: Out of the device, nothing coming back.
@@ -50,9 +50,9 @@ class CopyMeasurements:
 
     Attributes:
         tier: "host" or "disk".
-        where: The tier in words, and how the bytes got there.
+        where: Name of the tier, and how the bytes got there.
         points: One per way, request size and requests in flight.
-        planned: The one that moves bytes as training does; its rates go into the description.
+        planned: The one that copies bytes as training does; its rates go into the description.
         room_bytes: Of a disk, what a run may take of it; 0 for host memory.
         first_write_bytes_per_s: Of a disk, the first write of space that was only set aside.
         register_s_per_gib: Of host memory, what page-locking takes.

@@ -32,7 +32,7 @@ _WINDOW_S, _QUICK_WINDOW_S = 0.25, 0.05
 _ROUNDS, _QUICK_ROUNDS = 3, 1
 _PLANNED = (16 * MIB, 1)
 """Request size and requests in flight per direction of a training run: a layer of a subsequence
-is tens of MiB, and each direction moves one after the other."""
+is tens of MiB, and each direction copies one after the other."""
 
 
 def measure_disk(directory: Path, *, quick: bool, watcher: Watcher) -> CopyMeasurements:
@@ -146,14 +146,14 @@ class _Windows:
         errors: list[OSError] = []
         start = time.perf_counter()
 
-        def move(index: int) -> None:
+        def transfer(index: int) -> None:
             try:
                 self._move(index, start_s=start, times=times[index])
             except OSError as error:
                 errors.append(error)
 
         wanted = [index for index, asked in enumerate((out, back)) if asked]
-        threads = [threading.Thread(target=move, args=(index,)) for index in wanted]
+        threads = [threading.Thread(target=transfer, args=(index,)) for index in wanted]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -186,9 +186,9 @@ def _fill_with_noise(memory: NDArray[np.uint8]) -> None:
     """Random bytes, a MiB of them repeated from another place each time."""
     noise = np.frombuffer(os.urandom(MIB + 4099), dtype=np.uint8)
     for number, offset in enumerate(range(0, len(memory), MIB)):
-        piece = memory[offset : offset + MIB]
+        part = memory[offset : offset + MIB]
         begin = number % 4099
-        piece[:] = noise[begin : begin + len(piece)]
+        part[:] = noise[begin : begin + len(part)]
 
 
 def _planned(points: list[CopyPoint]) -> CopyPoint:

@@ -1,7 +1,7 @@
 """Element-wise kernels, the loss and the optimizer: bytes per second by the planner's count.
 
-The bytes are those of :data:`sppo.cost.elementwise.PASSES`, the least a kernel could move,
-so that time predicted from them and these rates is the time measured here.
+The bytes are those of :data:`sppo.cost.elementwise.PASSES`, the least a kernel could read and
+write, so that time predicted from them and these rates is the time measured here.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def elementwise_points(
     """Rates over the planner's bytes."""
     points = []
     for (kernel, dtype, elements), timing in timings.items():
-        moved = elements * bytes_per_element(kernel, element_bytes=DTYPES[dtype].itemsize)
-        points.append(ElementwisePoint(kernel, dtype, elements, moved / timing.median_s))
+        copied_bytes = elements * bytes_per_element(kernel, element_bytes=DTYPES[dtype].itemsize)
+        points.append(ElementwisePoint(kernel, dtype, elements, copied_bytes / timing.median_s))
     return tuple(points)
 
 

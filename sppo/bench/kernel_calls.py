@@ -1,6 +1,6 @@
 """Calls of element-wise kernels by the planner's names, with operands of a given size.
 
-A kernel works on ``elements`` elements of its operand, in rows as wide as a small model's on a CPU
+A kernel works on ``elements`` elements of its operand, in rows of a small model's width on a CPU
 and a large one's on a GPU.
 """
 

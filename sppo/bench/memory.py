@@ -48,7 +48,7 @@ def check_memory(
 
 
 def shape_bytes(shape: AttentionShape) -> int:
-    """Of q, k, v, o, the gradients of o and q, and the fp32 sums of those of k and v."""
+    """Bytes of q, k, v, o, the gradients of o and q, and the fp32 sums of those of k and v."""
     size = DTYPES[shape.dtype].itemsize
     queries = shape.queries * shape.heads.queries * shape.head_size
     keys = shape.keys * shape.heads.kv * shape.head_size
@@ -56,7 +56,7 @@ def shape_bytes(shape: AttentionShape) -> int:
 
 
 def gemm_bytes(dtype: str, *, tokens: int, width: int) -> int:
-    """Of the input, the gradient of the output, the weight, and the fp32 sum of its gradient."""
+    """Bytes of the input, the output's gradient, the weight, and the fp32 sum of its gradient."""
     size = DTYPES[dtype].itemsize
     return 2 * tokens * width * size + width * width * (size + _FP32)
 
@@ -71,5 +71,5 @@ def _gemm(grid: GemmGrid, dtypes: Sequence[str]) -> Iterator[tuple[int, str]]:
     for dtype in dtypes:
         for tokens in grid.tokens:
             for width in grid.widths:
-                what = f"{dtype}, {format_tokens(tokens)} tokens through a layer {width} wide"
+                what = f"{dtype}, {format_tokens(tokens)} tokens through a layer of width {width}"
                 yield gemm_bytes(dtype, tokens=tokens, width=width), what

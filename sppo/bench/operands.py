@@ -41,7 +41,7 @@ class Operands:
         self._used = 0
 
     def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of random numbers that shares memory with none taken since :meth:`begin`."""
+        """A tensor of random numbers that overlaps none taken since :meth:`begin`."""
         elements = prod(shape)
         if self._used + elements > self._random.numel():
             return torch.randn(shape, device=self.device, dtype=dtype)

@@ -1,7 +1,7 @@
 """Copies behind compute: what is still waited for, and what the copies cost the compute.
 
 A unit is the forward of one layer on one subsequence: the products with its weights and its
-attention over everything before it. While it runs, what it would save is moved to the next tier,
+attention over everything before it. While it runs, what it would save is copied to the next tier,
 through the same queues as in training. Backward has the same bytes to bring back and about twice
 the time, so forward is where copies hide last.
 """
@@ -121,7 +121,7 @@ def measure_overlap(
 
     Args:
         operands: of the device to measure.
-        layer: what is computed, and saves what is moved.
+        layer: what is computed, and saves what is copied.
         directory: on the disk that a CPU's copies go to; a GPU's go to host memory.
         quick: short subsequences, one round.
         watcher: is told of every round.
@@ -141,7 +141,7 @@ def measure_overlap(
         try:
             with closing(_queues(device)) as queues:
                 disk = directory if device == "cpu" else None
-                mover = _Mover(queues, disk, size_bytes=size, device=unit.device)
+                mover = _Copier(queues, disk, size_bytes=size, device=unit.device)
                 point = _measure(unit, mover, rounds=rounds, quick=quick, advance=watcher.advance)
         except torch.OutOfMemoryError:
             if not points:
@@ -155,7 +155,7 @@ def measure_overlap(
         layer.dtype,
         f"to a disk, in {directory}" if device == "cpu" else "to page-locked host memory",
         tuple(points),
-        break_evens(points, kept_share=float(parts[:2].sum() / parts.sum())),
+        break_evens(points, kept_ratio=float(parts[:2].sum() / parts.sum())),
         added_s_per_byte=added_s_per_byte(points),
         left_out=tuple(left_out),
     )
@@ -225,7 +225,7 @@ class _ForwardWork:
 
     @property
     def device(self) -> torch.device:
-        """Where it is computed."""
+        """The device on which it is computed."""
         return self._q.device
 
     @torch.no_grad()
@@ -272,8 +272,8 @@ def _between(begin: Any, end: Any) -> float:
     return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 
-class _Mover:
-    """Moves one unit's bytes after the other's through two slots, and on a CPU to a disk."""
+class _Copier:
+    """Copies one unit's bytes after the other's through two slots, and on a CPU to a disk."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class _Mover:
 
     @property
     def size_bytes(self) -> int:
-        """Of one copy."""
+        """Bytes of one copy."""
         return self._size_bytes
 
     @property
@@ -313,7 +313,7 @@ class _Mover:
         return max(1, len(self._places))
 
     def begin(self) -> None:
-        """Start to move one unit's bytes."""
+        """Start to copy one unit's bytes."""
         slot = self._turn % _SLOTS
         source, written = self._sources[slot], self._written[slot]
         after: list[Dependency] = [
@@ -330,7 +330,7 @@ class _Mover:
         self._turn += 1
 
     def end(self) -> None:
-        """What was moved may be overwritten: compute waits until it has been copied out."""
+        """Let compute overwrite what was copied: it waits until the copy out is done."""
         assert self._copied is not None, "begin() comes first"
         self._queues.reusable(self._copied)
 
@@ -344,7 +344,7 @@ class _Mover:
 
 
 def _measure(
-    unit: _ForwardWork, mover: _Mover, *, rounds: int, quick: bool, advance: Callable[[], None]
+    unit: _ForwardWork, mover: _Copier, *, rounds: int, quick: bool, advance: Callable[[], None]
 ) -> OverlapPoint:
     unit.time(1)  # warm
     once_s = sum(unit.time(1))
@@ -367,8 +367,8 @@ def _measure(
     return replace(point, spread=spread)
 
 
-def _move(mover: _Mover, units: int) -> float:
-    """Seconds of moving the bytes of ``units`` units with nothing computed."""
+def _move(mover: _Copier, units: int) -> float:
+    """Seconds of copying the bytes of ``units`` units with nothing computed."""
     start = time.perf_counter()
     for _ in range(units):
         mover.begin()

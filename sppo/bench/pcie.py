@@ -1,7 +1,7 @@
 """Copies between host memory and one CUDA device, by size, kind of host memory, and who asks.
 
 Host memory is pageable, page-locked by torch, or an arena as training uses it: huge pages, bound
-to a NUMA node where there are several, registered with CUDA in one piece. The arena is also copied
+to a NUMA node where there are several, registered with CUDA in one block. The arena is also copied
 with cupy's raw runtime where cupy is installed: what torch adds would show as a difference.
 """
 

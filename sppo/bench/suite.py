@@ -55,7 +55,7 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class CopySetup:
-    """Where copies go, and what they run behind.
+    """Targets of measured copies, and the compute that they run behind.
 
     Attributes:
         directory: On the disk to measure; None where only host memory is.

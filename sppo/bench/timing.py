@@ -47,7 +47,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Between the fastest and the slowest round, relative to the median."""
+        """Difference between the fastest and the slowest round, relative to the median."""
         return (self.most_s - self.least_s) / self.median_s
 
 

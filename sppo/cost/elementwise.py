@@ -1,9 +1,10 @@
 """What element-wise kernels do in one layer: which, how often, over how many elements.
 
-Each kernel counts the bytes it must move at least, every input read and every output written once.
-Where nothing was measured, these bytes move at the device's memory bandwidth. `sppo bench` divides
-the same counts by the time our kernels take, so a kernel that moves more, or computes more than it
-moves, shows as a lower rate of its own (:class:`sppo.hardware.rates.ElementwisePoint`).
+Each kernel counts the bytes it must read and write at least: every input read and every output
+written once. Where nothing was measured, these bytes are transferred at the device's memory
+bandwidth. `sppo bench` divides the same counts by the time our kernels take, so a kernel that
+transfers more, or computes more than it transfers, shows as a lower rate of its own
+(:class:`sppo.hardware.rates.ElementwisePoint`).
 
 Legend: C tokens of a subsequence, E hidden, N query heads, K key/value heads, D head size, F MLP
 width, V vocabulary.
@@ -53,11 +54,11 @@ PASSES: Mapping[str, tuple[float, float]] = {
 
 ``rmsnorm_add`` reads two tensors and writes their sum and its norm; ``rmsnorm_add_backward`` adds
 the residual's gradient to the norm's; ``layernorm`` has the same. ``swiglu_backward`` reads three
-and writes three: it rebuilds its output as well. ``loss_gradient`` reads a tile of logits twice,
+and writes three: it recomputes its output as well. ``loss_gradient`` reads a tile of logits twice,
 for the loss and for their gradient, which it writes in their place. ``adamw`` is everything a step
 does to a parameter in fp32: its gradient is zeroed, read for the norm, read and written by
 clipping, and read by the update, which reads and writes the master and two moments. Weights
-narrower than their masters are written by ``narrow``."""
+smaller than their masters are written by ``narrow``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ class Work:
 
 
 def bytes_per_element(kernel: str, *, element_bytes: int) -> float:
-    """Bytes `kernel` moves per element of its operand."""
-    narrow, wide = PASSES[kernel]
-    return narrow * element_bytes + wide * _ACCUMULATION_BYTES
+    """Bytes that `kernel` reads and writes per element of its operand."""
+    in_compute_dtype, in_fp32 = PASSES[kernel]
+    return in_compute_dtype * element_bytes + in_fp32 * _ACCUMULATION_BYTES
 
 
 def work_seconds(
@@ -88,7 +89,7 @@ def work_seconds(
 
 
 def forward_work(model: ModelConfig) -> Iterator[Work]:
-    """Of one layer's forward: norms, rotation, K and V into their store, activation, residuals."""
+    """Kernels of one layer's forward: norms, rotation, storing K and V, activation, residuals."""
     e, query, key = _widths(model)
     yield Work(model.norm, e)
     for width in (query, key):
@@ -100,11 +101,11 @@ def forward_work(model: ModelConfig) -> Iterator[Work]:
 
 
 def backward_work(model: ModelConfig, *, element_bytes: int) -> Iterator[Work]:
-    """Of one layer's backward when nothing but norms and activations is rebuilt."""
+    """Kernels of one layer's backward that recomputes nothing but norms and activations."""
     e, query, key = _widths(model)
     yield from (Work(model.norm, e), Work(f"{model.norm}_add_backward", e)) * 2
     if model.qk_norm:
-        # Queries are saved before their norm, so its output is rebuilt.
+        # Queries are saved before their norm, so its output is recomputed.
         yield from _towards_attention(model, query)
     for width in (query, key):
         if model.position == "rotary":
@@ -118,7 +119,7 @@ def backward_work(model: ModelConfig, *, element_bytes: int) -> Iterator[Work]:
 
 
 def linear_recompute_work(model: ModelConfig) -> Iterator[Work]:
-    """What rebuilding the linear class adds beside matrix products."""
+    """What recomputing the linear class adds beside matrix products."""
     e, query, _ = _widths(model)
     if not model.qk_norm:
         yield from _towards_attention(model, query)

@@ -98,26 +98,28 @@ def executed_step_flops(
 ) -> int:
     """FLOPs that a step really executes under an activation policy (the numerator of ``hfu``).
 
-    K and V stay in their store and are never rebuilt.
+    K and V stay in their store and are never recomputed.
 
     Args:
         model: its shape.
         boundaries: cuts of a sequence.
         sequences: sequences of the step.
-        linear_recomputed: share of each subsequence whose linear class is rebuilt.
-        attention_recomputed: share of each subsequence that attends again.
+        linear_recomputed: fraction of each subsequence whose linear class is recomputed.
+        attention_recomputed: fraction of each subsequence that recomputes attention.
     """
     layer = layer_flops(model)
     spans = list(zip(boundaries, boundaries[1:], strict=False))
     attention = [layer.attention_flops * _visible_pairs(model, span) for span in spans]
     linear = forward_flops(model, start=0, end=boundaries[-1]) - sum(attention)
     recomputed = sum(
-        share * recomputed_linear_flops(model) * model.num_layers * (end - start)
-        for share, (start, end) in zip(linear_recomputed, spans, strict=True)
+        fraction * recomputed_linear_flops(model) * model.num_layers * (end - start)
+        for fraction, (start, end) in zip(linear_recomputed, spans, strict=True)
     )
-    again = sum(share * flops for share, flops in zip(attention_recomputed, attention, strict=True))
+    recomputed_attention = sum(
+        fraction * flops for fraction, flops in zip(attention_recomputed, attention, strict=True)
+    )
     backward = BACKWARD_RATIO * linear + FLASH_BACKWARD_RATIO * sum(attention)
-    return int((linear + sum(attention) + backward + recomputed + again) * sequences)
+    return int((linear + sum(attention) + backward + recomputed + recomputed_attention) * sequences)
 
 
 def _visible_pairs(model: ModelConfig, span: tuple[int, int]) -> int:
@@ -129,7 +131,7 @@ def _visible_pairs(model: ModelConfig, span: tuple[int, int]) -> int:
 
 
 def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:
-    """Projections that rebuild the linear class in backward."""
+    """Projections that recompute the linear class in backward."""
     gate, k = ("gate",) if model.gated else (), ("k",) if model.qk_norm else ()
     return ("q", "o", "up", *gate, *k)
 

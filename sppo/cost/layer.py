@@ -48,8 +48,8 @@ ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 ACCUMULATION_BYTES = 4
 """Masters, gradients, optimizer moments and dK/dV are fp32."""
 _ACCUMULATED_BYTES = 2 * ACCUMULATION_BYTES
-"""Of a weight's gradient and a subsequence: its sum is read and written. What is added to it exists
-in tiles that stay in the cache on a CPU, not at all on a GPU."""
+"""Bytes per element of a weight's gradient and subsequence: its sum is read and written. What is
+added to it exists in tiles that stay in the cache on a CPU, not at all on a GPU."""
 
 _FORWARD_KERNELS = 16
 _BACKWARD_KERNELS = 36
@@ -64,8 +64,8 @@ class _Exchanges(NamedTuple):
     attention_recompute: float
 
 
-# Megatron's backward gathers both normed inputs again beside what forward's exchanges mirror;
-# rebuilding x_mid adds up once more. Ulysses attends again with q, and turns o back.
+# Megatron's backward gathers both normed inputs once more beside what forward's exchanges mirror;
+# recomputing x_mid adds up once more. Ulysses recomputes attention with q, and turns o back.
 _EXCHANGES = {"ulysses": _Exchanges(1.0, 0.0, 0.5), "megatron": _Exchanges(1.5, 0.25, 0.0)}
 
 
@@ -78,8 +78,8 @@ class Workload:
         hardware: The machine.
         dtype: "bf16" or "fp32".
         sequence_parallel_degree: g.
-        sequence_parallel: How the group shares a layer.
-        vocabulary_sharded: Whether a Megatron group shares out embedding and head as well. Megatron
+        sequence_parallel: How a layer is sharded over the group.
+        vocabulary_sharded: Whether a Megatron group shards embedding and head as well. Megatron
             itself does; here each device has them whole.
     """
 
@@ -92,7 +92,7 @@ class Workload:
 
     @property
     def element_bytes(self) -> int:
-        """Of the compute dtype."""
+        """Bytes of an element of the compute dtype."""
         return ELEMENT_BYTES[self.dtype]
 
 
@@ -102,10 +102,10 @@ class LayerSeconds:
 
     Attributes:
         forward: F.
-        backward: The input half of B, attention included, nothing rebuilt.
+        backward: The input half of B, attention included, nothing recomputed.
         weight: The weight half of B.
-        linear_recompute: Rebuilding the linear class.
-        attention_recompute: Attending again.
+        linear_recompute: Recomputing the linear class.
+        attention_recompute: Recomputing attention.
     """
 
     forward: Table
@@ -125,7 +125,7 @@ class LayerSeconds:
         )
 
     def times(self, layers: int) -> LayerSeconds:
-        """Of `layers` equal layers."""
+        """Seconds of `layers` equal layers."""
         return LayerSeconds(
             self.forward * layers,
             self.backward * layers,
@@ -209,7 +209,7 @@ def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
 
 
 def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Table:
-    """The optimizer step over a device's share of `parameters`."""
+    """The optimizer step over a device's shard of `parameters`."""
     work = [Work("adamw", 1)]
     if workload.element_bytes < ACCUMULATION_BYTES:
         work.append(Work("narrow", 1))
@@ -252,13 +252,13 @@ def _attention(
 ) -> tuple[Table, Table]:
     """Seconds of attention forward and backward on one device of the group."""
     model, device = workload.model, workload.hardware.device
-    share = workload.sequence_parallel_degree
+    degree = workload.sequence_parallel_degree
     spans = zip(begins.tolist(), ends.tolist(), strict=True)
     pairs = np.array([causal_pairs(int(a), int(b), window=window) for a, b in spans], dtype=float)
-    flops = layer_flops(model).attention_flops * pairs / share
+    flops = layer_flops(model).attention_flops * pairs / degree
     tokens = ends - begins
     keys = ends if window is None else np.minimum(ends, tokens + window)
-    heads = max(1.0, model.num_heads / share)
+    heads = max(1.0, model.num_heads / degree)
 
     def rate(*, backward: bool) -> Floats:
         return device.attention_flops_per_s(
@@ -278,7 +278,7 @@ def _attention(
 def _product_seconds(
     workload: Workload, shapes: Iterable[Shape], *, tokens: Floats, product: Product
 ) -> Table:
-    """One of the three products of linear layers on a device's share of `tokens`."""
+    """One of the three products of linear layers on a device's shard of `tokens`."""
     here = tokens / workload.sequence_parallel_degree
     return _products(workload, shapes, tokens=here, product=product)
 
@@ -286,7 +286,7 @@ def _product_seconds(
 def _products(
     workload: Workload, shapes: Iterable[Shape], *, tokens: Floats, product: Product
 ) -> Table:
-    """The same on `tokens` themselves, each matrix at its own width.
+    """Seconds of products with `tokens` rows, each matrix at its own width.
 
     A measured weight gradient includes adding it to its fp32 sum; otherwise that costs memory
     traffic, for every subsequence anew.
@@ -316,7 +316,7 @@ def _elementwise_seconds(workload: Workload, work: Iterable[Work], *, tokens: Fl
 def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
     """Copying one class of saved tensors onto the stack of a CPU run; a GPU keeps them in place.
 
-    What is rebuilt is not copied, so rebuilding costs that much less.
+    What is recomputed is not copied, so recomputing costs that much less.
     """
     if workload.hardware.device.kind != "cpu":
         return np.zeros_like(tokens)

@@ -42,7 +42,7 @@ from sppo.units import MIB
 REDUCE_BUCKET_BYTES = 32 * MIB
 """Gradients that are reduced together, of all ranks."""
 REDUCE_BUCKETS = 2
-"""Of those, under way at once."""
+"""Buckets of gradients whose reduction is under way at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class MemoryBuckets:
     """Bytes on one device at the peak of a step, by what holds them."""
 
     weights_bytes: int
-    """Parameters in the compute dtype; with ZeRO-3 a share of them, and those put together."""
+    """Parameters in the compute dtype; with ZeRO-3 a shard of them, and those gathered."""
     gradients_bytes: int
     """fp32 sums, whole until they are reduced once per step."""
     optimizer_bytes: int
-    """AdamW's two moments, and fp32 masters where the weights are narrower."""
+    """AdamW's two moments, and fp32 masters where the weights have another compute dtype."""
     kv_bytes: int
     """K and V of all layers and of every sequence in flight."""
     kv_gradients_bytes: int
@@ -66,8 +66,8 @@ class MemoryBuckets:
     loss_gradient_bytes: int
     """Gradient of the last layer's output, formed in forward."""
     working_bytes: int
-    """Of the running subsequence, see :mod:`sppo.cost.working_set`, and of the saved tensors
-    that backward puts together again, see :mod:`sppo.cost.copy_room`."""
+    """Working set of the running subsequence (:mod:`sppo.cost.working_set`), and the saved tensors
+    that backward joins (:mod:`sppo.cost.copy_room`)."""
     heap_bytes: int
     """What a C heap holds beyond that."""
     communication_bytes: int
@@ -92,7 +92,7 @@ class StageMemory:
 
     device: MemoryBuckets
     tier_activations_bytes: int
-    """Moved tensors in the next tier."""
+    """Offloaded tensors in the next tier."""
     host_optimizer_bytes: int
     """Optimizer states in host memory."""
 
@@ -100,7 +100,7 @@ class StageMemory:
 def state_memory(
     candidate: Candidate, *, in_flight: Counts, offload_optimizer: bool = False
 ) -> tuple[StageMemory, ...]:
-    """Memory of each stage without any saved activation, whatever will be rebuilt.
+    """Memory of each stage without any saved activation, whatever will be recomputed.
 
     Args:
         candidate: what is priced.
@@ -153,7 +153,7 @@ def with_activations(
     decisions: ActivationPlacement,
     situation: PolicyInputs,
 ) -> tuple[StageMemory, ...]:
-    """Memory of each stage with what the activation policy keeps, moves and rebuilds."""
+    """Memory of each stage with what the activation policy retains, offloads and recomputes."""
     retained = (decisions.retained * situation.row_bytes[:, None, :]).sum(
         axis=2
     ) * situation.in_flight
@@ -179,13 +179,13 @@ def with_activations(
 def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
     """Memory of a forward pass alone on one device: weights, K and V, the running subsequence."""
     model, longest = workload.model, max(lengths)
-    narrow, _ = kv_bytes_per_token(workload)
+    kv_bytes, _ = kv_bytes_per_token(workload)
     running = max(
         forward_working_set(workload, tokens=longest).live_bytes,
         loss_working_set(workload, tokens=longest).live_bytes,
     )
     weights = num_parameters(model) * workload.element_bytes
-    return weights + round(model.num_layers * sum(lengths) * narrow) + running
+    return weights + round(model.num_layers * sum(lengths) * kv_bytes) + running
 
 
 def ring_bytes(decisions: ActivationPlacement, situation: PolicyInputs) -> Table:
@@ -209,9 +209,9 @@ def _kv_bytes(candidate: Candidate, *, in_flight: Counts) -> tuple[Table, Table]
     """K/V buffers hold a whole sequence each, from its first forward to its last backward."""
     tokens = sum(candidate.lengths)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
-    narrow, wide = kv_bytes_per_token(candidate.workload)
+    kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
     sequences = in_flight.max(axis=1)
-    return layers * tokens * narrow * sequences, layers * tokens * wide
+    return layers * tokens * kv_bytes * sequences, layers * tokens * gradient_bytes
 
 
 def _loss_gradient_bytes(candidate: Candidate, in_flight: Counts) -> int:
@@ -221,7 +221,7 @@ def _loss_gradient_bytes(candidate: Candidate, in_flight: Counts) -> int:
 
 
 def _most_working_bytes(candidate: Candidate) -> int:
-    """Of the longest subsequence, whatever is rebuilt."""
+    """Bytes of the longest subsequence's working set, whatever is recomputed."""
     tokens = _longest(candidate)
     return most_working_set(
         candidate.workload,
@@ -233,7 +233,7 @@ def _most_working_bytes(candidate: Candidate) -> int:
 
 
 def _working_bytes(candidate: Candidate, decisions: ActivationPlacement, *, stage: int) -> int:
-    """Of the subsequence that needs most, with what is rebuilt of each."""
+    """Bytes of the largest working set of any subsequence, with what each recomputes."""
     degree = candidate.workload.sequence_parallel_degree
     most = 0
     if candidate.is_last_stage(stage):
@@ -254,7 +254,7 @@ def _working_bytes(candidate: Candidate, decisions: ActivationPlacement, *, stag
 def _heaviest(
     candidate: Candidate, decisions: ActivationPlacement, *, stage: int
 ) -> Iterator[tuple[frozenset[int], int, int]]:
-    """(classes rebuilt, tokens, prefix) of the subsequences that none other outweighs.
+    """(classes recomputed, tokens, prefix) of the subsequences that none other outweighs.
 
     A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
     that is read at once.

@@ -21,12 +21,12 @@ class BucketLabel:
     Attributes:
         field: Its field, with ``_bytes``.
         letter: In bars.
-        words: In tables.
+        label: Its name in tables.
     """
 
     field: str
     letter: str
-    words: str
+    label: str
 
     def bytes_of(self, device: MemoryBuckets) -> int:
         """What it takes."""
@@ -50,12 +50,12 @@ BUCKETS = (
 assert [bucket.field for bucket in BUCKETS] == [field.name for field in fields(MemoryBuckets)], (
     "every bucket is shown, in its order"
 )
-_WORDS: Mapping[str, str] = {bucket.field: bucket.words for bucket in BUCKETS}
+_LABELS: Mapping[str, str] = {bucket.field: bucket.label for bucket in BUCKETS}
 
 
 def bucket_text(name: str) -> str:
-    """A bucket in words, from its name with or without ``_bytes``; other words as they are."""
-    return _WORDS.get(f"{name.removesuffix('_bytes')}_bytes", name.replace("_", " "))
+    """Label of a bucket, from its name with or without ``_bytes``; other names as they are."""
+    return _LABELS.get(f"{name.removesuffix('_bytes')}_bytes", name.replace("_", " "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def stage_groups(memory: Sequence[StageMemory]) -> tuple[StageGroup, ...]:
 
 
 def shown_groups(groups: Sequence[StageGroup], *, most: int) -> tuple[StageGroup, ...]:
-    """At most `most` of them, in order: the first, the last, and the fullest of the rest."""
+    """Return at most `most` groups, in order: the first, the last, and the fullest of the rest."""
     if len(groups) <= most:
         return tuple(groups)
     by_size = sorted(groups[1:-1], key=lambda g: g.memory.device.total_bytes, reverse=True)

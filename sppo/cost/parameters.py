@@ -1,4 +1,4 @@
-"""Every parameter of a model by its global name and shape: the one inventory all parts share.
+"""Every parameter of a model by its global name and shape: the one inventory of all parts.
 
 Names are stable whatever the stage, rank or schedule, so a checkpoint written by one layout is
 read by another. Linear weights are stored ``[outputs, inputs]``.

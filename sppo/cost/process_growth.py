@@ -22,7 +22,7 @@ ACTION_BYTES = 4 * KIB
 TOKEN_BYTES = 16
 """An input and its label, int64; a step's sequences are read at once."""
 REPORT_BYTES = 32 * MIB
-"""The pictures at the end, 20 MiB, for which there is what training had taken."""
+"""The plots at the end, 20 MiB, for which there is what training had taken."""
 
 
 def process_growth_bytes(candidate: Candidate, *, background_save_bytes: int) -> int:

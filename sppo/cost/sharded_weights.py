@@ -1,4 +1,4 @@
-"""Which parameters a Megatron group shares out, and on how many of its devices each part lies."""
+"""Which parameters a Megatron group shards, and on how many of its devices each part lies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def copies_of(name: str, model: ModelConfig, *, degree: int) -> int:
     Args:
         name: within the layer.
         model: the shape.
-        degree: devices that share weights out.
+        degree: devices over which weights are sharded.
     """
     part = name.split(".")[0]
     if part in KEYS:

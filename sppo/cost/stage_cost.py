@@ -1,7 +1,7 @@
 """What each stage and subsequence costs on a machine, as the tables that schedules are played with.
 
 Built from :mod:`sppo.cost.layer`, stage by stage; what the activation policy decided
-adds the copies and the time of what is rebuilt.
+adds the copies and the time of what is recomputed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def stage_costs(
         candidate: what is priced.
         seconds: of the same candidate.
         decisions: of the activation policy, [stages, subsequences] of each sequence; None keeps
-            everything. Rebuilding happens inside B, so it is priced there.
+            everything. Recomputing happens inside B, so it is priced there.
     """
     workload = candidate.workload
     units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
@@ -127,16 +127,16 @@ def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
 
 
 def _input_recompute_fraction(candidate: Candidate) -> Table:
-    """Products that rebuild shared inputs over those of the linear class, [stages, 1].
+    """Products that recompute unsaved inputs over those of the linear class, [stages, 1].
 
-    A layer that rebuilds its input does the down projection of the one below once more.
+    A layer that recomputes its input does the down projection of the one below once more.
     """
     model = candidate.workload.model
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
-    shared = 1 - np.ceil(layers / candidate.input_every) / layers
+    unsaved = 1 - np.ceil(layers / candidate.input_every) / layers
     down = 2 * model.hidden_size * model.mlp_size
-    share: Table = shared * down / recomputed_linear_flops(model)
-    return share
+    ratio: Table = unsaved * down / recomputed_linear_flops(model)
+    return ratio
 
 
 def row_bytes_of(candidate: Candidate) -> Table:
@@ -155,8 +155,8 @@ def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
     A group larger than the K/V heads holds each head several times.
     """
     model = workload.model
-    share = min(workload.sequence_parallel_degree, model.kv_heads)
-    elements = 2 * model.kv_heads * model.head_dim / share
+    degree = min(workload.sequence_parallel_degree, model.kv_heads)
+    elements = 2 * model.kv_heads * model.head_dim / degree
     return elements * workload.element_bytes, elements * ACCUMULATION_BYTES
 
 
@@ -166,8 +166,8 @@ def copy_bytes_per_s(candidate: Candidate) -> tuple[float, float]:
     if node.host_memory_bytes:
         return node.d2h_bytes_per_s, node.h2d_bytes_per_s
     if node.disk_bytes:
-        share = node.num_devices
-        return node.disk_write_bytes_per_s / share, node.disk_read_bytes_per_s / share
+        count = node.num_devices
+        return node.disk_write_bytes_per_s / count, node.disk_read_bytes_per_s / count
     return 0.0, 0.0
 
 
@@ -193,8 +193,8 @@ def stage_parameters(candidate: Candidate) -> Table:
 def _streamed_parameters(candidate: Candidate) -> Table:
     """Parameters of each stage that a device sends to one that helps it (MSP), [stages].
 
-    Of its layers: embedding and head stay with the owner. Devices of a group each send their share
-    to a helper group, which puts it together over its fast links.
+    Of its layers: embedding and head stay with the owner. Devices of a group each send their part
+    to a borrower group, which puts it together over its fast links.
     """
     workload = candidate.workload
     layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
@@ -203,13 +203,13 @@ def _streamed_parameters(candidate: Candidate) -> Table:
 
 
 def device_parameters(candidate: Candidate) -> Table:
-    """Parameters a device computes with: Megatron shares them out, Ulysses repeats them."""
+    """Parameters a device computes with: Megatron shards them, Ulysses repeats them."""
     counts: Table = sum(_parameters_by_copies(candidate).values(), np.zeros(len(candidate.stages)))
     return counts
 
 
 def updated_parameters(candidate: Candidate) -> Table:
-    """Parameters that a device updates where those with the same weights share the work."""
+    """Parameters that a device updates, sharded over those with the same weights."""
     counts: Table = np.zeros(len(candidate.stages))
     for copies, held in _parameters_by_copies(candidate).items():
         counts = counts + held / (copies * candidate.data_parallel_degree)
@@ -234,7 +234,7 @@ def _parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
 
 
 def same_weights_degree(workload: Workload) -> int:
-    """Devices of a sequence-parallel group that hold the same weights, and can share out state."""
+    """Devices of a sequence-parallel group that hold the same weights, and can shard state."""
     return workload.sequence_parallel_degree if workload.sequence_parallel == "ulysses" else 1
 
 
@@ -305,7 +305,7 @@ def _behind_gathers(units: LayerSeconds, *, gather_s: Table) -> LayerSeconds:
 
 
 def _gather_seconds(candidate: Candidate) -> Table:
-    """Putting the weights of a stage together from everyone who keeps a part of them (ZeRO-3)."""
+    """All-gather of a stage's weights from all devices that keep a part of them (ZeRO-3)."""
     workload = candidate.workload
     network = workload.hardware.network
     replicas = candidate.data_parallel_degree

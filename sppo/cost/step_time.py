@@ -31,7 +31,8 @@ class StepTime:
     """Seconds of one step.
 
     Attributes:
-        forward_s: Until the last unit has left the last stage; of several sequences, their share.
+        forward_s: Until the last unit has left the last stage; of several sequences, the forward's
+            part.
         backward_s: From there to the end of the last backward.
         update_s: From there until gradients are reduced and all optimizers have stepped.
         exposed_copy_s: Waiting for copies that nothing hides.
@@ -64,7 +65,7 @@ class StageLinks:
 
     @property
     def reversed(self) -> StageLinks:
-        """The same, last stage and last unit first."""
+        """The same links, last stage and last unit first."""
         return StageLinks(self.wire_s[::-1, ::-1], self.latency_s[::-1])
 
     def hops_s(self, unit: int) -> Floats:

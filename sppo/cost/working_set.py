@@ -1,7 +1,7 @@
 """What the running subsequence needs beside everything that is saved: its working set, exactly.
 
 Every tensor of :mod:`sppo.model.layer`, :mod:`sppo.kernels` and the head has a name and a size; a
-moment of a pass is the set of those that live at it, and the working set is the largest moment.
+live set of a pass holds those that are live at a time, and the working set is the largest live set.
 Chains of element-wise operations count as tiles (:mod:`sppo.kernels.row_tiles`), and torch's CPU
 kernels with the scratch they were seen to take; on a GPU both are fused away (until its kernels
 are there, chains take more). Saved tensors are not counted: they have a bucket of their own, from
@@ -26,9 +26,10 @@ from sppo.cost.product_tile import product_rows
 from sppo.units import MIB
 
 TILE_BYTES = MIB
-"""Of one fp32 operand of an element-wise chain on a CPU, as in :mod:`sppo.kernels.row_tiles`."""
+"""Bytes of a tile of one fp32 operand of an element-wise chain on a CPU, as in
+:mod:`sppo.kernels.row_tiles`."""
 ACCUMULATION_TILE_BYTES = 8 * MIB
-"""Of one that is cast for a single step, as there."""
+"""Bytes of a tile that is cast for a single step, as in :mod:`sppo.kernels.row_tiles`."""
 CAUSAL_TOKENS = 2048
 """Rows of the largest causal square, as in :mod:`sppo.kernels.attention.blocks`."""
 PREFIX_KEYS = 8192
@@ -37,8 +38,8 @@ HALF_TOKENS = 256
 """Rows and keys in multiples of which attention is computed in bf16 on a CPU, as in
 :mod:`sppo.kernels.attention.cpu_flash`; the rest is in fp32."""
 LEAST_PART_KEYS = 512
-"""Of the parts that a prefix is cut into where it has fewer heads than there are threads, as in
-:mod:`sppo.kernels.attention.cpu_flash`."""
+"""Fewest keys of the parts that a prefix is cut into where it has fewer heads than there are
+threads, as in :mod:`sppo.kernels.attention.cpu_flash`."""
 
 _FLASH_KEYS = 512
 _FLASH_ROWS = ((768, 256), (192, 64), (1, 32))
@@ -67,14 +68,14 @@ def working_set(
     input_every: int = 1,
     layers: int,
 ) -> LiveSet:
-    """The largest moment of a layer's forward and backward.
+    """The largest live set of a layer's forward and backward.
 
     Args:
         workload: what runs where.
         tokens: of the subsequence, on one device.
         prefix: tokens before it.
-        recomputed: tensor classes that backward computes again.
-        input_every: layers that share one saved input.
+        recomputed: tensor classes that backward recomputes.
+        input_every: interval in layers between saved inputs.
         layers: of the stage.
     """
     sizes = _sizes(workload, tokens, prefix=prefix)
@@ -86,31 +87,31 @@ def working_set(
 def most_working_set(
     workload: Workload, *, tokens: int, prefix: int, input_every: int = 1, layers: int
 ) -> LiveSet:
-    """No less than :func:`working_set`, whatever is rebuilt.
+    """Return a bound of :func:`working_set`, whatever is recomputed.
 
-    A forward needs most where all is saved, for what is saved leaves only when the layer is done;
-    a backward where all is rebuilt, or where layers that share an input are.
+    A forward needs most where all is saved, for what is saved leaves only when the layer is done; a
+    backward where all is recomputed, or where the inputs of layers are.
     """
     sizes = _sizes(workload, tokens, prefix=prefix)
-    moments = [*_forward(sizes, recomputed=frozenset())]
+    live_sets = [*_forward(sizes, recomputed=frozenset())]
     for recomputed in (frozenset((ATTENTION, LINEAR)), frozenset((LINEAR,)))[: min(2, input_every)]:
-        moments += _backward(sizes, recomputed=recomputed, input_every=input_every, layers=layers)
-    return _largest(moments)
+        live_sets += _backward(sizes, recomputed=recomputed, input_every=input_every, layers=layers)
+    return _largest(live_sets)
 
 
 def forward_working_set(workload: Workload, *, tokens: int) -> LiveSet:
-    """The largest moment of a layer's forward of which nothing is saved."""
+    """The largest live set of a layer's forward of which nothing is saved."""
     sizes = _sizes(workload, tokens)
     return _largest(_forward(sizes, recomputed=frozenset((ATTENTION, LINEAR))))
 
 
 def loss_working_set(workload: Workload, *, tokens: int) -> LiveSet:
-    """The largest moment of the final norm, the head and the loss, both ways in one."""
+    """The largest live set of the final norm, the head and the loss, both ways in one."""
     return _largest(_loss(_sizes(workload, tokens)))
 
 
-def _largest(moments: Iterable[LiveSet]) -> LiveSet:
-    return max(moments, key=lambda moment: moment.live_bytes)
+def _largest(live_sets: Iterable[LiveSet]) -> LiveSet:
+    return max(live_sets, key=lambda live_set: live_set.live_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,8 @@ class _Sizes:
     """0 on a GPU, where neither tiles nor scratch are counted."""
 
     @property
-    def narrow(self) -> bool:
-        """Whether sums need a wider dtype."""
+    def is_half(self) -> bool:
+        """Whether the accumulation dtype is another than the compute dtype."""
         return self.element < ACCUMULATION_BYTES
 
     @property
@@ -142,7 +143,7 @@ class _Sizes:
         return self.tokens * self.model.num_heads * self.model.head_dim * self.element
 
     @property
-    def wide_query(self) -> int:
+    def fp32_query(self) -> int:
         """Running o, or the sum of dq, in fp32."""
         return self.query // self.element * ACCUMULATION_BYTES
 
@@ -184,9 +185,9 @@ class _Sizes:
         )
 
     def cast(self, compute_bytes: int) -> int:
-        """A tile of a tensor in fp32, made where it joins one that is wider."""
-        wide = compute_bytes // self.element * ACCUMULATION_BYTES
-        return min(ACCUMULATION_TILE_BYTES, wide) if self.threads and self.narrow else 0
+        """A tile of a tensor in fp32, made where it joins one in the accumulation dtype."""
+        fp32_bytes = compute_bytes // self.element * ACCUMULATION_BYTES
+        return min(ACCUMULATION_TILE_BYTES, fp32_bytes) if self.threads and self.is_half else 0
 
     def group_sum(self, compute_bytes: int) -> int:
         """Key gradients of every query head while they become those of key heads."""
@@ -195,19 +196,19 @@ class _Sizes:
         return cast + cast // group if group > 1 else cast
 
     def product(self, name: str) -> int:
-        """See :meth:`weight_gradient`."""
+        """Scratch bytes of the product ``name`` (:meth:`weight_gradient`)."""
         return self.weight_gradient(*layer_shapes(self.model)[f"{name}.weight"])
 
     def weight_gradient(self, outputs: int, inputs: int) -> int:
         """A tile of one before it joins its fp32 sum; fp32 ones and a GPU's are added in place."""
-        if not (self.threads and self.narrow):
+        if not (self.threads and self.is_half):
             return 0
         rows = min(outputs, product_rows(inputs, element_bytes=self.element))
         return rows * inputs * self.element + _WEIGHT_PRODUCT_BYTES
 
     def scratch(self, size: int) -> int:
-        """Of a bf16 product on a CPU."""
-        return size if self.threads and self.narrow else 0
+        """Scratch bytes of a bf16 product on a CPU."""
+        return size if self.threads and self.is_half else 0
 
     @property
     def key_parts(self) -> int:
@@ -216,11 +217,11 @@ class _Sizes:
         return self.threads // gcd(heads, self.threads) if self.threads else 1
 
     def flash_scratch(self, rows: int, *, buffers: int) -> int:
-        """Of torch's CPU flash kernels: per thread, ``buffers`` tiles of scores."""
+        """Scratch bytes of torch's CPU flash kernels: per thread, ``buffers`` tiles of scores."""
         if not self.threads:
             return 0
         at_once = next(size for least, size in _FLASH_ROWS if rows >= least)
-        widths = ACCUMULATION_BYTES + (self.element if self.narrow else 0)
+        widths = ACCUMULATION_BYTES + (self.element if self.is_half else 0)
         return self.threads * buffers * min(at_once, rows) * _FLASH_KEYS * widths
 
 
@@ -248,8 +249,8 @@ def _forward(s: _Sizes, *, recomputed: frozenset[int]) -> Iterator[LiveSet]:
 
 
 def _attention_forward(s: _Sizes) -> Iterator[tuple[str, int]]:
-    """Beside q, k and v: queries by head, the running output, a block's output."""
-    merged, block = s.wide_query + s.lse, s.query + s.lse
+    """Live bytes beside q, k and v: queries by head, the running output, a block's output."""
+    merged, block = s.fp32_query + s.lse, s.query + s.lse
     yield "a block", s.query + merged + block + s.flash_scratch(s.tokens, buffers=1)
     yield "merging", s.query + merged + block + 3 * s.lse + s.cast(s.query)
     yield "output", merged + s.query
@@ -259,17 +260,17 @@ def _backward(
     s: _Sizes, *, recomputed: frozenset[int], input_every: int, layers: int
 ) -> Iterator[LiveSet]:
     own_linear, own_attention = LINEAR in recomputed, ATTENTION in recomputed
-    sharing = 1 if own_attention else min(input_every, layers)
-    base = s.rotary + _waiting(s, recomputed=recomputed, others=sharing - 1) + s.hidden  # n1
-    if layers > sharing:  # the gradient that comes from above; the last layer's was saved
+    interval = 1 if own_attention else min(input_every, layers)
+    base = s.rotary + _waiting(s, recomputed=recomputed, others=interval - 1) + s.hidden  # n1
+    if layers > interval:  # the gradient that comes from above; the last layer's was saved
         base += s.hidden
     queries = s.query if own_linear or s.model.qk_norm else 0
     if own_linear:
-        yield LiveSet("rotation again", base + 2 * s.query + s.tiles(2, width=_query_width(s)))
+        yield LiveSet("rotation recomputed", base + 2 * s.query + s.tiles(2, width=_query_width(s)))
     queries += s.query if own_linear and s.model.qk_norm else 0
     if own_attention:
         for name, live in _attention_forward(s):
-            yield LiveSet(f"attention again, {name}", base + queries + live)
+            yield LiveSet(f"attention recomputed, {name}", base + queries + live)
     outputs = s.query + s.lse if own_attention else 0
     base += queries + outputs
     inner = s.hidden + (s.hidden + s.gates if own_linear else 0)  # n2; x_mid, gate and up
@@ -284,21 +285,21 @@ def _backward(
 
 
 def _waiting(s: _Sizes, *, recomputed: frozenset[int], others: int) -> int:
-    """Rebuilt tensors of the layers that share an input, until their own turn comes."""
+    """Recomputed tensors of the layers whose inputs are not saved, until their own turn comes."""
     return others * (s.hidden + (s.hidden + s.gates if LINEAR in recomputed else 0))
 
 
 def _attention_backward(s: _Sizes) -> Iterator[tuple[str, int]]:
-    """Beside q, o and do: all three by head, the sum of dq, a block's gradients."""
-    base = 3 * s.query + s.wide_query + s.threads * (_FLASH_COMPUTE_BYTES if s.narrow else 0)
+    """Live bytes beside q, o and do: all three by head, the sum of dq, a block's gradients."""
+    base = 3 * s.query + s.fp32_query + s.threads * (_FLASH_COMPUTE_BYTES if s.is_half else 0)
     square = min(s.tokens, CAUSAL_TOKENS)
     of_square = s.query * square // s.tokens
     # dq, dk and dv of every query head, and the product of o and do.
     yield "a causal square", base + 4 * of_square + s.flash_scratch(square, buffers=2)
-    rows = s.tokens % HALF_TOKENS if s.narrow and s.threads else 0
+    rows = s.tokens % HALF_TOKENS if s.is_half and s.threads else 0
     if rows:
         # Beside the same four: q, o, do, k and v cast.
-        operands = (7 * s.wide_query + 2 * s.cast_key) * rows // s.tokens
+        operands = (7 * s.fp32_query + 2 * s.cast_key) * rows // s.tokens
         yield "a small causal square", base + operands + s.flash_scratch(rows, buffers=2)
     yield "adding a causal square", base + 3 * of_square + s.group_sum(of_square)
     if s.prefix:
@@ -311,7 +312,7 @@ def _attention_backward(s: _Sizes) -> Iterator[tuple[str, int]]:
         yield "the prefix", base + in_kernel
         yield "adding to the prefix", base + of_parts + s.cast(max(s.query, key_gradients // 2))
         if parts > 1:
-            yield "parts of the prefix put together", base + of_parts + s.wide_query + key_gradients
+            yield "parts of the prefix put together", base + of_parts + s.fp32_query + key_gradients
 
 
 def _query_width(s: _Sizes) -> int:
@@ -323,7 +324,7 @@ def _loss(s: _Sizes) -> Iterator[LiveSet]:
     of_tile = tile_tokens(vocabulary, element_bytes=s.element, device=s.device)
     logits = min(s.tokens, of_tile) * vocabulary * s.element
     base = 3 * s.hidden  # the last layer's output, its norm, and that one's gradient
-    if s.narrow:
+    if s.is_half:
         yield LiveSet("logits", base + logits + s.tiles(1, width=vocabulary))
     yield LiveSet("logit gradients", base + logits + s.weight_gradient(vocabulary, hidden))
     yield LiveSet("final norm", base + s.hidden + s.tiles(5, width=s.model.hidden_size))

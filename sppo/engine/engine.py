@@ -144,7 +144,7 @@ class Engine:
             SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
         )
         shares = (
-            exchange.shares
+            exchange.sharding
             if isinstance(exchange, MegatronSequenceParallel)
             else WeightSharding(model)
         )

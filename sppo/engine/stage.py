@@ -89,7 +89,7 @@ class Stage:
     ) -> None:
         self._tensor = exchange if isinstance(exchange, MegatronSequenceParallel) else None
         self._heads = exchange if isinstance(exchange, UlyssesAllToAll) else None
-        self.model = model if self._tensor is None else self._tensor.shares.own_model
+        self.model = model if self._tensor is None else self._tensor.sharding.own_model
         self._layers = range(model.num_layers) if layers is None else layers
         self._weights, self._gradients = weights, gradients
         self._placement_of, self._saved = placement_of, SavedTensors(activations, offloaded)
@@ -101,7 +101,7 @@ class Stage:
         )
         self._layout = ActivationLayout(self._blocks, {})
         self._offloads: tuple[object, OffloadSchedule] | None = None
-        heads = None if self._heads is None else self._heads.share.keys
+        heads = None if self._heads is None else self._heads.shard.keys
         self.kv = KVStore(
             self.model,
             dtype=weights.dtype,

@@ -1,6 +1,6 @@
 """The machine a plan is made for: what its devices, their node and its network can do.
 
-Presets are *analytic*: vendors' figures, times the share of them that well-made kernels reach on
+Presets are *analytic*: vendors' figures, times the fraction of them that well-made kernels reach on
 long sequences. `sppo bench` writes a file with what a machine measures; plans prefer that.
 """
 
@@ -61,16 +61,16 @@ class DeviceSpec:
         reserved_bytes: Of those, what no plan may use: context, communicators, fragments.
         bf16_flops_per_s: Peak of the matrix units in bf16.
         fp32_flops_per_s: The same in fp32 (tf32 where the device has it).
-        gemm_efficiency: Share of the peak that endless matrix products reach.
-        attention_efficiency: Share of it that the attention forward reaches.
-        attention_backward_efficiency: Share of it that the attention backward reaches.
+        gemm_efficiency: Fraction of the peak that endless matrix products reach.
+        attention_efficiency: Fraction of it that the attention forward reaches.
+        attention_backward_efficiency: Fraction of it that the attention backward reaches.
         num_multiprocessors: What thread blocks are spread over.
         memory_bytes_per_s: What element-wise kernels read and write.
         kernel_s: Fixed cost of one kernel: its launch where that is not hidden.
-        heap_share: What the allocator holds beyond live temporaries, as a share of them: holes. 0
-            where it follows what is in use, or where its part is in `reserved_bytes`.
-        gemm_points: Measured matrix products; empty where the shares above must do.
-        attention_points: Measured attention; empty where the shares above must do.
+        heap_share: What the allocator holds beyond live temporaries, as a fraction of them: holes.
+            0 where it follows what is in use, or where its part is in `reserved_bytes`.
+        gemm_points: Measured matrix products; empty where the efficiencies above must do.
+        attention_points: Measured attention; empty where the efficiencies above must do.
         elementwise_points: Measured element-wise kernels; empty where memory bandwidth must do.
     """
 
@@ -130,7 +130,7 @@ class DeviceSpec:
     def gemm_flops_per_s(
         self, dtype: str, *, tokens: Floats, width: float, product: Product = "forward"
     ) -> Floats:
-        """Rate of products with `tokens` rows and matrices about `width` wide."""
+        """Rate of products with `tokens` rows and matrices of about `width` columns."""
         grid = gemm_grid(self.gemm_points, dtype, product=product)
         if grid is not None:
             return grid.at(tokens, np.full_like(tokens, width))
@@ -157,10 +157,10 @@ class DeviceSpec:
         grids = attention_grids(self.attention_points, dtype, backward=backward)
         if grids:
             return attention_rates(grids, head_size=head_size, queries=queries, keys=keys)
-        share = self.attention_backward_efficiency if backward else self.attention_efficiency
+        efficiency = self.attention_backward_efficiency if backward else self.attention_efficiency
         blocks = attention_blocks(keys if backward else queries, heads=heads)
         fill = wave_fill(blocks, num_multiprocessors=self.num_multiprocessors)
-        rate: Floats = self.flops_per_s(dtype) * share * fill
+        rate: Floats = self.flops_per_s(dtype) * efficiency * fill
         return rate
 
     def elementwise_bytes_per_s(self, kernel: str, dtype: str, *, elements: Floats) -> Floats:
@@ -177,7 +177,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """What devices of a node share.
+    """What the devices of a node have in common.
 
     Attributes:
         num_devices: Devices of a node.
@@ -248,7 +248,7 @@ class HardwareSpec:
         name: What reports call it.
         provenance: Where the figures come from.
         device: One of its devices.
-        node: What the devices of a node share.
+        node: What the devices of a node have in common.
         network: What connects them.
         num_nodes: Nodes.
     """
@@ -275,10 +275,10 @@ class HardwareSpec:
 
     @property
     def host_bytes_per_device(self) -> int:
-        """A device's share of its node's memory."""
+        """Memory of the node for one of its devices."""
         return self.node.host_memory_bytes // self.node.num_devices
 
     @property
     def disk_bytes_per_device(self) -> int:
-        """A device's share of its node's disks."""
+        """Room on the node's disks for one of its devices."""
         return self.node.disk_bytes // self.node.num_devices

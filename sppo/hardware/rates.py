@@ -2,8 +2,8 @@
 
 A kernel of b thread blocks on m multiprocessors runs in ceil(b / m) waves, and on average half of
 the last one is idle, so it reaches b / (b + m/2) of what an endless kernel does. That, times the
-share of the peak that long kernels reach, is the *analytic* rate. `sppo bench` measures rates on a
-grid of shapes instead; between its points, rates are interpolated on logarithmic axes, and beyond
+fraction of the peak that long kernels reach, is the *analytic* rate. `sppo bench` measures rates on
+a grid of shapes instead; between its points, rates are interpolated on logarithmic axes, and beyond
 them the nearest point holds. A measured rate holds everything a call costs, so fixed costs such as
 waking threads show as lower rates of small shapes.
 """
@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Product = Literal["forward", "input", "weight"]
-"""Of a linear layer: its output, the gradient of its input, the sum of its weight's gradient."""
+"""Products of a linear layer: its output, the gradient of its input, the sum of its weight's
+gradient."""
 
 BLOCK_TOKENS = 128
 """Rows of a thread block's tile, in matrix products and in attention."""
@@ -75,7 +76,7 @@ class ElementwisePoint:
     """One measured element-wise kernel on tensors of ``elements`` elements.
 
     Its rate is over the bytes that :mod:`sppo.cost.elementwise` counts, the least the
-    kernel could move, not over those it really does.
+    kernel could read and write, not over those it really does.
     """
 
     kernel: str
@@ -111,12 +112,12 @@ def _place(axis: Floats, value: Floats) -> tuple[npt.NDArray[np.intp], Floats]:
     low = np.clip(np.searchsorted(axis, clamped, side="right") - 1, 0, max(0, len(axis) - 2))
     if len(axis) == 1:
         return low, np.zeros_like(clamped)
-    share: Floats = np.log(clamped / axis[low]) / np.log(axis[low + 1] / axis[low])
-    return low, share
+    weight: Floats = np.log(clamped / axis[low]) / np.log(axis[low + 1] / axis[low])
+    return low, weight
 
 
 def wave_fill(blocks: Floats, *, num_multiprocessors: int) -> Floats:
-    """Share of the rate that a kernel of ``blocks`` thread blocks reaches."""
+    """Fraction of the rate that a kernel of ``blocks`` thread blocks reaches."""
     filled: Floats = blocks / (blocks + num_multiprocessors / 2)
     return filled
 
@@ -209,11 +210,11 @@ def attention_rates(
     A span longer than any measured is a row of such spans: see :func:`typical_keys`.
     """
     sizes = np.array(list(grids), dtype=np.float64)
-    low, share = _place(sizes, np.array(head_size, dtype=np.float64))
+    low, weight = _place(sizes, np.array(head_size, dtype=np.float64))
     names = list(grids)
     near = (names[int(low)], names[min(int(low) + 1, len(names) - 1)])
     below, above = (_span_rates(grids[name], queries=queries, keys=keys) for name in near)
-    rates: Floats = below ** (1 - share) * above**share
+    rates: Floats = below ** (1 - weight) * above**weight
     return rates
 
 

@@ -89,7 +89,7 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
     """This machine's CPU as the device, ``memory_bytes`` as the device's memory."""
     preset, cores = PRESETS["laptop-cpu"], count_cores()
     device = preset.device
-    share = cores / device.num_multiprocessors
+    fraction = cores / device.num_multiprocessors
     return replace(
         preset,
         name=f"{cpu_model()}, {cores} core{'' if cores == 1 else 's'} (preset {preset.name})",
@@ -99,8 +99,8 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
             # A small machine keeps at least half of its memory.
             reserved_bytes=min(device.reserved_bytes, memory_bytes // 2),
             num_multiprocessors=cores,
-            bf16_flops_per_s=device.bf16_flops_per_s * share,
-            fp32_flops_per_s=device.fp32_flops_per_s * share,
+            bf16_flops_per_s=device.bf16_flops_per_s * fraction,
+            fp32_flops_per_s=device.fp32_flops_per_s * fraction,
             heap_share=0.0 if has_memory_pool() else C_HEAP_SHARE,
         ),
         node=replace(preset.node, numa_nodes=count_numa_nodes()),
@@ -108,7 +108,7 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
 
 
 def divide_cpu(hardware: HardwareSpec, ranks: int) -> HardwareSpec:
-    """A machine whose CPU is the device, shared by `ranks` processes: each a device of its own.
+    """A machine whose CPU is the device, divided among `ranks` processes: each a device of its own.
 
     Every process has its part of the cores, and what was measured is divided by as many.
     """
@@ -175,8 +175,8 @@ def _first_gpu(nvml: Any) -> Gpus | None:
 def _nearest_preset(gpus: Gpus) -> tuple[HardwareSpec, bool]:
     """The preset that stands for a GPU, and whether it is one of that name."""
     accelerators = [spec for spec in PRESETS.values() if spec.device.kind == "cuda"]
-    words = set(re.findall(r"[a-z]+\d+", gpus.name.lower()))
-    named = [spec for spec in accelerators if spec.name.partition("-")[0] in words]
+    name_parts = set(re.findall(r"[a-z]+\d+", gpus.name.lower()))
+    named = [spec for spec in accelerators if spec.name.partition("-")[0] in name_parts]
     chosen = min(
         named or accelerators, key=lambda spec: abs(spec.device.memory_bytes - gpus.memory_bytes)
     )

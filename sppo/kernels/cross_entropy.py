@@ -4,7 +4,8 @@ Never more than one tile of logits exists, in the dtype of the activations: each
 its losses are taken, its gradient is formed in the logits' own place and pushed back through the
 projection before the next tile starts.
 
-With logits z of V words, y the label and lse = log sum_v exp z_v, the loss of a token is
+With logits z of V tokens of the vocabulary, y the label and lse = log sum_v exp z_v, the loss of a
+token is
 
     lse - (1 - s) z_y - s mean_v(z_v) + c lse^2
 
@@ -36,13 +37,13 @@ class LossTerms:
     """What is added to the cross entropy of a token."""
 
     label_smoothing: float = 0.0
-    """s: share of the label's weight that all words get alike."""
+    """s: fraction of the label's weight that all tokens of the vocabulary get alike."""
     z_loss: float = 0.0
     """c: weight of the squared log-sum-exp."""
 
 
 CROSS_ENTROPY = LossTerms()
-"""Nothing but itself."""
+"""The loss terms of the cross entropy alone."""
 
 
 def linear_cross_entropy(
@@ -149,7 +150,7 @@ class _LogitRows:
     exponentials_rV: Tensor
     """``exp(z - max z)``."""
     sum_r: Tensor
-    """Of the exponentials."""
+    """Sums of the exponentials."""
     lse_r: Tensor
     losses_r: Tensor
     label_r: Tensor
@@ -158,33 +159,33 @@ class _LogitRows:
 
     @classmethod
     def of_(cls, logits_rV: Tensor, labels_r: Tensor, terms: LossTerms) -> _LogitRows:
-        """Writes over logits that are wide already."""
-        wide_rV = logits_rV.to(accumulation_dtype(logits_rV.dtype))
+        """Compute losses; overwrites logits that have the accumulation dtype already."""
+        exponentials_rV = logits_rV.to(accumulation_dtype(logits_rV.dtype))
         valid_r, label_r = labels_r != IGNORED_LABEL, labels_r.clamp(min=0)
-        share = terms.label_smoothing
-        wanted_r = wide_rV.gather(1, label_r.unsqueeze(1)).squeeze(1).mul_(1 - share)
-        if share:
-            wanted_r += share * wide_rV.mean(1)
-        top_r = wide_rV.amax(1)
-        wide_rV.sub_(top_r.unsqueeze(1)).exp_()
-        sum_r = wide_rV.sum(1)
+        smoothing = terms.label_smoothing
+        wanted_r = exponentials_rV.gather(1, label_r.unsqueeze(1)).squeeze(1).mul_(1 - smoothing)
+        if smoothing:
+            wanted_r += smoothing * exponentials_rV.mean(1)
+        top_r = exponentials_rV.amax(1)
+        exponentials_rV.sub_(top_r.unsqueeze(1)).exp_()
+        sum_r = exponentials_rV.sum(1)
         lse_r = sum_r.log().add_(top_r)
         losses_r = lse_r - wanted_r
         if terms.z_loss:
             losses_r += terms.z_loss * lse_r.square()
         losses_r.masked_fill_(~valid_r, 0.0)
-        return cls(wide_rV, sum_r, lse_r, losses_r, label_r, valid_r, terms)
+        return cls(exponentials_rV, sum_r, lse_r, losses_r, label_r, valid_r, terms)
 
     def gradient_(self, scale: float) -> Tensor:
-        """Of ``scale * losses.sum()`` by the logits, in the place of the exponentials."""
-        share, gradient_rV = self.terms.label_smoothing, self.exponentials_rV
+        """Gradient of ``scale * losses.sum()`` by the logits, in the place of the exponentials."""
+        smoothing, gradient_rV = self.terms.label_smoothing, self.exponentials_rV
         scale_r = self.valid_r.to(gradient_rV.dtype) * scale
         of_lse_r = scale_r * (1 + 2 * self.terms.z_loss * self.lse_r)
         gradient_rV.mul_((of_lse_r / self.sum_r).unsqueeze(1))
-        if share:
-            gradient_rV.sub_((scale_r * (share / gradient_rV.shape[1])).unsqueeze(1))
+        if smoothing:
+            gradient_rV.sub_((scale_r * (smoothing / gradient_rV.shape[1])).unsqueeze(1))
         label_r1 = self.label_r.unsqueeze(1)
-        return gradient_rV.scatter_add_(1, label_r1, (scale_r * (share - 1)).unsqueeze(1))
+        return gradient_rV.scatter_add_(1, label_r1, (scale_r * (smoothing - 1)).unsqueeze(1))
 
 
 def _losses_of(rows: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 
 Statistics and parameter gradients are computed in fp32 (float64 for float64 inputs) whatever the
 dtype of the activations. Nothing here is saved for backward: inputs are, by name, and the rest is
-rebuilt. On a CPU the work goes by tiles of rows, see :mod:`sppo.kernels.row_tiles`.
+recomputed. On a CPU the work goes by tiles of rows, see :mod:`sppo.kernels.row_tiles`.
 :mod:`sppo.kernels.triton` has the same functions; its modules are imported at their first use.
 
 A residual addition beside a norm is part of its kernel. Going forward the sum is rounded before it
-is normed, so that its norm taken again later, from the sum alone, has the same bits. Going backward
+is normed, so that its norm recomputed later, from the sum alone, has the same bits. Going backward
 the residual's gradient is added before the norm's is rounded.
 
 Legend: C tokens, E hidden, F MLP width.
@@ -57,7 +57,7 @@ def add_rms_norm_(total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: floa
 
 
 def _rms_norm(x_tE: Tensor, weight_E: Tensor, *, eps: float, out_tE: Tensor) -> None:
-    """Of one tile."""
+    """RMSNorm of one tile of tokens."""
     torch.mul(x_tE, _inverse_rms(x_tE, eps), out=out_tE).mul_(weight_E)
 
 
@@ -151,12 +151,12 @@ def layer_norm_backward(
         return norms.layer_norm_backward(
             dy_CE, x_CE, weight_E, bias_E, eps=eps, dresidual_CE=dresidual_CE
         )
-    wide = accumulation_dtype(x_CE.dtype)
-    weight, bias = weight_E.to(wide), bias_E.to(wide)
+    acc_dtype = accumulation_dtype(x_CE.dtype)
+    weight, bias = weight_E.to(acc_dtype), bias_E.to(acc_dtype)
     dx, dweight, dbias = torch.empty_like(x_CE), torch.zeros_like(weight), torch.zeros_like(bias)
     shape = [x_CE.shape[-1]]
     for rows in row_tiles(x_CE):
-        dy, x = dy_CE[rows].to(wide), x_CE[rows].to(wide)
+        dy, x = dy_CE[rows].to(acc_dtype), x_CE[rows].to(acc_dtype)
         _, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         dx_tile, dweight_tile, dbias_tile = torch.ops.aten.native_layer_norm_backward(
             dy, x, shape, mean, rstd, weight, bias, [True, True, True]
@@ -172,7 +172,7 @@ class ActivationGradient:
     """What the backward of an MLP activation yields."""
 
     hidden_CF: Tensor
-    """The activation's output, rebuilt for the weight gradient of the down projection."""
+    """The activation's output, recomputed for the weight gradient of the down projection."""
     dgate_CF: Tensor | None
     """Gradient of the gate projection's output; None without a gate."""
     dup_CF: Tensor
@@ -194,10 +194,10 @@ def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation) -> Te
 def activation_backward_(
     dhidden_CF: Tensor, gate_CF: Tensor | None, up_CF: Tensor, *, kind: Activation
 ) -> ActivationGradient:
-    """Gradient of :func:`activation`, which it rebuilds; all three in the place of its operands.
+    """Gradient of :func:`activation`, which it recomputes; all three in the place of its operands.
 
-    The largest tensors of a layer are these: nothing else is as wide as the MLP, and none of the
-    operands is needed again.
+    The largest tensors of a layer are these: nothing else has the MLP's width, and none of the
+    operands is needed after it.
     """
     if fused_in_place(up_CF, gate_CF, dhidden_CF):
         from sppo.kernels.triton import activations
@@ -213,7 +213,7 @@ def activation_backward_(
 def _activation_backward_(
     dhidden_tF: Tensor, gate_tF: Tensor | None, up_tF: Tensor, *, kind: Activation
 ) -> None:
-    """Of one tile: dhidden becomes dup, gate becomes dgate, up becomes the activation's output."""
+    """Turn dhidden into dup, gate into dgate and up into the activation's output, for one tile."""
     if kind == "swiglu":
         assert gate_tF is not None, "swiglu has a gate"
         silu = functional.silu(gate_tF)

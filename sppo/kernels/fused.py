@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 def fused(x: Tensor) -> bool:
-    """On a GPU, where triton works; plain torch operations serve everywhere else."""
+    """Whether Triton kernels serve ``x``: on a GPU where triton works, not elsewhere."""
     return x.device.type == "cuda" and _triton_works(x.device)
 
 

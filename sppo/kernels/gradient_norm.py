@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from sppo.kernels.fused import fused_in_place
 
-_WIDE = (torch.float32, torch.float64)
+_SUPPORTED_DTYPES = (torch.float32, torch.float64)
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -40,7 +40,7 @@ def _in_one_launch(tensors: Sequence[Tensor]) -> bool:
     """Whether one table of addresses can describe them."""
     return (
         len({(x.device, x.dtype) for x in tensors}) == 1
-        and tensors[0].dtype in _WIDE
+        and tensors[0].dtype in _SUPPORTED_DTYPES
         and any(x.numel() for x in tensors)
         and fused_in_place(*tensors)
     )

@@ -21,9 +21,9 @@ def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 def accumulate_weight_gradient(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) -> None:
     """Add ``dy.T @ x`` to ``total_OI`` (fp32 or better).
 
-    With N = 160 subsequences a sum kept in bf16 would lose the small ones; this one never is. A GPU
-    adds its fp32 product in place. A CPU's bf16 product comes out rounded to bf16, so there it is
-    made and added tile by tile.
+    With N = 160 subsequences a sum kept in bf16 would lose the small terms; this one never is. A
+    GPU adds its fp32 product in place. A CPU's bf16 product comes out rounded to bf16, so there it
+    is made and added tile by tile.
     """
     if total_OI.dtype == x_CI.dtype:
         total_OI.addmm_(dy_CO.t(), x_CI)

@@ -7,7 +7,8 @@ import time
 import torch
 
 _SIZES = {"cpu": 1024, "cuda": 8192}
-"""Of a product that keeps every multiprocessor of a device busy, and no longer than it must."""
+"""Rows of a square product that keeps every multiprocessor of a device busy, and no longer than it
+must."""
 _ROUNDS = 8
 
 
@@ -27,6 +28,6 @@ def measure_matmul_flops_per_s(dtype: torch.dtype, *, device: torch.device | str
 
 
 def _wait_for(device: torch.device) -> None:
-    """On a CPU a product is done when it returns."""
+    """Return when the device is done; on a CPU a product is done when it returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -66,7 +66,7 @@ def _turn_(x_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
 
 
 def _turn_tile(x_tHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    """In fp32 or better."""
+    """Rotate one tile of tokens, in fp32 or better."""
     first, second = x_tHD.chunk(2, dim=-1)
     turned = torch.empty(x_tHD.shape, dtype=cos.dtype, device=x_tHD.device)
     left, right = turned.chunk(2, dim=-1)

@@ -13,9 +13,9 @@ from torch import Tensor
 from sppo.units import MIB
 
 TILE_BYTES = MIB
-"""Of one fp32 operand."""
+"""Bytes of a tile of one fp32 operand."""
 ACCUMULATION_TILE_BYTES = 8 * MIB
-"""Of one fp32 operand of a single step."""
+"""Bytes of a tile of one fp32 operand of a single step."""
 
 _ACCUMULATION_BYTES = 4
 
@@ -28,7 +28,7 @@ def row_tiles(x: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def wide_tiles(x: Tensor) -> Iterator[tuple[int | slice, ...]]:
+def accumulation_tiles(x: Tensor) -> Iterator[tuple[int | slice, ...]]:
     """Indices of leading dimensions that tile ``x``, for operations of one step.
 
     Those tiles are larger: they need not stay in the cache, and waking the threads takes as long as
@@ -41,7 +41,7 @@ def wide_tiles(x: Tensor) -> Iterator[tuple[int | slice, ...]]:
         else ACCUMULATION_TILE_BYTES // (_ACCUMULATION_BYTES * x[0].numel())
     )
     if fitting == 0 and x.dim() > 1:
-        yield from ((row, *rest) for row in range(rows) for rest in wide_tiles(x[row]))
+        yield from ((row, *rest) for row in range(rows) for rest in accumulation_tiles(x[row]))
         return
     step = max(1, fitting)
     for start in range(0, rows, step):

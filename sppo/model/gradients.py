@@ -1,4 +1,4 @@
-"""Where a layer's weight gradients go: summed in fp32 in the place they are produced."""
+"""Sinks of a layer's weight gradients: summed in fp32 in the place they are produced."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class GradientSum:
         self._totals = totals
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
-        """See :class:`GradientSink`."""
+        """Add the product ``dy.T @ x`` to the weight's sum, and the sum of dy to the bias's."""
         accumulate_weight_gradient(self._totals[f"{name}.weight"], dy_CO, x_CI)
         bias = self._totals.get(f"{name}.bias")
         if bias is not None:
             accumulate_bias_gradient(bias, dy_CO)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """See :class:`GradientSink`."""
+        """Add a gradient to its sum."""
         self._totals[name].add_(gradient)
 
 
@@ -71,11 +71,11 @@ class DeferredGradients:
         self._operands: list[tuple[str, Tensor, Tensor]] = []
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
-        """See :class:`GradientSink`."""
+        """Keep both operands of the product until it is wanted."""
         self._operands.append((name, dy_CO, x_CI))
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """See :class:`GradientSink`."""
+        """Add a gradient to its sum at once."""
         self._sum.add(name, gradient)
 
     def add_up(self) -> None:

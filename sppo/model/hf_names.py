@@ -71,7 +71,7 @@ class HfTensor:
 
     @property
     def full_name(self) -> str:
-        """As transformers writes it."""
+        """Name of the tensor as transformers writes it."""
         return self.prefix + self.name
 
 

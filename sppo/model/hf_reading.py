@@ -95,13 +95,13 @@ def load_hf_weights(directory: Path, model: ModelConfig) -> dict[str, Tensor]:
 def _faults(stored: Mapping[str, StoredTensor], expected: Mapping[str, HfTensor]) -> list[str]:
     missing = [f"{t.full_name} {list(t.shape)}" for n, t in expected.items() if n not in stored]
     unknown = [f"{t.key} {list(t.shape)}" for n, t in stored.items() if n not in expected]
-    shared = [(stored[name], tensor) for name, tensor in expected.items() if name in stored]
+    common = [(stored[name], tensor) for name, tensor in expected.items() if name in stored]
     misshapen = [
         f"{found.key} {list(found.shape)}, needs {list(tensor.shape)}"
-        for found, tensor in shared
+        for found, tensor in common
         if found.shape != tensor.shape
     ]
-    foreign = [f"{found.key} {found.dtype}" for found, _ in shared if found.dtype not in DTYPES]
+    foreign = [f"{found.key} {found.dtype}" for found, _ in common if found.dtype not in DTYPES]
     found = {
         "missing": missing,
         "unknown": unknown,

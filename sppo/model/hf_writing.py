@@ -37,7 +37,7 @@ DTYPES = {
 }
 _OS_ERROR = re.compile(r"os error (\d+)")
 _HEADER_ROOM_BYTES = MIB
-"""For config.json, the index and the headers of the weight files."""
+"""Bytes set aside for config.json, the index and the headers of the weight files."""
 
 
 @dataclass(frozen=True, slots=True)

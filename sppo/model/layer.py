@@ -1,14 +1,14 @@
 """One transformer layer, written out forward and backward over the tokens of a subsequence.
 
-No autograd: every tensor that backward may need has a name, so it can be kept, moved or rebuilt by
-plan and counted exactly. Attention is handed in, so the layer knows nothing of K/V storage, of
-other subsequences or of other ranks.
+No autograd: every tensor that backward may need has a name, so it can be retained, offloaded or
+recomputed by plan and counted exactly. Attention is handed in, so the layer knows nothing of K/V
+storage, of other subsequences or of other ranks.
 
-    saved   meaning                              rebuilt from
+        saved   meaning                              recomputed from
     x_in    layer input                          nothing: always saved
     q       rotated queries (with q/k-norm: the projection before its norm)    x_in
     k       keys before their norm, q/k-norm only                              x_in
-    o, lse  attention output and log-sum-exp     q, by attending again
+    o, lse  attention output and log-sum-exp     q, by attention
     x_mid   residual stream after attention      x_in, o
     gate    gate projection (gated MLPs only)    x_mid
     up      up projection                        x_mid
@@ -57,7 +57,7 @@ class SubsequenceAttention(Protocol):
 
 
 class TokenExchange(Protocol):
-    """Between the ranks that share the tokens of the residual stream, and the layer's weights."""
+    """Collectives of the ranks over which the residual stream's tokens are sharded (Megatron)."""
 
     def gather(self, x_cE: Tensor) -> Tensor:
         """``[C, E]``: the tokens of all of them."""
@@ -72,11 +72,11 @@ class _AllTokensHere:
     """:class:`TokenExchange` of a rank that has all weights: there is nothing to exchange."""
 
     def gather(self, x_cE: Tensor) -> Tensor:
-        """See :class:`TokenExchange`."""
+        """Return ``x_cE``: all tokens are here."""
         return x_cE
 
     def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """See :class:`TokenExchange`."""
+        """Return ``x_CE``: all terms of the sum are here."""
         return x_CE
 
 
@@ -87,12 +87,12 @@ ALL_TOKENS_HERE = _AllTokensHere()
 class Layer:
     """The arithmetic of one layer; weights, positions and attention are arguments.
 
-    Where ranks share weights out (:mod:`sppo.parallel.megatron`), ``x_in`` and ``x_mid``
+    Where weights are sharded (:mod:`sppo.parallel.megatron`), ``x_in`` and ``x_mid``
     have c of the C tokens, all else has them all.
 
     Attributes:
         model: the shape; heads and MLP width are those of the weights.
-        tokens: with whom the residual stream's tokens are shared.
+        tokens: collectives of the ranks over which the residual stream's tokens are sharded.
     """
 
     model: ModelConfig
@@ -177,11 +177,11 @@ class Layer:
         rotary: RotaryTable | None,
         attention: SubsequenceAttention,
     ) -> None:
-        """Rebuild the last rows of tensors of which only the first were saved.
+        """Recompute the last rows of tensors of which only the first were saved.
 
         What was not saved at all stays for :meth:`backward`, unless another tensor needs it here.
         Each product has fewer rows than it had in forward, which some kernels round differently.
-        Where ranks share weights out no tensor is saved in part, so there is nothing to do.
+        Where weights are sharded no tensor is saved in part, so there is nothing to do.
         """
         x_in = saved["x_in"]
         tokens = x_in.shape[0]
@@ -231,9 +231,9 @@ class Layer:
             saved["o"], saved["lse"] = o_CND.flatten(1), lse_NC
 
     def recompute_output(self, saved: Saved, weights: Weights) -> Tensor:
-        """Output ``[C, E]`` from the saved x_in and o, without attending again.
+        """Output ``[C, E]`` from the saved x_in and o, without recomputing attention.
 
-        Leaves x_mid, gate and up in ``saved``, so that :meth:`backward` need not rebuild them.
+        Leaves x_mid, gate and up in ``saved``, so that :meth:`backward` need not recompute them.
         """
         if "x_mid" not in saved:
             saved["x_mid"] = self._after_attention(saved["x_in"], saved["o"], weights)
@@ -390,7 +390,7 @@ class Layer:
         return d_CHD
 
     def _gathered_norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:
-        """Of all tokens, as the projections take them."""
+        """Norm of all tokens ``[C, E]``, as the projections take them."""
         return self.tokens.gather(self._norm(name, x_CE, weights))
 
     def _norm(self, name: str, x_CE: Tensor, weights: Weights) -> Tensor:

@@ -25,9 +25,9 @@ def rotary_table(model: ModelConfig, positions_C: Tensor, *, dtype: torch.dtype)
         positions_C: token positions, any integers.
         dtype: of the activations; the table is in fp32, or float64 for float64.
     """
-    wide = accumulation_dtype(dtype)
-    frequencies, scale = _frequencies_on(positions_C.device, model, wide)
-    angles = positions_C.to(wide)[:, None] * frequencies
+    acc_dtype = accumulation_dtype(dtype)
+    frequencies, scale = _frequencies_on(positions_C.device, model, acc_dtype)
+    angles = positions_C.to(acc_dtype)[:, None] * frequencies
     return RotaryTable((angles.cos() * scale).unsqueeze(1), (angles.sin() * scale).unsqueeze(1))
 
 
@@ -35,7 +35,7 @@ def rotary_table(model: ModelConfig, positions_C: Tensor, *, dtype: torch.dtype)
 def _frequencies_on(
     device: torch.device, model: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
-    """Kept, for bringing them to a GPU would make the host wait for it, once a subsequence."""
+    """Frequencies on the device, cached: to copy them there would make the host wait."""
     frequencies, scale = rotary_frequencies(model, dtype=dtype)
     return frequencies.to(device), scale
 

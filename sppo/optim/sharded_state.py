@@ -66,7 +66,7 @@ class ShardedState:
                 group,
                 index=members.index(mesh.rank),
                 shapes=self._held_by(holders, self.shapes),
-                shared=zero > 0,
+                shards_state=zero > 0,
             )
             for holders, group, members in _same_weights(mesh)
         }

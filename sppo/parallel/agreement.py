@@ -48,7 +48,7 @@ def check_same_on_all_ranks(facts: Mapping[str, str], *, timeout_s: float) -> No
 def check_same_in_store(
     store: Store, facts: Mapping[str, str], *, rank: int, world_size: int, timeout_s: float
 ) -> None:
-    """:func:`check_same_on_all_ranks` for ranks that share no more than ``store`` so far."""
+    """Check facts as :func:`check_same_on_all_ranks` does, for ranks that have only ``store``."""
     place = PrefixStore("sppo agreement", store)
     with peer_errors("telling rank 0 what this rank runs"):
         call = place.add(f"calls of rank {rank}", 1)

@@ -1,13 +1,14 @@
-"""Ranks that hold the same stage: gradients are added up once a step, the optimizer's work shared.
+"""Ranks that hold the same stage: gradients are reduced once a step, the optimizer is sharded.
 
 With ZeRO-1 (Rajbhandari et al., 2020) every one of n ranks updates the n-th part of the rows of
 each parameter. Gradients are reduced to the rank that needs them and updated weights gathered from
 the rank that made them, bucket by bucket, so that what is under way never takes more than a few
 buckets.
 
-Ranks of one stage are its data-parallel replicas and, with Ulysses, the ranks that share tokens:
-both see some of the tokens with the same weights. With Megatron the ranks that share tokens hold
-parts of most parameters, so there is a group for each kind (:mod:`sppo.optim.sharded_state`).
+Ranks of one stage are its data-parallel replicas and, with Ulysses, the ranks over which tokens are
+sharded: both see some of the tokens with the same weights. With Megatron the ranks over which
+tokens are sharded hold parts of most parameters, so there is a group for each kind
+(:mod:`sppo.optim.sharded_state`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from sppo.parallel.peer_loss import peer_errors
 
 
 def rows_of(num_rows: int, *, index: int, count: int) -> slice:
-    """Rows of rank ``index`` when ``count`` ranks share them: as equal as they can be."""
+    """Rows of rank ``index`` when sharded over ``count`` ranks: as equal as they can be."""
     return slice(num_rows * index // count, num_rows * (index + 1) // count)
 
 
@@ -44,20 +45,20 @@ class _ParameterRows:
 
 @dataclass(frozen=True, slots=True)
 class _GradientBucket:
-    """Pieces that travel together, and how many elements every rank has of them at most."""
+    """Rows that are reduced together, and how many elements every rank has of them at most."""
 
     parts: tuple[_ParameterRows, ...]
     elements: int
 
 
 class GradientReducer:
-    """The ranks that hold the same stages, and this rank's share of the state.
+    """The ranks that hold the same stages, and this rank's shard of the state.
 
     Args:
         group: of these ranks; None for a rank that is alone.
         index: this rank's place among them.
         shapes: parameters of this rank's stages by global name.
-        shared: whether each rank updates only its rows (ZeRO-1) or everything (ZeRO-0).
+        shards_state: whether each rank updates only its rows (ZeRO-1) or everything (ZeRO-0).
         bucket_bytes: of the rows of all ranks in a bucket, in fp32.
     """
 
@@ -67,12 +68,12 @@ class GradientReducer:
         *,
         index: int,
         shapes: Mapping[str, tuple[int, ...]],
-        shared: bool = True,
+        shards_state: bool = True,
         bucket_bytes: int = REDUCE_BUCKET_BYTES,
     ) -> None:
         self._group, self.index, self._shapes = group, index, dict(shapes)
         self.count = 1 if group is None else group.size()
-        self.shards_state = shared and self.count > 1
+        self.shards_state = shards_state and self.count > 1
         self._bucket_elements = max(1, bucket_bytes // 4 // self.count)
         self._under_way: deque[tuple[Any, Callable[[], None]]] = deque()
 
@@ -198,7 +199,7 @@ class GradientReducer:
     def _places(
         self, bucket: _GradientBucket, rank: int
     ) -> Iterable[tuple[slice, slice, _ParameterRows]]:
-        """(elements of the bucket, rows of the parameter, piece) of one rank."""
+        """(elements of the bucket, rows of the parameter, part of the bucket) of one rank."""
         offset = 0
         for part in bucket.parts:
             rows, *rest = self._shapes[part.name]

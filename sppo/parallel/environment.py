@@ -192,7 +192,7 @@ def _first_slurm_host(environ: Mapping[str, str]) -> str:
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """The same for all tasks of a step, most likely another for other steps and jobs."""
+    """Return a port, the same for all tasks of a step, most likely another for other steps."""
     job = _number(environ, "SLURM_JOB_ID")
     return _FIRST_PORT + (job + 101 * _number(environ, "SLURM_STEP_ID")) % _NUM_PORTS
 

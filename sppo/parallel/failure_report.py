@@ -160,7 +160,7 @@ def _did_not_answer(hung: RankEnd, ends: Sequence[RankEnd]) -> str:
 
 
 def _distance(end: RankEnd) -> int:
-    """From the cause."""
+    """Return how far from the cause an end is; 0 may be the cause itself."""
     if end.stopped:
         return 2
     return 1 if end.note is not None and end.note.state == "peer_lost" else 0

@@ -22,7 +22,7 @@ class HostCollectives:
     """The ranks of ``mesh``, asked one question at a time."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._group, self._rank = mesh.groups.everyone, mesh.rank
+        self._group, self._rank = mesh.groups.world, mesh.rank
         self._count = mesh.shape.num_ranks
 
     def total(self, values: Sequence[float]) -> list[float]:

@@ -38,9 +38,9 @@ from sppo.parallel.progress import read_progress
 
 _LOOK_EVERY_S = 0.05
 _TERMINATE_S = 5.0
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 _GIVE_UP_S = 30.0
-"""From SIGKILL until a process is left to the system, which cannot end it either."""
+"""Seconds from SIGKILL until a process is left to the system, which cannot end it either."""
 _LAST_LINES = 15
 _LAST_BYTES = 1 << 14
 _SHARED_MEMORY = "/dev/shm"
@@ -73,8 +73,8 @@ def run_ranks(
     what all of them met.
 
     Args:
-        command: the path of a program and its words. It starts with SIGTERM and SIGINT blocked, and
-            lets them through once it can say that one came.
+        command: the path of a program and its arguments. It starts with SIGTERM and SIGINT blocked,
+            and lets them through once it can say that one came.
         num_ranks: how many to start.
         environ: what they inherit; each also gets its place.
         threads_per_rank: for OMP_NUM_THREADS, where ``environ`` does not have it.
@@ -112,13 +112,13 @@ def run_ranks(
 
 
 def _nameless_file() -> IO[bytes]:
-    """For a flight record: goes with its last user, and no disk delays a note where it can be."""
+    """Open a file for a flight record, nameless and in memory where it can be."""
     in_memory = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
     return tempfile.TemporaryFile(dir=_SHARED_MEMORY if in_memory else None)
 
 
 def _path_of(file: IO[bytes]) -> Path:
-    """Where this process, and a child that has inherited the file, open it."""
+    """Path by which this process, and a child that has inherited the file, open it."""
     return Path(f"/dev/fd/{file.fileno()}")
 
 
@@ -192,7 +192,7 @@ class _Job:
         record: IO[bytes],
         output: IO[bytes] | None,
     ) -> None:
-        """In a process group of its own, so that a terminal's Ctrl-C reaches it only from here."""
+        """Start one rank in its own process group, which a terminal's Ctrl-C does not reach."""
         wrapped = (sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid()), *command)
         with _held_back(STOP_SIGNALS):
             process = subprocess.Popen(
@@ -207,7 +207,7 @@ class _Job:
         self._children.append(_Child(rank, process, record, output))
 
     def wait(self) -> tuple[RankEnd, ...]:
-        """Until all have ended, or cannot even be killed."""
+        """Wait until all have ended, or cannot even be killed."""
         passed_on, failed_s = 0, None
         while self._look():
             for number in self._signals[passed_on:]:

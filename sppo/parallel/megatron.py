@@ -1,4 +1,4 @@
-"""Megatron's sequence parallelism: a group shares tokens between products, and weights in them.
+"""Megatron's sequence parallelism: tokens are sharded between products, and weights in them.
 
 Each of G ranks has some tokens of the residual stream, and with them does the embedding, norms,
 residual additions, head and loss. Before the projections of a layer all tokens are gathered; each
@@ -30,19 +30,19 @@ from sppo.parallel.ulysses import HeadShard, head_shard
 
 
 def tensor_shard(model: ModelConfig, *, degree: int) -> HeadShard:
-    """Heads of each of ``degree`` ranks that share the weights of every layer.
+    """Heads of each of ``degree`` ranks over which the weights of every layer are sharded.
 
     Raises:
-        ValueError: heads or the MLP cannot be shared out evenly.
+        ValueError: heads or the MLP cannot be sharded evenly.
     """
-    share = head_shard(model.num_heads, model.kv_heads, degree=degree)
+    shard = head_shard(model.num_heads, model.kv_heads, degree=degree)
     if model.mlp_size % degree:
         raise ValueError(
             f"parallel.sequence_parallel_degree {degree}: with parallel.sequence_parallel=megatron "
-            f"the MLP's width is shared out, and {model.mlp_size} cannot be evenly; use a divisor "
+            f"the MLP's width is sharded, and {model.mlp_size} cannot be evenly; use a divisor "
             f"of {model.mlp_size}, or parallel.sequence_parallel=ulysses"
         )
-    return share
+    return shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class WeightSharding:
     Attributes:
         model: the whole shape.
         rank: place in the group.
-        degree: ranks that share weights out; 1: each holds them whole, as with Ulysses.
+        degree: ranks over which weights are sharded; 1: each holds them whole, as with Ulysses.
     """
 
     model: ModelConfig
@@ -64,10 +64,10 @@ class WeightSharding:
         """The shape of what this rank computes between gathering tokens and adding up."""
         if self.degree == 1:
             return self.model
-        share = tensor_shard(self.model, degree=self.degree)
+        shard = tensor_shard(self.model, degree=self.degree)
         own = {
-            "num_heads": share.queries,
-            "num_kv_heads": share.keys,
+            "num_heads": shard.queries,
+            "num_kv_heads": shard.keys,
             "head_size": self.model.head_dim,
             "mlp_size": self.model.mlp_size // self.degree,
         }
@@ -87,13 +87,13 @@ class WeightSharding:
         return "keys" if part in KEYS and repeats > 1 else "block"
 
     def offsets(self, name: str) -> tuple[int, ...]:
-        """Where this rank's part begins in the whole parameter."""
+        """Return where this rank's part begins in the whole parameter."""
         whole = _shape_of(name, self.model)
         part, is_bias = _part(name), name.endswith(".bias")
         if self.degree == 1 or part not in (*ROWS, *COLUMNS) or (is_bias and part in COLUMNS):
             return (0,) * len(whole)
-        share = tensor_shard(self.model, degree=self.degree)
-        copies = share.repeats if part in KEYS else 1
+        shard = tensor_shard(self.model, degree=self.degree)
+        copies = shard.repeats if part in KEYS else 1
         dimension = 1 if part in COLUMNS else 0
         first = whole[dimension] * copies // self.degree * (self.rank // copies)
         return tuple(first if index == dimension else 0 for index in range(len(whole)))
@@ -116,14 +116,14 @@ class MegatronSequenceParallel:
     """Gathers the tokens of a group, and adds up what its ranks have of every token.
 
     Args:
-        group: of the ranks that share tokens and weights.
+        group: of the ranks over which tokens and weights are sharded.
         rank: this one's place in it.
         model: the whole shape.
     """
 
     def __init__(self, group: ProcessGroup, *, rank: int, model: ModelConfig) -> None:
         self._group, self.rank, self.degree = group, rank, group.size()
-        self.shares = WeightSharding(model, rank, self.degree)
+        self.sharding = WeightSharding(model, rank, self.degree)
 
     def gather(self, x_cE: Tensor, parts: Sequence[int]) -> Tensor:
         """``[C, E]``: the tokens of all ranks, in order.
@@ -147,7 +147,7 @@ class MegatronSequenceParallel:
     def scatter_sum(self, x_CE: Tensor, parts: Sequence[int]) -> Tensor:
         """``[c, E]``: the sum over all ranks, of this rank's tokens.
 
-        What travels has the dtype of ``x_CE``; a sum of narrow numbers is taken in fp32 and
+        What travels has the dtype of ``x_CE``; a sum in half precision is taken in fp32 and
         rounded once.
 
         Args:
@@ -176,11 +176,11 @@ class ShardedTokens:
     parts: tuple[int, ...]
 
     def gather(self, x_cE: Tensor) -> Tensor:
-        """See :meth:`MegatronSequenceParallel.gather`."""
+        """Return ``[C, E]``, the tokens of all ranks (:meth:`MegatronSequenceParallel.gather`)."""
         return self.exchange.gather(x_cE, self.parts)
 
     def scatter_sum(self, x_CE: Tensor) -> Tensor:
-        """See :meth:`MegatronSequenceParallel.scatter_sum`."""
+        """Return ``[c, E]``, own tokens of the sum over all ranks."""
         return self.exchange.scatter_sum(x_CE, self.parts)
 
 

@@ -21,7 +21,7 @@ Holders = Literal["stage", "keys", "block"]
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a rank stands in the grid."""
+    """Position of a rank in the grid."""
 
     data: int
     pipeline: int
@@ -36,7 +36,7 @@ class MeshShape:
     pipeline_parallel: int = 1
     sequence_parallel: int = 1
     key_copies: int | None = None
-    """Ranks of a sequence group that hold the same key/value heads, where its ranks share weights
+    """Ranks of a sequence group that hold the same key/value heads, where its ranks shard weights
     out (Megatron); None where each holds them all (Ulysses)."""
 
     @property
@@ -59,7 +59,7 @@ class MeshShape:
             )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Of a global rank."""
+        """Return the coordinates of a global rank."""
         rest, sequence = divmod(rank, self.sequence_parallel)
         data, pipeline = divmod(rest, self.pipeline_parallel)
         return Coordinates(data, pipeline, sequence)
@@ -77,7 +77,7 @@ class MeshShape:
         )
 
     def sequence_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """The ranks that share the tokens of each subsequence."""
+        """The ranks over which the tokens of each subsequence are sharded."""
         return tuple(
             self.rank_of(Coordinates(at.data, at.pipeline, index))
             for index in range(self.sequence_parallel)
@@ -97,7 +97,7 @@ class MeshShape:
         )
 
     def block_ranks(self, at: Coordinates, *, copies: int = 1) -> tuple[int, ...]:
-        """Of those, the ranks that hold the same part of weights that are shared out.
+        """Return the ranks of a stage that hold the same part of sharded weights.
 
         Args:
             at: coordinates of one of them.
@@ -115,19 +115,19 @@ class Groups:
     """The communicators of one rank; None where it would be alone in one.
 
     Attributes:
-        everyone: all ranks, over gloo: for what is not on a device.
-        sequence: the ranks that share the tokens of this rank's subsequences.
+        world: all ranks, over gloo: for what is not on a device.
+        sequence: the ranks over which the tokens of this rank's subsequences are sharded.
         stage: the ranks that hold this rank's layers.
-        block: of those, where a sequence group shares weights out, the ranks that hold the same
+        block: of those, where a sequence group shards weights, the ranks that hold the same
             part as this one.
         keys: the same of the key/value heads, where there are fewer than ranks.
         ends: the first and the last rank of this rank's pipeline, if it is one of them.
         pipeline: all ranks of this rank's pipeline: for messages between those that are no
-            neighbours, which only pieces of units send.
+            neighbours, which only MSP shards send.
         edges: by (sender, receiver), positions in the pipeline; those that this rank is an end of.
     """
 
-    everyone: ProcessGroup | None = None
+    world: ProcessGroup | None = None
     sequence: ProcessGroup | None = None
     stage: ProcessGroup | None = None
     block: ProcessGroup | None = None
@@ -145,7 +145,7 @@ class Mesh:
         rank: this process.
         timeout_s: how long a member waits for the others.
         wraps: ranks hold several stages, so the last one of a pipeline sends to the first.
-        device: whose tensors all groups but `everyone` carry, over NCCL; None: over the backend of
+        device: whose tensors all groups but `world` carry, over NCCL; None: over the backend of
             the default group.
     """
 
@@ -187,7 +187,7 @@ class Mesh:
         """One more communicator of the ranks that hold the same parameters, for gathering weights.
 
         Gathers are under way while gradients are added up and messages of all kinds travel, so they
-        share a communicator with none of them. Every rank makes it, or none; None where this rank
+        have a communicator with none of them. Every rank makes it, or none; None where this rank
         would be alone in it.
 
         Args:
@@ -214,7 +214,7 @@ class Mesh:
         ends = (pipeline[0], pipeline[-1]) if here in (0, len(pipeline) - 1) else (self.rank,)
         copies = self.shape.key_copies or 0
         return Groups(
-            everyone=self._group(range(self.shape.num_ranks), "everyone", backend="gloo"),
+            world=self._group(range(self.shape.num_ranks), "world", backend="gloo"),
             sequence=self._group(self.shape.sequence_ranks(self.at), "sequence"),
             stage=self._group(self.stage_ranks, "stage"),
             block=self._block_group("block", copies=1) if copies else None,
@@ -241,7 +241,7 @@ class Mesh:
         for first, last in ranges:
             inside = first <= here <= last
             ranks = self.pipeline_ranks[first : last + 1] if inside else (self.rank,)
-            waited = self._group(ranks, f"pieces on {first} to {last}")
+            waited = self._group(ranks, f"MSP shards on {first} to {last}")
             ahead = self._group(ranks, f"weights for {first} to {last}")
             if waited is not None and ahead is not None:
                 found[first, last] = waited, ahead

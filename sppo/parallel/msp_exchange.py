@@ -1,4 +1,4 @@
-"""What the ranks say to each other that run the pieces of one unit at the same time.
+"""Messages and collectives among the ranks that run the shards of one unit at a time (MSP).
 
 One of them owns the stage: it has the weights, the keys and values of what came before, and the
 sums of gradients. Two communicators, so that what is sent ahead of its use never stands in the way
@@ -26,9 +26,9 @@ class MspExchange:
     Args:
         group: for what is waited for.
         ahead: of the same ranks, for what is sent ahead.
-        ranks: global ranks of the pieces, in order.
-        place: this rank's piece.
-        owner: the owner's piece.
+        ranks: global ranks of the shards, in order.
+        place: index of this rank's shard.
+        owner: index of the owner's shard.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class MspExchange:
 
     @property
     def count(self) -> int:
-        """Pieces."""
+        """Number of shards."""
         return len(self._ranks)
 
     def barrier(self) -> None:
-        """Return when all ranks are here: pieces run at the same time."""
-        with peer_errors("meeting the other pieces of a unit"):
+        """Return when all ranks are here: shards run at the same time."""
+        with peer_errors("meeting the other shards of a unit"):
             dist.barrier(group=self._group)
 
     def send_ahead(self, tensors: Sequence[Tensor]) -> list[Any]:
@@ -87,9 +87,9 @@ class MspExchange:
         with peer_errors("adding up at the owner of a stage"):
             dist.reduce(tensor, self._ranks[self.owner], group=self._group)
 
-    def share(self, parts: Sequence[Tensor]) -> None:
+    def all_gather(self, parts: Sequence[Tensor]) -> None:
         """Fill ``parts``, one for each rank, with what each rank has in its own."""
-        with peer_errors("sharing keys and values of a unit's pieces"):
+        with peer_errors("gathering keys and values of a unit's shards"):
             works = [
                 dist.broadcast(part, rank, group=self._group, async_op=True)
                 for part, rank in zip(parts, self._ranks, strict=True)
@@ -99,7 +99,7 @@ class MspExchange:
 
     def scatter(self, parts: Sequence[Tensor] | None, own: Tensor) -> Tensor:
         """One of the owner's ``parts`` for each rank; ``own`` has its shape and is filled."""
-        with peer_errors("handing out pieces of a unit"):
+        with peer_errors("scattering shards of a unit"):
             if parts is None:
                 dist.recv(own, self._ranks[self.owner], group=self._group)
                 return own
@@ -114,13 +114,13 @@ class MspExchange:
             return parts[self.place]
 
     def gather(self, own: Tensor, rows: Sequence[int]) -> Tensor | None:
-        """Everyone's ``own`` one behind the other, at the owner; None elsewhere.
+        """Return all ranks' ``own`` one behind the other, at the owner; None elsewhere.
 
         Args:
             own: this rank's.
             rows: of each rank's.
         """
-        with peer_errors("collecting pieces of a unit"):
+        with peer_errors("gathering shards of a unit"):
             if not self.is_owner:
                 dist.send(own.contiguous(), self._ranks[self.owner], group=self._group)
                 return None
@@ -138,10 +138,10 @@ class MspExchange:
 
 
 class TokenMembers:
-    """The ranks that share this rank's tokens, each of which sends its part of the weights' rows.
+    """The ranks over which a shard's tokens are sharded; each sends its part of the weights' rows.
 
     Args:
-        group: of them; None where nobody shares tokens.
+        group: of them; None where tokens are not sharded.
         ranks: their global ranks, in order.
         index: this rank's place among them.
     """
@@ -173,11 +173,11 @@ class TokenMembers:
 
     def add_up(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its sum over all of them."""
-        add_up([tensor], self._group, what="adding up a piece's weight gradients")
+        add_up([tensor], self._group, what="adding up a shard's weight gradients")
 
 
 class MspLinks:
-    """Communicators of all ranges of a pipeline whose ranks run pieces together."""
+    """Communicators of all ranges of a pipeline whose ranks run shards of the same units."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -186,7 +186,7 @@ class MspLinks:
 
     @property
     def members(self) -> TokenMembers:
-        """The ranks that share this rank's tokens."""
+        """The ranks over which this rank's tokens are sharded."""
         mesh = self._mesh
         return TokenMembers(
             mesh.groups.sequence,

@@ -1,6 +1,6 @@
-"""Parameters put together from the rows that ranks share out, while other things go on (ZeRO-3).
+"""All-gathers of parameters whose rows are sharded, behind the compute before their use (ZeRO-3).
 
-Rows are shared out as :func:`sppo.parallel.data_parallel.rows_of` does, and padded to equal sizes
+Rows are sharded as :func:`sppo.parallel.data_parallel.rows_of` does, and padded to equal sizes
 on the way. Where they are equal anyway and a parameter travels alone, what arrives is the parameter
 and nothing is copied.
 """
@@ -21,7 +21,7 @@ from sppo.parallel.peer_loss import peer_errors
 
 
 class ParameterAllGather:
-    """Gathers among the ranks that share parameters out.
+    """Gathers among the ranks over which parameters are sharded.
 
     Args:
         group: of these ranks. Nothing else may use it: gathers are under way while gradients are

@@ -80,7 +80,7 @@ class PipelineLinks:
         self._warm_up()
 
     def send(self, tensor: Tensor, *, receiver: int, what: str) -> None:
-        """See :class:`PipelineP2P`."""
+        """Start to send a tensor; waits first where too many messages are under way."""
         under_way = self._under_way.setdefault(receiver, deque())
         self._forget_what_left(under_way)
         tensor = tensor.contiguous()
@@ -93,14 +93,14 @@ class PipelineLinks:
     def receive(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, sender: int, what: str
     ) -> RecvHandle:
-        """See :class:`PipelineP2P`."""
+        """Start to receive a tensor, and return what waits for it."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         with peer_errors(f"asking for {what}"):
             work = dist.irecv(tensor, self._ranks[sender], group=self._group(sender, self._here))
         return _Awaited(tensor, work, what)
 
     def wait_all(self) -> None:
-        """See :class:`PipelineP2P`."""
+        """Return when everything that was sent has arrived."""
         for under_way in self._under_way.values():
             while under_way:
                 _wait_for_first(under_way)

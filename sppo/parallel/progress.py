@@ -1,7 +1,7 @@
 """The flight record of one rank: what it does now, for whoever finds it dead.
 
 A small file that the rank maps into memory and writes without a system call, so that its last
-words survive any death but that of the machine. Copies of the record take turns and a number says
+notes survive any death but that of the machine. Copies of the record take turns and a number says
 which is the latest, so neither a reader nor a death in between meets half a record.
 """
 
@@ -47,8 +47,9 @@ class ProgressNote:
         step: The training step, None before the first.
         position: Of the action in its program of this step, from 0.
         num_actions: Of that program.
-        action: The action in words.
-        changed_s: When, on the clock of ``time.monotonic``, which all processes of a machine share.
+        action: Text of the action.
+        changed_s: When, on the clock of ``time.monotonic``, the same for all processes of a
+            machine.
         message: Why it failed, if it did.
     """
 
@@ -62,7 +63,7 @@ class ProgressNote:
     message: str
 
     def place(self) -> str:
-        """Where it is, e.g. ``step 3, action 7 of 40 (0F2)``."""
+        """Place in the program, e.g. ``step 3, action 7 of 40 (0F2)``."""
         if self.step is None:
             return "before the first step"
         if not self.action:
@@ -108,7 +109,7 @@ class RankProgress:
         Args:
             step: of training.
             position: of the action in the rank's program, from 0.
-            action: in words; longer ones are cut.
+            action: its text; longer ones are cut.
             num_actions: of the program; None: as said before.
         """
         self._step = step
@@ -219,7 +220,7 @@ def _message_of(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> object:
-    """Of a SystemExit, or of the exit that a command line library raises; 1 of other errors."""
+    """Exit code of a SystemExit, or of a command line library's exit; 1 of other errors."""
     if isinstance(error, SystemExit):
         return error.code
     return getattr(error, "exit_code", 1)

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism: tokens are shared out everywhere but in attention, heads there.
+"""Ulysses sequence parallelism: tokens are sharded everywhere but in attention, heads there.
 
 Each of G ranks has some tokens of a subsequence with all heads. Before attention an all-to-all
 gives it all tokens of N/G heads, and another one turns the output back (Jacobs et al., 2023). With
@@ -33,15 +33,15 @@ class HeadShard(NamedTuple):
 
 
 def head_shard(num_heads: int, kv_heads: int, *, degree: int) -> HeadShard:
-    """How the heads are shared out.
+    """How the heads are sharded.
 
     Raises:
         ValueError: they cannot be, evenly.
     """
     if num_heads % degree:
         raise ValueError(
-            f"parallel.sequence_parallel_degree {degree}: {num_heads} query heads cannot be shared "
-            f"out evenly; use a divisor of {num_heads}"
+            f"parallel.sequence_parallel_degree {degree}: {num_heads} query heads cannot be "
+            f"sharded evenly; use a divisor of {num_heads}"
         )
     if kv_heads % degree and degree % kv_heads:
         raise ValueError(
@@ -58,12 +58,12 @@ def token_parts(tokens: int, *, degree: int) -> tuple[int, ...]:
 
 
 class UlyssesAllToAll:
-    """Turns shares of tokens into shares of heads, and back.
+    """Turns shards of tokens into shards of heads, and back.
 
     ``parts`` are the tokens that each rank has, in order; they add up to C.
 
     Args:
-        group: of the ranks that share tokens.
+        group: of the ranks over which tokens are sharded.
         rank: this one's place in it.
         num_heads: N.
         kv_heads: K.
@@ -71,7 +71,7 @@ class UlyssesAllToAll:
 
     def __init__(self, group: ProcessGroup, *, rank: int, num_heads: int, kv_heads: int) -> None:
         self._group, self.rank, self.degree = group, rank, group.size()
-        self.share = head_shard(num_heads, kv_heads, degree=self.degree)
+        self.shard = head_shard(num_heads, kv_heads, degree=self.degree)
 
     def queries_to_heads(self, tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
         """Each ``[c, N, D]`` as ``[C, n, D]``, in one exchange."""
@@ -110,24 +110,22 @@ class UlyssesAllToAll:
     def _split(self, x_cND: Tensor) -> Tensor:
         """``[G, c, n, D]``: what each rank gets of the query heads."""
         tokens, _, size = x_cND.shape
-        return x_cND.reshape(tokens, self.degree, self.share.queries, size).transpose(0, 1)
+        return x_cND.reshape(tokens, self.degree, self.shard.queries, size).transpose(0, 1)
 
     def _split_keys(self, x_cKD: Tensor) -> Tensor:
         """``[G, c, k, D]``: what each rank gets of the key/value heads."""
         tokens, _, size = x_cKD.shape
-        distinct = self.degree // self.share.repeats
-        heads = x_cKD.reshape(tokens, distinct, self.share.keys, size).transpose(0, 1)
-        return heads.repeat_interleave(self.share.repeats, dim=0)
+        distinct = self.degree // self.shard.repeats
+        heads = x_cKD.reshape(tokens, distinct, self.shard.keys, size).transpose(0, 1)
+        return heads.repeat_interleave(self.shard.repeats, dim=0)
 
     def _join_keys(self, d_GckD: Tensor) -> Tensor:
-        """``[c, K, D]`` from each rank's share of the sum."""
-        if self.share.repeats > 1:
+        """``[c, K, D]`` from each rank's part of the sum."""
+        if self.shard.repeats > 1:
             _, *shape = d_GckD.shape
-            shares = d_GckD.reshape(-1, self.share.repeats, *shape)
+            terms = d_GckD.reshape(-1, self.shard.repeats, *shape)
             d_GckD = (
-                shares.float().sum(1).to(shares.dtype)
-                if shares.dtype.itemsize < 4
-                else (shares.sum(1))
+                terms.float().sum(1).to(terms.dtype) if terms.dtype.itemsize < 4 else (terms.sum(1))
             )
         return _join(d_GckD)
 

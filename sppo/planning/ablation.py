@@ -20,7 +20,7 @@ from sppo.planning.solver import solve
 from sppo.schedule.costs import Costs, Links
 
 PAPER_SPEEDUPS = {"none": 1.0, "offload_all": 0.91, "sppo": 1.23, "sppo + MSP": 1.44}
-"""Of the SPPO paper; MSP on top of adaptive offload."""
+"""Speedups that the SPPO paper reports; MSP on top of adaptive offload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
     everything = _option(plain, "offload_all")
     rows.append(_row("offload_all", everything, rows, _offload_note(everything)))
     adaptive = _option(plain, "sppo")
-    rows.append(_row("sppo", adaptive, rows, "moves what hides"))
+    rows.append(_row("sppo", adaptive, rows, "offloads what hides"))
     hybrid = _option(plain, "hybrid")
     rows.append(
-        _row("hybrid", hybrid, rows, "keeps what fits, moves what hides, rebuilds the rest")
+        _row("hybrid", hybrid, rows, "retains what fits, offloads what hides, recomputes the rest")
     )
     if plain.pipeline_parallel_degree > 1:
         rows += _multiplexed_rows(adaptive, rows)
@@ -81,7 +81,7 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
 
 
 def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> list[AblationRow]:
-    """MSP with everything that moves priced, and as if moving were free."""
+    """MSP with all its messages priced, and as if they were free."""
     candidate = replace(adaptive.candidate, schedule="sppo_msp")
     assessment = assess(candidate)
     priced = simulate_candidate(assessment)
@@ -90,7 +90,9 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> 
     free = simulate_candidate(replace(assessment, costs=_without_links(assessment.costs)))
     return [
         _row("sppo + MSP", priced, rows, note),
-        _row("sppo + MSP, free links", free, rows, "the bound: weights and K/V move for nothing"),
+        _row(
+            "sppo + MSP, free links", free, rows, "the bound: weights and K/V are sent for nothing"
+        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What to change where nothing fits: in words, with numbers, from trying it.
+"""What to change where nothing fits: as text, with numbers, from trying it.
 
 Each change is tried by asking the solver's closed forms again: a shorter sequence, more nodes, a
 larger or another tier, another activation policy with what it costs.
@@ -101,7 +101,7 @@ def _tiers(run: RunConfig, hardware: HardwareSpec, fits: Fits) -> Iterator[Advic
 
 
 def _longest_length(run: RunConfig, hardware: HardwareSpec, fits: Fits) -> int | None:
-    """By bisection over whole Ki tokens, to 1/16 of the answer."""
+    """Find the longest length that fits, by bisection over whole Ki tokens, to 1/16 of itself."""
     if run.sequence.boundaries is not None:
         return None
     low, high = 0, run.sequence.length // KIB

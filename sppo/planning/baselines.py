@@ -4,11 +4,11 @@ The same formulas as for SPPO, applied to an unsplit sequence: states, saved act
 working set of one layer, which now spans the whole sequence. K and V belong to one layer at a time
 where layers are recomputed, and their gradients never outlive their layer. Kernels and the loss are
 taken to be as frugal as ours (attention without a score matrix, logits in tiles), so these are the
-best that each way of sharing a sequence can reach, not what a given release of a framework does.
+best that each way of sharding a sequence can reach, not what a given release of a framework does.
 
-- one device: every device has whole sequences, states are shared out over all (ZeRO-3).
+- one device: every device has whole sequences, states are sharded over all (ZeRO-3).
 - megatron: tensor and sequence parallelism inside a node, with pipeline stages across nodes.
-- ulysses: one group as large as heads and devices allow, states shared out over all (ZeRO-3).
+- ulysses: one group as large as heads and devices allow, states sharded over all (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Method:
     Attributes:
         name: What tables call it.
         policy: "retain" or "recompute".
-        mechanism: How a group shares a layer.
-        zero: How much of the state is shared out.
+        mechanism: How a layer is sharded over a group.
+        zero: How much of the state is sharded.
         degrees: What it may use, from model and machine.
     """
 
@@ -106,7 +106,7 @@ def baseline_memory(
     saved = saved_bytes_per_token(method.policy, run.model, element_bytes=workload.element_bytes)
     per_layer = saved * length / degrees.sequence_parallel
     exchanged = _exchanged_bytes(candidate, tokens=length)
-    # They reduce gradients layer by layer and keep a share of them only.
+    # They reduce gradients layer by layer and keep their shard of them only.
     shards = degrees.data_parallel * same_weights_degree(workload) if method.zero >= 3 else 1
     stages = []
     for state, layers in zip(
@@ -129,8 +129,8 @@ def baseline_memory(
 def _exchanged_bytes(candidate: Candidate, *, tokens: int) -> int:
     """What a Megatron group exchanges beyond what our own would.
 
-    Its products share out outputs, not tokens, so each device gathers the residual stream of the
-    whole sequence and its gradient, and has a part of their sums. Ours holds one tensor more.
+    Its products shard outputs, not tokens, so each device gathers the residual stream of
+    the whole sequence and its gradient, and has a part of their sums. Ours holds one tensor more.
     """
     workload = candidate.workload
     if workload.sequence_parallel != "megatron" or workload.sequence_parallel_degree == 1:
@@ -160,15 +160,15 @@ def _baseline(run: RunConfig, hardware: HardwareSpec, method: Method, paper: str
     return best
 
 
-def _longest(fits: Callable[[int], bool], share: int) -> int:
-    """The longest that fits in whole Ki tokens, to 1 / `share` of itself; 0 where none does."""
+def _longest(fits: Callable[[int], bool], precision: int) -> int:
+    """The longest that fits in whole Ki tokens, to 1 / `precision` of itself; 0 where none does."""
     if not fits(KIB):
         return 0
     low = 1
     while low * KIB < _LONGEST_TOKENS and fits(2 * low * KIB):
         low *= 2
     high = 2 * low
-    while high - low > max(1, low // share):
+    while high - low > max(1, low // precision):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * KIB) else (low, middle)
     return low * KIB

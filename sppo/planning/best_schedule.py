@@ -13,7 +13,7 @@ from sppo.planning.simulated_memory import simulate_within_budget
 _SCHEDULED_UNITS = 1200
 """Stages x units up to which other schedules are tried: making and playing them takes a second."""
 _WORTH_IT = 0.99
-"""Another schedule is taken if it leaves at most this share of the step: predictions are not so
+"""Another schedule is taken if it leaves at most this fraction of the step: predictions are not so
 exact that less would count, and the plain program is the simplest to run."""
 
 
@@ -45,8 +45,8 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
 def _scheduled(candidate: Candidate, name: str) -> EvaluatedCandidate | None:
     """The candidate under another schedule, None where it does not fit.
 
-    Memory is that of the simulation too: helpers hold pieces of others' units, and a delayed weight
-    half holds what came back from another tier, which closed forms do not follow.
+    Memory is that of the simulation too: borrowers hold shards of others' units, and a delayed
+    weight half holds what came back from another tier, which closed forms do not follow.
     """
     assessment = assess(replace(candidate, schedule=name))
     if assessment.shortfall is not None:

@@ -24,7 +24,7 @@ _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parall
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """One way to share out devices."""
+    """One way to divide devices."""
 
     data_parallel: int
     pipeline_parallel: int
@@ -74,7 +74,7 @@ def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec
 def degrees_to_try(
     run: RunConfig, *, hardware: HardwareSpec
 ) -> tuple[list[Degrees], list[Refusal]]:
-    """Every way to share out the machine that the run allows, and those it rules out.
+    """Every way to divide the machine that the run allows, and those it rules out.
 
     Sequence parallelism stays inside a node unless the run asks for more: its exchanges are on
     the way of every layer. Devices may be left over where the model has too few layers, or a step
@@ -131,7 +131,7 @@ def cut_sequence(
     """Tokens of each of `num_subsequences` subsequences, as the run's partition asks.
 
     Raises:
-        ValueError: more pieces than tokens.
+        ValueError: more subsequences than tokens.
     """
     sequence = run.sequence
     if sequence.boundaries is not None:
@@ -174,7 +174,7 @@ def _pipeline_degrees(run: RunConfig, *, room: int, fixed: dict[str, int]) -> li
 
 
 def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int]) -> int:
-    """As many replicas as have a sequence each and a place."""
+    """Return as many replicas as have a sequence each and a place."""
     if "data_parallel_degree" in fixed:
         return fixed["data_parallel_degree"]
     sequences = run.train.sequences_per_step
@@ -186,10 +186,12 @@ def _refusal(run: RunConfig, *, degrees: Degrees, total: int) -> str | None:
     if degrees.num_devices > total:
         return f"needs {degrees.num_devices} devices, there are {total}"
     if degrees.pipeline_parallel > model.num_layers:
-        return f"{model.num_layers} layers cannot be shared by {degrees.pipeline_parallel} stages"
+        return (
+            f"{model.num_layers} layers cannot be divided into {degrees.pipeline_parallel} stages"
+        )
     if model.num_heads % degrees.sequence_parallel:
         return (
-            f"{model.num_heads} attention heads cannot be shared by a sequence-parallel group "
+            f"{model.num_heads} attention heads cannot be divided by a sequence-parallel group "
             f"of {degrees.sequence_parallel}"
         )
     if run.train.sequences_per_step % degrees.data_parallel:

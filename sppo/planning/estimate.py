@@ -2,7 +2,7 @@
 
 The paper counts activations of a GPT in two ways: 32 B S H bytes per layer in its Table 2 and 38
 B S H in section 5.1 (2 B S H elements of them K and V, that is 4 bytes). Both assume multi-head
-attention, an MLP four times as wide as the model, and every intermediate kept. What this engine
+attention, an MLP of four times the model's width, and every intermediate kept. What this engine
 saves is less: norms, activation functions and the like are formed again on the way.
 
 Legend: B sequences, S tokens of a sequence, H hidden size, L layers, K key/value heads, D head
@@ -25,7 +25,7 @@ from sppo.planning.run_plan import run_candidate
 TABLE_2_BYTES = 32
 """Per token, hidden unit and layer: SPPO paper, Table 2."""
 SECTION_5_1_BYTES = 38
-"""The same in its section 5.1."""
+"""Bytes per token, hidden unit and layer: SPPO paper, section 5.1."""
 _MOMENTS = 2
 
 
@@ -81,7 +81,7 @@ def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
 
     Raises:
         ValueError: a policy this machine cannot serve, more stages than layers, or sequences that
-            cannot be shared out over the replicas.
+            cannot be divided evenly over the replicas.
     """
     candidate = run_candidate(run, hardware=hardware)
     return Estimate(run, hardware, model_counts(run), assess(candidate))

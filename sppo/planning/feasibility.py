@@ -33,14 +33,14 @@ def quick_step_s(run: RunConfig, hardware: HardwareSpec) -> float | None:
 
 
 def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
-    """Whether any way to share out the devices fits, cut into as many pieces as are worth trying.
+    """Whether any way to divide the devices fits, with any number of subsequences worth trying.
 
-    Memory only shrinks with the number of pieces, so no other number is looked at.
+    Memory only shrinks with the number of subsequences, so no other number is looked at.
     """
     try:
         possible, _ = degrees_to_try(run, hardware=hardware)
         num_subsequences = subsequence_counts_to_try(run, hardware=hardware)[-1]
-        # Most devices first, and of those the ones that also share the running layer.
+        # Most devices first, and of those the ones that also shard the running layer.
         possible.sort(key=lambda d: (d.num_devices, d.sequence_parallel), reverse=True)
         candidates = (
             candidate_of_subsequences(

@@ -1,14 +1,15 @@
 """Cutting a sequence into subsequences: equal tokens, or equal causal FLOPs.
 
 The cost of the first x tokens of a causal sequence is ``a*x + b*x^2/2``: ``a`` FLOPs per token in
-the projections, ``b`` FLOPs per (query, key) pair in attention. Equal shares then have boundaries
+the projections, ``b`` FLOPs per (query, key) pair in attention. Equal costs then have boundaries
 in closed form, ``x_k = (sqrt(a^2 + 2 b C k / N) - a) / b`` with C the cost of the whole sequence.
-Each boundary is rounded, not each length, so rounding errors never pile up in one piece.
+Each boundary is rounded, not each length, so rounding errors never pile up in one subsequence.
 
 We count the pairs that a causal kernel visits. The SPPO paper's figures for LLaMA-65B at 128K
-tokens (10.59 to 2.87 GB from first to last piece at N = 8, 6.04 to 1.3 GB at N = 16) are those of
-the full square, b twice as large: with 38 bytes per token and hidden unit of one undivided layer
-they come out within 9 percent, over causal pairs no count of bytes comes closer than 20 percent.
+tokens (10.59 to 2.87 GB from first to last subsequence at N = 8, 6.04 to 1.3 GB at N = 16) are
+those of the full square, b twice as large: with 38 bytes per token and hidden unit of one undivided
+layer they come out within 9 percent, over causal pairs no count of bytes comes closer than 20
+percent.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def boundaries_by_length(
     """N+1 cuts from 0 to ``length`` with equal tokens between them.
 
     Raises:
-        ValueError: more pieces than tokens.
+        ValueError: more subsequences than tokens.
     """
     return _aligned(
         [length * k / num_subsequences for k in range(1, num_subsequences)], length, alignment
@@ -39,10 +40,11 @@ def boundaries_by_flops(
         num_subsequences: N.
         linear: a, FLOPs per token.
         quadratic: b, FLOPs per visible (query, key) pair.
-        alignment: cuts are multiples of this where N pieces fit, of a half, a quarter... elsewhere.
+        alignment: cuts are multiples of this where N subsequences fit, of a half, a quarter...
+            elsewhere.
 
     Raises:
-        ValueError: more pieces than tokens, or costs that are not positive.
+        ValueError: more subsequences than tokens, or costs that are not positive.
     """
     if linear < 0 or quadratic < 0 or linear + quadratic <= 0:
         raise ValueError(f"costs must be positive, got linear {linear}, quadratic {quadratic}")
@@ -57,17 +59,17 @@ def boundaries_by_flops(
 
 
 def lengths_of(boundaries: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens of each piece."""
+    """Tokens of each subsequence."""
     return tuple(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
 
 
 def automatic_num_subsequences(length: int, *, target_tokens: int) -> int:
-    """N for ``num_subsequences: auto``: pieces of about ``target_tokens``, at least one."""
+    """N for ``num_subsequences: auto``: subsequences of about ``target_tokens``, at least one."""
     return max(1, ceil(length / target_tokens))
 
 
 def _aligned(cuts: list[float], length: int, alignment: int) -> tuple[int, ...]:
-    """Round inner ``cuts`` to the coarsest halving of ``alignment`` that leaves no piece empty."""
+    """Round inner ``cuts`` to the coarsest halving of ``alignment`` that leaves none empty."""
     num_subsequences = len(cuts) + 1
     if num_subsequences > length:
         raise ValueError(

@@ -28,8 +28,8 @@ from sppo.units import format_bytes
 TARGET_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens of a subsequence for ``num_subsequences: auto``. On a CPU 1Ki and 2Ki took the same
 time; the larger makes fewer. On a GPU, not measured: the middle of the paper's 2K to 16K."""
-USABLE_SHARE = 0.85
-"""Of the memory that is free, what a policy left to ``auto`` fills."""
+USABLE_FRACTION = 0.85
+"""Fraction of the free memory that a policy left to ``auto`` fills."""
 
 
 def plan_run(
@@ -56,7 +56,7 @@ def plan_run(
         MemoryError: it does not fit, with what to change.
     """
     chosen = run.activations.policy in ("auto", "hybrid")
-    usable = int(available_bytes * USABLE_SHARE) if chosen else available_bytes
+    usable = int(available_bytes * USABLE_FRACTION) if chosen else available_bytes
     device = replace(hardware.device, memory_bytes=max(1, usable), reserved_bytes=0)
     node = _tiers(run, hardware=hardware, disk_bytes=disk_bytes, host_bytes=host_bytes)
     candidate = run_candidate(run, hardware=replace(hardware, device=device, node=node))
@@ -79,7 +79,7 @@ def _scheduled(run: RunConfig, assessment: EvaluatedCandidate) -> EvaluatedCandi
 
 
 def trains_msp(run: RunConfig) -> bool:
-    """Whether training can share units among pipeline ranks.
+    """Whether training can shard units over pipeline ranks.
 
     Every rank of a stage must have all of its weights, to send them.
     """
@@ -94,7 +94,7 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
     """The run with the degrees it writes and the cuts it asks for.
 
     Raises:
-        ValueError: sequences that cannot be shared out over the replicas.
+        ValueError: sequences that cannot be divided evenly over the replicas.
     """
     parallel = run.parallel
     degrees = Degrees(
@@ -174,7 +174,7 @@ def _too_large(
         on_disk = shortfall.place == "disk"
         where = f"activations.disk={run.activations.disk}" if on_disk else "host memory"
         return (
-            f"activations.policy={policy} moves {needed} to {where}, of which "
+            f"activations.policy={policy} offloads {needed} to {where}, of which "
             f"{format_bytes(shortfall.available_bytes)} may be "
             "used; activations.offload_ratio="
             f"{_floor(fits * _offloaded_fraction(assessment))} would fit, or "
@@ -184,7 +184,7 @@ def _too_large(
     if policy in ("auto", "hybrid"):
         return (
             f"a sequence of {run.sequence.length} tokens needs {needed} (most of it {bucket}) "
-            f"even with everything rebuilt, and {format_bytes(usable)} may be used of "
+            f"even with everything recomputed, and {format_bytes(usable)} may be used of "
             f"{format_bytes(available)}; shorten sequence.length or take a smaller model"
         )
     return (
@@ -205,13 +205,13 @@ def _more_host(run: RunConfig) -> str:
 
 
 def _offloaded_fraction(assessment: EvaluatedCandidate) -> float:
-    """Of what all subsequences but the last save, what is moved; the ratio that is asked for."""
+    """Offloaded fraction of the bytes saved by all subsequences except the last."""
     row_bytes = row_bytes_of(assessment.candidate)[0]
     offloaded = float((assessment.decisions.offloaded[0] @ row_bytes).sum())
-    movable = float((assessment.decisions.tokens[:-1] * row_bytes.sum()).sum())
-    return min(1.0, offloaded / movable) if movable else 0.0
+    offloadable = float((assessment.decisions.tokens[:-1] * row_bytes.sum()).sum())
+    return min(1.0, offloaded / offloadable) if offloadable else 0.0
 
 
 def _floor(ratio: float) -> str:
-    """To two places, never up."""
+    """Format to two places, rounded down."""
     return f"{int(ratio * 100) / 100:.2f}"

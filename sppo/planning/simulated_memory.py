@@ -1,7 +1,7 @@
 """Memory of a simulated option: what its schedule really holds at once, beside the closed form.
 
-The closed form counts what is in flight at most; the simulation follows every unit, copy and piece.
-Where the two differ, the simulation is what a run would see.
+The closed form counts what is in flight at most; the simulation follows every unit, copy and MSP
+shard. Where the two differ, the simulation is what a run would see.
 """
 
 from __future__ import annotations

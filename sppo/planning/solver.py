@@ -1,6 +1,6 @@
 """The best way to run a model on a machine: degrees of parallelism, cuts, schedule, policy.
 
-Every way to share out the devices is tried with every number of subsequences worth trying, priced
+Every way to divide the devices is tried with every number of subsequences worth trying, priced
 in closed form, and dropped with the reason where it does not fit. The best few are simulated; the
 simulation decides between them. Everything is deterministic: same request, same answer.
 """
@@ -41,7 +41,7 @@ class Rejection:
         degrees: Which.
         num_subsequences: N that came nearest to fitting; None where it does not depend on N.
         policy: Activation policy that came nearest.
-        reason: In words.
+        reason: Text that says why.
         shortfall: Where memory is short.
     """
 
@@ -96,7 +96,7 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
 def enumerate_options(
     run: RunConfig, *, hardware: HardwareSpec, subsequence_counts: Sequence[int] | None = None
 ) -> tuple[list[EvaluatedCandidate], list[Rejection]]:
-    """The best option of every way to share out the devices, in closed form; and what fails."""
+    """The best option of every way to divide the devices, in closed form; and what fails."""
     possible, refused = degrees_to_try(run, hardware=hardware)
     counts = subsequence_counts or subsequence_counts_to_try(run, hardware=hardware)
     fitting: list[EvaluatedCandidate] = []
@@ -177,7 +177,7 @@ def candidate_of(
         offload_optimizer=run.optimizer.offload and workload.hardware.device.kind != "cpu",
         input_every=run.activations.input_every,
         background_saves=run.checkpoint.async_save,
-        # Where ranks share weights out, tensors are rebuilt whole or not at all.
+        # Where weights are sharded, tensors are recomputed whole or not at all.
         allow_partial=workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1,
     )
 
@@ -187,7 +187,7 @@ def _fastest(candidates: Sequence[Candidate]) -> EvaluatedCandidate:
 
     Branch and bound: keeping everything bounds the time of every policy from below, so a candidate
     whose bound is above the best found is never looked at. Without saved activations memory only
-    shrinks with the number of pieces, so where the last one leaves room for none, none does.
+    shrinks with the number of subsequences, so where the last one leaves room for none, none does.
     """
     if not leaves_room(candidates[-1]):
         return assess(candidates[-1])
@@ -208,12 +208,12 @@ def _fastest(candidates: Sequence[Candidate]) -> EvaluatedCandidate:
         else:
             nearest = min(nearest or assessment, assessment, key=_short)
     chosen = best or nearest
-    assert chosen is not None, "there is at least one number of pieces to try"
+    assert chosen is not None, "there is at least one number of subsequences to try"
     return chosen
 
 
 def _rank(option: EvaluatedCandidate) -> tuple[float, int, int, int]:
-    """Faster first; of equals the one with fewer devices, fewer stages, fewer pieces."""
+    """Faster first; of equals the one with fewer devices, fewer stages, fewer subsequences."""
     degrees = option.degrees
     return (
         float(f"{option.step_s:.9g}"),

@@ -57,12 +57,12 @@ function size(v) {
   return +(v / 2 ** (10 * power)).toPrecision(3) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][power];
 }
 
-// "0B2.1[1/3]" in words; what is of no sequence is left as it is.
-function inWords(code) {
+// "0B2.1[1/3]" as text; what is of no sequence is left as it is.
+function asText(code) {
   const m = /^(\d+)[A-Z_0-9]*?[A-Z](\d+)\.(\d+)(?:\[(\d+)\/(\d+)\])?$/.exec(code);
   if (!m) return code;
-  const piece = m[4] === undefined ? "" : `, piece ${+m[4] + 1} of ${m[5]}`;
-  return `of stage ${m[1]}, sequence ${m[2]}, subsequence ${m[3]}${piece} (${code})`;
+  const shard = m[4] === undefined ? "" : `, shard ${+m[4] + 1} of ${m[5]}`;
+  return `of stage ${m[1]}, sequence ${m[2]}, subsequence ${m[3]}${shard} (${code})`;
 }
 
 // Bars of a row are sorted by lane and time, so that the visible ones are found by bisection.
@@ -89,7 +89,7 @@ const panels = data.panels.map(panel => {
   return { panel, rows, canvas, height, hasCopies, hasLinks, peak, below, total };
 });
 
-// Where a lane lies inside its row, as shares of the row's height.
+// Where a lane lies inside its row, as fractions of the row's height.
 function place(view, lane) {
   const extra = (view.hasCopies ? 2 : 0) + (view.hasLinks ? 1 : 0);
   const main = extra ? 0.92 - 0.13 * extra : 0.9;
@@ -295,7 +295,7 @@ function pointed(view, event) {
     if (!where || share < where[0] || share > where[0] + where[1]) continue;
     const bars = row.lanes[lane], bar = bars[firstVisible(bars, when)];
     if (bar && bar[0] <= when) {
-      const what = `${view.panel.styles[bar[3]].name} ${inWords(bar[5])}`;
+      const what = `${view.panel.styles[bar[3]].name} ${asText(bar[5])}`;
       return what + "\n" + lasting("takes", bar[0], bar[1]);
     }
   }

@@ -1,4 +1,4 @@
-"""Timelines as a picture: one panel per schedule, one row per rank, memory below.
+"""Timelines as a plot: one panel per schedule, one row per rank, memory below.
 
 Up to some ten thousand bars are drawn and labelled one by one; a larger step is painted pixel by
 pixel, because nobody can tell its bars apart.
@@ -46,7 +46,7 @@ class _Panel:
 
     @property
     def bar_bottom(self) -> float:
-        """Where the compute bar of a row ends; copies have the rest."""
+        """Where the compute bar of a row ends; copies have the rest of the height."""
         return 0.62 if self.has_copies else 0.9
 
     @property
@@ -65,11 +65,11 @@ def write_png(
     """Draw `timelines` under each other on one time axis.
 
     Args:
-        path: Where the picture goes.
+        path: File to write.
         timelines: At least one.
         is_abstract: Times are multiples of one forward and memory is of one unit's, rather than
             seconds and bytes.
-        dpi: Pixels per inch; the picture is 15 inches wide.
+        dpi: Pixels per inch; the plot is 15 inches wide.
 
     Raises:
         OSError: the file cannot be written.
@@ -209,7 +209,7 @@ def _place(span: Span, *, panel: _Panel) -> tuple[float, float] | None:
 def _label(
     axes: Axes, span: Span, *, panel: _Panel, place: tuple[float, float], inches: float, on: str
 ) -> int:
-    """Write the unit into its bar if it fits; a helper's piece also names the stage it helps."""
+    """Write the unit into its bar if it fits; a borrower's shard also names its stage."""
     if span.lane != "compute":
         return 0
     schedule = panel.timeline.schedule
@@ -312,7 +312,7 @@ def binary_step(peak_bytes: float) -> int:
 
 
 def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]]]:
-    """Names and colours of what is in the picture, and of nothing else."""
+    """Names and colours of what is in the plot, and of nothing else."""
     seen = _Seen.of(panels)
     forward, backward = ActionKind.F, ActionKind.B
     entries: list[tuple[str, tuple[str, ...]]] = [
@@ -329,7 +329,7 @@ def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]
         if phase in seen.phases
     ]
     if seen.phases:
-        entries.append(("s1: a piece of stage 1, on another rank", ("#FFFFFF",)))
+        entries.append(("s1: an MSP shard of stage 1, on another rank", ("#FFFFFF",)))
     entries += [
         (name, (style.IDLE_COLOURS[cause],))
         for cause, name in style.IDLE_NAMES.items()

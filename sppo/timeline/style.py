@@ -1,4 +1,4 @@
-"""What pictures of a timeline have in common: colours, labels, and which end of MSP a piece is.
+"""What plots of a timeline have in common: colours, labels, and which end of MSP a shard is.
 
 Colours tell kinds apart also for colour-blind readers (Paul Tol's bright scheme); idle stretches
 are pale, one colour per cause.
@@ -29,13 +29,13 @@ KIND_NAMES: dict[ActionKind, str] = {
     ActionKind.F: "forward",
     ActionKind.B: "backward",
     ActionKind.W: "weight gradients",
-    ActionKind.R: "rebuild",
+    ActionKind.R: "recompute",
     ActionKind.D2H: "copy to host",
     ActionKind.H2D: "copy back",
     ActionKind.REDUCE: "reduce gradients",
     ActionKind.SEND: "message",
 }
-# A later stage of the same rank, and pieces of an MSP unit by phase.
+# A later stage of the same rank, and shards of an MSP unit by phase.
 LATER_STAGE_COLOURS: dict[ActionKind, str] = {
     ActionKind.F: "#8FB4D9",
     ActionKind.B: "#7BBF87",
@@ -66,7 +66,7 @@ DARK_TEXT_ON = frozenset({"#8FB4D9", "#7BBF87", "#D9CC7A", "#D08BB4", "#66CCEE"}
 
 
 def phases(schedule: Schedule) -> dict[tuple[int, int | None, int | None], Phase]:
-    """For every unit cut by MSP, by (stage, sequence, subsequence): which bubble it fills.
+    """Return which bubble every unit cut by MSP fills, by (stage, sequence, subsequence).
 
     A left unit runs on its owner and the ranks behind it, a right one on those before it.
     """
@@ -86,7 +86,7 @@ def colour_of(
     schedule: Schedule,
     phases: Mapping[tuple[int, int | None, int | None], Phase],
 ) -> str:
-    """The colour of an action; stages that share a rank alternate between dark and light."""
+    """The colour of an action; stages of the same rank alternate between dark and light."""
     if action.num_shards > 1:
         phase = phases.get((action.stage, action.sequence, action.subsequence))
         if phase is not None and (action.kind, phase) in PHASE_COLOURS:

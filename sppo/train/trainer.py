@@ -145,7 +145,7 @@ def train(
             output / CHECKPOINTS_DIRECTORY,
             keep=run.checkpoint.keep,
             async_save=run.checkpoint.async_save,
-            group=ranks.mesh.groups.everyone,
+            group=ranks.mesh.groups.world,
             timeout_s=CHECKPOINT_TIMEOUT_FACTOR * run.parallel.timeout_s,
         )
         first_step = _resume(manager, state, tokens=preflight.data.data)

@@ -72,20 +72,20 @@ def test_the_break_even_length_lies_where_the_mean_context_is_enough(context, le
     """Beyond and between measured lengths alike: c = 2 (400 - p)."""
     longer, shorter = ([point(c, context) for c in row] for row in ((1000, 2000), (4, 8)))
     between = [point(c, context) for c in (length - 10, length + 10)]
-    assert break_even_tokens(longer, share=1.0) == (pytest.approx(length), False)
-    assert break_even_tokens(shorter, share=1.0) == (pytest.approx(length), False)
-    assert break_even_tokens(between, share=1.0) == (pytest.approx(length), True)
+    assert break_even_tokens(longer, ratio=1.0) == (pytest.approx(length), False)
+    assert break_even_tokens(shorter, ratio=1.0) == (pytest.approx(length), False)
+    assert break_even_tokens(between, ratio=1.0) == (pytest.approx(length), True)
 
 
 def test_every_length_hides_after_enough_context():
-    assert break_even_tokens([point(64, 400), point(128, 400)], share=1.0) == (0.0, True)
+    assert break_even_tokens([point(64, 400), point(128, 400)], ratio=1.0) == (0.0, True)
     # A fifth of the bytes hides behind the products alone.
-    assert break_even_tokens([point(64, 0), point(128, 0)], share=0.2) == (0.0, True)
+    assert break_even_tokens([point(64, 0), point(128, 0)], ratio=0.2) == (0.0, True)
 
 
 def test_break_evens_are_told_by_context():
     points = [point(c, p) for p in (500, 0) for c in (256, 1024)]
-    found = break_evens(points, kept_share=0.4)
+    found = break_evens(points, kept_ratio=0.4)
     assert [row.context for row in found] == [0, 500]
     assert found[0].everything_tokens == pytest.approx(800)
     assert found[0].everything_measured

@@ -210,9 +210,9 @@ def test_rejections_are_grouped_for_people_and_listed_for_programs():
 def test_degrees_that_cannot_work_are_said(run):
     words = (run, "model.num_layers=4", "parallel.sequence_parallel_degree=1")
     reasons = [rejection["reason"] for rejection in report(*words)["rejected"]]
-    assert reasons == ["4 layers cannot be shared by 8 stages"]
+    assert reasons == ["4 layers cannot be divided into 8 stages"]
     text = one_line(succeed("solve", *words))
-    assert "1 … layers cannot be shared by … stages SP 1 · PP 8 · DP 1: 4 layers" in text
+    assert "1 … layers cannot be divided into … stages SP 1 · PP 8 · DP 1: 4 layers" in text
 
 
 def test_devices_left_over_are_said(run):
@@ -343,7 +343,7 @@ def test_conditions_that_rule_everything_out_are_named(run):
 def test_heads_that_cannot_be_shared_out(run):
     words = (run, "parallel.sequence_parallel_degree=3", "hardware.devices_per_node=3")
     text = one_line(refuse("solve", *words, code=3))
-    assert "32 attention heads cannot be shared by a sequence-parallel group of 3" in text
+    assert "32 attention heads cannot be divided by a sequence-parallel group of 3" in text
     found = report(*words, code=3)
     assert found["nearest"] is None
     assert "leave out parallel.sequence_parallel_degree" in found["advice"][0]["change"]

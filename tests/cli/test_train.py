@@ -107,7 +107,7 @@ def test_broken_token_data(work, name, fault):
 def test_not_enough_memory(work, monkeypatch):
     monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: MemoryRoom(1 << 16))
     error = refuse_unchanged(work, code=4)
-    assert "even with everything rebuilt" in error
+    assert "even with everything recomputed" in error
     assert "of 64.0 KiB" in error
     error = refuse_unchanged(work, "activations.policy=retain", code=4)
     assert "activations.policy=retain needs" in error

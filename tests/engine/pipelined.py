@@ -158,7 +158,7 @@ def _steps(rank: int, case: Case):
     exchange = exchange_of(case, model, mesh)
     shares = WeightSharding(model)
     if isinstance(exchange, MegatronSequenceParallel):
-        shares = exchange.shares
+        shares = exchange.sharding
     of_stage = {s: shares.shapes(ls) for s, ls in pipeline.layers(model.num_layers).items()}
     shapes = {name: shape for part in of_stage.values() for name, shape in part.items()}
     weights = {name: shares.cut(name, everything[name]) for name in shapes}

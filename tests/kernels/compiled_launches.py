@@ -49,19 +49,19 @@ def launch_attention(dtype, head_size, window):
     from sppo.kernels.triton.attention_backward import attention_backward
     from sppo.kernels.triton.attention_forward import attention_forward
 
-    wide = torch.promote_types(dtype, torch.float32)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
     q = torch.zeros(64, 4, head_size, dtype=dtype)
     k = torch.zeros(128, 2, head_size, dtype=dtype)
     options = {"scale": 0.1, "window": window, "document_starts": (0,)}
     o, lse = attention_forward(q, k, k, **options)
-    dk, dv = k.to(wide), k.to(wide)
+    dk, dv = k.to(acc_dtype), k.to(acc_dtype)
     attention_backward(q, q, k, k, o, lse, dk_TKD=dk, dv_TKD=dv, **options)
 
 
 def launch_elementwise(dtype, width):
     from sppo.kernels.triton import activations, merge, norms, rotary
 
-    wide = torch.promote_types(dtype, torch.float32)
+    acc_dtype = torch.promote_types(dtype, torch.float32)
     x = torch.zeros(8, width, dtype=dtype)
     norms.rms_norm(x, x[0], eps=1e-6)
     norms.rms_norm_backward(x, x, x[0], eps=1e-6)
@@ -71,13 +71,13 @@ def launch_elementwise(dtype, width):
     norms.rms_norm_backward(x, x, x[0], eps=1e-6, dresidual_CE=x)
     norms.add_layer_norm_(x.clone(), x, x[0], x[0], eps=1e-6)
     norms.layer_norm_backward(x, x, x[0], x[0], eps=1e-6, dresidual_CE=x)
-    heads, angles = x.view(8, -1, 64), torch.zeros(8, 1, 32, dtype=wide)
+    heads, angles = x.view(8, -1, 64), torch.zeros(8, 1, 32, dtype=acc_dtype)
     rotary.turn(heads, angles, angles, sign=1.0)
     activations.activation(x, x.clone(), kind="swiglu")
     for kind in ("swiglu", "gelu", "gelu_tanh"):
         gate = x.clone() if kind == "swiglu" else None
         activations.activation_backward_(x.clone(), gate, x.clone(), kind=kind)
-    total = torch.zeros(heads.shape, dtype=wide)
+    total = torch.zeros(heads.shape, dtype=acc_dtype)
     merge.merge_(total, total[:, :, 0].contiguous(), heads, total[:, :, 0].contiguous())
 
 

@@ -68,5 +68,5 @@ def assert_close(actual, expected, *, tolerance):
     assert error <= tolerance, f"{error:.2e} above {tolerance:.2e}"
 
 
-def wide_tolerance(dtype):
+def accumulation_tolerance(dtype):
     return TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]

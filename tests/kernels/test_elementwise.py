@@ -220,8 +220,8 @@ def test_rotary_of_bf16_is_fp32_rounded_once():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_weight_gradients_are_added_in_the_accumulator(dtype):
     x, dy = random((50, 6), (50, 9), dtype=dtype)
-    wide = elementwise.accumulation_dtype(dtype)
-    weight0, bias0 = random((9, 6), (9,), seed=7, dtype=wide)
+    acc_dtype = elementwise.accumulation_dtype(dtype)
+    weight0, bias0 = random((9, 6), (9,), seed=7, dtype=acc_dtype)
     weight, bias = weight0.clone(), bias0.clone()
     linear.accumulate_weight_gradient(weight, dy, x)
     linear.accumulate_bias_gradient(bias, dy)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sppo.kernels import row_tiles
 from sppo.kernels.attention.interface import attention_backward, attention_forward
-from sppo.kernels.row_tiles import wide_tiles
+from sppo.kernels.row_tiles import accumulation_tiles
 
 
 def small_tiles(elements):
@@ -18,10 +18,10 @@ def small_tiles(elements):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_wide_tiles_cover_once_and_fit(shape):
+def test_accumulation_tiles_cover_once_and_fit(shape):
     x = torch.zeros(shape)
     with small_tiles(24):
-        for tile in wide_tiles(x):
+        for tile in accumulation_tiles(x):
             assert x[tile].numel() <= 24
             x[tile] += 1
     assert torch.equal(x, torch.ones(shape))

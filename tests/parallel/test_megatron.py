@@ -57,9 +57,9 @@ def test_ranks_that_hold_the_same_part_are_next_to_each_other_in_every_replica()
 @pytest.mark.parametrize(
     ("fields", "degree", "says"),
     [
-        ({}, 3, "4 query heads cannot be shared"),
+        ({}, 3, "4 query heads cannot be sharded"),
         ({"num_heads": 12, "num_kv_heads": 4, "head_size": 2}, 6, "divide the 4 key/value heads"),
-        ({"mlp_size": 18}, 4, "MLP's width is shared out, and 18 cannot be evenly"),
+        ({"mlp_size": 18}, 4, "MLP's width is sharded, and 18 cannot be evenly"),
     ],
 )
 def test_what_cannot_be_shared_out(fields, degree, says):

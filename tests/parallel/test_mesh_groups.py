@@ -60,7 +60,7 @@ def test_tensors_travel_over_nccl_and_words_over_gloo(groups, shape):
     _, asked = groups(MeshShape(*shape), device=GPU)
     for asked_here in asked.values():
         for members, purpose, backend, device in asked_here:
-            if purpose == "everyone" or len(members) == 1:
+            if purpose == "world" or len(members) == 1:
                 assert (backend, device) == ("gloo", None)
             else:
                 assert (backend, device) == ("nccl", GPU)

@@ -11,7 +11,7 @@ from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.hardware.presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length
-from sppo.planning.run_plan import USABLE_SHARE, plan_run, run_boundaries
+from sppo.planning.run_plan import USABLE_FRACTION, plan_run, run_boundaries
 from sppo.units import MIB
 from tests.planning.cases import A100
 from tests.planning.cases import run_config as any_run
@@ -48,7 +48,7 @@ def test_policies_need_less_and_less():
 
 def test_no_more_is_rebuilt_than_must_be():
     """85 percent of what is free may be used; a little less and a subsequence is rebuilt."""
-    everything = peak_bytes("retain") / USABLE_SHARE
+    everything = peak_bytes("retain") / USABLE_FRACTION
     assert plan(available_bytes=int(everything) + 5).policy == "retain"
     less = plan(available_bytes=int(everything) - 5)
     assert less.policy == "hybrid"
@@ -60,7 +60,7 @@ def test_no_more_is_rebuilt_than_must_be():
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_linear_layers_are_rebuilt_before_attention(share):
     kept, least = peak_bytes("keep_attention"), peak_bytes("recompute")
-    between = plan(available_bytes=int((least + share * (kept - least)) / USABLE_SHARE) + 5)
+    between = plan(available_bytes=int((least + share * (kept - least)) / USABLE_FRACTION) + 5)
     assert between.recomputed_fractions(LINEAR) == (1.0,) * 8
     assert 0 < sum(between.recomputed_fractions(ATTENTION)) < 8
     assert set(between.recomputed_fractions(ATTENTION)) == {0.0, 1.0}
@@ -77,7 +77,7 @@ def test_a_cpu_has_nowhere_else_to_keep_the_optimizer():
 def test_less_memory_is_never_faster():
     least, most = (peak_bytes(policy) for policy in ("recompute", "retain"))
     steps = [
-        plan(available_bytes=int((least + share * (most - least)) / USABLE_SHARE) + 5)
+        plan(available_bytes=int((least + share * (most - least)) / USABLE_FRACTION) + 5)
         for share in (0, 0.2, 0.4, 0.6, 0.8, 1)
     ]
     seconds = [each.predicted.step_s for each in steps]
@@ -87,16 +87,16 @@ def test_less_memory_is_never_faster():
 
 def test_nothing_is_ever_moved():
     """Nothing but whole classes that are kept or rebuilt: what one device alone can do."""
-    for available in (PLENTY, int(peak_bytes("recompute") / USABLE_SHARE) + 5):
+    for available in (PLENTY, int(peak_bytes("recompute") / USABLE_FRACTION) + 5):
         for part in plan(available_bytes=available).stages[0].subsequences:
             assert part.offloaded == (0, 0, 0)
             assert all(min(rows) == 0 for rows in zip(part.retained, part.recomputed, strict=True))
 
 
 def test_nothing_that_fits_is_said_with_numbers():
-    least = int(peak_bytes("recompute") / USABLE_SHARE)
+    least = int(peak_bytes("recompute") / USABLE_FRACTION)
     assert plan(available_bytes=least + 5).predicted.device_peak_bytes <= least
-    with pytest.raises(MemoryError, match="16384 tokens needs .* even with everything rebuilt"):
+    with pytest.raises(MemoryError, match="16384 tokens needs .* even with everything recomputed"):
         plan(available_bytes=least - 5)
 
 
@@ -112,9 +112,9 @@ def test_what_is_said_to_be_needed_is_enough_and_nothing_less_is(length, disk_by
     with pytest.raises(MemoryError) as refused:
         plan_run(run, available_bytes=1 << 20, **room)
     needed = float(re.search(r"needs ([\d.]+) MiB", str(refused.value)).group(1)) * MIB
-    plan_run(run, available_bytes=int((needed + MIB) / USABLE_SHARE), **room)
+    plan_run(run, available_bytes=int((needed + MIB) / USABLE_FRACTION), **room)
     with pytest.raises(MemoryError):
-        plan_run(run, available_bytes=int((needed - MIB) / USABLE_SHARE), **room)
+        plan_run(run, available_bytes=int((needed - MIB) / USABLE_FRACTION), **room)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -260,7 +260,7 @@ def test_no_plan_fills_what_the_driver_and_others_need(work):
     assert plan.hardware.node.num_devices == 1
     with fake_gpu(free_bytes=20_000) as (device, runtime):
         runtime.memory_reserved = runtime.memory_allocated = lambda device: 0
-        with pytest.raises(MemoryError, match="even with everything rebuilt"):
+        with pytest.raises(MemoryError, match="even with everything recomputed"):
             check_before_training(run, device=device)
 
 
@@ -271,7 +271,9 @@ def test_host_memory_is_shared_by_the_ranks_of_a_machine(work, monkeypatch):
     run = run_of(work, activations={"policy": "offload_all"})
     with fake_gpu() as (device, _):
         assert device.host_room_bytes(local_ranks=2) == 42_500
-        with pytest.raises(MemoryError, match="offload_all moves .* to host memory, of which") as e:
+        with pytest.raises(
+            MemoryError, match="offload_all offloads .* to host memory, of which"
+        ) as e:
             check_before_training(run, device=device)
     ratio = float(str(e.value).split("offload_ratio=")[1].split(" ")[0])
     run = run_of(work, activations={"offload_ratio": ratio})

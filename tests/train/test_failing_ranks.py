@@ -189,7 +189,7 @@ def unused_port():
     [
         (["parallel.pipeline_parallel_degree=3"], "every stage needs a layer"),
         (["parallel.data_parallel_degree=2"], "train.sequences_per_step 1"),
-        (["parallel.sequence_parallel_degree=3"], "query heads cannot be shared out"),
+        (["parallel.sequence_parallel_degree=3"], "query heads cannot be sharded"),
         ([TWO_STAGES, "parallel.multiplexed=on", "parallel.zero=3"], "parallel.multiplexed=on"),
         (["parallel.multiplexed=on"], "shards units over pipeline ranks, and there is one"),
     ],

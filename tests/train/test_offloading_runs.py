@@ -16,7 +16,7 @@ from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.offload import tier
 from sppo.offload.file_tier import FileTier
 from sppo.offload.tier import DiskRoom
-from sppo.planning.run_plan import USABLE_SHARE
+from sppo.planning.run_plan import USABLE_FRACTION
 from sppo.train import preflight, trainer
 from sppo.train.preflight import check_before_training
 from sppo.train.results import report
@@ -161,7 +161,7 @@ def test_a_directory_that_cannot_be_written_is_refused(work):
 def test_a_disk_that_is_too_small_is_refused(work, monkeypatch):
     monkeypatch.setattr(tier, "disk_room", lambda directory: DiskRoom(free_bytes=100_000))
     error = refuse("train", offloading_run(work, policy="offload_all"), code=4)
-    assert "activations.policy=offload_all moves" in error
+    assert "activations.policy=offload_all offloads" in error
     assert "activations.offload_ratio=0." in error
     ratio = float(error.split("offload_ratio=")[1].split(" ")[0])
     succeed("train", offloading_run(work, offload_ratio=ratio))
@@ -189,7 +189,7 @@ def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     device = check_before_training(load_run(keeping)).plan.stages[0].memory.device
     succeed("train", offloading_run(work, output="kept", sequence=long, policy="retain"))
     usable = device.total_bytes - device.activations_bytes // 3
-    room = MemoryRoom(int(usable / USABLE_SHARE) + 1)
+    room = MemoryRoom(int(usable / USABLE_FRACTION) + 1)
     monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: room)
     monkeypatch.setattr(preflight, "REPORT_BYTES", 0)  # pictures would need more than this run
     run_file = offloading_run(work, sequence=long)

@@ -208,14 +208,14 @@ def test_biases_and_norms_of_shared_weights(ranks, work, run_file, zero):
         (
             {"num_heads": 6, "num_kv_heads": 6, "head_size": 8},
             4,
-            "6 query heads cannot be shared out evenly",
+            "6 query heads cannot be sharded evenly",
         ),
         (
             {"num_heads": 12, "num_kv_heads": 4, "head_size": 8},
             6,
             "must divide the 4 key/value heads",
         ),
-        ({"mlp_size": 90}, 4, "the MLP's width is shared out, and 90 cannot be evenly"),
+        ({"mlp_size": 90}, 4, "the MLP's width is sharded, and 90 cannot be evenly"),
     ],
 )
 def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, degree, says):
@@ -228,7 +228,7 @@ def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, d
 
 
 def megatron_plan():
-    """A run with weights shared out, and its plan."""
+    """A run with sharded weights, and its plan."""
     run = load_run(Path("run.yaml"), overrides((1, 1, 2), 1, **MEGATRON))
     return run, check_before_training(run).plan
 

@@ -1,4 +1,4 @@
-"""Panels of a picture: attention with the back end that ``auto`` takes, and all back ends."""
+"""Panels of a plot: attention with the back end that ``auto`` takes, and all back ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Panels of a picture: rates of copies by request size, and copies beside the compute over them."""
+"""Panels of a plot: rates of copies by request size, and copies beside the compute over them."""
 
 from __future__ import annotations
 

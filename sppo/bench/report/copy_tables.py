@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _LENGTH_MARK = "~"
-"""Before a length that was extrapolated."""
+"""Mark before a length that was extrapolated."""
 
 
 def print_copies(found: CopyMeasurements, *, console: Console) -> None:

@@ -43,13 +43,13 @@ class BenchDisplay:
             self._progress.stop()
 
     def begin(self, subject: str, *, total: int) -> None:
-        """See :class:`sppo.bench.timing.Watcher`."""
+        """Show the bar, or the line, of a subject that times ``total`` things."""
         if self._progress is None:
             self._console.print(f"measuring {subject}: {total} timings", highlight=False)
         else:
             self._progress.reset(self._task, total=total, description=subject)
 
     def advance(self) -> None:
-        """See :class:`sppo.bench.timing.Watcher`."""
+        """Count one more thing as timed."""
         if self._progress is not None:
             self._progress.advance(self._task)

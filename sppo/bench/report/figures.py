@@ -1,4 +1,4 @@
-"""How measured figures are written, in tables and in pictures."""
+"""How measured figures are written, in tables and in plots."""
 
 from __future__ import annotations
 

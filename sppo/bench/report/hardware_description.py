@@ -119,7 +119,7 @@ def _merged(old: tuple[_P, ...], new: tuple[_P, ...]) -> tuple[_P, ...]:
 
 
 def _with_peaks(device: DeviceSpec, points: Sequence[GemmPoint]) -> DeviceSpec:
-    """What endless products reach: of a GPU as a share of its peak; of a CPU it *is* the peak."""
+    """What endless products reach: for a GPU a fraction of its peak, for a CPU the peak itself."""
     best = {
         dtype: max(p.forward_flops_per_s for p in points if p.dtype == dtype)
         for dtype in {point.dtype for point in points}
@@ -127,11 +127,11 @@ def _with_peaks(device: DeviceSpec, points: Sequence[GemmPoint]) -> DeviceSpec:
     if device.kind == "cuda":
         dtype = "bf16" if "bf16" in best else "fp32"
         return replace(device, gemm_efficiency=min(1.0, best[dtype] / device.flops_per_s(dtype)))
-    reached = {d: device.flops_per_s(d) * device.gemm_efficiency for d in _DTYPES} | best
+    attained = {d: device.flops_per_s(d) * device.gemm_efficiency for d in _DTYPES} | best
     return replace(
         device,
-        bf16_flops_per_s=reached["bf16"],
-        fp32_flops_per_s=reached["fp32"],
+        bf16_flops_per_s=attained["bf16"],
+        fp32_flops_per_s=attained["fp32"],
         gemm_efficiency=1.0,
     )
 

@@ -1,4 +1,4 @@
-"""What the panels of a picture share: colours, axes of tokens, labels at the ends of lines."""
+"""Parts common to all panels of a plot: colours, axes of tokens, labels at the ends of lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INK, QUIET, GRID = "#222222", "#6b6b6b", "#e6e6e6"
 COLOURS = ("#1f5fa8", "#d1495b", "#2e8b57", "#b8860b", "#7b4fa3", "#008b8b", "#8c564b")
 SMALL_PT = 8
 _LABEL_HEIGHT = 0.035
-"""Of the height of a panel."""
+"""Height of a label as a fraction of a panel's."""
 _HEADROOM = 1.1
 
 
@@ -38,7 +38,7 @@ def write_labels(axes: Any, labels: Sequence[Label]) -> None:
     """
 
     def height(label: Label) -> float:
-        """As a share of the panel's, whatever the scale."""
+        """Return a label's height as a fraction of the panel's, whatever the scale."""
         at = axes.transData.transform((label.x, label.y))
         return float(axes.transAxes.inverted().transform(at)[1])
 
@@ -77,7 +77,7 @@ def headroom(axes: Any) -> None:
 
 
 def clean(axes: Any) -> None:
-    """No frame but the line below, quiet small text."""
+    """Leave no frame but the line below, and quiet small text."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#bbbbbb")

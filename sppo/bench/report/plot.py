@@ -1,4 +1,4 @@
-"""A picture of what a machine reaches: kernels, copies, and copies behind compute."""
+"""Plot of what a machine reaches: kernels, copies, and copies behind compute."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ def _draw_elementwise(axes: Any, *, points: tuple[ElementwisePoint, ...]) -> Non
         colour = COLOURS[dtypes.index(point.dtype)]
         axes.barh(place, point.bytes_per_s / 1e9, height=thickness, color=colour)
     axes.set_yticks(range(len(kernels)), [kernel.replace("_", " ") for kernel in kernels])
-    axes.set_xlabel(f"of the bytes they must move; {', '.join(dtypes)} from above")
+    axes.set_xlabel(f"of the bytes they must read and write; {', '.join(dtypes)} from above")
     axes.grid(axis="x", color=GRID, linewidth=0.8)

@@ -99,7 +99,8 @@ def _elementwise_table(points: Sequence[ElementwisePoint]) -> Table:
     columns = sorted({(p.dtype, p.elements) for p in points})
     by_place = {(p.kernel, p.dtype, p.elements): p for p in points}
     table = measurement_table(
-        "Element-wise kernels, GB/s of the bytes they must move, by type and elements, measured"
+        "Element-wise kernels, GB/s of the bytes they must read and write, by type and elements, "
+        "measured"
     )
     table.add_column("kernel", no_wrap=True)
     for dtype, elements in columns:

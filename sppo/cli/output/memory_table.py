@@ -86,7 +86,7 @@ def _bucket_table(groups: Sequence[StageGroup], *, hardware: HardwareSpec) -> Ta
 
     held = [group.memory for group in groups]
     for bucket in BUCKETS:
-        add(bucket.letter, bucket.words, [bucket.bytes_of(each.device) for each in held])
+        add(bucket.letter, bucket.label, [bucket.bytes_of(each.device) for each in held])
     table.add_section()
     add("", "one device", [each.device.total_bytes for each in held])
     tier = "host memory" if hardware.node.host_memory_bytes else "disk"

@@ -77,7 +77,7 @@ def _nearest_lines(solution: Solution, nearest: Rejection) -> list[str]:
 def _largest_buckets(device: MemoryBuckets) -> str:
     by_size = sorted(BUCKETS, key=lambda bucket: -bucket.bytes_of(device))[:_SHOWN_BUCKETS]
     return ", ".join(
-        f"{bucket.words} {format_bytes(bucket.bytes_of(device))}"
+        f"{bucket.label} {format_bytes(bucket.bytes_of(device))}"
         for bucket in by_size
         if bucket.bytes_of(device)
     )

@@ -152,7 +152,7 @@ class MspAttention:
                 else own.new_empty((sum(b - a for a, b in shard.runs(place)), *own.shape[1:]))
                 for place in range(self._exchange.count)
             ]
-            self._exchange.share(parts)
+            self._exchange.all_gather(parts)
             unit = own.new_empty((span.end - span.start, *own.shape[1:]))
             for place, part in enumerate(parts):
                 unit[shard.rows_of(place).to(unit.device)] = part

@@ -185,7 +185,7 @@ class MspStage(Stage):
             store=None if self._owner is None else self.kv,
             layer=index,
             window=model.window_of(index),
-            shape=(model.kv_heads if heads is None else heads.share.keys, model.head_dim),
+            shape=(model.kv_heads if heads is None else heads.shard.keys, model.head_dim),
             dtype=self._weights.dtype,
             device=self._weights.device,
             backend=self._backend,

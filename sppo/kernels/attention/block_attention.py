@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sppo.kernels.attention.blocks import Block, BlockKind, whole_units
 from sppo.kernels.fused import fused
-from sppo.kernels.row_tiles import wide_tiles
+from sppo.kernels.row_tiles import accumulation_tiles
 
 
 class BlockKernel(Protocol):
@@ -197,11 +197,11 @@ class _Merged:
     """Running output of a span: ``o`` and ``lse`` over the blocks seen so far."""
 
     def __init__(self, q_NCD: Tensor, *, kv_heads: int) -> None:
-        wide = torch.promote_types(q_NCD.dtype, torch.float32)
+        acc_dtype = torch.promote_types(q_NCD.dtype, torch.float32)
         heads, tokens, head_size = q_NCD.shape
         groups = (kv_heads, heads // kv_heads, tokens)
-        self._o_KGCD = q_NCD.new_empty((*groups, head_size), dtype=wide)
-        self._lse_KGC = q_NCD.new_empty(groups, dtype=wide)
+        self._o_KGCD = q_NCD.new_empty((*groups, head_size), dtype=acc_dtype)
+        self._lse_KGC = q_NCD.new_empty(groups, dtype=acc_dtype)
         self._seen = [False] * q_NCD.shape[1]
 
     def add(self, block: Block, o_KGrD: Tensor, lse_KGr: Tensor) -> None:
@@ -220,7 +220,7 @@ class _Merged:
             return
         both = torch.logaddexp(lse, lse_KGr)
         kept, added = ((part - both).exp_().unsqueeze(-1) for part in (lse, lse_KGr))
-        for tile in wide_tiles(so_far):  # mixing dtypes casts: not all of it at once
+        for tile in accumulation_tiles(so_far):  # mixing dtypes casts: not all of it at once
             so_far[tile].mul_(kept[tile])
             so_far[tile].addcmul_(o_KGrD[tile].to(so_far.dtype), added[tile])
         lse.copy_(both)
@@ -287,13 +287,13 @@ def _add_keys(total_tKD: Tensor, gradient: Tensor) -> None:
         _add(total_KtD, gradient.flatten(0, 1))
         return
     gradient_KtGD = gradient.transpose(1, 2)
-    for tile in wide_tiles(gradient_KtGD):  # a sum in another dtype casts
+    for tile in accumulation_tiles(gradient_KtGD):  # a sum in another dtype casts
         total_KtD[tile].add_(gradient_KtGD[tile].sum(-2, dtype=total_tKD.dtype))
 
 
 def _add(total: Tensor, gradient: Tensor) -> None:
     """Tile by tile: adding casts the gradient."""
-    for tile in wide_tiles(gradient):
+    for tile in accumulation_tiles(gradient):
         total[tile].add_(gradient[tile])
 
 

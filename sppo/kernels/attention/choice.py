@@ -40,8 +40,9 @@ _SINGLE = (*_HALF, torch.float32)
 _ALL = (*_SINGLE, torch.float64)
 _MAJORS = (8, 9, 10, 11, 12)
 _MAX_ROUNDOFFS = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 128, torch.float64: 128}
-"""Of the small case, in relative Frobenius norm. In half precision the operands' rounding counts
-(good kernels measure up to 2.2), in single the sums' does."""
+"""Largest errors of the small case in units of roundoff, in relative Frobenius norm. In half
+precision the operands' rounding counts (good kernels measure up to 2.2), in single the sums'
+does."""
 _SMALL_QUERIES, _SMALL_KEYS, _SMALL_KV_HEADS, _SMALL_PART, _SMALL_WINDOW = 70, 200, 2, 40, 50
 _SMALL_DOCUMENTS = (0, 20, 150)
 
@@ -97,7 +98,7 @@ CAPABILITIES: Mapping[Name, Capability] = {
     "torch_blocks": Capability(("cpu", "cuda"), _ALL),
     "reference": Capability(("cpu", "cuda"), _ALL, automatic=False),
 }
-"""In the order in which ``auto`` prefers them."""
+"""What each back end can do, in the order in which ``auto`` prefers them."""
 
 
 def choose(backend: Name | Literal["auto"], case: AttentionCase) -> AttentionKernel:
@@ -111,7 +112,7 @@ def choose(backend: Name | Literal["auto"], case: AttentionCase) -> AttentionKer
 
 @lru_cache(maxsize=64)
 def chosen_name(backend: Name | Literal["auto"], case: AttentionCase) -> Name:
-    """See :func:`choose`."""
+    """Name of the back end that :func:`choose` returns."""
     if backend == "auto":
         return _automatic(case)
     if backend not in CAPABILITIES:
@@ -227,8 +228,8 @@ def error_on_a_small_case(name: Name, case: AttentionCase) -> str | None:
     except Exception as error:  # whatever other people's packages raise
         first_line = (str(error).splitlines() or [""])[0]
         return f"fails on a small case with {type(error).__name__}: {first_line}"
-    wide = tuple(x.double() for x in (do, q, k, v))
-    exact = _forward_and_backward(Reference(), wide, window=case.window)
+    acc_dtype = tuple(x.double() for x in (do, q, k, v))
+    exact = _forward_and_backward(Reference(), acc_dtype, window=case.window)
     bound = _MAX_ROUNDOFFS[case.dtype] * torch.finfo(case.dtype).eps / 2
     for what, value in exact.items():
         error_of = float((ours[what].double() - value).norm() / value.norm())
@@ -245,15 +246,15 @@ def _random(generator: torch.Generator, tokens: int, heads: int, case: Attention
 def _forward_and_backward(
     kernel: AttentionKernel, operands: tuple[Tensor, ...], *, window: bool
 ) -> dict[str, Tensor]:
-    """By name, from (do, q, k, v): a full prefix and three documents."""
+    """Outputs and gradients by name, from (do, q, k, v): a full prefix and three documents."""
     do, q, k, v = operands
-    wide = torch.promote_types(k.dtype, torch.float32)
+    acc_dtype = torch.promote_types(k.dtype, torch.float32)
     results: dict[str, Tensor] = {}
     for documents in ((0,), _SMALL_DOCUMENTS):
         reach = _SMALL_WINDOW if window else None
         scale = q.shape[2] ** -0.5
         o, lse = kernel.forward(q, k, v, scale=scale, window=reach, document_starts=documents)
-        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        dk, dv = (torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in (k, v))
         dq = kernel.backward(
             do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv,
             scale=scale, window=reach, document_starts=documents,

@@ -32,13 +32,13 @@ class CpuFlash:
     """Block kernel over ``aten::_scaled_dot_product_flash_attention_for_cpu``."""
 
     def backward_unit(self, dtype: torch.dtype) -> int | None:
-        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        """Tokens in whole multiples of which backward is best called; None in full precision."""
         return HALF_BACKWARD_TOKENS if dtype in _HALF else None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        """Return (o, lse) of one block by torch's CPU flash attention."""
         o, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return o, lse
 
@@ -58,8 +58,8 @@ class CpuFlash:
         """Gradients of one block, as ``BlockKernel.backward`` says; those of odd shapes in fp32."""
         unit = self.backward_unit(q.dtype)
         if unit is not None and (q.shape[2] % unit or k.shape[2] % unit):
-            do, q, k, v, o = (_wide(x) for x in (do, q, k, v, o))
-            mask = None if mask is None else _wide(mask)
+            do, q, k, v, o = (_cast(x) for x in (do, q, k, v, o))
+            mask = None if mask is None else _cast(mask)
         parts = 1 if causal or mask is not None else _key_parts(q, k)
         if parts == 1:
             dq, dk, dv = _BACKWARD(do, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scale)
@@ -67,7 +67,7 @@ class CpuFlash:
         return _backward_in_parts(do, q, k, v, o, lse, scale=scale, parts=parts)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _cast(x: Tensor) -> Tensor:
     """``x`` in fp32; what is repeated for a group of heads is cast once."""
     if x.dim() == 4 and x.stride(1) == 0:
         return x[:, :1].float().expand_as(x)

@@ -10,13 +10,13 @@ class CudnnBlocks:
     """Block kernel over ``aten::_scaled_dot_product_cudnn_attention``."""
 
     def backward_unit(self, dtype: torch.dtype) -> int | None:
-        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        """Return None: backward takes any number of tokens."""
         return None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        """Return (o, lse) of one block by torch's cuDNN attention."""
         o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, _dense(k), _dense(v), mask, True, 0.0, causal, False, scale=scale
         )
@@ -35,7 +35,7 @@ class CudnnBlocks:
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        """Return (dq, dk, dv) of one block by torch's cuDNN attention."""
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # not looked at
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             do,
@@ -59,5 +59,5 @@ class CudnnBlocks:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Heads that share their memory (strides of zero), as a causal square has them, are copied."""
+    """Copy heads that are views of one another (strides of zero), as a causal square has them."""
     return x.contiguous() if 0 in x.stride() else x

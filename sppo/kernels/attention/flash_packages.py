@@ -26,7 +26,7 @@ class TorchFlash:
     def forward(
         self, q_cND: Tensor, k_tKD: Tensor, v_tKD: Tensor, *, window: int | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.kernels.attention.rectangle_attention.RectangleKernel`."""
+        """Return (o_cND, lse_Nc) of one rectangle by the flash-attn 2 inside torch."""
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
             q_cND.unsqueeze(0),
             k_tKD.unsqueeze(0),
@@ -56,7 +56,7 @@ class TorchFlash:
         window: int | None,
         scale: float,
     ) -> _Gradients:
-        """See :class:`sppo.kernels.attention.rectangle_attention.RectangleKernel`."""
+        """Return (dq, dk, dv) of one rectangle by the flash-attn 2 inside torch."""
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q_cND.device)  # not looked at
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             *(x.unsqueeze(0) for x in (do_cND, q_cND, k_tKD, v_tKD, o_cND, lse_Nc)),
@@ -80,7 +80,7 @@ class FlashAttn2:
     def forward(
         self, q_cND: Tensor, k_tKD: Tensor, v_tKD: Tensor, *, window: int | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.kernels.attention.rectangle_attention.RectangleKernel`."""
+        """Return (o_cND, lse_Nc) of one rectangle by flash-attn 2."""
         o, lse, *_ = _function("flash_attn.flash_attn_interface", "_flash_attn_forward")(
             *(x.unsqueeze(0) for x in (q_cND, k_tKD, v_tKD)),
             dropout_p=0.0,
@@ -106,7 +106,7 @@ class FlashAttn2:
         window: int | None,
         scale: float,
     ) -> _Gradients:
-        """See :class:`sppo.kernels.attention.rectangle_attention.RectangleKernel`."""
+        """Return (dq, dk, dv) of one rectangle by flash-attn 2."""
         gradients = _empty(q_cND, k_tKD, v_tKD)
         _function("flash_attn.flash_attn_interface", "_flash_attn_backward")(
             *(x.unsqueeze(0) for x in (do_cND, q_cND, k_tKD, v_tKD, o_cND, lse_Nc)),
@@ -128,7 +128,7 @@ class FlashAttn3:
     def forward(
         self, q_cND: Tensor, k_tKD: Tensor, v_tKD: Tensor, *, window: int | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.kernels.attention.rectangle_attention.RectangleKernel`."""
+        """Return (o_cND, lse_Nc) of one rectangle by flash-attn 3."""
         o, lse, *_ = _function("flash_attn_interface", "_flash_attn_forward")(
             *(x.unsqueeze(0) for x in (q_cND, k_tKD, v_tKD)),
             softmax_scale=scale,
@@ -150,7 +150,7 @@ class FlashAttn3:
         window: int | None,
         scale: float,
     ) -> _Gradients:
-        """See :class:`sppo.kernels.attention.rectangle_attention.RectangleKernel`."""
+        """Return (dq, dk, dv) of one rectangle by flash-attn 3."""
         gradients = _empty(q_cND, k_tKD, v_tKD)
         dq, dk, dv = (x.unsqueeze(0) for x in gradients)
         _function("flash_attn_interface", "_flash_attn_backward")(
@@ -172,7 +172,7 @@ class FlashAttn4:
     def forward(
         self, q_cND: Tensor, k_tKD: Tensor, v_tKD: Tensor, *, window: int | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.kernels.attention.rectangle_attention.RectangleKernel`."""
+        """Return (o_cND, lse_Nc) of one rectangle by flash-attn 4."""
         o, lse, *_ = _function("flash_attn.cute.interface", "_flash_attn_fwd")(
             *(x.unsqueeze(0) for x in (q_cND, k_tKD, v_tKD)),
             softmax_scale=scale,
@@ -195,7 +195,7 @@ class FlashAttn4:
         window: int | None,
         scale: float,
     ) -> _Gradients:
-        """See :class:`sppo.kernels.attention.rectangle_attention.RectangleKernel`."""
+        """Return (dq, dk, dv) of one rectangle by flash-attn 4."""
         dq, dk, dv, *_ = _function("flash_attn.cute.interface", "_flash_attn_bwd")(
             *(x.unsqueeze(0) for x in (q_cND, k_tKD, v_tKD, o_cND, do_cND, lse_Nc)),
             softmax_scale=scale,

@@ -64,7 +64,7 @@ class Reference:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`AttentionKernel`."""
+        """Return (o_CND, lse_NC) by the definition of attention."""
         return attention_reference.forward(
             q_CND, k_TKD, v_TKD, window=window, document_starts=document_starts, scale=scale
         )
@@ -84,7 +84,7 @@ class Reference:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> Tensor:
-        """See :class:`AttentionKernel`."""
+        """Return dq_CND by autograd through the definition, and add dk and dv to their sums."""
         del o_CND, lse_NC
         dq, dk, dv = attention_reference.backward(
             do_CND,
@@ -116,7 +116,7 @@ class OfBlocks:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`AttentionKernel`."""
+        """Return (o_CND, lse_NC), composed of blocks that are merged by log-sum-exp."""
         blocks = _blocks(q_CND, k_TKD, window, document_starts)
         return block_attention.forward(
             self.kernel, q_CND, k_TKD, v_TKD, blocks=blocks, window=window, scale=scale
@@ -137,7 +137,7 @@ class OfBlocks:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> Tensor:
-        """See :class:`AttentionKernel`."""
+        """Return dq_CND, block by block, and add dk and dv to their sums."""
         return block_attention.backward(
             self.kernel,
             do_CND,

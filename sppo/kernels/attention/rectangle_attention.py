@@ -105,7 +105,7 @@ class OfRectangles:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.kernels.attention.kernel.AttentionKernel`."""
+        """Return (o_CND, lse_NC), one rectangle per document."""
         parts = [
             self.kernel.forward(
                 q_CND[r.q0 : r.q1], k_TKD[r.k0 : r.k1], v_TKD[r.k0 : r.k1],
@@ -134,7 +134,7 @@ class OfRectangles:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> Tensor:
-        """See :class:`sppo.kernels.attention.kernel.AttentionKernel`."""
+        """Return dq_CND, rectangle by rectangle, and add dk and dv to their sums."""
         parts = list(
             rectangles(
                 q_CND.shape[0],

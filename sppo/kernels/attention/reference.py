@@ -33,10 +33,10 @@ def forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(o_CND, lse_NC), computed in fp32 or better."""
-    wide = torch.promote_types(q_CND.dtype, torch.float32)
+    acc_dtype = torch.promote_types(q_CND.dtype, torch.float32)
     group = q_CND.shape[1] // k_TKD.shape[1]
-    k_TND, v_TND = (x.to(wide).repeat_interleave(group, dim=1) for x in (k_TKD, v_TKD))
-    scores_NCT = torch.einsum("cnd,tnd->nct", q_CND.to(wide), k_TND) * scale
+    k_TND, v_TND = (x.to(acc_dtype).repeat_interleave(group, dim=1) for x in (k_TKD, v_TKD))
+    scores_NCT = torch.einsum("cnd,tnd->nct", q_CND.to(acc_dtype), k_TND) * scale
     visible = visible_pairs(
         q_CND.shape[0], k_TKD.shape[0], window=window, document_starts=document_starts
     )

@@ -14,24 +14,24 @@ from torch import Tensor
 from sppo.units import MIB
 
 TILE_BYTES = 64 * MIB
-"""Of one tile of scores."""
+"""Most bytes of one tile of scores."""
 
 
 class TorchBlocks:
     """Block kernel of matrix products, computed in fp32 or better."""
 
     def backward_unit(self, dtype: torch.dtype) -> int | None:
-        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
+        """Return None: backward takes any number of tokens."""
         return None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.kernels.attention.block_attention.BlockKernel`."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        k, v = k.to(wide), v.to(wide)
+        """Return (o, lse) of one block by plain torch operations, tile by tile."""
+        acc_dtype = torch.promote_types(q.dtype, torch.float32)
+        k, v = k.to(acc_dtype), v.to(acc_dtype)
         o = torch.empty_like(q)
-        lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
+        lse = torch.empty(q.shape[:-1], dtype=acc_dtype, device=q.device)
         for rows in _tiles(q, k):
             scores = _scores(q, k, rows, causal=causal, mask=mask, scale=scale)
             lse[:, :, rows] = scores.logsumexp(-1)
@@ -53,12 +53,12 @@ class TorchBlocks:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of one block, as ``BlockKernel.backward`` says, in fp32 or better."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        k, v = k.to(wide), v.to(wide)
-        dq = torch.empty(q.shape, dtype=wide, device=q.device)
-        dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
+        acc_dtype = torch.promote_types(q.dtype, torch.float32)
+        k, v = k.to(acc_dtype), v.to(acc_dtype)
+        dq = torch.empty(q.shape, dtype=acc_dtype, device=q.device)
+        dk, dv = (torch.zeros(x.shape, dtype=acc_dtype, device=q.device) for x in (k, v))
         for rows in _tiles(q, k):
-            do_rows, q_rows = do[:, :, rows].to(wide), q[:, :, rows].to(wide)
+            do_rows, q_rows = do[:, :, rows].to(acc_dtype), q[:, :, rows].to(acc_dtype)
             scores = _scores(q, k, rows, causal=causal, mask=mask, scale=scale)
             weights = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
             dv += weights.transpose(-1, -2) @ do_rows

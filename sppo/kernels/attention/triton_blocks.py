@@ -7,7 +7,7 @@ from sppo.kernels.triton.attention_forward import attention_forward
 
 
 class TritonAttention:
-    """See :class:`sppo.kernels.attention.kernel.AttentionKernel`."""
+    """Our Triton kernels, as :class:`sppo.kernels.attention.kernel.AttentionKernel`."""
 
     forward = staticmethod(attention_forward)
     backward = staticmethod(attention_backward)

@@ -58,7 +58,7 @@ class CpuMemory:
     """What the pool holds; peaks since :meth:`CpuAllocator.reset_peak`."""
 
     used_bytes: int
-    """In tensors of at least :data:`LEAST_POOLED_BYTES`, in whole pages."""
+    """Bytes in tensors of at least :data:`LEAST_POOLED_BYTES`, in whole pages."""
     used_peak_bytes: int
     resident_bytes: int
     """Pages behind them, and free ones that wait for the next."""
@@ -112,7 +112,7 @@ def _keep_heap_small() -> None:
     """Have glibc return large blocks to the system when they are freed.
 
     By itself it raises the size from which it does with every such block, up to 32 MiB: buffers of
-    checkpoints and pictures would stay in the heap for good. Torch's tensors are not among them.
+    checkpoints and plots would stay in the heap for good. Torch's tensors are not among them.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc's own
@@ -136,7 +136,7 @@ def _install(place: Path) -> CpuAllocator | str:
     built_for = library.sppo_cpu_allocator_torch().decode()
     if built_for != torch.__version__:
         return (
-            f"{path} was built for torch {built_for}, this is {torch.__version__}; install again "
+            f"{path} was built for torch {built_for}, this is {torch.__version__}; reinstall "
             "to rebuild it"
         )
     addresses = max(_LEAST_ADDRESSES, _ADDRESSES_PER_BYTE * memory_room().least_bytes)

@@ -43,10 +43,10 @@ class MemoryRoom:
         return self.share_bytes(1)
 
     def share_bytes(self, processes: int) -> int:
-        """What one of `processes` may take that share the memory alike; addresses are its own."""
+        """Return what each of `processes` may take of the memory; addresses are its own."""
         rooms = (self.machine_bytes, self.control_group_bytes, self.numa_node_bytes)
-        shared = min(room for room in rooms if room is not None) // processes
-        return max(0, shared if self.address_bytes is None else min(shared, self.address_bytes))
+        each = min(room for room in rooms if room is not None) // processes
+        return max(0, each if self.address_bytes is None else min(each, self.address_bytes))
 
     def __str__(self) -> str:
         group = self.control_group_bytes

@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _sigmoid(x_i):
-    """Without an exponential that overflows for either sign."""
+    """Sigmoid without an exponential that overflows for either sign."""
     small_i = tl.exp(-tl.abs(x_i))
     return tl.where(x_i >= 0, 1.0, small_i) / (1.0 + small_i)
 
@@ -48,13 +48,13 @@ def _activation_kernel(
     GATED: tl.constexpr,
     TANH: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     index_i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside_i = index_i < num_elements
-    up_i = tl.load(up_ptr + index_i, mask=inside_i, other=0.0).to(WIDE)
+    up_i = tl.load(up_ptr + index_i, mask=inside_i, other=0.0).to(ACC_DTYPE)
     if GATED:
-        gate_i = tl.load(gate_ptr + index_i, mask=inside_i, other=0.0).to(WIDE)
+        gate_i = tl.load(gate_ptr + index_i, mask=inside_i, other=0.0).to(ACC_DTYPE)
         hidden_i = gate_i * _sigmoid(gate_i) * up_i
     else:
         hidden_i, _slope_i = _gelu(up_i, TANH)
@@ -70,15 +70,15 @@ def _activation_backward_kernel(
     GATED: tl.constexpr,
     TANH: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     """Writes dup over dhidden, dgate over gate, the activation's output over up."""
     index_i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside_i = index_i < num_elements
-    dhidden_i = tl.load(dhidden_ptr + index_i, mask=inside_i, other=0.0).to(WIDE)
-    up_i = tl.load(up_ptr + index_i, mask=inside_i, other=0.0).to(WIDE)
+    dhidden_i = tl.load(dhidden_ptr + index_i, mask=inside_i, other=0.0).to(ACC_DTYPE)
+    up_i = tl.load(up_ptr + index_i, mask=inside_i, other=0.0).to(ACC_DTYPE)
     if GATED:
-        gate_i = tl.load(gate_ptr + index_i, mask=inside_i, other=0.0).to(WIDE)
+        gate_i = tl.load(gate_ptr + index_i, mask=inside_i, other=0.0).to(ACC_DTYPE)
         share_i = _sigmoid(gate_i)
         silu_i = gate_i * share_i
         dgate_i = dhidden_i * up_i * (share_i + silu_i * (1.0 - share_i))
@@ -93,7 +93,7 @@ def _activation_backward_kernel(
 
 
 def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind) -> Tensor:
-    """See :func:`sppo.kernels.elementwise.activation`."""
+    """Activation of ``[C, F]`` in one pass, as :func:`sppo.kernels.elementwise.activation`."""
     up = up_CF.contiguous()
     gate = None if gate_CF is None else gate_CF.contiguous()
     hidden = torch.empty(up.shape, dtype=up.dtype, device=up.device)
@@ -104,7 +104,7 @@ def activation(gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind) -> Tensor:
 def activation_backward_(
     dhidden_CF: Tensor, gate_CF: Tensor | None, up_CF: Tensor, *, kind: Kind
 ) -> None:
-    """See :func:`sppo.kernels.elementwise.activation_backward_`; all operands are contiguous."""
+    """Backward of :func:`activation` in the place of its operands, all of them contiguous."""
     for x in (dhidden_CF, gate_CF, up_CF):
         assert x is None or x.is_contiguous(), "what is written in place cannot be copied first"
     _launch(_activation_backward_kernel, gate_CF, up_CF, dhidden_CF, kind=kind)
@@ -121,5 +121,5 @@ def _launch(kernel: Any, gate: Tensor | None, up: Tensor, third: Tensor, *, kind
             GATED=gate is not None,
             TANH=kind == "gelu_tanh",
             BLOCK=_BLOCK,
-            WIDE=accumulation_type(up.dtype),
+            ACC_DTYPE=accumulation_type(up.dtype),
         )

@@ -42,14 +42,14 @@ _DELTA_ROWS = 64
 @triton.jit(do_not_specialize=["num_queries"])
 def _delta_kernel(
     o_ptr, do_ptr, delta_ptr, num_queries, o_token, o_head, do_token, do_head,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, ACC_DTYPE: tl.constexpr,
 ):  # fmt: skip
     query_m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     head = tl.program_id(1).to(tl.int64)
     d_D = tl.arange(0, BLOCK)
     o_mD = load_rows(o_ptr + head * o_head, query_m, num_queries, o_token, d_D, SIZE, FIT=False)
     do_mD = load_rows(do_ptr + head * do_head, query_m, num_queries, do_token, d_D, SIZE, FIT=False)
-    delta_m = tl.sum(o_mD.to(WIDE) * do_mD.to(WIDE), 1)
+    delta_m = tl.sum(o_mD.to(ACC_DTYPE) * do_mD.to(ACC_DTYPE), 1)
     tl.store(delta_ptr + head * num_queries + query_m, delta_m, mask=query_m < num_queries)
 
 
@@ -92,8 +92,8 @@ def attention_backward(
 def _delta(do: Tensor, o: Tensor, block: int) -> Tensor:
     """``sum_D(do o)``, ``[N, C]`` in fp32 or better."""
     num_queries, heads, head_size = do.shape
-    wide = torch.promote_types(do.dtype, torch.float32)
-    delta_NC = torch.empty((heads, num_queries), dtype=wide, device=do.device)
+    acc_dtype = torch.promote_types(do.dtype, torch.float32)
+    delta_NC = torch.empty((heads, num_queries), dtype=acc_dtype, device=do.device)
     _delta_kernel[(triton.cdiv(num_queries, _DELTA_ROWS), heads)](
         o,
         do,
@@ -104,7 +104,7 @@ def _delta(do: Tensor, o: Tensor, block: int) -> Tensor:
         SIZE=head_size,
         BLOCK=block,
         QUERIES=_DELTA_ROWS,
-        WIDE=accumulation_type(do.dtype),
+        ACC_DTYPE=accumulation_type(do.dtype),
     )
     return delta_NC
 
@@ -168,7 +168,7 @@ class _Call:
             KEYS=cut.keys,
             HAS_FIRST=self.keys.first_C is not None,
             UPCAST=must_upcast(self.q.dtype),
-            WIDE=accumulation_type(self.q.dtype),
+            ACC_DTYPE=accumulation_type(self.q.dtype),
             num_warps=cut.warps,
             num_stages=cut.stages,
         )

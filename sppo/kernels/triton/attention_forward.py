@@ -1,7 +1,7 @@
 """Attention of a span over its prefix, forward.
 
 One program owns a block of queries of one head and walks over the keys they see; nothing is masked
-but where it has to be. Grouped queries read the key/value head they share. The softmax runs in base
+but where it has to be. Grouped queries read their group's key/value head. The softmax runs in base
 two: ``scale`` comes multiplied with log2(e).
 
 Legend: C queries, T keys, N query heads, K key/value heads, G = N/K, D head size, m queries and
@@ -53,14 +53,14 @@ def _attend(
     MASKED: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     """The keys of ``[begin, end)`` joined to what was seen so far."""
     for key in range(begin, end, KEYS):
         key_t = key + tl.arange(0, KEYS)
         k_tD = load_rows(k_ptr, key_t, num_keys, k_stride, d_D, SIZE, FIT=not MASKED)
         v_tD = load_rows(v_ptr, key_t, num_keys, v_stride, d_D, SIZE, FIT=not MASKED)
-        scores_mt = dot(q_mD, tl.trans(k_tD), UPCAST, WIDE) * SCALE
+        scores_mt = dot(q_mD, tl.trans(k_tD), UPCAST, ACC_DTYPE) * SCALE
         if MASKED:
             visible_mt = is_visible(first_m, position_m, key_t, HAS_FIRST)
             scores_mt = tl.where(visible_mt, scores_mt, float("-inf"))
@@ -71,7 +71,7 @@ def _attend(
         weights_mt = tl.exp2(scores_mt - base_m[:, None])
         kept_m = tl.exp2(largest_m - base_m)
         total_m = total_m * kept_m + tl.sum(weights_mt, 1)
-        o_mD = o_mD * kept_m[:, None] + dot(weights_mt.to(v_tD.dtype), v_tD, UPCAST, WIDE)
+        o_mD = o_mD * kept_m[:, None] + dot(weights_mt.to(v_tD.dtype), v_tD, UPCAST, ACC_DTYPE)
         largest_m = now_m
     return o_mD, total_m, largest_m
 
@@ -102,7 +102,7 @@ def _forward_kernel(
     KEYS: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     TO_NATURAL: tl.constexpr,
 ):
     query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the longest rows first
@@ -118,24 +118,24 @@ def _forward_kernel(
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
     q_mD = load_rows(q_ptr + head * q_head, query_m, num_queries, q_token, d_D, SIZE, FIT=False)
-    o_mD = tl.zeros([QUERIES, BLOCK], WIDE)
-    total_m = tl.zeros([QUERIES], WIDE)
-    largest_m = tl.full([QUERIES], float("-inf"), WIDE)
+    o_mD = tl.zeros([QUERIES, BLOCK], ACC_DTYPE)
+    total_m = tl.zeros([QUERIES], ACC_DTYPE)
+    largest_m = tl.full([QUERIES], float("-inf"), ACC_DTYPE)
     begin, full_begin, full_end, end = key_runs(
         first_ptr, query, num_queries, start, HAS_FIRST, QUERIES, KEYS
     )
     if HAS_FIRST:
         o_mD, total_m, largest_m = _attend(
             o_mD, total_m, largest_m, q_mD, k_ptr, v_ptr, k_token, v_token, first_m, position_m,
-            d_D, begin, full_begin, num_keys, SCALE, SIZE, KEYS, True, HAS_FIRST, UPCAST, WIDE,
+            d_D, begin, full_begin, num_keys, SCALE, SIZE, KEYS, True, HAS_FIRST, UPCAST, ACC_DTYPE,
         )  # fmt: skip
     o_mD, total_m, largest_m = _attend(
         o_mD, total_m, largest_m, q_mD, k_ptr, v_ptr, k_token, v_token, first_m, position_m,
-        d_D, full_begin, full_end, num_keys, SCALE, SIZE, KEYS, False, HAS_FIRST, UPCAST, WIDE,
+        d_D, full_begin, full_end, num_keys, SCALE, SIZE, KEYS, False, HAS_FIRST, UPCAST, ACC_DTYPE,
     )  # fmt: skip
     o_mD, total_m, largest_m = _attend(
         o_mD, total_m, largest_m, q_mD, k_ptr, v_ptr, k_token, v_token, first_m, position_m,
-        d_D, full_end, end, num_keys, SCALE, SIZE, KEYS, True, HAS_FIRST, UPCAST, WIDE,
+        d_D, full_end, end, num_keys, SCALE, SIZE, KEYS, True, HAS_FIRST, UPCAST, ACC_DTYPE,
     )  # fmt: skip
     o_mD = o_mD / total_m[:, None]
     store_rows(o_ptr + head * o_head, query_m, num_queries, o_token, d_D, o_mD, SIZE)
@@ -166,8 +166,8 @@ def attention_forward(
     block = block_size(head_size)
     cut = (tiles or attention_tiles(block, q.element_size())).forward
     o_CND = torch.empty((num_queries, heads, head_size), dtype=q.dtype, device=q.device)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    lse_NC = torch.empty((heads, num_queries), dtype=wide, device=q.device)
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    lse_NC = torch.empty((heads, num_queries), dtype=acc_dtype, device=q.device)
     with on_device_of(q):
         _forward_kernel[(triton.cdiv(num_queries, cut.queries), heads)](
             q,
@@ -187,7 +187,7 @@ def attention_forward(
             KEYS=cut.keys,
             HAS_FIRST=keys.first_C is not None,
             UPCAST=must_upcast(q.dtype),
-            WIDE=accumulation_type(q.dtype),
+            ACC_DTYPE=accumulation_type(q.dtype),
             TO_NATURAL=LN_2,
             num_warps=cut.warps,
             num_stages=cut.stages,

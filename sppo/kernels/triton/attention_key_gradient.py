@@ -42,7 +42,7 @@ def _add_to_dkv(
     MASKED: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     """What the queries of ``[begin, end)`` of one head add, dk yet without ``scale``.
 
@@ -55,7 +55,7 @@ def _add_to_dkv(
         do_mD = load_rows(do_ptr, query_m, num_queries, do_stride, d_D, SIZE, FIT=False)
         lse_m = tl.load(lse_ptr + query_m, mask=real_m, other=0.0) * TO_BASE_2
         delta_m = tl.load(delta_ptr + query_m, mask=real_m, other=0.0)
-        scores_tm = dot(k_tD, tl.trans(q_mD), UPCAST, WIDE) * (SCALE * TO_BASE_2)
+        scores_tm = dot(k_tD, tl.trans(q_mD), UPCAST, ACC_DTYPE) * (SCALE * TO_BASE_2)
         weights_tm = tl.exp2(scores_tm - lse_m[None, :])
         if MASKED:
             visible_tm = key_t[:, None] <= (start + query_m)[None, :]
@@ -63,10 +63,10 @@ def _add_to_dkv(
                 first_m = tl.load(first_ptr + query_m, mask=real_m, other=0)
                 visible_tm = visible_tm & (key_t[:, None] >= first_m[None, :])
             weights_tm = tl.where(visible_tm, weights_tm, 0.0)
-        dv_tD += dot(weights_tm.to(do_mD.dtype), do_mD, UPCAST, WIDE)
-        dweights_tm = dot(v_tD, tl.trans(do_mD), UPCAST, WIDE)
+        dv_tD += dot(weights_tm.to(do_mD.dtype), do_mD, UPCAST, ACC_DTYPE)
+        dweights_tm = dot(v_tD, tl.trans(do_mD), UPCAST, ACC_DTYPE)
         dscores_tm = weights_tm * (dweights_tm - delta_m[None, :])
-        dk_tD += dot(dscores_tm.to(q_mD.dtype), q_mD, UPCAST, WIDE)
+        dk_tD += dot(dscores_tm.to(q_mD.dtype), q_mD, UPCAST, ACC_DTYPE)
     return dk_tD, dv_tD
 
 
@@ -104,7 +104,7 @@ def key_gradient_kernel(
     KEYS: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     """Adds to dk and dv, fp32 or better, what the span's queries give."""
     key = tl.program_id(0) * KEYS
@@ -114,8 +114,8 @@ def key_gradient_kernel(
     d_D = tl.arange(0, BLOCK)
     k_tD = load_rows(k_ptr + kv_head * k_head, key_t, num_keys, k_token, d_D, SIZE, FIT=False)
     v_tD = load_rows(v_ptr + kv_head * v_head, key_t, num_keys, v_token, d_D, SIZE, FIT=False)
-    dk_tD = tl.zeros([KEYS, BLOCK], WIDE)
-    dv_tD = tl.zeros([KEYS, BLOCK], WIDE)
+    dk_tD = tl.zeros([KEYS, BLOCK], ACC_DTYPE)
+    dv_tD = tl.zeros([KEYS, BLOCK], ACC_DTYPE)
     begin, full_begin, end = query_runs(
         first_ptr, key, num_queries, num_keys, HAS_FIRST, QUERIES, KEYS
     )
@@ -130,13 +130,13 @@ def key_gradient_kernel(
         dk_tD, dv_tD = _add_to_dkv(
             dk_tD, dv_tD, k_tD, v_tD, q_head_ptr, do_head_ptr, lse_head_ptr, delta_head_ptr,
             first_ptr, q_token, do_token, key_t, d_D, begin, full_begin, num_queries, start,
-            SCALE, TO_BASE_2, SIZE, QUERIES, True, HAS_FIRST, UPCAST, WIDE,
+            SCALE, TO_BASE_2, SIZE, QUERIES, True, HAS_FIRST, UPCAST, ACC_DTYPE,
         )  # fmt: skip
         if not HAS_FIRST:
             dk_tD, dv_tD = _add_to_dkv(
                 dk_tD, dv_tD, k_tD, v_tD, q_head_ptr, do_head_ptr, lse_head_ptr, delta_head_ptr,
                 first_ptr, q_token, do_token, key_t, d_D, full_begin, end, num_queries, start,
-                SCALE, TO_BASE_2, SIZE, QUERIES, False, HAS_FIRST, UPCAST, WIDE,
+                SCALE, TO_BASE_2, SIZE, QUERIES, False, HAS_FIRST, UPCAST, ACC_DTYPE,
             )  # fmt: skip
     dk_ptr += kv_head * dk_head
     dv_ptr += kv_head * dv_head

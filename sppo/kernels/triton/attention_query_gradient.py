@@ -36,21 +36,21 @@ def _add_to_dq(
     MASKED: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     """What the keys of ``[begin, end)`` add, yet without ``scale``."""
     for key in range(begin, end, KEYS):
         key_t = key + tl.arange(0, KEYS)
         k_tD = load_rows(k_ptr, key_t, num_keys, k_stride, d_D, SIZE, FIT=not MASKED)
         v_tD = load_rows(v_ptr, key_t, num_keys, v_stride, d_D, SIZE, FIT=not MASKED)
-        scores_mt = dot(q_mD, tl.trans(k_tD), UPCAST, WIDE) * SCALE
+        scores_mt = dot(q_mD, tl.trans(k_tD), UPCAST, ACC_DTYPE) * SCALE
         weights_mt = tl.exp2(scores_mt - lse_m[:, None])
         if MASKED:
             visible_mt = is_visible(first_m, position_m, key_t, HAS_FIRST)
             weights_mt = tl.where(visible_mt, weights_mt, 0.0)
-        dweights_mt = dot(do_mD, tl.trans(v_tD), UPCAST, WIDE)
+        dweights_mt = dot(do_mD, tl.trans(v_tD), UPCAST, ACC_DTYPE)
         dscores_mt = weights_mt * (dweights_mt - delta_m[:, None])
-        dq_mD += dot(dscores_mt.to(k_tD.dtype), k_tD, UPCAST, WIDE)
+        dq_mD += dot(dscores_mt.to(k_tD.dtype), k_tD, UPCAST, ACC_DTYPE)
     return dq_mD
 
 
@@ -85,7 +85,7 @@ def query_gradient_kernel(
     KEYS: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     """Writes dq of a block."""
     query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the longest rows first
@@ -104,7 +104,7 @@ def query_gradient_kernel(
     do_mD = load_rows(do_ptr + head * do_head, query_m, num_queries, do_token, d_D, SIZE, FIT=False)
     lse_m = tl.load(lse_ptr + head * num_queries + query_m, mask=real_m, other=0.0) * TO_BASE_2
     delta_m = tl.load(delta_ptr + head * num_queries + query_m, mask=real_m, other=0.0)
-    dq_mD = tl.zeros([QUERIES, BLOCK], WIDE)
+    dq_mD = tl.zeros([QUERIES, BLOCK], ACC_DTYPE)
     begin, full_begin, full_end, end = key_runs(
         first_ptr, query, num_queries, start, HAS_FIRST, QUERIES, KEYS
     )
@@ -112,16 +112,16 @@ def query_gradient_kernel(
         dq_mD = _add_to_dq(
             dq_mD, q_mD, do_mD, lse_m, delta_m, k_ptr, v_ptr, k_token, v_token, first_m,
             position_m, d_D, begin, full_begin, num_keys,
-            SCALE * TO_BASE_2, SIZE, KEYS, True, HAS_FIRST, UPCAST, WIDE,
+            SCALE * TO_BASE_2, SIZE, KEYS, True, HAS_FIRST, UPCAST, ACC_DTYPE,
         )  # fmt: skip
     dq_mD = _add_to_dq(
         dq_mD, q_mD, do_mD, lse_m, delta_m, k_ptr, v_ptr, k_token, v_token, first_m,
         position_m, d_D, full_begin, full_end, num_keys,
-        SCALE * TO_BASE_2, SIZE, KEYS, False, HAS_FIRST, UPCAST, WIDE,
+        SCALE * TO_BASE_2, SIZE, KEYS, False, HAS_FIRST, UPCAST, ACC_DTYPE,
     )  # fmt: skip
     dq_mD = _add_to_dq(
         dq_mD, q_mD, do_mD, lse_m, delta_m, k_ptr, v_ptr, k_token, v_token, first_m,
         position_m, d_D, full_end, end, num_keys,
-        SCALE * TO_BASE_2, SIZE, KEYS, True, HAS_FIRST, UPCAST, WIDE,
+        SCALE * TO_BASE_2, SIZE, KEYS, True, HAS_FIRST, UPCAST, ACC_DTYPE,
     )  # fmt: skip
     store_rows(dq_ptr + head * dq_head, query_m, num_queries, dq_token, d_D, dq_mD * SCALE, SIZE)

@@ -5,7 +5,7 @@ exponentials, which is rescaled whenever a larger logit turns up (Milakov and Gi
 algorithm 3), and a second time to write the gradient. Both walks compute in fp32 (float64 for
 float64) and round once, at the end.
 
-Legend: t tokens of a tile, V vocabulary, i words of a block.
+Legend: t tokens of a tile, V vocabulary, i tokens of the vocabulary in a block.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.triton.launch import accumulation_type, on_device_of, row_major
 
 _LEAST_BLOCK = 1024
-"""Words of a block that every warp has a part of: then reductions wait for all of its loads."""
+"""Logits of a block that every warp has a part of: then reductions wait for all of its loads."""
 _MOST_BLOCK = 4096
 _BLOCK_PER_WARP = 512
 
 
 @triton.jit
-def _row_sums(row_ptr, size, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _row_sums(row_ptr, size, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr):
     """(largest logit z, sum of exp(z - largest), sum of z where ``SMOOTHED``) of a row."""
-    word_i = tl.arange(0, BLOCK)
-    top = tl.full([], float("-inf"), WIDE)
-    exponentials_i = tl.zeros([BLOCK], WIDE)
-    logits_i = tl.zeros([BLOCK], WIDE)
+    token_i = tl.arange(0, BLOCK)
+    top = tl.full([], float("-inf"), ACC_DTYPE)
+    exponentials_i = tl.zeros([BLOCK], ACC_DTYPE)
+    logits_i = tl.zeros([BLOCK], ACC_DTYPE)
     for start in range(0, size, BLOCK):
-        inside_i = word_i < size - start
-        z_i = tl.load(row_ptr + start + word_i, mask=inside_i, other=float("-inf")).to(WIDE)
+        inside_i = token_i < size - start
+        z_i = tl.load(row_ptr + start + token_i, mask=inside_i, other=float("-inf")).to(ACC_DTYPE)
         higher = tl.maximum(top, tl.max(z_i, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # no word is possible so far
         exponentials_i = exponentials_i * tl.exp(top - shift) + tl.exp(z_i - shift)
@@ -45,25 +45,25 @@ def _row_sums(row_ptr, size, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDE: 
 
 @triton.jit
 def _write_gradient(
-    row_ptr, label, top, of_exponential, of_label, of_word, size, BLOCK: tl.constexpr
+    row_ptr, label, top, of_exponential, of_label, of_token, size, BLOCK: tl.constexpr
 ):
-    """Over a row: ``of_exponential exp(z - top) - of_word``, less ``of_label`` at the label."""
-    word_i = tl.arange(0, BLOCK)
+    """Write ``of_exponential exp(z - top) - of_token``, less ``of_label`` at the label."""
+    token_i = tl.arange(0, BLOCK)
     for start in range(0, size, BLOCK):
-        inside_i = word_i < size - start
-        z_i = tl.load(row_ptr + start + word_i, mask=inside_i, other=0.0).to(top.dtype)
-        gradient_i = tl.exp(z_i - top) * of_exponential - of_word
-        gradient_i -= tl.where(start + word_i == label, of_label, 0.0)
+        inside_i = token_i < size - start
+        z_i = tl.load(row_ptr + start + token_i, mask=inside_i, other=0.0).to(top.dtype)
+        gradient_i = tl.exp(z_i - top) * of_exponential - of_token
+        gradient_i -= tl.where(start + token_i == label, of_label, 0.0)
         gradient_i = gradient_i.to(row_ptr.dtype.element_ty)
-        tl.store(row_ptr + start + word_i, gradient_i, mask=inside_i)
+        tl.store(row_ptr + start + token_i, gradient_i, mask=inside_i)
 
 
 @triton.jit
 def _write_zeros(row_ptr, size, BLOCK: tl.constexpr):
-    word_i = tl.arange(0, BLOCK)
+    token_i = tl.arange(0, BLOCK)
     zero_i = tl.zeros([BLOCK], row_ptr.dtype.element_ty)
     for start in range(0, size, BLOCK):
-        tl.store(row_ptr + start + word_i, zero_i, mask=word_i < size - start)
+        tl.store(row_ptr + start + token_i, zero_i, mask=token_i < size - start)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _cross_entropy_kernel(
     Z_LOSS: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -89,8 +89,8 @@ def _cross_entropy_kernel(
         if GRADIENT:
             _write_zeros(row_ptr, size, BLOCK)
     else:
-        of_label = tl.load(row_ptr + label).to(WIDE)
-        top, exponentials, logits = _row_sums(row_ptr, size, LABEL_SMOOTHING > 0, BLOCK, WIDE)
+        of_label = tl.load(row_ptr + label).to(ACC_DTYPE)
+        top, exponentials, logits = _row_sums(row_ptr, size, LABEL_SMOOTHING > 0, BLOCK, ACC_DTYPE)
         log_sum = tl.log(exponentials)
         loss = log_sum + (1.0 - LABEL_SMOOTHING) * (top - of_label)
         if LABEL_SMOOTHING > 0:
@@ -119,14 +119,14 @@ def _cross_entropy_kernel(
 def token_losses(
     logits_tV: Tensor, labels_t: Tensor, *, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """See :func:`sppo.kernels.cross_entropy.token_losses`; the logits stay as they are."""
+    """Losses ``[t]`` of a tile of logits, which stay as they are."""
     return _launch(row_major(logits_tV), labels_t, None, smoothing=label_smoothing, z_loss=z_loss)
 
 
 def losses_to_gradient_(
     logits_tV: Tensor, labels_t: Tensor, *, scale: float, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """See :func:`sppo.kernels.cross_entropy.losses_to_gradient_`; each row is contiguous.
+    """Losses ``[t]`` of a tile of logits; the gradient replaces the logits. Each row is contiguous.
 
     Ignored rows become zeros whatever they hold.
     """
@@ -141,24 +141,24 @@ def _launch(
 
     The scale travels as a tensor: a number handed to a kernel is rounded to fp32.
     """
-    tokens, words = logits_tV.shape
-    wide, device = torch.promote_types(logits_tV.dtype, torch.float32), logits_tV.device
-    losses_t = torch.empty(tokens, dtype=wide, device=device)
-    block = min(_MOST_BLOCK, max(_LEAST_BLOCK, triton.next_power_of_2(words)))
+    tokens, vocabulary = logits_tV.shape
+    acc_dtype, device = torch.promote_types(logits_tV.dtype, torch.float32), logits_tV.device
+    losses_t = torch.empty(tokens, dtype=acc_dtype, device=device)
+    block = min(_MOST_BLOCK, max(_LEAST_BLOCK, triton.next_power_of_2(vocabulary)))
     with on_device_of(logits_tV):
         _cross_entropy_kernel[(tokens,)](
             logits_tV,
             labels_t.contiguous(),
-            None if scale is None else torch.full((1,), scale, dtype=wide, device=device),
+            None if scale is None else torch.full((1,), scale, dtype=acc_dtype, device=device),
             losses_t,
-            words,
+            vocabulary,
             logits_tV.stride(0),
             IGNORED=IGNORED_LABEL,
             LABEL_SMOOTHING=smoothing,
             Z_LOSS=z_loss,
             GRADIENT=scale is not None,
             BLOCK=block,
-            WIDE=accumulation_type(logits_tV.dtype),
+            ACC_DTYPE=accumulation_type(logits_tV.dtype),
             num_warps=block // _BLOCK_PER_WARP,
         )
     return losses_t

@@ -50,7 +50,7 @@ def _squares_kernel(
     begin_ptr, count = _chunk(table_ptr, ELEMENT, ALIGNED)
     index_i = tl.arange(0, BLOCK)
     sum_i = tl.zeros([BLOCK], ELEMENT)
-    if count == CHUNK:  # without masks, which would keep loads narrow
+    if count == CHUNK:  # without masks, which would keep loads from being vectorised
         for start in range(0, CHUNK, BLOCK):
             x_i = tl.load(begin_ptr + start + index_i)
             sum_i += x_i * x_i
@@ -100,7 +100,7 @@ def _scale_kernel(
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """See :func:`sppo.kernels.gradient_norm.total_norm`; all of one dtype, on one device."""
+    """Euclidean norm of tensors as one vector; all of one dtype, on one device."""
     first = tensors[0]
     table, aligned = _table(tensors)
     sums = torch.empty(len(table), dtype=torch.float64, device=first.device)
@@ -120,7 +120,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """See :func:`sppo.kernels.gradient_norm.scale_`; factor and all tensors of one dtype."""
+    """Multiply tensors by ``factor`` in place; factor and all tensors of one dtype."""
     first = tensors[0]
     table, aligned = _table(tensors)
     with on_device_of(first):
@@ -140,14 +140,14 @@ def _table(tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
     first = tensors[0]
     places = tuple((x.data_ptr(), x.numel()) for x in tensors)
     aligned = all(address % _VECTOR_BYTES == 0 for address, _ in places)
-    return _kept_table(places, first.element_size(), first.device), aligned
+    return _cached_table(places, first.element_size(), first.device), aligned
 
 
 @lru_cache(maxsize=_KEPT_TABLES)
-def _kept_table(
+def _cached_table(
     places: tuple[tuple[int, int], ...], element_bytes: int, device: torch.device
 ) -> Tensor:
-    """Of tensors at these addresses: gradients stay where they are from step to step."""
+    """Table of tensors at these addresses, cached: gradients keep their places between steps."""
     chunks = []
     for address, elements in places:
         begins = torch.arange(0, elements, _CHUNK)

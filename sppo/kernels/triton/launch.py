@@ -1,4 +1,4 @@
-"""What every launch of a Triton kernel has to decide: device, wide type, the interpreter's ways.
+"""What every launch of a Triton kernel decides: device, accumulation type, interpreter or not.
 
 The kernels also run on CPU tensors under Triton's interpreter, which is how they are tested without
 a GPU: set ``TRITON_INTERPRET=1`` before triton is first imported.
@@ -21,16 +21,16 @@ MIN_DOT_SIZE = 16
 
 
 @triton.jit
-def dot(a, b, UPCAST: tl.constexpr, WIDE: tl.constexpr):
-    """``a @ b`` summed in ``WIDE``, without TF32.
+def dot(a, b, UPCAST: tl.constexpr, ACC_DTYPE: tl.constexpr):
+    """``a @ b`` summed in ``ACC_DTYPE``, without TF32.
 
     The interpreter keeps bf16 as integers and would multiply those: with ``UPCAST`` operands are
-    widened first, which changes no bit of the exact products.
+    converted to fp32 first, which changes no bit of the exact products.
     """
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee", out_dtype=WIDE)
+    return tl.dot(a, b, input_precision="ieee", out_dtype=ACC_DTYPE)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def accumulation_type(dtype: torch.dtype) -> Any:
 
 
 def must_upcast(dtype: torch.dtype) -> bool:
-    """See :func:`dot`."""
+    """Whether :func:`dot` must convert operands of this dtype."""
     return INTERPRETED and dtype == torch.bfloat16
 
 

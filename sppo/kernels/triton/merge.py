@@ -37,7 +37,7 @@ def _merge_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUERIES: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     query_m = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     head = tl.program_id(1).to(tl.int64)
@@ -45,26 +45,26 @@ def _merge_kernel(
     real_m = query_m < num_queries
     lse_ptr += head * lse_head
     o_ptr += head * o_head
-    lse_m = tl.load(lse_ptr + query_m, mask=real_m, other=0.0).to(WIDE)
+    lse_m = tl.load(lse_ptr + query_m, mask=real_m, other=0.0).to(ACC_DTYPE)
     part_lse_m = tl.load(part_lse_ptr + head * part_lse_head + query_m, mask=real_m, other=0.0)
-    part_lse_m = part_lse_m.to(WIDE)
+    part_lse_m = part_lse_m.to(ACC_DTYPE)
     larger_m = tl.maximum(lse_m, part_lse_m)
     larger_m = tl.where(larger_m == float("-inf"), 0.0, larger_m)  # neither part saw a key
     kept_m = tl.exp(lse_m - larger_m)
     added_m = tl.exp(part_lse_m - larger_m)
     total_m = kept_m + added_m
-    share_m = 1.0 / tl.where(total_m == 0.0, 1.0, total_m)
-    o_mD = load_rows(o_ptr, query_m, num_queries, o_query, d_D, SIZE, FIT=False).to(WIDE)
+    scale_m = 1.0 / tl.where(total_m == 0.0, 1.0, total_m)
+    o_mD = load_rows(o_ptr, query_m, num_queries, o_query, d_D, SIZE, FIT=False).to(ACC_DTYPE)
     part_mD = load_rows(
         part_ptr + head * part_head, query_m, num_queries, part_query, d_D, SIZE, FIT=False
-    ).to(WIDE)
-    o_mD = o_mD * (kept_m * share_m)[:, None] + part_mD * (added_m * share_m)[:, None]
+    ).to(ACC_DTYPE)
+    o_mD = o_mD * (kept_m * scale_m)[:, None] + part_mD * (added_m * scale_m)[:, None]
     store_rows(o_ptr, query_m, num_queries, o_query, d_D, o_mD, SIZE)
     tl.store(lse_ptr + query_m, larger_m + tl.log(total_m), mask=real_m)
 
 
 def merge_(o_HrD: Tensor, lse_Hr: Tensor, part_HrD: Tensor, part_lse_Hr: Tensor) -> None:
-    """``lse = log(exp(lse) + exp(part_lse))`` and ``o`` the mean weighted by those shares.
+    """``lse = log(exp(lse) + exp(part_lse))`` and ``o`` the mean weighted by those terms.
 
     Args:
         o_HrD: so far, fp32 or better; written to.
@@ -89,5 +89,5 @@ def merge_(o_HrD: Tensor, lse_Hr: Tensor, part_HrD: Tensor, part_lse_Hr: Tensor)
             SIZE=head_size,
             BLOCK=block_size(head_size),
             QUERIES=_QUERIES,
-            WIDE=accumulation_type(lse_Hr.dtype),
+            ACC_DTYPE=accumulation_type(lse_Hr.dtype),
         )

@@ -54,24 +54,24 @@ def _norm_kernel(
     ADDED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     row_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column_E = tl.arange(0, BLOCK)
     inside_rE = (row_r[:, None] < num_rows) & (column_E[None, :] < size)
     x_at_rE = x_ptr + _offsets(row_r, x_stride, column_E)
-    x_rE = tl.load(x_at_rE, mask=inside_rE, other=0.0).to(WIDE)
+    x_rE = tl.load(x_at_rE, mask=inside_rE, other=0.0).to(ACC_DTYPE)
     if ADDED:
         added_at_rE = added_ptr + _offsets(row_r, added_stride, column_E)
-        x_rE += tl.load(added_at_rE, mask=inside_rE, other=0.0).to(WIDE)
+        x_rE += tl.load(added_at_rE, mask=inside_rE, other=0.0).to(ACC_DTYPE)
         rounded_rE = x_rE.to(x_ptr.dtype.element_ty)
         tl.store(x_at_rE, rounded_rE, mask=inside_rE)
-        x_rE = rounded_rE.to(WIDE)
+        x_rE = rounded_rE.to(ACC_DTYPE)
     x_rE, inverse_r = _statistics(x_rE, inside_rE, size, EPS, CENTRED)
-    weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(WIDE)
+    weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
     y_rE = x_rE * inverse_r[:, None] * weight_E[None, :]
     if CENTRED:
-        bias_E = tl.load(bias_ptr + column_E, mask=column_E < size, other=0.0).to(WIDE)
+        bias_E = tl.load(bias_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
         y_rE += bias_E[None, :]
     y_rE = y_rE.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + _offsets(row_r, y_stride, column_E), y_rE, mask=inside_rE)
@@ -97,20 +97,20 @@ def _norm_backward_kernel(
     RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
     column_E = tl.arange(0, BLOCK)
-    weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(WIDE)
-    dweight_E = tl.zeros([BLOCK], WIDE)
-    dbias_E = tl.zeros([BLOCK], WIDE)
+    weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
+    dweight_E = tl.zeros([BLOCK], ACC_DTYPE)
+    dbias_E = tl.zeros([BLOCK], ACC_DTYPE)
     step = tl.num_programs(0) * ROWS
     for row in range(tl.program_id(0) * ROWS, num_rows, step):
         row_r = row + tl.arange(0, ROWS)
         inside_rE = (row_r[:, None] < num_rows) & (column_E[None, :] < size)
         x_rE = tl.load(x_ptr + _offsets(row_r, x_stride, column_E), mask=inside_rE, other=0.0)
         dy_rE = tl.load(dy_ptr + _offsets(row_r, dy_stride, column_E), mask=inside_rE, other=0.0)
-        x_rE, inverse_r = _statistics(x_rE.to(WIDE), inside_rE, size, EPS, CENTRED)
-        dy_rE = dy_rE.to(WIDE)
+        x_rE, inverse_r = _statistics(x_rE.to(ACC_DTYPE), inside_rE, size, EPS, CENTRED)
+        dy_rE = dy_rE.to(ACC_DTYPE)
         normed_rE = x_rE * inverse_r[:, None]
         dweight_E += tl.sum(dy_rE * normed_rE, 0)
         inner_rE = dy_rE * weight_E[None, :]
@@ -121,7 +121,7 @@ def _norm_backward_kernel(
         dx_rE *= inverse_r[:, None]
         if RESIDUAL:
             dresidual_at_rE = dresidual_ptr + _offsets(row_r, dresidual_stride, column_E)
-            dx_rE += tl.load(dresidual_at_rE, mask=inside_rE, other=0.0).to(WIDE)
+            dx_rE += tl.load(dresidual_at_rE, mask=inside_rE, other=0.0).to(ACC_DTYPE)
         dx_rE = dx_rE.to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + _offsets(row_r, dx_stride, column_E), dx_rE, mask=inside_rE)
     partial_E = tl.program_id(0) * size + column_E
@@ -131,25 +131,25 @@ def _norm_backward_kernel(
 
 
 def rms_norm(x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
-    """See :func:`sppo.kernels.elementwise.rms_norm`; rounded once, at the end."""
+    """RMSNorm of rows ``[C, E]``, rounded once, at the end."""
     return _norm(_rows(x_CE), None, weight_E, None, eps=eps).view(x_CE.shape)
 
 
 def add_rms_norm_(total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, *, eps: float) -> Tensor:
-    """See :func:`sppo.kernels.elementwise.add_rms_norm_`; the total is contiguous."""
+    """Add ``x`` to the contiguous ``total`` in place and return the RMSNorm of the sum."""
     total_RE = _rows_in_place(total_CE)
     return _norm(total_RE, _rows(x_CE), weight_E, None, eps=eps).view(total_CE.shape)
 
 
 def layer_norm(x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float) -> Tensor:
-    """See :func:`sppo.kernels.elementwise.layer_norm`."""
+    """LayerNorm of rows ``[C, E]``, rounded once, at the end."""
     return _norm(_rows(x_CE), None, weight_E, bias_E, eps=eps).view(x_CE.shape)
 
 
 def add_layer_norm_(
     total_CE: Tensor, x_CE: Tensor, weight_E: Tensor, bias_E: Tensor, *, eps: float
 ) -> Tensor:
-    """See :func:`sppo.kernels.elementwise.add_layer_norm_`; the total is contiguous."""
+    """Add ``x`` to the contiguous ``total`` in place and return the LayerNorm of the sum."""
     total_RE = _rows_in_place(total_CE)
     return _norm(total_RE, _rows(x_CE), weight_E, bias_E, eps=eps).view(total_CE.shape)
 
@@ -162,7 +162,7 @@ def rms_norm_backward(
     eps: float,
     dresidual_CE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`sppo.kernels.elementwise.rms_norm_backward`."""
+    """Gradients of :func:`rms_norm`: (dx_CE, with the residual's added, and dweight_E)."""
     dx, sums = _norm_backward(dy_CE, x_CE, weight_E, dresidual_CE, eps=eps, centred=False)
     return dx, sums[0]
 
@@ -176,7 +176,7 @@ def layer_norm_backward(
     eps: float,
     dresidual_CE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`sppo.kernels.elementwise.layer_norm_backward`."""
+    """Gradients of :func:`layer_norm`: (dx_CE, with the residual's added, dweight_E, dbias_E)."""
     del bias_E
     dx, sums = _norm_backward(dy_CE, x_CE, weight_E, dresidual_CE, eps=eps, centred=True)
     return dx, sums[0], sums[1]
@@ -204,7 +204,7 @@ def _norm(
             EPS=eps,
             CENTRED=bias_E is not None,
             ADDED=added_RE is not None,
-            WIDE=accumulation_type(x_RE.dtype),
+            ACC_DTYPE=accumulation_type(x_RE.dtype),
             **cut,
         )
     return y_RE
@@ -226,8 +226,8 @@ def _norm_backward(
     cut = _cut(size)
     programs = min(_BACKWARD_PROGRAMS, triton.cdiv(num_rows, cut["ROWS"]))
     dx_RE = torch.empty(x_RE.shape, dtype=x_RE.dtype, device=x_RE.device)
-    wide = torch.promote_types(x_RE.dtype, torch.float32)
-    partial = torch.empty((1 + centred, programs, size), dtype=wide, device=x_RE.device)
+    acc_dtype = torch.promote_types(x_RE.dtype, torch.float32)
+    partial = torch.empty((1 + centred, programs, size), dtype=acc_dtype, device=x_RE.device)
     with on_device_of(x_RE):
         _norm_backward_kernel[(programs,)](
             dy_RE,
@@ -246,7 +246,7 @@ def _norm_backward(
             EPS=eps,
             CENTRED=centred,
             RESIDUAL=dresidual_RE is not None,
-            WIDE=accumulation_type(x_RE.dtype),
+            ACC_DTYPE=accumulation_type(x_RE.dtype),
             **cut,
         )
     return dx_RE.view(x_CE.shape), partial.sum(1)

@@ -17,7 +17,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """Of the three attention kernels."""
+    """Tiles of the three attention kernels."""
 
     forward: Tiles
     query_gradient: Tiles
@@ -32,14 +32,14 @@ _TILES = {
     (128, 4): AttentionTiles(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
     (64, 8): AttentionTiles(Tiles(32, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2)),
 }
-"""By head size and bytes of an element. Kernels fit the shared memory of every device from compute
-capability 8.0 on, 99 KiB where there is least; what is not listed is cut finely."""
+"""Tiles by head size and bytes of an element. Kernels fit the shared memory of every device from
+compute capability 8.0 on, 99 KiB where there is least; what is not listed is cut finely."""
 _FINE = AttentionTiles(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))
 _LEAST_HEAD = 64
 
 
 def attention_tiles(head_size: int, element_bytes: int) -> AttentionTiles:
-    """For heads of ``head_size`` (a power of two) elements.
+    """Tiles for heads of ``head_size`` (a power of two) elements.
 
     Chosen by the shared memory and registers that a compilation for compute capabilities 8.0 and
     9.0 reports; no GPU has timed them.

@@ -36,7 +36,7 @@ def visible_keys(
     document_starts: tuple[int, ...],
     device: torch.device,
 ) -> VisibleKeys:
-    """See :class:`VisibleKeys`; what has a tensor is kept for the next layer's call."""
+    """Return the :class:`VisibleKeys` of a span; its tensor is cached for the next layer's call."""
     start = num_keys - num_queries
     begin = max((s for s in document_starts if s <= start), default=0)
     inside = tuple(s for s in sorted(document_starts) if start < s < num_keys)

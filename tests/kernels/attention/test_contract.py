@@ -114,14 +114,14 @@ def definition(do, q, k, v, *, window=None, document_starts=(0,), scale=None):
 def attend(backend, do, q, k, v, **options):
     """Everything by name; dk and dv as what was added."""
     o, lse = attention_forward(q, k, v, backend=backend, **options)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    totals = [torch.randn(x.shape, dtype=wide).to(x.device) for x in (k, v)]
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    totals = [torch.randn(x.shape, dtype=acc_dtype).to(x.device) for x in (k, v)]
     (dk_around, dk), (dv_around, dv) = (inside_nans(x) for x in totals)
     outside = torch.isnan(dk_around)
     dq = attention_backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, backend=backend, **options)
     assert torch.equal(torch.isnan(dk_around), outside)
     assert torch.equal(torch.isnan(dv_around), outside)
-    assert (o.dtype, dq.dtype, lse.dtype) == (q.dtype, q.dtype, wide)
+    assert (o.dtype, dq.dtype, lse.dtype) == (q.dtype, q.dtype, acc_dtype)
     assert (o.shape, dq.shape, lse.shape) == (q.shape, q.shape, (q.shape[1], q.shape[0]))
     return {"o": o, "lse": lse, "dq": dq, "dk": dk - totals[0], "dv": dv - totals[1]}
 
@@ -228,8 +228,8 @@ def test_a_span_in_pieces_is_the_whole(place):
     cuts = (0, 1, 33, 34, 80, 90)
     spans = list(zip(cuts, cuts[1:], strict=False))
     kept = [attention_forward(q[a:b], k[:b], v[:b], backend=backend) for a, b in spans]
-    wide = torch.promote_types(dtype, torch.float32)
-    dk, dv = (torch.zeros(x.shape, dtype=wide, device=device) for x in (k, v))
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    dk, dv = (torch.zeros(x.shape, dtype=acc_dtype, device=device) for x in (k, v))
     for (a, b), (o, lse) in reversed(list(zip(spans, kept, strict=True))):
         totals = {"dk_TKD": dk[:b], "dv_TKD": dv[:b]}
         attention_backward(do[a:b], q[a:b], k[:b], v[:b], o, lse, backend=backend, **totals)

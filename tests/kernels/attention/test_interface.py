@@ -41,8 +41,8 @@ def attend(inputs, *, backend, dtype=None, **options):
     """Forward and backward by name, computed in ``dtype``."""
     q, k, v, do = (inputs[name].to(dtype or inputs["q"].dtype) for name in ("q", "k", "v", "do"))
     o, lse = attention_forward(q, k, v, backend=backend, **options)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    dk, dv = torch.zeros_like(k, dtype=acc_dtype), torch.zeros_like(v, dtype=acc_dtype)
     dq = attention_backward(do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv, backend=backend, **options)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
@@ -155,8 +155,8 @@ def test_bf16_stays_within_its_rounding(shape, options):
 
 def in_pieces(inputs, cuts):
     """Spans forward in order and backward in reverse, one accumulator for all."""
-    wide = torch.promote_types(inputs["k"].dtype, torch.float32)
-    dk, dv = (torch.zeros_like(inputs[name], dtype=wide) for name in "kv")
+    acc_dtype = torch.promote_types(inputs["k"].dtype, torch.float32)
+    dk, dv = (torch.zeros_like(inputs[name], dtype=acc_dtype) for name in "kv")
     outputs, dq = [], []
     for a, b in zip(cuts, cuts[1:], strict=False):
         k, v = inputs["k"][:b], inputs["v"][:b]

@@ -80,14 +80,14 @@ def by_definition(q, k, v, *, causal, left, scale):
 def gradients_by_definition(do, q, k, v, o, lse, *, causal, left, scale):
     """With the given o and lse, which may be those of more keys than these."""
     group = q.shape[2] // k.shape[2]
-    wide_k, wide_v = (x[0].repeat_interleave(group, 1) for x in (k, v))
+    repeated_k, repeated_v = (x[0].repeat_interleave(group, 1) for x in (k, v))
     mask = mask_of(q.shape[1], k.shape[1], causal=causal, left=left)
-    scores = torch.einsum("cnd,tnd->nct", q[0], wide_k) * scale
+    scores = torch.einsum("cnd,tnd->nct", q[0], repeated_k) * scale
     weights = (scores - lse[0].unsqueeze(-1)).exp() * mask
-    dweights = torch.einsum("cnd,tnd->nct", do[0], wide_v)
+    dweights = torch.einsum("cnd,tnd->nct", do[0], repeated_v)
     delta = (do[0] * o[0]).sum(-1).T.unsqueeze(-1)
     dscores = weights * (dweights - delta) * scale
-    dq = torch.einsum("nct,tnd->cnd", dscores, wide_k)
+    dq = torch.einsum("nct,tnd->cnd", dscores, repeated_k)
     dk = torch.einsum("nct,cnd->tnd", dscores, q[0])
     dv = torch.einsum("nct,cnd->tnd", weights, do[0])
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))

@@ -12,12 +12,12 @@ from tests.kernels.operands import (
     DTYPES,
     TOLERANCE,
     Guarded,
+    accumulation_tolerance,
     assert_close,
     dtype_name,
     exact,
     poison_fresh_memory,
     random,
-    wide_tolerance,
 )
 from tests.kernels.places import DEVICES, need_triton
 
@@ -80,10 +80,10 @@ def test_losses_and_gradient(shape, terms, dtype, device):
     labels = random_labels(*shape, device=device)
     expected = by_definition(*exact(logits), labels, *terms)
     alone, losses, gradient = both(logits, labels, *terms)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    assert (losses.dtype, gradient.dtype) == (wide, dtype)
+    acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    assert (losses.dtype, gradient.dtype) == (acc_dtype, dtype)
     assert torch.equal(alone, losses)
-    assert_close(losses, expected[0], tolerance=wide_tolerance(dtype))
+    assert_close(losses, expected[0], tolerance=accumulation_tolerance(dtype))
     assert_close(gradient, expected[1], tolerance=TOLERANCE[dtype])
     ignored = labels == IGNORED_LABEL
     assert not losses[ignored].any()
@@ -96,10 +96,10 @@ def test_one_word(terms, dtype, device):
     (logits,) = random((9, 1), dtype=dtype, device=device)
     _alone, losses, gradient = both(logits, torch.zeros(9, dtype=torch.long).to(device), *terms)
     (z,) = exact(logits)
-    assert_close(losses, terms[1] * z.square().squeeze(1), tolerance=wide_tolerance(dtype))
+    assert_close(losses, terms[1] * z.square().squeeze(1), tolerance=accumulation_tolerance(dtype))
     expected = 2 * SCALE * terms[1] * z
     error = float((gradient.double().cpu() - expected).norm())
-    assert error <= TOLERANCE[dtype] * float(expected.norm()) + wide_tolerance(dtype)
+    assert error <= TOLERANCE[dtype] * float(expected.norm()) + accumulation_tolerance(dtype)
 
 
 def test_all_ignored(dtype, device):
@@ -127,7 +127,7 @@ def test_huge_logits_do_not_overflow(terms, dtype, device):
     labels = random_labels(*logits.shape, device=device, ignored=0)
     expected = by_definition(*exact(logits), labels, *terms)
     _alone, losses, gradient = both(logits, labels, *terms)
-    assert_close(losses, expected[0], tolerance=wide_tolerance(dtype))
+    assert_close(losses, expected[0], tolerance=accumulation_tolerance(dtype))
     assert_close(gradient, expected[1], tolerance=TOLERANCE[dtype])
 
 
@@ -139,7 +139,7 @@ def test_words_that_cannot_be(dtype, device):
     expected = exact(logits)[0][:, 4500:]
     expected_losses, expected_gradient = by_definition(expected, labels - 4500, 0.0, 0.01)
     _alone, losses, gradient = both(logits, labels, 0.0, 0.01)
-    assert_close(losses, expected_losses, tolerance=wide_tolerance(dtype))
+    assert_close(losses, expected_losses, tolerance=accumulation_tolerance(dtype))
     assert_close(gradient[:, 4500:], expected_gradient, tolerance=TOLERANCE[dtype])
     assert not gradient[:, :4500].any()
 

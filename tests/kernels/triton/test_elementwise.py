@@ -12,12 +12,12 @@ from tests.kernels.operands import (
     DTYPES,
     TOLERANCE,
     Guarded,
+    accumulation_tolerance,
     assert_close,
     dtype_name,
     exact,
     poison_fresh_memory,
     random,
-    wide_tolerance,
 )
 from tests.kernels.places import DEVICES, need_triton
 
@@ -56,7 +56,7 @@ def test_rms_norm(shape, dtype, device):
     )
     assert_close(y, elementwise.rms_norm(x, weight, eps=EPS), tolerance=TOLERANCE[dtype])
     assert_close(dx, expected[0], tolerance=TOLERANCE[dtype])
-    assert_close(dweight, expected[1], tolerance=wide_tolerance(dtype))
+    assert_close(dweight, expected[1], tolerance=accumulation_tolerance(dtype))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -75,8 +75,8 @@ def test_layer_norm(shape, dtype, device):
         y, elementwise.layer_norm(x, weight, bias, eps=EPS), tolerance=room * TOLERANCE[dtype]
     )
     assert_close(dx, expected[0], tolerance=room * TOLERANCE[dtype])
-    assert_close(dweight, expected[1], tolerance=2 * wide_tolerance(dtype))
-    assert_close(dbias, expected[2], tolerance=wide_tolerance(dtype))
+    assert_close(dweight, expected[1], tolerance=2 * accumulation_tolerance(dtype))
+    assert_close(dbias, expected[2], tolerance=accumulation_tolerance(dtype))
 
 
 def norm_functions(name):
@@ -161,10 +161,10 @@ def test_norms_of_rows_that_are_not_neighbours(dtype, device):
 def test_rotary(shape, dtype, device):
     from sppo.kernels.triton import rotary
 
-    wide = elementwise.accumulation_dtype(dtype)
+    acc_dtype = elementwise.accumulation_dtype(dtype)
     (x,) = random((*shape[:2], 2 * shape[2]), dtype=dtype, device=device)
     x = x[:, :, : shape[2]]
-    (angle,) = random((shape[0], 1, shape[2] // 2), dtype=wide, device=device, seed=1)
+    (angle,) = random((shape[0], 1, shape[2] // 2), dtype=acc_dtype, device=device, seed=1)
     table = RotaryTable(angle.cos(), angle.sin())
     exact_table = RotaryTable(*exact(table.cos, table.sin))
     for sign in (1.0, -1.0):
@@ -217,9 +217,11 @@ def test_activations_far_out(kind, dtype, device):
 def test_merge(dtype, device):
     from sppo.kernels.triton.merge import merge_
 
-    wide = elementwise.accumulation_dtype(dtype)
+    acc_dtype = elementwise.accumulation_dtype(dtype)
     (part,) = random((37, 6, 24), dtype=dtype, device=device)
-    o_all, lse, part_lse = random((6, 50, 24), (6, 37), (6, 37), dtype=wide, device=device, seed=1)
+    o_all, lse, part_lse = random(
+        (6, 50, 24), (6, 37), (6, 37), dtype=acc_dtype, device=device, seed=1
+    )
     lse, part_lse = 20 * lse, 20 * part_lse
     part_lse[0, :3] = float("-inf")  # queries that saw no key of the part
     o, part = o_all[:, 5:42], part.transpose(0, 1)
@@ -228,6 +230,8 @@ def test_merge(dtype, device):
     both = torch.logaddexp(exact_lse, exact_part_lse)
     shares = [(x - both).exp().unsqueeze(-1) for x in (exact_lse, exact_part_lse)]
     merge_(o, lse, part, part_lse)
-    assert_close(o, exact_o * shares[0] + exact_part * shares[1], tolerance=wide_tolerance(dtype))
-    assert_close(lse, both, tolerance=wide_tolerance(dtype))
+    assert_close(
+        o, exact_o * shares[0] + exact_part * shares[1], tolerance=accumulation_tolerance(dtype)
+    )
+    assert_close(lse, both, tolerance=accumulation_tolerance(dtype))
     assert torch.equal(o_all[:, 42:], rest)

@@ -89,12 +89,12 @@ def test_more_chunks_than_the_root_takes_at_once(dtype, device, monkeypatch):
     monkeypatch.setattr(gradient_norm, "_CHUNK", 64)
     monkeypatch.setattr(gradient_norm, "_BLOCK", 16)
     monkeypatch.setattr(gradient_norm, "_ROOT_BLOCK", 8)
-    gradient_norm._kept_table.cache_clear()
+    gradient_norm._cached_table.cache_clear()
     tensors, guards = guarded([(13, 101), (5,)], dtype=dtype, device=device)
     assert_norm(gradient_norm.total_norm(tensors), tensors)
     expected = [x * 0.5 for x in tensors]
     gradient_norm.scale_(tensors, torch.tensor(0.5, dtype=dtype, device=device))
-    gradient_norm._kept_table.cache_clear()
+    gradient_norm._cached_table.cache_clear()
     assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
     assert all(g.intact() for g in guards)
 
@@ -103,7 +103,7 @@ def test_a_table_is_built_once_for_tensors_that_stay(dtype, device):
     from sppo.kernels.triton import gradient_norm
 
     tensors, _guards = guarded(SHAPES, dtype=dtype, device=device)
-    gradient_norm._kept_table.cache_clear()
+    gradient_norm._cached_table.cache_clear()
     first, _aligned = gradient_norm._table(tensors)
     for x in tensors:
         x.mul_(2)
