@@ -1,12 +1,12 @@
-"""The ``hybrid`` activation policy: keep what fits, move what hides, rebuild the rest.
+"""The ``hybrid`` activation policy: retain what fits, offload what hides, recompute the rest.
 
 Bytes freed by a copy that hides cost nothing, so a stage first tries that alone: every subsequence
-moves what a copy of some rate takes away behind it, alpha_i A_i = rate * T_(i+1), with the
-least rate that makes the rest fit. If none will do, a share of all there is goes, waited for where
-that must be, and what is still too much is rebuilt: the linear class first, then attention, the
-earliest subsequence first, for its bytes are held longest.
+offloads what a copy of some rate takes away behind it, alpha_i A_i = rate * T_(i+1), with the
+least rate that makes the rest fit. If none will do, a fraction of all there is goes, waited for
+where that must be, and what is still too much is recomputed: the linear class first, then
+attention, the earliest subsequence first, for its bytes are held longest.
 
-Which share is best only the whole step can tell, so there are several :func:`choices`. They are
+Which fraction is best only the whole step can tell, so there are several :func:`choices`. They are
 the same on every machine: more memory only makes more of them fit, and faster copies only make
 each of them faster, so a better machine never makes for a slower plan.
 """
@@ -31,7 +31,7 @@ from sppo.schedule.costs import Table
 
 _BISECTIONS = 24
 _STEPS = {False: 32, True: 8}
-"""Steps from moving nothing to moving everything; fewer for large tables."""
+"""Steps from offloading nothing to offloading everything; fewer for large tables."""
 _LARGE = 4096
 _ROUNDING_BYTES = 2
 """Buckets are rounded to whole bytes on their own."""
@@ -54,7 +54,7 @@ class StageProblem:
     tier_bytes: float
     allow_partial: bool = True
     slots: CopySlots | None = None
-    """Of this stage alone."""
+    """Slots of this stage alone."""
 
     @property
     def saved_bytes(self) -> Table:
@@ -64,32 +64,32 @@ class StageProblem:
         return saved
 
     def key(self) -> bytes:
-        """Equal exactly for equal problems of one situation."""
+        """Equal exactly for equal problems of the same inputs."""
         single = np.array([self.ring_share, self.device_bytes, self.tier_bytes])
         slots = np.zeros(0) if self.slots is None else self.slots.row_bytes
         tables = (self.row_bytes, self.next_forward_s, self.hidden_bytes, single, slots)
         return b"".join(table.tobytes() for table in tables) + self.in_flight.tobytes()
 
 
-def choices(situation: PolicyInputs) -> Iterator[ActivationPlacement]:
+def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
     """Placements worth pricing; all fit, or the only one needs the least memory of all."""
-    problems = [_problem(situation, stage) for stage in range(len(situation.row_bytes))]
+    problems = [_problem(inputs, stage) for stage in range(len(inputs.row_bytes))]
     keys = [problem.key() for problem in problems]
     distinct = dict(zip(keys, problems, strict=True))
     free = {key: without_waiting(problem) for key, problem in distinct.items()}
-    steps = _STEPS[len(situation.tokens) * len(problems) > _LARGE]
+    steps = _STEPS[len(inputs.tokens) * len(problems) > _LARGE]
     most = {key: _most_in_tier(problem) for key, problem in distinct.items()}
     found = False
     for step in range(steps + 1):
         rows = {
-            key: free[key] or with_share(problem, share=most[key] * step / steps)
+            key: free[key] or with_fraction(problem, fraction=most[key] * step / steps)
             for key, problem in distinct.items()
         }
-        fitting = {key: shared for key, shared in rows.items() if shared is not None}
+        fitting = {key: table for key, table in rows.items() if table is not None}
         if len(fitting) == len(rows):
             found = True
             yield _stacked(fitting, keys)
-        if None not in free.values() or situation.copy_bytes_per_s <= 0:
+        if None not in free.values() or inputs.copy_bytes_per_s <= 0:
             break
     if not found:
         short = {key: free[key] or least(p, most=most[key]) for key, p in distinct.items()}
@@ -97,7 +97,7 @@ def choices(situation: PolicyInputs) -> Iterator[ActivationPlacement]:
 
 
 def without_waiting(problem: StageProblem) -> StageCounts | None:
-    """Nothing rebuilt and nothing waited for; None where that does not fit."""
+    """Placement that recomputes nothing and waits for nothing; None where that does not fit."""
     rows, nothing = _whole(problem), np.zeros((len(problem.tokens), 3), dtype=np.int64)
     if _fits(rows, nothing, problem):
         return rows, nothing, nothing.copy()
@@ -111,7 +111,7 @@ def without_waiting(problem: StageProblem) -> StageCounts | None:
         offloaded = _offloaded(wanted(rate), problem)
         return _fits(rows - offloaded, offloaded, problem)
 
-    # A little more than the largest rate, so that at it every subsequence moves all that hides.
+    # A little more than the largest rate, so that at it every subsequence offloads all that hides.
     most = float((problem.hidden_bytes / problem.next_forward_s).max()) * (1 + 1e-9)
     if not _in_tier(wanted(most), problem):
         most, _ = _bisected(0.0, most, lambda rate: not _in_tier(wanted(rate), problem))
@@ -122,9 +122,9 @@ def without_waiting(problem: StageProblem) -> StageCounts | None:
     return rows - offloaded, offloaded, nothing
 
 
-def with_share(problem: StageProblem, *, share: float) -> StageCounts | None:
-    """A share of everything moved, what is then too much rebuilt; None where that does not fit."""
-    wanted = _shared(problem, share)
+def with_fraction(problem: StageProblem, *, fraction: float) -> StageCounts | None:
+    """Offload a fraction, recompute what is then too much; None if it does not fit."""
+    wanted = _wanted_bytes(problem, fraction)
     if not _in_tier(wanted, problem):
         return None
     offloaded = _offloaded(wanted, problem)
@@ -146,26 +146,28 @@ def with_share(problem: StageProblem, *, share: float) -> StageCounts | None:
 
 
 def least(problem: StageProblem, *, most: float) -> StageCounts:
-    """What needs least memory: all rebuilt that can be, and of shares up to ``most`` the best one.
+    """Placement of least memory: all recomputed that can be, the best fraction offloaded.
 
-    What moves needs places to wait in, which may be more than it frees.
+    What is offloaded needs places to wait in, which may be more than it frees.
     """
-    shares = (most * step / _STEPS[False] for step in range(_STEPS[False] + 1))
-    tried = [_rebuilding_all(problem, share=share) for share in shares]
+    fractions = (most * step / _STEPS[False] for step in range(_STEPS[False] + 1))
+    tried = [_recomputing_all(problem, fraction=fraction) for fraction in fractions]
     return min(tried, key=lambda rows: _needed(rows[0], rows[1], problem))
 
 
 def _most_in_tier(problem: StageProblem) -> float:
-    """The largest share of everything that the tier takes."""
-    if _in_tier(_shared(problem, 1.0), problem):
+    """The largest fraction of everything that the tier takes."""
+    if _in_tier(_wanted_bytes(problem, 1.0), problem):
         return 1.0
-    share, _ = _bisected(0.0, 1.0, lambda share: not _in_tier(_shared(problem, share), problem))
-    return share
+    fraction, _ = _bisected(
+        0.0, 1.0, lambda fraction: not _in_tier(_wanted_bytes(problem, fraction), problem)
+    )
+    return fraction
 
 
-def _rebuilding_all(problem: StageProblem, *, share: float) -> StageCounts:
-    """A share of everything moved, and all rebuilt that can be of the rest."""
-    offloaded = _offloaded(_shared(problem, share), problem)
+def _recomputing_all(problem: StageProblem, *, fraction: float) -> StageCounts:
+    """Offload a fraction of everything, and recompute all that can be of the rest."""
+    offloaded = _offloaded(_wanted_bytes(problem, fraction), problem)
     retained = _whole(problem) - offloaded
     left = _freed(retained, 2 * len(retained))
     return left, offloaded, retained - left
@@ -183,11 +185,11 @@ def _whole(problem: StageProblem) -> Counts:
     return np.repeat(problem.tokens[:, None], 3, axis=1)
 
 
-def _shared(problem: StageProblem, share: float) -> Table:
+def _wanted_bytes(problem: StageProblem, fraction: float) -> Table:
     """Bytes in proportion to the time they may take, up to all there are."""
     saved = problem.saved_bytes
     most = float((saved / problem.next_forward_s).max())
-    result: Table = np.minimum(share * most * problem.next_forward_s, saved)
+    result: Table = np.minimum(fraction * most * problem.next_forward_s, saved)
     return result
 
 
@@ -222,7 +224,7 @@ def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> float
 
 
 def _freed(retained: Counts, count: int) -> Counts:
-    """`retained` without the first `count` classes to rebuild."""
+    """`retained` without the first `count` classes to recompute."""
     left = retained.copy()
     left[:count, LINEAR] = 0
     left[: max(0, count - len(retained)), ATTENTION] = 0
@@ -232,7 +234,7 @@ def _freed(retained: Counts, count: int) -> Counts:
 def _last_in_part(
     before: Counts, after: Counts, offloaded: Counts, problem: StageProblem
 ) -> Counts:
-    """Of the last class taken only as many rows as are short, where it may be cut."""
+    """Take of the last class only as many rows as are short, where it may be cut."""
     index, tensor_class = (int(n) for n in np.argwhere(before != after)[0])
     others = [offloaded[index, other] for other in range(3) if other != tensor_class]
     is_cut = any(0 < rows < problem.tokens[index] for rows in others)
@@ -247,18 +249,18 @@ def _last_in_part(
     return left if _fits(left, offloaded, problem) else after
 
 
-def _problem(situation: PolicyInputs, stage: int) -> StageProblem:
-    slots = situation.slots
+def _problem(inputs: PolicyInputs, stage: int) -> StageProblem:
+    slots = inputs.slots
     return StageProblem(
-        tokens=situation.tokens,
-        row_bytes=situation.row_bytes[stage],
-        ring_share=float(situation.ring_share[stage]),
-        in_flight=situation.in_flight[stage],
-        next_forward_s=situation.next_forward_s[stage],
-        hidden_bytes=situation.hidden_bytes[stage],
-        device_bytes=float(situation.device_bytes[stage]),
-        tier_bytes=float(situation.tier_bytes[stage]),
-        allow_partial=situation.allow_partial,
+        tokens=inputs.tokens,
+        row_bytes=inputs.row_bytes[stage],
+        ring_share=float(inputs.ring_share[stage]),
+        in_flight=inputs.in_flight[stage],
+        next_forward_s=inputs.next_forward_s[stage],
+        hidden_bytes=inputs.hidden_bytes[stage],
+        device_bytes=float(inputs.device_bytes[stage]),
+        tier_bytes=float(inputs.tier_bytes[stage]),
+        allow_partial=inputs.allow_partial,
         slots=None if slots is None else slots.of_stage(stage),
     )
 

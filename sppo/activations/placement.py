@@ -55,8 +55,9 @@ class CopySlots:
             [stages, 3].
         padding_bytes: What alignment adds to that at most, [stages].
         joined_bytes: What putting a cut class of one layer together takes at most, [stages].
-        queries_bytes: Of that, what counts nowhere else where the other part is rebuilt, [stages].
-        taken_at_once: Layers whose tensors backward holds at once, unless it attends again,
+        queries_bytes: Of that, what counts nowhere else where the other part is recomputed,
+            [stages].
+        taken_at_once: Layers whose tensors backward holds at once, unless it recomputes attention,
             [stages].
     """
 
@@ -67,7 +68,7 @@ class CopySlots:
     taken_at_once: Table
 
     def of_stage(self, stage: int) -> CopySlots:
-        """The same of one stage."""
+        """Return the slots of one stage."""
         only = slice(stage, stage + 1)
         return CopySlots(
             self.row_bytes[only],
@@ -103,8 +104,8 @@ class PolicyInputs:
             hide: without the exchanges of its group, which use the same wires.
         hidden_bytes: What is out during that and back during the next subsequence's backward,
             which comes before its own.
-        linear_recompute_s: Price of rebuilding the linear class of a whole subsequence.
-        attention_recompute_s: Price of attending again.
+        linear_recompute_s: Price of recomputing the linear class of a whole subsequence.
+        attention_recompute_s: Price of recomputing attention.
         copy_bytes_per_s: Rate of the slower copy direction; 0 without another tier.
         device_bytes: Room for saved activations on each stage's device, [stages].
         tier_bytes: Room in the next tier for each stage, [stages].
@@ -134,39 +135,33 @@ class PolicyInputs:
         return result
 
 
-def held_bytes(decisions: ActivationPlacement, situation: PolicyInputs) -> Table:
+def held_bytes(decisions: ActivationPlacement, inputs: PolicyInputs) -> Table:
     """Most bytes of saved activations on each device, and of the copies under way, [stages].
 
-    While a subsequence computes, the moved rows of the one before it drain: M_i = M_{i-1} + A_i -
-    alpha_{i-1} A_{i-1} (SPPO, section 5.2). Layer by layer the larger of the two is still there. A
-    simulation moves whole subsequences, so that both are: what of that is beyond the ring for what
-    comes back (:func:`sppo.cost.memory.ring_bytes`), which adds to this, counts here. Slots
+    While a subsequence computes, the offloaded rows of the one before it drain: M_i = M_{i-1} + A_i
+    - alpha_{i-1} A_{i-1} (SPPO, section 5.2). Layer by layer the larger of the two is still there.
+    A simulation copies whole subsequences, so that both are: what of that is beyond the ring for
+    what comes back (:func:`sppo.cost.memory.ring_bytes`), which adds to this, counts here. Slots
     that are reserved once are there all the time.
     """
-    retained = (decisions.retained * situation.row_bytes[:, None, :]).sum(
-        axis=2
-    ) * situation.in_flight
-    offloaded = (decisions.offloaded * situation.row_bytes[:, None, :]).sum(axis=2)
-    if situation.slots is not None:
-        counted_by_ring = situation.ring_share * offloaded.max(axis=1)
-        reserved: Table = (
-            retained.sum(axis=1) + situation.slots.reserved(decisions) - counted_by_ring
-        )
+    retained = (decisions.retained * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
+    offloaded = (decisions.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2)
+    if inputs.slots is not None:
+        counted_by_ring = inputs.ring_share * offloaded.max(axis=1)
+        reserved: Table = retained.sum(axis=1) + inputs.slots.reserved(decisions) - counted_by_ring
         return reserved
     before = np.concatenate([np.zeros_like(offloaded[:, :1]), offloaded[:, :-1]], axis=1)
     held = np.cumsum(retained, axis=1)
-    ring = situation.ring_share * offloaded.max(axis=1)
+    ring = inputs.ring_share * offloaded.max(axis=1)
     by_layer = (held + np.maximum(offloaded, before)).max(axis=1)
     whole = (held + offloaded + before).max(axis=1)
     peak: Table = np.maximum(by_layer, whole - ring)
     return peak
 
 
-def tier_bytes_held(decisions: ActivationPlacement, situation: PolicyInputs) -> Table:
+def tier_bytes_held(decisions: ActivationPlacement, inputs: PolicyInputs) -> Table:
     """Bytes in the next tier when all of them are there, [stages]."""
-    offloaded = (decisions.offloaded * situation.row_bytes[:, None, :]).sum(
-        axis=2
-    ) * situation.in_flight
+    offloaded = (decisions.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
     total: Table = offloaded.sum(axis=1)
     return total
 

@@ -1,15 +1,16 @@
-"""What happens to every saved tensor between forward and backward: kept, moved, or rebuilt.
+"""Activation policies: which saved tensors are retained, offloaded or recomputed.
 
 A policy decides for each (stage, subsequence, class of :mod:`sppo.activations.tensor_classes`) how
-many rows, i.e. tokens, are kept on the device, moved to the next tier, and rebuilt. At most one
-class of a subsequence is cut, at a multiple of 128 rows.
+many rows, i.e. tokens, are retained on the device, offloaded to the next tier, and recomputed. At
+most one class of a subsequence is cut, at a multiple of 128 rows.
 
-- ``retain``, ``keep_attention``, ``recompute`` move nothing: they keep all three classes, the
+- ``retain``, ``keep_attention``, ``recompute`` offload nothing: they keep all three classes, the
   first two, or the first.
-- ``offload_all`` moves everything.
-- ``sppo`` (SPPO paper, section 5.2) moves what hides behind a subsequence's forward,
+- ``offload_all`` offloads everything.
+- ``sppo`` (SPPO paper, section 5.2) offloads what hides behind a subsequence's forward,
   alpha_i A_i = bandwidth * T_c, keeps the rest, and keeps the last subsequence whole.
-- ``hybrid`` keeps what fits, moves what hides of the rest, and rebuilds what neither fits nor
+- ``hybrid`` retains what fits, offloads what hides of the rest, and recomputes what neither fits
+    nor
   hides, or waits for its copy where that is cheaper (:mod:`sppo.activations.hybrid`). When
   everything fits it is ``retain``.
 """
@@ -35,7 +36,7 @@ from sppo.config.model import ModelConfig
 from sppo.schedule.costs import Table
 
 POLICIES = ("retain", "keep_attention", "recompute")
-"""Policies that move nothing, from most memory to least."""
+"""Policies that offload nothing, from most memory to least."""
 OFFLOADING_POLICIES = ("offload_all", "sppo", "hybrid")
 """Policies that need another tier, or a memory budget."""
 
@@ -47,7 +48,7 @@ _RETAINED: Mapping[str, tuple[int, ...]] = {
 
 
 def saved_tensors(policy: str, model: ModelConfig) -> frozenset[str]:
-    """Names kept between forward and backward by a policy that moves nothing.
+    """Names kept between forward and backward by a policy that offloads nothing.
 
     Raises:
         ValueError: not one of :data:`POLICIES`.
@@ -56,7 +57,7 @@ def saved_tensors(policy: str, model: ModelConfig) -> frozenset[str]:
 
 
 def classes_retained(policy: str) -> tuple[int, ...]:
-    """Classes kept by a policy that moves nothing; it rebuilds the others.
+    """Classes kept by a policy that offloads nothing; it recomputes the others.
 
     Raises:
         ValueError: not one of :data:`POLICIES`.
@@ -67,7 +68,7 @@ def classes_retained(policy: str) -> tuple[int, ...]:
 
 
 def policy_placement(policy: str) -> PlacementOf:
-    """What a policy that moves nothing does on every stage, for sequences however they are cut.
+    """What a policy that offloads nothing does on every stage, for sequences however they are cut.
 
     Raises:
         ValueError: not one of :data:`POLICIES`.
@@ -94,7 +95,7 @@ def saved_bytes_per_token(policy: str, model: ModelConfig, *, element_bytes: int
     return sum(sizes[name] for name in saved_tensors(policy, model))
 
 
-def decide(policy: str, situation: PolicyInputs) -> ActivationPlacement:
+def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:
     """What ``policy`` does to every class of every subsequence on every stage.
 
     The result may need more room than there is: only ``hybrid`` looks at the room, and it too
@@ -105,48 +106,48 @@ def decide(policy: str, situation: PolicyInputs) -> ActivationPlacement:
         ValueError: an unknown policy, or one that moves where there is no other tier.
     """
     if policy in POLICIES:
-        return _whole(situation, offloaded=(), retained=_RETAINED[policy])
+        return _whole(inputs, offloaded=(), retained=_RETAINED[policy])
     if policy not in OFFLOADING_POLICIES:
         raise ValueError(
             f"activation policy {policy!r} is not one of "
             f"{', '.join((*POLICIES, *OFFLOADING_POLICIES))}"
         )
     if policy == "hybrid":
-        return min(choices(situation), key=lambda choice: seconds_added(choice, situation))
-    _check_tier(situation, f"activations.policy {policy!r}")
+        return min(choices(inputs), key=lambda choice: seconds_added(choice, inputs))
+    _check_tier(inputs, f"activations.policy {policy!r}")
     if policy == "offload_all":
-        return _whole(situation, offloaded=(X_IN, ATTENTION, LINEAR), retained=())
-    return _offloaded_bytes(situation, _hideable(situation))
+        return _whole(inputs, offloaded=(X_IN, ATTENTION, LINEAR), retained=())
+    return _offloaded_bytes(inputs, _hideable(inputs))
 
 
-def decide_ratio(situation: PolicyInputs, *, ratio: float) -> ActivationPlacement:
+def decide_ratio(inputs: PolicyInputs, *, ratio: float) -> ActivationPlacement:
     """Every subsequence but the last of a sequence sends away the same share of its bytes.
 
     Raises:
         ValueError: there is no other tier.
     """
     if ratio > 0:
-        _check_tier(situation, f"activations.offload_ratio {ratio:g}")
-    wanted = situation.class_bytes.sum(axis=2) * ratio
+        _check_tier(inputs, f"activations.offload_ratio {ratio:g}")
+    wanted = inputs.class_bytes.sum(axis=2) * ratio
     wanted[:, -1] = 0.0
-    return _offloaded_bytes(situation, wanted)
+    return _offloaded_bytes(inputs, wanted)
 
 
-def _check_tier(situation: PolicyInputs, asked: str) -> None:
-    if situation.copy_bytes_per_s <= 0:
+def _check_tier(inputs: PolicyInputs, asked: str) -> None:
+    if inputs.copy_bytes_per_s <= 0:
         raise ValueError(
-            f"{asked} moves activations, and this machine has no tier to move them to: name a disk "
-            "directory (activations.disk) and close it by neither activations.tier=device nor "
+            f"{asked} offloads activations, and this machine has no tier to offload to: name a "
+            "disk directory (activations.disk) and close it by neither activations.tier=device nor "
             "activations.disk_memory=0, or write activations.policy=hybrid"
         )
 
 
 def _whole(
-    situation: PolicyInputs, *, offloaded: tuple[int, ...], retained: tuple[int, ...]
+    inputs: PolicyInputs, *, offloaded: tuple[int, ...], retained: tuple[int, ...]
 ) -> ActivationPlacement:
-    """Whole classes, the same on every stage; what is neither kept nor moved is rebuilt."""
-    shape = (len(situation.row_bytes), len(situation.tokens), len(CLASSES))
-    rows = np.broadcast_to(situation.tokens[None, :, None], shape)
+    """Place whole classes, the same on every stage; the rest is recomputed."""
+    shape = (len(inputs.row_bytes), len(inputs.tokens), len(CLASSES))
+    rows = np.broadcast_to(inputs.tokens[None, :, None], shape)
     fates = [1 if index in offloaded else 0 if index in retained else 2 for index in range(3)]
     tables = np.zeros((3, *shape), dtype=np.int64)
     for index, fate in enumerate(fates):
@@ -154,32 +155,32 @@ def _whole(
     return ActivationPlacement(*tables)
 
 
-def _hideable(situation: PolicyInputs) -> Table:
+def _hideable(inputs: PolicyInputs) -> Table:
     """Bytes each subsequence moves behind its own time, none of the last one's."""
-    wanted: Table = np.minimum(situation.hidden_bytes, situation.class_bytes.sum(axis=2))
+    wanted: Table = np.minimum(inputs.hidden_bytes, inputs.class_bytes.sum(axis=2))
     wanted[:, -1] = 0.0
     return wanted
 
 
-def _offloaded_bytes(situation: PolicyInputs, wanted: Table) -> ActivationPlacement:
+def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement:
     """Move ``wanted`` bytes of each subsequence, the most valuable class first; keep the rest."""
-    everything = _whole(situation, offloaded=(), retained=(X_IN, ATTENTION, LINEAR))
+    everything = _whole(inputs, offloaded=(), retained=(X_IN, ATTENTION, LINEAR))
     offloaded = prefix_rows(
         wanted,
-        tokens=situation.tokens,
-        row_bytes=situation.row_bytes,
-        allow_partial=situation.allow_partial,
+        tokens=inputs.tokens,
+        row_bytes=inputs.row_bytes,
+        allow_partial=inputs.allow_partial,
     )
     return ActivationPlacement(everything.retained - offloaded, offloaded, everything.recomputed)
 
 
-def seconds_added(decisions: ActivationPlacement, situation: PolicyInputs) -> float:
-    """What rebuilding and waiting for copies adds on the stage with most of it."""
-    shares = decisions.recomputed / situation.tokens[:, None]
-    recomputed = shares[:, :, LINEAR] * situation.linear_recompute_s
-    recomputed = recomputed + shares[:, :, ATTENTION] * situation.attention_recompute_s
-    offloaded = (decisions.offloaded * situation.row_bytes[:, None, :]).sum(axis=2)
-    waited = np.maximum(0.0, offloaded - situation.hidden_bytes)
-    if situation.copy_bytes_per_s > 0:
-        recomputed = recomputed + waited / situation.copy_bytes_per_s
+def seconds_added(decisions: ActivationPlacement, inputs: PolicyInputs) -> float:
+    """What recomputing and waiting for copies adds on the stage with most of it."""
+    fractions = decisions.recomputed / inputs.tokens[:, None]
+    recomputed = fractions[:, :, LINEAR] * inputs.linear_recompute_s
+    recomputed = recomputed + fractions[:, :, ATTENTION] * inputs.attention_recompute_s
+    offloaded = (decisions.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2)
+    waited = np.maximum(0.0, offloaded - inputs.hidden_bytes)
+    if inputs.copy_bytes_per_s > 0:
+        recomputed = recomputed + waited / inputs.copy_bytes_per_s
     return float(recomputed.sum(axis=1).max())

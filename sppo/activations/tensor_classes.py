@@ -2,9 +2,9 @@
 
 In the order of what a byte of them is worth:
 
-    x_in       the layer's input; nothing in the layer can rebuild it
-    attention  o and lse; rebuilt by attending again, whose price grows with the context
-    linear     q, k, x_mid, gate, up; rebuilt by matrix products, 4 sqrt(E F) FLOPs per byte
+    x_in       the layer's input; nothing in the layer can recompute it
+    attention  o and lse; recomputed by recomputing attention, whose price grows with the context
+    linear     q, k, x_mid, gate, up; recomputed by matrix products, 4 sqrt(E F) FLOPs per byte
 
 :mod:`sppo.model.layer` says what each is recomputed from. K and V are none of them: later
 subsequences read them, so they stay in the KV store.

@@ -151,15 +151,13 @@ def with_activations(
     *,
     candidate: Candidate,
     decisions: ActivationPlacement,
-    situation: PolicyInputs,
+    inputs: PolicyInputs,
 ) -> tuple[StageMemory, ...]:
     """Memory of each stage with what the activation policy retains, offloads and recomputes."""
-    retained = (decisions.retained * situation.row_bytes[:, None, :]).sum(
-        axis=2
-    ) * situation.in_flight
-    held = held_bytes(decisions, situation)
-    tier = tier_bytes_held(decisions, situation)
-    ring = ring_bytes(decisions, situation)
+    retained = (decisions.retained * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
+    held = held_bytes(decisions, inputs)
+    tier = tier_bytes_held(decisions, inputs)
+    ring = ring_bytes(decisions, inputs)
     heap_share = candidate.workload.hardware.device.heap_share
     stages = []
     for stage, state in enumerate(states):
@@ -188,10 +186,10 @@ def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
     return weights + round(model.num_layers * sum(lengths) * kv_bytes) + running
 
 
-def ring_bytes(decisions: ActivationPlacement, situation: PolicyInputs) -> Table:
+def ring_bytes(decisions: ActivationPlacement, inputs: PolicyInputs) -> Table:
     """Room for what comes back ahead of its use, [stages]."""
-    offloaded = (decisions.offloaded * situation.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
-    ring: Table = situation.ring_share * offloaded
+    offloaded = (decisions.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
+    ring: Table = inputs.ring_share * offloaded
     return ring
 
 

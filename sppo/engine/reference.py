@@ -1,7 +1,7 @@
-"""The same models as plain autograd: whole sequences, no cutting, no storage. The tests' oracle.
+"""Autograd oracle of the tests: the same models on whole sequences, with no cutting and no storage.
 
-Written from the definition of each operation, sharing nothing with the explicit passes but the
-rotary frequencies, so that agreement means something.
+Written from the definition of each operation, with nothing in common with the explicit passes but
+the rotary frequencies, so that agreement means something.
 
 Legend: S tokens, E hidden, N query heads, K key/value heads, D head size, V vocabulary.
 """

@@ -44,11 +44,11 @@ class HostStopwatch:
     """:class:`Stopwatch` of a device whose work is done when it is issued."""
 
     def mark(self) -> float:
-        """See :class:`Stopwatch`."""
+        """Return the host's clock."""
         return time.perf_counter()
 
     def read(self, marks: Sequence[float]) -> list[float]:
-        """See :class:`Stopwatch`."""
+        """Return the marks themselves: they are seconds already."""
         return list(marks)
 
 
@@ -63,13 +63,13 @@ class CudaStopwatch:
         self._device = device
 
     def mark(self) -> Any:
-        """See :class:`Stopwatch`."""
+        """Record an event in the current stream and return it."""
         event = _cuda.Event(enable_timing=True)
         event.record(_cuda.current_stream(self._device))
         return event
 
     def read(self, marks: Sequence[Any]) -> list[float]:
-        """See :class:`Stopwatch`; both clocks are compared now, when nothing is left to run."""
+        """Return seconds on the host's clock, compared with the device's now that all is done."""
         now = self.mark()
         now.synchronize()
         now_s = time.perf_counter()

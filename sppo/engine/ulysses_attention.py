@@ -32,14 +32,14 @@ class UlyssesAttention:
     missing: tuple[int, ...]
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SubsequenceAttention`."""
+        """Exchange tokens for heads, store k and v, attend, and exchange back; (o_cND, lse_Nc)."""
         o, lse = self.stored.forward(
             *self.exchange.inputs_to_heads(q_cND, k_cKD, v_cKD, self.parts)
         )
         return self._to_tokens(o, lse, self.parts)
 
     def again(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SubsequenceAttention`: for the tokens that are missing.
+        """Recompute attention for the tokens whose output was not saved; (o_cND, lse_Nc).
 
         Where each rank lacks its last tokens only, those of one rank are not next to another's.
         """
@@ -61,7 +61,7 @@ class UlyssesAttention:
     def backward(
         self, do_cND: Tensor, q_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SubsequenceAttention`."""
+        """Exchange do and o for heads and return (dq_cND, dk_cKD, dv_cKD) of this rank's tokens."""
         do, q, o = self.exchange.queries_to_heads([do_cND, q_cND, o_cND], self.parts)
         lse = self.exchange.lse_to_heads(lse_Nc, self.parts)
         gradients = self.stored.backward(do, q, o, lse)

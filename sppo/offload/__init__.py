@@ -1,1 +1,1 @@
-"""Where saved activations live and how they move."""
+"""Where saved activations live, and how they are offloaded and come back."""

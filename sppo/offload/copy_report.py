@@ -16,13 +16,13 @@ class CopyReport:
     back_bytes: Mapping[str, int] = field(default_factory=dict)
     """Brought back, by class."""
     out_s: float = 0.0
-    """In which the slowest queue out was busy."""
+    """Seconds in which the slowest queue out was busy."""
     back_s: float = 0.0
-    """In which the slowest queue back was busy."""
+    """Seconds in which the slowest queue back was busy."""
     exposed_s: float = 0.0
     """Compute waited for copies."""
     host_bytes: int = 0
-    """Host memory set aside: all moved tensors, or those on their way to and from a disk."""
+    """Host memory set aside: all offloaded tensors, or those on their way to and from a disk."""
     ring_bytes: int = 0
     """Device memory set aside for what comes back."""
     disk_bytes: int = 0

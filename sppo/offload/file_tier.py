@@ -111,7 +111,7 @@ class FileTier:
         self.direct = self._file.direct
         """Whether transfers pass by the page cache; else they go through it and are dropped."""
         self.memory_alignment_bytes = self._file.memory_alignment_bytes
-        """Of arrays that are moved without a copy on the way."""
+        """Alignment of arrays that are transferred without a copy on the way."""
         self.threads = self._file.threads
         _log.debug("%s", self)
         self._warn(direct=direct)

@@ -55,7 +55,7 @@ class PythonFile:
         )
 
     def start(self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]) -> Transfer:
-        """See :class:`sppo.offload.tier_file.TierFile`."""
+        """Start to read or write ``memory`` at an offset, in blocks on the threads."""
         with self._lock:
             self._in_flight -= {other for other in self._in_flight if other.result(0.0) is not None}
             transfer = _PythonTransfer(self._file, write, self._meters[write])
@@ -64,12 +64,12 @@ class PythonFile:
             return transfer
 
     def statistics(self) -> FileStatistics:
-        """See :class:`sppo.offload.tier_file.TierFile`."""
+        """Return the bytes and busy seconds so far."""
         (read_bytes, read_s), (written_bytes, write_s) = (m.totals() for m in self._meters)
         return FileStatistics(read_bytes, written_bytes, read_s, write_s)
 
     def close(self, *, cancel: bool) -> None:
-        """See :class:`sppo.offload.tier_file.TierFile`."""
+        """End the threads and close the file; ``cancel`` leaves out what has not begun."""
         with self._lock:
             if not cancel and os.getpid() == self._process:
                 for transfer in self._in_flight:
@@ -124,7 +124,7 @@ class _PythonTransfer:
             at += size_bytes
 
     def result(self, timeout_s: float | None) -> int | None:
-        """See :class:`sppo.offload.tier_file.Transfer`."""
+        """Return 0 or the errno of the first fault; None if it takes longer than ``timeout_s``."""
         if wait(self._blocks, timeout_s).not_done:
             return None
         return next((code for code in map(_code, self._blocks) if code != 0), 0)
@@ -157,7 +157,7 @@ class _PythonTransfer:
 
 
 def _code(block: Future[None]) -> int:
-    """Of a block that is done: 0, or its errno."""
+    """Return 0 for a block that is done, or its errno."""
     try:
         error = block.exception()
     except CancelledError:
@@ -175,7 +175,7 @@ def _system_io(fd: int, write: bool, memory: memoryview, offset_bytes: int) -> i
 
 
 def _leave_page_cache(fd: int, write: bool, offset_bytes: int, size_bytes: int) -> None:
-    """On the disk, and out of the memory that this tier is to save."""
+    """Bring bytes to the disk, and out of the memory that this tier is to save."""
     if not hasattr(os, "posix_fadvise"):
         return
     if write:

@@ -13,7 +13,7 @@ from sppo.offload.tier import Tier
 
 
 class SlotState(Enum):
-    """Where a slot is in its round."""
+    """Phases of a slot: free, filling, full, reading."""
 
     FREE = "free"
     FILLING = "filling"
@@ -36,7 +36,7 @@ class Slot:
 
     @property
     def state(self) -> SlotState:
-        """Where it is now, as far as events tell."""
+        """State of the slot, as far as events tell."""
         if self._filled is None:
             emptied = self._emptied is None or self._emptied[1].done
             return SlotState.FREE if emptied else SlotState.READING
@@ -89,7 +89,7 @@ class SlotMemory:
         self._staged = 0
         self._of_extent: dict[int, Slot] = {}
         self.ring: list[Slot] = []
-        """Where blocks come back to on the device."""
+        """Slots on the device that blocks come back to."""
         self.file_bytes = 0
         """Size of the file on a disk."""
 

@@ -18,11 +18,11 @@ _MOST_RESERVE_BYTES = 16 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Where offloaded tensors wait."""
+    """The memory in which offloaded tensors wait: the host's, or a disk."""
 
     kind: Literal["host", "disk"]
     directory: Path | None = None
-    """Of a disk: where its file is made."""
+    """Directory in which a disk tier makes its file."""
 
     def __post_init__(self) -> None:
         assert (self.directory is None) == (self.kind == "host"), "a disk has a directory"
@@ -87,7 +87,7 @@ def usable_directory(directory: Path) -> DiskRoom:
     if not directory.exists():
         raise ValueError(
             f"{what}: no such directory; make it, on a fast local disk, or leave the key out to "
-            "move nothing"
+            "offload nothing"
         )
     if not directory.is_dir():
         raise ValueError(f"{what}: not a directory; name one on a fast local disk")

@@ -66,7 +66,7 @@ class TierFile(Protocol):
     preallocated: bool
     """Whether the disk has set the space aside."""
     memory_alignment_bytes: int
-    """Of addresses that are transferred without a copy."""
+    """Alignment of addresses that are transferred without a copy."""
     threads: int
 
     def start(self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]) -> Transfer:
@@ -74,7 +74,7 @@ class TierFile(Protocol):
         ...
 
     def statistics(self) -> FileStatistics:
-        """So far; after :meth:`close`, in all."""
+        """Return the bytes and busy seconds so far; after :meth:`close`, in all."""
         ...
 
     def close(self, *, cancel: bool) -> None:
@@ -129,7 +129,7 @@ class NativeFile:
         self.threads = int(file.num_threads)
 
     def start(self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]) -> Transfer:
-        """See :class:`TierFile`."""
+        """Start to read or write ``memory`` at an offset, on the library's threads."""
         with self._lock:
             for earlier in tuple(self._in_flight):
                 earlier.result(0.0)  # lets go of memory that nobody has waited for
@@ -138,7 +138,7 @@ class NativeFile:
             return transfer
 
     def statistics(self) -> FileStatistics:
-        """See :class:`TierFile`."""
+        """Return the bytes and busy seconds so far; after :meth:`close`, in all."""
         with self._lock:
             return self._measure() if self._end.alive else self._last
 
@@ -152,7 +152,7 @@ class NativeFile:
         )
 
     def close(self, *, cancel: bool) -> None:
-        """See :class:`TierFile`."""
+        """End the threads and close the file; ``cancel`` leaves out what has not begun."""
         with self._lock:
             if not self._end.alive:
                 return
@@ -199,7 +199,7 @@ class _NativeTransfer:
             raise
 
     def result(self, timeout_s: float | None) -> int | None:
-        """See :class:`Transfer`; any number of threads may ask."""
+        """Return 0 or an errno, None if it takes longer than ``timeout_s``; any thread may ask."""
         if self._code is None:
             assert self._request is not None, "it was submitted"
             self._code = self._functions.wait(self._request, timeout_s)

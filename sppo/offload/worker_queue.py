@@ -24,7 +24,7 @@ class HostEvent(Protocol):
     """An event that host threads can wait for."""
 
     def wait(self) -> None:
-        """Until it is reached.
+        """Return when the event is reached.
 
         Raises:
             Exception: what went wrong on the way.
@@ -37,11 +37,11 @@ class Reached:
 
     @property
     def done(self) -> bool:
-        """Yes."""
+        """Always True."""
         return True
 
     def wait(self) -> None:
-        """Not at all."""
+        """Return immediately."""
 
 
 class Operation:
@@ -59,7 +59,7 @@ class Operation:
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Until it has ended.
+        """Return when the operation has ended.
 
         Raises:
             OSError: a disk failed.
@@ -106,7 +106,7 @@ class Lane:
         self._cancelled = False
         self._busy_s = 0.0
         self._books = threading.Lock()
-        """Of what both threads write: the first error and the seconds of work."""
+        """Lock of what both threads write: the first error and the seconds of work."""
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -124,7 +124,7 @@ class Lane:
             raise _again(failed)
 
     def cancel(self) -> None:
-        """From now on leave out what has not begun."""
+        """Leave out from now on what has not begun."""
         self._cancelled = True
 
     def wait_all(self) -> None:

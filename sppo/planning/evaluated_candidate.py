@@ -64,7 +64,7 @@ class Shortfall:
 
     @property
     def short_bytes(self) -> int:
-        """By how much it does not fit."""
+        """Bytes by which it does not fit."""
         return self.needed_bytes - self.available_bytes
 
 
@@ -107,12 +107,12 @@ class EvaluatedCandidate:
 
     @property
     def device_peak_bytes(self) -> int:
-        """Of the fullest device."""
+        """Peak bytes of the fullest device."""
         return max(stage.device.total_bytes for stage in self.memory)
 
     @property
     def tier_peak_bytes(self) -> int:
-        """In the tier behind the fullest device, optimizer states included."""
+        """Peak bytes in the tier behind the fullest device, optimizer states included."""
         return max(s.tier_activations_bytes + s.host_optimizer_bytes for s in self.memory)
 
     @property
@@ -146,25 +146,25 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
     )
     if candidate.schedule == "sppo_msp":
         states = _with_borrowers(states, extra=borrower_bytes(candidate))
-    situation = _situation(candidate, seconds=seconds, in_flight=in_flight, states=states)
+    inputs = _situation(candidate, seconds=seconds, in_flight=in_flight, states=states)
 
     def memory_of(decisions: ActivationPlacement) -> tuple[StageMemory, ...]:
         return with_exact_room(
-            with_activations(states, candidate=candidate, decisions=decisions, situation=situation),
+            with_activations(states, candidate=candidate, decisions=decisions, inputs=inputs),
             candidate=candidate,
             decisions=decisions,
             in_flight=in_flight,
         )
 
-    possible = [*_decisions(candidate, situation)]
+    possible = [*_decisions(candidate, inputs)]
     if candidate.policy == "hybrid" and candidate.offload_ratio is None:
         # The room that hybrid decides in allows for the working set of any decision, also one
         # that recomputes. Decisions that cost no time are tried with their own.
         free_policies = ["retain"]
-        if situation.copy_bytes_per_s > 0 and all(seconds_added(d, situation) for d in possible):
+        if inputs.copy_bytes_per_s > 0 and all(seconds_added(d, inputs) for d in possible):
             free_policies.append("sppo")
         for policy in free_policies:
-            decisions = decide(policy, situation)
+            decisions = decide(policy, inputs)
             if _shortfall(candidate, memory_of(decisions)) is None:
                 possible = [decisions]
                 break
@@ -187,17 +187,17 @@ def _short_bytes(assessment: EvaluatedCandidate) -> int:
     return 0 if assessment.shortfall is None else assessment.shortfall.short_bytes
 
 
-def _decisions(candidate: Candidate, situation: PolicyInputs) -> Iterable[ActivationPlacement]:
+def _decisions(candidate: Candidate, inputs: PolicyInputs) -> Iterable[ActivationPlacement]:
     """What the activation policy may decide; of several the fastest is meant."""
     policy, ratio = candidate.policy, candidate.offload_ratio
     if ratio is not None:
         if ratio > 0 and policy in POLICIES:
             raise ValueError(
                 f"activations.offload_ratio {ratio:g} with activations.policy {policy!r}, which "
-                "moves nothing: leave one of the two keys out"
+                "offloads nothing: leave one of the two keys out"
             )
-        return [decide_ratio(situation, ratio=ratio)]
-    return choices(situation) if policy == "hybrid" else [decide(policy, situation)]
+        return [decide_ratio(inputs, ratio=ratio)]
+    return choices(inputs) if policy == "hybrid" else [decide(policy, inputs)]
 
 
 def leaves_room(candidate: Candidate) -> bool:
@@ -249,7 +249,7 @@ def in_flight_counts(candidate: Candidate) -> Counts:
 
 
 def _walked_counts(candidate: Candidate) -> Counts:
-    """The same for any schedule, from its programs."""
+    """Units in flight under any schedule, counted along its programs."""
     schedule = generate(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
@@ -311,7 +311,7 @@ def _situation(
 
 
 def _following(seconds: Table) -> Table:
-    """Of the next subsequence of a sequence; the last one's own."""
+    """Seconds of the next subsequence of a sequence; for the last one, its own."""
     following: Table = np.concatenate([seconds[:, 1:], seconds[:, -1:]], axis=1)
     return following
 
@@ -339,7 +339,7 @@ def _shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfa
             Shortfall(
                 "host" if on_host else "disk",
                 stage,
-                "moved activations",
+                "offloaded activations",
                 held.tier_activations_bytes,
                 tier,
                 room,

@@ -13,9 +13,9 @@ Conventions, all counted from 0:
 * `SEND` names the stage that produced the tensor and `RECV` the stage that consumes it. The
   activation of stage 0 is therefore `0SEND_ACT2.1` on its sender and `1RECV_ACT2.1` on its
   receiver; its gradient is `1SEND_GRAD2.1` and `0RECV_GRAD2.1`.
-* Multiplexed sequence partitioning (MSP) cuts a unit into pieces: piece k of g is run by the rank
-  whose program holds it, all g pieces at the same time. The token counts of the pieces are the
-  schedule's `cuts`; without an entry there the pieces are as equal as whole tokens allow. On
+* Multiplexed sequence partitioning (MSP) cuts a unit into shards: shard k of g is run by the rank
+  whose program holds it, all g shards at the same time. The token counts of the shards are the
+  schedule's `cuts`; without an entry there the shards are as equal as whole tokens allow. On
   `SEND` and `RECV`, `shard` and `num_shards` count messages instead: see `communication`.
 """
 
@@ -33,8 +33,8 @@ PlacementStyle = Literal["loop", "v"]
 class ActionKind(StrEnum):
     """What an action does; the value is its spelling in the text form.
 
-    F forward; B backward (or its input-gradient half); W weight gradients; R rebuild of what was
-    not kept; SEND, RECV messages between stages; D2H, H2D copies to and from the host tier;
+    F forward; B backward (or its input-gradient half); W weight gradients; R recomputation of what
+    was not kept; SEND, RECV messages between stages; D2H, H2D copies to and from the host tier;
     REDUCE the reduction of a stage's gradients over the data-parallel ranks.
     """
 
@@ -59,8 +59,8 @@ class Action:
         sequence: The sequence of the unit; None only for REDUCE.
         subsequence: The subsequence of the unit; None only for REDUCE.
         wire: What a message carries, "act" or "grad"; None for everything but SEND and RECV.
-        shard: Which piece of the unit (which message, for SEND and RECV).
-        num_shards: How many pieces the unit is cut into on this stage; 1 is the whole unit.
+        shard: Which shard of the unit (which message, for SEND and RECV).
+        num_shards: How many shards the unit is cut into on this stage; 1 is the whole unit.
     """
 
     kind: ActionKind
@@ -131,7 +131,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cut:
-    """Token counts of the pieces of one unit on one stage (MSP); they add up to the unit."""
+    """Token counts of the shards of one unit on one stage (MSP); they add up to the unit."""
 
     stage: int
     sequence: int
@@ -149,7 +149,7 @@ class Schedule:
         lengths: Tokens of every subsequence of every sequence: lengths[sequence][subsequence].
             The shape of each message follows from it, so none is exchanged at run time.
         programs: One tuple of actions per rank.
-        cuts: Pieces of MSP units whose pieces are not simply equal.
+        cuts: Shards of MSP units whose shards are not simply equal.
     """
 
     name: str
@@ -200,7 +200,7 @@ class Schedule:
     def shard_lengths(
         self, stage: int, *, unit: tuple[int, int], num_shards: int
     ) -> tuple[int, ...]:
-        """Tokens of the pieces of `unit` on `stage` when it is cut into `num_shards`."""
+        """Tokens of the shards of `unit` on `stage` when it is cut into `num_shards`."""
         for cut in self.cuts:
             if (cut.stage, cut.sequence, cut.subsequence) == (stage, *unit):
                 return cut.lengths

@@ -1,4 +1,4 @@
-"""Where a program sends and receives.
+"""Placing the sends and receives of a program.
 
 A SEND stands right behind the action that makes the tensor. The place of the RECV decides whether
 the program can deadlock. Placed in front of its consumer (the obvious lowering), receives of two
@@ -41,7 +41,7 @@ class Message:
 class MessageMap:
     """All messages a schedule needs, looked up by the action that makes the tensor.
 
-    `groups` and `routes` are empty unless units are cut into pieces.
+    `groups` and `routes` are empty unless units are cut into shards.
     """
 
     schedule: Schedule
@@ -120,7 +120,7 @@ def _receive_at_send(schedule: Schedule, *, costs: Costs | None) -> Schedule:
     taken = [0] * schedule.num_ranks
     for rank, index in _in_time_order(schedule, programs=programs, costs=costs):
         if index < taken[rank]:
-            continue  # a piece that its gang's first piece has placed
+            continue  # a shard that its MSP group's first shard has placed
         action = schedule.programs[rank][index]
         members: tuple[int, ...] = (rank,)
         if action.num_shards > 1:

@@ -1,4 +1,4 @@
-"""Where a program copies activations to the host tier and back.
+"""Placing the copies of activations to the host tier and back in a program.
 
 The activation policy says which units leave, and with how much (costs.offload_bytes); here their
 D2H and H2D get a place in the programs. A D2H stands right behind its F. An H2D stands some

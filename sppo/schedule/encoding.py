@@ -133,14 +133,14 @@ def _problem(action: Action, schedule: Schedule) -> str | None:
 
 
 def last_subsequence(schedule: Schedule) -> npt.NDArray[np.bool_]:
-    """For every unit, whether it is the last subsequence of its sequence."""
+    """Return for every unit whether it is the last subsequence of its sequence."""
     return np.array(
         list(chain.from_iterable([False] * (len(s) - 1) + [True] for s in schedule.lengths))
     )
 
 
 def first_subsequence(schedule: Schedule) -> npt.NDArray[np.bool_]:
-    """For every unit, whether it is the first subsequence of its sequence."""
+    """Return for every unit whether it is the first subsequence of its sequence."""
     return np.array(
         list(chain.from_iterable([True] + [False] * (len(s) - 1) for s in schedule.lengths))
     )

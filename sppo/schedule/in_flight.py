@@ -12,7 +12,7 @@ from sppo.schedule.encoding import B, EncodedProgram, F, W
 
 
 def units_in_flight(program: EncodedProgram) -> npt.NDArray[np.float64]:
-    """Units between their F and their last B or W after each action; a piece of g counts 1/g.
+    """Units between their F and their last B or W after each action; a shard of g counts 1/g.
 
     In evaluation nothing is kept: a unit is in flight while it runs.
     """

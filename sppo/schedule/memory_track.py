@@ -9,7 +9,7 @@ Buckets:
   because every later subsequence reads it.
 * "kv_gradients": dK/dV of a whole sequence, from its first B on the stage to its last.
 
-A helper's piece of an MSP unit counts its share of the activations there, not on the owner.
+A borrower's shard of an MSP unit counts its part of the activations there, not on the owner.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _forward_only(
 
 
 def _held(program: EncodedProgram) -> tuple[Codes, Codes]:
-    """Slots a rank runs forward, ascending, and into how many pieces each is cut."""
+    """Slots a rank runs forward, ascending, and into how many shards each is cut."""
     which = program.codes == encoding.F
     order = np.argsort(program.slots[which], kind="stable")
     return program.slots[which][order], program.num_shards[which][order]

@@ -1,12 +1,12 @@
-"""Units cut into pieces (MSP): who runs which piece, what moves between them, what that costs.
+"""Units cut into shards (MSP): who runs which shard, what they send one another, what that costs.
 
-A unit that multiplexed sequence partitioning cuts on a stage is run by a *gang*: one piece per
-rank, all at the same time, because layer by layer every piece needs the K/V of the pieces before
-it. The rank that owns the stage streams its weights to the helpers while they compute.
+A unit that multiplexed sequence partitioning cuts on a stage is run by an *MSP group*: one shard
+per rank, all at the same time, because layer by layer every shard needs the K/V of the shards
+before it. The rank that owns the stage streams its weights to the borrowers while they compute.
 
-Messages between stages: the producer's pieces and the consumer's pieces cut the same tokens at
+Messages between stages: the producer's shards and the consumer's shards cut the same tokens at
 different places. Message k is the k-th interval of both cuts laid over each other; it goes from
-the rank of the producer's piece to the rank of the consumer's, and is absent where they are the
+the rank of the producer's shard to the rank of the consumer's, and is absent where they are the
 same rank. A unit that is whole on both sides has the one message 0 of 1.
 """
 
@@ -33,7 +33,7 @@ class Route:
     begin: int
     end: int
     tokens: int
-    """Of the whole unit."""
+    """Tokens of the whole unit."""
 
     @property
     def share(self) -> float:
@@ -43,7 +43,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class MspGroup:
-    """A unit on a stage run in pieces: `ranks[k]` runs piece k of `lengths[k]` tokens."""
+    """A unit on a stage run in shards: `ranks[k]` runs shard k of `lengths[k]` tokens."""
 
     slot: int
     ranks: tuple[int, ...]
@@ -53,7 +53,7 @@ class MspGroup:
 def find_msp_groups(
     schedule: Schedule, *, programs: Sequence[EncodedProgram]
 ) -> dict[int, MspGroup]:
-    """The gangs of `schedule` by slot; empty for every schedule without MSP."""
+    """The MSP groups of `schedule` by slot; empty for every schedule without MSP."""
     ranks_of: dict[int, dict[int, int]] = {}
     widths: dict[int, int] = {}
     for rank, program in enumerate(programs):
@@ -114,7 +114,7 @@ def balanced_shards(
 def routes_between(
     producer: Sequence[tuple[int, int]], *, consumer: Sequence[tuple[int, int]]
 ) -> tuple[Route, ...]:
-    """Messages between two cuts of the same tokens, each given as (rank, tokens) per piece."""
+    """Messages between two cuts of the same tokens, each given as (rank, tokens) per shard."""
     ends_out = list(accumulate(tokens for _, tokens in producer))
     ends_in = list(accumulate(tokens for _, tokens in consumer))
     assert ends_out[-1] == ends_in[-1], f"cuts of {ends_out[-1]} and {ends_in[-1]} tokens"
@@ -131,7 +131,7 @@ def routes_between(
 def msp_routes(
     schedule: Schedule, *, groups: Mapping[int, MspGroup]
 ) -> dict[tuple[int, int], tuple[Route, ...]]:
-    """Routes of every message from or to a gang, by (SEND_ACT or SEND_GRAD, producing slot)."""
+    """Routes of every message from or to an MSP group, by (wire, producing slot)."""
     units = [tokens for parts in schedule.lengths for tokens in parts]
     num_units = schedule.num_units
 
@@ -142,7 +142,7 @@ def msp_routes(
         return [(schedule.placement.rank_of(slot // num_units), units[slot % num_units])]
 
     routes = {}
-    # Boundaries by their earlier stage; one between two gangs is named by both.
+    # Boundaries by their earlier stage; one between two MSP groups is named by both.
     boundaries = {s for slot in groups for s in (slot - num_units, slot)}
     for slot in sorted(boundaries):
         if not 0 <= slot < (schedule.num_stages - 1) * num_units:
@@ -158,16 +158,16 @@ def msp_routes(
 def msp_seconds(
     schedule: Schedule, *, groups: Mapping[int, MspGroup], costs: Costs
 ) -> dict[tuple[int, int], float]:
-    """Seconds of every gang by (F or B, slot), with everything that moves inside it.
+    """Seconds of every MSP group by (F or B, slot), with everything that is sent inside it.
 
-    A helper keeps nothing of the owner's stage but the layer at hand, so every unit brings it all
-    again. While the pieces compute, the owner broadcasts the weights of the next layer, in forward
-    with the K/V before the unit; the unit's own K/V goes round the gang where every piece waits
-    for it, so that is added. In backward weight gradients go home at the same time, in the other
-    direction; but a helper has room for the K/V and their gradients of one layer only, so what
-    comes (all K/V up to the unit) and what goes (its gradients, to be added up at the owner, and
-    the unit's own complete ones back) is waited for. A broadcast and a sum are pipelined and cost
-    their bytes once.
+    A borrower keeps nothing of the owner's stage but the layer at hand, so every unit brings it all
+    again. While the shards compute, the owner broadcasts the weights of the next layer, in forward
+    with the K/V before the unit; the unit's own K/V goes round the MSP group where every shard
+    waits for it, so that is added. In backward weight gradients go home at the same time, in the
+    other direction; but a borrower has room for the K/V and their gradients of one layer only, so
+    what comes (all K/V up to the unit) and what goes (its gradients, to be added up at the owner,
+    and the unit's own complete ones back) is waited for. A broadcast and a sum are pipelined and
+    cost their bytes once.
     """
     seconds = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
@@ -202,9 +202,9 @@ def msp_seconds(
 def _largest_share(
     group: MspGroup, *, start: int, context_slope: float, schedule: Schedule
 ) -> float:
-    """Share of the unit's compute in the gang's slowest piece."""
+    """Fraction of the unit's compute in the MSP group's slowest shard."""
     if not schedule.cuts:
-        # Equal pieces by definition; abstract schedules count one token per rank or fewer.
+        # Equal shards by definition; abstract schedules count one token per rank or fewer.
         return 1 / len(group.ranks)
     ends = np.cumsum((0, *group.lengths))
     compute = (1 + context_slope * start) * ends + context_slope * ends**2 / 2

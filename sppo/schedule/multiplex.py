@@ -12,7 +12,7 @@ Backward is the mirror image, on the same ranks, because they hold the activatio
 and free messages P=4, N=8 takes 8 1/3 forward units against 11.
 
 Cutting a unit moves weights, K/V and gradients (`groups.msp_seconds`), so it is a choice: what the
-first of a run of units brings to the helpers serves the whole run, so a run stays only if it pays
+first of a run of units brings to the borrowers serves the whole run, so a run stays only if it pays
 for itself and if the step is longer without it. When nothing pays, the schedule is the plain
 program.
 """
@@ -31,9 +31,9 @@ from sppo.schedule.event_loop import run_clock
 from sppo.schedule.msp_groups import MspGroup, balanced_shards, msp_seconds
 from sppo.schedule.orders import with_reductions
 
-# Up to this many gangs, runs and single gangs are dropped one by one; of more, the best eighths of
-# the runs are tried; of gangs with so many pieces that one trial takes seconds, all, the better
-# half and none.
+# Up to this many MSP groups, runs and single MSP groups are dropped one by one; of more, the best
+# eighths of the runs are tried; of MSP groups with so many shards that one trial takes seconds,
+# all, the better half and none.
 _TRIED_ALONE = 64
 _NESTED_CHOICES = 8
 _DEPTHS_TRIED = 8
@@ -83,7 +83,7 @@ def multiplex(
 
 
 class _Builder:
-    """Makes and times the schedule of a choice of gangs."""
+    """Makes and times the schedule of a choice of MSP groups."""
 
     def __init__(self, plain: Schedule, *, costs: Costs, forward_only: bool) -> None:
         self.plain = plain
@@ -92,7 +92,7 @@ class _Builder:
         self.offsets = plain.unit_offsets()
 
     def candidates(self) -> dict[int, MspGroup]:
-        """A gang for every left and right unit that has a token for each piece."""
+        """An MSP group for every left and right unit that has a token for each shard."""
         groups = {}
         for sequence, parts in enumerate(self.plain.lengths):
             for subsequence, tokens in enumerate(parts):
@@ -115,7 +115,7 @@ class _Builder:
         return groups
 
     def seconds(self, groups: Mapping[int, MspGroup]) -> dict[tuple[int, int], float]:
-        """What each gang takes if exactly these are chosen."""
+        """What each MSP group takes if exactly these are chosen."""
         priced = replace(self.plain, cuts=self._cuts(groups.values()))
         return msp_seconds(priced, groups=groups, costs=self.costs)
 
@@ -126,7 +126,7 @@ class _Builder:
         return float(self.costs.forward_s[stage, unit]), float(backward)
 
     def build(self, groups: Mapping[int, MspGroup]) -> Schedule:
-        """The schedule with exactly these gangs."""
+        """The schedule with exactly these MSP groups."""
         seconds = self.seconds(groups)
         programs: list[list[Action]] = [[] for _ in range(self.plain.num_ranks)]
         for sequence in range(self.plain.num_sequences):
@@ -137,14 +137,14 @@ class _Builder:
                     mirrored = (replace(a, kind=ActionKind.B) for a in reversed(forward))
                     programs[rank].extend(mirrored)
         reduced = tuple(
-            # Helpers send their gradients home, so only the owner of a stage reduces it.
+            # Borrowers send their gradients home, so only the owner of a stage reduces it.
             tuple(with_reductions(program, stages=(rank,)))
             for rank, program in enumerate(programs)
         )
         return replace(self.plain, programs=reduced, cuts=self._cuts(groups.values()))
 
     def _cuts(self, groups: Iterable[MspGroup]) -> tuple[Cut, ...]:
-        """Token counts of pieces, where compute grows with the context."""
+        """Token counts of shards, where compute grows with the context."""
         if self.costs.context_slope == 0:
             return ()
         cuts = []
@@ -161,7 +161,7 @@ class _Builder:
         groups: Mapping[int, MspGroup],
         seconds: Mapping[tuple[int, int], float],
     ) -> list[list[Action]]:
-        """Forward pieces of each rank: earliest start first, of equal ones the widest gang.
+        """Forward shards of each rank: earliest start first, of equal ones the widest MSP group.
 
         Only the next unit of each stage can be ready, so the heap never holds more than one
         entry per stage; an entry whose ranks were taken meanwhile goes back with a later start.
@@ -227,11 +227,11 @@ class _Builder:
         return max(max(times, default=0.0) for times in clock.finishes_s)
 
     def choose(self, paying: Sequence[Mapping[int, MspGroup]]) -> Schedule:
-        """Of the runs of gangs that pay for themselves, those without which the step is longer.
+        """Return the schedule with the runs of MSP groups that pay and without which it is longer.
 
         The best runs, the best two and so on are compared, and of all runs the units nearest to
-        the ends, the two nearest and so on: where moving costs much, only the first ones fill a
-        bubble that is theirs. Then single runs and single gangs are dropped while that costs
+        the ends, the two nearest and so on: where messages cost much, only the first ones fill a
+        bubble that is theirs. Then single runs and single MSP groups are dropped while that costs
         nothing, unless a trial, which simulates a whole step, takes long.
         """
         ranked = sorted(paying, key=self.gain, reverse=True)
@@ -256,7 +256,7 @@ class _Builder:
         return self.build(chosen)
 
     def _shallow(self, groups: Mapping[int, MspGroup]) -> list[dict[int, MspGroup]]:
-        """Of ``groups`` those of the outermost units, one deep, two deep and so on."""
+        """Return the groups of the outermost units, one deep, two deep and so on."""
         depths: dict[int, int] = {}
         for slot in groups:
             unit = slot % self.costs.num_units
@@ -268,7 +268,7 @@ class _Builder:
         return [{s: group for s, group in groups.items() if depths[s] < d} for d in tried]
 
     def gain(self, run: Mapping[int, MspGroup]) -> float:
-        """Seconds that a run of gangs saves against its units on one rank."""
+        """Seconds that a run of MSP groups saves against its units on one rank."""
         seconds = self.seconds(run)
         saved = 0.0
         for slot in run:
@@ -279,7 +279,7 @@ class _Builder:
         return saved
 
     def _by_gain(self, groups: Mapping[int, MspGroup]) -> list[tuple[int, MspGroup]]:
-        """Gangs with the most seconds saved first, ties in order of their slots."""
+        """MSP groups with the most seconds saved first, ties in order of their slots."""
         seconds = self.seconds(groups)
 
         def gain(slot: int) -> float:
@@ -291,7 +291,7 @@ class _Builder:
 
 
 def _runs(groups: Mapping[int, MspGroup]) -> list[dict[int, MspGroup]]:
-    """Gangs of consecutive units of one stage on the same ranks: what one brings, all use."""
+    """MSP groups of consecutive units of one stage on the same ranks: what one brings, all use."""
     runs: list[dict[int, MspGroup]] = []
     for slot, group in sorted(groups.items()):
         before = runs[-1] if runs else {}
@@ -303,7 +303,7 @@ def _runs(groups: Mapping[int, MspGroup]) -> list[dict[int, MspGroup]]:
 
 
 def _paying(groups: Mapping[int, MspGroup], *, builder: _Builder) -> list[dict[int, MspGroup]]:
-    """Runs of gangs that are faster than their units on one rank, all that moves included."""
+    """Runs of MSP groups that are faster than their units on one rank, all messages included."""
     return [run for run in _runs(groups) if builder.gain(run) > _TOLERANCE]
 
 

@@ -43,9 +43,9 @@ _RANK = re.compile(r"rank\s+([0-9]+)\s*:\s*(.*)")
 _CUT = re.compile(r"([0-9]{1,9})\s+([0-9]{1,9})\.([0-9]{1,9})\s*=\s*([0-9,\s]+)")
 
 MOST_ACTIONS = 1_000_000
-"""Of one file; simulating them takes minutes."""
+"""Most actions of one file; simulating them takes minutes."""
 _MOST_DIGITS = 12
-"""Of a number in a file: a trillion tokens."""
+"""Most digits of a number in a file: a trillion tokens."""
 
 
 class ProgramTextError(ValueError):

@@ -34,7 +34,7 @@ EVERY_POLICY = (*POLICIES, *OFFLOADING_POLICIES)
 seeds = st.integers(0, 2**32 - 1)
 
 
-def random_situation(seed, *, allow_partial=True, room=None):
+def random_inputs(seed, *, allow_partial=True, room=None):
     """Any numbers, with room for some share of everything on the device and behind it."""
     random = np.random.default_rng(seed)
     stages, num_subsequences = random.integers(1, 4), random.integers(1, 8)
@@ -76,9 +76,9 @@ def _slots(row_bytes, random):
     )
 
 
-def every_decision(situation, policies=EVERY_POLICY):
-    return [decide(policy, situation) for policy in policies] + [
-        decide_ratio(situation, ratio=ratio) for ratio in (0.0, 0.3, 1.0)
+def every_decision(inputs, policies=EVERY_POLICY):
+    return [decide(policy, inputs) for policy in policies] + [
+        decide_ratio(inputs, ratio=ratio) for ratio in (0.0, 0.3, 1.0)
     ]
 
 
@@ -91,22 +91,22 @@ def is_whole(decisions, tokens):
 @settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_every_row_has_one_fate_and_inputs_are_never_rebuilt(seed):
-    situation = random_situation(seed)
-    for decisions in every_decision(situation):
+    inputs = random_inputs(seed)
+    for decisions in every_decision(inputs):
         for rows in (decisions.retained, decisions.offloaded, decisions.recomputed):
             assert (rows >= 0).all()
         together = decisions.retained + decisions.offloaded + decisions.recomputed
-        assert (together == situation.tokens[:, None]).all()
-        assert (decisions.tokens == situation.tokens).all()
+        assert (together == inputs.tokens[:, None]).all()
+        assert (decisions.tokens == inputs.tokens).all()
         assert not decisions.recomputed[:, :, X_IN].any()
 
 
 @settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_at_most_one_class_is_cut_and_at_a_multiple_of_rows(seed):
-    situation = random_situation(seed)
-    for decisions in every_decision(situation):
-        whole = is_whole(decisions, situation.tokens)
+    inputs = random_inputs(seed)
+    for decisions in every_decision(inputs):
+        whole = is_whole(decisions, inputs.tokens)
         assert ((~whole).sum(axis=2) <= 1).all()
         cut = ~whole
         assert not (decisions.offloaded[cut] % ROW_ALIGNMENT).any()
@@ -117,36 +117,36 @@ def test_at_most_one_class_is_cut_and_at_a_multiple_of_rows(seed):
 @settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_nothing_is_cut_where_that_is_not_allowed(seed):
-    situation = random_situation(seed, allow_partial=False)
-    for decisions in every_decision(situation):
-        assert is_whole(decisions, situation.tokens).all()
+    inputs = random_inputs(seed, allow_partial=False)
+    for decisions in every_decision(inputs):
+        assert is_whole(decisions, inputs.tokens).all()
 
 
 @settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_the_last_subsequence_stays(seed):
     """Its backward starts at once."""
-    situation = random_situation(seed)
-    for decisions in every_decision(situation, policies=("sppo", "hybrid", *POLICIES)):
+    inputs = random_inputs(seed)
+    for decisions in every_decision(inputs, policies=("sppo", "hybrid", *POLICIES)):
         assert not decisions.offloaded[:, -1].any()
 
 
 @settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_hybrid_leaves_everything_where_it_fits(seed):
-    situation = random_situation(seed, room=1.001)
-    decisions = decide("hybrid", situation)
-    assert (decisions.retained == situation.tokens[:, None]).all()
+    inputs = random_inputs(seed, room=1.001)
+    decisions = decide("hybrid", inputs)
+    assert (decisions.retained == inputs.tokens[:, None]).all()
     assert not decisions.offloads_anything
 
 
 @settings(deadline=None, max_examples=50)
 @given(seeds)
 def test_hybrid_stays_within_its_room_or_does_all_it_can(seed):
-    situation = random_situation(seed)
-    decisions = decide("hybrid", situation)
-    assert (tier_bytes_held(decisions, situation) <= situation.tier_bytes).all()
-    short = held_bytes(decisions, situation) > situation.device_bytes
+    inputs = random_inputs(seed)
+    decisions = decide("hybrid", inputs)
+    assert (tier_bytes_held(decisions, inputs) <= inputs.tier_bytes).all()
+    short = held_bytes(decisions, inputs) > inputs.device_bytes
     for stage in np.flatnonzero(short):
         assert not decisions.retained[stage, :, ATTENTION:].any()
 
@@ -155,10 +155,10 @@ def test_hybrid_stays_within_its_room_or_does_all_it_can(seed):
 @given(seeds)
 def test_what_hides_is_what_the_paper_moves(seed):
     """alpha_i A_i = BW T_c, in whole rows: at most that, and less than a cut below it."""
-    situation = random_situation(seed)
-    offloaded = (decide("sppo", situation).offloaded * situation.row_bytes[:, None, :]).sum(axis=2)
-    wanted = np.minimum(situation.hidden_bytes, situation.class_bytes.sum(axis=2))
-    cut = ROW_ALIGNMENT * situation.row_bytes.max(axis=1)[:, None]
+    inputs = random_inputs(seed)
+    offloaded = (decide("sppo", inputs).offloaded * inputs.row_bytes[:, None, :]).sum(axis=2)
+    wanted = np.minimum(inputs.hidden_bytes, inputs.class_bytes.sum(axis=2))
+    cut = ROW_ALIGNMENT * inputs.row_bytes.max(axis=1)[:, None]
     assert (offloaded <= wanted * (1 + 1e-9)).all()
     assert (offloaded[:, :-1] > (wanted - cut)[:, :-1]).all()
 
@@ -173,23 +173,25 @@ def test_classes_leave_in_the_order_of_their_value():
 
 
 def test_policies_by_name_do_what_they_say():
-    situation = random_situation(1)
-    retained = {policy: decide(policy, situation).retained > 0 for policy in POLICIES}
+    inputs = random_inputs(1)
+    retained = {policy: decide(policy, inputs).retained > 0 for policy in POLICIES}
     assert [retained[policy][0, 0].tolist() for policy in POLICIES] == [
         [True, True, True],
         [True, True, False],
         [True, False, False],
     ]
-    assert (decide("offload_all", situation).offloaded == situation.tokens[:, None]).all()
+    assert (decide("offload_all", inputs).offloaded == inputs.tokens[:, None]).all()
 
 
 def test_what_cannot_be_decided_is_said():
-    nowhere = replace(random_situation(1), copy_bytes_per_s=0.0)
+    nowhere = replace(random_inputs(1), copy_bytes_per_s=0.0)
     with pytest.raises(
-        ValueError, match="policy 'sppo' moves activations, and this machine has no"
+        ValueError, match="policy 'sppo' offloads activations, and this machine has no"
     ):
         decide("sppo", nowhere)
-    with pytest.raises(ValueError, match="offload_ratio 0.5 moves activations, and this machine"):
+    with pytest.raises(
+        ValueError, match="offload_ratio 0.5 offloads activations, and this machine"
+    ):
         decide_ratio(nowhere, ratio=0.5)
     assert not decide_ratio(nowhere, ratio=0.0).offloads_anything
     with pytest.raises(ValueError, match="'fast' is not one of retain, .*, hybrid"):
@@ -201,7 +203,7 @@ def test_what_cannot_be_decided_is_said():
 
 @st.composite
 def candidates(draw):
-    """A model on too little memory, cut and shared out in some way."""
+    """A model on too little memory, cut and sharded in some way."""
     name, length = draw(st.sampled_from([("gpt-7b", 131072), ("llama-3.2-1b", 262144)]))
     pipeline, group = draw(st.sampled_from([(1, 8), (2, 4), (4, 2), (4, 8)]))
     rate = draw(st.floats(1e9, 4e10))

@@ -96,7 +96,7 @@ WRONG = {
     ),
     "parallel.multiplexed=on": ("parallel.multiplexed", "'on'", "and there is one"),
     "activations={policy: retain, offload_ratio: 0.5}": ("activations", "'retain'", "leave one of"),
-    "activations.policy=offload_all": ("activations", "'offload_all'", "has no tier to move"),
+    "activations.policy=offload_all": ("activations", "'offload_all'", "has no tier to offload"),
     "activations.tier=disk": ("activations", "'auto'", "write activations.disk=DIR"),
 }
 

@@ -359,7 +359,7 @@ def test_heads_that_cannot_be_shared_out(run):
         (["parallel.shedule=sppo"], "shedule"),
         (["sequence.length=1Ki", "sequence.num_subsequences=2000"], "than the 1024 tokens"),
         (["sequence.num_subsequences=200000"], "must be less than or equal to 16384"),
-        (["activations.policy=sppo", "hardware.file=bare.json"], "no tier to move them to"),
+        (["activations.policy=sppo", "hardware.file=bare.json"], "no tier to offload to"),
         (["hardware.file=run.yaml"], "hardware file run.yaml"),
     ],
 )

@@ -1,11 +1,11 @@
-"""Attention of one piece of a unit, in one layer: keys and values come from the owner of the stage.
+"""Attention of one shard of a unit, in one layer: keys and values come from the owner of the stage.
 
-Forward: the pieces share their keys and values, the owner stores them, and what came before the
-unit goes to the helpers, one layer at a time. Backward: the owner sends all of them again, every
-piece adds its part to the gradients of all keys before it, and these are added up at the owner,
-where those of later units wait already. Then the unit's own are complete and go to the pieces.
+Forward: the shards gather their keys and values, the owner stores them, and what came before the
+unit goes to the borrowers, one layer at a time. Backward: the owner sends all of them again, every
+shard adds its part to the gradients of all keys before it, and these are added up at the owner,
+where those of later units wait already. Then the unit's own are complete and go to the shards.
 
-Legend: c tokens here, C of the whole unit, C_k of a piece, T of the prefix with the unit, N query
+Legend: c tokens here, C of the whole unit, C_k of a shard, T of the prefix with the unit, N query
 heads, K key/value heads, D head size; with Ulysses N and K are a rank's share inside attention.
 """
 
@@ -41,19 +41,20 @@ class PrefixMeter:
 
 
 class MspAttention:
-    """:class:`sppo.model.layer.SubsequenceAttention` of one piece in one layer.
+    """:class:`sppo.model.layer.SubsequenceAttention` of one shard in one layer.
 
     Args:
         shard: whose queries attend.
-        heads: exchange with the ranks that share this piece's tokens; None where nobody does.
-        missing: of this piece's tokens on each of those ranks, how many last ones have no saved
+        heads: exchange with the ranks over which this shard's tokens are sharded; None where they
+            are not sharded.
+        missing: of this shard's tokens on each of those ranks, how many last ones have no saved
             attention output.
-        store: keys and values of the stage; None on a helper.
+        store: keys and values of the stage; None on a borrower.
         layer: index in the model.
         window: see :func:`sppo.kernels.attention.interface.attention_forward`.
         shape: (K, D) inside attention.
         backend: of the kernel.
-        meter: counts what a helper holds.
+        meter: counts what a borrower holds.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class MspAttention:
         self._kv: tuple[Tensor, Tensor] | None = None
 
     def prefix(self) -> tuple[Tensor, ...]:
-        """In forward, ahead of the layer: what the owner sends of what came before the unit."""
+        """Receive, before the layer's forward, what the owner sends of the unit's prefix."""
         span = self._shard.span
         if span.start == 0:
             return ()
@@ -91,7 +92,7 @@ class MspAttention:
         return k[: span.start], v[: span.start]
 
     def forward(self, q_cND: Tensor, k_cKD: Tensor, v_cKD: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SubsequenceAttention`."""
+        """Attend with this rank's tokens to the prefix and all shards; (o_cND, lse_Nc)."""
         if self._heads is not None:
             q_cND, k_cKD, v_cKD = self._heads.inputs_to_heads(
                 q_cND, k_cKD, v_cKD, self._shard.parts
@@ -102,7 +103,7 @@ class MspAttention:
         return found
 
     def fetch(self) -> None:
-        """In backward, before anything else of the layer: have keys and values up to the unit."""
+        """Get keys and values up to the unit, in backward before anything else of the layer."""
         span = self._shard.span
         if self._store is not None:
             self._kv = self._store.prefix(self._layer, self._shard.sequence, end=span.end)
@@ -112,7 +113,7 @@ class MspAttention:
             self._exchange.from_owner(tensor)
 
     def again(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SubsequenceAttention`: for the tokens that are missing."""
+        """Recompute attention for the tokens whose output was not saved; (o_cND, lse_Nc)."""
         if self._heads is not None:
             (q_cND,) = self._heads.queries_to_heads([q_cND], self._missing)
         return self._attend(q_cND, self._missing)
@@ -120,7 +121,7 @@ class MspAttention:
     def backward(
         self, do_cND: Tensor, q_cND: Tensor, o_cND: Tensor, lse_Nc: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SubsequenceAttention`."""
+        """Return (dq_cND, dk_cKD, dv_cKD) of this rank's tokens; the owner sums the prefix's."""
         shard, parts = self._shard, self._shard.parts
         if self._heads is not None:
             do_cND, q_cND, o_cND = self._heads.queries_to_heads([do_cND, q_cND, o_cND], parts)
@@ -200,7 +201,7 @@ class MspAttention:
     def _gradients(
         self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk_TKD, dv_TKD) of this piece's queries."""
+        """(dq, dk_TKD, dv_TKD) of this shard's queries."""
         assert self._kv is not None, "fetch() comes before backward"
         k, v = self._kv
         wide = accumulation_dtype(self._dtype)

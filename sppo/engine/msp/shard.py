@@ -1,10 +1,10 @@
-"""Pieces of a unit that several pipeline ranks run at the same time (MSP).
+"""Shards of a unit that several pipeline ranks run at the same time (MSP).
 
-Pipeline rank k of a gang runs piece k. Where ranks of a sequence-parallel group share the tokens of
-every unit, each of their parts is cut into as many pieces: piece k is then one run of tokens on
-each of them, and nothing of the pipeline's ever crosses from one of them to another.
+Pipeline rank k of an MSP group runs shard k. Where the tokens of every unit are sharded over a
+sequence-parallel group, each of their parts is cut into as many shards: shard k is then one run of
+tokens on each of them, and nothing of the pipeline's ever crosses from one of them to another.
 
-Legend: c tokens of this rank's part of the piece, C of the whole unit.
+Legend: c tokens of this rank's part of the shard, C of the whole unit.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MspShard(Unit):
-    """One rank's part of one piece of a unit: its tokens, and where they lie in the whole.
+    """One rank's part of one shard of a unit: its tokens, and where they lie in the whole.
 
-    ``parts`` are the tokens of this piece on each member of the sequence-parallel group.
+    ``parts`` are the tokens of this shard on each member of the sequence-parallel group.
 
     Attributes:
         whole: The whole unit, as this rank shares it with its sequence-parallel group.
-        place: Which piece.
+        place: Which shard.
         member: This rank's place in its sequence-parallel group.
         cuts: Where each member's tokens of the unit are cut, from 0 to their number.
-        exchange: With the ranks of the other pieces.
+        exchange: With the ranks of the other shards.
     """
 
     whole: Unit
@@ -50,16 +50,16 @@ class MspShard(Unit):
 
     @property
     def first_token(self) -> int:
-        """Where this piece begins among this rank's tokens of the unit."""
+        """Index of the shard's first token among this rank's tokens of the unit."""
         return self.cuts[self.member][self.place]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of every piece on this rank's member of their groups."""
+        """Tokens of every shard on this rank's member of their groups."""
         return tuple(end - begin for begin, end in pairwise(self.cuts[self.member]))
 
     def runs(self, place: int) -> tuple[Run, ...]:
-        """Positions in the sequence of piece ``place``, one run for each member of its group."""
+        """Positions in the sequence of shard ``place``, one run for each member of its group."""
         firsts = list(accumulate(self.whole.parts, initial=self.span.start))
         return tuple(
             Run(first + cuts[place], first + cuts[place + 1])
@@ -67,7 +67,7 @@ class MspShard(Unit):
         )
 
     def rows_of(self, place: int) -> Tensor:
-        """The tokens of piece ``place`` among those of the whole unit, ``[C_k]`` indices."""
+        """The tokens of shard ``place`` among those of the whole unit, ``[C_k]`` indices."""
         start = self.span.start
         return torch.cat([torch.arange(a - start, b - start) for a, b in self.runs(place)])
 
@@ -75,17 +75,17 @@ class MspShard(Unit):
 def cut_shard(
     unit: Unit, *, place: int, member: int, lengths: Sequence[int], exchange: MspExchange
 ) -> MspShard:
-    """Piece ``place`` of a unit that is cut into pieces of ``lengths`` tokens.
+    """Shard ``place`` of a unit that is cut into shards of ``lengths`` tokens.
 
     Raises:
-        ValueError: a piece would have no token on some rank.
+        ValueError: a shard would have no token on some rank.
     """
     tokens = sum(lengths)
     ends = (0, *accumulate(lengths))
     cuts = tuple(tuple(local_tokens(end, part, tokens) for end in ends) for part in unit.parts)
     if any(a == b for of_member in cuts for a, b in pairwise(of_member)):
         raise ValueError(
-            f"a subsequence of {tokens} tokens is too short for {len(lengths)} pieces on "
+            f"a subsequence of {tokens} tokens is too short for {len(lengths)} shards on "
             f"{len(unit.parts)} sequence-parallel ranks each: use fewer, longer subsequences, or "
             "parallel.multiplexed=off"
         )

@@ -1,8 +1,8 @@
-"""One pipeline stage as the ranks see it that run pieces of its units (MSP).
+"""One pipeline stage as the ranks see it that run shards of its units (MSP).
 
 The layers of :class:`sppo.engine.stage.Stage`, walked by all ranks of a group at once: weights
-come from the owner layer by layer, keys and values are shared, gradients go home. What a piece
-saves stays on the rank that ran it. Embedding and loss are the owner's: it hands out the pieces of
+come from the owner layer by layer, keys and values are gathered, gradients go home. What a shard
+saves stays on the rank that ran it. Embedding and loss are the owner's: it scatters the shards of
 the first stage's input and collects those of the last stage's output.
 """
 
@@ -42,18 +42,18 @@ class MspMemory:
 
 
 class MspStage(Stage):
-    """Layers of one stage, for pieces of its units: every unit it is given is an `MspShard`.
+    """Layers of one stage, for shards of its units: every unit it is given is an `MspShard`.
 
     Args:
         model: the shape.
         layers: of the stage.
         owner: the stage itself on the rank that owns it; None on borrowers.
         gradients: the owner's fp32 sums by global name; None in evaluation.
-        activations: where saved tensors of pieces wait that stay on this rank's device.
+        activations: where saved tensors of shards wait that stay on this rank's device.
         offloaded: where those wait that leave it; None where none does.
         placement_of: what the plan does with the stage's saved tensors.
         heads: exchange with the ranks that share tokens; None where nobody does.
-        members: the same ranks, as they share out what is sent between stages.
+        members: the same ranks, over which what is sent between stages is sharded.
         dtype: of weights and activations.
         device: of this rank.
         attention_backend: of :func:`sppo.kernels.attention.interface.attention_forward`.
@@ -98,13 +98,13 @@ class MspStage(Stage):
 
     @property
     def most_held(self) -> MspMemory:
-        """Since the rank began."""
+        """Most memory held for other ranks' stages since the rank began."""
         return MspMemory(self._pieces_weights.most_layers, self._meter.peak_bytes)
 
     def forward(
         self, unit: Unit, x_CE: Tensor | None, *, loss_scale: float | None
     ) -> Tensor | None:
-        """Run one piece forward, together with the others of its unit.
+        """Run one shard forward, together with the others of its unit.
 
         See :meth:`sppo.engine.stage.Stage.forward`.
         """
@@ -121,7 +121,7 @@ class MspStage(Stage):
     def backward(
         self, unit: Unit, dy_CE: Tensor | None, *, defer_weights: bool = False
     ) -> Tensor | None:
-        """Run one piece backward, together with the others.
+        """Run one shard backward, together with the others.
 
         See :meth:`sppo.engine.stage.Stage.backward`; weight gradients are never deferred.
         """
@@ -136,7 +136,7 @@ class MspStage(Stage):
         self._meter.held_bytes = 0
 
     def embed(self, unit: Unit) -> Tensor:
-        """This piece of the first stage's input, which the owner looks up."""
+        """This shard of the first stage's input, which the owner looks up."""
         whole = None if self._owner is None else self._owner.embed(_shard(unit).whole)
         return self._handed_out(unit, whole)
 
@@ -157,12 +157,12 @@ class MspStage(Stage):
             self._owner.loss(shard.whole, whole_CE, loss_scale)
 
     def take_loss_gradient(self, unit: Unit) -> Tensor:
-        """This piece of the gradient that the owner of the last stage formed in forward."""
+        """This shard of the gradient that the owner of the last stage formed in forward."""
         whole = None if self._owner is None else self._owner.take_loss_gradient(_shard(unit).whole)
         return self._handed_out(unit, whole)
 
     def _handed_out(self, unit: Unit, whole_CE: Tensor | None) -> Tensor:
-        """This piece of the owner's tensor, which has the rows of the whole unit."""
+        """This shard of the owner's tensor, which has the rows of the whole unit."""
         shard, weights = _shard(unit), self._weights
         shape = (shard.tokens_C.shape[0], self.model.hidden_size)
         own = torch.empty(shape, dtype=weights.dtype, device=weights.device)
@@ -208,5 +208,5 @@ class MspStage(Stage):
 
 
 def _shard(unit: Unit) -> MspShard:
-    assert isinstance(unit, MspShard), "a stage of pieces runs pieces"
+    assert isinstance(unit, MspShard), "an MSP stage runs shards"
     return unit

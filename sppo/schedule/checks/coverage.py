@@ -78,7 +78,7 @@ def _collect(programs: Sequence[EncodedProgram], *, code: int) -> _Found:
 def _count_problems(
     schedule: Schedule, *, code: int, actions: _Found, required: bool
 ) -> list[Violation]:
-    """Each unit on each stage as often as it has pieces."""
+    """Each unit on each stage as often as it has shards."""
     size = schedule.num_stages * schedule.num_units
     counts = np.bincount(actions.slots, minlength=size)
     found = []
@@ -102,14 +102,14 @@ def _count_problems(
     for place in np.flatnonzero(wrong[actions.slots])[:_LIMIT].tolist():
         text = (
             f"{_text(schedule, actions, place)}: {counts[actions.slots[place]]} of "
-            f"{widths[actions.slots[place]]} pieces are there"
+            f"{widths[actions.slots[place]]} shards are there"
         )
         found.append(_violation("coverage", text, actions, place))
     return found
 
 
 def _placement_problems(schedule: Schedule, *, code: int, actions: _Found) -> list[Violation]:
-    """Whole units on the rank of their stage; pieces on different ranks, one of them the owner."""
+    """Whole units on the rank of their stage; shards on different ranks, one of them the owner."""
     owners = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
     owner = owners[actions.slots // schedule.num_units]
     found = []
@@ -127,11 +127,11 @@ def _placement_problems(schedule: Schedule, *, code: int, actions: _Found) -> li
     for slot, places in members.items():
         ranks = [int(actions.ranks[place]) for place in places]
         if len(set(ranks)) < len(ranks):
-            text = f"{_text(schedule, actions, places[-1])}: two pieces of it share a rank"
+            text = f"{_text(schedule, actions, places[-1])}: two shards of it are on one rank"
             found.append(_violation("placement", text, actions, places[-1]))
         elif owners[slot // schedule.num_units] not in ranks:
             text = (
-                f"{_text(schedule, actions, places[0])}: no piece of it runs on rank "
+                f"{_text(schedule, actions, places[0])}: no shard of it runs on rank "
                 f"{owners[slot // schedule.num_units]}, which has the weights"
             )
             found.append(_violation("placement", text, actions, places[0]))
@@ -153,7 +153,7 @@ def _companion_problems(
         _violation(
             "placement",
             f"{_text(schedule, actions, place)} is on rank {actions.ranks[place]}, where no F of "
-            "the same unit and piece is",
+            "the same unit and shard is",
             actions,
             place,
         )
@@ -184,7 +184,7 @@ def _cut_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> 
     for slot, group in find_msp_groups(schedule, programs=programs).items():
         if len(group.lengths) != len(group.ranks) or min(group.lengths) < 1:
             text = (
-                f"{_name(schedule, F, slot)} runs in {len(group.ranks)} pieces, but its tokens are "
+                f"{_name(schedule, F, slot)} runs in {len(group.ranks)} shards, but its tokens are "
                 f"cut into {list(group.lengths)}"
             )
             found.append(Violation("coverage", text, group.ranks[0]))
@@ -192,7 +192,7 @@ def _cut_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> 
 
 
 def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:
-    """With any message there: exactly the needed ones, in the same order at both ends."""
+    """Check that messages, if any, are exactly those needed, in the same order at both ends."""
     sends = [_collect(programs, code=code) for code in (SEND_ACT, SEND_GRAD)]
     receives = [_collect(programs, code=code) for code in (RECV_ACT, RECV_GRAD)]
     if not any(found.slots.size for found in (*sends, *receives)):
@@ -219,7 +219,7 @@ def message_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) 
 def _needed_messages(
     schedule: Schedule, *, code: int, routes: dict[tuple[int, int], tuple[Route, ...]]
 ) -> _Ints:
-    """Rows (producing slot, piece, sender, receiver) of one wire, ascending."""
+    """Rows (producing slot, shard, sender, receiver) of one wire, ascending."""
     units = schedule.num_units
     owners = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
     step = 1 if code == SEND_ACT else -1

@@ -59,7 +59,7 @@ class _Replay:
     """Hosts, queues and which messages have moved.
 
     A message is a number: its wire and producing slot, or one behind all of these for each
-    interval of a unit that is cut into pieces.
+    interval of a unit that is cut into shards.
     """
 
     def __init__(self, schedule: Schedule, *, queues: Queues) -> None:
@@ -176,7 +176,7 @@ class _Replay:
         return True
 
     def _join(self, rank: int, code: int, slot: int, width: int) -> bool:
-        """A piece goes on when all pieces of its unit have come."""
+        """A shard goes on when all shards of its unit have come."""
         members = self.group.setdefault((code, slot), set())
         if rank not in members:
             members.add(rank)

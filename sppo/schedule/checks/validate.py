@@ -4,11 +4,11 @@ Rules, each with the failure it prevents:
 
 * coverage: every F once per stage and unit, every B once (unless evaluation), W, R, D2H and H2D at
   most once. A duplicate would add its gradients twice.
-* placement: a stage's whole units run on its rank; the pieces of a cut unit on as many ranks as
-  there are pieces, one of them the owner; B on the ranks of its F, because they hold its tensors.
+* placement: a stage's whole units run on its rank; the shards of a cut unit on as many ranks as
+  there are shards, one of them the owner; B on the ranks of its F, because they hold its tensors.
 * forward order: F of subsequence i after F of i - 1 on the same stage, whose K/V it reads.
 * backward order: B after its F, and after B of subsequence i + 1, which completes its dK/dV.
-* weight order, rebuild order: W after its B; R between F and B.
+* weight order, recompute order: W after its B; R between F and B.
 * copy order: D2H after F, H2D after D2H and before R and B, none without the other.
 * message coverage: with any message in the schedule, exactly the needed ones.
 * message place: SEND behind what makes the tensor, RECV before what needs it.
@@ -94,7 +94,7 @@ def find_violations(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Positions:
-    """Where one rank does what: position of each kind of action for each of its slots."""
+    """Positions in one rank's program of each kind of action for each of its slots."""
 
     schedule: Schedule
     rank: int
@@ -138,8 +138,8 @@ def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -
     for rule, later, earlier in (
         ("backward order", B, F),
         ("weight order", W, B),
-        ("rebuild order", R, F),
-        ("rebuild order", B, R),
+        ("recompute order", R, F),
+        ("recompute order", B, R),
         ("copy order", D2H, F),
         ("copy order", H2D, D2H),
         ("copy order", B, H2D),
@@ -161,7 +161,7 @@ def _must_follow(
     earlier: int,
     earlier_slots: npt.NDArray[np.int64],
 ) -> list[Violation]:
-    """Where both actions are there, `later` must stand behind the last `earlier`."""
+    """Check that `later`, where both actions are there, stands behind the last `earlier`."""
     after, before = at.first[later][later_slots], at.last[earlier][earlier_slots]
     wrong = np.flatnonzero((after != _MISSING) & (before != _MISSING) & (after < before))
     found = []

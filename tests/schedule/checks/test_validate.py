@@ -72,8 +72,8 @@ MUST_FAIL = {
     "no such sequence": (SEQ, 0, add("0F9.0"), "well formed", "sequence 9 does not exist"),
     "no such unit": (SEQ, 0, add("0F0.7"), "well formed", "has 2 subsequences"),
     "weight order": (ZB, 0, move("0W0.1", before="0B0.1"), "weight order", "0W0.1 stands before"),
-    "rebuild late": (SEQ, 0, add("0R0.1"), "rebuild order", "0B0.1 stands before 0R0.1"),
-    "rebuild early": (SEQ, 0, add("0R0.1", before="0F0.0"), "rebuild order", "0R0.1 stands"),
+    "recompute late": (SEQ, 0, add("0R0.1"), "recompute order", "0B0.1 stands before 0R0.1"),
+    "recompute early": (SEQ, 0, add("0R0.1", before="0F0.0"), "recompute order", "0R0.1 stands"),
     "reduce early": (SEQ, 0, move("0REDUCE", before="0B1.0"), "reduction", "before 0B1.0"),
     "reduce twice": (SEQ, 0, add("0REDUCE"), "reduction", "0REDUCE is there twice"),
     "reduce elsewhere": (SEQ, 0, add("1REDUCE"), "reduction", "no gradients of stage 1"),
@@ -90,7 +90,7 @@ MUST_FAIL = {
     "received late": (SENT, 1, move("1RECV_ACT0.0", before="1REDUCE"), "message place", "1F0.0"),
     "twice received": (SENT, 1, add("1RECV_ACT0.0", before="1F0.0"), "message coverage", "once"),
     "crossed": (SENT, 1, swap("1RECV_ACT0.1", "1RECV_ACT0.0"), "message order", "1RECV_ACT0.1"),
-    "lost piece": (MSP, 1, without("0F0.0[1/2]"), "coverage", "1 of 2 pieces"),
+    "lost shard": (MSP, 1, without("0F0.0[1/2]"), "coverage", "1 of 2 shards"),
     "piece elsewhere": (MSP, 0, add("0B0.1[0/2]"), "coverage", "0B0.1[0/2]"),
 }  # fmt: skip
 
