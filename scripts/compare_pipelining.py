@@ -1,7 +1,7 @@
 """SPPO beside torch.distributed.pipelining: two pipeline ranks each, on the CPU.
 
 Both sides do the forward and backward of a step of the same Llama-shaped model in bf16, with the
-same weights, tokens and tiled loss, and rebuild nothing. A rank is a process with one thread, and
+same weights, tokens and tiled loss, and recompute nothing. A rank is a process with one thread, and
 ranks talk over gloo. One side has one sequence in N subsequences; the other takes whole sequences
 as micro-batches, by GPipe if there is one and by 1F1B if there are more. The two sides take turns
 step by step, so that noise of the machine falls on both; the one that waits sleeps. Run by

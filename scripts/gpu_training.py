@@ -29,8 +29,8 @@ LLAMA = {
     "mlp_size": 1792,
 }  # fmt: skip
 TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
-"""Of a loss, relative, between devices; of what only moves nothing may differ but by the order in
-which gradients of embeddings are added up."""
+"""Largest relative difference of a loss between devices. What is only offloaded may differ by the
+order in which gradients of embeddings are added up."""
 _SHOWN = 2000
 
 

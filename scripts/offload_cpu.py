@@ -3,7 +3,7 @@
 Two processes train the same Llama-shaped model in bf16 on the same tokens, one with
 ``activations.policy=retain``, one moving what ``--policy`` says to ``--disk``. They take turns step
 by step, so that noise of the machine falls on both. Prints a table, writes the figures as JSON and
-the resident memory over the steps of each as a picture.
+the resident memory over the steps of each as a plot.
 
     OMP_WAIT_POLICY=passive python scripts/offload_cpu.py --disk /tmp --length 4096 --pieces 8
 """

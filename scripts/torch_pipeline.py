@@ -1,9 +1,9 @@
 """The torch side of ``compare_pipelining.py``: a Llama-shaped stage for torch's pipelining.
 
-Plain modules under autograd in bf16, nothing rebuilt in backward. Attention is torch's flash kernel
-for CPUs; K/V heads are repeated, for its backward takes much longer when it shares them itself.
-The loss goes by tiles and takes its gradient with it, as the engine's does, so that the logits of
-a long sequence never exist at once.
+Plain modules under autograd in bf16, nothing recomputed in backward. Attention is torch's flash
+kernel for CPUs; K/V heads are repeated, for its backward takes much longer when it shares them
+itself. The loss goes by tiles and takes its gradient with it, as the engine's does, so that the
+logits of a long sequence never exist at once.
 """
 
 from __future__ import annotations

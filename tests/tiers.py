@@ -151,7 +151,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
         "test_biases_and_norms_of_shared_weights": only(
             "3",
-            why="biases and norms are shared out alike whatever of the optimizer's state is",
+            why="biases and norms are sharded alike whatever of the optimizer's state is",
             by=("train/test_parallel_runs.py::test_other_schedules_and_state_that_nobody_shares",),
         ),
         "test_other_schedules_and_state_that_nobody_shares": each(

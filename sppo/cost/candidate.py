@@ -20,7 +20,7 @@ class Candidate:
         schedule: Name of the schedule.
         policy: Activation policy.
         offload_ratio: Share that every subsequence sends away; None leaves it to the policy.
-        zero: How much of the state the replicas share out.
+        zero: How much of the state the replicas shard.
         offload_optimizer: Optimizer states live in host memory.
         input_every: Layers that share one saved input.
         allow_partial: Whether the policy may cut a tensor class.

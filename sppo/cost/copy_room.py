@@ -88,7 +88,7 @@ def copy_slots(candidate: Candidate) -> CopySlots | None:
 
 
 def tier_padding_bytes(candidate: Candidate, *, in_flight: Counts) -> Table:
-    """What alignment adds to the moved tensors in the tier at most, [stages]."""
+    """What alignment adds to the offloaded tensors in the tier at most, [stages]."""
     shapes = _layouts(candidate)
     blocks = np.array([len(shape.layers) * shape.most_padding_bytes for shape in shapes])
     padding: Table = blocks * in_flight.sum(axis=1).astype(np.float64)
@@ -136,8 +136,8 @@ def joined_bytes(decisions: ActivationPlacement, shape: BlockLayout, *, stage: i
     """Tensors that are put together again from parts, of all layers that are taken at once.
 
     Those that share an input are, and what is joined of each stays until its own turn is over; but
-    the input itself only one of them saved. What is partly rebuilt counts in the working set as if
-    it were rebuilt whole, but for queries and keys, which are then there sooner.
+    the input itself only one of them saved. What is partly recomputed counts in the working set as
+    if it were recomputed whole, but for queries and keys, which are then there sooner.
     """
     parts = np.stack(
         [decisions.retained[stage], decisions.offloaded[stage], decisions.recomputed[stage]]

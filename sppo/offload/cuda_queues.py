@@ -105,7 +105,7 @@ class CudaQueues:
         if int(failure) != 0:
             raise MemoryError(
                 f"CUDA refuses to page-lock {size_bytes} bytes of host memory ({failure}); raise "
-                "ulimit -l, or move less (activations.offload_ratio)"
+                "ulimit -l, or offload less (activations.offload_ratio)"
             )
         self.register_s = time.perf_counter() - begin_s
         self._locked = memory  # held here, so that no page goes back to the system while locked

@@ -1,4 +1,4 @@
-"""Checksums of moved tensors, for debugging: what comes back must be what was sent."""
+"""Checksums of offloaded tensors, for debugging: what comes back must be what was sent."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def test_hybrid_recomputes_nothing_where_what_hides_fits_by_a_hair():
     assert not found["hybrid"].decisions.recomputed.any()
 
 
-# Most candidates move nothing, or more than hides.
+# Most candidates offload nothing, or more than hides.
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.filter_too_much])
 @given(candidates())
 def test_where_copies_hide_a_simulation_holds_no_more_than_predicted(candidate):

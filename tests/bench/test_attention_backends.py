@@ -1,4 +1,4 @@
-"""Attention back ends side by side: which are timed where, the table, the picture."""
+"""Attention back ends side by side: which are timed where, the table, the plot."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ def test_standard_output_on_a_full_disk(work):
     assert "Traceback" not in result.stderr
 
 
-# A picture or a summary that cannot be written does not undo a run
+# A plot or a summary that cannot be written does not undo a run
 
 
 @pytest.mark.parametrize("name", ["loss.png", "run_summary.json"])

@@ -1,4 +1,4 @@
-"""Parcels, their places and the memory they pass through, as the run will take them."""
+"""Blocks, their places and the memory they pass through, as the run will take them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_parcel_holds_the_rows_of_its_classes(rows, every, shared_by):
         assert wanted / shared_by <= size
         assert size <= wanted / shared_by + shape.most_padding_bytes + len(sizes)
         assert size % BLOCK_ALIGNMENT_BYTES == 0
-    # A layer that must attend again needs its own input.
+    # A layer that must recompute attention needs its own input.
     if every > 1 and rows[0]:
         assert len(set(shape.blocks(rows, attention_saved=False))) == 1
 
@@ -126,7 +126,7 @@ def test_what_is_cut_has_room_to_be_put_together(every):
 
 
 def test_a_cut_input_is_put_together_once():
-    """The layers that share it rebuild it, which their working set counts."""
+    """The layers that share it recompute it, which their working set counts."""
     found = plan(run_of(length=65536, offload_ratio=0.05, input_every=4))
     (stage,) = found.stages
     assert 0 < stage.subsequences[0].offloaded[X_IN] < found.lengths[0]
@@ -136,7 +136,8 @@ def test_a_cut_input_is_put_together_once():
 
 
 def rows_cut_by(fate, tensor_class):
-    """(kept, moved, rebuilt) of 512 tokens, half of one class kept and half with another fate."""
+    """(retained, offloaded, recomputed) of 512 tokens, half of one class kept and half with another
+    fate."""
     rows = [[512, 512, 512], [0, 0, 0], [0, 0, 0]]
     rows[0][tensor_class] = rows[fate][tensor_class] = 256
     return tuple(map(tuple, rows))

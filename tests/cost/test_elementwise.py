@@ -223,7 +223,7 @@ def test_without_measurements_bytes_move_at_the_memorys_bandwidth():
 
 
 def test_a_gpu_keeps_saved_tensors_in_place():
-    """So rebuilding saves it no copies, and forward has none."""
+    """So recomputing saves it no copies, and forward has none."""
     model = model_of("llama")
     cpu = perfect(gemm=1e30, elementwise=1e6)
     gpu = replace(cpu, device=replace(cpu.device, kind="cuda"))

@@ -63,4 +63,4 @@ def test_many_small_buckets_add_up():
 
 def test_words_for_buckets():
     assert bucket_text("kv_gradients") == bucket_text("kv_gradients_bytes") == "dK and dV"
-    assert bucket_text("moved activations") == "moved activations"
+    assert bucket_text("offloaded activations") == "offloaded activations"

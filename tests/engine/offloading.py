@@ -20,7 +20,7 @@ RATIOS = [i / 16 for i in range(17)]
 
 
 def with_offsets(model, rows, *, element_bytes, input_every=1):
-    """Plans of subsequences from their (kept, moved, rebuilt), parcels one behind the other."""
+    """Plans of subsequences by their (retained, offloaded, recomputed), blocks in a row."""
     shape = BlockLayout(
         model, element_bytes, layers=range(model.num_layers), input_every=input_every
     )
@@ -56,7 +56,7 @@ class RatioRows:
             nothing = (0, 0, 0)
             if self.rest == "kept" or stays:
                 rows.append((left, offloaded, nothing))
-            else:  # the input can not be rebuilt
+            else:  # the input can not be recomputed
                 rows.append(((left[0], 0, 0), offloaded, (0, *left[1:])))
         return with_offsets(
             self.model, rows, element_bytes=self.element_bytes, input_every=self.input_every
@@ -78,7 +78,7 @@ class RatioRows:
 
 @dataclass(frozen=True)
 class FixedRows:
-    """The same (kept, moved, rebuilt) for every sequence of these cuts."""
+    """The same (retained, offloaded, recomputed) for every sequence of these cuts."""
 
     model: object
     element_bytes: int

@@ -40,7 +40,8 @@ class Case:
     """Of each sequence of every replica."""
     policy: str = "keep_attention"
     placement_of: Any = None
-    """What every stage keeps, moves and rebuilds instead; what moves goes to :attr:`directory`."""
+    """What every stage retains, offloads and recomputes instead; what is offloaded goes to
+    :attr:`directory`."""
     directory: str | None = None
     input_every: int = 1
     steps: int = 1

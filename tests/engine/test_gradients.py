@@ -117,7 +117,7 @@ def test_spans_that_cross_every_attention_limit(policy):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_policies_agree_bit_for_bit(variant, dtype):
-    """What is rebuilt comes from the same rows by the same operations."""
+    """What is recomputed comes from the same rows by the same operations."""
     model = tiny_model(variant)
     weights = random_weights(model, dtype=dtype)
     sequences = [random_sequence(model, 37), random_sequence(model, 20, seed=1, starts=(0, 8))]

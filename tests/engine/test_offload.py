@@ -99,7 +99,7 @@ def test_cut_tensors_whose_rest_is_rebuilt_agree_within_a_rounding(variant, dtyp
 
 @st.composite
 def row_splits(draw, lengths):
-    """Any kept, moved and rebuilt rows; of the input none are rebuilt."""
+    """Any retained, offloaded and recomputed rows; of the input none are recomputed."""
     rows = []
     for tokens in lengths:
         parts = []

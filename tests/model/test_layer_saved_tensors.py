@@ -1,4 +1,4 @@
-"""One layer alone: what it saves, what backward rebuilds, and where weight gradients go."""
+"""One layer alone: what it saves, what backward recomputes, and where weight gradients go."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Parcels go out and come back bit for bit, whatever the queues do in the meantime."""
+"""Blocks go out and come back bit for bit, whatever the queues do in the meantime."""
 
 import errno
 from functools import cache
@@ -21,7 +21,7 @@ LONE = torch.zeros(1)
 
 
 def tensors_of(key, *, step=0):
-    """Two tensors whose sizes are no multiples of anything; every third layer moves nothing."""
+    """Two tensors whose sizes are no multiples of anything; every third layer offloads nothing."""
     if key.layer == 1:
         return {}
     generator = torch.Generator().manual_seed(hash((step, *key)) % 2**31)
@@ -281,7 +281,7 @@ def test_a_place_that_is_taken_is_refused():
 
 
 def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
-    """Layers that rebuild one another's input are in use together."""
+    """Layers that recompute one another's input are in use together."""
     store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["disk"])
     order = [ActivationKey(0, n, layer) for n in (3, 2, 1, 0) for layer in (2, 0)]
     store.prepare(schedule(order, ring_slots=2 + 3))

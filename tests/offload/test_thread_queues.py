@@ -70,7 +70,8 @@ def test_a_slow_disk_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypatch
 
 
 def test_nothing_computes_while_what_was_saved_waits_for_a_slow_disk(tmp_path, monkeypatch):
-    """With every staging slot waiting, the moved tensors of two layers would be there at once."""
+    """With every staging slot waiting, the offloaded tensors of two layers would be there at
+    once."""
     original = FileTier.write
 
     def slow(self, offset_bytes, array):

@@ -47,7 +47,7 @@ def test_policies_need_less_and_less():
 
 
 def test_no_more_is_rebuilt_than_must_be():
-    """85 percent of what is free may be used; a little less and a subsequence is rebuilt."""
+    """85 percent of what is free may be used; a little less and a subsequence is recomputed."""
     everything = peak_bytes("retain") / USABLE_FRACTION
     assert plan(available_bytes=int(everything) + 5).policy == "retain"
     less = plan(available_bytes=int(everything) - 5)
@@ -86,7 +86,7 @@ def test_less_memory_is_never_faster():
 
 
 def test_nothing_is_ever_moved():
-    """Nothing but whole classes that are kept or rebuilt: what one device alone can do."""
+    """Nothing but whole classes that are kept or recomputed: what one device alone can do."""
     for available in (PLENTY, int(peak_bytes("recompute") / USABLE_FRACTION) + 5):
         for part in plan(available_bytes=available).stages[0].subsequences:
             assert part.offloaded == (0, 0, 0)

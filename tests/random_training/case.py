@@ -111,7 +111,7 @@ class Leg(_Short):
     zero: int = 1
     bucket_bytes: int = 400
     policy: str = "retain"
-    """Of `policy_placement`; of tensors that move, what happens to the rest: kept or rebuilt."""
+    """Of `policy_placement`; of tensors that move, what happens to the rest: kept or recomputed."""
     ratio: float = 0.0
     """Of the bytes that a subsequence saves, what moves."""
     last_too: bool = False

@@ -141,7 +141,7 @@ class _Draw:
         """What happens to saved tensors."""
         if self._chance(0.6):
             return replace(leg, policy=self._pick(["retain", "keep_attention", "recompute"]))
-        # Ranks that share weights out rebuild whole classes only.
+        # Ranks over which weights are sharded recompute whole classes only.
         rest = "kept" if megatron else self._pick(["kept", "rebuilt"])
         return replace(
             leg,

@@ -205,7 +205,7 @@ def _copied(blocks: Blocks) -> Blocks:
 
 
 def rows_of_leg(leg: Leg, model: ModelConfig, dtype: torch.dtype) -> PlacementOf:
-    """What every stage keeps, moves and rebuilds."""
+    """What every stage retains, offloads and recomputes."""
     if not leg.tier:
         return policy_placement(leg.policy)
     return RatioRows(

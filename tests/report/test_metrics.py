@@ -1,4 +1,4 @@
-"""Metrics: the file, the line, TensorBoard and the picture."""
+"""Metrics: the file, the line, TensorBoard and the plot."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_step_line_of_a_skipped_step_says_so() -> None:
     assert "mem 150 GiB | step 250.0 ms | eta 42.0 s" in line
 
 
-# The picture ------------------------------------------------------------------------------------
+# The plot ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_a_unit_shorter_than_its_gang_stays_whole():
 
 
 def test_a_pipeline_of_many_gangs_is_still_chosen():
-    """More gangs than are tried one by one."""
+    """More MSP groups than are tried one by one."""
     schedule = make("sppo_msp", p=9, n=18, m=1)
     assert play(schedule).makespan_s < play(make("sppo", p=9, n=18, m=1)).makespan_s
     assert shards(schedule) > 0

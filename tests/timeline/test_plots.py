@@ -1,4 +1,4 @@
-"""Pictures hold what they must: every bar, idle time by cause, both phases of MSP, a legend."""
+"""Plots hold what they must: every bar, idle time by cause, both phases of MSP, a legend."""
 
 from __future__ import annotations
 

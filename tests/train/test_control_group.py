@@ -141,7 +141,7 @@ def test_a_limit_below_the_libraries_is_refused_before_they_are_loaded(group, ru
 
 
 def test_what_little_is_accepted_trains_to_its_end(group, run_file):
-    """Checkpoints, what the first steps leave behind, and pictures are in the plan."""
+    """Checkpoints, what the first steps leave behind, and plots are in the plan."""
     loaded, small = loaded_bytes(group), ["model.hidden_size=64", "model.num_layers=1"]
     words = ["train", str(run_file), *small, "sequence.length=512", "train.steps=3"]
     group.limit(loaded + 42 * MIB)

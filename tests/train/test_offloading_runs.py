@@ -183,7 +183,7 @@ def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch):
 
 
 def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
-    """Memory for two thirds of what is saved: some of it moves, and nothing is rebuilt."""
+    """Memory for two thirds of what is saved: some is offloaded, nothing recomputed."""
     long = {"length": 512, "num_subsequences": 16}
     keeping = offloading_run(work, sequence=long, policy="retain")
     device = check_before_training(load_run(keeping)).plan.stages[0].memory.device
@@ -191,7 +191,7 @@ def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     usable = device.total_bytes - device.activations_bytes // 3
     room = MemoryRoom(int(usable / USABLE_FRACTION) + 1)
     monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: room)
-    monkeypatch.setattr(preflight, "REPORT_BYTES", 0)  # pictures would need more than this run
+    monkeypatch.setattr(preflight, "REPORT_BYTES", 0)  # plots would need more than this run
     run_file = offloading_run(work, sequence=long)
     plan = check_before_training(load_run(run_file)).plan
     assert plan.policy == "hybrid"

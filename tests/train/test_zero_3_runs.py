@@ -48,7 +48,7 @@ def test_a_run_with_rows_on_each_of_many_goes_on_on_one(ranks, job):
 
 
 def test_rows_of_shared_weights(ranks, job):
-    """Megatron's blocks, of which those that replicas hold are shared out again."""
+    """Megatron's blocks, of which those that replicas hold are sharded again."""
     run_on(ranks, job, (2, 1, 4), 3, "grid", **MEGATRON, **ZERO_3)
     assert_like_alone(job, "grid")
 
