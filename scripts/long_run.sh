@@ -13,7 +13,7 @@ train_long_run() { # RUN.yaml [KEY=VALUE...]
             "SPPO_TOKENS; SPPO_DRY_RUN=1 plans without" >&2
         return 2
     fi
-    # On a CPU moved activations wait on a disk; behind a GPU there is host memory for that.
+    # On a CPU offloaded activations wait on a disk; behind a GPU there is host memory for that.
     overrides+=("activations.disk=$disk")
     mkdir -p "$(dirname "$output")"
     if [ -e "$hardware" ]; then

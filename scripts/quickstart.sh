@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a trained model: installs SPPO into a virtual environment, prepares the source of
 # Python's standard library as training text, trains a byte-level model on 16Ki-token sequences cut into
-# eight subsequences, evaluates it on held-out files, and says where the pictures are.
+# eight subsequences, evaluates it on held-out files, and says where the plots are.
 #
 #   bash scripts/quickstart.sh [DIR [KEY=VALUE...]]
 #
@@ -32,7 +32,7 @@ mapfile -t held_out_paths < <(existing "${held_out[@]}")
 "$sppo" eval "$run" "${overrides[@]}" --sequences 2 --png loss_by_position.png
 
 echo
-echo "loss picture       $PWD/runs/tiny_cpu/loss.png"
+echo "loss plot          $PWD/runs/tiny_cpu/loss.png"
 echo "loss by position   $PWD/loss_by_position.png"
 echo "summary            $PWD/runs/tiny_cpu/run_summary.json"
 echo "next               $sppo --help, README.md"

@@ -118,7 +118,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         "test_shared_inputs_change_no_bit": each("each model, type and interval once"),
     },
     "engine/test_offload.py": {
-        "test_cut_tensors_whose_rest_is_rebuilt_agree_within_a_rounding": pairs(
+        "test_cut_tensors_whose_rest_is_recomputed_agree_within_a_rounding": pairs(
             "models x types; every two of them meet"
         ),
     },
@@ -126,7 +126,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         "test_a_step_has_the_gradients_of_the_plain_model": without(
             "gqa*", why="its heads, norms and layers are those of the other models"
         ),
-        "test_rebuilt_tensors_have_their_bits": only(
+        "test_recomputed_tensors_have_their_bits": only(
             "mixed*",
             why="the model whose layers differ meets the kernels of the others",
             by=("engine/test_triton_steps.py::test_a_step_has_the_gradients_of_the_plain_model",),

@@ -106,7 +106,7 @@ class Engine:
         policy: activation policy, see :mod:`sppo.activations.policy`.
         placements: what to retain, offload and recompute instead, by stage: of all stages, for
             every rank must make the same program.
-        offloaded: where each stage's moved tensors go; closed with the engine.
+        offloaded: where each stage's offloaded tensors go; closed with the engine.
         offloaded_shards: where those of this rank's pieces of each stage go; likewise.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
@@ -289,7 +289,7 @@ class Engine:
         return combined([store.take_report() for store in self._offload_stores])
 
     def close(self) -> None:
-        """Give back what moved tensors took: threads, memory, file. Twice is once."""
+        """Give back what offloaded tensors took: threads, memory, file. Twice is once."""
         for store in self._offload_stores:
             store.close()
 

@@ -16,7 +16,7 @@ from sppo.parallel.parameter_all_gather import AllGatherHandle, ParameterAllGath
 
 
 class GatheredWeights:
-    """A :class:`sppo.engine.weights.WeightProvider` of weights that ranks share out.
+    """A :class:`sppo.engine.weights.WeightProvider` of weights that ranks shard.
 
     Args:
         rows: this rank's rows of every parameter of its stages by global name, in the compute

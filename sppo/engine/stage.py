@@ -321,7 +321,7 @@ class Stage:
         """Put x_in into ``saved`` of layer ``index``: the output of the layers below it.
 
         Given a layer's o, the residual stream goes on without attention: x_mid = x_in + o W_o,
-        y = x_mid + MLP(x_mid), one product more per token than rebuilding the layer itself. What
+        y = x_mid + MLP(x_mid), one product more per token than recomputing the layer itself. What
         ``take`` takes out of the stores on the way waits in ``taken`` for its own turn.
         """
         below = index - 1

@@ -146,7 +146,7 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
     )
     if candidate.schedule == "sppo_msp":
         states = _with_borrowers(states, extra=borrower_bytes(candidate))
-    inputs = _situation(candidate, seconds=seconds, in_flight=in_flight, states=states)
+    inputs = _inputs(candidate, seconds=seconds, in_flight=in_flight, states=states)
 
     def memory_of(decisions: ActivationPlacement) -> tuple[StageMemory, ...]:
         return with_exact_room(
@@ -270,7 +270,7 @@ def _walked_counts(candidate: Candidate) -> Counts:
     return most
 
 
-def _situation(
+def _inputs(
     candidate: Candidate,
     *,
     seconds: StageSeconds,

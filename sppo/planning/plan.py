@@ -57,7 +57,7 @@ class Prediction:
         simulated: Whether the step was simulated, rather than computed in closed form.
         step_s: The whole step.
         forward_s: Forwards of the busiest stage.
-        backward_s: Its backwards, with what they rebuild.
+        backward_s: Its backwards, with what they recompute.
         update_s: Reducing gradients and the optimizer step.
         exposed_copy_s: Waiting for copies.
         tokens_per_s_per_gpu: Of the whole step.
@@ -102,7 +102,7 @@ class ExecutionPlan:
         pipeline_parallel_degree: Stages.
         sequence_parallel_degree: Devices that share each subsequence.
         sequence_parallel: "ulysses" or "megatron".
-        zero: How much of the state replicas share out.
+        zero: How much of the state replicas shard.
         sequences: Sequences per step of one replica.
         boundaries: Cuts of a sequence.
         schedule: Name of the schedule.
@@ -152,11 +152,11 @@ class ExecutionPlan:
 
     @property
     def tier(self) -> Literal["host", "disk"]:
-        """Where moved tensors go: to host memory if the machine has some behind its devices."""
+        """Where offloaded tensors go: to host memory if the machine has some behind its devices."""
         return "host" if self.hardware.node.host_memory_bytes > 0 else "disk"
 
     def recomputed_fractions(self, tensor_class: int) -> tuple[float, ...]:
-        """Share of each subsequence in which a class is rebuilt, averaged over the layers."""
+        """Share of each subsequence in which a class is recomputed, averaged over the layers."""
         layers = sum(stage.num_layers for stage in self.stages)
         shares = []
         for index, tokens in enumerate(self.lengths):

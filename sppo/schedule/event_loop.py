@@ -14,7 +14,7 @@ What an action waits for, beside its resource:
   where copies flow layer by layer, see `_wait_for_copies`;
 * SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
   costs nothing: the message has arrived or it has not.
-* a piece of a gang: all that its unit waits for, on all ranks of the gang.
+* a piece of an MSP group: all that its unit waits for, on all ranks of the MSP group.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ class _EventLoop:
     def _deliver(
         self, route: Route, wire: int, slot: int, shard: int, ready: float
     ) -> tuple[float, float]:
-        """Move one message of a gang; the unit has arrived when all of them have."""
+        """Move one message of an MSP group; the unit has arrived when all of them have."""
         if route.sender == route.receiver:
             self._delivered(wire, slot, ready)
             return ready, ready
@@ -329,7 +329,7 @@ class _EventLoop:
         return start, arrival
 
     def _delivered(self, wire: int, slot: int, arrival: float) -> None:
-        """Count one message of a gang as arrived; the last one makes the whole tensor known."""
+        """Count one message of an MSP group; the last one makes the whole tensor known."""
         key = (wire, slot)
         self.outstanding[key] -= 1
         self.latest[key] = max(arrival, self.latest.get(key, 0.0))
@@ -338,7 +338,7 @@ class _EventLoop:
             self._publish(wire * self.size + slot + step, self.latest[key])
 
     def _msp_group_is_complete(self, rank: int, index: int, code: int, slot: int) -> bool:
-        """Note that `rank` came to its piece; whether all of its gang have."""
+        """Note that `rank` came to its piece; whether all of its MSP group have."""
         members = self.gathered.setdefault((code, slot), [])
         if (rank, index) not in members:
             members.append((rank, index))

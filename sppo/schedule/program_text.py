@@ -10,7 +10,7 @@
 One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`,
 `0D2H2.1`, `0REDUCE`). `#` starts a comment. Everything above the programs may be left out:
 
-* `name TEXT`: what pictures call it.
+* `name TEXT`: what plots call it.
 * `ranks P`, `virtual V`, `style loop|v`: the placement. Without them: as many ranks as there are
   program lines, and as many stages per rank as the actions name.
 * `lengths 16,16`: tokens of each subsequence of one sequence, one line per sequence, in order.

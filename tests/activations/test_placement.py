@@ -90,7 +90,7 @@ def is_whole(decisions, tokens):
 
 @settings(deadline=None, max_examples=40)
 @given(seeds)
-def test_every_row_has_one_fate_and_inputs_are_never_rebuilt(seed):
+def test_every_row_has_one_fate_and_inputs_are_never_recomputed(seed):
     inputs = random_inputs(seed)
     for decisions in every_decision(inputs):
         for rows in (decisions.retained, decisions.offloaded, decisions.recomputed):
@@ -258,7 +258,7 @@ def test_what_fits_stays_within_every_budget(candidate):
 
 @settings(deadline=None, max_examples=25)
 @given(candidates())
-def test_hybrid_waits_and_rebuilds_only_where_moving_what_hides_does_not_do(candidate):
+def test_hybrid_waits_and_recomputes_only_where_moving_what_hides_does_not_do(candidate):
     assume(candidate.workload.hardware.node.host_memory_bytes)
     found = assessed(candidate, stage_seconds(candidate))
     hybrid = found["hybrid"]
@@ -327,7 +327,7 @@ def test_a_ratio_beside_a_policy_that_moves_nothing_is_refused():
     candidate = Candidate(
         Workload(run_config().model, A100), (4096, 4096), policy="recompute", offload_ratio=0.5
     )
-    with pytest.raises(ValueError, match="0.5 with activations.policy 'recompute', which moves"):
+    with pytest.raises(ValueError, match="0.5 with activations.policy 'recompute', which offloads"):
         assess(candidate)
 
 
@@ -344,7 +344,7 @@ def test_a_tier_too_small_to_help_costs_nothing():
     assert steps[0] >= steps[1] * (1 - 1e-12) >= steps[2] * (1 - 1e-12)
 
 
-def test_rebuilding_takes_the_linear_class_first():
+def test_recomputing_takes_the_linear_class_first():
     run = run_config("llama-3.2-1b", length="128Ki")
     hardware = machine(memory_bytes=17 * GIB, host_memory_bytes=0)
     found = assess(

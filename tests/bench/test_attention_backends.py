@@ -291,7 +291,7 @@ def test_what_auto_loses_is_said():
         assert "no shape was timed with it and another back end" in line
 
 
-def test_the_picture_shows_every_back_end(tmp_path):
+def test_the_plot_shows_every_back_end(tmp_path):
     rates = ()
     for keys in (4096, 8192, 32768):
         shape = replace(SPAN, keys=keys)

@@ -100,7 +100,7 @@ def test_a_second_subject_joins_the_first(measured):
     assert read_hardware_here() == before
 
 
-def test_the_picture(measured):
+def test_the_plot(measured):
     from pathlib import Path
 
     succeed("bench", "all", "--png", "rates.png")

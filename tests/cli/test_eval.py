@@ -142,7 +142,7 @@ def test_weights_that_nothing_has_trained_are_never_taken_unasked(trained, outpu
     assert tree(trained) == before
 
 
-def test_the_picture(trained):
+def test_the_plot(trained):
     succeed("eval", "run.yaml", "--png", "by_position.png")
     assert (trained / "by_position.png").read_bytes().startswith(b"\x89PNG\r\n")
 

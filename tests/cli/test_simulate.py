@@ -116,7 +116,7 @@ def test_the_table_is_for_people():
     assert "and 4 more ranks; --json lists all of them" in many
 
 
-def test_pictures_are_written(tmp_path):
+def test_plots_are_written(tmp_path):
     png, html, trace = tmp_path / "t.png", tmp_path / "t.html", tmp_path / "t.json"
     run("--schedule", "sppo", *SHAPE, "--png", png, "--timeline", html, "--trace", trace)
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -199,7 +199,7 @@ def test_a_wrong_request_ends_with_2_and_says_what_to_write(words, message):
     assert result.stdout == ""
 
 
-def test_a_picture_that_cannot_be_written_ends_with_2(tmp_path):
+def test_a_plot_that_cannot_be_written_ends_with_2(tmp_path):
     result = run("--schedule", "sppo", *SHAPE, "--png", tmp_path / "no" / "t.png", code=2)
     assert "there is no directory" in result.stderr
 

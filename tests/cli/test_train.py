@@ -361,7 +361,7 @@ def test_standard_output_on_a_full_disk(work):
 
 
 @pytest.mark.parametrize("name", ["loss.png", "run_summary.json"])
-def test_a_run_is_done_without_its_picture_or_summary(work, monkeypatch, name):
+def test_a_run_is_done_without_its_plot_or_summary(work, monkeypatch, name):
     with monkeypatch.context() as patch:
         replace = Path.replace
 
@@ -380,7 +380,7 @@ def test_a_run_is_done_without_its_picture_or_summary(work, monkeypatch, name):
     assert (work / "out" / name).is_file()
 
 
-def test_a_picture_that_fails_in_another_way(work, monkeypatch):
+def test_a_plot_that_fails_in_another_way(work, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise ImportError("no fonts")
 

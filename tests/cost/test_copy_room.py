@@ -72,7 +72,7 @@ def test_tensors_are_packed_one_behind_the_other():
 
 @settings(deadline=None, max_examples=30)
 @given(st.tuples(*[st.integers(0, 500)] * 3), st.integers(1, 4), st.integers(1, 3))
-def test_a_parcel_holds_the_rows_of_its_classes(rows, every, shared_by):
+def test_a_block_holds_the_rows_of_its_classes(rows, every, shared_by):
     model = run_of().model
     shape = shape_of(model, input_every=every, shared_by=shared_by)
     sizes = tensor_bytes_per_token(model, element_bytes=2)
@@ -226,9 +226,9 @@ def test_a_disk_lets_longer_sequences_run():
     assert found.offloads_anything
     assert not any(any(part.recomputed) for part in found.stages[0].subsequences)
     assert not any(found.stages[0].subsequences[-1].offloaded)
-    rebuilding = plan(run, available=available, disk=0)
-    assert not rebuilding.offloads_anything
-    assert found.predicted.step_s < rebuilding.predicted.step_s
+    recomputing = plan(run, available=available, disk=0)
+    assert not recomputing.offloads_anything
+    assert found.predicted.step_s < recomputing.predicted.step_s
 
 
 def test_without_a_directory_nothing_is_moved():

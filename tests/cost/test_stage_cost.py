@@ -65,7 +65,7 @@ def test_on_a_perfect_machine_backward_takes_two_of_products_and_two_and_a_half_
     assert backward / forward == pytest.approx(FLASH_BACKWARD_RATIO, rel=1e-2)
 
 
-def test_rebuilding_costs_its_flops_and_saves_memory():
+def test_recomputing_costs_its_flops_and_saves_memory():
     retained, linear, both = (
         decided(policy).costs for policy in ("retain", "keep_attention", "recompute")
     )

@@ -162,7 +162,7 @@ def test_constants_are_those_of_the_kernels():
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("input_every", [1, 3])
-def test_the_bound_holds_whatever_is_rebuilt(shape, input_every):
+def test_the_bound_holds_whatever_is_recomputed(shape, input_every):
     workload = Workload(model_of(shape), PRESETS["laptop-cpu"])
     case = {"tokens": 1000, "prefix": 3000, "input_every": input_every, "layers": LAYERS}
     bound = live(planned.most_working_set(workload, **case))

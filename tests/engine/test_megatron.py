@@ -137,7 +137,7 @@ def test_layers_that_share_an_input(ranks, policy):
     check(ranks, case)
 
 
-def test_rebuilding_part_of_a_class_is_refused(ranks):
+def test_recomputing_part_of_a_class_is_refused(ranks):
     model = tiny_model("gqa, q/k-norm", num_layers=2)
     rows = FixedRows(model, 8, (((9, 9, 4), (0, 0, 0), (0, 0, 5)),))
     case = Case(

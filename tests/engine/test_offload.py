@@ -81,7 +81,7 @@ def test_any_offload_ratio_is_everything_kept(ratio, directory):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_cut_tensors_whose_rest_is_rebuilt_agree_within_a_rounding(variant, dtype):
+def test_cut_tensors_whose_rest_is_recomputed_agree_within_a_rounding(variant, dtype):
     """A product with fewer rows may round differently; nothing else may differ."""
     model = tiny_model(variant)
     weights, data = random_weights(model, dtype=dtype), two_sequences(model)

@@ -43,7 +43,7 @@ def test_a_step_has_the_gradients_of_the_plain_model(variant, triton_everywhere)
 
 
 @pytest.mark.parametrize("variant", SOME_VARIANTS)
-def test_rebuilt_tensors_have_their_bits(variant, triton_everywhere):
+def test_recomputed_tensors_have_their_bits(variant, triton_everywhere):
     """The residual stream too, which forward sums in the norm's kernel and backward by itself."""
     model = tiny_model(variant)
     weights = random_weights(model)

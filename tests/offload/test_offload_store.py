@@ -17,7 +17,7 @@ from tests.offload.vector_clocks import RaceError
 
 LAYERS, SUBSEQUENCES, SEQUENCES = 3, 4, 3
 LONE = torch.zeros(1)
-"""In place of what a layer that moves nothing does not have."""
+"""In place of what a layer that offloads nothing does not have."""
 
 
 def tensors_of(key, *, step=0):

@@ -46,7 +46,7 @@ def test_policies_need_less_and_less():
     assert len(set(peaks)) == len(peaks)
 
 
-def test_no_more_is_rebuilt_than_must_be():
+def test_no_more_is_recomputed_than_must_be():
     """85 percent of what is free may be used; a little less and a subsequence is recomputed."""
     everything = peak_bytes("retain") / USABLE_FRACTION
     assert plan(available_bytes=int(everything) + 5).policy == "retain"
@@ -58,7 +58,7 @@ def test_no_more_is_rebuilt_than_must_be():
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_linear_layers_are_rebuilt_before_attention(share):
+def test_linear_layers_are_recomputed_before_attention(share):
     kept, least = peak_bytes("keep_attention"), peak_bytes("recompute")
     between = plan(available_bytes=int((least + share * (kept - least)) / USABLE_FRACTION) + 5)
     assert between.recomputed_fractions(LINEAR) == (1.0,) * 8

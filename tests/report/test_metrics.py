@@ -288,7 +288,7 @@ def test_step_line_of_a_skipped_step_says_so() -> None:
 @pytest.mark.parametrize(
     "losses", [[2.0], [math.nan] * 3, [5.0 / (i + 1) for i in range(60)], [3.0, math.inf, 2.0]]
 )
-def test_a_picture_of_any_run(tmp_path: Path, losses: list[float]) -> None:
+def test_a_plot_of_any_run(tmp_path: Path, losses: list[float]) -> None:
     directory = tmp_path / "$name_with_$signs"
     directory.mkdir()
     sink = JsonlSink(directory / "metrics.jsonl", resume_step=0)
@@ -302,7 +302,7 @@ def test_a_picture_of_any_run(tmp_path: Path, losses: list[float]) -> None:
     assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1600, 900)
 
 
-def test_the_picture_names_the_terms_of_the_loss(tmp_path: Path) -> None:
+def test_the_plot_names_the_terms_of_the_loss(tmp_path: Path) -> None:
     _write(tmp_path / "metrics.jsonl", 3)
     plain, named = tmp_path / "plain.png", tmp_path / "named.png"
     loss_plot(tmp_path / "metrics.jsonl", plain)
@@ -310,7 +310,7 @@ def test_the_picture_names_the_terms_of_the_loss(tmp_path: Path) -> None:
     assert plain.read_bytes() != named.read_bytes()
 
 
-def test_no_picture_of_a_run_without_steps(tmp_path: Path) -> None:
+def test_no_plot_of_a_run_without_steps(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no step yet"):
         loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")

@@ -93,7 +93,7 @@ def test_communication_decides_how_many_units_are_cut():
     assert makespans == sorted(makespans)
 
 
-def test_every_chosen_gang_pays():
+def test_every_chosen_msp_group_pays():
     costs = priced(4, 8, bandwidth=3)
     schedule = make("sppo_msp", p=4, n=8, m=1, tokens=64, costs=costs)
     groups = find_msp_groups(schedule, programs=encode(schedule))
@@ -153,12 +153,12 @@ def test_several_sequences_follow_each_other_unless_overlapping_is_faster():
     assert shards(twelve) == 0
 
 
-def test_a_unit_shorter_than_its_gang_stays_whole():
+def test_a_unit_shorter_than_its_msp_group_stays_whole():
     schedule = make("sppo_msp", p=4, n=8, m=1, tokens=2)
     assert {a.num_shards for program in schedule.programs for a in program} <= {1, 2}
 
 
-def test_a_pipeline_of_many_gangs_is_still_chosen():
+def test_a_pipeline_of_many_msp_groups_is_still_chosen():
     """More MSP groups than are tried one by one."""
     schedule = make("sppo_msp", p=9, n=18, m=1)
     assert play(schedule).makespan_s < play(make("sppo", p=9, n=18, m=1)).makespan_s

@@ -41,7 +41,7 @@ def rgb(colour):
     return tuple(int(colour[k : k + 2], 16) for k in (1, 3, 5))
 
 
-def test_a_picture_shows_each_kind_and_each_cause_of_idle_time(tmp_path):
+def test_a_plot_shows_each_kind_and_each_cause_of_idle_time(tmp_path):
     path = tmp_path / "a.png"
     write_png(path, timelines=[offloaded()])
     seen = pixels(path)

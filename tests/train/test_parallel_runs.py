@@ -233,7 +233,7 @@ def megatron_plan():
     return run, check_before_training(run).plan
 
 
-def test_a_plan_that_rebuilds_part_of_a_class_is_refused(work):
+def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
     run, plan = megatron_plan()
     assert plan.sequence_parallel == "megatron"
     (stage,) = plan.stages

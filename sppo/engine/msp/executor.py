@@ -14,7 +14,7 @@ from sppo.schedule.msp_groups import MspGroup, find_msp_groups
 from sppo.schedule.orders import UnitKey
 
 ExchangeOf = Callable[[tuple[int, ...], int], MspExchange]
-"""(pipeline ranks of a gang, place of the owner among them) -> how they talk."""
+"""(pipeline ranks of an MSP group, place of the owner among them) -> how they talk."""
 
 
 class MspExecutor:
@@ -23,7 +23,7 @@ class MspExecutor:
     Args:
         schedule: that is run.
         stages: that this rank may run pieces of.
-        exchange_of: gives the communicators of a gang.
+        exchange_of: gives the communicators of an MSP group.
         rank: this one's position in the pipeline.
         member: its place in its sequence-parallel group.
     """
