@@ -97,7 +97,7 @@ class EvaluatedCandidate:
 
     @property
     def degrees(self) -> Degrees:
-        """How the devices are shared out."""
+        """How the devices are divided."""
         candidate = self.candidate
         return Degrees(
             candidate.data_parallel_degree,

@@ -99,8 +99,8 @@ class Costs:
         offload_bytes: How much of that a D2H moves away and an H2D brings back.
         kv_bytes: K/V of (stage, unit), kept from F to B and read by all later subsequences.
         kv_gradient_bytes: dK/dV of (stage, unit), alive for a whole sequence's backward.
-        weight_bytes: Weights of a stage, which MSP sends to helper ranks [num_stages].
-        weight_gradient_bytes: Their gradients, which helpers send back [num_stages].
+        weight_bytes: Weights of a stage, which MSP sends to borrower ranks [num_stages].
+        weight_gradient_bytes: Their gradients, which borrowers send back [num_stages].
         context_slope: How much a token's compute grows per token before it, relative to the
             first token's; it balances the pieces of an MSP unit. 0 means all tokens are equal.
         links: What carries messages between ranks.

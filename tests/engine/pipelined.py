@@ -169,7 +169,7 @@ def _steps(rank: int, case: Case):
             group,
             index=members.index(rank),
             shapes={n: shape for n, shape in shapes.items() if shares.holders(n) == holders},
-            shared=case.shared,
+            shards_state=case.shared,
             bucket_bytes=case.bucket_bytes,
         )
         for holders, group, members in same_weights(mesh)

@@ -261,7 +261,7 @@ def test_nothing_comes_back_before_it_may():
         store.take(order[LAYERS])
 
 
-def test_a_parcel_of_another_size_than_planned_is_refused():
+def test_a_block_of_another_size_than_planned_is_refused():
     store = OffloadStore(EmulatedQueues(Lazy()), tier=TIERS["host"])
     order = unit_keys(0, 0, backward=True)
     store.prepare(schedule(order))

@@ -56,7 +56,7 @@ def changed(path, change):
     return path
 
 
-def test_the_plan_under_test_fits_and_keeps_moves_and_rebuilds():
+def test_the_plan_under_test_fits_and_retains_offloads_and_recomputes():
     assert offloading_option().shortfall is None
     decisions = plan_decisions(PLAN)
     assert decisions.retained.any()

@@ -1,11 +1,11 @@
 """Weights of a stage on the ranks that run pieces of its units, sent ahead layer by layer.
 
-While a layer computes, the owner sends the next one: a helper holds two layers' weights at most,
+While a layer computes, the owner sends the next one: a borrower holds two layers' weights at most,
 never a second copy of a stage. Weight gradients go back to the owner product by product, so a
-helper holds those of a few parameters at a time.
+borrower holds those of a few parameters at a time.
 
 Where G ranks share tokens, each of the owner's sends its G-th part of the rows to one of the
-helper's, which then exchange them among themselves, over links that are faster than those between
+borrower's, which then exchange them among themselves, over links that are faster than those between
 stages; gradients are added up there before each sends its part home.
 """
 
@@ -35,7 +35,7 @@ class MspWeights:
 
     Args:
         model: the shape.
-        own: the owner's weights; None on a helper.
+        own: the owner's weights; None on a borrower.
         members: the ranks that share this rank's tokens.
         dtype: of the weights.
         device: where they are.
@@ -59,7 +59,7 @@ class MspWeights:
         self._also: Callable[[int], Sequence[Tensor]] = lambda layer: ()
         self._held_layers = 0
         self.most_layers = 0
-        """Most layers whose weights a helper held at once."""
+        """Most layers whose weights a borrower held at once."""
 
     def connect(
         self,
@@ -139,7 +139,7 @@ class MspGradients:
 
     Args:
         exchange: with the ranks of the other pieces.
-        totals: the owner's fp32 sums of the layer by local name; None on a helper.
+        totals: the owner's fp32 sums of the layer by local name; None on a borrower.
         members: the ranks that share this rank's tokens.
         shapes: of the layer's parameters.
         dtype: of the weights.
@@ -179,13 +179,13 @@ class MspGradients:
         self._wait_for(0)
 
     def _sum(self, name: str) -> Tensor:
-        """What this rank adds to: the owner its totals, a helper zeros."""
+        """What this rank adds to: the owner its totals, a borrower zeros."""
         if self._totals is not None:
             return self._totals[name]
         return torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
 
     def _send(self, name: str, gradient: Tensor) -> None:
-        """Begin to add a helper's gradient to the owner's sum, which has its own already."""
+        """Begin to add a borrower's gradient to the owner's sum, which has its own already."""
         if self._totals is not None:
             part = torch.zeros_like(self._members.own_rows(gradient))
         else:
