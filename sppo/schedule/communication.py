@@ -4,7 +4,7 @@ A SEND stands right behind the action that makes the tensor. The place of the RE
 the program can deadlock. Placed in front of its consumer (the obvious lowering), receives of two
 neighbours can wait for each other as soon as several messages share a queue. Placed *from the
 sender's side*, in one global order of simulated time, all ranks see all messages in the same
-order, so even a single queue per rank moves on: `rendezvous.replay` proves it.
+order, so even a single queue per rank moves on: `checks.deadlock.check_deadlock_free` proves it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.schedule.actions import ActionKind, Schedule
-from sppo.schedule.checks.deadlock import replay
+from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.communication import place_messages
 from sppo.schedule.copies import place_copies
@@ -93,7 +93,7 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
     if schedule.num_ranks > 1:
         schedule = place_messages(schedule, costs=costs)
     validate(schedule)
-    replay(schedule)
+    check_deadlock_free(schedule)
     return schedule
 
 

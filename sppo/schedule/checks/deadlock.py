@@ -40,7 +40,7 @@ _NUMBERS: dict[str, Callable[[int, int, int, int, int], int]] = {
 }
 
 
-def replay(schedule: Schedule, *, queues: Queues = "rank") -> None:
+def check_deadlock_free(schedule: Schedule, *, queues: Queues = "rank") -> None:
     """Check that `schedule`, with its messages placed, runs to its end.
 
     Args:
