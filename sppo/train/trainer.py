@@ -151,7 +151,8 @@ def train(
         first_step = _resume(manager, state, tokens=preflight.data.data)
         _check_finite(run, state, ranks=ranks)
         ranks.decided_by_main(lambda: note_configuration(run, output))
-        ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(preflight.plan)))
+        if first_step < run.train.steps:
+            ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(preflight.plan)))
         outcome = TrainingOutcome(output, first_step, first_step, baseline_bytes=baseline)
         outcome.warm_up_bytes = max(0, baseline - before) if device.kind == "cpu" else 0
         outcome.buckets.count_state(state)

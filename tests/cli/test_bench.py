@@ -200,8 +200,8 @@ def test_options_of_copies_are_refused_where_none_are_measured(measured, option)
             ["--queries", "1Gi", "--keys", "64Gi"],
             "1024Mi queries at the end of 65536Mi",
         ),
-        ("gemm", ["--width", "16Mi"], "4Ki tokens through a layer 16777216 wide take at least"),
-        ("all", ["--tokens", "16Gi"], "fp32, 16384Mi tokens through a layer 2048 wide"),
+        ("gemm", ["--width", "16Mi"], "4Ki tokens through a layer of width 16777216 take at least"),
+        ("all", ["--tokens", "16Gi"], "fp32, 16384Mi tokens through a layer of width 2048"),
     ],
 )
 def test_shapes_beyond_the_memory_are_refused_before_anything_is_measured(

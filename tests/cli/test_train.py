@@ -442,6 +442,7 @@ def test_files_of_a_run(trained):
         "checkpoints",
         "loss.png",
         "metrics.jsonl",
+        "plan.json",
         "run.json",
         "run_summary.json",
         "timeline.html",

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from sppo.config.json_file import JsonError, parse_json, read_json
 
 
-def refused(tmp_path, text):
-    path = tmp_path / "some.json"
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    """Long paths are cut in messages."""
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(text):
+    path = Path("some.json")
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(JsonError) as caught:
         read_json(path)
@@ -23,10 +30,10 @@ def refused(tmp_path, text):
 
 @pytest.mark.parametrize("levels", [101, 900, 2000, 100_000])
 @pytest.mark.parametrize("words", ["[]", ('{"a": ', "}")])
-def test_deep_nesting(tmp_path, levels, words):
+def test_deep_nesting(levels, words):
     text = words[0] * levels + "1" + words[1] * levels
     column = 100 * len(words[0]) + 1
-    assert refused(tmp_path, text) == f"nested more than 100 levels deep (column {column})"
+    assert refused(text) == f"nested more than 100 levels deep (column {column})"
 
 
 def test_a_hundred_levels_are_read():
@@ -48,13 +55,13 @@ def test_a_hundred_levels_are_read():
         (b"\xef\xbb\xbf{}", "not JSON: Unexpected UTF-8 BOM (decode using utf-8-sig) (column 1)"),
     ],
 )
-def test_what_is_refused(tmp_path, text, message):
-    assert refused(tmp_path, text) == message
+def test_what_is_refused(text, message):
+    assert refused(text) == message
 
 
-def test_a_file_without_end_is_refused(tmp_path, monkeypatch):
+def test_a_file_without_end_is_refused(monkeypatch):
     monkeypatch.setattr("sppo.config.json_file._MOST_BYTES", 10)
-    assert refused(tmp_path, "[1,2,3,4,5,6]") == "larger than 10 B"
+    assert refused("[1,2,3,4,5,6]") == "larger than 10 B"
 
 
 def test_values_are_those_of_json():

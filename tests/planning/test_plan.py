@@ -41,8 +41,9 @@ PLAN = make_plan(RUN, offloading_option())
 
 
 @pytest.fixture
-def path(tmp_path) -> Path:
-    path = tmp_path / "plan.json"
+def path(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)  # long paths are cut in messages
+    path = Path("plan.json")
     path.write_text(json.dumps(plan_json(PLAN)), encoding="utf-8")
     return path
 
