@@ -110,7 +110,7 @@ def _serve(side: str, length: int, threads: int) -> None:
     """Worker: build one side, then answer each line on stdin with one measured step."""
     import torch
 
-    from sppo.train.process_memory import peak_resident_bytes, reset_peak, resident_bytes
+    from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 
     torch.set_num_threads(threads)
     trainer = _build(side, length)

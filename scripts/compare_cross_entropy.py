@@ -68,7 +68,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     """Worker: make the operands, then answer each line on stdin with one measured pass."""
     import torch
 
-    from sppo.train.process_memory import peak_resident_bytes, reset_peak, resident_bytes
+    from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 
     torch.set_num_threads(arguments.threads)
     generator = torch.Generator().manual_seed(0)

@@ -252,7 +252,7 @@ def _line_of(peer: subprocess.Popen[str]) -> str:
 
 def _idle_bytes(side: Side) -> int:
     """Of the process with its weights and nothing that a step needs."""
-    from sppo.train.process_memory import resident_bytes
+    from sppo.kernels.native.process_memory import resident_bytes
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -263,7 +263,7 @@ def _idle_bytes(side: Side) -> int:
 def _measured_step(side: Side, *, idle: int) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from sppo.train.process_memory import peak_resident_bytes, reset_peak
+    from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak
 
     reset_peak()
     dist.barrier()

@@ -17,13 +17,13 @@ from sppo.hardware.description import HardwareSpec
 from sppo.hardware.this_machine import describe_cpu, usable_memory_bytes
 from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
 from sppo.kernels.native.machine_memory import memory_room
+from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.tier import Tier
 from sppo.planning.plan import ExecutionPlan
 from sppo.train.device import Kind, PoolUse
-from sppo.train.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 
 @dataclass(frozen=True, slots=True)

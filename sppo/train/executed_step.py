@@ -64,11 +64,11 @@ def executed_timeline(executed: StepResult | None, ranks: Ranks) -> Timeline | N
         tuple(done.action for done in executed.trace),
         tuple((done.start_s, done.finish_s) for done in executed.trace),
     )
-    all_gather = ranks.peers.all_gather(own)
+    steps = ranks.peers.all_gather(own)
     if not ranks.is_main:
         return None
-    pipeline = [all_gather[rank] for rank in ranks.mesh.pipeline_ranks]
-    others = [n for n, s in enumerate(all_gather) if s.actions != pipeline[s.pipeline_rank].actions]
+    pipeline = [steps[rank] for rank in ranks.mesh.pipeline_ranks]
+    others = [n for n, s in enumerate(steps) if s.actions != pipeline[s.pipeline_rank].actions]
     if others:
         _log.warning("ranks %s executed another program than the first pipeline", others)
     return _timeline(executed, pipeline)

@@ -15,6 +15,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.hardware.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
+from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.tier import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.plan_program import check_program
@@ -23,7 +24,6 @@ from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device, Kind
 from sppo.train.input_checks import check_inputs
 from sppo.train.libraries import load_libraries
-from sppo.train.process_memory import private_bytes
 from sppo.units import format_bytes
 
 

@@ -65,9 +65,9 @@ class Ranks:
         Raises:
             ValueError: on every rank.
         """
-        all_gather = self.peers.all_gather(digest)
-        if len({*all_gather}) > 1:
-            different = [rank for rank, other in enumerate(all_gather) if other != all_gather[0]]
+        digests = self.peers.all_gather(digest)
+        if len({*digests}) > 1:
+            different = [rank for rank, other in enumerate(digests) if other != digests[0]]
             raise ValueError(
                 f"ranks {', '.join(map(str, different))} have made another {what} than rank 0: do "
                 "all machines run the same versions of Python and numpy on the same kind of CPU?"

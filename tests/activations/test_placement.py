@@ -34,6 +34,10 @@ EVERY_POLICY = (*POLICIES, *OFFLOADING_POLICIES)
 seeds = st.integers(0, 2**32 - 1)
 
 
+ROUNDING_BYTES = 2
+"""What hybrid sets aside on every stage."""
+
+
 def random_inputs(seed, *, allow_partial=True, room=None):
     """Any numbers, with room for some share of everything on the device and behind it."""
     random = np.random.default_rng(seed)
@@ -134,7 +138,8 @@ def test_the_last_subsequence_stays(seed):
 @settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_hybrid_leaves_everything_where_it_fits(seed):
-    inputs = random_inputs(seed, room=1.1)
+    inputs = random_inputs(seed, room=1.001)
+    inputs = replace(inputs, device_bytes=inputs.device_bytes + ROUNDING_BYTES)
     decisions = decide("hybrid", inputs)
     assert (decisions.retained == inputs.tokens[:, None]).all()
     assert not decisions.offloads_anything

@@ -11,9 +11,9 @@ from sppo.engine.unit import SequenceData
 from sppo.kernels.attention.cpu_flash import HALF_BACKWARD_TOKENS, CpuFlash
 from sppo.kernels.attention.kernel import OfBlocks
 from sppo.kernels.attention.torch_blocks import TorchBlocks
+from sppo.kernels.native.process_memory import resident_bytes
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.train.process_memory import resident_bytes
 from sppo.units import MIB
 
 LENGTH = 1024

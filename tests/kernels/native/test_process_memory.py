@@ -1,7 +1,7 @@
 import mmap
 
-from sppo.train import process_memory
-from sppo.train.process_memory import (
+from sppo.kernels.native import process_memory
+from sppo.kernels.native.process_memory import (
     peak_resident_bytes,
     reset_peak,
     resident_bytes,
