@@ -148,7 +148,7 @@ def _unsplit(do: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Side:
         for x in (q, k, v, do)
     )
     assert k.shape == q.shape, f"{group} query heads share a key head"
-    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
 
     def both() -> tuple[float, float]:
         start = time.perf_counter()
@@ -176,8 +176,9 @@ def _in_subsequences(do: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: int) -
             outputs.append(attention_forward(q[a:b], stored_k[:b], stored_v[:b]))
         middle = time.perf_counter()
         for (a, b), (o, lse) in zip(reversed(spans), reversed(outputs), strict=True):
-            totals = {"dk_TKD": dk[:b], "dv_TKD": dv[:b]}
-            attention_backward(do[a:b], q[a:b], stored_k[:b], stored_v[:b], o, lse, **totals)
+            keys, values = stored_k[:b], stored_v[:b]
+            dk_b, dv_b = dk[:b], dv[:b]
+            attention_backward(do[a:b], q[a:b], keys, values, o, lse, dk_TKD=dk_b, dv_TKD=dv_b)
         return middle - start, time.perf_counter() - middle
 
     return both

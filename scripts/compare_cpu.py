@@ -202,7 +202,7 @@ class _Transformers:
             tie_word_embeddings=False,
         )
         torch.manual_seed(0)
-        self._model = LlamaForCausalLM._from_config(
+        self._model = LlamaForCausalLM._from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation="sdpa", dtype=torch.bfloat16
         )
         self._model.train()
@@ -253,7 +253,7 @@ def _tiled_loss(hidden: Any, weight: Any, labels: Any) -> Any:
             dhidden, dweight = context.saved_tensors
             return dhidden * dloss.to(dhidden.dtype), dweight * dloss.to(dweight.dtype)
 
-    return TiledLoss.apply(hidden, weight)
+    return TiledLoss.apply(hidden, weight)  # type: ignore[no-untyped-call]
 
 
 def _print_table(measurements: list[Measurement]) -> None:

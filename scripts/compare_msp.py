@@ -20,6 +20,7 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any
 
 from option_types import output_file, plot_file
@@ -166,7 +167,7 @@ class _Sides:
                 rank,
                 courier=links,
                 shards=MspLinks(self._mesh) if name == "on" else None,
-                costs=self._costs(model) if name == "on" else None,
+                planned=self._msp_program(model) if name == "on" else None,
             )
             for name, schedule in schedules.items()
         }
@@ -189,17 +190,21 @@ class _Sides:
         self._tokens_MT = torch.randint(0, model.vocab_size, shape, generator=generator)
         self._done: dict[str, Any] = {}
 
-    def _costs(self, model: Any) -> Any:
-        """Equal units, free messages; pieces balanced for causal attention."""
+    def _msp_program(self, model: Any) -> Any:
+        """Equal units, free messages; shards of a unit balanced for causal attention."""
         from dataclasses import replace
 
         from sppo.cost.flops import partition_costs
-        from sppo.schedule.costs import abstract_costs
+        from sppo.schedule.program import step_program
 
         linear, quadratic = partition_costs(model)
-        units = self._arguments.pieces * self._arguments.sequences
-        costs = abstract_costs(self._arguments.ranks, num_units=units)
-        return replace(costs, context_slope=quadratic / linear)
+        return step_program(
+            "sppo_msp",
+            num_ranks=self._arguments.ranks,
+            lengths=[[end - start for start, end in pairwise(self._cuts)]]
+            * self._arguments.sequences,
+            costs=replace(self._costs_of_equal_units(), context_slope=quadratic / linear),
+        )
 
     def step(self, name: str) -> None:
         """Forward and backward of all sequences."""

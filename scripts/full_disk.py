@@ -26,7 +26,7 @@ DISK_BYTES = 24 << 20
 LEVELS = (0, 1, 2, 3, 4, 6, 9, 14, 20, 32, 50, 80, 130, 260)
 """Pages left on the disk."""
 OLD = b"the older file\n"
-RUN = {
+RUN: dict[str, dict[str, object]] = {
     "model": {"preset": "tiny-test", "vocab_size": 257, "num_layers": 2},
     "data": {"tokens": "../tokens", "shuffle": False},
     "sequence": {"length": 64, "num_subsequences": 2, "alignment": 8},

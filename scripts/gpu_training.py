@@ -174,7 +174,7 @@ def times_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _step_s(run: dict[str, Any]) -> float:
-    return statistics.median(step["step_s"] for step in run["steps"][1:])
+    return float(statistics.median(step["step_s"] for step in run["steps"][1:]))
 
 
 def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
