@@ -389,15 +389,14 @@ class Engine:
         return self._teams[digest]
 
     def _prepare(self, schedule: Schedule, units: Mapping[tuple[int, int], Unit]) -> None:
-        program, lengths = (
-            schedule.programs[self._pipeline.rank],
-            dict(enumerate(schedule.lengths)),
-        )
+        """Make room on each stage for the units that it runs whole."""
+        program = schedule.programs[self._pipeline.rank]
+        lengths = dict(enumerate(schedule.lengths))
         for index, stage in self._stages.items():
             own = [a for a in program if a.stage == index and a.num_shards == 1]
             backwards = [action.unit for action in own if action.kind is ActionKind.B]
             stage.prepare(
-                units,
+                {unit: units[unit] for unit in backwards},
                 lengths=lengths,
                 backward_order=backwards,
                 sequences_in_flight=sequences_in_flight(own),

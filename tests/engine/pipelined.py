@@ -142,7 +142,7 @@ def disk_store(directory: str) -> OffloadStore:
 
 
 def run_case(rank: int, case: Case):
-    """(loss sum, own part of gradients by name with its place, trace, program, peaks) by step."""
+    """By step: losses, valid labels, own part of gradients, trace, program, peaks, memory."""
     return list(_steps(rank, case))
 
 
@@ -226,5 +226,6 @@ def _steps(rank: int, case: Case):
             engine.take_peaks(),
             engine.most_shards_held,
             float(evaluated) if at.data == 0 else 0.0,
+            engine.take_copies(),
         )
     engine.close()

@@ -93,3 +93,15 @@ def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio):
     )
     assert shards_of(ranks, case)
     check(ranks, case)
+
+
+def test_the_file_holds_what_a_rank_runs_and_no_more(ranks, tmp_path):
+    sizes = {"hidden_size": 128, "mlp_size": 256}
+    rows = RatioRows(Case(sizes=sizes).model(), 8, 1.0, alignment=1)
+    case = Case(
+        schedule="sppo_msp", cuts=(CUTS[5],), placement_of=rows, directory=tmp_path, sizes=sizes
+    )
+    assert shards_of(ranks, case)
+    for answer in ranks.run(run_case, case, ranks=case.mesh.num_ranks):
+        copies = answer[-1][8]
+        assert copies.total_out_bytes <= copies.disk_bytes <= 1.2 * copies.total_out_bytes
