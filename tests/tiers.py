@@ -176,13 +176,13 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
         "test_a_rank_that_hangs_is_given_up_after_the_timeout": (
             replaced(
-                "parallel/test_connect.py::test_a_hung_rank_runs_into_the_timeout_and_is_named",
+                "parallel/test_rendezvous.py::test_a_hung_rank_runs_into_the_timeout_and_is_named",
                 why="the same wait and report, without the training around them",
             )
         ),
         "test_ranks_with_different_configurations_say_what_differs": (
             replaced(
-                "parallel/test_connect.py::test_ranks_that_differ_refuse_with_one_voice",
+                "parallel/test_rendezvous.py::test_ranks_that_differ_refuse_with_one_voice",
                 why="the same comparison, without the training around it",
             )
         ),

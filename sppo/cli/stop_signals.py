@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from sppo.parallel.failure_report import STOP_SIGNALS, stopped_exit_code
+from sppo.parallel.failures import STOP_SIGNALS, stopped_exit_code
 
 _UNHEARD_S = 5.0
 """How long the main thread may be inside a library, where it hears no signal."""

@@ -12,7 +12,7 @@ import typer
 from sppo.cli.arguments import Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes, fail
 from sppo.cli.stop_signals import Stopped
-from sppo.parallel.failure_report import stopped_exit_code
+from sppo.parallel.failures import stopped_exit_code
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,8 +100,8 @@ def _start_ranks(
     from rich.console import Console
 
     from sppo.hardware.this_machine import count_cores
-    from sppo.parallel.connect import allow_connections
     from sppo.parallel.launch import run_ranks
+    from sppo.parallel.rendezvous import allow_connections
     from sppo.report.display import log_to
     from sppo.train.preflight import check_before_training
 

@@ -1,8 +1,8 @@
 """Run a command that ends when the process that started it does, however that ends.
 
-Called by its path with the starter's process id and the command, in whose place it then steps.
-The wish survives the step, so the command needs to know nothing; it is Linux's, and elsewhere the
-command runs without it. Imports little, since every rank passes through here.
+A script, called with the starter's process id and the command, which replaces it by exec. Linux
+keeps the request across exec, so the command itself need not do anything; other systems run the
+command without it. It imports little, since every rank is started through it.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the system kill this process when its parent ``parent`` ends; now, if that is over."""
+    """Have the system kill this process when process ``parent`` ends; exit if that has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -22,9 +22,9 @@ def end_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """``end_with_parent.py PID COMMAND WORD…``."""
+    """Run ``end_with_parent.py PID PROGRAM ARGUMENT…``."""
     end_with_parent(int(sys.argv[1]))
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and that would pass on
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ignored by Python, and exec would keep that
     os.execv(sys.argv[2], sys.argv[2:])
 
 

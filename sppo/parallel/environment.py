@@ -1,7 +1,8 @@
-"""Which rank this process is, as whoever started it wrote into its environment.
+"""Reads from the environment which rank this process is, and writes it for ranks that sppo starts.
 
-The one file that knows the launchers' variables: torchrun's, which ``sppo train`` sets for the
-ranks it starts itself too, and those of Slurm's srun.
+The only file that knows the launchers' variables: those of torchrun, which ``sppo train`` sets for
+its own ranks too, and those of Slurm's srun. It imports no torch: torch reads the environment when
+it is imported.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers the steps that srun does not start (batch, interactive, extern) from here on."""
 _FIRST_PORT = 12000
 _NUM_PORTS = 20000
-"""Ports for Slurm jobs that name none: above the services', below those systems give out."""
+"""Ports for Slurm jobs that name none: above those of services, below those systems give out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,9 @@ class RankEnvironment:
         master_address: Where the ranks meet: the machine of rank 0.
         master_port: The port there.
         launcher: Who started it.
-        store_is_hosted: Whether the launcher serves the meeting place; otherwise rank 0 does.
-        progress_file: Where its launcher looks for its progress, if it does.
+        store_is_hosted: Whether the launcher serves the store where the ranks meet; else rank 0
+            does.
+        progress_file: Where its launcher looks for its flight record, if it does.
     """
 
     rank: int
@@ -62,7 +64,7 @@ class RankEnvironment:
 
 
 def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """Read the place of this process; None: it stands alone and starts its own ranks.
+    """Return the place of this process, None if it stands alone and starts its own ranks.
 
     torchrun's variables win over srun's, since torchrun may itself run under srun. The shells of
     sbatch, salloc and ``srun --pty bash`` are no ranks, although Slurm numbers them too.
@@ -78,10 +80,9 @@ def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def keep_torch_quiet(environ: MutableMapping[str, str]) -> None:
-    """Leave connections that fail to our own messages, unless the user has set a level.
+    """Keep torch from printing a C++ stack for each connection that fails, unless the user asks.
 
-    torch prints the stack of its C++ code for each of them. To be called before torch is imported,
-    which reads the level then.
+    To be called before torch is imported, which reads the level then.
     """
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -95,16 +96,15 @@ def child_environment(
     threads: int | None,
     progress_file: Path,
 ) -> dict[str, str]:
-    """What ``sppo`` gives a rank that it starts on this machine: ``environ`` and its place.
+    """Return the environment of a rank that ``sppo`` starts on this machine.
 
     Args:
         environ: of the starting process.
-        rank: of the new one.
+        rank: of the new process.
         num_ranks: of the job.
-        port: of this machine, where the starting process serves the ranks' meeting place.
-        threads: of the new process, unless the user has set OMP_NUM_THREADS; None: as many as it
-            likes.
-        progress_file: where the starting process will look.
+        port: where the starting process serves the store in which the ranks meet.
+        threads: of the new process, unless the user has set OMP_NUM_THREADS; None sets no limit.
+        progress_file: where the starting process will look for the flight record.
     """
     child = {
         **environ,
@@ -159,7 +159,7 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> str:
-    """The variable with the tasks of the step; that of the job may count others."""
+    """Return the variable that counts the tasks of the step; that of the job may count others."""
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
 
 
@@ -198,7 +198,7 @@ def _slurm_port(environ: Mapping[str, str]) -> int:
 
 
 def _slurm_local_tasks(environ: Mapping[str, str], *, tasks: str) -> int:
-    """Tasks of the step on this node."""
+    """Return the number of tasks of the step on this node."""
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if per_node and "SLURM_NODEID" in environ:
         counts = _task_counts(per_node)
@@ -217,7 +217,7 @@ def _slurm_local_tasks(environ: Mapping[str, str], *, tasks: str) -> int:
 
 
 def _task_counts(text: str) -> tuple[int, ...] | None:
-    """Tasks of each node, from e.g. ``4(x2),3``; None: not written like that."""
+    """Return the tasks of each node, from e.g. ``4(x2),3``; None if it is not written like that."""
     counts: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
@@ -228,7 +228,7 @@ def _task_counts(text: str) -> tuple[int, ...] | None:
 
 
 def expand_hosts(hosts: str) -> Iterator[str]:
-    """Host names of a Slurm list, e.g. a03, a04, a05, a09 and b of ``a[03-05,09],b``.
+    """Yield the host names of a Slurm list, e.g. a03, a04, a05, a09 and b of ``a[03-05,09],b``.
 
     Raises:
         ValueError: not such a list.
@@ -244,7 +244,7 @@ def expand_hosts(hosts: str) -> Iterator[str]:
 
 
 def _expand_host(item: str) -> Iterator[str]:
-    """The hosts of one item, whose brackets are opened from left to right."""
+    """Yield the hosts of one item; its brackets are expanded from left to right."""
     match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
     if match is None:
         yield item

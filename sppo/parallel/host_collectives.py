@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from sppo.parallel.failures import peer_errors
 from sppo.parallel.mesh import Mesh
-from sppo.parallel.peer_loss import peer_errors
 
 T = TypeVar("T")
 

@@ -1,11 +1,19 @@
-"""Start the ranks of a job on this machine, watch over them, and say which one broke it.
+"""Starts the ranks of a job on this machine, watches them, and reports which one broke the job.
 
-The starting process serves the place where the ranks meet, on a port that the system picks, so no
-other program can take it in between. It computes nothing, and only looks after its children.
+The starting process serves the store where the ranks meet, on a port that the system picks, so no
+other program can take it in between. It computes nothing.
 
-The agent of torch.distributed.elastic could start the ranks as well, but it loads torch into the
-starting process and ends every failed job with exit code 1. It blames the rank whose error is the
-oldest, often one that only lost its peer; here flight records tell who hung or died first.
+The agent of torch.distributed.elastic (tried with torch 2.13) cannot take its place:
+
+* Of a hung rank it blames the rank that gave up waiting: it takes the failure that it saw first.
+* At the first failure it ends the others at once, before they can record what they lost, and it
+  gives them 30 s from SIGTERM to SIGKILL, whatever ``shutdown_timeout`` says.
+* Ranks survive an agent that is killed.
+* Its report, 15 lines and more, has neither the output nor the place of the rank, and comes beside
+  the tracebacks of ranks that only lost their peer.
+* The exit code of the broken rank and one line for what all ranks refuse take code of our own.
+
+``docs/launching.md`` compares the two.
 """
 
 from __future__ import annotations
@@ -25,16 +33,16 @@ from types import FrameType
 from typing import IO
 
 from sppo.parallel.environment import child_environment
-from sppo.parallel.failure_report import (
+from sppo.parallel.failures import (
     STOP_SIGNALS,
     RankEnd,
     exit_code,
     failure_report,
     first_failure,
+    read_progress,
     signal_name,
     was_said_by_rank_0,
 )
-from sppo.parallel.progress import read_progress
 
 _LOOK_EVERY_S = 0.05
 _TERMINATE_S = 5.0
@@ -67,17 +75,17 @@ def run_ranks(
 ) -> int:
     """Run ``command`` as every rank of a job and wait for all; call it in the main thread.
 
-    Rank 0 has this process's output, the others' is kept for the report. SIGTERM and SIGINT pass
-    on to every rank, once; a second one kills them. When a rank fails, the others have ``grace_s``
-    to end by themselves and are then stopped, and a report goes to stderr, unless rank 0 has said
-    what all of them met.
+    Rank 0 writes to this process's output; that of the others is kept for the report. SIGTERM and
+    SIGINT are passed on to every rank once; a second one kills them. When a rank fails, the others
+    have ``grace_s`` to end by themselves and are then stopped, and a report goes to stderr, unless
+    rank 0 has said why all ended.
 
     Args:
         command: the path of a program and its arguments. It starts with SIGTERM and SIGINT blocked,
             and lets them through once it can say that one came.
         num_ranks: how many to start.
         environ: what they inherit; each also gets its place.
-        threads_per_rank: for OMP_NUM_THREADS, where ``environ`` does not have it.
+        threads_per_rank: OMP_NUM_THREADS of each, unless ``environ`` has it.
         grace_s: seconds.
 
     Returns:
@@ -88,7 +96,7 @@ def run_ranks(
         OSError: a process or the port cannot be had.
     """
     with ExitStack() as stack:
-        port = stack.enter_context(_meeting_place(num_ranks))
+        port = stack.enter_context(_served_store(num_ranks))
         job = stack.enter_context(_Job(grace_s))
         for rank in range(num_ranks):
             record = stack.enter_context(_nameless_file())
@@ -112,19 +120,19 @@ def run_ranks(
 
 
 def _nameless_file() -> IO[bytes]:
-    """Open a file for a flight record, nameless and in memory where it can be."""
+    """Open a file without a name for a flight record, in memory if the system allows."""
     in_memory = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
     return tempfile.TemporaryFile(dir=_SHARED_MEMORY if in_memory else None)
 
 
 def _path_of(file: IO[bytes]) -> Path:
-    """Path by which this process, and a child that has inherited the file, open it."""
+    """Return the path by which this process and a child that inherits the file open it."""
     return Path(f"/dev/fd/{file.fileno()}")
 
 
 @contextmanager
-def _meeting_place(num_ranks: int) -> Iterator[int]:
-    """Serve torch's store on the loopback interface; gives its port."""
+def _served_store(num_ranks: int) -> Iterator[int]:
+    """Serve torch's store on the loopback interface within the context, and yield its port."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.socket()
@@ -151,7 +159,7 @@ def _meeting_place(num_ranks: int) -> Iterator[int]:
 
 @contextmanager
 def _held_back(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Block signals for processes that start within, which inherit it."""
+    """Block signals in this process, and in processes that start within the context."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -167,12 +175,11 @@ class _Job:
         """Names of the signals that came."""
         self._grace_s = grace_s
         self._children: list[_Child] = []
-        self._signals: list[int] = []
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> _Job:
         for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -207,11 +214,15 @@ class _Job:
         self._children.append(_Child(rank, process, record, output))
 
     def wait(self) -> tuple[RankEnd, ...]:
-        """Wait until all have ended, or cannot even be killed."""
+        """Wait until every rank has ended or could not be killed."""
         passed_on, failed_s = 0, None
         while self._look():
-            for number in self._signals[passed_on:]:
-                self._pass_on(number, first=passed_on == 0)
+            for name in self.asked[passed_on:]:
+                if passed_on:
+                    self._kill()
+                else:
+                    for child in self._running():
+                        child.process.send_signal(signal.Signals[name])
                 passed_on += 1
             failed_s = failed_s or self._first_failure_s()
             if failed_s is not None and not self._stop(time.monotonic() - failed_s):
@@ -219,19 +230,11 @@ class _Job:
             time.sleep(_LOOK_EVERY_S)
         return tuple(_end_of(child) for child in self._children)
 
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self._signals.append(number)
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.asked.append(signal_name(number))
 
-    def _pass_on(self, number: int, *, first: bool) -> None:
-        if first:
-            for child in self._running():
-                child.process.send_signal(number)
-        else:
-            self._kill()
-
     def _stop(self, since_s: float) -> bool:
-        """What the others get, that long after a rank failed; False: nothing helps any more."""
+        """Stop the others ``since_s`` after a failure; return False if nothing is left to try."""
         if since_s > self._grace_s + _TERMINATE_S + _GIVE_UP_S:
             return False
         if since_s > self._grace_s + _TERMINATE_S:
@@ -251,7 +254,7 @@ class _Job:
                 os.killpg(child.process.pid, signal.SIGKILL)
 
     def _look(self) -> bool:
-        """Note which have ended; whether any is left."""
+        """Note which ranks have ended, and return whether any still runs."""
         for child in self._children:
             if child.ended_s is None and child.process.poll() is not None:
                 child.ended_s = time.monotonic()
@@ -266,7 +269,7 @@ class _Job:
 
 
 def _end_of(child: _Child) -> RankEnd:
-    """A process that could not be killed counts as killed."""
+    """Return how a rank ended; one that could not be killed counts as killed."""
     code = child.process.returncode
     return RankEnd(
         rank=child.rank,

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sppo.parallel.data_parallel import add_up, rows_of
+from sppo.parallel.failures import peer_errors
 from sppo.parallel.mesh import Mesh
-from sppo.parallel.peer_loss import peer_errors
 
 
 class MspExchange:

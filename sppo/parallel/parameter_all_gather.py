@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from sppo.parallel.collectives import all_gather
 from sppo.parallel.data_parallel import rows_of
-from sppo.parallel.peer_loss import peer_errors
+from sppo.parallel.failures import peer_errors
 
 
 class ParameterAllGather:

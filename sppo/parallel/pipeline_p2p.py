@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sppo.parallel.failures import peer_errors
 from sppo.parallel.mesh import Mesh
-from sppo.parallel.peer_loss import peer_errors
 
 
 class RecvHandle(Protocol):

@@ -13,13 +13,18 @@ import torch
 
 from sppo import __version__
 from sppo.config import RunConfig
-from sppo.parallel.agreement import difference_report, flat_facts
-from sppo.parallel.connect import allow_connections, connect, disconnect
 from sppo.parallel.environment import RankEnvironment
+from sppo.parallel.failures import RankProgress
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.megatron import tensor_shard
 from sppo.parallel.mesh import Mesh, MeshShape, alone
-from sppo.parallel.progress import RankProgress
+from sppo.parallel.rendezvous import (
+    allow_connections,
+    connect,
+    difference_report,
+    disconnect,
+    flat_facts,
+)
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device
 from sppo.train.run_directory import locked_output

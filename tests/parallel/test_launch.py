@@ -217,8 +217,8 @@ def test_the_command_runs_as_a_module():
 
 
 def test_a_rank_whose_starter_is_gone_already_does_not_begin():
-    words = [sys.executable, str(launch._WRAPPER), "1", sys.executable, "-c", "print('began')"]
-    done = subprocess.run(words, capture_output=True, text=True)
+    command = [sys.executable, str(launch._WRAPPER), "1", sys.executable, "-c", "print('began')"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == "the process that started this rank is gone\n"

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 from sppo.config import load_run
+from sppo.parallel.failures import RankProgress
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh
-from sppo.parallel.progress import RankProgress
 from sppo.train import trainer
 from sppo.train.choose_device import choose_device
 from sppo.train.cpu_device import CpuDevice

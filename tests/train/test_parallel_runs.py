@@ -14,9 +14,9 @@ from rich.console import Console
 
 from sppo.checkpoint.checkpoint import read_model
 from sppo.config import load_run
+from sppo.parallel.failures import RankProgress
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh
-from sppo.parallel.progress import RankProgress
 from sppo.planning.plan import plan_json
 from sppo.train import cpu_device, trainer
 from sppo.train.preflight import check_before_training, given_plan

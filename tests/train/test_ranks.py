@@ -4,9 +4,9 @@ import pytest
 
 from sppo.config import load_run
 from sppo.data.tokens import open_tokens
+from sppo.parallel.failures import RankProgress
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh, MeshShape
-from sppo.parallel.progress import RankProgress
 from sppo.train.input_facts import fingerprint, input_facts
 from sppo.train.ranks import Ranks, _configuration, one_rank
 from tests.conftest import write_tokens

@@ -1,0 +1,285 @@
+"""Connects the ranks of a job, and refuses ranks of different versions or configurations.
+
+Versions and configurations are compared through the store where the ranks meet, before any process
+group exists: that needs no device and no collective, which could hang between two versions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import TIMEOUT_MAX, Thread
+from typing import Any, Literal, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from sppo.parallel.environment import RankEnvironment
+from sppo.parallel.failures import PeerLostError, loss_in, peer_errors
+from sppo.quoting import quoted
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACKS = ("lo", "lo0")
+_OPEN_FILES = 64
+_CONNECTIONS_PER_RANK = 6
+"""Measured with two and four ranks: 61 to 73 open files in all, 19 to 24 of them connections."""
+_CONNECT_S = 5.0
+"""Time beyond the timeout in which torch may report by itself that nobody listens."""
+_VERDICT_S = 5.0
+"""Time that ranks wait longer than rank 0, and that rank 0 waits for them to read its verdict."""
+_MOST_LINES = 15
+_OTHER_PROGRAM = ("EADDRINUSE", "Ping failed")
+"""Signs of a port that another program has: for the rank that serves, and for the others."""
+
+T = TypeVar("T")
+
+
+def connect(
+    environment: RankEnvironment,
+    *,
+    backend: Literal["gloo", "nccl"],
+    timeout_s: float,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Make this process a rank of its job: join the default group of torch.distributed.
+
+    That group is never bound to a device: torch splits all other groups off a bound one, which
+    takes every rank, and :class:`sppo.parallel.mesh.Mesh` makes groups by their members alone.
+
+    Args:
+        environment: the place of this process.
+        backend: of the default group.
+        timeout_s: how long a rank waits for others, here and in everything the group does.
+        facts: by name, what all ranks must have alike, e.g. the version of SPPO.
+
+    Raises:
+        ValueError: the port is in use, the master has no address, or facts differ; in the last
+            case every rank raises the same, with the ranks and both values of each fact.
+        PeerLostError: others did not come in time.
+    """
+    store = _connect_to_store(environment, timeout_s=timeout_s)
+    rank, world_size = environment.rank, environment.world_size
+    if facts is not None:
+        _check_same_facts(store, facts, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    if backend == "gloo" and environment.is_one_machine:
+        _use_loopback()
+    with peer_errors("connecting to the other ranks"):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+
+def disconnect() -> None:
+    """Leave all process groups, if this process is in any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def allow_connections(num_ranks: int) -> None:
+    """Raise this process's limit of open files to the hard limit, and refuse one that is too low.
+
+    Args:
+        num_ranks: of the job.
+
+    Raises:
+        MemoryError: the hard limit is below what a rank opens.
+    """
+    needed = _OPEN_FILES + _CONNECTIONS_PER_RANK * num_ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    most = hard if hard != unlimited else max(soft, 2 * needed)
+    if soft not in (most, unlimited):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft != unlimited and most < needed:
+        raise MemoryError(
+            f"a rank of {num_ranks} opens about {needed} files and connections, and this process "
+            f"may open {most}: raise that limit (ulimit -n)"
+        )
+
+
+def flat_facts(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
+    """Return one fact for each value of nested ``values``, so that a difference names its key.
+
+    For example ``{"a.b": "1"}`` for ``{"a": {"b": 1}}``.
+    """
+    facts: dict[str, str] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            facts |= flat_facts(value, prefix=f"{name}.")
+        else:
+            facts[name] = json.dumps(value)
+    return facts
+
+
+def difference_report(facts: Sequence[Mapping[str, str]]) -> str:
+    """Return what to tell users about ranks with different facts, "" if all have the same.
+
+    Args:
+        facts: of every rank, by rank.
+    """
+    lines = [f"  {line}" for line in _differences(facts)]
+    if not lines:
+        return ""
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    return (
+        "the ranks of a job must all run the same, and these do not:\n"
+        + "\n".join(lines)
+        + "\nstart every rank from the same installation with the same command and the same data"
+    )
+
+
+def _differences(facts: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield one line for each value that differs from that of rank 0."""
+    for name in dict.fromkeys(name for values in facts for name in values):
+        expected = facts[0].get(name, "nothing")
+        others: dict[str, list[str]] = {}
+        for rank, values in enumerate(facts):
+            value = values.get(name, "nothing")
+            if value != expected:
+                others.setdefault(value, []).append(str(rank))
+        for value, ranks in others.items():
+            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+            yield f"{name}: {expected} on rank 0, {value} on {who}"
+
+
+def _check_same_facts(
+    store: Store, facts: Mapping[str, str], *, rank: int, world_size: int, timeout_s: float
+) -> None:
+    """Send facts to rank 0, and raise on every rank what rank 0 finds."""
+    store = PrefixStore("sppo agreement", store)
+    with peer_errors("telling rank 0 what this rank runs"):
+        # Ranks that torchrun starts anew find the keys of their first attempt in its store.
+        attempt = store.add(f"calls of rank {rank}", 1)
+        keys = [f"call {attempt} rank {other}" for other in range(world_size)]
+        store.set(keys[rank], json.dumps(dict(facts)))
+    verdict_key = f"call {attempt} verdict"
+    if rank == 0:
+        verdict = _verdict(store, keys, timeout_s=timeout_s)
+        store.set(verdict_key, json.dumps(verdict))
+        if verdict["different"]:
+            # The store may end with rank 0.
+            with suppress(PeerLostError), peer_errors("waiting for the others to read"):
+                read_keys = [f"{key} has read" for key in keys[1:]]
+                store.wait(read_keys, timedelta(seconds=_VERDICT_S))
+    else:
+        with peer_errors(f"waiting {timeout_s:g} s for rank 0 to compare what all ranks run"):
+            store.wait([verdict_key], timedelta(seconds=timeout_s + _VERDICT_S))
+            verdict = json.loads(store.get(verdict_key))
+            store.set(f"{keys[rank]} has read", "")
+    if verdict["missing"]:
+        raise PeerLostError(verdict["missing"])
+    if verdict["different"]:
+        raise ValueError(verdict["different"])
+
+
+def _verdict(store: Store, keys: Sequence[str], *, timeout_s: float) -> dict[str, str]:
+    """Return what rank 0 tells all: empty texts if every rank came and all facts are the same."""
+    deadline = time.monotonic() + timeout_s
+    facts = []
+    for rank, key in enumerate(keys):
+        missing = f"rank {rank} did not come within {timeout_s:g} s"
+        # A key that is there is found even when no time is left.
+        left_s = max(0.01, deadline - time.monotonic())
+        try:
+            with peer_errors(missing):
+                store.wait([key], timedelta(seconds=left_s))
+        except PeerLostError:
+            return {"missing": f"{missing} (parallel.timeout_s)", "different": ""}
+        facts.append(json.loads(store.get(key)))
+    return {"missing": "", "different": difference_report(facts)}
+
+
+def _connect_to_store(environment: RankEnvironment, *, timeout_s: float) -> TCPStore:
+    """Return the store where the ranks meet, which the launcher or rank 0 serves."""
+    host, port = environment.master_address, environment.master_port
+    serves = environment.rank == 0 and not environment.store_is_hosted
+    _check_host(host, port=port)
+    try:
+        return _in_time(
+            lambda: TCPStore(
+                host,
+                port,
+                environment.world_size,
+                serves,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            ),
+            limit_s=timeout_s + _CONNECT_S,
+        )
+    except TimeoutError:
+        raise PeerLostError(
+            f"rank {environment.rank} timed out after {timeout_s:g} s (parallel.timeout_s): {host} "
+            f"port {port}, where the ranks are to meet, accepts connections and does not answer: "
+            "if another program has it, set MASTER_PORT to a free one"
+        ) from None
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in _OTHER_PROGRAM):
+            raise ValueError(
+                f"port {port} on {host}, where the ranks are to meet, is in use by another "
+                "program: set MASTER_PORT to a free one"
+            ) from error
+        reason = loss_in(error)
+        if reason is None:
+            raise
+        raise PeerLostError(
+            f"rank {environment.rank} cannot reach {host} port {port}, where the ranks meet: is "
+            f"rank 0 running there, and is the port open? ({reason})"
+        ) from error
+
+
+def _in_time(make: Callable[[], T], *, limit_s: float) -> T:
+    """Return what ``make`` returns; a thread is left behind with it if it takes too long.
+
+    torch limits the time to connect, but not the time until the other side answers.
+
+    Raises:
+        TimeoutError: it took longer than ``limit_s`` seconds.
+    """
+    outcomes: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+
+    def attempt() -> None:
+        try:
+            outcomes.put((make(), None))
+        except Exception as error:
+            outcomes.put((None, error))
+
+    Thread(target=attempt, name="connect", daemon=True).start()
+    try:
+        made, error = outcomes.get(timeout=min(limit_s, TIMEOUT_MAX))
+    except Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return cast(T, made)
+
+
+def _check_host(host: str, *, port: int) -> None:
+    """Refuse a host without an address at once; torch would try it until the timeout."""
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(
+            f"the host {quoted(host)}, where the ranks are to meet, has no address "
+            f"({error.strerror}): set MASTER_ADDR to the host of rank 0"
+        ) from None
+
+
+def _use_loopback() -> None:
+    """Make gloo use the loopback interface: the name of a machine may have no address."""
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in _LOOPBACKS if name in names), None)
+    if loopback is not None:
+        os.environ.setdefault(_GLOO_INTERFACE, loopback)
