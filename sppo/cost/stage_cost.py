@@ -99,7 +99,6 @@ def stage_costs(
         + units.linear_recompute * (recomputed[:, :, LINEAR] + _input_recompute_fraction(candidate))
         + units.attention_recompute * recomputed[:, :, ATTENTION],
         weight_s=units.weight,
-        recompute_s=np.zeros_like(units.forward),
         reduce_s=seconds.reduce_s + seconds.update_s,
         message_bytes=lengths
         * workload.model.hidden_size

@@ -34,16 +34,6 @@ def rotate_backward(dy_CHD: Tensor, table: RotaryTable) -> Tensor:
     return _turn(dy_CHD, table.cos, table.sin, sign=-1.0)
 
 
-def rotate_(x_CHD: Tensor, table: RotaryTable) -> Tensor:
-    """:func:`rotate` in place of ``x_CHD``, which is returned."""
-    return _turn_(x_CHD, table.cos, table.sin, sign=1.0)
-
-
-def rotate_backward_(dy_CHD: Tensor, table: RotaryTable) -> Tensor:
-    """:func:`rotate_backward` in place of ``dy_CHD``, which is returned."""
-    return _turn_(dy_CHD, table.cos, table.sin, sign=-1.0)
-
-
 def _turn(x_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
     if fused(x_CHD):
         from sppo.kernels.triton import rotary
@@ -53,16 +43,6 @@ def _turn(x_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
     for rows in row_tiles(x_CHD):
         turned[rows] = _turn_tile(x_CHD[rows], cos[rows], sin[rows], sign=sign)
     return turned
-
-
-def _turn_(x_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    if fused(x_CHD) and x_CHD.stride(-1) == 1:
-        from sppo.kernels.triton import rotary
-
-        return rotary.turn_(x_CHD, cos, sin, sign=sign)
-    for rows in row_tiles(x_CHD):
-        x_CHD[rows] = _turn_tile(x_CHD[rows], cos[rows], sin[rows], sign=sign)
-    return x_CHD
 
 
 def _turn_tile(x_tHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:

@@ -83,13 +83,6 @@ class MeshShape:
             for index in range(self.sequence_parallel)
         )
 
-    def data_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """The ranks that do the same with other sequences."""
-        return tuple(
-            self.rank_of(Coordinates(index, at.pipeline, at.sequence))
-            for index in range(self.data_parallel)
-        )
-
     def stage_ranks(self, at: Coordinates) -> tuple[int, ...]:
         """All ranks of the same pipeline rank: those that hold the same layers."""
         return tuple(

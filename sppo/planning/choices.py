@@ -97,7 +97,7 @@ def degrees_to_try(
             "hardware.nodes"
         )
     possible, refused = [], []
-    for sequence in _sequence_degrees(run, hardware=hardware, fixed=fixed):
+    for sequence in _sequence_degrees(hardware, fixed=fixed):
         for pipeline in _pipeline_degrees(run, room=total // sequence, fixed=fixed):
             data = _data_degree(run, room=total // sequence // pipeline, fixed=fixed)
             degrees = Degrees(data, pipeline, sequence)
@@ -155,9 +155,7 @@ def cut_sequence(
     return lengths_of(cuts)
 
 
-def _sequence_degrees(
-    run: RunConfig, *, hardware: HardwareSpec, fixed: dict[str, int]
-) -> list[int]:
+def _sequence_degrees(hardware: HardwareSpec, *, fixed: dict[str, int]) -> list[int]:
     if "sequence_parallel_degree" in fixed:
         return [fixed["sequence_parallel_degree"]]
     return _divisors(hardware.node.num_devices)

@@ -33,15 +33,14 @@ PlacementStyle = Literal["loop", "v"]
 class ActionKind(StrEnum):
     """What an action does; the value is its spelling in the text form.
 
-    F forward; B backward (or its input-gradient half); W weight gradients; R recomputation of what
-    was not kept; SEND, RECV messages between stages; D2H, H2D copies to and from the host tier;
-    REDUCE the reduction of a stage's gradients over the data-parallel ranks.
+    F forward; B backward (or its input-gradient half), recomputation included; W weight gradients;
+    SEND, RECV messages between stages; D2H, H2D copies to and from the host tier; REDUCE the
+    reduction of a stage's gradients over the data-parallel ranks.
     """
 
     F = "F"
     B = "B"
     W = "W"
-    R = "R"
     SEND = "SEND"
     RECV = "RECV"
     D2H = "D2H"
@@ -196,16 +195,6 @@ class Schedule:
             offsets.append(total)
             total += len(sequence)
         return tuple(offsets)
-
-    def shard_lengths(
-        self, stage: int, *, unit: tuple[int, int], num_shards: int
-    ) -> tuple[int, ...]:
-        """Tokens of the shards of `unit` on `stage` when it is cut into `num_shards`."""
-        for cut in self.cuts:
-            if (cut.stage, cut.sequence, cut.subsequence) == (stage, *unit):
-                return cut.lengths
-        tokens, larger = divmod(self.lengths[unit[0]][unit[1]], num_shards)
-        return tuple(tokens + (shard < larger) for shard in range(num_shards))
 
     def digest(self) -> str:
         """SHA-256 (hexadecimal) of the whole schedule; equal only for equal schedules.

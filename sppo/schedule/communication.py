@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -22,8 +21,7 @@ from sppo.schedule.encoding import EncodedProgram, encode
 from sppo.schedule.event_loop import run_clock
 from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes
 
-Receives = Literal["sender", "consumer"]
-_COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.R)
+_COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.W)
 _MESSAGES = (ActionKind.SEND, ActionKind.RECV)
 
 
@@ -88,17 +86,15 @@ def message_map(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> Me
     return MessageMap(schedule, groups, msp_routes(schedule, groups=groups))
 
 
-def place_messages(
-    schedule: Schedule, *, receives: Receives = "sender", costs: Costs | None = None
-) -> Schedule:
-    """`schedule` with a SEND and a RECV for every tensor that crosses ranks.
+def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
+    """Return `schedule` with a SEND and a RECV for every tensor that crosses ranks.
+
+    Each RECV stands at the moment of its SEND, in one global order of simulated time.
 
     Args:
         schedule: A valid schedule without messages.
-        receives: "sender" places each RECV at the simulated moment of its SEND; "consumer" puts
-            it in front of the action that needs it, which is what deadlocks on shared queues.
-        costs: What the global order of "sender" is simulated with; every rank must use the same.
-            Unit costs if not given.
+        costs: What that order is simulated with; every rank must use the same. Unit costs if not
+            given.
 
     Raises:
         ValueError: the schedule has messages already, or its order contradicts itself.
@@ -107,13 +103,6 @@ def place_messages(
         for action in program:
             if action.kind in _MESSAGES:
                 raise ValueError(f"{action} is there already: place messages only once")
-    if receives == "consumer":
-        return _receive_at_consumer(schedule)
-    return _receive_at_send(schedule, costs=costs)
-
-
-def _receive_at_send(schedule: Schedule, *, costs: Costs | None) -> Schedule:
-    """Each RECV at the moment its SEND is issued, in one global order of simulated time."""
     programs = encode(schedule)
     messages = message_map(schedule, programs=programs)
     placed: list[list[Action]] = [[] for _ in programs]
@@ -169,7 +158,6 @@ def _in_time_order(
         forward_s=np.maximum(costs.forward_s, least),
         backward_s=np.maximum(costs.backward_s, least),
         weight_s=np.maximum(costs.weight_s, least),
-        recompute_s=np.maximum(costs.recompute_s, least),
     )
     clock = run_clock(schedule, programs=programs, costs=costs)
     times, ranks, indices = [], [], []
@@ -181,32 +169,3 @@ def _in_time_order(
     all_ranks, all_indices = np.concatenate(ranks), np.concatenate(indices)
     order = np.lexsort((all_indices, all_ranks, np.concatenate(times)))
     yield from zip(all_ranks[order].tolist(), all_indices[order].tolist(), strict=True)
-
-
-def _receive_at_consumer(schedule: Schedule) -> Schedule:
-    """Each RECV right in front of the action that needs it."""
-    messages = message_map(schedule, programs=encode(schedule))
-    arriving: dict[tuple[int, ActionKind, int, tuple[int, int]], list[Action]] = {}
-    sending: dict[tuple[int, int], list[Action]] = {}
-    announced: set[tuple[ActionKind, int, tuple[int, int]]] = set()
-    for rank, program in enumerate(schedule.programs):
-        for index, action in enumerate(program):
-            if action.kind not in (ActionKind.F, ActionKind.B):
-                continue
-            for message in messages.sent_by(action):
-                if message.sender == rank:
-                    sending.setdefault((rank, index), []).append(message.send)
-                if (action.kind, action.stage, action.unit) not in announced:
-                    key = (message.receiver, action.kind, message.receive.stage, action.unit)
-                    arriving.setdefault(key, []).append(message.receive)
-            announced.add((action.kind, action.stage, action.unit))
-    programs = []
-    for rank, program in enumerate(schedule.programs):
-        placed: list[Action] = []
-        for index, action in enumerate(program):
-            if action.kind in (ActionKind.F, ActionKind.B):
-                placed.extend(arriving.get((rank, action.kind, action.stage, action.unit), ()))
-            placed.append(action)
-            placed.extend(sending.get((rank, index), ()))
-        programs.append(tuple(placed))
-    return replace(schedule, programs=tuple(programs))

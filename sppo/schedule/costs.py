@@ -92,7 +92,6 @@ class Costs:
         backward_s: B of (stage, unit) when a W takes the weight half; without one, B costs
             backward_s + weight_s.
         weight_s: W of (stage, unit).
-        recompute_s: R of (stage, unit).
         reduce_s: REDUCE of each stage [num_stages]; it does not occupy the compute queue.
         message_bytes: One activation or gradient between stages [num_units].
         activation_bytes: What F of (stage, unit) leaves for its backward, without K/V.
@@ -111,7 +110,6 @@ class Costs:
     forward_s: Table
     backward_s: Table
     weight_s: Table
-    recompute_s: Table
     reduce_s: Table
     message_bytes: Table
     activation_bytes: Table
@@ -153,7 +151,6 @@ _STAGE_UNIT_TABLES = (
     "forward_s",
     "backward_s",
     "weight_s",
-    "recompute_s",
     "activation_bytes",
     "offload_bytes",
     "kv_bytes",
@@ -203,7 +200,6 @@ def abstract_costs(
         forward_s=np.broadcast_to(factors * forward_s, shape),
         backward_s=np.broadcast_to(factors * backward_s, shape),
         weight_s=np.broadcast_to(factors * weight_s, shape),
-        recompute_s=zeros,
         reduce_s=np.zeros(num_stages),
         message_bytes=np.zeros(num_units),
         activation_bytes=np.broadcast_to(retained, shape),

@@ -16,13 +16,12 @@ import numpy.typing as npt
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
 # The order matters: compute kinds come first, so that `code < NUM_COMPUTE` tells them.
-F, B, W, R, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, REDUCE = range(11)
-NUM_COMPUTE = 4
+F, B, W, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, REDUCE = range(10)
+NUM_COMPUTE = 3
 _OPCODES = {
     (ActionKind.F, None): F,
     (ActionKind.B, None): B,
     (ActionKind.W, None): W,
-    (ActionKind.R, None): R,
     (ActionKind.D2H, None): D2H,
     (ActionKind.H2D, None): H2D,
     (ActionKind.SEND, "act"): SEND_ACT,

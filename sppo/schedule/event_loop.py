@@ -9,7 +9,7 @@ What an action waits for, beside its resource:
 
 * F: the F of the subsequence before it (K/V), and the activation from the stage before it;
 * B: its F, the B of the subsequence behind it (dK/dV), the gradient from the stage behind it, and
-  its H2D and R where the program has them; W: its B; R: its F and H2D;
+  its H2D if the program has one; W: its B;
 * D2H: its F; H2D: its D2H, and the compute in front of it in the program, which frees its room;
   where copies flow layer by layer, see `_wait_for_copies`;
 * SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
@@ -37,7 +37,6 @@ from sppo.schedule.encoding import (
     B,
     EncodedProgram,
     F,
-    R,
     W,
 )
 from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes, msp_seconds
@@ -101,8 +100,8 @@ class _EventLoop:
         self._load_programs(programs)
         self._load_costs(costs)
         self._load_msp_groups(programs, costs)
-        # Results: F B W R D2H H2D, then activation arrivals (6) and gradient arrivals (7).
-        self.at = [_NEVER] * (8 * self.size)
+        # Results: F B W D2H H2D, then activation arrivals (5) and gradient arrivals (6).
+        self.at = [_NEVER] * (7 * self.size)
         for unit in range(self.units):
             self.at[SEND_ACT * self.size + unit] = 0.0
             self.at[SEND_GRAD * self.size + self.size - self.units + unit] = 0.0
@@ -126,7 +125,7 @@ class _EventLoop:
         self.shards = [program.shards.tolist() for program in programs]
         self.starts = [[0.0] * len(codes) for codes in self.codes]
         self.finishes = [[0.0] * len(codes) for codes in self.codes]
-        self.present = {code: bytearray(self.size) for code in (W, R, D2H, H2D)}
+        self.present = {code: bytearray(self.size) for code in (W, D2H, H2D)}
         sends = False
         for program in programs:
             for code, table in self.present.items():
@@ -148,7 +147,6 @@ class _EventLoop:
             F: costs.forward_s.ravel().tolist(),
             B: [b if s else t for b, s, t in zip(backward.tolist(), split, fused, strict=True)],
             W: weight.tolist(),
-            R: costs.recompute_s.ravel().tolist(),
             D2H: (costs.offload_bytes / costs.copies.d2h_bytes_per_s).ravel().tolist(),
             H2D: (costs.offload_bytes / costs.copies.h2d_bytes_per_s).ravel().tolist(),
             REDUCE: costs.reduce_s.tolist(),
@@ -224,7 +222,7 @@ class _EventLoop:
             if arrived < 0:
                 self.waiting[key] = rank
                 return None
-        if code in (B, R) and self.present[H2D][slot]:
+        if code == B and self.present[H2D][slot]:
             copied = at[H2D * size + slot]
             if copied < 0:
                 self.waiting[H2D * size + slot] = rank
@@ -246,10 +244,8 @@ class _EventLoop:
                 needs.append(size + slot + 1)
             if slot < size - units:
                 needs.append(size + slot + units)
-            if self.present[R][slot]:
-                needs.append(R * size + slot)
         else:
-            needs.append(slot if code == R else size + slot)
+            needs.append(size + slot)
         return needs
 
     def _occupy(
@@ -508,7 +504,7 @@ class _EventLoop:
             return f"waits for the activation of {stage - 1}F{name}"
         if code == SEND_GRAD:
             return f"waits for the gradient of {stage + 1}B{name}"
-        return f"waits for {stage}{('F', 'B', 'W', 'R', 'D2H', 'H2D')[code]}{name}"
+        return f"waits for {stage}{('F', 'B', 'W', 'D2H', 'H2D')[code]}{name}"
 
 
-assert (SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD) == (6, 7, 8, 9), "results are indexed by opcode"
+assert (SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD) == (5, 6, 7, 8), "results are indexed by opcode"

@@ -35,7 +35,7 @@ from sppo.schedule.checks.violations import Violation
 
 _ACTION = re.compile(
     r"(?P<stage>[0-9]{1,9})"
-    r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H|H2D|F|B|W|R)"
+    r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H|H2D|F|B|W)"
     r"(?:(?P<sequence>[0-9]{1,9})\.(?P<subsequence>[0-9]{1,9})"
     r"(?:\[(?P<piece>[0-9]{1,9})/(?P<pieces>[0-9]{1,9})\])?)?"
 )
@@ -137,15 +137,13 @@ def parse_program(text: str, *, source: str = "program") -> ProgramFile:
         raise ProgramTextError(f"{source}: {error}") from error
 
 
-def check_program(
-    file: ProgramFile, *, source: str = "program", max_in_flight: Sequence[float] | None = None
-) -> None:
+def check_program(file: ProgramFile, *, source: str = "program") -> None:
     """Validate what a file says.
 
     Raises:
         ProgramTextError: it breaks rules; names the lines, the actions and the rules.
     """
-    violations = find_violations(file.schedule, max_in_flight=max_in_flight)
+    violations = find_violations(file.schedule)
     if violations:
         shown = "\n".join(_located(v, file=file, source=source) for v in violations[:5])
         raise ProgramTextError(f"{quoted(file.schedule.name)} is not a valid schedule:\n{shown}")

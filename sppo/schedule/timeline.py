@@ -22,7 +22,7 @@ IdleCause = Literal["bubble", "communication", "copy"]
 Provenance = Literal["simulated", "measured"]
 Floats = npt.NDArray[np.float64]
 
-COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.R)
+COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
 _LANES: dict[ActionKind, Lane] = {
     **dict.fromkeys(COMPUTE_KINDS, "compute"),
     ActionKind.D2H: "d2h",

@@ -54,8 +54,3 @@ def timeline_report(timeline: Timeline) -> dict[str, object]:
 def _plain(value: float) -> float | int:
     """Whole numbers without a fraction, as people count units."""
     return int(value) if value == int(value) else value
-
-
-def idle_causes(timeline: Timeline) -> dict[IdleCause, float]:
-    """Idle seconds of all ranks together, by cause."""
-    return {cause: sum(track.idle_s(cause) for track in timeline.ranks) for cause in _CAUSES}

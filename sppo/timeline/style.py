@@ -19,7 +19,6 @@ KIND_COLOURS: dict[ActionKind, str] = {
     ActionKind.F: "#4477AA",
     ActionKind.B: "#228833",
     ActionKind.W: "#B8A21F",
-    ActionKind.R: "#AA3377",
     ActionKind.D2H: "#66CCEE",
     ActionKind.H2D: "#EE6677",
     ActionKind.REDUCE: "#777777",
@@ -29,7 +28,6 @@ KIND_NAMES: dict[ActionKind, str] = {
     ActionKind.F: "forward",
     ActionKind.B: "backward",
     ActionKind.W: "weight gradients",
-    ActionKind.R: "recompute",
     ActionKind.D2H: "copy to host",
     ActionKind.H2D: "copy back",
     ActionKind.REDUCE: "reduce gradients",
@@ -40,7 +38,6 @@ LATER_STAGE_COLOURS: dict[ActionKind, str] = {
     ActionKind.F: "#8FB4D9",
     ActionKind.B: "#7BBF87",
     ActionKind.W: "#D9CC7A",
-    ActionKind.R: "#D08BB4",
 }
 PHASE_COLOURS: dict[tuple[ActionKind, Phase], str] = {
     (ActionKind.F, "left"): "#23B5A6",

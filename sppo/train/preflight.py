@@ -89,7 +89,7 @@ def check_before_training(
     _check_trainable(run, plan)
     _check_memory(run, plan, available, kind=device.kind)
     if device.kind == "cuda":
-        _check_host(run, plan, host_bytes)
+        _check_host(plan, host_bytes)
     if plan.offloads_anything and plan.tier == "disk":
         _check_disk(run, plan, disk, local_ranks=local_ranks)
     return Preflight(training, plan)
@@ -236,7 +236,7 @@ def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int, *, kind: 
         )
 
 
-def _check_host(run: RunConfig, plan: ExecutionPlan, host_bytes: int) -> None:
+def _check_host(plan: ExecutionPlan, host_bytes: int) -> None:
     """Check host memory: offloaded tensors, or the slots in front of a disk; the optimizer."""
     offloaded = max(stage.memory.tier_activations_bytes for stage in plan.stages)
     if plan.tier == "disk":

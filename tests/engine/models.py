@@ -10,11 +10,11 @@ import torch
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
-from sppo.engine.reference import reference_loss
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import CROSS_ENTROPY
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.model.gradients import zero_gradients
+from tests.engine.reference import reference_loss
 
 BASE = {
     "vocab_size": 23,

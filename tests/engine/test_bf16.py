@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from sppo.engine.engine import Engine
-from sppo.engine.reference import reference_token_losses
 from tests.engine.models import (
     autograd_step,
     engine_step,
@@ -24,6 +23,7 @@ from tests.engine.models import (
     random_weights,
     tiny_model,
 )
+from tests.engine.reference import reference_token_losses
 
 LENGTH = 512
 BOUND = 1.5

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.activations.policy import POLICIES
-from sppo.engine.reference import reference_token_losses
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.kernels.labels import IGNORED_LABEL
@@ -26,6 +25,7 @@ from tests.engine.models import (
     random_weights,
     tiny_model,
 )
+from tests.engine.reference import reference_token_losses
 
 TOLERANCE = 1e-10
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

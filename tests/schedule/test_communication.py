@@ -14,35 +14,12 @@ from sppo.schedule.checks.validate import validate
 from sppo.schedule.communication import place_messages
 from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.generators import generate
+from sppo.schedule.program_text import parse_program
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, make, play
 
-QUEUES = ("rank", "pair", "direction", "pair_direction", "edge")
 ragged = st.lists(
     st.lists(st.integers(6, 40), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4
 ).map(tuple)
-
-
-def moves(schedule, queues):
-    try:
-        check_deadlock_free(schedule, queues=queues)
-    except DeadlockError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize(
-    ("name", "p", "v", "n", "m", "free"),
-    [
-        ("1f1b", 4, 1, 1, 8, ["direction", "pair_direction", "edge"]),
-        ("seq1f1b", 4, 1, 4, 4, ["direction", "pair_direction", "edge"]),
-        ("interleaved_seq1f1b", 2, 2, 4, 4, ["edge"]),
-        ("gpipe", 4, 1, 1, 8, list(QUEUES)),
-    ],
-)
-def test_receiving_at_the_consumer_blocks_shared_queues(name, p, v, n, m, free):
-    schedule = place_messages(make(name, p=p, v=v, n=n, m=m), receives="consumer")
-    validate(schedule)
-    assert [queues for queues in QUEUES if moves(schedule, queues)] == free
 
 
 @settings(deadline=None, max_examples=60)
@@ -51,14 +28,19 @@ def test_receiving_from_the_senders_side_never_blocks(name, p, v, lengths):
     v = v if name.startswith("interleaved") else 1
     schedule = place_messages(generate(name, num_ranks=p, num_virtual=v, lengths=lengths))
     validate(schedule)
-    for queues in QUEUES:
-        check_deadlock_free(schedule, queues=queues)
+    check_deadlock_free(schedule)
 
 
 def test_a_deadlock_names_where_the_ranks_stand():
-    schedule = place_messages(make("1f1b", p=4, n=1, m=8), receives="consumer")
-    with pytest.raises(DeadlockError, match="one queue per rank: rank 0 at action"):
-        check_deadlock_free(schedule, queues="rank")
+    """Receives in front of the actions that need them block a queue that all messages share."""
+    text = """
+rank 0: 0F0.0 0SEND_ACT0.0 0F1.0 0SEND_ACT1.0 0RECV_GRAD0.0 0B0.0 0RECV_GRAD1.0 0B1.0
+rank 1: 1RECV_ACT0.0 1F0.0 1B0.0 1SEND_GRAD0.0 1RECV_ACT1.0 1F1.0 1B1.0 1SEND_GRAD1.0
+"""
+    schedule = parse_program(text).schedule
+    validate(schedule)
+    with pytest.raises(DeadlockError, match="one queue per rank: rank 0 at action 6, 0B0.0; rank"):
+        check_deadlock_free(schedule)
 
 
 def test_messages_change_neither_the_compute_nor_its_times():

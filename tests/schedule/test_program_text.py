@@ -93,6 +93,7 @@ def test_bare_lines_are_the_programs_of_ranks_in_order():
     ("text", "message"),
     [
         ("rank 0: 0F0.0 0X0.0", "line 1: '0X0.0' is not an action: write stage, kind"),
+        ("rank 0: 0F0.0 0R0.0 0B0.0", "line 1: '0R0.0' is not an action: write stage, kind"),
         ("\nrank 0: 0F", "line 2: '0F' is not an action: F names its unit"),
         ("rank 0: 0REDUCE0.0", "REDUCE names only a stage"),
         ("rank 0: 0SEND0.0", "'0SEND0.0' is not an action"),

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from sppo.config import load_run
 from sppo.data.sequences import training_sequence
 from sppo.data.tokens import open_tokens
-from sppo.engine.reference import reference_token_losses
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.train import cpu_device, evaluation
 from sppo.train.evaluation import Evaluation, loss_by_position
 from sppo.train.state import starting_weights
 from tests.conftest import LENGTH, write_tokens
+from tests.engine.reference import reference_token_losses
 
 
 def evaluate_initial(run, **options) -> Evaluation:

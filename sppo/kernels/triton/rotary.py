@@ -1,4 +1,4 @@
-"""Rotary positions, each pair read and written once, into new memory or in place.
+"""Rotary positions, each pair read and written once.
 
 Legend: C tokens, H heads, D head size, h heads of a tile, F = D/2 pairs.
 """
@@ -50,25 +50,13 @@ def _turn_kernel(
 
 
 def turn(x_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    """Each pair (i, i + D/2) turned by ``sign`` times its token's angle, in new memory.
+    """Return each pair (i, i + D/2) turned by ``sign`` times its token's angle.
 
     ``cos`` and ``sin`` are ``[C, 1, D/2]`` in fp32 or better, see
     :class:`sppo.kernels.rotary.RotaryTable`; computed in their type, returned in x's.
     """
     x_CHD = row_major(x_CHD)
     y_CHD = torch.empty(x_CHD.shape, dtype=x_CHD.dtype, device=x_CHD.device)
-    _launch(x_CHD, y_CHD, cos, sin, sign=sign)
-    return y_CHD
-
-
-def turn_(x_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> Tensor:
-    """:func:`turn` in place of ``x_CHD``, whose last dimension has to be contiguous."""
-    assert x_CHD.stride(-1) == 1, "a turn in place cannot copy its operand"
-    _launch(x_CHD, x_CHD, cos, sin, sign=sign)
-    return x_CHD
-
-
-def _launch(x_CHD: Tensor, y_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: float) -> None:
     tokens, heads, head_size = x_CHD.shape
     cos, sin = row_major(cos), row_major(sin)
     block = triton.next_power_of_2(head_size // 2)
@@ -89,3 +77,4 @@ def _launch(x_CHD: Tensor, y_CHD: Tensor, cos: Tensor, sin: Tensor, *, sign: flo
             BLOCK=block,
             HEADS=of_tile,
         )
+    return y_CHD

@@ -20,13 +20,12 @@ from sppo.schedule.encoding import (
     B,
     EncodedProgram,
     F,
-    R,
     W,
 )
 from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
 
 _LIMIT = 8
-_NAMES = {F: "F", B: "B", W: "W", R: "R", D2H: "D2H", H2D: "H2D"}
+_NAMES = {F: "F", B: "B", W: "W", D2H: "D2H", H2D: "H2D"}
 _Ints = npt.NDArray[np.int64]
 
 
@@ -49,11 +48,11 @@ def coverage_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram])
     for code in _NAMES:
         required = code == F or (code == B and trains)
         found += _count_problems(schedule, code=code, actions=by_code[code], required=required)
-        found += _placement_problems(schedule, code=code, actions=by_code[code])
+        found += _placement_problems(schedule, actions=by_code[code])
     if found:
         return found
-    for code in (B, W, R, D2H, H2D):
-        found += _companion_problems(schedule, code=code, actions=by_code[code], forward=by_code[F])
+    for code in (B, W, D2H, H2D):
+        found += _mismatches(schedule, actions=by_code[code], forward=by_code[F])
     found += _copy_problems(schedule, out=by_code[D2H], back=by_code[H2D])
     return found + _cut_problems(schedule, programs=programs)
 
@@ -108,7 +107,7 @@ def _count_problems(
     return found
 
 
-def _placement_problems(schedule: Schedule, *, code: int, actions: _Found) -> list[Violation]:
+def _placement_problems(schedule: Schedule, *, actions: _Found) -> list[Violation]:
     """Whole units on the rank of their stage; shards on different ranks, one of them the owner."""
     owners = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
     owner = owners[actions.slots // schedule.num_units]
@@ -138,10 +137,8 @@ def _placement_problems(schedule: Schedule, *, code: int, actions: _Found) -> li
     return found[:_LIMIT]
 
 
-def _companion_problems(
-    schedule: Schedule, *, code: int, actions: _Found, forward: _Found
-) -> list[Violation]:
-    """What belongs to a unit runs where its F ran, cut the same way."""
+def _mismatches(schedule: Schedule, *, actions: _Found, forward: _Found) -> list[Violation]:
+    """Find actions that do not run on the rank of their unit's F, cut the same way."""
     width = int(max(forward.widths.max(initial=1), actions.widths.max(initial=1))) + 1
     ranks = schedule.num_ranks
 

@@ -1,17 +1,14 @@
 """Proof that a lowered program cannot deadlock: play it where messages need both ends.
 
 The model is stricter than any transport. A host walks its program; SEND and RECV go to the end of
-a queue and the host walks on; it stops only at a compute action whose message has not come. A
-message moves when it is at the head of its sender's queue and of its receiver's queue. What ends
-share a queue is the parameter: with a queue per rank everything waits for everything, with a queue
-per directed edge only messages of the same wire between the same two ranks do.
+its rank's only queue and the host walks on; it stops only at a compute action whose message has not
+come. A message moves when it is at the head of both queues: its sender's and its receiver's.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Iterator
 
 from sppo.schedule.actions import Schedule
 from sppo.schedule.encoding import (
@@ -26,33 +23,17 @@ from sppo.schedule.encoding import (
 from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.msp_groups import find_msp_groups, msp_routes
 
-Queues = Literal["rank", "pair", "direction", "pair_direction", "edge"]
-_SEND, _RECEIVE = 0, 1
 _ACT, _GRAD = 0, 1
 _WIRES = {SEND_ACT: _ACT, SEND_GRAD: _GRAD, RECV_ACT: _ACT, RECV_GRAD: _GRAD}
-# (rank, peer, end, wire, number of ranks) -> number of the queue
-_NUMBERS: dict[str, Callable[[int, int, int, int, int], int]] = {
-    "rank": lambda rank, peer, end, wire, ranks: rank,
-    "pair": lambda rank, peer, end, wire, ranks: rank * ranks + peer,
-    "direction": lambda rank, peer, end, wire, ranks: rank * 2 + end,
-    "pair_direction": lambda rank, peer, end, wire, ranks: (rank * ranks + peer) * 2 + end,
-    "edge": lambda rank, peer, end, wire, ranks: ((rank * ranks + peer) * 2 + end) * 2 + wire,
-}
 
 
-def check_deadlock_free(schedule: Schedule, *, queues: Queues = "rank") -> None:
+def check_deadlock_free(schedule: Schedule) -> None:
     """Check that `schedule`, with its messages placed, runs to its end.
-
-    Args:
-        schedule: A schedule with SEND and RECV actions.
-        queues: What shares a queue at each end: all messages of a rank; of a pair of ranks; of a
-            direction (all sends, all receives); of a pair and direction; of a directed edge, which
-            is (sender, receiver, wire).
 
     Raises:
         DeadlockError: it does not; names where the first ranks stand.
     """
-    _Replay(schedule, queues=queues).run()
+    _Replay(schedule).run()
 
 
 class _Replay:
@@ -62,10 +43,8 @@ class _Replay:
     interval of a unit that is cut into shards.
     """
 
-    def __init__(self, schedule: Schedule, *, queues: Queues) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.queues = queues
-        self.number = _NUMBERS[queues]
         self.ranks = schedule.num_ranks
         self.units = schedule.num_units
         self.size = schedule.num_stages * self.units
@@ -79,7 +58,7 @@ class _Replay:
         self._number_cut_messages()
         # Messages that a compute action still waits for, by (wire, consuming slot, rank).
         self.expected = self._count_expected()
-        self.line: dict[int, deque[int]] = {}
+        self.lines: list[deque[int]] = [deque() for _ in range(self.ranks)]
         self.position = [0] * self.ranks
         self.woken: list[int] = []
         self.group: dict[tuple[int, int], set[int]] = {}
@@ -149,7 +128,7 @@ class _Replay:
                 for rank, index in stuck[:4]
             )
             raise DeadlockError(
-                f"messages wait for each other with one queue per {self.queues}: {shown}",
+                f"messages wait for each other with one queue per rank: {shown}",
                 rank=stuck[0][0],
                 index=stuck[0][1],
             )
@@ -162,11 +141,11 @@ class _Replay:
     def _step(self, rank: int, index: int, code: int, slot: int) -> bool:
         """Do one action of a host; whether it walks on."""
         if code in (SEND_ACT, SEND_GRAD):
-            self._enqueue(self._message(rank, index, _WIRES[code], slot), end=_SEND)
+            self._enqueue(rank, self._message(rank, index, _WIRES[code], slot))
         elif code in (RECV_ACT, RECV_GRAD):
             wire = _WIRES[code]
             produced = slot - self.units if wire == _ACT else slot + self.units
-            self._enqueue(self._message(rank, index, wire, produced), end=_RECEIVE)
+            self._enqueue(rank, self._message(rank, index, wire, produced))
         elif code in (F, B):
             wire = _ACT if code == F else _GRAD
             if self.expected.get((wire * self.size + slot) * self.ranks + rank, 0):
@@ -184,25 +163,19 @@ class _Replay:
                 self.woken.extend(sorted(members - {rank}, reverse=True))
         return len(members) == width
 
-    def _enqueue(self, message: int, *, end: int) -> None:
-        line = self.line.setdefault(self._queue(message, end=end), deque())
+    def _enqueue(self, rank: int, message: int) -> None:
+        line = self.lines[rank]
         line.append(message)
         if len(line) == 1:
             self._move(message)
-
-    def _queue(self, message: int, *, end: int) -> int:
-        wire, _, sender, receiver = self._route(message)
-        if end == _SEND:
-            return self.number(sender, receiver, _SEND, wire, self.ranks)
-        return self.number(receiver, sender, _RECEIVE, wire, self.ranks)
 
     def _move(self, message: int) -> None:
         """Move `message` if it heads both of its queues, and then whatever comes to the head."""
         candidates = [message]
         while candidates:
             head = candidates.pop()
-            out = self.line.get(self._queue(head, end=_SEND))
-            into = self.line.get(self._queue(head, end=_RECEIVE))
+            _, _, sender, receiver = self._route(head)
+            out, into = self.lines[sender], self.lines[receiver]
             if not out or not into or out[0] != head or into[0] != head:
                 continue
             out.popleft()
@@ -211,4 +184,4 @@ class _Replay:
             needed = self._needed_by(head)
             self.expected[needed] -= 1
             if not self.expected[needed]:
-                self.woken.append(self._route(head)[3])
+                self.woken.append(receiver)

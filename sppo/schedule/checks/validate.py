@@ -2,20 +2,19 @@
 
 Rules, each with the failure it prevents:
 
-* coverage: every F once per stage and unit, every B once (unless evaluation), W, R, D2H and H2D at
+* coverage: every F once per stage and unit, every B once (unless evaluation), W, D2H and H2D at
   most once. A duplicate would add its gradients twice.
 * placement: a stage's whole units run on its rank; the shards of a cut unit on as many ranks as
   there are shards, one of them the owner; B on the ranks of its F, because they hold its tensors.
 * forward order: F of subsequence i after F of i - 1 on the same stage, whose K/V it reads.
 * backward order: B after its F, and after B of subsequence i + 1, which completes its dK/dV.
-* weight order, recompute order: W after its B; R between F and B.
-* copy order: D2H after F, H2D after D2H and before R and B, none without the other.
+* weight order: W after its B.
+* copy order: D2H after F, H2D after D2H and before B, none without the other.
 * message coverage: with any message in the schedule, exactly the needed ones.
 * message place: SEND behind what makes the tensor, RECV before what needs it.
 * message order: sends and receives of a directed edge in the same order; anything else delivers a
   tensor of another unit, or none.
 * reduction: REDUCE at most once per stage, after its last B or W.
-* memory plan: no more units in flight on a rank than planned, if a plan is given.
 * no deadlock: the order of all ranks together has no circle. Only checked if all else holds.
 """
 
@@ -45,35 +44,27 @@ from sppo.schedule.encoding import (
     EncodedProgram,
     F,
     MalformedActionError,
-    R,
     W,
     encode,
 )
 from sppo.schedule.event_loop import DeadlockError, run_clock
-from sppo.schedule.in_flight import units_in_flight
 
 _MISSING = -1
 
 
-def validate(schedule: Schedule, *, max_in_flight: Sequence[float] | None = None) -> None:
-    """Refuse `schedule` if it breaks a rule.
-
-    Args:
-        schedule: With or without copies and messages.
-        max_in_flight: Units each rank may hold between F and its last B or W.
+def validate(schedule: Schedule) -> None:
+    """Refuse `schedule`, with or without copies and messages, if it breaks a rule.
 
     Raises:
         ScheduleError: names the first offending actions and their rules.
     """
-    violations = find_violations(schedule, max_in_flight=max_in_flight)
+    violations = find_violations(schedule)
     if violations:
         raise ScheduleError(schedule.name, violations=violations)
 
 
-def find_violations(
-    schedule: Schedule, *, max_in_flight: Sequence[float] | None = None
-) -> tuple[Violation, ...]:
-    """All broken rules of `schedule`; those that need an order only when coverage holds."""
+def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
+    """Return all broken rules of `schedule`; rules about order only if coverage holds."""
     try:
         programs = encode(schedule)
     except MalformedActionError as error:
@@ -85,8 +76,6 @@ def find_violations(
         found += _order_problems(schedule, rank=rank, program=programs[rank])
     if not found:
         found += message_problems(schedule, programs=programs)
-    if max_in_flight is not None:
-        found += _memory_problems(schedule, programs=programs, limits=max_in_flight)
     if found:
         return tuple(found)
     return _deadlock(schedule, programs=programs)
@@ -138,12 +127,9 @@ def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -
     for rule, later, earlier in (
         ("backward order", B, F),
         ("weight order", W, B),
-        ("recompute order", R, F),
-        ("recompute order", B, R),
         ("copy order", D2H, F),
         ("copy order", H2D, D2H),
         ("copy order", B, H2D),
-        ("copy order", R, H2D),
         ("message place", SEND_ACT, F),
         ("message place", SEND_GRAD, B),
         ("message place", F, RECV_ACT),
@@ -203,26 +189,6 @@ def _reduction_problems(
 def _helps(program: EncodedProgram, *, stage: int, num_units: int) -> bool:
     compute = program.codes < encoding.NUM_COMPUTE
     return bool((program.slots[compute] // num_units == stage).any())
-
-
-def _memory_problems(
-    schedule: Schedule, *, programs: Sequence[EncodedProgram], limits: Sequence[float]
-) -> list[Violation]:
-    """Units in flight within the plan."""
-    if len(limits) != schedule.num_ranks:
-        raise ValueError(f"{len(limits)} limits for {schedule.num_ranks} ranks: give one per rank")
-    found = []
-    for rank, program in enumerate(programs):
-        held = units_in_flight(program)
-        over = np.flatnonzero(held > limits[rank] + 1e-9)
-        if over.size:
-            index = int(over[0])
-            text = (
-                f"{schedule.programs[rank][index]} is unit {held[index]:g} in flight, "
-                f"planned are {limits[rank]:g}"
-            )
-            found.append(Violation("memory plan", text, rank, index))
-    return found
 
 
 def _deadlock(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> tuple[Violation, ...]:
