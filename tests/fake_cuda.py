@@ -1,7 +1,7 @@
 """A CUDA runtime without a GPU: the logic of the CUDA path on this process's memory.
 
 Streams run everything at once and tensors are the CPU's, so what is tried is all that decides and
-keeps books around a GPU, and nothing of what a GPU does.
+counts around a GPU, and nothing of what a GPU does.
 """
 
 from __future__ import annotations

@@ -30,6 +30,9 @@ NAMES = {
     "rebuilding": "recomputing",
     "picture": "plot",
     "pictures": "plots",
+    "ticket": "transfer",
+    "tickets": "transfers",
+    "books": "account",
 }
 """Parts of identifiers, and what is said today."""
 
@@ -44,6 +47,9 @@ PHRASES = {
     r"shared out|shares? out|sharing out": "sharded, or divided",
     r"pictures?": "plot",
     r"wider? (?:dtype|type)s?": "accumulation dtype",
+    r"tickets?": "transfer, or future",
+    r"(?:keeps?|the) books": "account",
+    r"worker lanes?|lane's thread": "worker queue",
 }
 """Phrases of prose and messages, without case, and what is said today."""
 
@@ -122,6 +128,8 @@ def test_retired_words_are_not_used():
         ("# shares are handed\n# out: weights are shared\n# out evenly", "shared out"),
         ('raise ValueError(f"{x} was rebuilt")', "rebuilt"),
         ("x = 1  # Attends again.", "Attends again"),
+        ("def wait(last_ticket): ...", "last_ticket"),
+        ("# Both threads keep books.", "keep books"),
     ],
 )
 def test_a_retired_word_is_found(source, word):

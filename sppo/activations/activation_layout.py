@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from sppo.activations.subsequence_placement import Rows, SubsequencePlacement
+from sppo.activations.placement import Rows, SubsequencePlacement
 from sppo.activations.tensor_classes import (
     ATTENTION,
     CLASSES,

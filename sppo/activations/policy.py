@@ -22,8 +22,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from sppo.activations.hybrid import choices
-from sppo.activations.placement import ActivationPlacement, PolicyInputs, prefix_rows
-from sppo.activations.subsequence_placement import PlacementOf, SubsequencePlacement
+from sppo.activations.placement import (
+    ActivationPlacement,
+    PlacementOf,
+    PolicyInputs,
+    SubsequencePlacement,
+    prefix_rows,
+)
 from sppo.activations.tensor_classes import (
     ATTENTION,
     CLASSES,

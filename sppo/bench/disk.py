@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from sppo.bench.copies import CopyMeasurements, CopyPoint, Directions, Times, measure_point
 from sppo.bench.timing import Watcher
 from sppo.offload.arena import HostArena
-from sppo.offload.file_tier import FileTier, Ticket
-from sppo.offload.tier import disk_room, is_memory
+from sppo.offload.disk import disk_room, is_memory
+from sppo.offload.file_tier import FileTier, Transfer
 from sppo.units import MIB, format_bytes
 
 _FILE_BYTES, _QUICK_FILE_BYTES = 1024 * MIB, 128 * MIB
@@ -167,7 +167,7 @@ class _Windows:
         size, half = self._request_bytes, self._tier.size_bytes // 2
         places = half // size
         start = (self._tier.write, self._tier.read)[index]
-        under_way: deque[Ticket] = deque()
+        under_way: deque[Transfer] = deque()
         turn = 0
         while turn == 0 or time.perf_counter() - start_s < self._window_s:
             slot = turn % self._in_flight * size

@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from sppo.activations.activation_layout import BlockLayout
-from sppo.activations.placement import ActivationPlacement, CopySlots, Counts
-from sppo.activations.subsequence_placement import Rows
+from sppo.activations.placement import ActivationPlacement, CopySlots, Counts, Rows
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory import StageMemory

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sppo.activations.placement import PlacementOf
 from sppo.activations.policy import policy_placement
-from sppo.activations.subsequence_placement import PlacementOf
 from sppo.config.model import ModelConfig
-from sppo.engine.executor import BeforeAction, Executor, StepOutput
+from sppo.engine.executor import Executor, StepOutput
 from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.msp.stage import MspMemory, MspStage
 from sppo.engine.pipeline import ALONE, Pipeline
@@ -211,7 +211,7 @@ class Engine:
         boundaries: Sequence[Sequence[int]],
         *,
         num_valid: int | None = None,
-        before_action: BeforeAction = _go_on,
+        before_action: Callable[[int, Action], None] = _go_on,
     ) -> StepResult:
         """Add the gradient of the mean loss over all valid labels of the step.
 
@@ -303,7 +303,7 @@ class Engine:
         boundaries: Sequence[Sequence[int]],
         *,
         loss_scale: float | None,
-        before_action: BeforeAction,
+        before_action: Callable[[int, Action], None],
     ) -> tuple[Schedule, StepOutput]:
         units: dict[tuple[int, int], Unit] = {}
         for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):

@@ -25,8 +25,6 @@ from sppo.parallel.pipeline_p2p import PipelineP2P
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
 _SHOWN_AROUND_FAILURE = 3
-BeforeAction = Callable[[int, Action], None]
-"""Called with the position of an action and the action before it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +98,15 @@ class Executor:
         units: Mapping[tuple[int, int], Unit],
         *,
         loss_scale: float | None,
-        before_action: BeforeAction,
+        before_action: Callable[[int, Action], None],
     ) -> StepOutput:
         """Execute the program once.
 
         Args:
             units: the step's data by (sequence, subsequence).
             loss_scale: factor of the summed loss in the gradient; None for a forward-only program.
-            before_action: what it raises gives the step up cleanly.
+            before_action: called with the position of an action and the action before it begins;
+                an error that it raises ends the step cleanly.
         """
         assert self._training == (loss_scale is not None), "training programs need a loss scale"
         self._units, self._loss_scale, self._losses = units, loss_scale, {}

@@ -22,7 +22,7 @@ from sppo.activations.activation_layout import (
     BlockLayout,
     OffloadSchedule,
 )
-from sppo.activations.subsequence_placement import PlacementOf, check_whole_classes
+from sppo.activations.placement import PlacementOf, check_whole_classes
 from sppo.config.model import ModelConfig
 from sppo.engine.kv_store import KVStore
 from sppo.engine.saved_tensors import SavedTensors

@@ -145,11 +145,11 @@ class Layer:
         """
         x_in = saved.pop("x_in")
         n1 = self._gathered_norm("attention_norm", x_in, weights)
-        queries = self._queries(n1, saved, weights, rotary)
+        q_projected, q = self._queries(n1, saved, weights, rotary)
         if "o" in saved:
             o, lse = saved.pop("o"), saved.pop("lse")
         else:
-            o_CND, lse = attention.again(queries.rotated)
+            o_CND, lse = attention.again(q)
             o = o_CND.flatten(1)
         x_mid = saved.pop("x_mid", None)
         if x_mid is None:
@@ -158,11 +158,11 @@ class Layer:
         del x_mid
         d_o = self.tokens.gather(dx_mid)
         gradients.linear("o", dy_CO=d_o, x_CI=o)
-        do_CND = (d_o @ weights["o.weight"]).view_as(queries.rotated)
+        do_CND = (d_o @ weights["o.weight"]).view_as(q)
         del d_o
-        dq, dk, dv = attention.backward(do_CND, queries.rotated, o.view_as(do_CND), lse)
+        dq, dk, dv = attention.backward(do_CND, q, o.view_as(do_CND), lse)
         del o, do_CND
-        dq = self._unrotate_and_unnorm("q", dq, queries.projected, weights, gradients, rotary)
+        dq = self._unrotate_and_unnorm("q", dq, q_projected, weights, gradients, rotary)
         k_projected = self._projected_keys(n1, saved, weights)
         dk = self._unrotate_and_unnorm("k", dk, k_projected, weights, gradients, rotary)
         dn1 = self._projection_backward(dq, dk, dv, n1, weights, gradients)
@@ -264,15 +264,15 @@ class Layer:
 
     def _queries(
         self, n1_CE: Tensor, saved: Saved, weights: Weights, rotary: RotaryTable | None
-    ) -> _Queries:
-        """Queries as attention takes them and as their norm's backward needs them."""
+    ) -> tuple[Tensor | None, Tensor]:
+        """(projected, rotated) queries ``[C, N, D]``; projected only if they have a norm."""
         q = saved.pop("q", None)
         if q is not None and not self.model.qk_norm:
-            return _Queries(None, q)
+            return None, q
         if q is None:
             q = self._heads("q", n1_CE, weights)
         rotated = self._norm_and_rotate("q", q, weights, rotary)
-        return _Queries(q if self.model.qk_norm else None, rotated)
+        return (q if self.model.qk_norm else None), rotated
 
     def _projected_keys(self, n1_CE: Tensor, saved: Saved, weights: Weights) -> Tensor | None:
         """Keys before their norm, None where there is no such norm."""
@@ -409,14 +409,6 @@ class Layer:
         return norm_backward(
             self.model, name, dy_CE, x_CE, weights, gradients, dresidual_CE=dresidual_CE
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Queries:
-    """Queries ``[C, N, D]``; ``projected`` only where a norm's backward needs it."""
-
-    projected: Tensor | None
-    rotated: Tensor
 
 
 def token_dimension(name: str) -> int:

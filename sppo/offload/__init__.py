@@ -1,1 +1,1 @@
-"""Where saved activations live, and how they are offloaded and come back."""
+"""Stores of saved activations, and the copies that offload them and bring them back."""

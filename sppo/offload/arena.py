@@ -1,13 +1,13 @@
-"""The host tier's memory: one mapping of exactly the planned size, in whole pages.
+"""Host memory of the planned size, mapped once and resident from the start.
 
-Offsets are computed in the plan, so there is no allocator here: the arena hands out views of
-ranges it is told. All of it is resident once it is made; nothing is discovered inside a step. The
-mapping is an array of bytes that owns it: what is cut from it keeps it alive, and the last
-view to die takes it along, so none can outlive its memory.
+There is no allocator: offsets are computed in the plan, and the arena gives out views of the ranges
+that it is asked for. All pages are resident before the first step, so that no step can run out of
+memory. Every view keeps the mapping alive, which is returned to the system with the last of them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import math
@@ -15,10 +15,10 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,11 +30,11 @@ from sppo.kernels.native.machine_memory import MemoryRoom, memory_room
 from sppo.units import format_bytes
 
 ALIGNMENT_BYTES = 64
-"""Offsets are multiples of it, as torch's own CPU tensors are: kernels take the same paths."""
+"""Alignment of views: that of torch's own CPU tensors, so that kernels take the same paths."""
 
 _MOST_THREADS = 16  # first touch is bound by memory, not by cores, long before that
 
-_BLOCK_BYTES = 2 << 20  # a share of the first touch is whole blocks: no huge page has two threads
+_BLOCK_BYTES = 2 << 20  # a huge page: no two threads touch the same one
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ _log = logging.getLogger(__name__)
 class HostArena:
     """``size_bytes`` of host memory, zero at first, resident until it is closed.
 
-    Views keep their memory: :meth:`close` ends the arena at once, and the mapping goes back to the
-    system with the last view, so that a tensor someone still holds (a traceback does, too) can
-    never point at nothing. :attr:`released` tells whether it has gone.
+    After :meth:`close` the arena gives out no more views, but the views that exist stay valid: the
+    memory is returned with the last of them, which a traceback may hold. :attr:`released` tells
+    whether it has been.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class HostArena:
         room = _check_room(size_bytes, numa_node=numa_node)
         mapping = _map(size_bytes, huge_pages=huge_pages, numa_node=numa_node, room=room)
         begin_s = time.perf_counter()
-        mapping.touch(threads=threads)
+        mapping.touch(threads)
         touch_s = time.perf_counter() - begin_s
-        self.mapped_bytes = mapping.size_bytes
-        """``size_bytes`` in whole pages: what it adds to the resident set."""
+        self.mapped_bytes = mapping.data.nbytes
+        """``size_bytes`` in whole pages, which the arena adds to the resident set."""
         self.huge_pages = mapping.huge_pages
         """Whether the system took the advice."""
-        self._bytes: NDArray[np.uint8] | None = mapping.array()
+        self._bytes: NDArray[np.uint8] | None = mapping.data
         self._alive = weakref.ref(self._bytes)
         _log.debug(
             "host arena: %s made resident in %.2f s by %d threads, %s huge pages",
@@ -95,10 +95,10 @@ class HostArena:
         )
 
     def tensor(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The bytes from ``offset_bytes`` on as a contiguous tensor; what is there stays there.
+        """Return the bytes from ``offset_bytes`` on as a contiguous tensor, unchanged.
 
-        Every view has a storage of its own, of exactly its bytes: autograd counts versions per
-        storage, so writing one view says nothing about the others.
+        Every view has its own storage of exactly its bytes, because autograd counts versions per
+        storage: writing one view does not invalidate the others.
 
         Args:
             offset_bytes: a multiple of :data:`ALIGNMENT_BYTES`.
@@ -129,11 +129,11 @@ class HostArena:
 
     @property
     def released(self) -> bool:
-        """Whether the memory has gone back: closed, and no view is left."""
+        """Whether the memory was returned to the system: closed, and no view is left."""
         return self._alive() is None
 
     def close(self) -> None:
-        """Give no more views, and the memory back as soon as none is left. Twice is once."""
+        """Give out no more views, and return the memory once none is left; may be repeated."""
         self._bytes = None
 
     def __enter__(self) -> HostArena:
@@ -155,7 +155,7 @@ def _usable_cores() -> int:
 
 
 def _check_room(size_bytes: int, *, numa_node: int | None) -> MemoryRoom:
-    """Refuse before anything is touched: past that, the system kills instead of refusing."""
+    """Refuse too large a size before pages are touched, when the system would kill the process."""
     room = memory_room(numa_node=numa_node)
     if size_bytes > room.least_bytes:
         raise MemoryError(
@@ -171,11 +171,11 @@ def _map(
     library = native_library()
     try:
         if library is not None:
-            return NativeMapping(library, size_bytes, huge_pages=huge_pages, numa_node=numa_node)
+            return native_mapping(library, size_bytes, huge_pages=huge_pages, numa_node=numa_node)
         if numa_node is not None:
             reason = f"binding memory to a NUMA node needs the native library ({describe()})"
             raise OSError(errno.ENOSYS, reason)
-        return PythonMapping(size_bytes, huge_pages=huge_pages)
+        return python_mapping(size_bytes, huge_pages=huge_pages)
     except OSError as error:
         if error.errno != errno.ENOMEM:
             where = "" if numa_node is None else f" on NUMA node {numa_node}"
@@ -186,94 +186,63 @@ def _map(
         ) from error
 
 
-class HostMapping(Protocol):
-    """Memory that lives as long as this object or an array made of it."""
+@dataclass(frozen=True, slots=True)
+class HostMapping:
+    """Whole pages of memory that are returned to the system with the last array on them."""
 
-    size_bytes: int
-    """Whole pages."""
+    data: NDArray[np.uint8]
     huge_pages: bool
     """Whether the system took the advice to use huge pages."""
-
-    def touch(self, *, threads: int) -> None:
-        """Make every page resident; once, before first use."""
-        ...
-
-    def array(self) -> NDArray[np.uint8]:
-        """All of it; keeps the mapping alive."""
-        ...
+    touch: Callable[[int], None]
+    """Makes every page resident, with so many threads; once, before first use."""
 
 
-class NativeMapping:
-    """A mapping of the native library."""
+def native_mapping(
+    library: NativeLibrary, size_bytes: int, *, huge_pages: bool, numa_node: int | None
+) -> HostMapping:
+    """Map memory with the native library, without touching it.
 
-    def __init__(
-        self, library: NativeLibrary, size_bytes: int, *, huge_pages: bool, numa_node: int | None
-    ) -> None:
-        """Reserve, and touch nothing yet.
-
-        Raises:
-            OSError: what the system said; nothing is left mapped.
-        """
-        memory = library.reserve(size_bytes, huge_pages=huge_pages, numa_node=numa_node)
-        end = weakref.finalize(self, library.release, memory)
-        end.atexit = False  # other threads may still use it then, and the system takes it anyway
-        self._library = library
-        self._memory = memory
-        self.size_bytes = memory.size_bytes
-        self.huge_pages = memory.huge_pages
-
-    def touch(self, *, threads: int) -> None:
-        """See :class:`HostMapping`."""
-        self._library.touch(self._memory, threads=threads)
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """How numpy takes over memory, with this object as its owner."""
-        return {
-            "version": 3,
-            "shape": (self.size_bytes,),
-            "typestr": "|u1",
-            "data": (self._memory.address, False),
-        }
-
-    def array(self) -> NDArray[np.uint8]:
-        """See :class:`HostMapping`."""
-        return np.asarray(self)
+    Raises:
+        OSError: the system refused; nothing is left mapped.
+    """
+    memory = library.reserve(size_bytes, huge_pages=huge_pages, numa_node=numa_node)
+    owner = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
+    end = weakref.finalize(owner, library.release, memory)
+    end.atexit = False  # other threads may still use it then, and the system takes it anyway
+    return HostMapping(
+        np.frombuffer(memoryview(owner), dtype=np.uint8),
+        memory.huge_pages,
+        lambda threads: library.touch(memory, threads=threads),
+    )
 
 
-class PythonMapping:
-    """A mapping of the standard library, which has no way to bind it to a NUMA node."""
+def python_mapping(size_bytes: int, *, huge_pages: bool) -> HostMapping:
+    """Map memory with the standard library, which cannot bind it to a NUMA node.
 
-    def __init__(self, size_bytes: int, *, huge_pages: bool) -> None:
-        """Reserve, and touch nothing yet.
+    Raises:
+        OSError: the system refused; nothing is left mapped.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        owner = mmap.mmap(-1, -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=flags)
+    except OverflowError as error:
+        raise OSError(errno.ENOMEM, str(error)) from None
+    taken = huge_pages and _advise_huge_pages(owner)
+    data = np.frombuffer(owner, dtype=np.uint8)
+    return HostMapping(data, taken, lambda threads: _touch(data[:: mmap.PAGESIZE], threads))
 
-        Raises:
-            OSError: what the system said; nothing is left mapped.
-        """
-        self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        try:
-            self._map = mmap.mmap(-1, self.size_bytes, flags=flags)
-        except OverflowError as error:
-            raise OSError(errno.ENOMEM, str(error)) from None
-        self.huge_pages = huge_pages and _advise_huge_pages(self._map)
 
-    def touch(self, *, threads: int) -> None:
-        """See :class:`HostMapping`."""
-        pages = self.array()[:: mmap.PAGESIZE]
-        pages_per_block = _BLOCK_BYTES // mmap.PAGESIZE
-        blocks = -(-len(pages) // pages_per_block)
-        cuts = [blocks * i // threads * pages_per_block for i in range(threads + 1)]
+def _touch(pages: NDArray[np.uint8], threads: int) -> None:
+    """Write one byte of every page, each thread those of consecutive blocks."""
+    pages_per_block = _BLOCK_BYTES // mmap.PAGESIZE
+    blocks = -(-len(pages) // pages_per_block)
+    cuts = [blocks * i // threads * pages_per_block for i in range(threads + 1)]
 
-        def touch_share(i: int) -> None:
-            pages[cuts[i] : cuts[i + 1]].fill(0)  # numpy drops the interpreter's lock for it
+    def touch_part(i: int) -> None:
+        pages[cuts[i] : cuts[i + 1]].fill(0)  # numpy drops the interpreter's lock for it
 
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(touch_share, range(threads)))
-
-    def array(self) -> NDArray[np.uint8]:
-        """See :class:`HostMapping`."""
-        return np.frombuffer(self._map, dtype=np.uint8)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(touch_part, range(threads)))
 
 
 def _advise_huge_pages(memory: mmap.mmap) -> bool:

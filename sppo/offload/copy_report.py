@@ -1,4 +1,4 @@
-"""What copies did in one step: bytes by class and direction, rates, and what compute waited."""
+"""Report of the copies of one step: bytes by class and direction, rates, exposed copy time."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """One step; all measured."""
+    """Bytes and seconds of one step, measured, and the memory reserved for copies."""
 
     out_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Sent away, by class."""
+    """Bytes copied out, by tensor class."""
     back_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Brought back, by class."""
+    """Bytes copied back, by tensor class."""
     out_s: float = 0.0
     """Seconds in which the slowest queue out was busy."""
     back_s: float = 0.0
     """Seconds in which the slowest queue back was busy."""
     exposed_s: float = 0.0
-    """Compute waited for copies."""
+    """Seconds in which compute waited for copies."""
     host_bytes: int = 0
-    """Host memory set aside: all offloaded tensors, or those on their way to and from a disk."""
+    """Host memory reserved: for all offloaded tensors, or for those under way to or from a disk."""
     ring_bytes: int = 0
-    """Device memory set aside for what comes back."""
+    """Device memory reserved for blocks that come back."""
     disk_bytes: int = 0
-    """Size of the file."""
+    """Size of the file on the disk."""
 
     @property
     def total_out_bytes(self) -> int:
-        """Sent away in all."""
+        """Bytes copied out, of all classes."""
         return sum(self.out_bytes.values())
 
     @property
     def out_bytes_per_s(self) -> float:
-        """While the slowest queue out was busy; 0 if nothing was sent."""
+        """Rate of copies out while their slowest queue was busy; 0 if there were none."""
         return self.total_out_bytes / self.out_s if self.out_s > 0 else 0.0
 
     @property
     def back_bytes_per_s(self) -> float:
-        """While the slowest queue back was busy; 0 if nothing came back."""
+        """Rate of copies back while their slowest queue was busy; 0 if there were none."""
         return sum(self.back_bytes.values()) / self.back_s if self.back_s > 0 else 0.0
 
 
 def combined(reports: Sequence[CopyReport]) -> CopyReport:
-    """What the stages of one rank did together: waits add up, queues ran side by side."""
+    """Return the report of all stages of one rank, whose waits add up and whose queues overlap."""
     if len(reports) == 1:
         return reports[0]
     out: Counter[str] = Counter()

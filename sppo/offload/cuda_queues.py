@@ -1,13 +1,13 @@
 """Copy queues of a CUDA device: two copy streams, events, and page-locked host memory.
 
-Compute is whatever stream is current when a verb is called; it is asked for every time, never kept.
-No tensor is handed to the allocator while a copy may still read it: its reference is held until
-compute has been told to wait for the copy, so ``record_stream`` is not needed, and what is freed
-when does not depend on how far the host has run ahead.
+Compute is the stream that is current when a method is called; none is kept. A tensor that is copied
+out is referenced until compute has been made to wait for the copy, so the allocator cannot reuse
+its memory too early. ``record_stream`` is not needed, and the time at which memory is freed does
+not depend on how far the host has run ahead.
 
-With a host tier everything is enqueued by the calling thread and no host thread ever waits. In
-front of a disk, a copy out waits for a write, and a copy back for a read, which only host threads
-can do; then both streams are fed by a thread each, in the same order.
+With a host tier the calling thread enqueues everything, and no host thread ever waits. Before a
+disk, a copy out waits for a write and a copy back for a read, and only host threads can wait for
+those. Both streams are then fed by one thread each, in the same order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +27,32 @@ from sppo.offload.copy_report import CopyReport
 from sppo.offload.file_tier import FileTier
 from sppo.offload.queues import Dependency, Event, Region
 from sppo.offload.thread_queues import POISON
-from sppo.offload.worker_queue import HostEvent, Lane, Operation, close_lanes
+from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
 from sppo.units import MIB
 
 _cuda: Any = torch.cuda  # parts of it have no types
 
 PIECE_BYTES = 32 * MIB
-"""Longer copies are cut: a copy engine is first come, first served, and others use it too."""
+"""Longest copy; longer ones are cut, so that other users of the copy engine get their turn."""
 
 
 class StreamEvent:
-    """A point in a stream; a feeding thread may reach it later than it was asked for."""
+    """A point in a stream, which a worker thread may issue later than it was asked for."""
 
-    def __init__(self, event: torch.cuda.Event, *, issued: Operation | None = None) -> None:
+    def __init__(self, event: torch.cuda.Event, *, issued: Future[None] | None = None) -> None:
         self.event, self._issued = event, issued
 
-    @property
     def done(self) -> bool:
-        """Whether the device has come this far."""
-        return (self._issued is None or self._issued.done) and bool(_cuda.Event.query(self.event))
+        """Return whether the device has reached it."""
+        issued = self._issued is None or self._issued.done()
+        return issued and bool(_cuda.Event.query(self.event))
 
-    def wait(self) -> None:
-        """Block this thread until the device has come this far.
-
-        Raises:
-            OSError: the disk failed on the way.
-        """
-        self.wait_until_issued()
-        self.event.synchronize()
+    def exception(self) -> BaseException | None:
+        """Block this thread until the device has reached it; return why it was never issued."""
+        error = None if self._issued is None else self._issued.exception()
+        if error is None:
+            self.event.synchronize()
+        return error
 
     def wait_until_issued(self) -> None:
         """Block this thread until the event stands in its stream.
@@ -62,15 +61,15 @@ class StreamEvent:
             OSError: the disk failed on the way.
         """
         if self._issued is not None:
-            self._issued.wait()
+            wait_for(self._issued)
 
 
 class CudaQueues:
     """:class:`sppo.offload.queues.CopyQueues` of one CUDA device.
 
     Args:
-        device: whose memory tensors leave and come back to.
-        poison: overwrite every slot once it is read, so that what reads it again reads NaN.
+        device: a CUDA device.
+        poison: overwrite every slot once it is read, so that reading it again gives NaN.
         delay_cycles: clock cycles that every copy waits before it begins, to test orderings.
     """
 
@@ -80,22 +79,22 @@ class CudaQueues:
         self._device, self._poison, self._delay_cycles = device, poison, delay_cycles
         self._streams = {name: _cuda.Stream(device) for name in ("out", "back")}
         self._sources: deque[tuple[Event, Sequence[tuple[int, Tensor]]]] = deque()
-        self._lanes: dict[str, Lane] = {}
+        self._workers: dict[str, WorkerQueue] = {}
         self._file: FileTier | None = None
         self._timings: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
         self._host_wait_s = 0.0
         self._poisonous: Tensor | None = None
         self._locked: Tensor | None = None
         self.register_s = 0.0
-        """What page-locking the host memory took."""
+        """Seconds that page-locking the host memory took."""
         self._closed = False
 
     def host_memory(self, size_bytes: int) -> Tensor:
-        """See :class:`sppo.offload.queues.CopyQueues`; page-locked in one piece.
+        """Map host memory and page-lock it in one piece.
 
         Raises:
-            MemoryError: the machine, or its limit on locked memory (``ulimit -l``), has not that
-                much.
+            MemoryError: the machine, or its limit on locked memory (``ulimit -l``), does not allow
+                that much.
         """
         self._unlock()
         with HostArena(size_bytes) as arena:
@@ -112,7 +111,7 @@ class CudaQueues:
         return memory
 
     def device_memory(self, size_bytes: int) -> Tensor:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Allocate memory of the device."""
         if self._poison:
             self._poisonous = torch.full(
                 (size_bytes,), POISON, dtype=torch.uint8, device=self._device
@@ -120,23 +119,23 @@ class CudaQueues:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def open_file(self, directory: Path, size_bytes: int) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Reserve a file in ``directory``, and from now on feed the streams by threads."""
         if self._file is not None:
             self._file.close()
             self._file = None
         self._file = FileTier(directory, size_bytes)
-        if not self._lanes:
+        if not self._workers:
             names = ("out", "write", "read", "back")
-            self._lanes = {name: Lane(f"sppo {name}") for name in names}
+            self._workers = {name: WorkerQueue(f"sppo {name}") for name in names}
 
     def produced(self, sources: Sequence[Tensor]) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Record an event behind the compute issued so far."""
         return self._mark_compute()
 
     def copy_out(
         self, host: Region, pieces: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
     ) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Copy tensors to their offsets in ``host`` in the stream out, and keep them until then."""
 
         def copy() -> None:
             for offset, source in pieces:
@@ -148,7 +147,7 @@ class CudaQueues:
         return copied
 
     def reusable(self, copied: Event) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Make compute wait for the copy, and let go of the tensors."""
         self._compute_waits(copied)
         event, _ = self._sources.popleft()
         assert event is copied, "tensors are let go in the order in which they were copied"
@@ -156,7 +155,7 @@ class CudaQueues:
     def write(
         self, offset_bytes: int, host: Region, size_bytes: int, *, after: Sequence[Dependency]
     ) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Enqueue a write to the file."""
         data = host.data.numpy()[:size_bytes]
 
         def write() -> None:
@@ -165,24 +164,24 @@ class CudaQueues:
             if self._poison:
                 data.fill(POISON)
 
-        return self._lanes["write"].add(write, after=_on_host(after))
+        return self._workers["write"].submit(write, after=_on_host(after))
 
     def read(
         self, host: Region, offset_bytes: int, size_bytes: int, *, after: Sequence[Dependency]
     ) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Enqueue a read from the file."""
         data = host.data.numpy()[:size_bytes]
 
         def read() -> None:
             assert self._file is not None, "open_file() comes before reading"
             self._file.read(offset_bytes, data).wait()
 
-        return self._lanes["read"].add(read, after=_on_host(after))
+        return self._workers["read"].submit(read, after=_on_host(after))
 
     def copy_back(
         self, ring: Region, host: Region, size_bytes: int, *, after: Sequence[Dependency]
     ) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Copy from ``host`` to ``ring`` in the stream back."""
 
         def copy() -> None:
             _copy(ring.data[:size_bytes], host.data[:size_bytes])
@@ -192,38 +191,38 @@ class CudaQueues:
         return self._enqueue("back", copy, after)
 
     def use(self, ring: Region, back: Event) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Make compute wait until ``ring`` is filled."""
         self._compute_waits(back)
 
     def used(self, ring: Region) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Record an event behind the compute that reads ``ring``."""
         if self._poison:
             ring.data.fill_(POISON)
         return self._mark_compute()
 
     def check(self) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
-        for lane in self._lanes.values():
-            lane.check()
+        """Raise the error of the first copy that failed, if one did."""
+        for worker in self._workers.values():
+            worker.check()
 
     def abort(self) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
-        for lane in self._lanes.values():
-            lane.cancel()
-        for lane in self._lanes.values():
-            lane.wait_all()
+        """Leave out copies that have not begun, wait for the others, forget errors and tensors."""
+        for worker in self._workers.values():
+            worker.cancel()
+        for worker in self._workers.values():
+            worker.wait_all()
         _cuda.synchronize(self._device)
         self._sources.clear()
 
     def take_times(self) -> CopyReport:
-        """See :class:`sppo.offload.queues.CopyQueues`; waits for the device, at a step's end."""
+        """Return the times since the last call; waits for the device, at a step's end."""
         _cuda.synchronize(self._device)
         seconds = {
             name: sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
             for name, pairs in self._timings.items()
         }
         self._timings = {}
-        disk = {name: lane.take_busy_s() for name, lane in self._lanes.items()}
+        disk = {name: worker.take_busy_s() for name, worker in self._workers.items()}
         exposed_s = seconds.get("compute", 0.0) + self._host_wait_s
         self._host_wait_s = 0.0
         return CopyReport(
@@ -233,11 +232,11 @@ class CudaQueues:
         )
 
     def close(self) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """End threads and copies and release file and memory; closing again does nothing."""
         if self._closed:
             return
         self._closed = True
-        close_lanes(self._lanes.values())
+        close_queues(self._workers.values())
         _cuda.synchronize(self._device)
         self._sources.clear()
         if self._file is not None:
@@ -245,7 +244,7 @@ class CudaQueues:
         self._unlock()
 
     def _unlock(self) -> None:
-        """Give up the host memory there is; no copy uses it any more."""
+        """Unlock and release the host memory, which no copy uses any more."""
         if self._locked is not None:
             _cuda.cudart().cudaHostUnregister(self._locked.data_ptr())
             self._locked = None
@@ -256,7 +255,7 @@ class CudaQueues:
         return StreamEvent(event)
 
     def _compute_waits(self, copied: Event) -> None:
-        """Make compute wait; what it waits, and what the host does, is exposed."""
+        """Make compute wait for a copy; the waits of compute and of the host are exposed."""
         assert isinstance(copied, StreamEvent), "copies between host and device are in streams"
         start = time.perf_counter()
         copied.wait_until_issued()
@@ -271,10 +270,10 @@ class CudaQueues:
     def _enqueue(
         self, name: str, copy: Callable[[], None], after: Sequence[Dependency]
     ) -> StreamEvent:
-        """Put ``copy`` into a stream, at once or by the thread that feeds it."""
+        """Issue ``copy`` in a stream, at once or by the thread that feeds the stream."""
         begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
         in_streams = [event for _, event in after if isinstance(event, StreamEvent)]
-        on_host = [event for _, event in after if isinstance(event, Operation)]
+        on_host = [event for _, event in after if isinstance(event, Future)]
 
         def issue() -> None:
             stream = self._streams[name]
@@ -293,19 +292,18 @@ class CudaQueues:
             assert not on_host, "only a disk makes a copy wait for a host thread"
             issue()
             return StreamEvent(end)
-        return StreamEvent(end, issued=self._lanes[name].add(issue, after=on_host))
+        return StreamEvent(end, issued=self._workers[name].submit(issue, after=on_host))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy bytes between host and device, piece by piece, in the current stream."""
+    """Copy bytes between host and device in the current stream, cut to the longest copy."""
     for start in range(0, source.numel(), PIECE_BYTES):
         stop = min(start + PIECE_BYTES, source.numel())
         target[start:stop].copy_(source[start:stop], non_blocking=True)
 
 
-def _on_host(after: Sequence[Dependency]) -> list[HostEvent]:
-    found: list[HostEvent] = []
-    for _, event in after:
-        assert isinstance(event, StreamEvent | Operation), f"{event} is not of these queues"
-        found.append(event)
-    return found
+def _on_host(after: Sequence[Dependency]) -> list[Event]:
+    events = [event for _, event in after]
+    for event in events:
+        assert isinstance(event, StreamEvent | Future), f"{event} is not of these queues"
+    return events

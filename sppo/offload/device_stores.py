@@ -1,9 +1,9 @@
-"""Where saved activations wait on the device between forward and backward.
+"""Stores of the saved tensors that stay on the device between forward and backward.
 
-The engine saves named tensors under a key and takes them back once. Which names are saved is the
-policy's business, where they lie is the store's: torch's own memory, or, on a CPU whose units come
-back last in, first out, one mapping of exactly their size. :mod:`sppo.offload.offload_store` sends
-others to another tier.
+The engine saves named tensors under a key and takes them back once. :class:`DeviceStore` leaves
+them in torch's memory. :class:`LifoArenaStore`, for a CPU whose units come back last in, first out,
+copies them to one mapping of exactly their size. The store of the tensors that leave the device is
+:mod:`sppo.offload.offload_store`.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from sppo.offload.arena import ALIGNMENT_BYTES, HostArena
 
 
 class ActivationStore(Protocol):
-    """Keeps the tensors a layer saves; every key is saved once and taken once."""
+    """Store of the tensors that a layer saves; every key is saved once and taken once."""
 
     peak_bytes: int
-    """Most bytes held on the device at once."""
+    """Peak of the bytes held on the device."""
 
     @property
     def lends_memory(self) -> bool:
-        """True if :meth:`take` lends memory that is used again after :meth:`release`.
+        """Whether tensors of :meth:`take` lie in memory that is reused after :meth:`release`.
 
-        Otherwise what it returns belongs to the caller.
+        Otherwise they belong to the caller.
         """
         ...
 
     def reserve(self, capacity_bytes: int) -> None:
-        """Nothing is held, and up to ``capacity_bytes`` will be: make room."""
+        """Make room for ``capacity_bytes`` of tensors; the store is empty."""
         ...
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
-        """Take over ``tensors``; the caller keeps no other reference.
+        """Take over ``tensors``, to which the caller keeps no reference.
 
-        Those that are part of a larger one must not keep all of it.
+        A tensor that is part of a larger one does not keep the memory of all of it.
         """
         ...
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
-        """The saved tensors, on the device, bit for bit, good until :meth:`release`."""
+        """Return the saved tensors on the device, bit for bit, valid until :meth:`release`."""
         ...
 
     def release(self, key: ActivationKey) -> None:
-        """Compute has read what :meth:`take` gave: its memory may hold something else."""
+        """Allow the memory of taken tensors to be reused: compute has read them."""
         ...
 
     def abort(self) -> None:
-        """Forget everything: the step failed. Nothing is read or written any more afterwards."""
+        """Forget everything, after a step that failed; no copy runs on afterwards."""
         ...
 
     @property
@@ -62,12 +62,12 @@ class ActivationStore(Protocol):
 
     @property
     def num_entries(self) -> int:
-        """Keys saved and not yet taken, or not yet released where that matters."""
+        """Number of keys saved and not yet taken (if memory is lent: not yet released)."""
         ...
 
 
 class DeviceStore:
-    """Keeps every saved tensor where it is, in memory of the device's own allocator."""
+    """Store that keeps every saved tensor where it is, in memory of the device's allocator."""
 
     lends_memory = False
 
@@ -75,13 +75,13 @@ class DeviceStore:
         self._entries: dict[ActivationKey, dict[str, Tensor]] = {}
         self._bytes = 0
         self.peak_bytes = 0
-        """Most bytes ever held at once."""
+        """Peak of the bytes held on the device."""
 
     def reserve(self, capacity_bytes: int) -> None:
-        """Nothing to do: tensors bring their memory along."""
+        """Do nothing: saved tensors already have their memory."""
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
-        """See :class:`ActivationStore`."""
+        """Keep ``tensors`` under ``key``; parts of larger tensors are copied."""
         assert key not in self._entries, f"{key} is saved already"
         tensors = {name: _on_its_own(tensor) for name, tensor in tensors.items()}
         self._entries[key] = tensors
@@ -89,16 +89,16 @@ class DeviceStore:
         self.peak_bytes = max(self.peak_bytes, self._bytes)
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
-        """See :class:`ActivationStore`."""
+        """Return the tensors of ``key``, which then belong to the caller."""
         tensors = self._entries.pop(key)
         self._bytes -= _total_bytes(tensors)
         return tensors
 
     def release(self, key: ActivationKey) -> None:
-        """Nothing to do: tensors take their memory along."""
+        """Do nothing: taken tensors belong to the caller."""
 
     def abort(self) -> None:
-        """See :class:`ActivationStore`."""
+        """Forget everything, after a step that failed."""
         self._entries.clear()
         self._bytes = 0
 
@@ -109,22 +109,22 @@ class DeviceStore:
 
     @property
     def num_entries(self) -> int:
-        """Keys saved and not yet taken."""
+        """Number of keys saved and not yet taken."""
         return len(self._entries)
 
 
 class LifoArenaStore:
     """:class:`ActivationStore` over a :class:`HostArena`.
 
-    Forward saves layer after layer, unit after unit; backward takes them in the opposite order, so
-    a stack pointer is all the bookkeeping there is. Copying a tensor in costs a pass over it. It
-    keeps what lives long out of the C heap, where temporaries come and go between it: freed space
-    is used again instead of growing the resident set, and no page is returned only to be asked for
-    again. What :meth:`take` returns are views of the stack, good until :meth:`release`.
+    Backward takes keys in the opposite order of forward, so a stack pointer is all the bookkeeping
+    there is. Saving copies each tensor once. That keeps tensors that live long out of the C heap,
+    among whose temporaries they would fragment it: the resident set does not grow, and no page is
+    returned only to be asked for again. :meth:`take` returns views of the stack, valid until
+    :meth:`release`.
 
     Args:
-        poison: overwrite tensors with NaN when they are released, so that what reads them later
-            reads NaN instead of what was saved next.
+        poison: overwrite tensors with NaN when they are released, so that reading them too late
+            gives NaN.
     """
 
     lends_memory = True
@@ -137,13 +137,13 @@ class LifoArenaStore:
         self._top_bytes = 0
         self._held_bytes = 0
         self.peak_bytes = 0
-        """Most bytes of tensors ever held at once."""
+        """Peak of the bytes held on the stack, without alignment."""
 
     def reserve(self, capacity_bytes: int) -> None:
-        """Make room for ``capacity_bytes`` of tensors, see :func:`slot_bytes`.
+        """Make room for ``capacity_bytes``, the sum of the :func:`slot_bytes` of the tensors.
 
         Raises:
-            MemoryError: the machine has not that much.
+            MemoryError: the machine has not that much memory.
         """
         assert not self._entries, "a stack in use stays where it is"
         if capacity_bytes == 0 or (
@@ -156,7 +156,7 @@ class LifoArenaStore:
         self._arena = HostArena(capacity_bytes)
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
-        """See :class:`ActivationStore`."""
+        """Copy ``tensors`` onto the stack."""
         assert key not in self._entries, f"{key} is saved already"
         assert self._arena is not None, "reserve() comes before save()"
         start = self._top_bytes
@@ -170,7 +170,7 @@ class LifoArenaStore:
         self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
-        """See :class:`ActivationStore`; the last key saved comes first."""
+        """Return views of the tensors of ``key``, which must be the last saved."""
         assert self._entries, f"{key} is taken from an empty stack"
         saved, (start, slots) = self._entries.popitem()
         assert saved == key, f"{key} is taken before {saved}, which was saved later"
@@ -181,12 +181,12 @@ class LifoArenaStore:
         return slots
 
     def release(self, key: ActivationKey) -> None:
-        """See :class:`ActivationStore`; the next save writes over it."""
+        """Allow the next save to overwrite taken tensors; with ``poison``, overwrite them now."""
         for tensor in self._lent.pop(key, {}).values():
             tensor.fill_(float("nan"))
 
     def abort(self) -> None:
-        """See :class:`ActivationStore`."""
+        """Forget everything, after a step that failed."""
         self._entries.clear()
         self._lent.clear()
         self._top_bytes = self._held_bytes = 0
@@ -198,17 +198,17 @@ class LifoArenaStore:
 
     @property
     def num_entries(self) -> int:
-        """Keys saved and not yet taken."""
+        """Number of keys saved and not yet taken."""
         return len(self._entries)
 
 
 def slot_bytes(shape: Sequence[int], element_bytes: int) -> int:
-    """Bytes a tensor takes on the stack: its own, up to the next aligned offset."""
+    """Return the bytes a tensor takes on the stack: its size, rounded up to the alignment."""
     return -(-prod(shape) * element_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _on_its_own(tensor: Tensor) -> Tensor:
-    """A copy of what is part of a larger tensor, which would stay for its sake."""
+    """Return ``tensor``, or a copy if it would keep the memory of a larger one."""
     size = tensor.numel() * tensor.element_size()
     return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
 

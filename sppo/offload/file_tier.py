@@ -1,8 +1,8 @@
-"""The disk tier: bytes at planned offsets of a nameless file, moved while the program goes on.
+"""The disk tier: bytes at planned offsets of a nameless file, transferred in the background.
 
-Offsets are computed in the plan, so there is no allocator here, as in the host arena. The disk's
-space is set aside before the first step; nothing is discovered inside one. Where the file system
-takes it, transfers pass by the page cache: what was sent away leaves the memory for good.
+As in the host arena, there is no allocator: offsets are computed in the plan. The space on the disk
+is reserved before the first step, so that no step can find the disk full. Transfers bypass the page
+cache where the file system allows that, so what is on the disk takes no memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -17,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sppo.kernels.native.extension import describe, native_library
-from sppo.offload.python_tier_file import PythonFile
-from sppo.offload.tier import disk_room, is_memory
-from sppo.offload.tier_file import FileStatistics, NativeFile, TierFile, Transfer, wait_for
+from sppo.offload.disk import disk_room, is_memory
+from sppo.offload.tier_file import FileStatistics, NativeFile, PythonFile
 from sppo.output_file import FULL_ERRNOS
 from sppo.units import format_bytes
 
@@ -39,58 +41,80 @@ _ADVICE = {
     **dict.fromkeys(FULL_ERRNOS, _NO_ROOM),
 }
 _OTHER_ADVICE = "name a directory on another file system"
+_POLL_S = 0.2
+"""A waiter returns to the interpreter so often, which then handles signals such as Ctrl-C."""
 
 _log = logging.getLogger(__name__)
 
 
-class Ticket:
-    """A read or a write that was asked for; its array stays alive until it is done."""
+class Transfer:
+    """A read or a write that was asked for; its array stays alive until the transfer has ended.
 
-    def __init__(self, transfer: Transfer, *, process: int, what: str) -> None:
-        """Made by :class:`FileTier` in ``process``; ``what`` begins the message of a fault."""
-        self._transfer = transfer
-        self._process = process
-        self._what = what
+    Made by :class:`FileTier`.
+    """
 
-    @property
+    def __init__(
+        self, outcome: Callable[[float], int | None], memory: NDArray[np.uint8], *, name: str
+    ) -> None:
+        self._outcome, self._name = outcome, name
+        self._memory: NDArray[np.uint8] | None = memory
+        self._process = os.getpid()
+        self._code: int | None = None
+
     def done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
-        return self._transfer.result(0.0) is not None
+        """Return whether :meth:`wait` would return, or raise, at once."""
+        return self._poll(0.0) is not None
 
     def wait(self) -> None:
-        """Return when all bytes are moved; again, at once.
+        """Wait until all bytes are transferred; return at once when called again.
 
         Raises:
-            OSError: the disk failed, or the tier was closed first. What a read that failed left in
-                its array is undefined, as is what a later read finds where a write failed.
+            OSError: the disk failed, the tier was closed first, or this is a fork of the process
+                that asked, which has none of the threads. A read that failed leaves its array
+                undefined, and a write that failed leaves its range of the tier undefined.
         """
-        code = wait_for(self._transfer, process=self._process)
+        code = self.join()
         if code != 0:
-            raise _fault(code, f"{self._what} failed")
+            raise _fault(code, f"{self._name} failed")
+
+    def join(self) -> int:
+        """Wait until the transfer has ended; return 0, or the errno of its failure."""
+        while (code := self._poll(_POLL_S)) is None:
+            if os.getpid() != self._process:
+                return errno.ECHILD
+        return code
+
+    def _poll(self, timeout_s: float) -> int | None:
+        """Return 0 or an errno, None if the transfer takes longer; any thread may ask."""
+        if self._code is None:
+            self._code = self._outcome(timeout_s)
+            if self._code is not None:
+                self._memory = None
+        return self._code
 
 
 class FileTier:
-    """``size_bytes`` on the disk that holds ``directory``, gone with the process at the latest.
+    """``size_bytes`` on the disk that holds ``directory``, freed with the process at the latest.
 
-    The file has no name: nothing is left after a crash, and no other process can meet it. Any
-    thread may ask; several requests are served at once and in no order, so whoever reads a range
-    waits for its last write first, and whoever overwrites it for its reads. Ranges that do not
-    overlap never disturb each other.
+    The file has no name: nothing is left after a crash, and no other process can open it. Requests
+    may come from any thread and are served several at once, in no order: before reading a range,
+    wait for its last write; before overwriting it, wait for its reads. Ranges that do not overlap
+    are independent.
 
-    Full speed needs offsets and sizes in multiples of 4096 bytes and arrays on
-    :attr:`memory_alignment_bytes`; anything else is just as right, and slower.
+    Transfers are fastest where offsets and sizes are multiples of 4096 bytes and arrays are aligned
+    to :attr:`memory_alignment_bytes`; all others are copied on the way.
     """
 
     def __init__(
         self, directory: Path | str, size_bytes: int, *, threads: int = 4, direct: bool = True
     ) -> None:
-        """Check the disk, set the space aside, and start the threads.
+        """Check the disk, reserve the space, and start the threads.
 
         Args:
             directory: exists and can be written; on the disk to use.
             size_bytes: as planned; taken in whole sectors of 4096 bytes.
             threads: transfers that are with the disk at once.
-            direct: pass by the page cache, where the file system takes that; :attr:`direct` tells.
+            direct: bypass the page cache if the file system allows it; :attr:`direct` tells.
 
         Raises:
             ValueError: a size or a number of threads below 1.
@@ -104,20 +128,25 @@ class FileTier:
         self.directory = Path(directory)
         self.size_bytes = size_bytes
         self._process = os.getpid()
-        self._file: TierFile | None = _open(
-            self.directory, size_bytes, threads=threads, direct=direct
-        )
+        self._file = _open(self.directory, size_bytes, threads=threads, direct=direct)
+        self._lock = threading.Lock()
+        self._in_flight: set[Transfer] = set()
+        self._interrupted: list[NDArray[np.uint8]] = []
+        """Arrays of requests cut short by an exception such as Ctrl-C, which may have begun."""
+        # Memory must outlive the threads that use it, also where this object is just dropped, and
+        # at the interpreter's exit.
+        self._end = weakref.finalize(self, _end, self._file, self._in_flight, self._interrupted)
         self._last = FileStatistics()
         self.direct = self._file.direct
-        """Whether transfers pass by the page cache; else they go through it and are dropped."""
+        """Whether transfers bypass the page cache."""
         self.memory_alignment_bytes = self._file.memory_alignment_bytes
         """Alignment of arrays that are transferred without a copy on the way."""
         self.threads = self._file.threads
         _log.debug("%s", self)
         self._warn(direct=direct)
 
-    def write(self, offset_bytes: int, array: NDArray[np.uint8]) -> Ticket:
-        """Begin to write all of ``array``; it must not change until the ticket is done.
+    def write(self, offset_bytes: int, array: NDArray[np.uint8]) -> Transfer:
+        """Begin to write all of ``array``, which must not change until the transfer is done.
 
         Raises:
             ValueError: closed, not within the tier, or not contiguous bytes.
@@ -126,10 +155,10 @@ class FileTier:
         """
         return self._start(offset_bytes, array, write=True)
 
-    def read(self, offset_bytes: int, array: NDArray[np.uint8]) -> Ticket:
-        """Begin to fill all of ``array``; it is undefined until the ticket is done.
+    def read(self, offset_bytes: int, array: NDArray[np.uint8]) -> Transfer:
+        """Begin to fill all of ``array``, which is undefined until the transfer is done.
 
-        What was never written reads as zeros.
+        Bytes that were never written read as zeros.
 
         Raises:
             ValueError: as :meth:`write`, or ``array`` is read-only.
@@ -139,9 +168,7 @@ class FileTier:
             raise ValueError("the array to read into is read-only")
         return self._start(offset_bytes, array, write=False)
 
-    def _start(self, offset_bytes: int, array: NDArray[np.uint8], *, write: bool) -> Ticket:
-        if self._file is None:
-            raise ValueError("the file tier is closed; it moves no more bytes")
+    def _start(self, offset_bytes: int, array: NDArray[np.uint8], *, write: bool) -> Transfer:
         if array.dtype != np.uint8 or not array.flags.c_contiguous:
             raise ValueError(f"a file tier moves contiguous bytes, not {array.dtype} as it is here")
         end_bytes = offset_bytes + array.nbytes
@@ -150,35 +177,52 @@ class FileTier:
                 f"bytes {offset_bytes} to {end_bytes} are not within the tier's {self.size_bytes}"
             )
         verb = "writing" if write else "reading"
-        what = f"{verb} {format_bytes(array.nbytes)} at byte {offset_bytes} of {self._name}"
+        name = f"{verb} {format_bytes(array.nbytes)} at byte {offset_bytes} of {self._name}"
+        if os.getpid() != self._process:
+            raise _fault(errno.ECHILD, f"{name} failed")
         memory = array.reshape(-1)
-        try:
-            transfer = self._file.start(write=write, offset_bytes=offset_bytes, memory=memory)
-        except OSError as error:
-            raise _fault(error.errno, f"{what} failed") from error
-        return Ticket(transfer, process=self._process, what=what)
+        with self._lock:
+            if self.closed:
+                raise ValueError("the file tier is closed; it moves no more bytes")
+            for earlier in [transfer for transfer in self._in_flight if transfer.done()]:
+                self._in_flight.discard(earlier)
+            try:
+                outcome = self._file.submit(write=write, offset_bytes=offset_bytes, memory=memory)
+                transfer = Transfer(outcome, memory, name=name)
+                self._in_flight.add(transfer)
+            except OSError as error:
+                raise _fault(error.errno, f"{name} failed") from error
+            except BaseException:
+                self._interrupted.append(memory)
+                raise
+        return transfer
 
     @property
     def statistics(self) -> FileStatistics:
-        """What was moved so far, and how long that took; measured."""
-        return self._last if self._file is None else self._file.statistics()
+        """Bytes transferred so far, and the time that took; measured."""
+        with self._lock:
+            return self._last if self.closed else self._file.statistics()
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self._file is None
+        return not self._end.alive
 
     def close(self, *, cancel: bool = False) -> None:
-        """Serve what was asked for, then end the threads and free the space. Twice is once.
+        """Finish all requests, end the threads and free the space; closing again does nothing.
 
         Args:
-            cancel: what no thread has begun is given up instead; its tickets raise.
+            cancel: give up requests that no thread has begun instead; waiting for them raises.
         """
-        file = self._file
-        if file is not None:
-            file.close(cancel=cancel)
-            self._last = file.statistics()
-            self._file = None
+        with self._lock:
+            if self.closed:
+                return
+            if os.getpid() == self._process:
+                if not cancel:
+                    for transfer in self._in_flight:
+                        transfer.join()
+                self._last = self._file.statistics()
+            self._end()
 
     def __enter__(self) -> FileTier:
         return self
@@ -207,7 +251,7 @@ class FileTier:
             )
         if direct and not self.direct:
             _log.info("no transfers past the page cache in %s (%s)", self.directory, describe())
-        if self._file is not None and not self._file.preallocated:
+        if not self._file.preallocated:
             _log.warning(
                 "the file system of %s sets no space aside: if it fills up, the run fails inside a "
                 "step",
@@ -215,7 +259,9 @@ class FileTier:
             )
 
 
-def _open(directory: Path, size_bytes: int, *, threads: int, direct: bool) -> TierFile:
+def _open(
+    directory: Path, size_bytes: int, *, threads: int, direct: bool
+) -> NativeFile | PythonFile:
     what = f"file tier of {format_bytes(size_bytes)} in {directory}"
     try:
         if size_bytes > disk_room(directory).usable_bytes:
@@ -230,6 +276,17 @@ def _open(directory: Path, size_bytes: int, *, threads: int, direct: bool) -> Ti
         room = disk_room(directory)
         reason = f"a {what} does not fit: {room}; {_NO_ROOM}"
         raise OSError(error.errno, reason) from None
+
+
+def _end(
+    file: NativeFile | PythonFile,
+    in_flight: set[Transfer],
+    interrupted: list[NDArray[np.uint8]],
+) -> None:
+    """Close the file, and then let go of the memory that its threads used."""
+    file.close()
+    in_flight.clear()
+    interrupted.clear()
 
 
 def _fault(code: int | None, what: str) -> OSError:

@@ -1,4 +1,4 @@
-"""Checksums of offloaded tensors, for debugging: what comes back must be what was sent."""
+"""Checksums of offloaded tensors, for debugging: a tensor must come back unaltered."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from sppo.activations.activation_layout import ActivationKey
 
 
 class CorruptActivationError(RuntimeError):
-    """A saved tensor came back as another than it was sent."""
+    """An offloaded tensor came back altered."""
 
 
 class Checksums:
-    """CRC-32 of every tensor that is away, over whose bytes they are and the bytes."""
+    """CRC-32 of every offloaded tensor, over its name, key and step and over its bytes."""
 
     def __init__(self) -> None:
         self._sums: dict[ActivationKey, tuple[int, dict[str, int]]] = {}
 
     def note(self, key: ActivationKey, tensors: Mapping[str, Tensor], *, step: int) -> None:
-        """Take in what is sent away under ``key``."""
+        """Record the checksums of tensors that are offloaded under ``key``."""
         sums = {name: checksum(tensor, tag=(step, *key, name)) for name, tensor in tensors.items()}
         self._sums[key] = step, sums
 
     def check(self, key: ActivationKey, tensors: Mapping[str, Tensor]) -> None:
-        """Compare what came back under ``key``.
+        """Compare tensors that came back under ``key`` with their checksums.
 
         Raises:
-            CorruptActivationError: it is not what was sent; says which tensor.
+            CorruptActivationError: one was altered; the message says which.
         """
         step, sums = self._sums.pop(key)
         for name, tensor in tensors.items():
@@ -44,11 +44,11 @@ class Checksums:
                 )
 
     def clear(self) -> None:
-        """Forget everything: the step failed."""
+        """Forget all checksums, after a step that failed."""
         self._sums.clear()
 
 
 def checksum(tensor: Tensor, *, tag: tuple[int | str, ...]) -> int:
-    """CRC-32 of a tensor's bytes under its tag, which says whose they are."""
+    """Return the CRC-32 of a tensor's tag, which identifies it, and of its bytes."""
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return zlib.crc32(data.tobytes(), zlib.crc32(repr(tag).encode()))

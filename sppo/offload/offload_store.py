@@ -1,25 +1,23 @@
-"""Saved tensors that leave the device until backward wants them: out, through the host, and back.
+"""Store of the saved tensors that leave the device after forward and come back before backward.
 
-Every key, one layer of one unit, has a block: its offloaded tensors, packed. Blocks, where they lie
-in the tier and the order in which backward takes them are given before the step
-(:mod:`sppo.activations.activation_layout`); here they only travel. With a host tier each block has
-its own slot in host memory. With a disk tier it passes through one of a few staging slots to its
-extent of the file, and through another back. On the device, blocks come back into a ring of slots,
-a few layers ahead of their use. A layer that offloads nothing still counts as one of those, so that
-what comes back never runs ahead of, or behind, the layers it is for.
+The offloaded tensors of one layer of one unit are packed into one block. The extents of the blocks
+in the tier, and the order in which backward takes them, are planned before the step
+(:mod:`sppo.activations.activation_layout`); the store only starts the copies. In a host tier each
+block has its own slot in host memory. Before a disk it passes through one of a few staging slots to
+its extent of the file, and through another slot back. On the device, blocks come back into a ring
+of slots, a few layers ahead of their use. A layer that offloads nothing counts as one of these
+layers, so that the prefetch distance is the same everywhere.
 
-What must come before what is in :class:`sppo.offload.queues.Ordering`; every copy below names the
-events it waits for. Those are all of operations that were enqueued before it, so no two can wait
+:class:`sppo.offload.queues.Ordering` says what must come before what, and every copy below names
+the events it waits for. All of them belong to copies enqueued earlier, so no two copies can wait
 for each other.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
-from typing import NamedTuple
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,91 +34,81 @@ from sppo.offload.copy_report import CopyReport
 from sppo.offload.integrity import Checksums
 from sppo.offload.queues import CopyQueues, Event, Ordering
 from sppo.offload.slots import Slot, SlotMemory
-from sppo.offload.tier import Tier
 
 _NOTHING = OffloadSchedule({}, (), staging_slots=0, ring_slots=0)
 
 
-class _TensorSlice(NamedTuple):
-    """One tensor in a block."""
-
-    offset_bytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def of(self, block: Tensor) -> Tensor:
-        """The tensor itself, a view of the block's bytes."""
-        data = block[self.offset_bytes : self.offset_bytes + self.size_bytes]
-        return data.view(self.dtype).view(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        """Without what aligns the next one."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
 @dataclass(slots=True)
 class _PackedBlock:
-    """One that is away."""
+    """The tensors of one key, packed one behind the other, and the copies of the block."""
 
     extent: Extent
-    slices: dict[str, _TensorSlice]
+    tensors: dict[str, tuple[slice, torch.Size, torch.dtype]]
+    """Bytes of each tensor within the block, its shape and its dtype."""
     stored: Event | None = None
-    """Reached when it lies in the tier."""
+    """Reached when the block lies in the tier."""
     host: Slot | None = None
-    """Its own, in a host tier."""
+    """Slot of the block in a host tier."""
     ring: Slot | None = None
-    """Where it comes back to, once that is enqueued."""
+    """Slot that the block comes back to, once that copy is enqueued."""
     back: Event | None = None
+    """Reached when the block is back in ``ring``."""
+
+    def unpack(self, data: Tensor) -> dict[str, Tensor]:
+        """Return the tensors as views of the block's bytes."""
+        return {
+            name: data[part].view(dtype).view(shape)
+            for name, (part, shape, dtype) in self.tensors.items()
+        }
 
 
 class OffloadStore:
-    """Store of tensors that leave the device, see also :mod:`sppo.offload.device_stores`.
+    """Store of tensors that leave the device; :mod:`sppo.offload.device_stores` has the others.
 
-    On the device it holds nothing but the ring, which :meth:`take_report` counts. What
-    :meth:`take` returns is lent out of the ring.
+    On the device it holds only the ring, which :meth:`take_report` counts, and :meth:`take` returns
+    views of the ring.
 
     Args:
-        queues: that carry out the copies; closed with the store.
-        tier: where blocks wait.
+        queues: carry out the copies; closed with the store.
+        disk: directory of a disk that blocks are written to; None leaves them in host memory.
         source_lag: blocks whose tensors may still be on the device, being copied out, when the
-            next one is saved. That is how far compute may run ahead of the copies out.
-        checksums: verify what comes back; slow.
+            next one is saved: how far compute may run ahead of the copies out.
+        checksums: verify all tensors that come back; slow.
     """
 
     def __init__(
         self,
         queues: CopyQueues,
         *,
-        tier: Tier,
+        disk: Path | None = None,
         source_lag: int = 1,
         checksums: bool = False,
     ) -> None:
         self._queues, self._source_lag = queues, source_lag
         self._checksums = Checksums() if checksums else None
-        self._slots = SlotMemory(queues, tier)
+        self._slots = SlotMemory(queues, disk)
         self._offloads, self._step = _NOTHING, 0
         self._out_bytes: Counter[str] = Counter()
         self._back_bytes: Counter[str] = Counter()
         self._begin()
 
     def prepare(self, schedule: OffloadSchedule) -> None:
-        """Make room for a step; nothing may be away.
+        """Make room for a step, between steps.
 
         Raises:
-            MemoryError: host or device have not that much memory.
+            MemoryError: the host or the device has not that much memory.
             OSError: the disk has not that much room.
         """
         assert self.num_entries == 0, "extents of blocks that are away stay as they are"
         self._step += 1
         if schedule is not self._offloads and schedule.largest_bytes > 0:
-            self._offloads = _NOTHING  # should there be no room, the next step makes it anew
+            self._offloads = _NOTHING  # so that the next step tries again if there is no room
             self._slots.make_room(schedule)
         self._offloads = schedule
         self._begin()
 
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
-        """Send ``tensors`` away; an empty block is a layer that offloads nothing.
+        """Start to copy ``tensors`` out; none of a layer that offloads nothing.
 
         Raises:
             OSError: the disk failed.
@@ -129,19 +117,19 @@ class OffloadStore:
         self._queues.check()
         extent = self._offloads.extents[key]
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        offsets, size = packed_offsets(
-            {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-        )
+        offsets, size = packed_offsets({name: tensor.nbytes for name, tensor in tensors.items()})
         assert size == extent.size_bytes, f"{key} moves {size} bytes, planned {extent.size_bytes}"
-        slices = {
-            name: _TensorSlice(offsets[name], tuple(tensor.shape), tensor.dtype)
-            for name, tensor in tensors.items()
-        }
-        block = _PackedBlock(extent, slices)
+        block = _PackedBlock(
+            extent,
+            {
+                name: (slice(start, start + tensor.nbytes), tensor.shape, tensor.dtype)
+                for (name, tensor), start in zip(tensors.items(), offsets.values(), strict=True)
+            },
+        )
         if tensors:
             occupant = self._occupied.setdefault(extent.offset_bytes, key)
             assert occupant == key, f"{key} is saved where {occupant} still lies"
-            self._count(self._out_bytes, slices)
+            _count(self._out_bytes, block)
             if self._checksums is not None:
                 self._checksums.note(key, tensors, step=self._step)
             self._send(block, tensors)
@@ -149,21 +137,23 @@ class OffloadStore:
         self._unsaved[key[:2]] -= 1
 
     def finish_offload(self, unit: tuple[int, int]) -> None:
-        """Note that ``unit`` is saved whole; its copies out may still be under way."""
+        """Check that all layers of ``unit`` are saved; its copies out may still be under way."""
         missing = self._unsaved[unit]
         assert not missing, f"{missing} layers of unit {unit} are not saved yet"
 
     def start_reload(self, unit: tuple[int, int]) -> None:
-        """Let ``unit`` come back from now on, as far ahead of its use as the ring has room."""
+        """Allow the blocks of ``unit`` to come back from now on, as the ring has room."""
         self._reloading.add(unit)
         self._bring_back()
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
-        """See :class:`sppo.offload.device_stores.ActivationStore`; good until :meth:`release`.
+        """Return the tensors of ``key``, which must be the next in the planned order.
+
+        They are views of the ring, valid until :meth:`release`.
 
         Raises:
             OSError: the disk failed.
-            CorruptActivationError: what came back is not what was sent (with checksums).
+            CorruptActivationError: a tensor came back altered (with checksums).
         """
         expected = self._offloads.order[self._next_take]
         assert key == expected, f"{key} is taken before {expected}"
@@ -172,7 +162,7 @@ class OffloadStore:
         if self._next_take == len(self._offloads.order):
             self._let_go(0)
         block = self._blocks.pop(key)
-        if not block.slices:
+        if not block.tensors:
             return {}
         assert block.ring is not None, f"{key} has no ring slot: too many are in use"
         assert block.back is not None, "a block in the ring is on its way back"
@@ -180,14 +170,14 @@ class OffloadStore:
         block.ring.begin_reading()
         del self._occupied[block.extent.offset_bytes]
         self._in_use[key] = block.ring
-        self._count(self._back_bytes, block.slices)
-        tensors = {name: part.of(block.ring.region.data) for name, part in block.slices.items()}
+        _count(self._back_bytes, block)
+        tensors = block.unpack(block.ring.region.data)
         if self._checksums is not None:
             self._checksums.check(key, tensors)
         return tensors
 
     def release(self, key: ActivationKey) -> None:
-        """See :class:`sppo.offload.device_stores.ActivationStore`."""
+        """Free the ring slot of ``key``: compute has read the tensors."""
         slot = self._in_use.pop(key, None)
         if slot is None:
             return
@@ -196,7 +186,7 @@ class OffloadStore:
         self._bring_back()
 
     def abort(self) -> None:
-        """See :class:`sppo.offload.device_stores.ActivationStore`; copies under way end first."""
+        """Forget everything after a step that failed; copies under way end first."""
         self._queues.abort()
         self._begin()
         self._slots.free()
@@ -204,8 +194,10 @@ class OffloadStore:
             self._checksums.clear()
 
     def take_report(self) -> CopyReport:
-        """What was moved since the last call."""
-        out_bytes, back_bytes = self._take_counts()
+        """Return bytes and times of the copies since the last call, and the memory reserved."""
+        out_bytes, back_bytes = dict(self._out_bytes), dict(self._back_bytes)
+        self._out_bytes.clear()
+        self._back_bytes.clear()
         return replace(
             self._queues.take_times(),
             out_bytes=out_bytes,
@@ -216,23 +208,23 @@ class OffloadStore:
         )
 
     def close(self) -> None:
-        """End the copies and give memory and file back. Twice is once."""
+        """End the copies and release memory and file; closing again does nothing."""
         self._queues.close()
         self._slots.clear()
 
     @property
     def num_entries(self) -> int:
-        """Keys saved and not yet taken, or taken and not yet released."""
+        """Number of keys saved and not yet released."""
         return len(self._blocks) + len(self._in_use)
 
     def _send(self, block: _PackedBlock, tensors: dict[str, Tensor]) -> None:
-        """Enqueue the way out."""
+        """Enqueue the copies of ``block`` to the tier."""
         extent = block.extent
         host = self._slots.to_fill(extent)
         produced = self._queues.produced(list(tensors.values()))
         copied = self._queues.copy_out(
             host.region,
-            [(block.slices[name].offset_bytes, tensor) for name, tensor in tensors.items()],
+            [(block.tensors[name][0].start, tensor) for name, tensor in tensors.items()],
             after=[(Ordering.PRODUCED_BEFORE_OUT, produced), *host.before_filling()],
         )
         host.fill(copied)
@@ -252,19 +244,19 @@ class OffloadStore:
         self._let_go(self._source_lag)
 
     def _let_go(self, still_held: int) -> None:
-        """Give compute the memory of all tensors copied out but those of the last blocks."""
+        """Let compute reuse the memory of all tensors copied out but those of the last blocks."""
         while len(self._copied) > still_held:
             self._queues.reusable(self._copied.popleft())
 
     def _bring_back(self) -> None:
-        """Enqueue the way back of what is wanted next, as far ahead as the ring has room."""
+        """Enqueue the copies back of the next blocks, as far ahead as the ring has room."""
         order = self._offloads.order
         horizon = min(len(order), self._next_take + PREFETCH_LAYERS)
         while self._next_back < horizon:
             block = self._blocks.get(order[self._next_back])
             if block is None:
                 break  # not saved yet: another sequence
-            if block.slices:
+            if block.tensors:
                 if order[self._next_back][:2] not in self._reloading:
                     break
                 slot = self._slots.ring[self._brought_back % len(self._slots.ring)]
@@ -275,7 +267,7 @@ class OffloadStore:
             self._next_back += 1
 
     def _send_back(self, block: _PackedBlock, ring: Slot) -> None:
-        """Enqueue the way back into ``ring``."""
+        """Enqueue the copies of ``block`` from the tier into ``ring``."""
         assert block.stored is not None, "a block is stored before it comes back"
         extent, host = block.extent, block.host
         ready = (Ordering.FILLED_BEFORE_READ, block.stored)
@@ -298,7 +290,7 @@ class OffloadStore:
         block.ring = ring
 
     def _begin(self) -> None:
-        """As before the first save of a step."""
+        """Reset the state of a step to that before its first save."""
         self._blocks: dict[ActivationKey, _PackedBlock] = {}
         self._in_use: dict[ActivationKey, Slot] = {}
         self._occupied: dict[int, ActivationKey] = {}
@@ -307,12 +299,8 @@ class OffloadStore:
         self._copied: deque[Event] = deque()
         self._next_take = self._next_back = self._brought_back = 0
 
-    def _count(self, counts: Counter[str], slices: Mapping[str, _TensorSlice]) -> None:
-        for name, part in slices.items():
-            counts[CLASSES[class_of(name)]] += part.size_bytes
 
-    def _take_counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        counts = dict(self._out_bytes), dict(self._back_bytes)
-        self._out_bytes.clear()
-        self._back_bytes.clear()
-        return counts
+def _count(counts: Counter[str], block: _PackedBlock) -> None:
+    """Add the bytes of a block's tensors to those of their classes."""
+    for name, (part, _, _) in block.tensors.items():
+        counts[CLASSES[class_of(name)]] += part.stop - part.start

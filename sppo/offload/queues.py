@@ -1,12 +1,12 @@
-"""Copies between tiers as queues, and the eight orderings they and compute must keep.
+"""Interface of the copy queues, and the eight orderings that copies and compute must keep.
 
 There is one queue per direction: out of the device, from the host to a disk, from a disk to the
-host, and back to the device. What is in a queue runs in the order of its coming; between queues,
-and between a queue and compute, nothing is ordered but by events. Whoever enqueues a copy names
-the events that come before it, each with the :class:`Ordering` it is there for.
+host, and back to the device. A queue runs its copies in order. Between queues, and between a queue
+and compute, only events order anything: every copy is enqueued with the events that come before it,
+each with the :class:`Ordering` that requires it.
 
-Implementations: :mod:`sppo.offload.thread_queues` on a CPU, :mod:`sppo.offload.cuda_queues`, and
-one in the tests whose copies run whenever its scheduler likes, under a checker of all accesses.
+Implementations: :mod:`sppo.offload.thread_queues` on a CPU, :mod:`sppo.offload.cuda_queues` on a
+GPU, and one in the tests that runs copies in random order and checks all accesses to memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sppo.offload.copy_report import CopyReport
 
 
 class Ordering(Enum):
-    """What must come before what, or a copy reads too early or overwrites too early."""
+    """Reasons why one event must come before another: no early read, no early overwrite."""
 
     PRODUCED_BEFORE_OUT = 1
     """Compute has written a tensor before it is copied out."""
@@ -44,20 +44,24 @@ class Ordering(Enum):
 
 
 class Event(Protocol):
-    """A point in a queue, or in compute, that is reached once."""
+    """A point in a queue, or in compute, that is reached once; a future is an event."""
 
-    @property
     def done(self) -> bool:
-        """Whether it has been reached; never waits."""
+        """Return whether it has been reached, without waiting."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """Wait until it is reached; return what went wrong on the way, None if nothing did."""
         ...
 
 
 Dependency = tuple[Ordering, Event]
+"""An event that comes before a copy, and why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A slot's memory."""
+    """Memory of one slot."""
 
     place: str
     """``host`` or ``ring``."""
@@ -67,10 +71,10 @@ class Region:
 
 
 class CopyQueues(Protocol):
-    """All queues of one device. Only the thread that issues compute calls these."""
+    """All copy queues of one device, called only by the thread that issues compute."""
 
     def host_memory(self, size_bytes: int) -> Tensor:
-        """Memory that copies out go to: uint8, page-aligned.
+        """Allocate the memory that tensors are copied out to: uint8, page-aligned.
 
         Raises:
             MemoryError: there is not that much.
@@ -78,7 +82,7 @@ class CopyQueues(Protocol):
         ...
 
     def device_memory(self, size_bytes: int) -> Tensor:
-        """Memory that copies back go to: uint8, aligned as tensors are.
+        """Allocate the memory that blocks are copied back to: uint8, aligned as tensors are.
 
         Raises:
             MemoryError: there is not that much.
@@ -86,7 +90,7 @@ class CopyQueues(Protocol):
         ...
 
     def open_file(self, directory: Path, size_bytes: int) -> None:
-        """Make room on the disk for :meth:`write`, in place of the file before.
+        """Reserve a file on the disk for :meth:`write`; it replaces an earlier one.
 
         Raises:
             OSError: the directory cannot be used, or the disk has no room.
@@ -94,51 +98,51 @@ class CopyQueues(Protocol):
         ...
 
     def produced(self, sources: Sequence[Tensor]) -> Event:
-        """All compute issued so far; the last of it wrote ``sources``."""
+        """Return the end of all compute issued so far, which has written ``sources``."""
         ...
 
     def copy_out(
         self, host: Region, pieces: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
     ) -> Event:
-        """Copy contiguous tensors to their offsets in ``host``; keeps them alive until then."""
+        """Copy contiguous tensors, which stay alive meanwhile, to their offsets in ``host``."""
         ...
 
     def reusable(self, copied: Event) -> None:
-        """Compute issued from now on may take the memory of what ``copied`` copied out."""
+        """Let compute issued from now on reuse the memory of tensors that ``copied`` copied out."""
         ...
 
     def write(
         self, offset_bytes: int, host: Region, size_bytes: int, *, after: Sequence[Dependency]
     ) -> Event:
-        """Write the first bytes of ``host`` to the file."""
+        """Write the first ``size_bytes`` of ``host`` to the file."""
         ...
 
     def read(
         self, host: Region, offset_bytes: int, size_bytes: int, *, after: Sequence[Dependency]
     ) -> Event:
-        """Read from the file into the first bytes of ``host``."""
+        """Read from the file into the first ``size_bytes`` of ``host``."""
         ...
 
     def copy_back(
         self, ring: Region, host: Region, size_bytes: int, *, after: Sequence[Dependency]
     ) -> Event:
-        """Copy the first bytes of ``host`` to ``ring``."""
+        """Copy the first ``size_bytes`` of ``host`` to ``ring``."""
         ...
 
     def use(self, ring: Region, back: Event) -> None:
-        """Compute issued from now on reads ``ring`` as ``back`` left it.
+        """Make compute issued from now on wait for ``back``, so that it can read ``ring``.
 
         Raises:
-            OSError: the disk failed on its way.
+            OSError: the disk failed.
         """
         ...
 
     def used(self, ring: Region) -> Event:
-        """All compute issued so far; none after it reads ``ring`` any more."""
+        """Return the end of all compute issued so far, the last that reads ``ring``."""
         ...
 
     def check(self) -> None:
-        """Raise the error of a copy that failed, if one did.
+        """Raise the error of the first copy that failed, if one did.
 
         Raises:
             OSError: a disk failed.
@@ -146,13 +150,13 @@ class CopyQueues(Protocol):
         ...
 
     def abort(self) -> None:
-        """Leave out what has not begun, wait for the rest, forget errors and kept tensors."""
+        """Leave out copies that have not begun, wait for the others, forget errors and tensors."""
         ...
 
     def take_times(self) -> CopyReport:
-        """Report where time went since the last call, without the bytes."""
+        """Return the times since the last call; a report without bytes."""
         ...
 
     def close(self) -> None:
-        """End the queues and give back file and memory. Twice is once."""
+        """End the queues and release file and memory; closing again does nothing."""
         ...

@@ -1,31 +1,22 @@
-"""Slots that blocks pass through, FREE, being filled, FULL, being read, and their memory."""
+"""Slots that blocks pass through (free, filling, full, reading), and the memory they lie in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
+from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
 from sppo.activations.activation_layout import Extent, OffloadSchedule
 from sppo.offload.queues import CopyQueues, Dependency, Event, Ordering, Region
-from sppo.offload.tier import Tier
-
-
-class SlotState(Enum):
-    """Phases of a slot: free, filling, full, reading."""
-
-    FREE = "free"
-    FILLING = "filling"
-    FULL = "full"
-    READING = "reading"
 
 
 class Slot:
-    """One region and the events of its round.
+    """One region of memory, and the events that end its filling and its reading.
 
-    Copies are enqueued long before they run, so the round is in what was enqueued: a slot may be
-    given its next filling as soon as the end of its reading is an event, which comes before it.
+    Copies are enqueued long before they run. The next filling may be enqueued as soon as the end of
+    the reading is an event, which the filling then waits for.
     """
 
     def __init__(self, region: Region) -> None:
@@ -35,54 +26,54 @@ class Slot:
         self._emptied: Dependency | None = None
 
     @property
-    def state(self) -> SlotState:
-        """State of the slot, as far as events tell."""
+    def state(self) -> Literal["free", "filling", "full", "reading"]:
+        """State of the slot, as far as its events have been reached."""
         if self._filled is None:
-            emptied = self._emptied is None or self._emptied[1].done
-            return SlotState.FREE if emptied else SlotState.READING
+            emptied = self._emptied is None or self._emptied[1].done()
+            return "free" if emptied else "reading"
         if self._is_read:
-            return SlotState.READING
-        return SlotState.FULL if self._filled.done else SlotState.FILLING
+            return "reading"
+        return "full" if self._filled.done() else "filling"
 
     @property
     def can_be_filled(self) -> bool:
-        """Whether all that was put there is read, or its reading ends with an event."""
+        """Whether the next filling may be enqueued: nothing unread is in the slot."""
         return self._filled is None
 
     def before_filling(self) -> tuple[Dependency, ...]:
-        """What comes before the next filling."""
+        """Return the event that the next filling has to wait for, if there is one."""
         assert self.can_be_filled, f"{self} holds what nobody has read yet"
         return () if self._emptied is None else (self._emptied,)
 
     def fill(self, filled: Event) -> None:
-        """FREE → filling, which ends with ``filled``."""
+        """Note a filling that ends with ``filled``."""
         assert self.can_be_filled, f"{self} holds what nobody has read yet"
         self._filled, self._is_read, self._emptied = filled, False, None
 
     def begin_reading(self) -> None:
-        """FULL → reading."""
+        """Note that the slot is being read, or will be."""
         assert self._filled is not None, f"{self} is read, and nothing is in it"
         self._is_read = True
 
     def end_reading(self, ordering: Ordering, read: Event) -> None:
-        """Reading → FREE, once ``read`` is reached."""
+        """Note that the reading ends with ``read``, which the next filling waits for."""
         assert self._is_read, f"{self} is given back, and nobody reads it"
         self._filled, self._is_read, self._emptied = None, False, (ordering, read)
 
     def __str__(self) -> str:
-        return f"slot {self.region.place} {self.region.index} ({self.state.value})"
+        return f"slot {self.region.place} {self.region.index} ({self.state})"
 
 
 class SlotMemory:
-    """Memory and file space of one store, set aside before a step and kept, and the slots in it.
+    """Memory and file space of one store, reserved before a step and kept, and the slots in it.
 
     Args:
-        queues: that give the memory and open the file.
-        tier: where blocks wait.
+        queues: allocate the memory and open the file.
+        disk: directory of the file that blocks go on to; None if they stay in host memory.
     """
 
-    def __init__(self, queues: CopyQueues, tier: Tier) -> None:
-        self._queues, self._tier = queues, tier
+    def __init__(self, queues: CopyQueues, disk: Path | None) -> None:
+        self._queues, self._disk = queues, disk
         self._memory: dict[str, Tensor] = {}
         self._slot_bytes = 0
         self._staging: list[Slot] = []
@@ -96,31 +87,31 @@ class SlotMemory:
     @property
     def on_disk(self) -> bool:
         """Whether blocks go on from the host to a file."""
-        return self._tier.directory is not None
+        return self._disk is not None
 
     @property
     def host_bytes(self) -> int:
-        """Host memory set aside."""
+        """Size of the host memory."""
         return self._memory["host"].numel() if "host" in self._memory else 0
 
     @property
     def ring_bytes(self) -> int:
-        """Device memory set aside."""
+        """Size of the ring."""
         return self._memory["ring"].numel() if "ring" in self._memory else 0
 
     def make_room(self, schedule: OffloadSchedule) -> None:
-        """Take memory and file space where what there is does not do; slots begin anew.
+        """Free all slots, and replace memory and file if they are too small for ``schedule``.
 
         Raises:
-            MemoryError: host or device have not that much memory.
+            MemoryError: the host or the device has not that much memory.
             OSError: the disk has not that much room.
         """
         self._queues.abort()  # nothing uses what is given back
         slot_bytes = max(self._slot_bytes, schedule.largest_bytes)
         host_bytes = schedule.staging_slots * slot_bytes if self.on_disk else schedule.tier_bytes
-        if self._tier.directory is not None and schedule.tier_bytes > self.file_bytes:
+        if self._disk is not None and schedule.tier_bytes > self.file_bytes:
             self.file_bytes = 0
-            self._queues.open_file(self._tier.directory, schedule.tier_bytes)
+            self._queues.open_file(self._disk, schedule.tier_bytes)
             self.file_bytes = schedule.tier_bytes
         self._staging, self.ring, self._of_extent = [], [], {}
         self._take("host", host_bytes, take=self._queues.host_memory)
@@ -131,7 +122,7 @@ class SlotMemory:
         self.ring = self._cut("ring", schedule.ring_slots)
 
     def to_fill(self, extent: Extent) -> Slot:
-        """Host slot for a block: the staging slot used longest ago, or its own in a host tier."""
+        """Return a host slot for a block: before a disk the staging slot used longest ago."""
         if self.on_disk:
             slot = self._staging[self._staged % len(self._staging)]
             self._staged += 1
@@ -144,13 +135,13 @@ class SlotMemory:
         return own
 
     def free(self) -> None:
-        """All are free, whatever was in them: the copies that used them have ended."""
+        """Free all slots, whatever is in them; the copies that used them have ended."""
         self._staging = [Slot(slot.region) for slot in self._staging]
         self.ring = [Slot(slot.region) for slot in self.ring]
         self._of_extent = {}
 
     def clear(self) -> None:
-        """Give the memory back; the file is closed with the queues."""
+        """Release the memory; the file is closed with the queues."""
         self._memory.clear()
         self._staging, self.ring, self._of_extent = [], [], {}
 

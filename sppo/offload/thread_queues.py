@@ -1,16 +1,17 @@
-"""Copy queues of a CPU: one thread per direction, and a file that is read and written past them.
+"""Copy queues of a CPU: one thread per direction.
 
-Compute is the calling thread itself, so what it has issued is done: events of compute are reached
-as soon as there are any, and waiting for a copy means blocking. Device memory is RAM, so the ring
-and the staging slots are both host arenas, resident from the start and counted by the planner.
+Compute is the calling thread itself: all that it has issued is done, so events of compute are
+reached from the start, and compute waits for a copy by blocking. Device memory is host memory, so
+the ring and the staging slots are both host arenas, resident from the start and counted by the
+planner.
 """
 
 from __future__ import annotations
 
 import errno
 import time
-import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -22,54 +23,52 @@ from sppo.offload.arena import HostArena
 from sppo.offload.copy_report import CopyReport
 from sppo.offload.file_tier import FileTier
 from sppo.offload.queues import Dependency, Event, Region
-from sppo.offload.worker_queue import HostEvent, Lane, Reached, close_lanes
+from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
 
 POISON = 0xFF
-"""Four or eight such bytes are NaN in every floating dtype."""
+"""Byte that overwritten memory is filled with: NaN in every floating dtype."""
 
 
 class ThreadQueues:
     """:class:`sppo.offload.queues.CopyQueues` of this process's CPU.
 
     Args:
-        poison: overwrite every slot once it is read, so that what reads it again reads NaN.
+        poison: overwrite every slot once it is read, so that reading it again gives NaN.
     """
 
     def __init__(self, *, poison: bool = False) -> None:
         self._poison = poison
         names = ("copy out", "write", "read", "copy back")
-        self._lanes = tuple(Lane(f"sppo {name}") for name in names)
-        self._out, self._write, self._read, self._back = self._lanes
-        # Also where the queues are just dropped: their threads would wait for work for ever.
-        self._end = weakref.finalize(self, close_lanes, self._lanes)
+        self._workers = tuple(WorkerQueue(f"sppo {name}") for name in names)
+        self._out, self._write, self._read, self._back = self._workers
         self._file: FileTier | None = None
         self._directory: Path | None = None
         self._exposed_s = 0.0
 
     def host_memory(self, size_bytes: int) -> Tensor:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
-        with HostArena(size_bytes) as arena:  # goes back to the system with this view of it
+        """Map host memory; it is returned to the system with the last view of it."""
+        with HostArena(size_bytes) as arena:
             return arena.tensor(0, (size_bytes,), torch.uint8)
 
     def device_memory(self, size_bytes: int) -> Tensor:
-        """See :class:`sppo.offload.queues.CopyQueues`; on a CPU that is host memory."""
+        """Map host memory, which on a CPU is the device's."""
         return self.host_memory(size_bytes)
 
     def open_file(self, directory: Path, size_bytes: int) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Reserve a file in ``directory``; it replaces an earlier one."""
         if self._file is not None:
             self._file.close()
             self._file = None
         self._file, self._directory = FileTier(directory, size_bytes), directory
 
     def produced(self, sources: Sequence[Tensor]) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
-        return Reached()
+        """Return an event that is reached: this thread has computed the tensors."""
+        return _now()
 
     def copy_out(
         self, host: Region, pieces: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
     ) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Enqueue a copy of tensors to their offsets in ``host``."""
         target = host.data.numpy()
 
         def copy() -> None:
@@ -77,34 +76,34 @@ class ThreadQueues:
                 data = as_bytes(source)
                 np.copyto(target[offset : offset + data.nbytes], data)
 
-        return self._out.add(copy, after=_events(after))
+        return self._out.submit(copy, after=_futures(after))
 
     def reusable(self, copied: Event) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`; the copy itself held the tensors."""
+        """Wait for the copy, which alone has kept the tensors alive."""
         self._wait(copied)
 
     def write(
         self, offset_bytes: int, host: Region, size_bytes: int, *, after: Sequence[Dependency]
     ) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Enqueue a write to the file."""
         data = host.data.numpy()[:size_bytes]
-        return self._write.add(
-            lambda: self._transfer(offset_bytes, data, write=True), after=_events(after)
+        return self._write.submit(
+            lambda: self._transfer(offset_bytes, data, write=True), after=_futures(after)
         )
 
     def read(
         self, host: Region, offset_bytes: int, size_bytes: int, *, after: Sequence[Dependency]
     ) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Enqueue a read from the file."""
         data = host.data.numpy()[:size_bytes]
-        return self._read.add(
-            lambda: self._transfer(offset_bytes, data, write=False), after=_events(after)
+        return self._read.submit(
+            lambda: self._transfer(offset_bytes, data, write=False), after=_futures(after)
         )
 
     def copy_back(
         self, ring: Region, host: Region, size_bytes: int, *, after: Sequence[Dependency]
     ) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Enqueue a copy from ``host`` to ``ring``."""
         target, source = ring.data.numpy()[:size_bytes], host.data.numpy()[:size_bytes]
 
         def copy() -> None:
@@ -112,50 +111,51 @@ class ThreadQueues:
             if self._poison:
                 source.fill(POISON)
 
-        return self._back.add(copy, after=_events(after))
+        return self._back.submit(copy, after=_futures(after))
 
     def use(self, ring: Region, back: Event) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Wait until ``ring`` is filled."""
         self._wait(back)
 
     def used(self, ring: Region) -> Event:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
+        """Return an event that is reached: this thread has read ``ring``."""
         if self._poison:
             ring.data.fill_(POISON)
-        return Reached()
+        return _now()
 
     def check(self) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
-        for lane in self._lanes:
-            lane.check()
+        """Raise the error of the first copy that failed, if one did."""
+        for worker in self._workers:
+            worker.check()
 
     def abort(self) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
-        for lane in self._lanes:
-            lane.cancel()
-        for lane in self._lanes:
-            lane.wait_all()
+        """Leave out copies that have not begun, wait for the others and forget errors."""
+        for worker in self._workers:
+            worker.cancel()
+        for worker in self._workers:
+            worker.wait_all()
 
     def take_times(self) -> CopyReport:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
-        busy = [lane.take_busy_s() for lane in self._lanes]
+        """Return the times since the last call."""
+        busy = [worker.take_busy_s() for worker in self._workers]
         exposed_s, self._exposed_s = self._exposed_s, 0.0
         return CopyReport(exposed_s=exposed_s, out_s=max(busy[:2]), back_s=max(busy[2:]))
 
     def close(self) -> None:
-        """See :class:`sppo.offload.queues.CopyQueues`."""
-        self._end()
+        """End the threads and close the file; closing again does nothing."""
+        close_queues(self._workers)
         if self._file is not None:
             self._file.close()
 
     def _wait(self, event: Event) -> None:
-        """Block until ``event``; what that takes is exposed."""
-        if event.done:
-            _wait_on_host(event)  # for its error
+        """Wait for ``event`` and count the time as exposed."""
+        future = _future(event)
+        if future.done():
+            wait_for(future)  # raises its error
             return
         start = time.perf_counter()
         try:
-            _wait_on_host(event)
+            wait_for(future)
         finally:
             self._exposed_s += time.perf_counter() - start
 
@@ -177,19 +177,22 @@ class ThreadQueues:
 
 
 def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     assert tensor.is_contiguous(), "a tensor is moved in one piece"
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-def _events(after: Sequence[Dependency]) -> list[HostEvent]:
-    return [_host_event(event) for _, event in after]
+def _now() -> Future[None]:
+    """Return an event that is reached: compute has done what it has issued."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
-def _host_event(event: Event) -> HostEvent:
-    assert isinstance(event, HostEvent), f"{event} is not of these queues"
+def _futures(after: Sequence[Dependency]) -> list[Future[None]]:
+    return [_future(event) for _, event in after]
+
+
+def _future(event: Event) -> Future[None]:
+    assert isinstance(event, Future), f"{event} is not of these queues"
     return event
-
-
-def _wait_on_host(event: Event) -> None:
-    _host_event(event).wait()

@@ -1,34 +1,42 @@
-"""A nameless file that serves reads and writes with threads of its own, by the native library.
+"""Nameless files that serve reads and writes with threads of their own.
 
-It keeps the memory of every transfer alive until the transfer is done, whatever becomes of the
-objects that asked for it. The same in Python alone: sppo/offload/python_tier_file.py.
+:class:`NativeFile` is of the native library; it bypasses the page cache where the file system
+allows that. :class:`PythonFile` is for machines without a compiler: it is slower and goes through
+the page cache, from which every block is dropped once the disk has it.
+
+Both do what :class:`sppo.offload.file_tier.FileTier` needs. ``submit`` begins to transfer all of an
+array, which is contiguous, within the file, and kept alive by the caller until the transfer has
+ended. It returns a function that waits at most so many seconds for the end and returns 0 or the
+errno of the first fault, None if the transfer has not ended. ``close`` cancels what has not begun.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import threading
+import time
 import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sppo.kernels.native.file import FileFunctions, FileStruct
+from sppo.kernels.native.file import SECTOR_BYTES, FileFunctions
 from sppo.units import MIB
 
 BLOCK_BYTES = 8 * MIB
-"""A request is cut at multiples of it, and its blocks are served by several threads at once."""
-
-_PATIENCE_S = 0.2  # between two looks of a waiter, when the interpreter handles signals as Ctrl-C
+"""Requests are cut at multiples of it; several threads serve the blocks of one request at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStatistics:
-    """What a tier has moved since it was opened."""
+    """Bytes transferred since a file was opened, and the time that took; measured."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -39,62 +47,24 @@ class FileStatistics:
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Measured; 0 before the first read."""
+        """Rate of reading; 0 before the first read."""
         return self.read_bytes / self.read_s if self.read_s > 0 else 0.0
 
     @property
     def write_bytes_per_s(self) -> float:
-        """Measured; 0 before the first write."""
+        """Rate of writing; 0 before the first write."""
         return self.written_bytes / self.write_s if self.write_s > 0 else 0.0
 
 
-class Transfer(Protocol):
-    """A read or a write that was asked for."""
-
-    def result(self, timeout_s: float | None) -> int | None:
-        """0 or the errno of the first fault; None: not done within ``timeout_s`` (None: waits)."""
-        ...
-
-
-class TierFile(Protocol):
-    """An open file and its threads."""
-
-    size_bytes: int
-    """What was asked for, in whole sectors."""
-    direct: bool
-    """Past the page cache; else through it and out of it again."""
-    preallocated: bool
-    """Whether the disk has set the space aside."""
-    memory_alignment_bytes: int
-    """Alignment of addresses that are transferred without a copy."""
-    threads: int
-
-    def start(self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]) -> Transfer:
-        """Begin to transfer all of ``memory``, contiguous and within the file."""
-        ...
-
-    def statistics(self) -> FileStatistics:
-        """Return the bytes and busy seconds so far; after :meth:`close`, in all."""
-        ...
-
-    def close(self, *, cancel: bool) -> None:
-        """Serve or cancel what was asked for, end the threads, free the space. Twice is once."""
-        ...
-
-
-def wait_for(transfer: Transfer, *, process: int) -> int:
-    """0 or the errno of ``transfer`` once it is done; ECHILD in a fork of ``process``.
-
-    A fork has none of the threads that could ever end it.
-    """
-    while (code := transfer.result(_PATIENCE_S)) is None:
-        if os.getpid() != process:
-            return errno.ECHILD
-    return code
-
-
 class NativeFile:
-    """A :class:`TierFile` of the native library."""
+    """A file of the native library.
+
+    Attributes:
+        direct: whether transfers bypass the page cache.
+        preallocated: whether the disk has reserved the space.
+        memory_alignment_bytes: alignment of addresses that are transferred without a copy.
+        threads: transfers that are with the disk at once.
+    """
 
     def __init__(
         self,
@@ -108,41 +78,35 @@ class NativeFile:
         """Make the file and start the threads.
 
         Raises:
-            OSError: what the system said; nothing is left behind.
+            OSError: the system refused; nothing is left behind.
         """
         file = functions.open(
             directory, size_bytes, threads=threads, direct=direct, block_bytes=BLOCK_BYTES
         )
-        self._functions = functions
-        self._file = file
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._in_flight: set[_NativeTransfer] = set()
-        # Holds the transfers, so that their memory outlives the threads that use it: also where
-        # this object is just dropped, and at the interpreter's exit, when memory goes for good.
-        self._end = weakref.finalize(self, _end, functions, file, self._in_flight)
-        self._last = FileStatistics()
-        self.size_bytes = int(file.size_bytes)
+        self._functions, self._file = functions, file
         self.direct = bool(file.direct)
         self.preallocated = bool(file.preallocated)
         self.memory_alignment_bytes = int(file.memory_alignment)
         self.threads = int(file.num_threads)
 
-    def start(self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]) -> Transfer:
-        """Start to read or write ``memory`` at an offset, on the library's threads."""
-        with self._lock:
-            for earlier in tuple(self._in_flight):
-                earlier.result(0.0)  # lets go of memory that nobody has waited for
-            transfer = _NativeTransfer(self._functions, memory, self._in_flight)
-            transfer.submit(self._file, write=write, offset_bytes=offset_bytes)
-            return transfer
+    def submit(
+        self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]
+    ) -> Callable[[float], int | None]:
+        """Begin a transfer on the library's threads; see the module for what is returned."""
+        request = self._functions.submit(
+            self._file,
+            write=write,
+            offset_bytes=offset_bytes,
+            address=memory.ctypes.data,
+            size_bytes=memory.nbytes,
+        )
+        outcome = partial(self._functions.wait, request)
+        # Called when no thread can be in `outcome` any more.
+        weakref.finalize(outcome, self._functions.forget, request).atexit = False
+        return outcome
 
     def statistics(self) -> FileStatistics:
-        """Return the bytes and busy seconds so far; after :meth:`close`, in all."""
-        with self._lock:
-            return self._measure() if self._end.alive else self._last
-
-    def _measure(self) -> FileStatistics:
+        """Return the bytes and busy seconds so far; not after :meth:`close`."""
         totals = self._functions.measure(self._file)
         return FileStatistics(
             read_bytes=int(totals.read_bytes),
@@ -151,69 +115,167 @@ class NativeFile:
             write_s=float(totals.write_s),
         )
 
-    def close(self, *, cancel: bool) -> None:
-        """End the threads and close the file; ``cancel`` leaves out what has not begun."""
-        with self._lock:
-            if not self._end.alive:
-                return
-            if os.getpid() == self._process:  # a fork has no threads, and locks of theirs
-                if not cancel:  # waits here, where an interrupt is heard, not in the library
-                    for transfer in tuple(self._in_flight):
-                        wait_for(transfer, process=self._process)
-                self._last = self._measure()
-            self._end()
+    def close(self) -> None:
+        """Cancel what has not begun, end the threads and free the space; once."""
+        self._functions.close(self._file, cancel=True)
 
 
-class _NativeTransfer:
-    """Keeps ``memory`` until it is done, and itself in ``in_flight`` so that this holds."""
+class PythonFile:
+    """A file of the standard library, with the attributes of :class:`NativeFile`."""
 
-    def __init__(
-        self,
-        functions: FileFunctions,
-        memory: NDArray[np.uint8],
-        in_flight: set[_NativeTransfer],
-    ) -> None:
-        self._functions = functions
-        self._memory: NDArray[np.uint8] | None = memory
-        self._in_flight = in_flight
-        self._request: int | None = None
-        self._code: int | None = None
+    def __init__(self, directory: Path, size_bytes: int, *, threads: int) -> None:
+        """Make the file; threads start as they are needed.
 
-    def submit(self, file: FileStruct, *, write: bool, offset_bytes: int) -> None:
-        assert self._memory is not None, "a transfer is submitted once"
-        self._in_flight.add(self)
+        Raises:
+            OSError: the system refused; nothing is left behind.
+        """
+        self.direct = False
+        self.memory_alignment_bytes = 1
+        self.threads = threads
+        file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         try:
-            self._request = self._functions.submit(
-                file,
-                write=write,
-                offset_bytes=offset_bytes,
-                address=self._memory.ctypes.data,
-                size_bytes=self._memory.nbytes,
-            )
-        except OSError:
-            self._in_flight.discard(self)
-            raise
+            sectors = -(-size_bytes // SECTOR_BYTES)
+            self.preallocated = _reserve_space(file.fileno(), sectors * SECTOR_BYTES)
+            if hasattr(os, "posix_fadvise"):  # into the page cache no more than is asked for
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         except BaseException:
-            # Interrupted, before or after the library took it: the memory stays to be safe.
-            self._code = errno.EINTR
+            file.close()
             raise
+        self._file = file
+        self._process = os.getpid()
+        self._meters = (_Meter(), _Meter())
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="sppo-file-tier")
 
-    def result(self, timeout_s: float | None) -> int | None:
-        """Return 0 or an errno, None if it takes longer than ``timeout_s``; any thread may ask."""
-        if self._code is None:
-            assert self._request is not None, "it was submitted"
-            self._code = self._functions.wait(self._request, timeout_s)
-            if self._code is not None:
-                self._memory = None
-                self._in_flight.discard(self)
-        return self._code
+    def submit(
+        self, *, write: bool, offset_bytes: int, memory: NDArray[np.uint8]
+    ) -> Callable[[float], int | None]:
+        """Begin a transfer, one task per block; see the module for what is returned."""
+        first = offset_bytes % BLOCK_BYTES  # bytes of its first block that come before
+        cuts = [0, *range(BLOCK_BYTES - first, memory.nbytes, BLOCK_BYTES), memory.nbytes]
+        failed = threading.Event()
+        blocks = [
+            self._executor.submit(
+                self._transfer, memory.data[start:stop], offset_bytes + start, write, failed
+            )
+            for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
+        ]
+        return partial(_outcome, blocks)
 
-    def __del__(self) -> None:
-        # Not before it is done: until then it is in flight and held there.
-        if self._request is not None:
-            self._functions.forget(self._request)
+    def statistics(self) -> FileStatistics:
+        """Return the bytes and busy seconds so far."""
+        (read_bytes, read_s), (written_bytes, write_s) = (m.totals() for m in self._meters)
+        return FileStatistics(read_bytes, written_bytes, read_s, write_s)
+
+    def close(self) -> None:
+        """Cancel what has not begun, end the threads and free the space; once."""
+        if os.getpid() == self._process:  # a fork has none of the threads
+            try:
+                self._executor.shutdown(cancel_futures=True)
+            except (
+                RuntimeError
+            ):  # garbage collected by one of its threads, which cannot join itself
+                return  # and the file goes with its last transfer
+        self._file.close()
+
+    def _transfer(
+        self, block: memoryview, offset_bytes: int, write: bool, failed: threading.Event
+    ) -> None:
+        """Transfer one block, unless another block of the same request has ``failed``."""
+        if failed.is_set():
+            return
+        fd, transferred_bytes = self._file.fileno(), 0
+        self._meters[write].begin()
+        try:
+            while transferred_bytes < len(block):
+                rest, offset = block[transferred_bytes:], offset_bytes + transferred_bytes
+                count = _system_io(fd, write, rest, offset)
+                if count == 0:  # the file is as long as asked for, so an end in it is a fault
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                transferred_bytes += count
+            _leave_page_cache(fd, write, offset_bytes, len(block))
+        except BaseException:
+            failed.set()
+            transferred_bytes = 0
+            raise
+        finally:
+            self._meters[write].end(transferred_bytes)
 
 
-def _end(functions: FileFunctions, file: FileStruct, in_flight: set[_NativeTransfer]) -> None:
-    functions.close(file, cancel=True)
-    in_flight.clear()
+class _Meter:
+    """Counts the bytes of one direction, and the time in which at least one thread is busy."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = self._working = 0
+        self._busy_s = self._since_s = 0.0
+
+    def begin(self) -> None:
+        """Note that a thread begins."""
+        with self._lock:
+            if self._working == 0:
+                self._since_s = time.perf_counter()
+            self._working += 1
+
+    def end(self, transferred_bytes: int) -> None:
+        """Note that a thread has transferred some bytes."""
+        with self._lock:
+            self._working -= 1
+            self._bytes += transferred_bytes
+            if self._working == 0:
+                self._busy_s += time.perf_counter() - self._since_s
+
+    def totals(self) -> tuple[int, float]:
+        """Return the bytes and the seconds so far."""
+        with self._lock:
+            open_s = time.perf_counter() - self._since_s if self._working else 0.0
+            return self._bytes, self._busy_s + open_s
+
+
+def _outcome(blocks: Sequence[Future[None]], timeout_s: float) -> int | None:
+    """Return 0 or the errno of the first of the blocks that failed, None before all have ended.
+
+    Args:
+        blocks: of one request.
+        timeout_s: the longest wait for each.
+    """
+    codes = []
+    for block in blocks:
+        try:
+            error = block.exception(timeout_s)
+        except TimeoutError:
+            return None
+        except CancelledError:
+            codes.append(errno.ECANCELED)
+        else:
+            codes.append(0 if error is None else _errno(error))
+    return next((code for code in codes if code != 0), 0)
+
+
+def _errno(error: BaseException) -> int:
+    """Return the errno of a fault; raise what is no fault of the system."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    raise error
+
+
+def _system_io(fd: int, write: bool, memory: memoryview, offset_bytes: int) -> int:
+    """Transfer some of ``memory``; return how many bytes. Python itself retries interruptions."""
+    return (os.pwritev if write else os.preadv)(fd, [memory], offset_bytes)
+
+
+def _leave_page_cache(fd: int, write: bool, offset_bytes: int, size_bytes: int) -> None:
+    """Bring bytes to the disk, and drop them from memory, which the disk is there to save."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    if write:
+        os.fdatasync(fd)  # only what is on the disk can be dropped
+    os.posix_fadvise(fd, offset_bytes, size_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def _reserve_space(fd: int, size_bytes: int) -> bool:
+    """Make the file so long; return whether the disk has reserved the space."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size_bytes)
+        return True
+    os.ftruncate(fd, size_bytes)
+    return False

@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 
 from sppo import __version__
-from sppo.activations.subsequence_placement import SubsequencePlacement
+from sppo.activations.placement import SubsequencePlacement
 from sppo.config.run import RunConfig
 from sppo.cost.copy_room import block_layout, stage_blocks, staging_bytes
 from sppo.cost.flops import step_flops

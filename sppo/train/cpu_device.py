@@ -21,7 +21,6 @@ from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, 
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tier import Tier
 from sppo.planning.plan import ExecutionPlan
 from sppo.train.device import Kind, PoolUse
 
@@ -121,4 +120,4 @@ class CpuDevice:
         # takes the same cores either way. Where none is free, for the disk is slow, running ahead
         # would hold the offloaded tensors of one more layer than there is memory planned for.
         queues = ThreadQueues(poison=debug)
-        return OffloadStore(queues, tier=Tier("disk", disk), source_lag=0, checksums=debug)
+        return OffloadStore(queues, disk=disk, source_lag=0, checksums=debug)

@@ -22,7 +22,6 @@ from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.tier import Tier
 from sppo.planning.plan import ExecutionPlan
 from sppo.train.device import Kind, PoolUse
 from sppo.units import format_bytes
@@ -161,9 +160,10 @@ class CudaDevice:
         """Return a store that offloads to page-locked host memory, or through it to a disk."""
         if not plan.offloads_anything:
             return None
-        tier = Tier("disk", disk) if plan.tier == "disk" else Tier("host")
+        assert disk is not None or plan.tier == "host", "checked before training"
         queues = CudaQueues(self.torch_device, poison=debug)
-        return OffloadStore(queues, tier=tier, checksums=debug)
+        disk = disk if plan.tier == "disk" else None
+        return OffloadStore(queues, disk=disk, checksums=debug)
 
     def _put(self, tensor: Tensor) -> Tensor:
         """Torch keeps the page-locked copy until the device has read it."""

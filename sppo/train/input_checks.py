@@ -16,7 +16,7 @@ from sppo.data.model_tokenizer import check_same_vocabulary, check_tokenizer
 from sppo.data.tokens import TokenData, check_fits, open_tokens
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
-from sppo.offload.tier import usable_directory
+from sppo.offload.disk import usable_directory
 from sppo.parallel.megatron import tensor_shard
 from sppo.parallel.ulysses import head_shard
 from sppo.planning.run_plan import plan_run, trains_msp

@@ -6,7 +6,7 @@ import resource
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sppo.activations.subsequence_placement import check_whole_classes
+from sppo.activations.placement import check_whole_classes
 from sppo.config import RunConfig
 from sppo.cost.process_growth import REPORT_BYTES, step_bytes
 from sppo.data.sequences import TrainingData
@@ -16,7 +16,7 @@ from sppo.hardware.file import hardware_for
 from sppo.hardware.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.kernels.native.process_memory import private_bytes
-from sppo.offload.tier import DiskRoom, is_memory, usable_directory
+from sppo.offload.disk import DiskRoom, is_memory, usable_directory
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.plan_program import check_program
 from sppo.planning.run_plan import plan_run

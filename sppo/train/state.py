@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sppo.activations.subsequence_placement import planned_placement
+from sppo.activations.placement import planned_placement
 from sppo.config import RunConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine, ParallelContext

@@ -10,7 +10,7 @@ from sppo.activations.activation_layout import (
     ActivationLayout,
     BlockLayout,
 )
-from sppo.activations.subsequence_placement import SubsequencePlacement
+from sppo.activations.placement import SubsequencePlacement
 from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS
 

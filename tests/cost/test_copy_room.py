@@ -17,8 +17,7 @@ from sppo.activations.activation_layout import (
     packed_bytes,
     packed_offsets,
 )
-from sppo.activations.placement import ActivationPlacement
-from sppo.activations.subsequence_placement import planned_placement
+from sppo.activations.placement import ActivationPlacement, planned_placement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensor_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.copy_room import joined_bytes
@@ -32,7 +31,6 @@ from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tier import Tier
 from sppo.planning.evaluated_candidate import assess
 from sppo.planning.run_plan import plan_run
 from sppo.units import GIB, MIB
@@ -168,7 +166,7 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
                 with_offsets(model, [rows] * 2, element_bytes=2, input_every=every)
             )
         },
-        offloaded={0: OffloadStore(ThreadQueues(), tier=Tier("disk", tmp_path), source_lag=0)},
+        offloaded={0: OffloadStore(ThreadQueues(), disk=tmp_path, source_lag=0)},
         input_every=every,
     )
     tokens = torch.arange(1025) % 512

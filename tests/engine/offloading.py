@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo.activations.activation_layout import BlockLayout
-from sppo.activations.placement import ROW_ALIGNMENT, prefix_rows
-from sppo.activations.subsequence_placement import SubsequencePlacement
+from sppo.activations.placement import ROW_ALIGNMENT, SubsequencePlacement, prefix_rows
 from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tier import Tier
 from tests.engine.models import Trained
 from tests.offload.emulated_queues import SCHEDULERS, EmulatedQueues
 
@@ -94,6 +92,5 @@ def queues_of(name, *, directory=None, poison=True):
 
 def offloading_trained(model, weights, rows, *, directory=None, queues="threads", lag=1, **options):
     """An engine that moves what ``rows`` says, to a disk if there is a directory."""
-    tier = Tier("host") if directory is None else Tier("disk", directory)
-    store = OffloadStore(queues_of(queues), tier=tier, source_lag=lag, checksums=True)
+    store = OffloadStore(queues_of(queues), disk=directory, source_lag=lag, checksums=True)
     return Trained(model, weights, placements={0: rows}, offloaded={0: store}, **options)

@@ -15,7 +15,6 @@ from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tier import Tier
 from sppo.parallel.data_parallel import GradientReducer, add_up
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding, tensor_shard
 from sppo.parallel.mesh import Mesh, MeshShape
@@ -138,7 +137,7 @@ def same_weights(mesh: Mesh):
 
 
 def disk_store(directory: str) -> OffloadStore:
-    return OffloadStore(ThreadQueues(poison=True), tier=Tier("disk", Path(directory)))
+    return OffloadStore(ThreadQueues(poison=True), disk=Path(directory))
 
 
 def run_case(rank: int, case: Case):

@@ -17,7 +17,6 @@ from sppo.model.layer import Layer
 from sppo.offload.device_stores import DeviceStore
 from sppo.offload.file_tier import FileTier
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.tier import Tier
 from tests.engine.models import (
     VARIANTS,
     Trained,
@@ -280,7 +279,7 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
     data = [random_sequence(model, 23, seed=seed) for seed in range(5)]
     cuts = (0, 4, 9, 17, 23)
     gradients = zero_gradients(weights)
-    store = OffloadStore(queues_of(queues), tier=Tier("disk", tmp_path), checksums=True)
+    store = OffloadStore(queues_of(queues), disk=tmp_path, checksums=True)
     stage = Stage(
         model,
         weights=ResidentWeights(weights),

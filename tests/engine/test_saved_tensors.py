@@ -13,7 +13,6 @@ from sppo.engine.saved_tensors import SavedTensors
 from sppo.offload.device_stores import DeviceStore, LifoArenaStore, slot_bytes
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tier import Tier
 
 KEY = ActivationKey(0, 0, 0)
 X_IN = torch.arange(12.0).view(4, 3)
@@ -27,7 +26,7 @@ def stack():
 
 def disk(directory, offloaded_rows):
     _, size = packed_offsets({"x_in": X_IN[:offloaded_rows].numel() * 4})
-    store = OffloadStore(ThreadQueues(poison=True), tier=Tier("disk", directory), source_lag=0)
+    store = OffloadStore(ThreadQueues(poison=True), disk=directory, source_lag=0)
     store.prepare(OffloadSchedule({KEY: Extent(0, size)}, [KEY], staging_slots=2, ring_slots=2))
     return store
 

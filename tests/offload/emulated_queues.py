@@ -15,21 +15,21 @@ from sppo.offload.copy_report import CopyReport
 from sppo.offload.queues import Ordering
 from tests.offload.vector_clocks import AccessChecker, Actor
 
-LANES = ("copy out", "write", "read", "copy back")
+QUEUES = ("copy out", "write", "read", "copy back")
 POISON = 0xFF
 
 
 class Eager:
     """Every copy at once."""
 
-    def enqueued(self, queues, operation):
-        queues.force(operation)
+    def enqueued(self, queues, copy):
+        queues.force(copy)
 
 
 class Lazy:
     """No copy before something waits for it: the most hostile of all legal orders."""
 
-    def enqueued(self, queues, operation):
+    def enqueued(self, queues, copy):
         pass
 
 
@@ -39,9 +39,9 @@ class Random:
     def __init__(self, seed):
         self._random = random.Random(seed)
 
-    def enqueued(self, queues, operation):
+    def enqueued(self, queues, copy):
         while self._random.random() < 0.7:
-            queues.run_head(self._random.choice(LANES))
+            queues.run_head(self._random.choice(QUEUES))
 
 
 SCHEDULERS = {
@@ -54,19 +54,19 @@ SCHEDULERS = {
 class Mark:
     """A moment in compute."""
 
-    done = True
-
     def __init__(self, clock):
         self.clock = clock
 
+    def done(self):
+        return True
 
-class Operation:
-    def __init__(self, lane, after, accesses, work, sources=()):
-        self.lane, self.after, self.accesses, self.work = lane, after, accesses, work
+
+class QueuedCopy:
+    def __init__(self, queue, after, accesses, work, sources=()):
+        self.queue, self.after, self.accesses, self.work = queue, after, accesses, work
         self.sources = sources
         self.clock = None
 
-    @property
     def done(self):
         return self.clock is not None
 
@@ -85,8 +85,8 @@ class EmulatedQueues:
         self._scheduler, self._ignored, self._fail = scheduler, ignored, fail
         self._checker = AccessChecker() if checked else None
         self._compute = Actor("compute")
-        self._actors = {lane: Actor(lane) for lane in LANES}
-        self._pending = {lane: deque() for lane in LANES}
+        self._actors = {queue: Actor(queue) for queue in QUEUES}
+        self._pending = {queue: deque() for queue in QUEUES}
         self._file = torch.empty(0, dtype=torch.uint8)
         self._serial = itertools.count()
         self._names = {}
@@ -179,54 +179,54 @@ class EmulatedQueues:
     def close(self):
         self.closed = True
 
-    def force(self, operation):
+    def force(self, copy):
         """Run it, and first what comes before it in its queue or by an event."""
-        while not operation.done:
-            head = self._pending[operation.lane][0]
+        while not copy.done():
+            head = self._pending[copy.queue][0]
             for ordering, event in head.after:
-                if ordering is not self._ignored and isinstance(event, Operation):
+                if ordering is not self._ignored and isinstance(event, QueuedCopy):
                     self.force(event)
-            if not head.done:
+            if not head.done():
                 self._run(head)
 
-    def run_head(self, lane):
+    def run_head(self, queue):
         """Run the first of a queue if all it waits for has run."""
-        if not self._pending[lane]:
+        if not self._pending[queue]:
             return
-        head = self._pending[lane][0]
-        if all(event.done for ordering, event in head.after if ordering is not self._ignored):
+        head = self._pending[queue][0]
+        if all(event.done() for ordering, event in head.after if ordering is not self._ignored):
             self._run(head)
 
-    def _enqueue(self, lane, after, accesses, work, sources=()):
+    def _enqueue(self, queue, after, accesses, work, sources=()):
         self.seen.update(ordering for ordering, _ in after)
-        operation = Operation(lane, list(after), accesses, work, sources)
-        self._pending[lane].append(operation)
-        self._scheduler.enqueued(self, operation)
-        return operation
+        copy = QueuedCopy(queue, list(after), accesses, work, sources)
+        self._pending[queue].append(copy)
+        self._scheduler.enqueued(self, copy)
+        return copy
 
-    def _run(self, operation):
-        assert self._pending[operation.lane].popleft() is operation
-        actor = self._actors[operation.lane]
-        for ordering, event in operation.after:
+    def _run(self, copy):
+        assert self._pending[copy.queue].popleft() is copy
+        actor = self._actors[copy.queue]
+        for ordering, event in copy.after:
             if ordering is not self._ignored:
                 actor.learn(event.clock)
         actor.tick()
         if self._fail is not None:
             try:
-                self._fail(operation.lane)
+                self._fail(copy.queue)
             except OSError as error:
                 self.error = self.error or error
-        for kind, place in operation.accesses:
+        for kind, place in copy.accesses:
             self._access(kind, actor, place)
-        operation.work()
-        operation.clock = actor.now()
+        copy.work()
+        copy.clock = actor.now()
 
-    def _compute_after(self, ordering, operation):
+    def _compute_after(self, ordering, copy):
         self.seen.add(ordering)
         if ordering is not self._ignored:
-            self.force(operation)
+            self.force(copy)
             self.check()
-            self._compute.learn(operation.clock)
+            self._compute.learn(copy.clock)
         self._compute.tick()
 
     def _access(self, kind, actor, place):

@@ -17,7 +17,7 @@ import torch
 from sppo.kernels.native.extension import NativeLibrary
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.offload import arena as arena_module
-from sppo.offload.arena import ALIGNMENT_BYTES, HostArena, NativeMapping, PythonMapping
+from sppo.offload.arena import ALIGNMENT_BYTES, HostArena, native_mapping, python_mapping
 from tests.native_builds import ROOT, library
 
 MIB = 1 << 20
@@ -72,13 +72,13 @@ def test_every_planned_byte_is_resident_and_zero(implementation, size, threads, 
 
 def test_nothing_is_resident_before_the_first_touch(implementation):
     mapping = (
-        PythonMapping(3 * MIB, huge_pages=False)
+        python_mapping(3 * MIB, huge_pages=False)
         if implementation is None
-        else NativeMapping(implementation, 3 * MIB, huge_pages=False, numa_node=None)
+        else native_mapping(implementation, 3 * MIB, huge_pages=False, numa_node=None)
     )
-    address = mapping.array().ctypes.data
+    address = mapping.data.ctypes.data
     assert resident_pages(address, 3 * MIB) == 0
-    mapping.touch(threads=2)
+    mapping.touch(2)
     assert resident_pages(address, 3 * MIB) * PAGE == 3 * MIB
 
 

@@ -10,7 +10,6 @@ import torch
 from sppo.offload import cuda_queues
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.tier import Tier
 from tests.offload import test_offload_store as test_moving_store
 from tests.offload.test_offload_store import run_step
 
@@ -94,8 +93,8 @@ def tensors_on_the_gpu(monkeypatch):
 
 
 def bring_back(queues, *, kind, lag, interleaved, directory):
-    tier = Tier(kind, directory if kind == "disk" else None)
-    store = OffloadStore(queues, tier=tier, source_lag=lag)
+    disk = directory if kind == "disk" else None
+    store = OffloadStore(queues, disk=disk, source_lag=lag)
     for step in range(3):
         run_step(store, interleaved=interleaved, step=step)
     assert not queues._sources
@@ -141,7 +140,7 @@ def test_a_step_given_up_leaves_the_streams_idle():
         raise GiveUpError
 
     queues = CudaQueues(torch.device("cuda"), poison=True, delay_cycles=4_000_000)
-    store = OffloadStore(queues, tier=Tier("host"))
+    store = OffloadStore(queues)
     with pytest.raises(GiveUpError):
         run_step(store, interleaved=True, alter=give_up)
     store.abort()

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from sppo.kernels.native.file import SECTOR_BYTES
+from sppo.offload import disk as disk_module
 from sppo.offload import file_tier as file_tier_module
-from sppo.offload import tier as tier_module
+from sppo.offload.disk import DiskRoom, disk_room, is_memory
 from sppo.offload.file_tier import FileTier
-from sppo.offload.tier import DiskRoom, disk_room, is_memory
 from sppo.units import GIB, KIB, MIB
 from tests.native_builds import ROOT, library
 
@@ -95,10 +95,10 @@ def test_bytes_come_back(opened, offset, size, misaligned_by):
     sent = random_bytes(size, misaligned_by=misaligned_by)
     tier.write(offset, sent).wait()
     back = random_bytes(size, misaligned_by=misaligned_by, seed=1)
-    ticket = tier.read(offset, back)
-    ticket.wait()
-    ticket.wait()
-    assert ticket.done
+    transfer = tier.read(offset, back)
+    transfer.wait()
+    transfer.wait()
+    assert transfer.done()
     assert np.array_equal(back, sent)
     whole = np.empty(SIZE, dtype=np.uint8)
     tier.read(0, whole).wait()
@@ -115,17 +115,17 @@ def test_many_in_flight_against_plain_memory(opened):
         cuts = [0, *ends[ends < SIZE].tolist(), SIZE]
         ranges = list(zip(cuts[:-1], cuts[1:], strict=True))
         random.shuffle(ranges)
-        tickets, reads = [], []
+        transfers, reads = [], []
         for number, (start, stop) in enumerate(ranges):
             part = random_bytes(stop - start, misaligned_by=number % 3, seed=number)
             if number % 2:
                 model[start:stop] = part
-                tickets.append(tier.write(start, part))
+                transfers.append(tier.write(start, part))
             else:
                 reads.append((start, part))
-                tickets.append(tier.read(start, part))
-        for ticket in tickets[::-1]:
-            ticket.wait()
+                transfers.append(tier.read(start, part))
+        for transfer in transfers[::-1]:
+            transfer.wait()
         for start, part in reads:
             assert np.array_equal(part, model[start : start + len(part)])
         whole = np.empty(SIZE, dtype=np.uint8)
@@ -288,7 +288,7 @@ def test_a_disk_that_fills_up_meanwhile_is_refused(implementation, tmp_path, mon
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(file_tier_module, "NativeFile", full)
-    monkeypatch.setattr("sppo.offload.python_tier_file._set_space_aside", full)
+    monkeypatch.setattr("sppo.offload.tier_file._reserve_space", full)
     before = nameless_files()
     with pytest.raises(OSError, match=r"does not fit: .* are free there") as caught:
         FileTier(tmp_path, MIB)
@@ -329,7 +329,7 @@ def test_a_disk_that_is_memory_is_told(implementation, tmp_path, monkeypatch, ca
     mounts = tmp_path / "mountinfo"
     device = tmp_path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    monkeypatch.setattr(tier_module, "_MOUNTS", mounts)
+    monkeypatch.setattr(disk_module, "_MOUNTS", mounts)
     for file_system, told in (("tmpfs", True), ("ext4", False)):
         caplog.clear()
         mounts.write_text(
@@ -349,7 +349,7 @@ from sppo.offload import file_tier as f
 from tests.native_builds import library
 f.native_library = library if sys.argv[1] == "native" else lambda: None
 tier = f.FileTier(sys.argv[2], 64 << 20)
-tickets = [tier.write(i << 20, np.full(1 << 20, i, dtype=np.uint8)) for i in range(64)]
+transfers = [tier.write(i << 20, np.full(1 << 20, i, dtype=np.uint8)) for i in range(64)]
 """
 
 
@@ -379,8 +379,9 @@ def test_a_program_may_end_or_fork_with_requests_in_flight(tmp_path, chosen):
         "        print('fork', error.errno, flush=True)\n"
         "    os._exit(0)\n"
         "os.wait()\n"
-        "tickets[0].wait()\n"
-        "tickets += [tier.write(i << 20, np.full(1 << 20, i, dtype=np.uint8)) for i in range(64)]\n"
+        "transfers[0].wait()\n"
+        "for i in range(64):\n"
+        "    transfers.append(tier.write(i << 20, np.full(1 << 20, i, dtype=np.uint8)))\n"
         "print('end', flush=True)"
     )
     done = subprocess.run(

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from sppo.offload import file_tier as file_tier_module
-from sppo.offload import python_tier_file
-from sppo.offload.file_tier import FileTier, Ticket
+from sppo.offload import tier_file as tier_file_module
+from sppo.offload.file_tier import FileTier, Transfer
 from sppo.offload.tier_file import BLOCK_BYTES, NativeFile
 from sppo.units import MIB
 from tests.native_builds import ROOT, c_compiler, library
@@ -45,7 +45,7 @@ def on_disk(request, monkeypatch, tmp_path):
     """Opens a tier on a disk that the test plays."""
     chosen = None if request.param == "python" else library()
     monkeypatch.setattr(file_tier_module, "native_library", lambda: chosen)
-    system = python_tier_file._system_io
+    system = tier_file_module._system_io
     kept: list[object] = []
 
     def open_tier(disk: Disk, *, threads: int = 2) -> FileTier:
@@ -67,7 +67,7 @@ def on_disk(request, monkeypatch, tmp_path):
             file = ctypes.byref(tier._file._file)
             assert chosen._library.sppo_file_set_io(file, kept[-1], None) == 0
         else:
-            monkeypatch.setattr(python_tier_file, "_system_io", python_io)
+            monkeypatch.setattr(tier_file_module, "_system_io", python_io)
         return tier
 
     yield open_tier
@@ -137,12 +137,12 @@ def test_a_fault_is_told_and_the_tier_goes_on(on_disk, tmp_path, write, code):
     tier = on_disk(failing)
     array = some_bytes(2 * BLOCK_BYTES + 5)
     bad.set()
-    ticket = (tier.write if write else tier.read)(4096, array)
+    asked = (tier.write if write else tier.read)(4096, array)
     for _ in range(2):
         with pytest.raises(OSError, match="failed") as caught:
-            ticket.wait()
+            asked.wait()
         assert caught.value.errno == code
-    assert ticket.done
+    assert asked.done()
     verb, advice = "writing" if write else "reading", file_tier_module._ADVICE.get(code, "name a")
     assert str(caught.value).startswith(
         f"[Errno {code}] {verb} 16.0 MiB at byte 4096 of the file tier in {tmp_path} failed: "
@@ -182,22 +182,22 @@ def test_a_slow_disk_is_slow_and_right(on_disk):
     assert tier.statistics.write_s >= 0.02
 
 
-def test_an_array_lives_until_its_ticket_is_done(on_disk):
+def test_an_array_lives_until_its_transfer_is_done(on_disk):
     gate = Gate()
     tier = on_disk(gate)
     array = some_bytes(MIB)
     alive = weakref.ref(array)
-    ticket = tier.write(0, array)
+    asked = tier.write(0, array)
     dropped = some_bytes(MIB, seed=1)
     dropped_alive = weakref.ref(dropped)
     tier.write(MIB, dropped)
     del array, dropped
     gc.collect()
-    assert not ticket.done
+    assert not asked.done()
     assert alive() is not None
     assert dropped_alive() is not None
     gate.open.set()
-    ticket.wait()
+    asked.wait()
     deadline_s = time.monotonic() + 10
     back = np.empty(2 * MIB, dtype=np.uint8)
     while dropped_alive() is not None and time.monotonic() < deadline_s:
@@ -212,7 +212,7 @@ def test_an_array_lives_until_its_ticket_is_done(on_disk):
 def test_a_waiter_hears_an_interrupt(on_disk):
     gate = Gate()
     tier = on_disk(gate)
-    ticket = tier.write(0, some_bytes(MIB))
+    asked = tier.write(0, some_bytes(MIB))
 
     def interrupt() -> None:
         time.sleep(0.1)  # until the main thread waits; earlier would pass, too, and show nothing
@@ -222,25 +222,25 @@ def test_a_waiter_hears_an_interrupt(on_disk):
 
     def wait() -> None:
         thread.start()
-        ticket.wait()
+        asked.wait()
 
     thread = threading.Thread(target=interrupt)
     with pytest.raises(KeyboardInterrupt):
         wait()
     thread.join()
     gate.open.set()
-    ticket.wait()
+    asked.wait()
 
 
 def test_closing_serves_what_was_asked_for(on_disk):
     gate = Gate()
     tier = on_disk(gate)
-    tickets = [tier.write(0, some_bytes(SIZE)), tier.read(0, some_bytes(SIZE))]
+    transfers = [tier.write(0, some_bytes(SIZE)), tier.read(0, some_bytes(SIZE))]
     threading.Timer(0.05, gate.open.set).start()
     tier.close()
-    for ticket in tickets:
-        assert ticket.done
-        ticket.wait()
+    for asked in transfers:
+        assert asked.done()
+        asked.wait()
     assert tier.statistics.written_bytes == tier.statistics.read_bytes == SIZE
     tier.close()
     assert tier.closed
@@ -251,12 +251,12 @@ def test_closing_serves_what_was_asked_for(on_disk):
 def test_an_exception_gives_up_what_has_not_begun(on_disk):
     gate = Gate()
     tier = on_disk(gate, threads=1)
-    tickets: list[Ticket] = []
+    transfers: list[Transfer] = []
     seen: list[int | None] = []
 
     def open_when_cancelled() -> None:
         with pytest.raises(OSError, match="the tier was closed before it was done") as caught:
-            tickets[-1].wait()
+            transfers[-1].wait()
         seen.append(caught.value.errno)
         gate.open.set()
 
@@ -264,7 +264,7 @@ def test_an_exception_gives_up_what_has_not_begun(on_disk):
 
     def fail_inside() -> None:
         with tier:
-            tickets.extend(tier.write(0, some_bytes(SIZE)) for _ in range(3))
+            transfers.extend(tier.write(0, some_bytes(SIZE)) for _ in range(3))
             assert gate.asked.wait(30)
             watcher.start()
             raise ZeroDivisionError
@@ -273,7 +273,7 @@ def test_an_exception_gives_up_what_has_not_begun(on_disk):
         fail_inside()
     watcher.join()
     assert seen == [errno.ECANCELED]
-    assert all(ticket.done for ticket in tickets)
+    assert all(asked.done() for asked in transfers)
     assert tier.statistics.written_bytes < SIZE
 
 

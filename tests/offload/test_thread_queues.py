@@ -2,9 +2,12 @@
 
 import errno
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from concurrent.futures import CancelledError, Future
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +18,14 @@ from sppo.offload.file_tier import FileTier
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues import Ordering, Region
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.offload.tier import Tier
-from sppo.offload.worker_queue import CancelledError, Lane, Reached
+from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
 from sppo.train.cpu_device import CpuDevice
 from tests.offload.test_offload_store import run_step
 
 
 @pytest.fixture
-def lane():
-    made = Lane("test")
+def queue():
+    made = WorkerQueue("test")
     yield made
     made.close()
 
@@ -32,8 +34,8 @@ def lane():
 @pytest.mark.parametrize("lag", [0, 1, 4])
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_threads_bring_back_what_was_sent(kind, lag, interleaved, tmp_path):
-    tier = Tier(kind, tmp_path if kind == "disk" else None)
-    store = OffloadStore(ThreadQueues(poison=True), tier=tier, source_lag=lag, checksums=True)
+    disk = tmp_path if kind == "disk" else None
+    store = OffloadStore(ThreadQueues(poison=True), disk=disk, source_lag=lag, checksums=True)
     for step in range(5):
         run_step(store, interleaved=interleaved, step=step)
     store.close()
@@ -42,7 +44,7 @@ def test_threads_bring_back_what_was_sent(kind, lag, interleaved, tmp_path):
 
 def test_a_slow_disk_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypatch):
     """What the step takes longer is what is reported as exposed."""
-    store = OffloadStore(ThreadQueues(), tier=Tier("disk", tmp_path))
+    store = OffloadStore(ThreadQueues(), disk=tmp_path)
 
     def step_s(step):
         start = time.perf_counter()
@@ -93,17 +95,118 @@ def test_nothing_computes_while_what_was_saved_waits_for_a_slow_disk(tmp_path, m
     store.close()
 
 
+def queues_with_threads():
+    """Threads begin with the first work."""
+    queues = ThreadQueues()
+    for worker in queues._workers:
+        wait_for(worker.submit(lambda: None))
+    return queues
+
+
 def test_threads_end_with_the_queues():
     before = threading.active_count()
-    queues = ThreadQueues()
+    queues = queues_with_threads()
     assert threading.active_count() == before + 4
     queues.close()
     assert threading.active_count() == before
-    dropped = ThreadQueues()
+    dropped = queues_with_threads()
     assert threading.active_count() == before + 4
     del dropped
     gc.collect()
+    deadline_s = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
     assert threading.active_count() == before
+
+
+SCRIPT = """
+import os, threading, time
+from sppo.offload.worker_queue import WorkerQueue
+one, other = WorkerQueue("one"), WorkerQueue("other")
+begun, gate = threading.Event(), threading.Event()
+def hold():
+    begun.set()
+    gate.wait()
+"""
+USUAL_EXIT = """
+for _ in range(5):
+    one.submit(lambda: time.sleep(0.02))
+other.submit(lambda: print("done", flush=True), after=[one.submit(lambda: None)])
+"""
+AT_ONCE = """
+other.submit(lambda: print("done", flush=True), after=[one.submit(hold)])
+os._exit(7)
+"""
+CANCELLED = """
+one.submit(hold)
+begun.wait()
+other.submit(lambda: print("done", flush=True), after=[one.submit(lambda: None)])
+one.cancel()
+other.cancel()
+gate.set()
+raise ZeroDivisionError
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "printed"), [(USUAL_EXIT, 0, "done"), (AT_ONCE, 7, ""), (CANCELLED, 1, "")]
+)
+def test_a_program_may_end_with_work_in_its_queues(end, code, printed):
+    """It finishes what was not cancelled, and waits for nothing where it ends by os._exit."""
+    command = [sys.executable, "-c", SCRIPT + end]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (code, printed), done.stderr
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_work_held_is_free_before_anyone_hears_of_its_end(queue, fails):
+    """Neither closure nor traceback nor the events it waited for keep a tensor."""
+    tensor = torch.ones(3)
+    alive, gate, seen = weakref.ref(tensor), threading.Event(), []
+
+    def work(tensor=tensor):
+        gate.wait()
+        if fails:
+            raise OSError(errno.EIO, f"the disk failed at {tensor}")
+
+    ended = queue.submit(work)
+    ended.add_done_callback(lambda _: seen.append(alive()))
+    del work, tensor
+    gate.set()
+    queue.wait_all()
+    assert seen == [None]
+
+
+def test_an_error_keeps_no_frame_of_those_who_wait_for_it(queue):
+    def fail():
+        raise OSError(errno.EIO, "the disk failed")
+
+    def wait_with(tensor):
+        with pytest.raises(OSError, match="the disk failed"):
+            wait_for(ended)
+        return weakref.ref(tensor)
+
+    ended = queue.submit(fail)
+    alive = wait_with(torch.ones(3))
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(OSError, match="the disk failed") as first:
+        queue.check()
+    with pytest.raises(OSError, match="the disk failed") as second:
+        queue.check()
+    assert first.value is not second.value
+
+
+def test_queues_that_wait_for_one_another_are_closed_together(queue):
+    other, gate, begun = WorkerQueue("other"), threading.Event(), threading.Event()
+    ran = []
+    queue.submit(lambda: (begun.set(), gate.wait()))
+    begun.wait()
+    first = other.submit(lambda: ran.append(1), after=[queue.submit(lambda: ran.append(2))])
+    queue.submit(lambda: ran.append(3), after=[first])
+    threading.Timer(0.05, gate.set).start()
+    close_queues([other, queue])
+    assert not ran
 
 
 def test_a_tensor_that_was_copied_out_is_let_go():
@@ -121,112 +224,110 @@ def test_a_tensor_that_was_copied_out_is_let_go():
     queues.close()
 
 
-def test_work_is_done_in_the_order_of_its_coming(lane):
+def test_work_is_done_in_the_order_of_its_coming(queue):
     done = []
     for number in range(50):
-        last = lane.add(lambda number=number: done.append(number), after=[])
-    last.wait()
+        last = queue.submit(lambda number=number: done.append(number))
+    wait_for(last)
     assert done == list(range(50))
-    assert last.done
+    assert last.done()
 
 
-def test_work_waits_for_its_events(lane):
-    other, gate = Lane("other"), threading.Event()
-    first = other.add(gate.wait, after=[])
-    second = lane.add(lambda: None, after=[Reached(), first])
-    assert not second.done
+def test_work_waits_for_its_events(queue):
+    other, gate = WorkerQueue("other"), threading.Event()
+    first = other.submit(gate.wait)
+    second = queue.submit(lambda: None, after=[first])
+    assert not second.done()
     gate.set()
-    second.wait()
-    assert first.done
+    wait_for(second)
+    assert first.done()
     other.close()
 
 
-def test_what_depends_on_failed_work_fails_with_it(lane):
+def test_what_depends_on_failed_work_fails_with_it(queue):
     def fail():
         raise OSError(errno.EIO, "the disk failed", "spill")
 
-    other, ran = Lane("other"), []
-    first = other.add(fail, after=[])
-    second = lane.add(lambda: ran.append(1), after=[first])
+    other, ran = WorkerQueue("other"), []
+    first = other.submit(fail)
+    second = queue.submit(lambda: ran.append(1), after=[first])
     for _ in range(2):
         with pytest.raises(OSError, match="the disk failed") as caught:
-            second.wait()
+            wait_for(second)
         assert (caught.value.errno, caught.value.filename) == (errno.EIO, "spill")
     assert not ran
     with pytest.raises(OSError, match="the disk failed"):
-        lane.check()
-    lane.wait_all()
-    lane.check()
-    lane.add(lambda: ran.append(1), after=[]).wait()
+        queue.check()
+    queue.wait_all()
+    queue.check()
+    wait_for(queue.submit(lambda: ran.append(1)))
     assert ran
     other.close()
 
 
-def test_cancelled_work_is_left_out(lane):
+def test_cancelled_work_is_left_out(queue):
     gate, ran = threading.Event(), []
-    lane.add(gate.wait, after=[])
-    waiting = lane.add(lambda: ran.append(1), after=[])
-    lane.cancel()
+    queue.submit(gate.wait)
+    waiting = queue.submit(lambda: ran.append(1))
+    queue.cancel()
     gate.set()
-    lane.wait_all()
+    queue.wait_all()
     with pytest.raises(CancelledError):
-        waiting.wait()
+        wait_for(waiting)
     assert not ran
-    lane.add(lambda: ran.append(1), after=[]).wait()
+    wait_for(queue.submit(lambda: ran.append(1)))
     assert ran
 
 
-def test_busy_seconds_are_those_of_the_work_alone(lane):
-    gate, other = threading.Event(), Lane("other")
-    late = other.add(gate.wait, after=[])
-    lane.add(lambda: time.sleep(0.05), after=[]).wait()
-    waiting = lane.add(lambda: None, after=[late])
+def test_busy_seconds_are_those_of_the_work_alone(queue):
+    gate, other = threading.Event(), WorkerQueue("other")
+    late = other.submit(gate.wait)
+    wait_for(queue.submit(lambda: time.sleep(0.05)))
+    waiting = queue.submit(lambda: None, after=[late])
     time.sleep(0.05)
     gate.set()
-    waiting.wait()
-    assert 0.05 <= lane.take_busy_s() < 0.09
-    assert lane.take_busy_s() == 0
+    wait_for(waiting)
+    assert 0.05 <= queue.take_busy_s() < 0.09
+    assert queue.take_busy_s() == 0
     other.close()
 
 
-class SlowToReturn(threading.Event):
-    """Whoever waits goes on long before the thread that set it."""
+def test_an_error_is_forgotten_for_good(queue, monkeypatch):
+    """The thread records no error once all was waited for, which the next step would find."""
+    set_exception = Future.set_exception
 
-    def set(self):
-        super().set()
+    def slow_to_return(future, error):
+        set_exception(future, error)  # who waits goes on long before the thread
         time.sleep(0.05)
 
-
-def test_an_error_is_forgotten_for_good(lane):
-    """Not noted by the lane's thread once the lane has settled, for the next step to find."""
+    monkeypatch.setattr(Future, "set_exception", slow_to_return)
 
     def fail():
         raise OSError(errno.EIO, "the disk failed")
 
     gate = threading.Event()
-    lane.add(gate.wait, after=[])
-    failing = lane.add(fail, after=[])
-    failing._ended = SlowToReturn()
+    queue.submit(gate.wait)
+    queue.submit(fail)
     gate.set()
-    lane.wait_all()
+    queue.wait_all()
     time.sleep(0.1)
-    lane.check()
+    queue.check()
 
 
-def test_seconds_are_taken_once_while_work_goes_on(lane):
+def test_seconds_are_taken_once_while_work_goes_on(queue):
     started, gate = threading.Event(), threading.Event()
 
     def work():
         started.set()
         gate.wait()
 
-    lane.add(lambda: time.sleep(0.1), after=[]).wait()
-    going_on = lane.add(work, after=[])
+    wait_for(queue.submit(lambda: time.sleep(0.1)))
+    going_on = queue.submit(work)
     started.wait()
-    assert lane.take_busy_s() >= 0.1
+    assert queue.take_busy_s() >= 0.1
     gate.set()
-    going_on.wait()
-    assert lane.take_busy_s() < 0.1
+    wait_for(going_on)
+    assert queue.take_busy_s() < 0.1
 
 
 def test_only_events_of_these_queues_are_waited_for():

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sppo.activations.placement import PlacementOf
 from sppo.activations.policy import policy_placement
-from sppo.activations.subsequence_placement import PlacementOf
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
@@ -19,7 +19,6 @@ from sppo.engine.engine import Engine, ParallelContext
 from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
 from sppo.offload.offload_store import OffloadStore
-from sppo.offload.tier import Tier
 from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.learning_rate import learning_rate
 from sppo.optim.sharded_state import ShardedState
@@ -220,9 +219,9 @@ def rows_of_leg(leg: Leg, model: ModelConfig, dtype: torch.dtype) -> PlacementOf
 
 
 def _store(leg: Leg, disk: str) -> OffloadStore:
-    tier = Tier("disk", Path(disk)) if leg.tier == "disk" else Tier("host")
     queues = queues_of(leg.queues, poison=leg.debug)
-    return OffloadStore(queues, tier=tier, source_lag=leg.lag, checksums=leg.debug)
+    directory = Path(disk) if leg.tier == "disk" else None
+    return OffloadStore(queues, disk=directory, source_lag=leg.lag, checksums=leg.debug)
 
 
 def _exchange(leg: Leg, model: ModelConfig, mesh: Mesh) -> Any:

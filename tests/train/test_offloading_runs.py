@@ -13,9 +13,9 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.kernels.native.machine_memory import MemoryRoom
-from sppo.offload import tier
+from sppo.offload import disk
+from sppo.offload.disk import DiskRoom
 from sppo.offload.file_tier import FileTier
-from sppo.offload.tier import DiskRoom
 from sppo.planning.run_plan import USABLE_FRACTION
 from sppo.train import preflight, trainer
 from sppo.train.preflight import check_before_training
@@ -159,7 +159,7 @@ def test_a_directory_that_cannot_be_written_is_refused(work):
 
 
 def test_a_disk_that_is_too_small_is_refused(work, monkeypatch):
-    monkeypatch.setattr(tier, "disk_room", lambda directory: DiskRoom(free_bytes=100_000))
+    monkeypatch.setattr(disk, "disk_room", lambda directory: DiskRoom(free_bytes=100_000))
     error = refuse("train", offloading_run(work, policy="offload_all"), code=4)
     assert "activations.policy=offload_all offloads" in error
     assert "activations.offload_ratio=0." in error

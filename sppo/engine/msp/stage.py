@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sppo.activations.subsequence_placement import PlacementOf
+from sppo.activations.placement import PlacementOf
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
 from sppo.engine.msp.attention import MspAttention, PrefixMeter

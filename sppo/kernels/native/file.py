@@ -1,7 +1,7 @@
 """The file functions of the native library, with their types: see csrc/file_tier.h.
 
-What is opened here is closed here, once; what is submitted is forgotten, once. Who keeps these
-rules is sppo/offload/tier_file.py.
+Every file that is opened must be closed once, and every request that is submitted must be forgotten
+once; sppo/offload/tier_file.py does both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tier behind the device: which one, and, of a disk, its directory and the room on it."""
+"""Free space on the disk of a directory, and whether a directory can be used for offloading."""
 
 from __future__ import annotations
 
@@ -6,43 +6,30 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from sppo.units import GIB, format_bytes
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-_RESERVE_SHARE = 10  # a tenth
+_RESERVED_PART = 10  # a tenth
 _MOST_RESERVE_BYTES = 16 * GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
-    """The memory in which offloaded tensors wait: the host's, or a disk."""
-
-    kind: Literal["host", "disk"]
-    directory: Path | None = None
-    """Directory in which a disk tier makes its file."""
-
-    def __post_init__(self) -> None:
-        assert (self.directory is None) == (self.kind == "host"), "a disk has a directory"
-
-
-@dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """Bytes of the file system that holds a directory."""
+    """Free space of the file system that holds a directory."""
 
     free_bytes: int
-    """What this user may still write."""
+    """Bytes that this user may still write."""
 
     @property
     def reserve_bytes(self) -> int:
-        """What stays free for checkpoints, logs and other programs: a tenth, 16 GiB at most."""
-        return min(self.free_bytes // _RESERVE_SHARE, _MOST_RESERVE_BYTES)
+        """Bytes left free for checkpoints, logs and other programs: a tenth, at most 16 GiB."""
+        return min(self.free_bytes // _RESERVED_PART, _MOST_RESERVE_BYTES)
 
     @property
     def usable_bytes(self) -> int:
-        """What a tier may take."""
+        """Bytes that a tier may take."""
         return self.free_bytes - self.reserve_bytes
 
     def __str__(self) -> str:
@@ -53,22 +40,22 @@ class DiskRoom:
 
 
 def disk_room(directory: Path) -> DiskRoom:
-    """What may be written below ``directory`` now.
+    """Return how much may be written below ``directory`` now.
 
     Raises:
-        OSError: there is no such directory, or it cannot be asked.
+        OSError: there is no such directory, or its file system does not say.
     """
     found = os.statvfs(directory)
     return DiskRoom(free_bytes=found.f_bavail * found.f_frsize)
 
 
 def is_memory(directory: Path) -> bool:
-    """Whether ``directory`` is a disk by name only, as /dev/shm and some systems' /tmp are."""
+    """Return whether ``directory`` lies in memory, as /dev/shm does and /tmp of some systems."""
     try:
         device = os.stat(directory).st_dev
         lines = _MOUNTS.read_text().splitlines()
     except OSError:
-        return False  # not a system that tells
+        return False  # the system does not say
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in lines:
         mount, _, source = line.partition(" - ")
@@ -78,10 +65,10 @@ def is_memory(directory: Path) -> bool:
 
 
 def usable_directory(directory: Path) -> DiskRoom:
-    """What is free behind ``directory``, for files that this process can make there.
+    """Return the room in ``directory`` after making sure that this process can make files there.
 
     Raises:
-        ValueError: it cannot; says what to change.
+        ValueError: it cannot; the message says what to change.
     """
     what = f"activations.disk={directory}"
     if not directory.exists():
