@@ -1,8 +1,8 @@
-"""What one rank saves of the units of a step on one stage: rows by tensor, bytes, places.
+"""Layout of the activations that one rank saves on one stage: rows, bytes, extents of blocks.
 
-The offloaded rows of a layer's tensors travel together, packed one behind the other as one block.
-Blocks have their places in the next tier here, before the step, so that nothing is allocated while
-it runs.
+The offloaded rows of the tensors of one layer of one unit are packed one behind the other into one
+block, which is copied at once. Extents in the next tier are assigned to all blocks before the step,
+so that nothing is allocated while it runs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sppo.config.model import ModelConfig
 from sppo.schedule.orders import UnitKey
 
 TENSOR_ALIGNMENT_BYTES = 64
-"""Tensors begin at multiples of it, as the kernels like them."""
+"""Alignment of the tensors in a block, for which kernels are fastest."""
 BLOCK_ALIGNMENT_BYTES = 4096
-"""Blocks begin at and fill multiples of it: what a disk reads and writes past the page cache."""
+"""Alignment of the blocks and of their sizes: sectors of a disk, read without the page cache."""
 PREFETCH_LAYERS = 2
-"""Layers whose blocks may be under way back ahead of the one in use. 1 + ceil(t_H2D / t_backward)
-is 2 wherever a block comes back within a layer's backward; where copies are slower, the layers in
-between are what the whole step waits for, and more room would only move the wait."""
+"""Layers that are prefetched ahead of the one in use: 1 + ceil(t_H2D / t_backward), which is 2 if a
+block comes back within a layer's backward. If copies are slower, the whole step waits for them, and
+prefetching more layers would only move the wait."""
 
 
 class ActivationKey(NamedTuple):
@@ -42,7 +42,7 @@ class ActivationKey(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Where a block lies in the tier."""
+    """Range of bytes in the tier that holds a block."""
 
     offset_bytes: int
     size_bytes: int
@@ -51,25 +51,25 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OffloadSchedule:
-    """What is offloaded in one step."""
+    """Blocks of one step: their extents, the order of their use, and the slots needed."""
 
     extents: Mapping[ActivationKey, Extent]
-    """Of every key of the step, also of those that offload nothing."""
+    """Extents of all keys of the step; those that offload nothing have size 0."""
     order: Sequence[ActivationKey]
-    """In which backward takes the keys."""
+    """Keys in the order in which backward takes them."""
     staging_slots: int
-    """Blocks that may be on their way to a disk, or from it, at once."""
+    """Host slots for blocks on their way to or from a disk."""
     ring_slots: int
-    """Blocks that may be on the device, on their way back or in use."""
+    """Device slots for blocks that come back or are in use."""
 
     @property
     def largest_bytes(self) -> int:
-        """The largest block."""
+        """Size of the largest block."""
         return max((extent.size_bytes for extent in self.extents.values()), default=0)
 
     @property
     def tier_bytes(self) -> int:
-        """Room that the blocks take."""
+        """Size of the tier that holds all blocks."""
         return max((sum(extent) for extent in self.extents.values()), default=0)
 
 
@@ -127,7 +127,7 @@ class BlockLayout:
     def blocks(
         self, rows: Rows, *, attention_saved: bool, residual: Rows | None = None
     ) -> tuple[int, ...]:
-        """Bytes of each layer's block; see :meth:`tensor_rows`."""
+        """Return the size of each layer's block, of the same tensors."""
         sizes = {
             own: packed_bytes(self.tensor_bytes(rows, own_input=own, residual=residual).values())
             for own in (False, True)
@@ -139,35 +139,35 @@ class BlockLayout:
 
     @property
     def most_padding_bytes(self) -> int:
-        """What alignment adds to a block at most."""
+        """Upper bound of the bytes that alignment adds to a block."""
         tensors = len(tensor_bytes_per_token(self.model, element_bytes=1))
         return tensors * (TENSOR_ALIGNMENT_BYTES - 1) + BLOCK_ALIGNMENT_BYTES - 1
 
     def taken_at_once(self, *, attention_saved: bool) -> int:
-        """Layers that backward takes together at most: those that share a saved input."""
+        """Return the most layers that backward takes together: those that share an input."""
         return min(self.input_every, len(self.layers)) if attention_saved else 1
 
     @property
     def ring_slots(self) -> int:
-        """Blocks on their way back, or in use."""
+        """Slots for the blocks that are prefetched or in use."""
         return PREFETCH_LAYERS + self.taken_at_once(attention_saved=True)
 
     @property
     def staging_slots(self) -> int:
-        """Blocks on their way to a disk: a subsequence's, which drain while the next computes."""
+        """Slots for the blocks of one subsequence, written to a disk while the next computes."""
         return max(2, len(self.layers))
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationLayout:
-    """What one rank does with every unit's saved tensors.
+    """Rows and bytes of every unit's saved tensors that one rank retains and offloads.
 
     Attributes:
-        blocks: Of its stage.
-        shards: Of each unit, what every rank that shares its tokens does with its own.
-        rank: Its position among those.
-        whole: What all do with tensors that have all of a unit's tokens and a shard of the heads or
-            of the MLP width (Megatron); None where every tensor has a rank's own tokens.
+        blocks: Layout of the blocks of the stage.
+        shards: Placements of each unit's shards, one for every rank among which it is sharded.
+        rank: Position of this rank among those.
+        whole: Placements of the tensors that have all of a unit's tokens and a shard of the heads
+            or of the MLP width (Megatron); None if every tensor has a rank's own tokens.
     """
 
     blocks: BlockLayout
@@ -195,7 +195,7 @@ class ActivationLayout:
         return tuple(shard.recomputed[ATTENTION] for shard in self.shards[unit])
 
     def retained_bytes(self, unit: UnitKey) -> int:
-        """Bytes of the unit that stay on the device, every tensor up to the next aligned offset."""
+        """Return the bytes of the unit that stay on the device, with every tensor aligned."""
         placement, residual = self._placement(unit), self.shards[unit][self.rank]
         return sum(
             aligned_bytes(size)
@@ -210,7 +210,7 @@ class ActivationLayout:
     def offload_schedule(
         self, backward_order: Sequence[UnitKey], *, sequences_in_flight: int
     ) -> OffloadSchedule:
-        """Where offloaded blocks lie: those of a sequence one behind the other.
+        """Assign extents to all blocks, those of a sequence one behind the other.
 
         Args:
             backward_order: the units in the order of their backwards.
@@ -236,11 +236,11 @@ class ActivationLayout:
         )
 
     def _placement(self, unit: UnitKey) -> SubsequencePlacement:
-        """Of the tensors that are not of the residual stream."""
+        """Return the placement of the tensors outside the residual stream."""
         return self.shards[unit][self.rank] if self.whole is None else self.whole[unit]
 
     def _block_bytes(self, unit: UnitKey) -> tuple[int, ...]:
-        """Of each layer's block."""
+        """Return the size of each layer's block."""
         placement = self._placement(unit)
         return self.blocks.blocks(
             placement.offloaded,
@@ -250,7 +250,7 @@ class ActivationLayout:
 
 
 def packed_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Where each tensor begins in a block, in the order given, and the size of the block."""
+    """Return the offset of each tensor in a block, in the order given, and the block's size."""
     offsets, end = {}, 0
     for name, size in sizes.items():
         offsets[name] = end
@@ -259,10 +259,10 @@ def packed_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
 
 
 def packed_bytes(sizes: Iterable[int]) -> int:
-    """Size of a block of tensors of these sizes."""
+    """Return the size of a block of tensors of these sizes."""
     return aligned_bytes(sum(map(aligned_bytes, sizes)), BLOCK_ALIGNMENT_BYTES)
 
 
 def aligned_bytes(size: int, alignment: int = TENSOR_ALIGNMENT_BYTES) -> int:
-    """``size`` up to the next aligned offset."""
+    """Return ``size`` rounded up to a multiple of ``alignment``."""
     return -(-size // alignment) * alignment

@@ -1,4 +1,4 @@
-"""What layers save of a unit: the first rows leave the device and come back, the next stay."""
+"""Store of the tensors that layers save: the first rows are offloaded, the next stay."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sppo.offload.offload_store import OffloadStore
 
 @dataclass(frozen=True, slots=True)
 class SavedTensors:
-    """Two stores as one.
+    """Divides saved tensors by rows between a store on the device and one that offloads.
 
     Attributes:
-        retained: Where tensors wait that stay on the device.
-        offloaded: Where those wait that leave it; None where none does.
+        retained: Store of the rows that stay on the device.
+        offloaded: Store of the rows that leave it; None if none do.
     """
 
     retained: ActivationStore
@@ -33,38 +33,38 @@ class SavedTensors:
         offloaded_rows: Mapping[str, int],
         retained_rows: Mapping[str, int],
     ) -> None:
-        """Take over ``saved``, by rows."""
+        """Take over ``saved``, with the given numbers of rows of each tensor."""
         offloaded, retained = cut(saved, offloaded_rows, retained_rows)
         self.retained.save(key, retained)
         if self.offloaded is not None:
             self.offloaded.save(key, offloaded)
 
     def take(self, key: ActivationKey) -> Saved:
-        """Return what was saved under ``key``, good until :meth:`release`."""
+        """Return the tensors saved under ``key``, valid until :meth:`release`."""
         offloaded = {} if self.offloaded is None else self.offloaded.take(key)
         return join(offloaded, self.retained.take(key))
 
     def take_owned(self, key: ActivationKey) -> Saved:
-        """Return what was saved under ``key`` in memory of its own, which outlives the stores'."""
+        """Return the tensors saved under ``key``, in memory that belongs to the caller."""
         offloaded = {} if self.offloaded is None else _copied(self.offloaded.take(key))
         retained = self.retained.take(key)
         return join(offloaded, _copied(retained) if self.retained.lends_memory else retained)
 
     def release(self, key: ActivationKey) -> None:
-        """Compute has read what :meth:`take` gave."""
+        """Allow the memory of taken tensors to be reused: compute has read them."""
         self.retained.release(key)
         if self.offloaded is not None:
             self.offloaded.release(key)
 
     def abort(self) -> None:
-        """Forget everything: the step failed."""
+        """Forget everything, after a step that failed."""
         if self.offloaded is not None:
             self.offloaded.abort()  # first: copies under way may read what the others free
         self.retained.abort()
 
     @property
     def num_entries(self) -> int:
-        """Keys saved and not yet taken, in both stores."""
+        """Number of keys saved and not yet taken, in both stores."""
         away = 0 if self.offloaded is None else self.offloaded.num_entries
         return self.retained.num_entries + away
 
@@ -72,7 +72,7 @@ class SavedTensors:
 def cut(
     saved: Saved, offloaded_rows: Mapping[str, int], retained_rows: Mapping[str, int]
 ) -> tuple[Saved, Saved]:
-    """(offloaded, retained) rows of ``saved``, which is emptied; views of its tensors."""
+    """Take the tensors out of ``saved``; return views of their (offloaded, retained) rows."""
     offloaded: Saved = {}
     retained: Saved = {}
     for name in {**offloaded_rows, **retained_rows}:
@@ -85,7 +85,7 @@ def cut(
 
 
 def join(offloaded: Saved, retained: Saved) -> Saved:
-    """What :func:`cut` cut, as far as it was saved."""
+    """Return the tensors that :func:`cut` divided, without the rows that were not saved."""
     joined = {**offloaded, **retained}
     for name in offloaded.keys() & retained.keys():
         joined[name] = torch.cat([offloaded[name], retained[name]], dim=token_dimension(name))
