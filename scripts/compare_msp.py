@@ -165,7 +165,7 @@ class _Sides:
                 schedule,
                 arguments.ranks,
                 rank,
-                courier=links,
+                p2p=links,
                 shards=MspLinks(self._mesh) if name == "on" else None,
                 planned=self._msp_program(model) if name == "on" else None,
             )

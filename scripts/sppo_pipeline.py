@@ -70,7 +70,7 @@ class SppoPipeline:
         degree, model = run.parallel.pipeline_parallel_degree, run.model
         mesh = Mesh(MeshShape(pipeline_parallel=degree), rank=rank, timeout_s=TIMEOUT_S)
         links = PipelineLinks(mesh, device=torch.device("cpu"))
-        pipeline = Pipeline(self._plan.schedule, degree, rank, courier=links)
+        pipeline = Pipeline(self._plan.schedule, degree, rank, p2p=links)
         names = stage_shapes(model, pipeline.layers(model.num_layers)[rank])
         everything = initial_weights(model, seed=0)
         weights = {name: everything[name].bfloat16() for name in names}

@@ -33,6 +33,7 @@ NAMES = {
     "ticket": "transfer",
     "tickets": "transfers",
     "books": "account",
+    "courier": "p2p",
 }
 """Parts of identifiers, and what is said today."""
 

@@ -202,7 +202,7 @@ class Engine:
                 )
                 for index, layers in enumerate(pipeline.all_layers(model.num_layers))
             }
-        self._teams: dict[str, MspExecutor] = {}
+        self._msp_executors: dict[str, MspExecutor] = {}
 
     @torch.no_grad()
     def accumulate(
@@ -257,7 +257,7 @@ class Engine:
         Connects the ranks that run pieces together, so every rank must call it.
         """
         schedule = self._program(tuple(map(tuple, lengths)), forward_only=False)
-        self._team(schedule)
+        self._msp_executor(schedule)
         return schedule
 
     def take_peaks(self) -> EnginePeaks:
@@ -318,9 +318,9 @@ class Engine:
             schedule,
             rank=self._pipeline.rank,
             stages=self._stages,
-            courier=self._pipeline.courier,
+            p2p=self._pipeline.p2p,
             reduce=self._companions.reduce,
-            team=self._team(schedule),
+            msp=self._msp_executor(schedule),
             stopwatch=self._stopwatch,
         )
         output = executor.run(units, loss_scale=loss_scale, before_action=before_action)
@@ -368,16 +368,16 @@ class Engine:
             costs=equal_costs(offloaded=offloaded),
         )
 
-    def _team(self, schedule: Schedule) -> MspExecutor | None:
-        """Who runs the pieces of ``schedule``; None where no unit is cut."""
+    def _msp_executor(self, schedule: Schedule) -> MspExecutor | None:
+        """Return the executor of this rank's shards of units; None if ``schedule`` cuts no unit."""
         shards = self._pipeline.shards
         if shards is None or not any(a.num_shards > 1 for p in schedule.programs for a in p):
             return None
         digest = schedule.digest()
-        if digest not in self._teams:
+        if digest not in self._msp_executors:
             groups = find_msp_groups(schedule, programs=encode(schedule)).values()
             shards.connect([(group.ranks[0], group.ranks[-1]) for group in groups])
-            self._teams = {
+            self._msp_executors = {
                 digest: MspExecutor(
                     schedule,
                     stages=self._msp_stages,
@@ -386,7 +386,7 @@ class Engine:
                     member=self._share.rank,
                 )
             }
-        return self._teams[digest]
+        return self._msp_executors[digest]
 
     def _prepare(self, schedule: Schedule, units: Mapping[tuple[int, int], Unit]) -> None:
         """Make room on each stage for the units that it runs whole."""

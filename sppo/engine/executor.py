@@ -29,12 +29,12 @@ _SHOWN_AROUND_FAILURE = 3
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a walk through the program yields."""
+    """Losses and trace of one run of the program."""
 
     token_losses: dict[tuple[int, int], Tensor]
     """Unscaled loss of each token by (sequence, subsequence), on the last stage."""
     trace: Trace
-    """What was executed, and when."""
+    """The executed actions and their times."""
 
 
 class Executor:
@@ -44,9 +44,9 @@ class Executor:
         schedule: validated.
         rank: whose program to run.
         stages: this rank's stages by stage index.
-        courier: carries tensors between ranks; None where a program has no messages.
+        p2p: carries tensors between ranks; None if the program has no messages.
         reduce: adds up a stage's gradients over the ranks that hold the same stage.
-        team: runs the pieces of cut units; None where no unit is cut.
+        msp: runs this rank's shards of units; None if no unit is cut.
         stopwatch: takes the time of every action; None: the host's clock does.
 
     Raises:
@@ -59,14 +59,14 @@ class Executor:
         *,
         rank: int,
         stages: Mapping[int, Stage],
-        courier: PipelineP2P | None = None,
+        p2p: PipelineP2P | None = None,
         reduce: Callable[[int], None] | None = None,
-        team: MspExecutor | None = None,
+        msp: MspExecutor | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
         self._program = schedule.programs[rank]
-        self._hand_over = StageBuffers(schedule, rank=rank, courier=courier)
-        self._team = team
+        self._buffers = StageBuffers(schedule, rank=rank, p2p=p2p)
+        self._msp = msp
         self._stages, self._reduce_stage = stages, reduce
         self._training = schedule.is_training
         self._stopwatch = stopwatch or HostStopwatch()
@@ -78,7 +78,7 @@ class Executor:
             ActionKind.H2D: self._start_reload,
             ActionKind.REDUCE: self._reduce,
         }
-        if courier is not None:
+        if p2p is not None:
             self._handlers |= {ActionKind.SEND: self._send, ActionKind.RECV: self._receive}
         self._deferred = {
             (action.stage, action.unit) for action in self._program if action.kind is ActionKind.W
@@ -127,27 +127,27 @@ class Executor:
         return StepOutput(self._losses, trace)
 
     def _begin(self) -> None:
-        if self._team is None:
-            self._hand_over.begin(_own_tokens(self._units))
+        if self._msp is None:
+            self._buffers.begin(_own_tokens(self._units))
             return
-        self._team.begin(self._units, training=self._training)
-        self._hand_over.begin(self._team.tokens)
+        self._msp.begin(self._units, training=self._training)
+        self._buffers.begin(self._msp.tokens)
 
     def _await_input(self, action: Action) -> None:
-        """Wait for what F or B needs from other ranks, and for those that run the other pieces."""
+        """Wait for the input of F or B from other ranks, and for the ranks of its MSP group."""
         if action.kind not in (ActionKind.F, ActionKind.B):
             return
-        self._hand_over.await_input(action)
+        self._buffers.await_input(action)
         if action.num_shards > 1:
-            assert self._team is not None, "a program with pieces has a team"
-            self._team.barrier(action)
+            assert self._msp is not None, "a program with shards has an MSP executor"
+            self._msp.barrier(action)
 
     def _forward(self, action: Action) -> None:
         stage, unit, first = self._work(action)
-        output = stage.forward(unit, self._hand_over.take(action), loss_scale=self._loss_scale)
+        output = stage.forward(unit, self._buffers.take(action), loss_scale=self._loss_scale)
         own_stage = self._stages.get(action.stage)
         if output is not None:
-            self._hand_over.put("act", action, output, first=first)
+            self._buffers.put("act", action, output, first=first)
         elif own_stage is not None:  # not a borrower of the last stage
             self._losses[action.unit] = own_stage.pop_losses(*action.unit)
         if not self._training and own_stage is not None and unit.span.end == unit.span.length:
@@ -156,41 +156,41 @@ class Executor:
     def _backward(self, action: Action) -> None:
         stage, unit, first = self._work(action)
         deferred = (action.stage, action.unit) in self._deferred
-        dx = stage.backward(unit, self._hand_over.take(action), defer_weights=deferred)
+        dx = stage.backward(unit, self._buffers.take(action), defer_weights=deferred)
         if dx is not None:
-            self._hand_over.put("grad", action, dx, first=first)
+            self._buffers.put("grad", action, dx, first=first)
 
     def _work(self, action: Action) -> tuple[Stage, Unit, int]:
         """(stage, unit, first of this rank's tokens) of an F or B."""
         if action.num_shards == 1:
             return self._stages[action.stage], self._units[action.unit], 0
-        assert self._team is not None, "a program with pieces has a team"
-        shard = self._team.shard(action)
-        return self._team.stage(action), shard, shard.first_token
+        assert self._msp is not None, "a program with shards has an MSP executor"
+        shard = self._msp.shard(action)
+        return self._msp.stage(action), shard, shard.first_token
 
     def _weight_gradients(self, action: Action) -> None:
         self._stages[action.stage].weight_gradients(self._units[action.unit])
 
     def _send(self, action: Action) -> None:
-        self._hand_over.send(action)
+        self._buffers.send(action)
 
     def _receive(self, action: Action) -> None:
         width, dtype = self._message
-        self._hand_over.receive(action, width=width, dtype=dtype)
+        self._buffers.receive(action, width=width, dtype=dtype)
 
     def _finish_offload(self, action: Action) -> None:
-        """A D2H ends what F began: layer by layer, the unit is with the copy queues by now."""
+        """Run D2H: check that all layers of the unit are with the copy queues since F."""
         self._offloading(action).finish_offload(action.unit)
 
     def _start_reload(self, action: Action) -> None:
-        """An H2D allows the unit back: layer by layer, as far ahead of B as there is room."""
+        """Run H2D: allow the unit's layers to come back, as far ahead of B as there is room."""
         self._offloading(action).start_reload(action.unit)
 
     def _offloading(self, action: Action) -> OffloadStore:
         stage: Stage
         if action.num_shards > 1:
-            assert self._team is not None, "a program with pieces has a team"
-            stage = self._team.stage(action)
+            assert self._msp is not None, "a program with shards has an MSP executor"
+            stage = self._msp.stage(action)
         else:
             stage = self._stages[action.stage]
         assert stage.offloaded is not None, f"{action} on a stage without another tier"
@@ -207,16 +207,16 @@ class Executor:
         return stage.model.hidden_size, stage.dtype
 
     def _finish(self) -> None:
-        self._hand_over.wait_all()
-        if self._team is not None:
-            self._team.assert_idle()
+        self._buffers.wait_all()
+        if self._msp is not None:
+            self._msp.assert_idle()
         for stage in self._stages.values():
             stage.assert_idle()
 
     def _discard(self) -> None:
-        self._hand_over.abort()
-        if self._team is not None:
-            self._team.abort()
+        self._buffers.abort()
+        if self._msp is not None:
+            self._msp.abort()
         for stage in self._stages.values():
             stage.abort()
 
@@ -231,5 +231,5 @@ class Executor:
 
 
 def _own_tokens(units: Mapping[tuple[int, int], Unit]) -> LocalTokens:
-    """Without pieces a message carries all of this rank's tokens of a unit, or none."""
+    """Return the token counts without MSP: a message has all tokens of this rank, or none."""
     return lambda unit, end: units[unit].tokens_C.shape[0] if end else 0

@@ -19,7 +19,7 @@ class Pipeline:
         num_ranks: Pipeline ranks.
         rank: This one.
         num_virtual: Stages of every rank.
-        courier: Carries tensors to and from neighbours; None on one rank.
+        p2p: Carries tensors to and from neighbours; None on one rank.
         planned: The program of the step that was planned; None where none was, as in tests.
         shards: How ranks talk that run pieces of one unit; None where no unit is cut.
     """
@@ -28,7 +28,7 @@ class Pipeline:
     num_ranks: int = 1
     rank: int = 0
     num_virtual: int = 1
-    courier: PipelineP2P | None = None
+    p2p: PipelineP2P | None = None
     planned: Schedule | None = None
     shards: MspLinks | None = None
 

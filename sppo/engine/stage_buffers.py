@@ -40,11 +40,11 @@ class StageBuffers:
     Args:
         schedule: that is run.
         rank: position in the pipeline.
-        courier: carries messages; None where there are none.
+        p2p: carries messages between ranks; None if the program has none.
     """
 
-    def __init__(self, schedule: Schedule, *, rank: int, courier: PipelineP2P | None) -> None:
-        self._schedule, self._rank, self._courier = schedule, rank, courier
+    def __init__(self, schedule: Schedule, *, rank: int, p2p: PipelineP2P | None) -> None:
+        self._schedule, self._rank, self._p2p = schedule, rank, p2p
         self._offsets = schedule.unit_offsets()
         groups = find_msp_groups(schedule, programs=encode(schedule))
         self._routes = msp_routes(schedule, groups=groups)
@@ -74,23 +74,23 @@ class StageBuffers:
 
     def send(self, action: Action) -> None:
         """A SEND, which names the stage that made the tensor."""
-        assert self._courier is not None, "a program with messages has a courier"
+        assert self._p2p is not None, "a program with messages has links between ranks"
         assert action.wire is not None, "a message carries something"
         key = self._key(action.wire, producer=action.stage, unit=action.unit)
         receiver = self._routes_of(key)[action.shard].receiver
         part = self._outgoing.pop((key, action.shard))
         if part.shape[0]:
-            self._courier.send(part, receiver=receiver, what=str(action))
+            self._p2p.send(part, receiver=receiver, what=str(action))
 
     def receive(self, action: Action, *, width: int, dtype: torch.dtype) -> None:
         """A RECV, which names the stage that consumes the tensor."""
-        assert self._courier is not None, "a program with messages has a courier"
+        assert self._p2p is not None, "a program with messages has links between ranks"
         assert action.wire is not None, "a message carries something"
         key = _InputKey(action.wire, action.stage, action.unit)
         route = self._routes_of(key)[action.shard]
         begin, end = self._interval(key, route)
         if end > begin:
-            self._expected.setdefault(key, {})[begin] = self._courier.receive(
+            self._expected.setdefault(key, {})[begin] = self._p2p.receive(
                 (end - begin, width),
                 dtype=dtype,
                 sender=route.sender,
@@ -117,8 +117,8 @@ class StageBuffers:
         Raises:
             AssertionError: something was made, or came, that nobody took.
         """
-        if self._courier is not None:
-            self._courier.wait_all()
+        if self._p2p is not None:
+            self._p2p.wait_all()
         left = [f"{p.wire} of unit {p.unit} for stage {p.consumer}" for p in self._here]
         left += [f"a message: {key}" for key in self._expected]
         left += [f"not sent: {key}" for key, _ in self._outgoing]

@@ -73,7 +73,7 @@ def build_state(
         schedule=plan.schedule,
         num_ranks=mesh.shape.pipeline_parallel,
         rank=mesh.at.pipeline,
-        courier=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
+        p2p=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
         planned=plan_program(plan),
         shards=MspLinks(mesh) if cuts_units else None,
     )

@@ -152,7 +152,7 @@ def _steps(rank: int, case: Case):
     at = mesh.at
     shards = MspLinks(mesh) if case.schedule == "sppo_msp" else None
     pipeline = Pipeline(
-        case.schedule, case.shape[1], at.pipeline, case.virtual, courier=links, shards=shards
+        case.schedule, case.shape[1], at.pipeline, case.virtual, p2p=links, shards=shards
     )
     everything = random_weights(model)
     exchange = exchange_of(case, model, mesh)

@@ -82,7 +82,7 @@ class _Rank:
         links = PipelineLinks(mesh, device=torch.device("cpu")) if mesh.groups.edges else None
         pieces = MspLinks(mesh) if leg.schedule == "sppo_msp" else None
         pipeline = Pipeline(
-            leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, courier=links, shards=pieces
+            leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, p2p=links, shards=pieces
         )
         shared = ShardedState(model, mesh=mesh, pipeline=pipeline, zero=leg.zero)
         dtype = DTYPES[case.dtype]
