@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +110,13 @@ def tree(directory: Path) -> dict[str, bytes | str | None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what ``scripts/test.sh`` leaves to ``scripts/test.sh --all``, before -m chooses."""
     tiers.mark(items, pytest.mark.exhaustive)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of garbage collections, of which runs ask many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
