@@ -211,12 +211,12 @@ def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:
 
 
 def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> float:
-    """Device bytes at the worst moment, see `activation_decisions.held_bytes`, and the ring."""
+    """Device bytes at the worst moment, see `placement.held_bytes`, and the ring."""
     held = np.cumsum((retained @ problem.row_bytes) * problem.in_flight)
     if problem.slots is not None:
         recomputed = problem.tokens[:, None] - retained - offloaded
-        decisions = ActivationPlacement(retained[None], offloaded[None], recomputed[None])
-        return float(held[-1] + problem.slots.reserved(decisions)[0])
+        placement = ActivationPlacement(retained[None], offloaded[None], recomputed[None])
+        return float(held[-1] + problem.slots.reserved(placement)[0])
     draining = offloaded @ problem.row_bytes
     before = np.concatenate([[0.0], draining[:-1]])
     by_layer = (held + np.maximum(draining, before)).max() + problem.ring_share * draining.max()

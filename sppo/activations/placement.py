@@ -175,14 +175,14 @@ class CopySlots:
             self.taken_at_once[only],
         )
 
-    def reserved(self, decisions: ActivationPlacement) -> Table:
-        """What `decisions` need at most, [stages]."""
-        slots = (decisions.offloaded * self.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
-        parts = np.stack([decisions.retained, decisions.offloaded, decisions.recomputed])
-        is_cut, again = (parts > 0).sum(axis=0) > 1, decisions.recomputed > 0
-        joined = self.joined_bytes[:, None] * (is_cut & ~again).any(axis=2)
-        joined += self.queries_bytes[:, None] * (is_cut & again).any(axis=2)
-        joined *= np.where(again[:, :, ATTENTION], 1.0, self.taken_at_once[:, None])
+    def reserved(self, placement: ActivationPlacement) -> Table:
+        """What `placement` need at most, [stages]."""
+        slots = (placement.offloaded * self.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
+        parts = np.stack([placement.retained, placement.offloaded, placement.recomputed])
+        is_cut, recomputes = (parts > 0).sum(axis=0) > 1, placement.recomputed > 0
+        joined = self.joined_bytes[:, None] * (is_cut & ~recomputes).any(axis=2)
+        joined += self.queries_bytes[:, None] * (is_cut & recomputes).any(axis=2)
+        joined *= np.where(recomputes[:, :, ATTENTION], 1.0, self.taken_at_once[:, None])
         needed: Table = slots + self.padding_bytes * (slots > 0) + joined.max(axis=1)
         return needed
 
@@ -232,7 +232,7 @@ class PolicyInputs:
         return result
 
 
-def held_bytes(decisions: ActivationPlacement, inputs: PolicyInputs) -> Table:
+def held_bytes(placement: ActivationPlacement, inputs: PolicyInputs) -> Table:
     """Most bytes of saved activations on each device, and of the copies under way, [stages].
 
     While a subsequence computes, the offloaded rows of the one before it drain: M_i = M_{i-1} + A_i
@@ -241,11 +241,11 @@ def held_bytes(decisions: ActivationPlacement, inputs: PolicyInputs) -> Table:
     what comes back (:func:`sppo.cost.memory.ring_bytes`), which adds to this, counts here. Slots
     that are reserved once are there all the time.
     """
-    retained = (decisions.retained * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
-    offloaded = (decisions.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2)
+    retained = (placement.retained * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
+    offloaded = (placement.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2)
     if inputs.slots is not None:
         counted_by_ring = inputs.ring_share * offloaded.max(axis=1)
-        reserved: Table = retained.sum(axis=1) + inputs.slots.reserved(decisions) - counted_by_ring
+        reserved: Table = retained.sum(axis=1) + inputs.slots.reserved(placement) - counted_by_ring
         return reserved
     before = np.concatenate([np.zeros_like(offloaded[:, :1]), offloaded[:, :-1]], axis=1)
     held = np.cumsum(retained, axis=1)
@@ -256,9 +256,9 @@ def held_bytes(decisions: ActivationPlacement, inputs: PolicyInputs) -> Table:
     return peak
 
 
-def tier_bytes_held(decisions: ActivationPlacement, inputs: PolicyInputs) -> Table:
+def tier_bytes_held(placement: ActivationPlacement, inputs: PolicyInputs) -> Table:
     """Bytes in the next tier when all of them are there, [stages]."""
-    offloaded = (decisions.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
+    offloaded = (placement.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
     total: Table = offloaded.sum(axis=1)
     return total
 

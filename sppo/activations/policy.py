@@ -179,12 +179,12 @@ def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement
     return ActivationPlacement(everything.retained - offloaded, offloaded, everything.recomputed)
 
 
-def seconds_added(decisions: ActivationPlacement, inputs: PolicyInputs) -> float:
+def seconds_added(placement: ActivationPlacement, inputs: PolicyInputs) -> float:
     """What recomputing and waiting for copies adds on the stage with most of it."""
-    fractions = decisions.recomputed / inputs.tokens[:, None]
+    fractions = placement.recomputed / inputs.tokens[:, None]
     recomputed = fractions[:, :, LINEAR] * inputs.linear_recompute_s
     recomputed = recomputed + fractions[:, :, ATTENTION] * inputs.attention_recompute_s
-    offloaded = (decisions.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2)
+    offloaded = (placement.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2)
     waited = np.maximum(0.0, offloaded - inputs.hidden_bytes)
     if inputs.copy_bytes_per_s > 0:
         recomputed = recomputed + waited / inputs.copy_bytes_per_s

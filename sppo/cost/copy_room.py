@@ -43,11 +43,11 @@ def passes_through_slots(candidate: Candidate) -> bool:
 
 
 def stage_blocks(
-    decisions: ActivationPlacement, shape: BlockLayout, *, stage: int
+    placement: ActivationPlacement, shape: BlockLayout, *, stage: int
 ) -> tuple[tuple[int, ...], ...]:
     """Bytes of the block of every layer of every subsequence."""
-    offloaded = decisions.offloaded[stage].tolist()
-    recomputed = decisions.recomputed[stage, :, ATTENTION].tolist()
+    offloaded = placement.offloaded[stage].tolist()
+    recomputed = placement.recomputed[stage, :, ATTENTION].tolist()
     sizes: dict[tuple[Rows, bool], tuple[int, ...]] = {}
     blocks = []
     for (x_in, attention, linear), attention_recomputed in zip(offloaded, recomputed, strict=True):
@@ -98,14 +98,14 @@ def with_exact_room(
     memory: tuple[StageMemory, ...],
     *,
     candidate: Candidate,
-    decisions: ActivationPlacement,
+    placement: ActivationPlacement,
     in_flight: Counts,
 ) -> tuple[StageMemory, ...]:
     """`memory` with what moving takes as the run will take it."""
     exact = []
     for stage, held in enumerate(memory):
         shape = block_layout(candidate, stage=stage)
-        blocks = stage_blocks(decisions, shape, stage=stage)
+        blocks = stage_blocks(placement, shape, stage=stage)
         tier = sum(
             int(times) * sum(sizes) for times, sizes in zip(in_flight[stage], blocks, strict=True)
         )
@@ -115,23 +115,23 @@ def with_exact_room(
             device = replace(
                 device,
                 copies_bytes=(shape.staging_slots + shape.ring_slots) * largest,
-                working_bytes=device.working_bytes + joined_bytes(decisions, shape, stage=stage),
+                working_bytes=device.working_bytes + joined_bytes(placement, shape, stage=stage),
             )
         exact.append(replace(held, device=device, tier_activations_bytes=tier))
     return tuple(exact)
 
 
-def staging_bytes(candidate: Candidate, *, decisions: ActivationPlacement) -> int:
+def staging_bytes(candidate: Candidate, *, placement: ActivationPlacement) -> int:
     """Host memory of the slots in front of a disk, of the stage with most."""
     most = 0
     for stage in range(candidate.pipeline_parallel_degree):
         shape = block_layout(candidate, stage=stage)
-        blocks = stage_blocks(decisions, shape, stage=stage)
+        blocks = stage_blocks(placement, shape, stage=stage)
         most = max(most, shape.staging_slots * max(max(sizes) for sizes in blocks))
     return most
 
 
-def joined_bytes(decisions: ActivationPlacement, shape: BlockLayout, *, stage: int) -> int:
+def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: int) -> int:
     """Tensors that are put together again from parts, of all layers that are taken at once.
 
     Those that share an input are, and what is joined of each stays until its own turn is over; but
@@ -139,19 +139,19 @@ def joined_bytes(decisions: ActivationPlacement, shape: BlockLayout, *, stage: i
     if it were recomputed whole, but for queries and keys, which are then there sooner.
     """
     parts = np.stack(
-        [decisions.retained[stage], decisions.offloaded[stage], decisions.recomputed[stage]]
+        [placement.retained[stage], placement.offloaded[stage], placement.recomputed[stage]]
     )
     is_cut = (parts > 0).sum(axis=0) > 1
-    again = decisions.recomputed[stage] > 0
+    recomputes = placement.recomputed[stage] > 0
     most = 0
-    for index, tokens in enumerate(decisions.tokens.tolist()):
-        joined, completed = is_cut[index] & ~again[index], is_cut[index] & again[index]
+    for index, tokens in enumerate(placement.tokens.tolist()):
+        joined, completed = is_cut[index] & ~recomputes[index], is_cut[index] & recomputes[index]
         x_in, attention, linear = (tokens if joins else 0 for joins in joined.tolist())
         rows = (x_in, attention, linear)
         first, other = (
             sum(shape.tensor_bytes(rows, own_input=own).values()) for own in (True, False)
         )
-        layers = shape.taken_at_once(attention_saved=not again[index, ATTENTION])
+        layers = shape.taken_at_once(attention_saved=not recomputes[index, ATTENTION])
         sooner = _queries_bytes(shape, tokens) if completed[LINEAR] else 0
         most = max(most, first + (layers - 1) * other + layers * sooner)
     return most

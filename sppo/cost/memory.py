@@ -150,19 +150,19 @@ def with_activations(
     states: tuple[StageMemory, ...],
     *,
     candidate: Candidate,
-    decisions: ActivationPlacement,
+    placement: ActivationPlacement,
     inputs: PolicyInputs,
 ) -> tuple[StageMemory, ...]:
     """Memory of each stage with what the activation policy retains, offloads and recomputes."""
-    retained = (decisions.retained * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
-    held = held_bytes(decisions, inputs)
-    tier = tier_bytes_held(decisions, inputs)
-    ring = ring_bytes(decisions, inputs)
+    retained = (placement.retained * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
+    held = held_bytes(placement, inputs)
+    tier = tier_bytes_held(placement, inputs)
+    ring = ring_bytes(placement, inputs)
     heap_share = candidate.workload.hardware.device.heap_share
     stages = []
     for stage, state in enumerate(states):
         resident = float(retained[stage].sum())
-        working = _working_bytes(candidate, decisions, stage=stage)
+        working = _working_bytes(candidate, placement, stage=stage)
         device = replace(
             state.device,
             activations_bytes=round(resident),
@@ -186,9 +186,9 @@ def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
     return weights + round(model.num_layers * sum(lengths) * kv_bytes) + running
 
 
-def ring_bytes(decisions: ActivationPlacement, inputs: PolicyInputs) -> Table:
+def ring_bytes(placement: ActivationPlacement, inputs: PolicyInputs) -> Table:
     """Room for what comes back ahead of its use, [stages]."""
-    offloaded = (decisions.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
+    offloaded = (placement.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
     ring: Table = inputs.ring_share * offloaded
     return ring
 
@@ -230,13 +230,13 @@ def _most_working_bytes(candidate: Candidate) -> int:
     ).live_bytes
 
 
-def _working_bytes(candidate: Candidate, decisions: ActivationPlacement, *, stage: int) -> int:
+def _working_bytes(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> int:
     """Bytes of the largest working set of any subsequence, with what each recomputes."""
     degree = candidate.workload.sequence_parallel_degree
     most = 0
     if candidate.is_last_stage(stage):
         most = loss_working_set(candidate.workload, tokens=_longest(candidate)).live_bytes
-    for recomputed, tokens, prefix in _heaviest(candidate, decisions, stage=stage):
+    for recomputed, tokens, prefix in _heaviest(candidate, placement, stage=stage):
         moment = working_set(
             candidate.workload,
             tokens=-(-tokens // degree),
@@ -250,14 +250,14 @@ def _working_bytes(candidate: Candidate, decisions: ActivationPlacement, *, stag
 
 
 def _heaviest(
-    candidate: Candidate, decisions: ActivationPlacement, *, stage: int
+    candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> Iterator[tuple[frozenset[int], int, int]]:
     """(classes recomputed, tokens, prefix) of the subsequences that none other outweighs.
 
     A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
     that is read at once.
     """
-    recomputed_rows = decisions.recomputed[stage].tolist()
+    recomputed_rows = placement.recomputed[stage].tolist()
     best: dict[frozenset[int], dict[int, int]] = {}
     before = 0
     for tokens, rows in zip(candidate.lengths, recomputed_rows, strict=True):

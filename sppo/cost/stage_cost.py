@@ -71,19 +71,19 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
 
 
 def stage_costs(
-    candidate: Candidate, *, seconds: StageSeconds, decisions: ActivationPlacement | None = None
+    candidate: Candidate, *, seconds: StageSeconds, placement: ActivationPlacement | None = None
 ) -> Costs:
     """Costs of every action of a schedule for this candidate.
 
     Args:
         candidate: what is priced.
         seconds: of the same candidate.
-        decisions: of the activation policy, [stages, subsequences] of each sequence; None keeps
+        placement: of the activation policy, [stages, subsequences] of each sequence; None keeps
             everything. Recomputing happens inside B, so it is priced there.
     """
     workload = candidate.workload
     units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
-    rows = _unit_rows(candidate, decisions)
+    rows = _unit_rows(candidate, placement)
     row_bytes = row_bytes_of(candidate)[:, None, :]
     recomputed = rows.recomputed / lengths[None, :, None]
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
@@ -251,14 +251,14 @@ def pipeline_links(candidate: Candidate) -> Links:
     return Links(outside, between)
 
 
-def _unit_rows(candidate: Candidate, decisions: ActivationPlacement | None) -> ActivationPlacement:
-    """Rows by unit, [stages, units, 3], from decisions by subsequence; None keeps everything."""
-    if decisions is None:
+def _unit_rows(candidate: Candidate, placement: ActivationPlacement | None) -> ActivationPlacement:
+    """Rows by unit, [stages, units, 3], from a placement by subsequence; None keeps everything."""
+    if placement is None:
         lengths = np.array(candidate.lengths)[None, :, None]
         retained = np.tile(lengths, (len(candidate.stages), 1, 3))
         nothing = np.zeros_like(retained)
-        decisions = ActivationPlacement(retained, nothing, nothing)
-    tables = (decisions.retained, decisions.offloaded, decisions.recomputed)
+        placement = ActivationPlacement(retained, nothing, nothing)
+    tables = (placement.retained, placement.offloaded, placement.recomputed)
     return ActivationPlacement(*(np.tile(table, (1, candidate.sequences, 1)) for table in tables))
 
 

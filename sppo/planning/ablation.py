@@ -83,11 +83,11 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
 def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> list[AblationRow]:
     """MSP with all its messages priced, and as if they were free."""
     candidate = replace(adaptive.candidate, schedule="sppo_msp")
-    assessment = assess(candidate)
-    priced = simulate_candidate(assessment)
+    evaluated = assess(candidate)
+    priced = simulate_candidate(evaluated)
     cuts = len(priced.timeline.schedule.cuts) if priced.timeline is not None else 0
     note = f"{cuts} units cut over idle ranks" if cuts else "on these links no unit pays"
-    free = simulate_candidate(replace(assessment, costs=_without_links(assessment.costs)))
+    free = simulate_candidate(replace(evaluated, costs=_without_links(evaluated.costs)))
     return [
         _row("sppo + MSP", priced, rows, note),
         _row(
@@ -100,24 +100,26 @@ def _option(candidate: Candidate, policy: str) -> EvaluatedCandidate:
     return simulate_candidate(assess(replace(candidate, policy=policy)))
 
 
-def _row(name: str, option: EvaluatedCandidate, rows: list[AblationRow], note: str) -> AblationRow:
-    baseline = rows[0].step_s if rows else option.step_s
+def _row(
+    name: str, evaluated: EvaluatedCandidate, rows: list[AblationRow], note: str
+) -> AblationRow:
+    baseline = rows[0].step_s if rows else evaluated.step_s
     return AblationRow(
         name,
-        option.candidate.policy,
-        option.candidate.schedule,
-        option.step_s,
-        baseline / option.step_s,
-        option.device_peak_bytes,
-        option.shortfall is None,
+        evaluated.candidate.policy,
+        evaluated.candidate.schedule,
+        evaluated.step_s,
+        baseline / evaluated.step_s,
+        evaluated.device_peak_bytes,
+        evaluated.shortfall is None,
         PAPER_SPEEDUPS.get(name),
         note,
     )
 
 
-def _offload_note(assessment: EvaluatedCandidate) -> str:
+def _offload_note(evaluated: EvaluatedCandidate) -> str:
     """The rate below which offloading everything would no longer hide."""
-    costs = assessment.costs
+    costs = evaluated.costs
     busiest = int(np.argmax(costs.offload_bytes.sum(axis=1)))
     seconds = float(costs.forward_s[busiest].sum())
     rate = float(costs.offload_bytes[busiest].sum()) / seconds

@@ -1,4 +1,4 @@
-"""The schedule that makes an option fastest."""
+"""The schedule that makes a candidate fastest."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _scheduled(candidate: Candidate, name: str) -> EvaluatedCandidate | None:
     Memory is that of the simulation too: borrowers hold shards of others' units, and a delayed
     weight half holds what came back from another tier, which closed forms do not follow.
     """
-    assessment = assess(replace(candidate, schedule=name))
-    if assessment.shortfall is not None:
+    evaluated = assess(replace(candidate, schedule=name))
+    if evaluated.shortfall is not None:
         return None
-    return simulate_within_budget(assessment)
+    return simulate_within_budget(evaluated)

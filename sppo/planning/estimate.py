@@ -67,13 +67,13 @@ class Estimate:
         run: Which.
         hardware: The machine it is held against.
         counts: Of its model and one sequence.
-        assessment: Its memory by stage, and where it does not fit.
+        evaluated: Its memory by stage, and where it does not fit.
     """
 
     run: RunConfig
     hardware: HardwareSpec
     counts: ModelCounts
-    assessment: EvaluatedCandidate
+    evaluated: EvaluatedCandidate
 
 
 def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:

@@ -74,7 +74,7 @@ class EvaluatedCandidate:
 
     Attributes:
         candidate: What was assessed.
-        decisions: Of its activation policy.
+        placement: Of its activation policy.
         memory: Of each stage.
         time: Of a step, in closed form.
         costs: Tables to simulate it with.
@@ -83,7 +83,7 @@ class EvaluatedCandidate:
     """
 
     candidate: Candidate
-    decisions: ActivationPlacement
+    placement: ActivationPlacement
     memory: tuple[StageMemory, ...]
     time: StepTime
     costs: Costs
@@ -118,7 +118,7 @@ class EvaluatedCandidate:
     @property
     def effective_policy(self) -> str:
         """The policy by what it does: a hybrid that keeps everything is "retain"."""
-        if self.decisions.offloaded.any() or self.decisions.recomputed.any():
+        if self.placement.offloaded.any() or self.placement.recomputed.any():
             return self.candidate.policy
         return "retain"
 
@@ -148,46 +148,46 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
         states = _with_borrowers(states, extra=borrower_bytes(candidate))
     inputs = _inputs(candidate, seconds=seconds, in_flight=in_flight, states=states)
 
-    def memory_of(decisions: ActivationPlacement) -> tuple[StageMemory, ...]:
+    def memory_of(placement: ActivationPlacement) -> tuple[StageMemory, ...]:
         return with_exact_room(
-            with_activations(states, candidate=candidate, decisions=decisions, inputs=inputs),
+            with_activations(states, candidate=candidate, placement=placement, inputs=inputs),
             candidate=candidate,
-            decisions=decisions,
+            placement=placement,
             in_flight=in_flight,
         )
 
-    possible = [*_decisions(candidate, inputs)]
+    possible = [*_placements(candidate, inputs)]
     if candidate.policy == "hybrid" and candidate.offload_ratio is None:
-        # The room that hybrid decides in allows for the working set of any decision, also one
-        # that recomputes. Decisions that cost no time are tried with their own.
+        # The room that hybrid decides in allows for the working set of any placement, also one
+        # that recomputes. Placements that cost no time are tried with their own.
         free_policies = ["retain"]
         if inputs.copy_bytes_per_s > 0 and all(seconds_added(d, inputs) for d in possible):
             free_policies.append("sppo")
         for policy in free_policies:
-            decisions = decide(policy, inputs)
-            if _shortfall(candidate, memory_of(decisions)) is None:
-                possible = [decisions]
+            placement = decide(policy, inputs)
+            if _shortfall(candidate, memory_of(placement)) is None:
+                possible = [placement]
                 break
     priced = []
-    for decisions in possible:
-        costs = stage_costs(candidate, seconds=seconds, decisions=decisions)
-        priced.append((step_time(costs, num_sequences=candidate.sequences), decisions, costs))
+    for placement in possible:
+        costs = stage_costs(candidate, seconds=seconds, placement=placement)
+        priced.append((step_time(costs, num_sequences=candidate.sequences), placement, costs))
     found = []
-    for time, decisions, costs in sorted(priced, key=lambda item: item[0].step_s):
-        memory = memory_of(decisions)
+    for time, placement, costs in sorted(priced, key=lambda item: item[0].step_s):
+        memory = memory_of(placement)
         shortfall = _shortfall(candidate, memory)
-        found.append(EvaluatedCandidate(candidate, decisions, memory, time, costs, shortfall))
+        found.append(EvaluatedCandidate(candidate, placement, memory, time, costs, shortfall))
         if shortfall is None:
             break
     return min(found, key=_short_bytes)
 
 
-def _short_bytes(assessment: EvaluatedCandidate) -> int:
+def _short_bytes(evaluated: EvaluatedCandidate) -> int:
     """0 where it fits."""
-    return 0 if assessment.shortfall is None else assessment.shortfall.short_bytes
+    return 0 if evaluated.shortfall is None else evaluated.shortfall.short_bytes
 
 
-def _decisions(candidate: Candidate, inputs: PolicyInputs) -> Iterable[ActivationPlacement]:
+def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[ActivationPlacement]:
     """What the activation policy may decide; of several the fastest is meant."""
     policy, ratio = candidate.policy, candidate.offload_ratio
     if ratio is not None:

@@ -1,4 +1,4 @@
-"""From an option the solver found to the plan that is run."""
+"""Makes the plan that is run from a candidate that the solver chose."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from sppo.planning.simulated_candidate import candidate_program
 from sppo.planning.simulated_memory import simulated_device_bytes
 
 
-def make_plan(run: RunConfig, option: EvaluatedCandidate) -> ExecutionPlan:
-    """The plan for `run` that does what `option` says."""
-    candidate = option.candidate
+def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
+    """Return the plan for `run` that an evaluated candidate describes."""
+    candidate = evaluated.candidate
     hardware = candidate.workload.hardware
     part = planned_part(run)
     program = (
-        candidate_program(candidate, costs=option.costs)
-        if option.timeline is None
-        else option.timeline.schedule
+        candidate_program(candidate, costs=evaluated.costs)
+        if evaluated.timeline is None
+        else evaluated.timeline.schedule
     )
     return ExecutionPlan(
         version=PLAN_VERSION,
@@ -52,92 +52,92 @@ def make_plan(run: RunConfig, option: EvaluatedCandidate) -> ExecutionPlan:
         sequences=candidate.sequences,
         boundaries=boundaries_of(candidate.lengths),
         schedule=candidate.schedule,
-        policy=option.effective_policy,
-        stages=_stages(option),
-        predicted=predict(run, option),
+        policy=evaluated.effective_policy,
+        stages=_stages(evaluated),
+        predicted=predict(run, evaluated),
         program_digest=program.digest(),
     )
 
 
-def predict(run: RunConfig, option: EvaluatedCandidate) -> Prediction:
-    """What a step of `option` takes."""
-    candidate, time = option.candidate, option.time
+def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
+    """Return what a step of an evaluated candidate takes."""
+    candidate, time = evaluated.candidate, evaluated.time
     hardware = candidate.workload.hardware
     length, sequences = run.sequence.length, run.train.sequences_per_step
     flops = step_flops(run.model, length=length, sequences=sequences)
     peak = hardware.device.flops_per_s(run.train.dtype) * candidate.num_devices
     on_host = hardware.node.host_memory_bytes > 0
-    tier = option.tier_peak_bytes
-    costs = option.costs
+    tier = evaluated.tier_peak_bytes
+    costs = evaluated.costs
     busiest = int(np.argmax((costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)))
     backward = (costs.backward_s + costs.weight_s)[busiest]
     exposed = time.exposed_copy_s
-    if option.timeline is not None:
-        exposed = max(track.idle_s("copy") for track in option.timeline.ranks)
+    if evaluated.timeline is not None:
+        exposed = max(track.idle_s("copy") for track in evaluated.timeline.ranks)
     return Prediction(
         provenance=hardware.provenance,
-        simulated=option.timeline is not None,
-        step_s=option.step_s,
+        simulated=evaluated.timeline is not None,
+        step_s=evaluated.step_s,
         forward_s=float(costs.forward_s[busiest].sum()),
         backward_s=float(backward.sum()),
         update_s=time.update_s,
         exposed_copy_s=exposed,
-        tokens_per_s_per_gpu=length * sequences / option.step_s / candidate.num_devices,
-        mfu=flops / option.step_s / peak,
-        bubble_fraction=_bubble_fraction(option),
-        device_peak_bytes=max(option.device_peak_bytes, *(simulated_device_bytes(option) or (0,))),
-        host_peak_bytes=tier if on_host else _staging_bytes(option),
+        tokens_per_s_per_gpu=length * sequences / evaluated.step_s / candidate.num_devices,
+        mfu=flops / evaluated.step_s / peak,
+        bubble_fraction=_bubble_fraction(evaluated),
+        device_peak_bytes=max(
+            evaluated.device_peak_bytes, *(simulated_device_bytes(evaluated) or (0,))
+        ),
+        host_peak_bytes=tier if on_host else _staging_bytes(evaluated),
         disk_peak_bytes=0 if on_host else tier,
-        offload_ratios=offload_ratios(option),
+        offload_ratios=offload_ratios(evaluated),
     )
 
 
-def _staging_bytes(assessment: EvaluatedCandidate) -> int:
+def _staging_bytes(evaluated: EvaluatedCandidate) -> int:
     """Host memory in front of a disk; part of the device's where that is RAM."""
-    return staging_bytes(assessment.candidate, decisions=assessment.decisions)
+    return staging_bytes(evaluated.candidate, placement=evaluated.placement)
 
 
-def offload_ratios(assessment: EvaluatedCandidate) -> tuple[float, ...]:
+def offload_ratios(evaluated: EvaluatedCandidate) -> tuple[float, ...]:
     """Share of its saved bytes that each subsequence moves, on the first stage."""
-    row_bytes = row_bytes_of(assessment.candidate)[0]
-    offloaded = assessment.decisions.offloaded[0] @ row_bytes
-    whole = assessment.decisions.tokens * row_bytes.sum()
+    row_bytes = row_bytes_of(evaluated.candidate)[0]
+    offloaded = evaluated.placement.offloaded[0] @ row_bytes
+    whole = evaluated.placement.tokens * row_bytes.sum()
     return tuple(float(round(share, 4)) for share in offloaded / whole)
 
 
-def _bubble_fraction(option: EvaluatedCandidate) -> float:
-    if option.timeline is not None:
-        return option.timeline.bubble_fraction
-    time, ranks = option.time, option.candidate.pipeline_parallel_degree
+def _bubble_fraction(evaluated: EvaluatedCandidate) -> float:
+    if evaluated.timeline is not None:
+        return evaluated.timeline.bubble_fraction
+    time, ranks = evaluated.time, evaluated.candidate.pipeline_parallel_degree
     return max(0.0, 1 - time.busy_s / (ranks * time.step_s))
 
 
-def _stages(assessment: EvaluatedCandidate) -> tuple[StagePlan, ...]:
-    candidate = assessment.candidate
+def _stages(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
+    candidate = evaluated.candidate
     stages = []
     for stage, layers in enumerate(candidate.stages):
         stages.append(
             StagePlan(
                 first_layer=layers.start,
                 num_layers=len(layers),
-                subsequences=_subsequences(assessment, stage=stage),
-                memory=assessment.memory[stage],
+                subsequences=_subsequences(evaluated, stage=stage),
+                memory=evaluated.memory[stage],
             )
         )
     return tuple(stages)
 
 
-def _subsequences(
-    assessment: EvaluatedCandidate, *, stage: int
-) -> tuple[SubsequencePlacement, ...]:
+def _subsequences(evaluated: EvaluatedCandidate, *, stage: int) -> tuple[SubsequencePlacement, ...]:
     """Blocks lie one behind the other: offsets are decided here, not at run time."""
-    decisions = assessment.decisions
-    shape = block_layout(assessment.candidate, stage=stage)
-    sizes = [sum(blocks) for blocks in stage_blocks(decisions, shape, stage=stage)]
+    placement = evaluated.placement
+    shape = block_layout(evaluated.candidate, stage=stage)
+    sizes = [sum(blocks) for blocks in stage_blocks(placement, shape, stage=stage)]
     offsets = [0, *accumulate(sizes[:-1])]
     retained, offloaded, recomputed = (
         [(int(x), int(a), int(rest)) for x, a, rest in table[stage].tolist()]
-        for table in (decisions.retained, decisions.offloaded, decisions.recomputed)
+        for table in (placement.retained, placement.offloaded, placement.recomputed)
     )
     return tuple(
         SubsequencePlacement(*row)

@@ -22,7 +22,7 @@ def plan_program(plan: ExecutionPlan) -> Schedule:
 def plan_costs(plan: ExecutionPlan) -> Costs:
     """What the actions of one data-parallel replica cost under `plan`."""
     candidate = plan_candidate(plan)
-    return stage_costs(candidate, seconds=stage_seconds(candidate), decisions=plan_decisions(plan))
+    return stage_costs(candidate, seconds=stage_seconds(candidate), placement=plan_placement(plan))
 
 
 def plan_candidate(plan: ExecutionPlan) -> Candidate:
@@ -48,7 +48,7 @@ def plan_candidate(plan: ExecutionPlan) -> Candidate:
     )
 
 
-def plan_decisions(plan: ExecutionPlan) -> ActivationPlacement:
+def plan_placement(plan: ExecutionPlan) -> ActivationPlacement:
     """What `plan` does to every saved tensor."""
     tables = (
         np.array(

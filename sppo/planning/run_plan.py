@@ -62,20 +62,20 @@ def plan_run(
     candidate = run_candidate(run, hardware=replace(hardware, device=device, node=node))
     # Without a tier whole classes: nothing is gained by putting tensors together from parts.
     allow_partial = candidate.allow_partial and node.disk_bytes + node.host_memory_bytes > 0
-    assessment = assess(replace(candidate, allow_partial=allow_partial))
-    if assessment.shortfall is not None:
-        raise MemoryError(_too_large(run, assessment, usable=usable, available=available_bytes))
-    return make_plan(run, _scheduled(run, assessment))
+    evaluated = assess(replace(candidate, allow_partial=allow_partial))
+    if evaluated.shortfall is not None:
+        raise MemoryError(_too_large(run, evaluated, usable=usable, available=available_bytes))
+    return make_plan(run, _scheduled(run, evaluated))
 
 
-def _scheduled(run: RunConfig, assessment: EvaluatedCandidate) -> EvaluatedCandidate:
+def _scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Simulated where ranks wait for one another, by the best schedule that can be trained."""
-    if assessment.candidate.pipeline_parallel_degree == 1:
-        return assessment
+    if evaluated.candidate.pipeline_parallel_degree == 1:
+        return evaluated
     if not trains_msp(run):
         whole = run.parallel.model_copy(update={"multiplexed": "off"})
         run = run.model_copy(update={"parallel": whole})
-    return with_best_schedule(run, simulate_candidate(assessment))
+    return with_best_schedule(run, simulate_candidate(evaluated))
 
 
 def trains_msp(run: RunConfig) -> bool:
@@ -164,9 +164,9 @@ def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_byte
 
 
 def _too_large(
-    run: RunConfig, assessment: EvaluatedCandidate, *, usable: int, available: int
+    run: RunConfig, evaluated: EvaluatedCandidate, *, usable: int, available: int
 ) -> str:
-    shortfall, policy = assessment.shortfall, run.activations.policy
+    shortfall, policy = evaluated.shortfall, run.activations.policy
     assert shortfall is not None, "only called where something is short"
     needed = format_bytes(shortfall.needed_bytes)
     if shortfall.place != "device":
@@ -177,7 +177,7 @@ def _too_large(
             f"activations.policy={policy} offloads {needed} to {where}, of which "
             f"{format_bytes(shortfall.available_bytes)} may be "
             "used; activations.offload_ratio="
-            f"{_floor(fits * _offloaded_fraction(assessment))} would fit, or "
+            f"{_floor(fits * _offloaded_fraction(evaluated))} would fit, or "
             f"{_more_disk(run) if on_disk else _more_host(run)}"
         )
     bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
@@ -204,11 +204,11 @@ def _more_host(run: RunConfig) -> str:
     return "raise activations.host_memory" if limited else "end other programs of this machine"
 
 
-def _offloaded_fraction(assessment: EvaluatedCandidate) -> float:
+def _offloaded_fraction(evaluated: EvaluatedCandidate) -> float:
     """Offloaded fraction of the bytes saved by all subsequences except the last."""
-    row_bytes = row_bytes_of(assessment.candidate)[0]
-    offloaded = float((assessment.decisions.offloaded[0] @ row_bytes).sum())
-    offloadable = float((assessment.decisions.tokens[:-1] * row_bytes.sum()).sum())
+    row_bytes = row_bytes_of(evaluated.candidate)[0]
+    offloaded = float((evaluated.placement.offloaded[0] @ row_bytes).sum())
+    offloadable = float((evaluated.placement.tokens[:-1] * row_bytes.sum()).sum())
     return min(1.0, offloaded / offloadable) if offloadable else 0.0
 
 

@@ -12,11 +12,11 @@ from sppo.schedule.program import step_program
 from sppo.schedule.simulate import simulate
 
 
-def simulate_candidate(assessment: EvaluatedCandidate) -> EvaluatedCandidate:
-    """The option with its simulated step."""
-    program = candidate_program(assessment.candidate, costs=assessment.costs)
-    timeline = simulate(program, costs=assessment.costs)
-    return replace(assessment, timeline=timeline)
+def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
+    """Return the evaluated candidate with its simulated step."""
+    program = candidate_program(evaluated.candidate, costs=evaluated.costs)
+    timeline = simulate(program, costs=evaluated.costs)
+    return replace(evaluated, timeline=timeline)
 
 
 def candidate_program(

@@ -79,7 +79,7 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
     Raises:
         ValueError: the run asks for what the machine or the model cannot do.
     """
-    fitting, rejected = enumerate_options(run, hardware=hardware)
+    fitting, rejected = enumerate_candidates(run, hardware=hardware)
     leaders = _simulated(sorted(fitting, key=_rank))
     if not leaders:
         return Solution(run, hardware, None, (), (), tuple(rejected))
@@ -93,10 +93,10 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
     )
 
 
-def enumerate_options(
+def enumerate_candidates(
     run: RunConfig, *, hardware: HardwareSpec, subsequence_counts: Sequence[int] | None = None
 ) -> tuple[list[EvaluatedCandidate], list[Rejection]]:
-    """The best option of every way to divide the devices, in closed form; and what fails."""
+    """Return the best candidate of every way to divide the devices, and what fails."""
     possible, refused = degrees_to_try(run, hardware=hardware)
     counts = subsequence_counts or subsequence_counts_to_try(run, hardware=hardware)
     fitting: list[EvaluatedCandidate] = []
@@ -121,15 +121,15 @@ def options_by_num_subsequences(
 ) -> tuple[EvaluatedCandidate, ...]:
     """The degrees of `best` with every N that is worth trying and fits, by N."""
     hardware = best.candidate.workload.hardware
-    options = []
+    fitting = []
     for num_subsequences in subsequence_counts_to_try(run, hardware=hardware):
         candidate = candidate_of_subsequences(
             run, hardware=hardware, degrees=best.degrees, num_subsequences=num_subsequences
         )
-        assessment = assess(candidate)
-        if assessment.shortfall is None:
-            options.append(assessment)
-    return tuple(options)
+        evaluated = assess(candidate)
+        if evaluated.shortfall is None:
+            fitting.append(evaluated)
+    return tuple(fitting)
 
 
 def candidate_of_subsequences(
@@ -202,24 +202,24 @@ def _fastest(candidates: Sequence[Candidate]) -> EvaluatedCandidate:
     for bound_s, _, candidate, seconds in sorted(priced, key=lambda item: item[:2]):
         if best is not None and bound_s > best.time.step_s:
             break
-        assessment = assess(candidate, seconds=seconds)
-        if assessment.shortfall is None:
-            best = min(best or assessment, assessment, key=_rank)
+        evaluated = assess(candidate, seconds=seconds)
+        if evaluated.shortfall is None:
+            best = min(best or evaluated, evaluated, key=_rank)
         else:
-            nearest = min(nearest or assessment, assessment, key=_short)
+            nearest = min(nearest or evaluated, evaluated, key=_short)
     chosen = best or nearest
     assert chosen is not None, "there is at least one number of subsequences to try"
     return chosen
 
 
-def _rank(option: EvaluatedCandidate) -> tuple[float, int, int, int]:
+def _rank(evaluated: EvaluatedCandidate) -> tuple[float, int, int, int]:
     """Faster first; of equals the one with fewer devices, fewer stages, fewer subsequences."""
-    degrees = option.degrees
+    degrees = evaluated.degrees
     return (
-        float(f"{option.step_s:.9g}"),
+        float(f"{evaluated.step_s:.9g}"),
         degrees.num_devices,
         degrees.pipeline_parallel,
-        len(option.candidate.lengths),
+        len(evaluated.candidate.lengths),
     )
 
 
@@ -234,18 +234,18 @@ def _simulated(leaders: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate
     """
     played: list[EvaluatedCandidate] = []
     left = _SIMULATED_UNITS
-    for place, option in enumerate(leaders):
-        left -= option.costs.forward_s.size
+    for place, evaluated in enumerate(leaders):
+        left -= evaluated.costs.forward_s.size
         fastest = min((other.step_s for other in played), default=float("inf"))
-        if left < 0 or (place >= _SIMULATED and option.step_s >= fastest):
+        if left < 0 or (place >= _SIMULATED and evaluated.step_s >= fastest):
             break
-        played.append(simulate_within_budget(option) or option)
+        played.append(simulate_within_budget(evaluated) or evaluated)
     return sorted(played, key=_rank) + list(leaders[len(played) :])
 
 
-def _short(assessment: EvaluatedCandidate) -> int:
-    assert assessment.shortfall is not None, "only asked of what does not fit"
-    return assessment.shortfall.short_bytes
+def _short(evaluated: EvaluatedCandidate) -> int:
+    assert evaluated.shortfall is not None, "only asked of what does not fit"
+    return evaluated.shortfall.short_bytes
 
 
 def _rejection(degrees: Degrees, nearest: EvaluatedCandidate) -> Rejection:

@@ -80,15 +80,15 @@ def _slots(row_bytes, random):
     )
 
 
-def every_decision(inputs, policies=EVERY_POLICY):
+def every_placement(inputs, policies=EVERY_POLICY):
     return [decide(policy, inputs) for policy in policies] + [
         decide_ratio(inputs, ratio=ratio) for ratio in (0.0, 0.3, 1.0)
     ]
 
 
-def is_whole(decisions, tokens):
+def is_whole(placement, tokens):
     """Whether a class of a subsequence has one fate, [stages, subsequences, 3]."""
-    fates = np.stack([decisions.retained, decisions.offloaded, decisions.recomputed])
+    fates = np.stack([placement.retained, placement.offloaded, placement.recomputed])
     return (fates == tokens[:, None]).any(axis=0)
 
 
@@ -96,34 +96,34 @@ def is_whole(decisions, tokens):
 @given(seeds)
 def test_every_row_has_one_fate_and_inputs_are_never_recomputed(seed):
     inputs = random_inputs(seed)
-    for decisions in every_decision(inputs):
-        for rows in (decisions.retained, decisions.offloaded, decisions.recomputed):
+    for placement in every_placement(inputs):
+        for rows in (placement.retained, placement.offloaded, placement.recomputed):
             assert (rows >= 0).all()
-        together = decisions.retained + decisions.offloaded + decisions.recomputed
+        together = placement.retained + placement.offloaded + placement.recomputed
         assert (together == inputs.tokens[:, None]).all()
-        assert (decisions.tokens == inputs.tokens).all()
-        assert not decisions.recomputed[:, :, X_IN].any()
+        assert (placement.tokens == inputs.tokens).all()
+        assert not placement.recomputed[:, :, X_IN].any()
 
 
 @settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_at_most_one_class_is_cut_and_at_a_multiple_of_rows(seed):
     inputs = random_inputs(seed)
-    for decisions in every_decision(inputs):
-        whole = is_whole(decisions, inputs.tokens)
+    for placement in every_placement(inputs):
+        whole = is_whole(placement, inputs.tokens)
         assert ((~whole).sum(axis=2) <= 1).all()
         cut = ~whole
-        assert not (decisions.offloaded[cut] % ROW_ALIGNMENT).any()
-        split = cut & (decisions.retained > 0)
-        assert not (decisions.recomputed[split] % ROW_ALIGNMENT).any()
+        assert not (placement.offloaded[cut] % ROW_ALIGNMENT).any()
+        split = cut & (placement.retained > 0)
+        assert not (placement.recomputed[split] % ROW_ALIGNMENT).any()
 
 
 @settings(deadline=None, max_examples=40)
 @given(seeds)
 def test_nothing_is_cut_where_that_is_not_allowed(seed):
     inputs = random_inputs(seed, allow_partial=False)
-    for decisions in every_decision(inputs):
-        assert is_whole(decisions, inputs.tokens).all()
+    for placement in every_placement(inputs):
+        assert is_whole(placement, inputs.tokens).all()
 
 
 @settings(deadline=None, max_examples=40)
@@ -131,8 +131,8 @@ def test_nothing_is_cut_where_that_is_not_allowed(seed):
 def test_the_last_subsequence_stays(seed):
     """Its backward starts at once."""
     inputs = random_inputs(seed)
-    for decisions in every_decision(inputs, policies=("sppo", "hybrid", *POLICIES)):
-        assert not decisions.offloaded[:, -1].any()
+    for placement in every_placement(inputs, policies=("sppo", "hybrid", *POLICIES)):
+        assert not placement.offloaded[:, -1].any()
 
 
 @settings(deadline=None, max_examples=40)
@@ -140,20 +140,20 @@ def test_the_last_subsequence_stays(seed):
 def test_hybrid_leaves_everything_where_it_fits(seed):
     inputs = random_inputs(seed, room=1.001)
     inputs = replace(inputs, device_bytes=inputs.device_bytes + ROUNDING_BYTES)
-    decisions = decide("hybrid", inputs)
-    assert (decisions.retained == inputs.tokens[:, None]).all()
-    assert not decisions.offloads_anything
+    placement = decide("hybrid", inputs)
+    assert (placement.retained == inputs.tokens[:, None]).all()
+    assert not placement.offloads_anything
 
 
 @settings(deadline=None, max_examples=50)
 @given(seeds)
 def test_hybrid_stays_within_its_room_or_does_all_it_can(seed):
     inputs = random_inputs(seed)
-    decisions = decide("hybrid", inputs)
-    assert (tier_bytes_held(decisions, inputs) <= inputs.tier_bytes).all()
-    short = held_bytes(decisions, inputs) > inputs.device_bytes
+    placement = decide("hybrid", inputs)
+    assert (tier_bytes_held(placement, inputs) <= inputs.tier_bytes).all()
+    short = held_bytes(placement, inputs) > inputs.device_bytes
     for stage in np.flatnonzero(short):
-        assert not decisions.retained[stage, :, ATTENTION:].any()
+        assert not placement.retained[stage, :, ATTENTION:].any()
 
 
 @settings(deadline=None, max_examples=40)
@@ -269,7 +269,7 @@ def test_hybrid_waits_and_recomputes_only_where_moving_what_hides_does_not_do(ca
     hybrid = found["hybrid"]
     if found["retain"].shortfall is None or found["sppo"].shortfall is None:
         assert hybrid.time.exposed_copy_s == 0
-        assert not hybrid.decisions.recomputed.any()
+        assert not hybrid.placement.recomputed.any()
     if found["retain"].shortfall is None:
         assert hybrid.effective_policy == "retain"
 
@@ -293,21 +293,21 @@ def test_hybrid_recomputes_nothing_where_what_hides_fits_by_a_hair():
     assert found["retain"].shortfall is not None
     assert found["sppo"].shortfall is None
     assert found["hybrid"].shortfall is None
-    assert not found["hybrid"].decisions.recomputed.any()
+    assert not found["hybrid"].placement.recomputed.any()
 
 
 # Most candidates offload nothing, or more than hides.
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.filter_too_much])
 @given(candidates())
 def test_where_copies_hide_a_simulation_holds_no_more_than_predicted(candidate):
-    option = simulate_candidate(assess(replace(candidate, sequences=1)))
-    costs = option.costs
+    evaluated = simulate_candidate(assess(replace(candidate, sequences=1)))
+    costs = evaluated.costs
     offloaded = costs.offload_bytes[:, :-1]
     assume(offloaded.any())
     assume((offloaded / costs.copies.d2h_bytes_per_s <= costs.forward_s[:, 1:]).all())
     assume((offloaded / costs.copies.h2d_bytes_per_s <= costs.backward_s[:, 1:]).all())
-    predicted = [stage.device.total_bytes for stage in option.memory]
-    simulated = simulated_device_bytes(option)
+    predicted = [stage.device.total_bytes for stage in evaluated.memory]
+    simulated = simulated_device_bytes(evaluated)
     assert all(a <= b + 8 for a, b in zip(simulated, predicted, strict=True))
 
 
@@ -320,12 +320,12 @@ def test_the_papers_ratio_rises_along_the_sequence():
     )
     found = assess(replace(candidate, policy="sppo"))
     row_bytes = row_bytes_of(found.candidate)[0]
-    saved = found.decisions.tokens * row_bytes.sum()
-    ratios = (found.decisions.offloaded[0] @ row_bytes / saved)[:-1]
+    saved = found.placement.tokens * row_bytes.sum()
+    ratios = (found.placement.offloaded[0] @ row_bytes / saved)[:-1]
     assert (np.diff(ratios[ratios < 1]) > 0).all()
     assert 0 < ratios[0] < 1
     behind = found.costs.forward_s[0, 1:] * hardware.node.d2h_bytes_per_s
-    assert ((found.decisions.offloaded[0] @ row_bytes)[:-1] <= behind).all()
+    assert ((found.placement.offloaded[0] @ row_bytes)[:-1] <= behind).all()
 
 
 def test_a_ratio_beside_a_policy_that_moves_nothing_is_refused():
@@ -357,12 +357,12 @@ def test_recomputing_takes_the_linear_class_first():
             run, hardware=hardware, degrees=Degrees(1, 1, 8), num_subsequences=16
         )
     )
-    recomputed = found.decisions.recomputed[0]
+    recomputed = found.placement.recomputed[0]
     assert found.shortfall is None
     assert recomputed[:, LINEAR].any()
     assert (
         not recomputed[:, ATTENTION].any()
-        or (recomputed[:, LINEAR] == found.decisions.tokens).all()
+        or (recomputed[:, LINEAR] == found.placement.tokens).all()
     )
     # Those of early subsequences would be held longest.
     assert (np.diff((recomputed[:, LINEAR] > 0).astype(int)) <= 0).all()

@@ -53,7 +53,7 @@ def test_the_simulation_is_the_prediction(plan):
     assert "costs of h100 (analytic)" in succeed("simulate", "plan.json")
 
 
-def test_other_schedules_with_the_same_decisions(plan):
+def test_other_schedules_with_the_same_placement(plan):
     numbers = report("--compare", "seq1f1b", "sppo_msp")
     assert [other["schedule"] for other in numbers["compare"]] == ["seq1f1b", "sppo_msp"]
     assert numbers["compare"][1]["makespan_s"] <= numbers["makespan_s"]

@@ -181,7 +181,7 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
         engine.close()
     memory = allocator.memory()
     seen = memory.used_peak_bytes - memory.used_bytes
-    decisions = ActivationPlacement(*(np.array([[part] * 2]) for part in rows))
+    placement = ActivationPlacement(*(np.array([[part] * 2]) for part in rows))
     moment = working_set(
         Workload(model, LAPTOP),
         tokens=512,
@@ -190,7 +190,7 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
         input_every=every,
         layers=4,
     )
-    joined = joined_bytes(decisions, shape_of(model, input_every=every), stage=0)
+    joined = joined_bytes(placement, shape_of(model, input_every=every), stage=0)
     predicted = moment.live_bytes + joined
     assert seen <= predicted + MIB // 4
     # Of the layer in backward, what is used early is gone at the worst moment.
@@ -244,7 +244,7 @@ def test_the_solver_moves_to_a_disk_only_where_it_is_told():
         hardware = machine(LAPTOP, memory_bytes=needed, reserved_bytes=0)
         best = solved(run, hardware=hardware).best
         assert best is not None
-        assert best.decisions.offloads_anything == moves
+        assert best.placement.offloads_anything == moves
 
 
 @pytest.mark.parametrize("every", [1, 3, 99])

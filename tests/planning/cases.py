@@ -1,4 +1,4 @@
-"""Short ways to make requests, machines and assessments, for the tests of this folder."""
+"""Short ways to make requests, machines and evaluated candidates, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def machine(hardware: HardwareSpec = A100, *, nodes: int | None = None, **change
     return hardware if nodes is None else replace(hardware, num_nodes=nodes)
 
 
-def price(candidate: Candidate, *, decisions=None) -> Costs:
+def price(candidate: Candidate, *, placement=None) -> Costs:
     """What each action costs."""
-    return stage_costs(candidate, seconds=stage_seconds(candidate), decisions=decisions)
+    return stage_costs(candidate, seconds=stage_seconds(candidate), placement=placement)
 
 
 def play(costs: Costs, *, lengths, schedule: str = "sppo") -> Timeline:

@@ -71,7 +71,7 @@ def test_stages_add_up_to_the_model():
         "llama-3.2-1b", length=1 << 16, parallel=parallel, activations={"policy": "retain"}
     )
     found = estimate(run, hardware=PRESETS["h200"])
-    stages = [held.device for held in found.assessment.memory]
+    stages = [held.device for held in found.evaluated.memory]
     assert sum(s.activations_bytes for s in stages) == found.counts.saved_bytes["retain"]
     assert sum(s.kv_bytes for s in stages) == found.counts.kv_bytes
     assert sum(s.kv_gradients_bytes for s in stages) == found.counts.kv_gradients_bytes

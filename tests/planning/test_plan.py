@@ -13,7 +13,7 @@ from sppo.planning.choices import Degrees
 from sppo.planning.evaluated_candidate import assess
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
-from sppo.planning.plan_program import plan_candidate, plan_decisions
+from sppo.planning.plan_program import plan_candidate, plan_placement
 from sppo.planning.simulated_run import simulated_plan
 from sppo.planning.solver import candidate_of_subsequences
 from sppo.schedule.simulate import simulate
@@ -25,7 +25,7 @@ def offloading_run(**sections):
     return run_config("llama-3.2-1b", length="128Ki", **sections)
 
 
-def offloading_option(run=None, *, degrees=(1, 2, 4), num_subsequences=12, memory_gib=18.0):
+def offloading_candidate(run=None, *, degrees=(1, 2, 4), num_subsequences=12, memory_gib=18.0):
     """On little memory, so that something of each fate is in the plan."""
     candidate = candidate_of_subsequences(
         run or offloading_run(),
@@ -37,7 +37,7 @@ def offloading_option(run=None, *, degrees=(1, 2, 4), num_subsequences=12, memor
 
 
 RUN = offloading_run()
-PLAN = make_plan(RUN, offloading_option())
+PLAN = make_plan(RUN, offloading_candidate())
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def changed(path, change):
 
 
 def test_the_plan_under_test_fits_and_retains_offloads_and_recomputes():
-    assert offloading_option().shortfall is None
-    decisions = plan_decisions(PLAN)
-    assert decisions.retained.any()
-    assert decisions.offloaded.any()
-    assert decisions.recomputed.any()
+    assert offloading_candidate().shortfall is None
+    placement = plan_placement(PLAN)
+    assert placement.retained.any()
+    assert placement.offloaded.any()
+    assert placement.recomputed.any()
 
 
 def test_what_is_written_is_read(path):
@@ -80,12 +80,12 @@ def test_only_its_content_counts(path):
 
 
 def test_a_plan_holds_the_candidate_it_was_made_of():
-    option = offloading_option()
-    candidate = option.candidate
+    evaluated = offloading_candidate()
+    candidate = evaluated.candidate
     assert plan_candidate(PLAN) == replace(candidate, policy=PLAN.policy)
-    decisions = plan_decisions(PLAN)
+    placement = plan_placement(PLAN)
     for name in ("retained", "offloaded", "recomputed"):
-        assert (getattr(decisions, name) == getattr(option.decisions, name)).all()
+        assert (getattr(placement, name) == getattr(evaluated.placement, name)).all()
     again = assess(plan_candidate(PLAN))
     assert again.device_peak_bytes == PLAN.predicted.device_peak_bytes
 
@@ -210,13 +210,13 @@ def test_a_plan_simulated_takes_what_it_predicts(sections):
 
 def test_a_plan_that_waits_for_copies_predicts_the_wait():
     run = offloading_run(activations={"policy": "offload_all"})
-    option = offloading_option(run)
-    assert option.time.exposed_copy_s > 0
-    plan = make_plan(run, option)
+    evaluated = offloading_candidate(run)
+    assert evaluated.time.exposed_copy_s > 0
+    plan = make_plan(run, evaluated)
     case = simulated_plan(plan).case
     played = simulate(case.schedule, costs=case.costs).makespan_s
     assert played == pytest.approx(plan.predicted.step_s, rel=0.15)  # whole units, not layers
-    assert plan.predicted.step_s == option.step_s
+    assert plan.predicted.step_s == evaluated.step_s
 
 
 def test_predictions_agree_with_each_other():

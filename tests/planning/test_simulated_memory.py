@@ -17,7 +17,7 @@ from sppo.planning.solver import candidate_of_subsequences
 NODE = PRESETS["h100"]
 
 
-def option_of(num_subsequences, degrees, *, hardware=NODE, simulated=True):
+def candidate_of(num_subsequences, degrees, *, hardware=NODE, simulated=True):
     raw = {
         "model": {"preset": "llama-3.2-1b"},
         "data": {"tokens": "none"},
@@ -29,27 +29,27 @@ def option_of(num_subsequences, degrees, *, hardware=NODE, simulated=True):
     candidate = candidate_of_subsequences(
         run, hardware=hardware, degrees=degrees, num_subsequences=num_subsequences
     )
-    assessment = assess(candidate)
-    return simulate_candidate(assessment) if simulated else assessment
+    evaluated = assess(candidate)
+    return simulate_candidate(evaluated) if simulated else evaluated
 
 
 @pytest.mark.parametrize("degrees", [Degrees(1, 1, 8), Degrees(1, 4, 2), Degrees(1, 8, 1)])
 def test_one_sequence_that_keeps_everything_holds_what_the_closed_form_says(degrees):
-    option = option_of(8, degrees)
-    closed = [held.device.total_bytes for held in option.memory]
-    assert simulated_device_bytes(option) == pytest.approx(closed, rel=1e-6)
-    assert simulated_excess(option) is None
+    evaluated = candidate_of(8, degrees)
+    closed = [held.device.total_bytes for held in evaluated.memory]
+    assert simulated_device_bytes(evaluated) == pytest.approx(closed, rel=1e-6)
+    assert simulated_excess(evaluated) is None
 
 
 def test_without_a_simulation_nothing_is_said():
-    option = option_of(8, Degrees(1, 4, 2), simulated=False)
-    assert simulated_device_bytes(option) is None
-    assert simulated_excess(option) is None
+    evaluated = candidate_of(8, Degrees(1, 4, 2), simulated=False)
+    assert simulated_device_bytes(evaluated) is None
+    assert simulated_excess(evaluated) is None
 
 
 def test_the_fullest_stage_over_the_budget_is_named():
     small = replace(NODE, device=replace(NODE.device, memory_bytes=8 << 30, reserved_bytes=0))
-    option = option_of(8, Degrees(1, 4, 2), hardware=small)
-    peaks = simulated_device_bytes(option)
-    assert simulated_excess(option) == (peaks.index(max(peaks)), max(peaks))
+    evaluated = candidate_of(8, Degrees(1, 4, 2), hardware=small)
+    peaks = simulated_device_bytes(evaluated)
+    assert simulated_excess(evaluated) == (peaks.index(max(peaks)), max(peaks))
     assert max(peaks) > 8 << 30

@@ -16,7 +16,7 @@ from sppo.planning.evaluated_candidate import assess
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import plan_json
 from sppo.planning.simulated_candidate import simulate_candidate
-from sppo.planning.solver import candidate_of_subsequences, enumerate_options, solve
+from sppo.planning.solver import candidate_of_subsequences, enumerate_candidates, solve
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config, solved
 
@@ -42,11 +42,11 @@ def answer(model="gpt-7b", length="512Ki", nodes=4):
     return solved(request(model, length=length, nodes=nodes))
 
 
-def with_subsequences(option, num_subsequences):
+def with_subsequences(evaluated, num_subsequences):
     """The same degrees with another N, simulated."""
-    run, hardware = request(length=sum(option.candidate.lengths)), hardware_for_request()
+    run, hardware = request(length=sum(evaluated.candidate.lengths)), hardware_for_request()
     candidate = candidate_of_subsequences(
-        run, hardware=hardware, degrees=option.degrees, num_subsequences=num_subsequences
+        run, hardware=hardware, degrees=evaluated.degrees, num_subsequences=num_subsequences
     )
     return simulate_candidate(assess(candidate))
 
@@ -86,11 +86,11 @@ def test_a_million_tokens_on_32_gpus_and_four_million_on_128():
 
 @pytest.mark.parametrize("length", ["512Ki", "1Mi"])
 def test_time_over_the_number_of_pieces_is_u_shaped(length):
-    options = answer(length=length).by_num_subsequences
-    steps = [option.step_s for option in options]
+    found = answer(length=length).by_num_subsequences
+    steps = [evaluated.step_s for evaluated in found]
     least = steps.index(min(steps))
-    assert [len(option.candidate.lengths) for option in options] == sorted(
-        len(option.candidate.lengths) for option in options
+    assert [len(evaluated.candidate.lengths) for evaluated in found] == sorted(
+        len(evaluated.candidate.lengths) for evaluated in found
     )
     assert all(a > b for a, b in pairwise(steps[: least + 1]))
     assert all(a < b for a, b in pairwise(steps[least:]))
@@ -117,21 +117,23 @@ def test_fewer_key_heads_leave_more_room():
 # What holds for every request.
 
 
-def all_options(solution):
+def all_candidates(solution):
     return [solution.best, *solution.runners_up, *solution.by_num_subsequences]
 
 
 def assert_sound(solution):
     run, hardware = solution.run, solution.hardware
-    for option in all_options(solution):
-        assert sum(option.candidate.lengths) == run.sequence.length
-        assert min(option.candidate.lengths) > 0
-        assert option.device_peak_bytes <= hardware.device.usable_bytes
-        assert option.tier_peak_bytes <= hardware.host_bytes_per_device
-        assert option.degrees.num_devices <= hardware.num_devices
-    steps = [option.step_s for option in (solution.best, *solution.runners_up)]
+    for evaluated in all_candidates(solution):
+        assert sum(evaluated.candidate.lengths) == run.sequence.length
+        assert min(evaluated.candidate.lengths) > 0
+        assert evaluated.device_peak_bytes <= hardware.device.usable_bytes
+        assert evaluated.tier_peak_bytes <= hardware.host_bytes_per_device
+        assert evaluated.degrees.num_devices <= hardware.num_devices
+    steps = [evaluated.step_s for evaluated in (solution.best, *solution.runners_up)]
     assert all(a <= b * SEVERAL for a, b in pairwise(steps))
-    assert len({option.degrees for option in (solution.best, *solution.runners_up)}) == len(steps)
+    assert len({evaluated.degrees for evaluated in (solution.best, *solution.runners_up)}) == len(
+        steps
+    )
     assert all(rejection.reason for rejection in solution.rejected)
 
 
@@ -189,7 +191,7 @@ def test_a_better_machine_is_never_slower(asked, what, factor):
     """By construction: the choices are the same everywhere, only what fits and its time differ."""
     run, hardware = asked
     before, after = (
-        min((o.step_s for o in enumerate_options(run, hardware=each)[0]), default=None)
+        min((o.step_s for o in enumerate_candidates(run, hardware=each)[0]), default=None)
         for each in (hardware, better(hardware, what=what, factor=factor))
     )
     assert before is None or after <= before * (1 + 1e-6)
@@ -217,9 +219,9 @@ def test_what_wins_was_simulated_and_the_closed_form_said_so():
     for length in ("512Ki", "1Mi"):
         solution = answer(length=length)
         assert solution.best.timeline is not None
-        for option in (solution.best, *solution.runners_up):
-            if option.candidate.schedule == "sppo":
-                assert option.step_s == pytest.approx(option.time.step_s, rel=1e-9)
+        for evaluated in (solution.best, *solution.runners_up):
+            if evaluated.candidate.schedule == "sppo":
+                assert evaluated.step_s == pytest.approx(evaluated.time.step_s, rel=1e-9)
 
 
 def test_several_sequences_are_simulated_until_none_can_be_faster():
@@ -227,13 +229,13 @@ def test_several_sequences_are_simulated_until_none_can_be_faster():
     solution = solved(run)
     assert_sound(solution)
     assert solution.best.timeline is not None
-    others = [replace(option, timeline=None) for option in solution.runners_up]
-    assert all(solution.best.step_s <= option.step_s * SEVERAL for option in others)
+    others = [replace(evaluated, timeline=None) for evaluated in solution.runners_up]
+    assert all(solution.best.step_s <= evaluated.step_s * SEVERAL for evaluated in others)
 
 
 def test_every_way_to_share_out_the_devices_is_answered_for():
     solution = answer()
-    chosen = {option.degrees for option in (solution.best, *solution.runners_up)}
+    chosen = {evaluated.degrees for evaluated in (solution.best, *solution.runners_up)}
     rejected = {rejection.degrees for rejection in solution.rejected}
     assert not chosen & rejected
     assert len(rejected) == len(solution.rejected)
@@ -248,7 +250,7 @@ def test_every_way_to_share_out_the_devices_is_answered_for():
 
 def test_degrees_that_are_written_are_kept():
     solution = solved(small(parallel={"pipeline_parallel_degree": 4}))
-    assert {o.degrees.pipeline_parallel for o in all_options(solution)} == {4}
+    assert {o.degrees.pipeline_parallel for o in all_candidates(solution)} == {4}
     degrees = {
         "pipeline_parallel_degree": 2,
         "sequence_parallel_degree": 2,
@@ -261,9 +263,9 @@ def test_degrees_that_are_written_are_kept():
 
 def test_cuts_that_are_written_are_kept():
     solution = solved(small(sequence={"boundaries": [0, 30000, 50001, 65536]}))
-    assert {o.candidate.lengths for o in all_options(solution)} == {(30000, 20001, 15535)}
+    assert {o.candidate.lengths for o in all_candidates(solution)} == {(30000, 20001, 15535)}
     solution = solved(small(sequence={"num_subsequences": 6}))
-    assert {len(o.candidate.lengths) for o in all_options(solution)} == {6}
+    assert {len(o.candidate.lengths) for o in all_candidates(solution)} == {6}
 
 
 def test_a_policy_that_is_written_is_kept():
@@ -272,13 +274,13 @@ def test_a_policy_that_is_written_is_kept():
         for policy in ("auto", "recompute", "sppo")
     }
     for policy in ("recompute", "sppo"):
-        assert {o.candidate.policy for o in all_options(found[policy])} == {policy}
+        assert {o.candidate.policy for o in all_candidates(found[policy])} == {policy}
     assert found["recompute"].best.step_s > found["auto"].best.step_s
 
 
 def test_sequences_are_shared_out_over_replicas():
     solution = solved(small(train={"sequences_per_step": 3}))
-    assert {o.degrees.data_parallel for o in all_options(solution)} <= {1, 3}
+    assert {o.degrees.data_parallel for o in all_candidates(solution)} <= {1, 3}
     refused = solved(small(parallel={"data_parallel_degree": 2}))
     assert refused.best is None
     assert "is not a multiple of 2 replicas" in refused.rejected[0].reason
@@ -287,7 +289,7 @@ def test_sequences_are_shared_out_over_replicas():
 def test_schedules_for_whole_sequences_are_not_cut():
     for schedule in ("1f1b", "zb_h1"):
         solution = solved(small(parallel={"schedule": schedule}))
-        assert {o.candidate.lengths for o in all_options(solution)} == {(65536,)}
+        assert {o.candidate.lengths for o in all_candidates(solution)} == {(65536,)}
 
 
 def test_tiers_that_are_written_are_kept():

@@ -19,10 +19,10 @@ from sppo.planning.estimate import Estimate, ModelCounts
 
 def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> dict[str, Any]:
     """An estimate as plain values."""
-    candidate, assessment = found.assessment.candidate, found.assessment
+    candidate, evaluated = found.evaluated.candidate, found.evaluated
     report: dict[str, Any] = {
-        "fits": assessment.shortfall is None,
-        "shortfall": shortfall_report(assessment.shortfall),
+        "fits": evaluated.shortfall is None,
+        "shortfall": shortfall_report(evaluated.shortfall),
         **degrees_report(
             Degrees(
                 candidate.data_parallel_degree,
@@ -33,10 +33,10 @@ def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> d
         "num_subsequences": len(candidate.lengths),
         "subsequence_lengths": list(candidate.lengths),
         "schedule": candidate.schedule,
-        "policy": assessment.effective_policy,
-        "device_peak_bytes": assessment.device_peak_bytes,
+        "policy": evaluated.effective_policy,
+        "device_peak_bytes": evaluated.device_peak_bytes,
         "model": _counts_report(found.counts),
-        "stages": stage_reports(assessment),
+        "stages": stage_reports(evaluated),
         "hardware": hardware_report(found.hardware),
     }
     if baselines:

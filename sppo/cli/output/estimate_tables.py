@@ -26,8 +26,8 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    assessment = found.assessment
-    candidate = assessment.candidate
+    evaluated = found.evaluated
+    candidate = evaluated.candidate
     degrees = Degrees(
         candidate.data_parallel_degree,
         candidate.pipeline_parallel_degree,
@@ -38,15 +38,15 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
     console.print(_counts_table(found))
     say(
         f"as it stands: {degrees_text(degrees)}, N={len(candidate.lengths)}, schedule "
-        f"{candidate.schedule}, policy {assessment.effective_policy}: {policy_text(assessment)}"
+        f"{candidate.schedule}, policy {evaluated.effective_policy}: {policy_text(evaluated)}"
     )
-    if assessment.shortfall is None:
+    if evaluated.shortfall is None:
         say("fits")
     else:
-        say(f"does not fit: {explain(assessment.shortfall)}")
+        say(f"does not fit: {explain(evaluated.shortfall)}")
         say("sppo solve says what would")
     console.print()
-    print_memory(assessment.memory, hardware=found.hardware, console=console)
+    print_memory(evaluated.memory, hardware=found.hardware, console=console)
 
 
 def _counts_table(found: Estimate) -> Table:

@@ -34,17 +34,19 @@ def solution_report(
     run, best = solution.run, solution.best
     report: dict[str, Any] = {
         "feasible": True,
-        "best": option_report(run, best),
-        "candidates": [option_report(run, option) for option in (best, *solution.runners_up)],
+        "best": candidate_report(run, best),
+        "candidates": [
+            candidate_report(run, evaluated) for evaluated in (best, *solution.runners_up)
+        ],
         "rejected": [rejection_report(rejection) for rejection in solution.rejected],
         "by_num_subsequences": [
             {
-                "num_subsequences": len(option.candidate.lengths),
-                "step_s": option.step_s,
-                "policy": option.effective_policy,
-                "simulated": option.timeline is not None,
+                "num_subsequences": len(evaluated.candidate.lengths),
+                "step_s": evaluated.step_s,
+                "policy": evaluated.effective_policy,
+                "simulated": evaluated.timeline is not None,
             }
-            for option in solution.by_num_subsequences
+            for evaluated in solution.by_num_subsequences
         ],
         "devices_left_over": solution.hardware.num_devices - best.degrees.num_devices,
         "hardware": hardware_report(solution.hardware),
@@ -81,31 +83,31 @@ def _short_bytes(rejection: Rejection) -> int:
     return rejection.shortfall.short_bytes
 
 
-def option_report(run: RunConfig, option: EvaluatedCandidate) -> dict[str, Any]:
+def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str, Any]:
     """One way to run it."""
-    candidate = option.candidate
-    predicted = asdict(predict(run, option))
-    simulated = simulated_device_bytes(option)
+    candidate = evaluated.candidate
+    predicted = asdict(predict(run, evaluated))
+    simulated = simulated_device_bytes(evaluated)
     return {
-        **degrees_report(option.degrees),
+        **degrees_report(evaluated.degrees),
         "num_subsequences": len(candidate.lengths),
         "subsequence_lengths": list(candidate.lengths),
         "offload_ratios": list(predicted.pop("offload_ratios")),
         "schedule": candidate.schedule,
-        "policy": option.effective_policy,
+        "policy": evaluated.effective_policy,
         "sequences_per_replica": candidate.sequences,
         "predicted": predicted,
         "simulated_device_bytes": None if simulated is None else list(simulated),
-        "stages": stage_reports(option),
+        "stages": stage_reports(evaluated),
     }
 
 
-def stage_reports(assessment: EvaluatedCandidate) -> list[dict[str, Any]]:
+def stage_reports(evaluated: EvaluatedCandidate) -> list[dict[str, Any]]:
     """Memory of every stage."""
-    layers = assessment.candidate.stages
+    layers = evaluated.candidate.stages
     return [
         {"first_layer": part.start, "num_layers": len(part), **memory_report(held)}
-        for part, held in zip(layers, assessment.memory, strict=True)
+        for part, held in zip(layers, evaluated.memory, strict=True)
     ]
 
 

@@ -88,19 +88,19 @@ def print_solution(solution: Solution, *, console: Console) -> None:
 def _option_table(solution: Solution) -> Table:
     """The best and its runners-up, a column each."""
     assert solution.best is not None, "checked by the caller"
-    options = (solution.best, *solution.runners_up)
-    predictions = [predict(solution.run, option) for option in options]
-    pairs = list(zip(options, predictions, strict=True))
+    candidates = (solution.best, *solution.runners_up)
+    predictions = [predict(solution.run, evaluated) for evaluated in candidates]
+    pairs = list(zip(candidates, predictions, strict=True))
     hardware = solution.hardware
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for place in range(len(options)):
+    for place in range(len(candidates)):
         table.add_column("best" if place == 0 else f"next {place}", justify="right")
 
     def add(name: str, value: Callable[[EvaluatedCandidate, Prediction], str]) -> None:
-        table.add_row(name, *(value(option, predicted) for option, predicted in pairs))
+        table.add_row(name, *(value(evaluated, predicted) for evaluated, predicted in pairs))
 
-    first_s = options[0].step_s
+    first_s = candidates[0].step_s
     add("sequence parallel", lambda o, _: str(o.degrees.sequence_parallel))
     add("pipeline parallel", lambda o, _: str(o.degrees.pipeline_parallel))
     add("data parallel", lambda o, _: str(o.degrees.data_parallel))
@@ -134,29 +134,31 @@ def _option_table(solution: Solution) -> Table:
 
 def _print_pieces(solution: Solution, *, console: Console) -> None:
     """Step over N for the best degrees: the bars are what each N costs above the best."""
-    options = solution.by_num_subsequences
-    if len(options) < 2:
+    candidates = solution.by_num_subsequences
+    if len(candidates) < 2:
         return
     assert solution.best is not None, "checked by the caller"
     chosen = len(solution.best.candidate.lengths)
-    least, most = (pick(option.step_s for option in options) for pick in (min, max))
+    least, most = (pick(evaluated.step_s for evaluated in candidates) for pick in (min, max))
     console.print()
     _say(
         console,
         f"step over N with {degrees_text(solution.best.degrees)}, schedule "
-        f"{options[0].candidate.schedule} (closed form); bars: time above the best N",
+        f"{candidates[0].candidate.schedule} (closed form); bars: time above the best N",
     )
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):
         table.add_column(justify="right")
     table.add_column()
-    for option in options:
-        num_subsequences, lost = len(option.candidate.lengths), option.step_s / least - 1
-        width = round(_BAR_WIDTH * (option.step_s - least) / (most - least)) if most > least else 0
+    for evaluated in candidates:
+        num_subsequences, lost = len(evaluated.candidate.lengths), evaluated.step_s / least - 1
+        width = (
+            round(_BAR_WIDTH * (evaluated.step_s - least) / (most - least)) if most > least else 0
+        )
         mark = " ◀ chosen" if num_subsequences == chosen else ""
         table.add_row(
             f" N {num_subsequences}",
-            step_text(option.step_s),
+            step_text(evaluated.step_s),
             f"+{lost:.1%}",
             f"{'█' * width}{mark}",
         )

@@ -50,10 +50,10 @@ def tier_text(hardware: HardwareSpec) -> str:
     return "host memory" if hardware.node.host_memory_bytes else "disk"
 
 
-def policy_text(assessment: EvaluatedCandidate) -> str:
+def policy_text(evaluated: EvaluatedCandidate) -> str:
     """Say what happens to saved activations, in fractions of their bytes over all stages."""
-    placement = assessment.decisions
-    row_bytes = row_bytes_of(assessment.candidate)[:, None, :]
+    placement = evaluated.placement
+    row_bytes = row_bytes_of(evaluated.candidate)[:, None, :]
     retained, offloaded, recomputed = (
         (table * row_bytes).sum(axis=(0, 1))
         for table in (placement.retained, placement.offloaded, placement.recomputed)
@@ -65,7 +65,7 @@ def policy_text(assessment: EvaluatedCandidate) -> str:
     if retained.any():
         parts.append(f"{retained.sum() / whole:.0%} is retained on the device")
     if offloaded.any():
-        tier = tier_text(assessment.candidate.workload.hardware)
+        tier = tier_text(evaluated.candidate.workload.hardware)
         parts.append(f"{offloaded.sum() / whole:.0%} is offloaded to {tier}")
     if recomputed[LINEAR]:
         parts.append(f"{recomputed[LINEAR] / whole:.0%} is recomputed by projections")
