@@ -47,7 +47,7 @@ class Case:
     name: str
     model: dict[str, Any]
     length: int
-    pieces: int
+    num_subsequences: int
     dtype: str = "bf16"
     policy: str = "retain"
     pipeline_ranks: int = 1
@@ -116,7 +116,11 @@ def write_run(case: Case, path: Path, *, steps: int, hardware: Path) -> None:
     run = {
         "model": case.model,
         "data": {"tokens": "tokens"},
-        "sequence": {"length": case.length, "num_subsequences": case.pieces, "partition": "flops"},
+        "sequence": {
+            "length": case.length,
+            "num_subsequences": case.num_subsequences,
+            "partition": "flops",
+        },
         "activations": {"policy": case.policy},
         "hardware": {"file": str(hardware)},
         "train": {

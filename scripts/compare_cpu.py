@@ -158,8 +158,8 @@ class _Sppo:
             mlp_size=MLP,
         )
         length = len(tokens) - 1
-        pieces = automatic_num_subsequences(length, target_tokens=2048)
-        self._cuts = boundaries_by_length(length, num_subsequences=pieces, alignment=128)
+        num_subsequences = automatic_num_subsequences(length, target_tokens=2048)
+        self._cuts = boundaries_by_length(length, num_subsequences=num_subsequences, alignment=128)
         self._data = SequenceData(tokens[:-1], tokens[1:])
         weights = {
             name: weight.bfloat16() for name, weight in initial_weights(model, seed=0).items()

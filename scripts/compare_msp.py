@@ -1,7 +1,7 @@
 """What multiplexed sequence partitioning (MSP) gains: the same step with it and without, in turns.
 
 Pipeline ranks are processes with one thread each, over gloo. All of them hold two engines on the
-same weights: one runs the plain program, one cuts the units next to the bubbles into pieces that
+same weights: one runs the plain program, one cuts the units next to the bubbles into shards that
 all ranks of their range compute together. Steps alternate, so that noise of the machine falls on
 both. Run by ``scripts/compare_msp.sh``.
 """
@@ -166,7 +166,7 @@ class _Sides:
                 arguments.ranks,
                 rank,
                 p2p=links,
-                shards=MspLinks(self._mesh) if name == "on" else None,
+                msp_links=MspLinks(self._mesh) if name == "on" else None,
                 planned=self._msp_program(model) if name == "on" else None,
             )
             for name, schedule in schedules.items()

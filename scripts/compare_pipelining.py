@@ -288,7 +288,7 @@ def _build(arguments: argparse.Namespace) -> Side:
     run = run_of(
         MODEL,
         length=arguments.length,
-        pieces=arguments.pieces,
+        num_subsequences=arguments.pieces,
         sequences=sequences,
         ranks=RANKS,
         schedule=arguments.schedule,

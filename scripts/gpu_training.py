@@ -41,7 +41,7 @@ class Case:
     name: str
     model: dict[str, Any]
     length: int
-    pieces: int
+    num_subsequences: int
     dtype: str
     steps: int
     on_cpu: bool = True
@@ -82,7 +82,7 @@ class Place:
         sections = {
             "model": case.model,
             "data": {"tokens": "tokens", "shuffle": False},
-            "sequence": {"length": case.length, "num_subsequences": case.pieces},
+            "sequence": {"length": case.length, "num_subsequences": case.num_subsequences},
             "activations": moves,
             "optimizer": {"lr": 1e-3},
             "train": {"steps": case.steps, "dtype": case.dtype, "output": f"runs/{name}"},
@@ -157,7 +157,7 @@ def times_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "case": case.name,
         "tokens": case.length,
-        "subsequences": case.pieces,
+        "subsequences": case.num_subsequences,
         "step_s": seconds,
         "step_time_ratio": seconds["gpu offload_all"] / seconds["gpu retain"],
         "mfu": {name: run["summary"]["mfu"] for name, run in runs.items()},

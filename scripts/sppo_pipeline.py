@@ -32,7 +32,7 @@ def run_of(
     model: Mapping[str, int],
     *,
     length: int,
-    pieces: int,
+    num_subsequences: int,
     sequences: int,
     ranks: int,
     schedule: str,
@@ -42,7 +42,11 @@ def run_of(
     keys = {
         "model": dict(model),
         "data": {"tokens": "."},
-        "sequence": {"length": length, "num_subsequences": pieces, "partition": partition},
+        "sequence": {
+            "length": length,
+            "num_subsequences": num_subsequences,
+            "partition": partition,
+        },
         "parallel": {
             "pipeline_parallel_degree": ranks,
             "schedule": schedule,

@@ -36,7 +36,7 @@ from sppo.schedule.program import equal_costs, step_program
 
 
 def _go_on(_position: int, _action: Action) -> None:
-    """Nothing stands between one action and the next."""
+    """Do nothing before an action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class EnginePeaks:
     kv_bytes: int
     """K, V and their fp32 gradients."""
     pooled_activations_bytes: int
-    """Of the first, what lies where torch's other tensors do."""
+    """The part of `activations_bytes` that comes from torch's own allocator."""
     gathered_bytes: int = 0
-    """Weights that were put together for the time they were used."""
+    """Weights that were gathered for the time they were used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class StepResult:
 
     @property
     def trace(self) -> tuple[ExecutedAction, ...]:
-        """What was executed, when; waits for the device, the first time."""
+        """All executed actions with their times; the first access waits for the device."""
         return self.executed.actions()
 
     @property
@@ -82,7 +82,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """What a rank shares with others, besides the pipeline.
+    """Communication of a rank with others, besides the pipeline.
 
     Attributes:
         exchange: with the ranks that have the other tokens of every subsequence; a
@@ -107,10 +107,10 @@ class Engine:
         placements: what to retain, offload and recompute instead, by stage: of all stages, for
             every rank must make the same program.
         offloaded: where each stage's offloaded tensors go; closed with the engine.
-        offloaded_shards: where those of this rank's pieces of each stage go; likewise.
+        offloaded_shards: where those of this rank's MSP shards of each stage go; likewise.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
-        companions: with whom else it works.
+        parallel_context: communication with other ranks besides the pipeline.
         attention_backend: of :func:`sppo.kernels.attention.interface.attention_forward`.
         loss_terms: what training adds to the cross entropy; evaluation adds nothing.
         stopwatch: takes the time of every action; None: the host's clock does.
@@ -130,20 +130,20 @@ class Engine:
         offloaded_shards: Mapping[int, OffloadStore] | None = None,
         input_every: int = 1,
         pipeline: Pipeline = ALONE,
-        companions: ParallelContext = ParallelContext(),  # noqa: B008 (frozen)
+        parallel_context: ParallelContext = ParallelContext(),  # noqa: B008 (frozen)
         attention_backend: Backend = "auto",
         loss_terms: LossTerms = CROSS_ENTROPY,
         stopwatch: Stopwatch | None = None,
         debug: bool = False,
     ) -> None:
-        self._pipeline, self._companions = pipeline, companions
+        self._pipeline, self._parallel_context = pipeline, parallel_context
         self._placements = dict(placements or {})
         self._stopwatch = stopwatch
-        exchange = companions.exchange
-        self._share = (
+        exchange = parallel_context.exchange
+        self._shard = (
             SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
         )
-        shares = (
+        sharding = (
             exchange.sharding
             if isinstance(exchange, MegatronSequenceParallel)
             else WeightSharding(model)
@@ -164,7 +164,7 @@ class Engine:
             alone = pipeline.num_ranks * pipeline.num_virtual == 1
             stacked = on_cpu and alone and pipeline.schedule == ALONE.schedule
             self._stores[index] = LifoArenaStore(poison=debug) if stacked else DeviceStore()
-            names = shares.shapes(layers)
+            names = sharding.shapes(layers)
             self._stages[index] = Stage(
                 model,
                 weights=self._weights,
@@ -177,13 +177,13 @@ class Engine:
                 exchange=exchange,
                 attention_backend=attention_backend,
                 loss_terms=loss_terms,
-                sends_keys=pipeline.shards is not None,
+                sends_keys=pipeline.msp_links is not None,
                 debug=debug,
             )
         self._programs: dict[object, Schedule] = {}
         self._shard_store = DeviceStore()
         self._msp_stages: dict[int, MspStage] = {}
-        if pipeline.shards is not None:
+        if pipeline.msp_links is not None:
             assert not isinstance(exchange, MegatronSequenceParallel), "checked before training"
             self._msp_stages = {
                 index: MspStage(
@@ -195,7 +195,7 @@ class Engine:
                     offloaded=self._offloaded_shards.get(index),
                     placement_of=placement_of[index],
                     heads=exchange,
-                    members=pipeline.shards.members,
+                    members=pipeline.msp_links.members,
                     dtype=self._weights.dtype,
                     device=self._weights.device,
                     attention_backend=attention_backend,
@@ -252,18 +252,18 @@ class Engine:
         return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
 
     def schedule(self, lengths: Sequence[Sequence[int]]) -> Schedule:
-        """What all ranks do in a training step of sequences cut into ``lengths``.
+        """Return the program of a training step of sequences cut into ``lengths``.
 
-        Connects the ranks that run pieces together, so every rank must call it.
+        Connects the ranks of each MSP group, so every rank must call it.
         """
         schedule = self._program(tuple(map(tuple, lengths)), forward_only=False)
         self._msp_executor(schedule)
         return schedule
 
     def take_peaks(self) -> EnginePeaks:
-        """Peaks since the last call; starts counting anew.
+        """Return the peaks since the last call, and start counting anew.
 
-        Of several stages the sum, which may be more than there was at any one time.
+        Peaks of several stages are added up, to more than there may have been at any one time.
         """
         holders = [*self._stores.values(), self._shard_store]
         caches = [stage.kv for stage in self._stages.values()]
@@ -281,15 +281,15 @@ class Engine:
 
     @property
     def most_shards_held(self) -> dict[int, MspMemory]:
-        """What this rank held of other ranks' stages at most, by stage."""
+        """Most memory that this rank held for other ranks' stages, by stage."""
         return {index: stage.most_held for index, stage in self._msp_stages.items()}
 
     def take_copies(self) -> CopyReport:
-        """What was moved since the last call."""
+        """Return the copies of offloaded tensors since the last call."""
         return combined([store.take_report() for store in self._offload_stores])
 
     def close(self) -> None:
-        """Give back what offloaded tensors took: threads, memory, file. Twice is once."""
+        """Free threads, memory and files of offloaded tensors; does nothing the second time."""
         for store in self._offload_stores:
             store.close()
 
@@ -307,7 +307,7 @@ class Engine:
     ) -> tuple[Schedule, StepOutput]:
         units: dict[tuple[int, int], Unit] = {}
         for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
-            units |= units_of(index, data, cuts, self._share)
+            units |= units_of(index, data, cuts, self._shard)
         lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
         schedule = self._program(lengths, forward_only=loss_scale is None)
         program = schedule.programs[self._pipeline.rank]
@@ -319,7 +319,7 @@ class Engine:
             rank=self._pipeline.rank,
             stages=self._stages,
             p2p=self._pipeline.p2p,
-            reduce=self._companions.reduce,
+            reduce=self._parallel_context.reduce,
             msp=self._msp_executor(schedule),
             stopwatch=self._stopwatch,
         )
@@ -329,17 +329,17 @@ class Engine:
     def _visits(
         self, program: Sequence[Action], units: Mapping[tuple[int, int], Unit]
     ) -> Iterator[WeightPart]:
-        """Whose weights this rank computes with, in order."""
+        """Yield the parts of the weights that this rank computes with, in order."""
         for action in program:
-            # Pieces fetch their weights themselves: not all of their ranks have them.
+            # MSP shards fetch their weights themselves: not all of their ranks have them.
             if action.kind in (ActionKind.F, ActionKind.B) and action.num_shards == 1:
                 yield from self._stages[action.stage].visits(action.kind, units[action.unit])
 
     def _program(self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool) -> Schedule:
-        """The same object for the same step again: making and proving one takes a while."""
+        """Return the program of a step, made and checked once: that takes a while."""
         key = (lengths, forward_only)
         if key not in self._programs:
-            # Steps are alike; sequences of other lengths come in evaluations, few at a time.
+            # Training steps are alike; only evaluations bring other lengths, a few at a time.
             if len(self._programs) >= _PROGRAMS_KEPT:
                 self._programs.clear()
             self._programs[key] = self._made_program(lengths, forward_only=forward_only)
@@ -348,7 +348,7 @@ class Engine:
     def _made_program(
         self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool
     ) -> Schedule:
-        """The planned program, or where no such step was planned one for equal units."""
+        """Return the planned program, or one for equal units if no such step was planned."""
         pipeline, planned = self._pipeline, self._pipeline.planned
         if planned is not None and planned.lengths == lengths and not forward_only:
             return planned
@@ -359,7 +359,7 @@ class Engine:
                 placed = (part for parts in lengths for part in placement_of(parts))
                 offloaded[stage] = [any(part.offloaded) for part in placed]
         return step_program(
-            # An evaluation is no step that anything was weighed for.
+            # The solver chose MSP for training steps.
             "sppo" if forward_only and pipeline.schedule == "sppo_msp" else pipeline.schedule,
             num_ranks=pipeline.num_ranks,
             num_virtual=pipeline.num_virtual,
@@ -369,21 +369,21 @@ class Engine:
         )
 
     def _msp_executor(self, schedule: Schedule) -> MspExecutor | None:
-        """Return the executor of this rank's shards of units; None if ``schedule`` cuts no unit."""
-        shards = self._pipeline.shards
-        if shards is None or not any(a.num_shards > 1 for p in schedule.programs for a in p):
+        """Return what runs the MSP shards of ``schedule``; None if no unit is cut."""
+        links = self._pipeline.msp_links
+        if links is None or not any(a.num_shards > 1 for p in schedule.programs for a in p):
             return None
         digest = schedule.digest()
         if digest not in self._msp_executors:
             groups = find_msp_groups(schedule, programs=encode(schedule)).values()
-            shards.connect([(group.ranks[0], group.ranks[-1]) for group in groups])
+            links.connect([(group.ranks[0], group.ranks[-1]) for group in groups])
             self._msp_executors = {
                 digest: MspExecutor(
                     schedule,
                     stages=self._msp_stages,
-                    exchange_of=shards.exchange,
+                    exchange_of=links.exchange,
                     rank=self._pipeline.rank,
-                    member=self._share.rank,
+                    member=self._shard.rank,
                 )
             }
         return self._msp_executors[digest]

@@ -121,7 +121,7 @@ class Executor:
                 trace.add(action, start, mark())
             except BaseException as error:
                 error.add_note(self._context(position))
-                self._discard()
+                self._abort()
                 raise
         self._finish()
         return StepOutput(self._losses, trace)
@@ -161,7 +161,7 @@ class Executor:
             self._buffers.put("grad", action, dx, first=first)
 
     def _work(self, action: Action) -> tuple[Stage, Unit, int]:
-        """(stage, unit, first of this rank's tokens) of an F or B."""
+        """Return the stage, the unit and the first of this rank's tokens of an F or B."""
         if action.num_shards == 1:
             return self._stages[action.stage], self._units[action.unit], 0
         assert self._msp is not None, "a program with shards has an MSP executor"
@@ -202,7 +202,7 @@ class Executor:
 
     @property
     def _message(self) -> tuple[int, torch.dtype]:
-        """(elements of a token, their type) of what passes between stages."""
+        """Elements of a token and their type, in messages between stages."""
         stage = next(iter(self._stages.values()))
         return stage.model.hidden_size, stage.dtype
 
@@ -213,7 +213,7 @@ class Executor:
         for stage in self._stages.values():
             stage.assert_idle()
 
-    def _discard(self) -> None:
+    def _abort(self) -> None:
         self._buffers.abort()
         if self._msp is not None:
             self._msp.abort()
@@ -223,11 +223,11 @@ class Executor:
     def _context(self, position: int) -> str:
         first = max(0, position - _SHOWN_AROUND_FAILURE)
         shown = self._program[first : position + _SHOWN_AROUND_FAILURE + 1]
-        words = [
+        names = [
             f">>> {action} <<<" if first + i == position else str(action)
             for i, action in enumerate(shown)
         ]
-        return f"failed in action {position + 1} of {len(self._program)}: {' '.join(words)}"
+        return f"failed in action {position + 1} of {len(self._program)}: {' '.join(names)}"
 
 
 def _own_tokens(units: Mapping[tuple[int, int], Unit]) -> LocalTokens:

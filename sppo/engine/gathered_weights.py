@@ -1,4 +1,4 @@
-"""Weights of which every rank keeps only its own rows: put together for the time they are used.
+"""Weights whose rows are sharded over ranks, gathered for the time they are used.
 
 ZeRO-3 (Rajbhandari et al., 2020). While one layer computes, the next one that will be wanted is on
 its way; there are never more than two layers' whole weights, or the largest part outside of the
@@ -22,8 +22,8 @@ class GatheredWeights:
         rows: this rank's rows of every parameter of its stages by global name, in the compute
             dtype; read at every gather, so an update in place is seen by the next step.
         shapes: of the whole parameters.
-        gathers: among the ranks that share each of them out, by global name. What is not in there
-            this rank has whole.
+        gathers: among the ranks over which each is sharded, by global name; the others are whole on
+            this rank.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class GatheredWeights:
         self._peak_bytes = 0
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
-        """See :class:`sppo.engine.weights.WeightProvider`."""
+        """Start to gather the first of ``visits``."""
         self.assert_idle()
         self._visits = iter(visits)
         self._next = next(self._visits, None)
         self._fetch_ahead()
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
-        """See :class:`sppo.engine.weights.WeightProvider`."""
+        """Return the gathered weights of ``part``, and start to gather the next part."""
         assert part == self._next, f"{part} is taken where {self._next} was announced"
         if self._held_part is None:
             self._held_part, self._held = part, self._arrived()
@@ -67,7 +67,7 @@ class GatheredWeights:
         return self._held
 
     def release(self, part: WeightPart) -> None:
-        """See :class:`sppo.engine.weights.WeightProvider`."""
+        """Free the weights of ``part``, unless it is wanted again at once."""
         if part != self._held_part or part == self._next:
             return  # it never came, or is wanted again at once
         self._held.clear()  # also what the stage still has of it
@@ -75,23 +75,23 @@ class GatheredWeights:
         self._fetch_ahead()
 
     def assert_idle(self) -> None:
-        """See :class:`sppo.engine.weights.WeightProvider`."""
+        """Check that all announced parts were taken and released."""
         left = {"held": self._held_part, "announced": self._next}
         assert all(part is None for part in left.values()), f"weights left over: {left}"
 
     def abort(self) -> None:
-        """See :class:`sppo.engine.weights.WeightProvider`."""
+        """Drop everything that is held or under way."""
         self._visits, self._next = iter(()), None
         self._ahead, self._held_part = None, None
         self._held.clear()
 
     def take_peak_bytes(self) -> int:
-        """See :class:`sppo.engine.weights.WeightProvider`."""
+        """Return the most bytes of gathered weights since the last call."""
         peak, self._peak_bytes = self._peak_bytes, 0
         return peak
 
     def _fetch_ahead(self) -> None:
-        """Start to gather what is wanted next, if there is room beside what is held."""
+        """Start to gather the next part, if there is room beside the one that is held."""
         part = self._next
         if part is None or part == self._held_part or self._ahead is not None:
             return
@@ -105,7 +105,7 @@ class GatheredWeights:
         self._count(held + self._part_bytes[part])
 
     def _arrived(self) -> dict[str, Tensor]:
-        """What was fetched ahead, under the names that the stage knows."""
+        """Return the gathered weights by the names that the stage knows."""
         assert self._ahead is not None, "room was made for what is wanted next"
         part, gatherings = self._next, self._ahead
         assert part is not None, "checked by take"
@@ -120,7 +120,7 @@ class GatheredWeights:
         }
 
     def _messages(self, part: WeightPart) -> list[tuple[ParameterAllGather, list[str]]]:
-        """Global names that travel together: of a layer all, of larger parts one by one."""
+        """Return the global names of each gather: all of a layer, larger parts one by one."""
         shared = [name for name in self._parts[part].values() if name in self._gathers]
         if not isinstance(part, int):
             return [(self._gathers[name], [name]) for name in shared]

@@ -103,8 +103,8 @@ class KVStore:
         """
         entry = self._entries[layer, sequence]
         if entry.dk is None or entry.dv is None:
-            wide = accumulation_dtype(self._dtype)
-            entry.dk, entry.dv = (self._new(entry.written, wide).zero_() for _ in range(2))
+            acc_dtype = accumulation_dtype(self._dtype)
+            entry.dk, entry.dv = (self._new(entry.written, acc_dtype).zero_() for _ in range(2))
         expected = entry.written if entry.finished is None else entry.finished
         assert end == expected, (
             f"layer {layer}, sequence {sequence}: backward of [{start}, {end}) but spans down to "

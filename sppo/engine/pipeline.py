@@ -12,7 +12,7 @@ from sppo.schedule.actions import Placement, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Which stages a rank runs, by which schedule.
+    """The stages that a rank runs, and the schedule by which it runs them.
 
     Attributes:
         schedule: Name of the generator.
@@ -20,8 +20,8 @@ class Pipeline:
         rank: This one.
         num_virtual: Stages of every rank.
         p2p: Carries tensors to and from neighbours; None on one rank.
-        planned: The program of the step that was planned; None where none was, as in tests.
-        shards: How ranks talk that run pieces of one unit; None where no unit is cut.
+        planned: The program of the step that was planned; None if none was, as in tests.
+        msp_links: Connects the ranks of MSP groups; None if no unit is cut.
     """
 
     schedule: str = "sppo"
@@ -30,7 +30,7 @@ class Pipeline:
     num_virtual: int = 1
     p2p: PipelineP2P | None = None
     planned: Schedule | None = None
-    shards: MspLinks | None = None
+    msp_links: MspLinks | None = None
 
     @property
     def placement(self) -> Placement:

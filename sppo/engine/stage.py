@@ -1,4 +1,4 @@
-"""A run of consecutive layers on one rank, with the embedding and the head where it has them.
+"""Consecutive layers that one rank runs, with the embedding or the head at the model's ends.
 
 ``forward`` and ``backward`` take one unit, a (sequence, subsequence) pair. On the last stage the
 loss and the gradient of its input are formed in forward, tile by tile, so logits never wait for
@@ -56,17 +56,17 @@ class Stage:
         model: the shape.
         weights: gives the parameters of the stage, in the compute dtype.
         gradients: fp32 (float64) buffers by global name, added to; None for forward only.
-        activations: where saved tensors wait that stay on the device.
-        offloaded: where those wait that leave it; None where none does.
-        placement_of: what is retained, offloaded and recomputed of each subsequence.
+        activations: store of saved tensors that stay on the device.
+        offloaded: store of those that leave it; None if none does.
+        placement_of: gives what is retained, offloaded and recomputed of each subsequence.
         input_every: layers that keep their attention output save their input only in every so
             manyth layer; the others get it from the layer below, see :meth:`_recompute_input`.
         layers: half-open range of layers; None for all.
-        exchange: with the ranks that share every unit's tokens; None where nobody does. A
-            :class:`MegatronSequenceParallel` where they share the layers' weights too.
+        exchange: with the ranks over which every unit's tokens are sharded; None if they are not.
+            A :class:`MegatronSequenceParallel` if the layers' weights are sharded too.
         attention_backend: of :func:`sppo.kernels.attention.interface.attention_forward`.
         loss_terms: what training adds to the cross entropy; evaluation adds nothing.
-        sends_keys: whether ranks that run pieces of its units get the stored K and V.
+        sends_keys: whether ranks that run MSP shards of its units get the stored K and V.
         debug: overwrite lent memory with NaN when it is given back.
     """
 
@@ -126,7 +126,7 @@ class Stage:
 
     @property
     def offloaded(self) -> OffloadStore | None:
-        """Where tensors wait that leave the device; None where none does."""
+        """Store of the tensors that leave the device; None if none does."""
         return self._saved.offloaded
 
     def prepare(
@@ -170,7 +170,7 @@ class Stage:
     def _step_layout(
         self, units: Mapping[UnitKey, Unit], lengths: Mapping[int, tuple[int, ...]]
     ) -> ActivationLayout:
-        """Placements are of whole subsequences: turn them into those of this rank's tokens."""
+        """Return the layout of a step: placements of subsequences cut to this rank's tokens."""
         placements = {
             (sequence, index): placement
             for sequence, parts in lengths.items()
@@ -187,7 +187,7 @@ class Stage:
         )
 
     def visits(self, kind: ActionKind, unit: Unit) -> Iterator[WeightPart]:
-        """Whose weights an action takes, in order; for backward after :meth:`prepare`."""
+        """Yield the parts whose weights an action takes; of backward only after :meth:`prepare`."""
         if kind is ActionKind.F:
             if self.is_first:
                 yield "embedding"
@@ -198,7 +198,7 @@ class Stage:
             yield from self._backward_visits(unit)
 
     def _backward_visits(self, unit: Unit) -> Iterator[int]:
-        """From the last layer down; before one without its input, those that recompute it."""
+        """Yield layers from the last to the first, each after those that recompute its input."""
         with_input = {i for i in self._layers if self._layout.saves_input(unit.key, i)}
         for index in reversed(self._layers):
             below = max(layer for layer in with_input if layer <= index)
@@ -275,7 +275,7 @@ class Stage:
                 self._recompute_input(unit, index, saved, taken, take, rotary)
             with visit(self._weights, index) as weights:
                 attention, layer = self._attention(unit, index), self._layer(unit)
-                layer.complete(saved, weights, rotary=rotary, attention=attention)
+                layer.recompute_missing_rows(saved, weights, rotary=rotary, attention=attention)
                 with self._sink(unit, index, deferred=defer_weights) as gradients:
                     dx = layer.backward(
                         dx,
@@ -294,13 +294,13 @@ class Stage:
         return None
 
     def weight_gradients(self, unit: Unit) -> None:
-        """The half of a unit's backward that was left for later; once per unit."""
+        """Run the deferred half of a unit's backward; once per unit."""
         for sink in reversed(self._deferred.pop(unit.key)):
             sink.add_up()
 
     @contextmanager
     def _sink(self, unit: Unit, index: int, *, deferred: bool) -> Iterator[GradientSink]:
-        """Where the weight gradients of layer ``index`` go."""
+        """Yield the sink of the weight gradients of layer ``index``."""
         totals = self._layer_gradients[index]
         if not deferred:
             yield GradientSum(totals)
@@ -331,7 +331,7 @@ class Stage:
             self._recompute_input(unit, below, taken[below], taken, take, rotary)
         with visit(self._weights, below) as weights:
             layer, attention = self._layer(unit), self._attention(unit, below)
-            layer.complete(taken[below], weights, rotary=rotary, attention=attention)
+            layer.recompute_missing_rows(taken[below], weights, rotary=rotary, attention=attention)
             saved["x_in"] = layer.recompute_output(taken[below], weights)
 
     def take_loss_gradient(self, unit: Unit) -> Tensor:
@@ -347,7 +347,7 @@ class Stage:
         self.kv.release(sequence)
 
     def assert_idle(self) -> None:
-        """Nothing may be left after a step: every saved tensor was used exactly once."""
+        """Check that nothing is left after a step: every saved tensor was used exactly once."""
         leftovers = {
             "activations": self._saved.num_entries,
             "sequences in the KV store": self.kv.num_sequences,
@@ -402,7 +402,7 @@ class Stage:
 
     @property
     def weights(self) -> WeightProvider:
-        """Of the stage."""
+        """Weight provider of this stage."""
         return self._weights
 
     def embed(self, unit: Unit) -> Tensor:

@@ -23,11 +23,11 @@ from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
 from sppo.schedule.orders import UnitKey
 
 LocalTokens = Callable[[UnitKey, int], int]
-"""(unit, tokens of the whole unit) -> how many of them, the first ones, are this rank's."""
+"""Maps a unit and an end to how many of the unit's tokens before that end are this rank's."""
 
 
 class _InputKey(NamedTuple):
-    """Everything of one unit that one stage takes from one side."""
+    """Name of the input of one stage for one unit, from one side."""
 
     wire: Wire
     consumer: int
@@ -35,12 +35,12 @@ class _InputKey(NamedTuple):
 
 
 class StageBuffers:
-    """What waits on one rank between the stages of a step.
+    """Tensors that wait on one rank between the stages of a step.
 
     Args:
         schedule: that is run.
         rank: position in the pipeline.
-        p2p: carries messages between ranks; None if the program has none.
+        p2p: carries messages; None if there are none.
     """
 
     def __init__(self, schedule: Schedule, *, rank: int, p2p: PipelineP2P | None) -> None:
@@ -54,11 +54,11 @@ class StageBuffers:
         self._outgoing: dict[tuple[_InputKey, int], Tensor] = {}
 
     def begin(self, local: LocalTokens) -> None:
-        """Start a step whose units this rank shares as ``local`` says."""
+        """Start a step; ``local`` gives this rank's tokens of each unit."""
         self._local = local
 
     def put(self, wire: Wire, action: Action, tensor: Tensor, *, first: int = 0) -> None:
-        """The output of an F ("act") or B ("grad"), from token ``first`` of this rank's on."""
+        """Store the output of an F ("act") or B ("grad"), from this rank's token ``first`` on."""
         key = self._key(wire, producer=action.stage, unit=action.unit)
         end = first + tensor.shape[0]
         for number, route in enumerate(self._routes_of(key)):
@@ -73,7 +73,7 @@ class StageBuffers:
                 self._outgoing[key, number] = part
 
     def send(self, action: Action) -> None:
-        """A SEND, which names the stage that made the tensor."""
+        """Run a SEND, which names the stage that made the tensor."""
         assert self._p2p is not None, "a program with messages has links between ranks"
         assert action.wire is not None, "a message carries something"
         key = self._key(action.wire, producer=action.stage, unit=action.unit)
@@ -83,7 +83,7 @@ class StageBuffers:
             self._p2p.send(part, receiver=receiver, what=str(action))
 
     def receive(self, action: Action, *, width: int, dtype: torch.dtype) -> None:
-        """A RECV, which names the stage that consumes the tensor."""
+        """Run a RECV, which names the stage that consumes the tensor."""
         assert self._p2p is not None, "a program with messages has links between ranks"
         assert action.wire is not None, "a message carries something"
         key = _InputKey(action.wire, action.stage, action.unit)
@@ -104,7 +104,7 @@ class StageBuffers:
             self._here.setdefault(key, {})[begin] = arrival.wait()
 
     def take(self, action: Action) -> Tensor | None:
-        """The input of an F or B from the neighbouring stage; None at the ends of the pipeline."""
+        """Return the input of an F or B from a neighbouring stage; None at the pipeline's ends."""
         parts = self._here.pop(self._input_of(action), None)
         if parts is None:
             return None
@@ -137,7 +137,7 @@ class StageBuffers:
         return _InputKey(wire, action.stage, action.unit)
 
     def _routes_of(self, key: _InputKey) -> tuple[Route, ...]:
-        """Numbered as the messages of the schedule are."""
+        """Return the routes of an input, in the order of the schedule's messages."""
         producer = key.consumer - (1 if key.wire == "act" else -1)
         schedule, (sequence, subsequence) = self._schedule, key.unit
         if not (0 <= producer < schedule.num_stages and 0 <= key.consumer < schedule.num_stages):
@@ -149,5 +149,5 @@ class StageBuffers:
         return self._routes.get((code, slot), (whole,))
 
     def _interval(self, key: _InputKey, route: Route) -> tuple[int, int]:
-        """Of this rank's tokens."""
+        """Return the interval of this rank's tokens that a route carries."""
         return self._local(key.unit, route.begin), self._local(key.unit, route.end)

@@ -24,7 +24,7 @@ class KVCacheAttention:
     backend: Backend = "auto"
 
     def forward(self, q_CND: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SubsequenceAttention`."""
+        """Store K and V of the subsequence, and attend with its queries; (o, lse)."""
         self.store.write(
             self.layer,
             self.sequence,
@@ -33,10 +33,10 @@ class KVCacheAttention:
             k_CKD=k_CKD,
             v_CKD=v_CKD,
         )
-        return self.again(q_CND)
+        return self.recompute(q_CND)
 
-    def again(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SubsequenceAttention`."""
+    def recompute(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
+        """Recompute attention of queries whose output was not saved; (o, lse)."""
         k, v = self.store.prefix(self.layer, self.sequence, end=self.span.end)
         return attention_forward(
             q_CND,
@@ -50,7 +50,7 @@ class KVCacheAttention:
     def backward(
         self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`sppo.model.layer.SubsequenceAttention`."""
+        """Return (dq, dk, dv) of the subsequence; adds up dk and dv of its prefix in the store."""
         start, end = self.span.start, self.span.end
         k, v = self.store.prefix(self.layer, self.sequence, end=end)
         dk, dv = self.store.prefix_gradients(self.layer, self.sequence, start=start, end=end)

@@ -1,4 +1,4 @@
-"""When the actions of a step ran, told once the device has come to its end.
+"""Times of the actions of a step, read once the device has finished the step.
 
 On a CPU an action has run when its handler returns, and the host's clock says when. On a GPU the
 host only puts work into a stream and goes on; there two events stand around each action, and they
@@ -29,14 +29,14 @@ class ExecutedAction:
 
 
 class Stopwatch(Protocol):
-    """Takes the time between pieces of compute."""
+    """Takes the times at which compute begins and ends."""
 
     def mark(self) -> Any:
-        """A point behind all compute issued so far; never waits."""
+        """Return a mark behind all compute issued so far; never waits."""
         ...
 
     def read(self, marks: Sequence[Any]) -> list[float]:
-        """When compute came to each of ``marks``, by the host's clock; waits for the last."""
+        """Return the time at which compute came to each of ``marks``; waits for the last."""
         ...
 
 
@@ -77,7 +77,7 @@ class CudaStopwatch:
 
 
 class Trace:
-    """What was executed, in that order.
+    """The executed actions, in order.
 
     Args:
         stopwatch: whose marks it holds.
@@ -89,12 +89,12 @@ class Trace:
         self._read: tuple[ExecutedAction, ...] | None = None
 
     def add(self, action: Action, start: Any, finish: Any) -> None:
-        """An action between two marks of the stopwatch."""
+        """Add an action that ran between two marks of the stopwatch."""
         assert self._read is None, "a trace that was read is over"
         self._marks.append((action, start, finish))
 
     def actions(self) -> tuple[ExecutedAction, ...]:
-        """All of them with their times; the first call waits for the device."""
+        """Return all actions with their times; the first call waits for the device."""
         if self._read is None:
             points = [mark for _, *marks in self._marks for mark in marks]
             times = iter(self._stopwatch.read(points) if points else ())

@@ -38,7 +38,7 @@ class UlyssesAttention:
         )
         return self._to_tokens(o, lse, self.parts)
 
-    def again(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
+    def recompute(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
         """Recompute attention for the tokens whose output was not saved; (o_cND, lse_Nc).
 
         Where each rank lacks its last tokens only, those of one rank are not next to another's.
@@ -47,13 +47,13 @@ class UlyssesAttention:
         (q,) = self.exchange.queries_to_heads([q_cND], self.missing)
         outputs, start = [], self.stored.span.start
         if self.missing == self.parts:
-            outputs.append(self.stored.again(q))
+            outputs.append(self.stored.recompute(q))
         else:
             for part_CnD, end in zip(
                 torch.split(q, list(self.missing)), accumulate(self.parts), strict=True
             ):
                 span = replace(self.stored.span, end=start + end)
-                outputs.append(replace(self.stored, span=span).again(part_CnD))
+                outputs.append(replace(self.stored, span=span).recompute(part_CnD))
         o = torch.cat([o for o, _ in outputs])
         lse = torch.cat([lse for _, lse in outputs], dim=1)
         return self._to_tokens(o, lse, self.missing)

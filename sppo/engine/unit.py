@@ -42,36 +42,36 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One subsequence of one sequence of the step, or this rank's share of its tokens."""
+    """One subsequence of one sequence of the step, or this rank's shard of its tokens."""
 
     sequence: int
     subsequence: int
     span: TokenSpan
-    """Of the whole subsequence."""
+    """Positions of the whole subsequence."""
     parts: tuple[int, ...]
-    """Its tokens on each rank that shares them, in order; one part where nobody does."""
+    """Tokens on each rank over which the unit is sharded, in order; one part if it is not."""
     tokens_C: Tensor
     labels_C: Tensor
     positions_C: Tensor
     """Position of each token in its document (in its sequence, when documents are not isolated)."""
     span_positions_C: Tensor
-    """The same of all tokens of the subsequence, whoever has them."""
+    """Positions of all tokens of the subsequence, including those of other ranks."""
 
     @property
     def key(self) -> UnitKey:
-        """Of the unit in its step."""
+        """The (sequence, subsequence) that names the unit in its step."""
         return self.sequence, self.subsequence
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceShard:
-    """Which part of every subsequence's tokens is a rank's own."""
+    """The part of every subsequence's tokens that one rank holds."""
 
     rank: int = 0
     degree: int = 1
 
     def parts(self, tokens: int) -> tuple[int, ...]:
-        """Tokens of a subsequence on each rank, as equal as they can be.
+        """Return the tokens of a subsequence on each rank, as equal as they can be.
 
         Raises:
             ValueError: some rank would have none.
@@ -88,9 +88,9 @@ def units_of(
     sequence: int,
     data: SequenceData,
     boundaries: Sequence[int],
-    share: SequenceShard = SequenceShard(),  # noqa: B008 (frozen)
+    shard: SequenceShard = SequenceShard(),  # noqa: B008 (frozen)
 ) -> dict[tuple[int, int], Unit]:
-    """The units of one sequence by (sequence, subsequence), with a rank's share of their tokens.
+    """Return the units of one sequence by (sequence, subsequence), with one rank's tokens.
 
     Raises:
         ValueError: the boundaries do not tile the sequence, or a subsequence cannot be shared.
@@ -101,9 +101,9 @@ def units_of(
     positions_S = document_positions(length, data.document_starts, device=data.tokens_S.device)
     units = {}
     for index, (start, end) in enumerate(pairwise(boundaries)):
-        parts = share.parts(end - start)
-        first = start + sum(parts[: share.rank])
-        own = slice(first, first + parts[share.rank])
+        parts = shard.parts(end - start)
+        first = start + sum(parts[: shard.rank])
+        own = slice(first, first + parts[shard.rank])
         units[sequence, index] = Unit(
             sequence,
             index,
@@ -120,7 +120,7 @@ def units_of(
 def document_positions(
     length: int, document_starts: Sequence[int], *, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Position of each token counted from the start of its document, ``[S]``."""
+    """Return the position of each token counted from the start of its document, ``[S]``."""
     positions = torch.arange(length, device=device)
     starts = torch.tensor(sorted({0, *document_starts}), device=device)
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]

@@ -1,9 +1,9 @@
-"""Where stages get their weights from: a provider, asked part by part, just before they compute.
+"""Weight providers, which stages ask for their weights part by part, just before they compute.
 
-A part is what is computed with at once: one layer, what is in front of the layers, or what is
-behind them. Weights may be here all the time, be gathered from the ranks that share them out, or
-come from the rank that a stage belongs to. So the provider knows, from the start of a step, which
-part is wanted after which, and a stage says when it is done with each.
+A part is computed with at once: one layer, the parameters before the layers, or those behind them.
+Weights may be on the rank all the time, be gathered from the ranks over which they are sharded, or
+come from the rank that owns a stage. So the provider knows from the start of a step in which order
+parts are wanted, and a stage says when it is done with each.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class WeightProvider(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all weights."""
+        """Type of all weights."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Of all weights."""
+        """Device of all weights."""
         ...
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
@@ -47,29 +47,29 @@ class WeightProvider(Protocol):
         ...
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
-        """Weights of ``part``: of a layer by the names within it, of others by global name."""
+        """Return weights of ``part``: of a layer by the names within it, else by global name."""
         ...
 
     def release(self, part: WeightPart) -> None:
-        """The stage is done with what :meth:`take` gave."""
+        """Give back what :meth:`take` returned."""
         ...
 
     def assert_idle(self) -> None:
-        """Nothing may be left after a step: all that was announced was taken and released."""
+        """Check that nothing is left after a step: all announced parts were taken and released."""
         ...
 
     def abort(self) -> None:
-        """Forget a step that failed, with all that is held and under way."""
+        """Drop everything that is held or under way: the step failed."""
         ...
 
     def take_peak_bytes(self) -> int:
-        """Most bytes that were held for the stages since the last call, beyond what stays."""
+        """Return the most temporary bytes held for the stages since the last call."""
         ...
 
 
 @contextmanager
 def visit(weights: WeightProvider, part: WeightPart) -> Iterator[Mapping[str, Tensor]]:
-    """Weights of ``part`` as long as the context lasts."""
+    """Take the weights of ``part`` for as long as the context lasts."""
     try:
         yield weights.take(part)
     finally:
@@ -77,7 +77,7 @@ def visit(weights: WeightProvider, part: WeightPart) -> Iterator[Mapping[str, Te
 
 
 class ResidentWeights:
-    """A :class:`WeightProvider` of weights that are here all the time.
+    """A :class:`WeightProvider` of weights that are on the rank all the time.
 
     Args:
         weights: all parameters of the rank's stages by global name.
@@ -92,23 +92,23 @@ class ResidentWeights:
         }
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
-        """See :class:`WeightProvider`."""
+        """Do nothing: all weights are here."""
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
-        """See :class:`WeightProvider`."""
+        """Return the weights of ``part``."""
         return self._parts[part]
 
     def release(self, part: WeightPart) -> None:
-        """See :class:`WeightProvider`."""
+        """Do nothing: weights stay."""
 
     def assert_idle(self) -> None:
-        """See :class:`WeightProvider`."""
+        """Do nothing: nothing can be left."""
 
     def abort(self) -> None:
-        """See :class:`WeightProvider`."""
+        """Do nothing: nothing is under way."""
 
     def take_peak_bytes(self) -> int:
-        """See :class:`WeightProvider`."""
+        """Return 0: nothing is held beside the weights."""
         return 0
 
 

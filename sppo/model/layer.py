@@ -42,7 +42,7 @@ class SubsequenceAttention(Protocol):
         """Store k and v at the subsequence's positions, attend; (o_CND, lse_NC)."""
         ...
 
-    def again(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
+    def recompute(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:
         """Attend once more with K/V as stored by :meth:`forward`."""
         ...
 
@@ -149,7 +149,7 @@ class Layer:
         if "o" in saved:
             o, lse = saved.pop("o"), saved.pop("lse")
         else:
-            o_CND, lse = attention.again(q)
+            o_CND, lse = attention.recompute(q)
             o = o_CND.flatten(1)
         x_mid = saved.pop("x_mid", None)
         if x_mid is None:
@@ -169,7 +169,7 @@ class Layer:
         dn1 = self.tokens.scatter_sum(dn1)
         return self._norm_backward("attention_norm", dn1, x_in, dx_mid, weights, gradients)
 
-    def complete(
+    def recompute_missing_rows(
         self,
         saved: Saved,
         weights: Weights,
@@ -223,7 +223,7 @@ class Layer:
             q = q[done:]
         if self.model.qk_norm or "q" not in saved:
             q = self._norm_and_rotate("q", q, weights, _later(rotary, done))
-        o_CND, lse_NC = attention.again(q)
+        o_CND, lse_NC = attention.recompute(q)
         if done:
             saved["o"] = torch.cat([saved["o"], o_CND.flatten(1)])
             saved["lse"] = torch.cat([saved["lse"], lse_NC], dim=1)

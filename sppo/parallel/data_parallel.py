@@ -186,7 +186,7 @@ class GradientReducer:
         *,
         ranks: Sequence[int] | None = None,
     ) -> Callable[[], None]:
-        """What puts ``flat`` of the given ranks (all) back where it belongs, once it is here."""
+        """Return a function that puts ``flat`` of the given ranks (all) back into the tensors."""
 
         def spread() -> None:
             for row, rank in enumerate(range(self.count) if ranks is None else ranks):

@@ -1,7 +1,7 @@
-"""What the ranks of a run tell one another between the actions of a step: few and small things.
+"""Collectives of small Python values and figures over all ranks of a run.
 
-All of it goes over gloo, whatever carries tensors, and every rank must ask the same in the same
-order. A rank that is alone asks itself.
+They use gloo, whatever carries tensors. Every rank must call the same ones in the same order; on a
+rank that is alone they return what they are given.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ T = TypeVar("T")
 
 
 class HostCollectives:
-    """The ranks of ``mesh``, asked one question at a time."""
+    """Collectives over all ranks of ``mesh``."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._group, self._rank = mesh.groups.world, mesh.rank
         self._count = mesh.shape.num_ranks
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, in float64, the same on each."""
+        """Return sums over all ranks, in float64, the same on each."""
         return self._reduced(values, dist.ReduceOp.SUM, "adding up figures")
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Maxima over all ranks."""
+        """Return maxima over all ranks."""
         return self._reduced(values, dist.ReduceOp.MAX, "comparing figures")
 
     def any(self, here: bool) -> bool:
-        """Whether it holds on any rank."""
+        """Return whether ``here`` is true on any rank."""
         return self.largest([float(here)]) == [1.0]
 
     def all_gather(self, value: T) -> list[T]:
-        """What every rank has to say, by rank."""
+        """Return the value of every rank, by rank."""
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self._count
@@ -47,7 +47,7 @@ class HostCollectives:
         return found
 
     def broadcast(self, value: T | None) -> T:
-        """What rank 0 says; the others' ``value`` is of no meaning."""
+        """Return the value of rank 0; those of the others are ignored."""
         if self._group is not None:
             box: list[Any] = [value]
             with peer_errors("hearing what rank 0 decides, together with all ranks"):
@@ -57,7 +57,7 @@ class HostCollectives:
         return value
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
         self.total([0.0])
 
     def _reduced(self, values: Sequence[float], how: Any, what: str) -> list[float]:

@@ -47,7 +47,7 @@ def tensor_shard(model: ModelConfig, *, degree: int) -> HeadShard:
 
 @dataclass(frozen=True, slots=True)
 class WeightSharding:
-    """Which part of every parameter a rank of a group holds.
+    """The part of every parameter that one rank of a group holds.
 
     Attributes:
         model: the whole shape.
@@ -74,12 +74,12 @@ class WeightSharding:
         return self.model.model_copy(update=own)
 
     def shapes(self, layers: range) -> dict[str, Shape]:
-        """What this rank holds of the parameters of a stage, by global name."""
+        """Return the shapes of this rank's part of a stage's parameters, by global name."""
         shapes = stage_shapes(self.own_model, layers)
         return {name: shape for name, shape in shapes.items() if self._is_held(name)}
 
     def holders(self, name: str) -> Holders:
-        """Which ranks hold the same of a parameter as this one."""
+        """Return which ranks hold the same part of a parameter as this one."""
         part = _part(name)
         if self.degree == 1 or part not in (*ROWS, *COLUMNS):
             return "stage"
@@ -191,5 +191,5 @@ def _shape_of(name: str, model: ModelConfig) -> Shape:
 
 
 def _part(name: str) -> str:
-    """What a parameter belongs to inside its layer: ``q`` of ``layers.3.q.weight``."""
+    """Return the name of a parameter's module within its layer: ``q`` of ``layers.3.q.weight``."""
     return name.split(".")[-2] if name.startswith("layers.") else ""

@@ -1,4 +1,4 @@
-"""Which rank does what: data, pipeline and sequence parallelism as one grid of processes.
+"""The grid of ranks of data, pipeline and sequence parallelism, and its process groups.
 
 Ranks are numbered with the sequence-parallel devices next to each other, for they talk most, then
 the pipeline stages, then the replicas: ``rank = (data * P + pipeline) * G + sequence``.
@@ -84,7 +84,7 @@ class MeshShape:
         )
 
     def stage_ranks(self, at: Coordinates) -> tuple[int, ...]:
-        """All ranks of the same pipeline rank: those that hold the same layers."""
+        """Return all ranks of the same pipeline rank, which hold the same layers."""
         return tuple(
             rank for rank in range(self.num_ranks) if self.coordinates(rank).pipeline == at.pipeline
         )
@@ -163,7 +163,7 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for all: it draws, prints and writes what there is once."""
+        """Whether this is rank 0, which draws, prints and writes for all."""
         return self.rank == 0
 
     @property

@@ -195,13 +195,13 @@ class MspLinks:
         )
 
     def connect(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Make what is missing for ``ranges``, (first, last) positions; every rank calls it."""
+        """Make missing groups for ``ranges``, (first, last) positions; every rank must call it."""
         new = sorted({*ranges} - self._known)
         self._known.update(new)
         self._groups |= self._mesh.make_range_groups(new)
 
     def exchange(self, positions: tuple[int, ...], owner: int) -> MspExchange:
-        """How the ranks at ``positions`` talk, of which number ``owner`` owns the stage."""
+        """Return the communication of ranks at ``positions``; number ``owner`` owns the stage."""
         waited, ahead = self._groups[positions[0], positions[-1]]
         return MspExchange(
             waited,

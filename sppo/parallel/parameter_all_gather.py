@@ -1,4 +1,4 @@
-"""All-gathers of parameters whose rows are sharded, behind the compute before their use (ZeRO-3).
+"""All-gathers of sharded parameters, which run behind the compute before their use (ZeRO-3).
 
 Rows are sharded as :func:`sppo.parallel.data_parallel.rows_of` does, and padded to equal sizes
 on the way. Where they are equal anyway and a parameter travels alone, what arrives is the parameter
@@ -94,7 +94,7 @@ class AllGatherHandle:
 
     @property
     def is_copied(self) -> bool:
-        """Whether :meth:`finish` needs the same room once more."""
+        """Whether :meth:`finish` needs as much memory again as the gathered rows."""
         return len(self._parts) > 1
 
     def finish(self) -> dict[str, Tensor]:

@@ -33,10 +33,10 @@ class HeadShard(NamedTuple):
 
 
 def head_shard(num_heads: int, kv_heads: int, *, degree: int) -> HeadShard:
-    """How the heads are sharded.
+    """Return the heads of one rank of a sequence-parallel group.
 
     Raises:
-        ValueError: they cannot be, evenly.
+        ValueError: the heads cannot be sharded evenly.
     """
     if num_heads % degree:
         raise ValueError(

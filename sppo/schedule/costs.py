@@ -101,7 +101,7 @@ class Costs:
         weight_bytes: Weights of a stage, which MSP sends to borrower ranks [num_stages].
         weight_gradient_bytes: Their gradients, which borrowers send back [num_stages].
         context_slope: How much a token's compute grows per token before it, relative to the
-            first token's; it balances the pieces of an MSP unit. 0 means all tokens are equal.
+            first token's; it balances the shards of an MSP unit. 0 means all tokens are equal.
         links: What carries messages between ranks.
         copies: What carries D2H and H2D.
         layer_copies: How copies flow on each stage; () for whole units that lag without limit.

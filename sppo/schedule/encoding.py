@@ -37,7 +37,7 @@ _OUT_OF_RANGE = 2**30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedProgram:
-    """One rank's program: opcode and slot of each action, and its pieces where MSP cuts."""
+    """One rank's program: opcode and slot of each action, and its shards where MSP cuts."""
 
     codes: Codes
     slots: Codes
@@ -46,7 +46,7 @@ class EncodedProgram:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the rank runs any piece of a unit, or sends one in several messages."""
+        """Whether the rank runs any shard of a unit, or sends one in several messages."""
         return bool((self.num_shards > 1).any())
 
 
@@ -64,7 +64,7 @@ def encode(schedule: Schedule) -> tuple[EncodedProgram, ...]:
 
     Raises:
         MalformedActionError: an action names a stage or unit outside the schedule, a message
-            without what it carries, or a piece outside its unit.
+            without what it carries, or a shard outside its unit.
     """
     offsets = schedule.unit_offsets()
     if len(schedule.programs) != schedule.num_ranks:

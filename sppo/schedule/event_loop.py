@@ -14,7 +14,7 @@ What an action waits for, beside its resource:
   where copies flow layer by layer, see `_wait_for_copies`;
 * SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
   costs nothing: the message has arrived or it has not.
-* a piece of an MSP group: all that its unit waits for, on all ranks of the MSP group.
+* a shard of an MSP group: all that its unit waits for, on all ranks of the MSP group.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ class _EventLoop:
             self._publish(wire * self.size + slot + step, self.latest[key])
 
     def _msp_group_is_complete(self, rank: int, index: int, code: int, slot: int) -> bool:
-        """Note that `rank` came to its piece; whether all of its MSP group have."""
+        """Note that `rank` came to its shard; return whether its whole MSP group has."""
         members = self.gathered.setdefault((code, slot), [])
         if (rank, index) not in members:
             members.append((rank, index))
@@ -343,7 +343,7 @@ class _EventLoop:
     def _start_msp_group(
         self, rank: int, code: int, slot: int, ready: tuple[float, float, float]
     ) -> bool:
-        """Run all pieces at once; `rank` came last, and the others stand and wait."""
+        """Run all shards at once; `rank` came last, and the others stand and wait."""
         produced, arrived, copied = ready
         members = self.gathered[code, slot]
         produced = max(produced, *(self.free[member] for member, _ in members))
@@ -389,7 +389,7 @@ class _EventLoop:
         finish = max(start + seconds, self.at[before] + block_s)
         queue[rank] = finish
         self.starts[rank][index], self.finishes[rank][index] = start, finish
-        # Of a unit in pieces the latest copy counts, because its pieces run together.
+        # The latest copy of a cut unit counts, because its shards run together.
         key = code * self.size + slot
         self._publish(key, max(finish, self.at[key]))
         return True
@@ -410,7 +410,7 @@ class _EventLoop:
             slot: Of the action.
             start: When everything else is there.
             seconds: Of compute.
-            width: Pieces that the unit is cut into.
+            width: Shards that the unit is cut into.
         """
         flow = self.layer_copies[slot // self.units]
         layers, layer_s = flow.layers, seconds / flow.layers

@@ -15,7 +15,7 @@ One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, 
   program lines, and as many stages per rank as the actions name.
 * `lengths 16,16`: tokens of each subsequence of one sequence, one line per sequence, in order.
   Without them: as many sequences and subsequences as the actions name, of 1 token each.
-* `cut 0 2.1 = 5,6,5`: tokens of the pieces of unit 2.1 on stage 0.
+* `cut 0 2.1 = 5,6,5`: tokens of the shards of unit 2.1 on stage 0.
 * `rank R:` before a program; without it the lines belong to ranks 0, 1, 2 and so on.
 
 A file holds at most a million actions. There is one program per rank and at least one action per
@@ -37,7 +37,7 @@ _ACTION = re.compile(
     r"(?P<stage>[0-9]{1,9})"
     r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H|H2D|F|B|W)"
     r"(?:(?P<sequence>[0-9]{1,9})\.(?P<subsequence>[0-9]{1,9})"
-    r"(?:\[(?P<piece>[0-9]{1,9})/(?P<pieces>[0-9]{1,9})\])?)?"
+    r"(?:\[(?P<shard>[0-9]{1,9})/(?P<num_shards>[0-9]{1,9})\])?)?"
 )
 _RANK = re.compile(r"rank\s+([0-9]+)\s*:\s*(.*)")
 _CUT = re.compile(r"([0-9]{1,9})\s+([0-9]{1,9})\.([0-9]{1,9})\s*=\s*([0-9,\s]+)")
@@ -91,8 +91,8 @@ def parse_action(text: str) -> Action:
         int(match["sequence"]),
         int(match["subsequence"]),
         carried.get(wire),
-        int(match["piece"] or 0),
-        int(match["pieces"] or 1),
+        int(match["shard"] or 0),
+        int(match["num_shards"] or 1),
     )
 
 
@@ -179,11 +179,11 @@ class _Reader:
             rank = _whole(ranked[1]) if ranked else len(self.programs)
             if rank in self.programs:
                 raise ValueError(f"rank {rank} has a program on line {self.lines[rank]} already")
-            words = (ranked[2] if ranked else content).split()
-            self.num_actions += len(words)
+            spelled = (ranked[2] if ranked else content).split()
+            self.num_actions += len(spelled)
             if self.num_actions > MOST_ACTIONS:
                 raise ValueError(f"more than {MOST_ACTIONS:,} actions; take fewer units or stages")
-            self.programs[rank] = tuple(map(parse_action, words))
+            self.programs[rank] = tuple(map(parse_action, spelled))
             self.lines[rank] = number
             return
         key, _, value = content.partition(" ")

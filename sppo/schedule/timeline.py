@@ -80,7 +80,7 @@ class RankTrack:
         finish_s: End of each action; for SEND, the arrival at the receiver.
         idle: Waits of its compute from time 0 to the end of the step, in order.
         memory: Device memory by bucket; "total" is their sum.
-        peak_in_flight: Most units at once between F and the last B or W; a piece of g counts 1/g.
+        peak_in_flight: Most units at once between F and the last B or W; a shard of g counts 1/g.
     """
 
     actions: tuple[Action, ...]

@@ -75,7 +75,7 @@ def build_state(
         rank=mesh.at.pipeline,
         p2p=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
         planned=plan_program(plan),
-        shards=MspLinks(mesh) if cuts_units else None,
+        msp_links=MspLinks(mesh) if cuts_units else None,
     )
     sharded = ShardedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)
     dtype = DTYPES[run.train.dtype]
@@ -98,7 +98,7 @@ def build_state(
         stage: device.offload_store(plan, disk=disk, debug=run.activations.debug)
         for stage in stages
     }
-    of_pieces = {
+    shard_stores = {
         stage: device.offload_store(plan, disk=disk, debug=run.activations.debug)
         for stage in range(len(plan.stages) if cuts_units else 0)
     }
@@ -108,10 +108,12 @@ def build_state(
         gradients=gradients,
         placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
         offloaded={stage: store for stage, store in stores.items() if store is not None},
-        offloaded_shards={stage: store for stage, store in of_pieces.items() if store is not None},
+        offloaded_shards={
+            stage: store for stage, store in shard_stores.items() if store is not None
+        },
         input_every=run.activations.input_every,
         pipeline=pipeline,
-        companions=ParallelContext(
+        parallel_context=ParallelContext(
             exchange=_exchange(run, mesh),
             reduce=lambda stage: sharded.reduce(stage, gradients),
         ),

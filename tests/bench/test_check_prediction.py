@@ -32,7 +32,7 @@ def test_every_case_is_a_run_of_its_own(script, tmp_path):
         path = tmp_path / f"case_{index}.yaml"
         script.write_run(case, path, steps=3, hardware=hardware)
         run = load_run(path, ())
-        assert run.sequence.num_subsequences == case.pieces
+        assert run.sequence.num_subsequences == case.num_subsequences
         assert run.activations.policy == case.policy
         assert run.hardware.file == str(hardware)
         titles.add(script.title(case))

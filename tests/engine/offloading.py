@@ -1,4 +1,4 @@
-"""Engines whose saved tensors move: decisions for any cuts, and every place to move them to."""
+"""Engines whose saved tensors move: placements for any cuts, and every place to move them to."""
 
 from __future__ import annotations
 

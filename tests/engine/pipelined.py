@@ -150,9 +150,9 @@ def _steps(rank: int, case: Case):
     model = case.model()
     mesh, links = mesh_of(rank, case.mesh, wraps=case.virtual > 1)
     at = mesh.at
-    shards = MspLinks(mesh) if case.schedule == "sppo_msp" else None
+    msp_links = MspLinks(mesh) if case.schedule == "sppo_msp" else None
     pipeline = Pipeline(
-        case.schedule, case.shape[1], at.pipeline, case.virtual, p2p=links, shards=shards
+        case.schedule, case.shape[1], at.pipeline, case.virtual, p2p=links, msp_links=msp_links
     )
     everything = random_weights(model)
     exchange = exchange_of(case, model, mesh)
@@ -198,11 +198,11 @@ def _steps(rank: int, case: Case):
         offloaded_shards={
             stage: disk_store(case.directory)
             for stage in range(num_stages)
-            if case.directory and shards is not None
+            if case.directory and msp_links is not None
         },
         input_every=case.input_every,
         pipeline=pipeline,
-        companions=ParallelContext(exchange, reduce),
+        parallel_context=ParallelContext(exchange, reduce),
         debug=True,
     )
     for step in range(case.steps):

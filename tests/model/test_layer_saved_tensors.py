@@ -27,7 +27,7 @@ class WholeSequence:
         self._k, self._v = k.clone(), v.clone()
         return attention_forward(q, self._k, self._v)
 
-    def again(self, q):
+    def recompute(self, q):
         self.attention_recomputed += 1
         return attention_forward(q, self._k, self._v)
 

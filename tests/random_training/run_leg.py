@@ -80,9 +80,9 @@ class _Rank:
             mesh = Mesh(leg.mesh_shape(model), rank=rank, timeout_s=30.0, wraps=leg.virtual > 1)
         self._mesh, self._peers = mesh, HostCollectives(mesh)
         links = PipelineLinks(mesh, device=torch.device("cpu")) if mesh.groups.edges else None
-        pieces = MspLinks(mesh) if leg.schedule == "sppo_msp" else None
+        msp_links = MspLinks(mesh) if leg.schedule == "sppo_msp" else None
         pipeline = Pipeline(
-            leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, p2p=links, shards=pieces
+            leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, p2p=links, msp_links=msp_links
         )
         shared = ShardedState(model, mesh=mesh, pipeline=pipeline, zero=leg.zero)
         dtype = DTYPES[case.dtype]
@@ -101,7 +101,7 @@ class _Rank:
         self._resume(shared, state)
         self._shared = shared
         stages = pipeline.placement.stages_of(pipeline.rank)
-        lent = range(leg.num_stages) if pieces is not None else ()
+        lent = range(leg.num_stages) if msp_links is not None else ()
         self._engine = Engine(
             model,
             weights=shared.provider(self._weights),
@@ -111,7 +111,7 @@ class _Rank:
             offloaded_shards={stage: _store(leg, disk) for stage in lent if leg.tier},
             input_every=leg.input_every,
             pipeline=pipeline,
-            companions=ParallelContext(
+            parallel_context=ParallelContext(
                 _exchange(leg, model, mesh), lambda stage: shared.reduce(stage, self._gradients)
             ),
             loss_terms=case.terms,

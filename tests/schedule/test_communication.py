@@ -61,13 +61,13 @@ def test_every_tensor_that_crosses_ranks_is_sent_once():
     assert first[:4] == ["0F0.0", "0SEND_ACT0.0", "0F0.1", "0SEND_ACT0.1"]
 
 
-def test_pieces_are_sent_interval_by_interval():
-    """P=4, N=8: unit 0 in four pieces on stage 0 and three on stage 1 makes six intervals."""
+def test_shards_are_sent_interval_by_interval():
+    """P=4, N=8: unit 0 in four shards on stage 0 and three on stage 1 makes six intervals."""
     sent = place_messages(make("sppo_msp", p=4, n=8, m=1, tokens=12))
     sends = sorted(
         str(a) for program in sent.programs for a in program if str(a).startswith("0SEND_ACT0.0")
     )
-    # Pieces of 3 3 3 3 against 4 4 4 tokens on ranks 1 2 3: cuts at 3 4 6 8 9. What stays on its
+    # Shards of 3 3 3 3 against 4 4 4 tokens on ranks 1 2 3: cuts at 3 4 6 8 9. What stays on its
     # rank (intervals 1, 3 and 5) is not sent.
     assert sends == ["0SEND_ACT0.0[0/6]", "0SEND_ACT0.0[2/6]", "0SEND_ACT0.0[4/6]"]
 

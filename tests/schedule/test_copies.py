@@ -89,7 +89,7 @@ def test_copies_fit_every_schedule(name, prefetch):
     assert kinds.count(ActionKind.D2H) == kinds.count(ActionKind.H2D) == kinds.count(ActionKind.F)
 
 
-def test_pieces_of_a_cut_unit_are_copied_by_the_ranks_that_hold_them():
+def test_shards_of_a_cut_unit_are_copied_by_the_ranks_that_hold_them():
     request = AbstractCase("sppo_msp", 3, 1, 6)
     kept = abstract_case(request)
     sent = abstract_case(replace(request, offload=AbstractOffload("full", d2h_s=0.4, h2d_s=0.4)))

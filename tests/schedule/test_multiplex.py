@@ -172,7 +172,7 @@ def test_costs_for_another_schedule_are_refused():
 
 @settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 8), st.integers(0, 500), st.floats(0, 1))
-def test_balanced_pieces_add_up_and_later_ones_are_not_longer(tokens, count, start, slope):
+def test_balanced_shards_add_up_and_later_ones_are_not_longer(tokens, count, start, slope):
     count = min(count, tokens)
     parts = balanced_shards(tokens, num_shards=count, start=start, context_slope=slope)
     assert sum(parts) == tokens

@@ -25,18 +25,18 @@ from sppo.parallel.ulysses import UlyssesAllToAll
 
 @dataclass(slots=True)
 class PrefixMeter:
-    """What keys and values of other ranks' stages take on this rank."""
+    """Counts the bytes of other ranks' keys and values on this rank."""
 
     held_bytes: int = 0
     peak_bytes: int = 0
 
     def hold(self, *tensors: Tensor) -> None:
-        """They are here."""
+        """Add the bytes of tensors that have come."""
         self.held_bytes += sum(t.numel() * t.element_size() for t in tensors)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def let_go(self, *tensors: Tensor) -> None:
-        """They are not needed any more."""
+        """Subtract the bytes of tensors that are freed."""
         self.held_bytes -= sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -112,7 +112,7 @@ class MspAttention:
         for tensor in self._kv:
             self._exchange.from_owner(tensor)
 
-    def again(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
+    def recompute(self, q_cND: Tensor) -> tuple[Tensor, Tensor]:
         """Recompute attention for the tokens whose output was not saved; (o_cND, lse_Nc)."""
         if self._heads is not None:
             (q_cND,) = self._heads.queries_to_heads([q_cND], self._missing)
@@ -137,7 +137,7 @@ class MspAttention:
         return self._heads.gradients_to_tokens(dq, dk, dv, parts)
 
     def close(self) -> None:
-        """Keys and values of the layer are not needed any more."""
+        """Free keys and values of the layer."""
         if self._kv is not None and self._store is None:
             self._let_go(*self._kv)
         self._kv = None
@@ -176,7 +176,7 @@ class MspAttention:
                 tensor[span.start :] = unit
 
     def _attend(self, q_CND: Tensor, parts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """(o, lse) of the last ``parts`` tokens of every run, as tokens of this rank."""
+        """Return (o, lse) of the last ``parts`` tokens of every run, as tokens of this rank."""
         assert self._kv is not None, "keys and values are here"
         k, v = self._kv
         outputs = []
@@ -201,11 +201,11 @@ class MspAttention:
     def _gradients(
         self, do_CND: Tensor, q_CND: Tensor, o_CND: Tensor, lse_NC: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk_TKD, dv_TKD) of this shard's queries."""
+        """Return (dq, dk_TKD, dv_TKD) of this shard's queries."""
         assert self._kv is not None, "fetch() comes before backward"
         k, v = self._kv
-        wide = accumulation_dtype(self._dtype)
-        dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in range(2))
+        acc_dtype = accumulation_dtype(self._dtype)
+        dk, dv = (torch.zeros(k.shape, dtype=acc_dtype, device=k.device) for _ in range(2))
         self._hold(dk, dv)
         parts = list(self._shard.parts)
         split = [torch.split(t, parts) for t in (do_CND, q_CND, o_CND)]
@@ -231,7 +231,7 @@ class MspAttention:
         return torch.cat(dqs), dk, dv
 
     def _complete(self, dk_TKD: Tensor, dv_TKD: Tensor) -> tuple[Tensor, Tensor]:
-        """(dk_CKD, dv_CKD) of the unit, complete: those of later units are at the owner."""
+        """Return (dk_CKD, dv_CKD) of the unit, complete: those of later units are at the owner."""
         span, sums = self._shard.span, None
         if self._store is not None:
             sums = self._store.prefix_gradients(

@@ -1,4 +1,4 @@
-"""The pieces that one rank runs in a step: which stage, which tokens, with whom."""
+"""Gives the executor the MSP shards that one rank runs in a step: stage, tokens and peers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sppo.schedule.msp_groups import MspGroup, find_msp_groups
 from sppo.schedule.orders import UnitKey
 
 ExchangeOf = Callable[[tuple[int, ...], int], MspExchange]
-"""(pipeline ranks of an MSP group, place of the owner among them) -> how they talk."""
+"""Maps the pipeline ranks of an MSP group and the owner's place to their communication."""
 
 
 class MspExecutor:
-    """What an executor asks when an action is a piece.
+    """Runs on one rank the actions that are MSP shards of units.
 
     Args:
         schedule: that is run.
-        stages: that this rank may run pieces of.
+        stages: that this rank may run shards of.
         exchange_of: gives the communicators of an MSP group.
         rank: this one's position in the pipeline.
         member: its place in its sequence-parallel group.
@@ -63,7 +63,7 @@ class MspExecutor:
             )
 
     def barrier(self, action: Action) -> None:
-        """Wait for the ranks of the other pieces."""
+        """Wait for the other ranks of the MSP group."""
         self._exchange(action).barrier()
 
     def stage(self, action: Action) -> MspStage:
@@ -71,7 +71,7 @@ class MspExecutor:
         return self._stages[action.stage]
 
     def shard(self, action: Action) -> MspShard:
-        """Return the piece that this rank runs in an action."""
+        """Return the shard that this rank runs in an action."""
         return cut_shard(
             self._units[action.unit],
             place=action.shard,
@@ -81,12 +81,12 @@ class MspExecutor:
         )
 
     def tokens(self, unit: UnitKey, end: int) -> int:
-        """Of a unit's first ``end`` tokens, this rank's."""
+        """Return how many of a unit's first ``end`` tokens are this rank's."""
         parts = self._units[unit].parts
         return local_tokens(end, parts[self._member], sum(parts))
 
     def assert_idle(self) -> None:
-        """Nothing may be left after a step."""
+        """Check that nothing is left after a step."""
         for stage in self._stages.values():
             stage.assert_idle()
 

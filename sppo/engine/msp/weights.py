@@ -1,4 +1,4 @@
-"""Weights of a stage on the ranks that run pieces of its units, sent ahead layer by layer.
+"""Weights of a stage on the ranks that run MSP shards of its units, sent ahead layer by layer.
 
 While a layer computes, the owner sends the next one: a borrower holds two layers' weights at most,
 never a second copy of a stage. Weight gradients go back to the owner product by product, so a
@@ -31,12 +31,12 @@ _MOST_UNDER_WAY = 2
 
 
 class MspWeights:
-    """:class:`sppo.engine.weights.WeightProvider` of one stage, while one piece runs.
+    """:class:`sppo.engine.weights.WeightProvider` of one stage, while one MSP shard runs.
 
     Args:
         model: the shape.
         own: the owner's weights; None on a borrower.
-        members: the ranks that share this rank's tokens.
+        members: the ranks over which this rank's tokens are sharded.
         dtype: of the weights.
         device: where they are.
     """
@@ -67,18 +67,18 @@ class MspWeights:
         *,
         also: Callable[[int], Sequence[Tensor]] = lambda layer: (),
     ) -> None:
-        """Name the ranks that :meth:`begin` is about.
+        """Set the ranks with which the next :meth:`begin` exchanges weights.
 
         Args:
-            exchange: with the ranks of the other pieces.
+            exchange: with the ranks of the other shards.
             also: what else is sent ahead with a layer.
         """
         self._exchange, self._also = exchange, also
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
-        """Send the first of the layers of one piece, which are wanted in this order."""
-        assert not self._coming, "one piece at a time"
-        assert not self._order, "one piece at a time"
+        """Send the first of the layers of one shard, which are wanted in this order."""
+        assert not self._coming, "one shard at a time"
+        assert not self._order, "one shard at a time"
         self._order.extend(visits)
         self._send_next()
 
@@ -95,13 +95,13 @@ class MspWeights:
         return weights
 
     def release(self, part: WeightPart) -> None:
-        """The layer taken last is done with."""
+        """Give back the layer taken last."""
         self._held_layers -= 1
 
     def assert_idle(self) -> None:
-        """See :class:`sppo.engine.weights.WeightProvider`."""
-        assert not self._coming, "weights of pieces are left over"
-        assert not self._order, "weights of pieces are left over"
+        """Check that all announced layers were taken."""
+        assert not self._coming, "weights of shards are left over"
+        assert not self._order, "weights of shards are left over"
 
     def abort(self) -> None:
         """Forget a step that failed."""
@@ -110,7 +110,7 @@ class MspWeights:
         self._held_layers = 0
 
     def take_peak_bytes(self) -> int:
-        """See :class:`sppo.engine.weights.WeightProvider`; counted in layers here."""
+        """Return 0: layers are counted instead, in `most_layers`."""
         return 0
 
     def _send_next(self) -> None:
@@ -135,12 +135,12 @@ class MspWeights:
 
 
 class MspGradients:
-    """:class:`sppo.model.gradients.GradientSink` that adds up over the pieces at the owner.
+    """:class:`sppo.model.gradients.GradientSink` that adds up over the shards at the owner.
 
     Args:
-        exchange: with the ranks of the other pieces.
+        exchange: with the ranks of the other shards.
         totals: the owner's fp32 sums of the layer by local name; None on a borrower.
-        members: the ranks that share this rank's tokens.
+        members: the ranks over which this rank's tokens are sharded.
         shapes: of the layer's parameters.
         dtype: of the weights.
         device: where they are.
@@ -161,7 +161,7 @@ class MspGradients:
         self._under_way: deque[tuple[str, Tensor, Any]] = deque()
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
-        """See :class:`sppo.model.gradients.GradientSink`."""
+        """Add the weight and bias gradients of a linear layer, and send them to the owner."""
         weight = self._sum(f"{name}.weight")
         accumulate_weight_gradient(weight, dy_CO, x_CI)
         self._send(f"{name}.weight", weight)
@@ -171,15 +171,15 @@ class MspGradients:
             self._send(f"{name}.bias", bias)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """See :class:`sppo.model.gradients.GradientSink`."""
+        """Add a parameter's gradient, and send it to the owner."""
         self._send(name, self._sum(name).add_(gradient))
 
     def finish(self) -> None:
-        """Return when everything is at the owner."""
+        """Wait until all gradients are at the owner."""
         self._wait_for(0)
 
     def _sum(self, name: str) -> Tensor:
-        """What this rank adds to: the owner its totals, a borrower zeros."""
+        """Return the tensor this rank adds to: totals on the owner, zeros on a borrower."""
         if self._totals is not None:
             return self._totals[name]
         return torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)

@@ -88,13 +88,13 @@ def _count_problems(
             found.append(Violation("coverage", text, rank))
     widths = np.zeros(size, dtype=np.int64)
     np.maximum.at(widths, actions.slots, actions.widths)
-    wide = int(widths.max(initial=1))
-    keys = actions.slots * wide + actions.shards
+    most = int(widths.max(initial=1))
+    keys = actions.slots * most + actions.shards
     _, first, times = np.unique(keys, return_index=True, return_counts=True)
     for place in first[times > 1][:_LIMIT].tolist():
-        again = int(np.flatnonzero(keys == keys[place])[1])
-        text = f"{_text(schedule, actions, again)} is there more than once"
-        found.append(_violation("coverage", text, actions, again))
+        second = int(np.flatnonzero(keys == keys[place])[1])
+        text = f"{_text(schedule, actions, second)} is there more than once"
+        found.append(_violation("coverage", text, actions, second))
     if found:
         return found
     wrong = (counts > 0) & (counts != widths)
@@ -254,9 +254,9 @@ def _pairing_problems(
         found.append(_violation("message coverage", text, actions, place))
     _, first, times = np.unique(have, return_index=True, return_counts=True)
     for place in first[times > 1][:_LIMIT].tolist():
-        again = int(np.flatnonzero(have == have[place])[1])
-        text = f"{_text(schedule, actions, again)} is there more than once"
-        found.append(_violation("message coverage", text, actions, again))
+        second = int(np.flatnonzero(have == have[place])[1])
+        text = f"{_text(schedule, actions, second)} is there more than once"
+        found.append(_violation("message coverage", text, actions, second))
     for row in np.flatnonzero(~np.isin(want, have))[:_LIMIT].tolist():
         slot, rank = int(needed[row, 0]), int(needed[row, 2])
         verb = "send" if step == 0 else "receive"

@@ -1,4 +1,4 @@
-"""Multiplexed sequence partitioning: pieces of units on several ranks, in float64."""
+"""Multiplexed sequence partitioning: shards of units on several ranks, in float64."""
 
 import pytest
 
@@ -16,7 +16,7 @@ CUTS = {
 
 
 def shards_of(ranks, case):
-    """Actions of the step that are pieces."""
+    """Actions of the step that are shards."""
     answers = ranks.run(run_case, case, ranks=case.mesh.num_ranks)
     return {a for answer in answers for a in answer[0][4] if "[" in a and a[1] in "FB"}
 

@@ -89,7 +89,7 @@ MUST_FAIL = {
     "twice received": (SENT, 1, add("1RECV_ACT0.0", before="1F0.0"), "message coverage", "once"),
     "crossed": (SENT, 1, swap("1RECV_ACT0.1", "1RECV_ACT0.0"), "message order", "1RECV_ACT0.1"),
     "lost shard": (MSP, 1, without("0F0.0[1/2]"), "coverage", "1 of 2 shards"),
-    "piece elsewhere": (MSP, 0, add("0B0.1[0/2]"), "coverage", "0B0.1[0/2]"),
+    "shard elsewhere": (MSP, 0, add("0B0.1[0/2]"), "coverage", "0B0.1[0/2]"),
 }  # fmt: skip
 
 
