@@ -114,7 +114,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Keep what was imported and collected out of garbage collections, of which runs ask many."""
+    """Keep what was imported so far out of garbage collections, of which runs ask many."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter end as it does without tests."""
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _freeze_imports() -> Iterator[None]:
+    """Keep out of them, too, what the tests of a file have imported."""
+    yield
     gc.collect()
     gc.freeze()
 
