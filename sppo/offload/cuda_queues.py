@@ -133,17 +133,17 @@ class CudaQueues:
         return self._mark_compute()
 
     def copy_out(
-        self, host: Region, pieces: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
+        self, host: Region, placed: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
     ) -> Event:
         """Copy tensors to their offsets in ``host`` in the stream out, and keep them until then."""
 
         def copy() -> None:
-            for offset, source in pieces:
+            for offset, source in placed:
                 data = source.view(-1).view(torch.uint8)
                 _copy(host.data[offset : offset + data.numel()], data)
 
         copied = self._enqueue("out", copy, after)
-        self._sources.append((copied, pieces))
+        self._sources.append((copied, placed))
         return copied
 
     def reusable(self, copied: Event) -> None:

@@ -102,7 +102,7 @@ class CopyQueues(Protocol):
         ...
 
     def copy_out(
-        self, host: Region, pieces: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
+        self, host: Region, placed: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
     ) -> Event:
         """Copy contiguous tensors, which stay alive meanwhile, to their offsets in ``host``."""
         ...

@@ -66,13 +66,13 @@ class ThreadQueues:
         return _now()
 
     def copy_out(
-        self, host: Region, pieces: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
+        self, host: Region, placed: Sequence[tuple[int, Tensor]], *, after: Sequence[Dependency]
     ) -> Event:
         """Enqueue a copy of tensors to their offsets in ``host``."""
         target = host.data.numpy()
 
         def copy() -> None:
-            for offset, source in pieces:
+            for offset, source in placed:
                 data = as_bytes(source)
                 np.copyto(target[offset : offset + data.nbytes], data)
 

@@ -495,7 +495,7 @@ class _EventLoop:
 
     def _wants(self, waits: Mapping[int, int], rank: int) -> str:
         if rank not in waits:
-            return "waits for the other pieces of its unit"
+            return "waits for the other shards of its unit"
         code, slot = divmod(waits[rank], self.size)
         stage, unit = divmod(slot, self.units)
         sequence = max(m for m, o in enumerate(self.schedule.unit_offsets()) if o <= unit)

@@ -109,11 +109,11 @@ class EmulatedQueues:
             self._access("write", self._compute, self._names[id(source)])
         return Mark(self._compute.now())
 
-    def copy_out(self, host, pieces, *, after):
-        sources = [(self._names.pop(id(source)), source) for _, source in pieces]
+    def copy_out(self, host, placed, *, after):
+        sources = [(self._names.pop(id(source)), source) for _, source in placed]
 
         def work():
-            for offset, source in pieces:
+            for offset, source in placed:
                 data = source.view(-1).view(torch.uint8)
                 host.data[offset : offset + data.numel()] = data
 

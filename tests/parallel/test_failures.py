@@ -289,7 +289,7 @@ def test_the_rank_that_did_not_answer_is_to_blame():
 
 
 def test_a_rank_whose_earlier_wait_ran_out_does_not_take_the_blame():
-    late = "meeting the other pieces of a unit: timed out before, and closed the connection then"
+    late = "meeting the other shards of a unit: timed out before, and closed the connection then"
     ends = [
         end(0, 1, state="peer_lost", at_s=18, message=late),
         end(1, -9, stopped=True, at_s=9, ended_s=30),

@@ -70,7 +70,7 @@ def print_solution(solution: Solution, *, console: Console) -> None:
             f"{left} of {hardware.num_devices} devices are left over: more sequences per step "
             "(train.sequences_per_step) would use them",
         )
-    _print_pieces(solution, console=console)
+    _print_numbers_of_subsequences(solution, console=console)
     console.print()
     print_memory(best.memory, hardware=hardware, console=console)
     excess = simulated_excess(best)
@@ -132,7 +132,7 @@ def _option_table(solution: Solution) -> Table:
     return table
 
 
-def _print_pieces(solution: Solution, *, console: Console) -> None:
+def _print_numbers_of_subsequences(solution: Solution, *, console: Console) -> None:
     """Step over N for the best degrees: the bars are what each N costs above the best."""
     candidates = solution.by_num_subsequences
     if len(candidates) < 2:

@@ -76,12 +76,10 @@ class MspStage(Stage):
         attention_backend: Backend = "auto",
     ) -> None:
         own = None if owner is None else owner.weights
-        self._pieces_weights = MspWeights(
-            model, own=own, members=members, dtype=dtype, device=device
-        )
+        self._msp_weights = MspWeights(model, own=own, members=members, dtype=dtype, device=device)
         super().__init__(
             model,
-            weights=self._pieces_weights,
+            weights=self._msp_weights,
             gradients=gradients,
             activations=activations,
             offloaded=offloaded,
@@ -99,7 +97,7 @@ class MspStage(Stage):
     @property
     def most_held(self) -> MspMemory:
         """Most memory held for other ranks' stages since the rank began."""
-        return MspMemory(self._pieces_weights.most_layers, self._meter.peak_bytes)
+        return MspMemory(self._msp_weights.most_layers, self._meter.peak_bytes)
 
     def forward(
         self, unit: Unit, x_CE: Tensor | None, *, loss_scale: float | None
@@ -114,8 +112,8 @@ class MspStage(Stage):
             self._ahead[index] = self._piece_attention(shard, index)
             return self._ahead[index].prefix()
 
-        self._pieces_weights.connect(shard.exchange, also=prefix)
-        self._pieces_weights.begin(self._layers)
+        self._msp_weights.connect(shard.exchange, also=prefix)
+        self._msp_weights.begin(self._layers)
         return super().forward(unit, x_CE, loss_scale=loss_scale)
 
     def backward(
@@ -125,8 +123,8 @@ class MspStage(Stage):
 
         See :meth:`sppo.engine.stage.Stage.backward`; weight gradients are never deferred.
         """
-        self._pieces_weights.connect(_shard(unit).exchange)
-        self._pieces_weights.begin(reversed(self._layers))
+        self._msp_weights.connect(_shard(unit).exchange)
+        self._msp_weights.begin(reversed(self._layers))
         return super().backward(unit, dy_CE)
 
     def abort(self) -> None:
