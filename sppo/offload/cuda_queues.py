@@ -206,13 +206,16 @@ class CudaQueues:
             worker.check()
 
     def abort(self) -> None:
-        """Leave out copies that have not begun, wait for the others, forget errors and tensors."""
+        """Leave out copies that have not begun, wait for the others, forget all of the step."""
         for worker in self._workers.values():
             worker.cancel()
         for worker in self._workers.values():
             worker.wait_all()
+            worker.take_busy_s()
         _cuda.synchronize(self._device)
         self._sources.clear()
+        # Events of copies that were left out have no time.
+        self._timings, self._host_wait_s = {}, 0.0
 
     def take_times(self) -> CopyReport:
         """Return the times since the last call; waits for the device, at a step's end."""
@@ -235,13 +238,13 @@ class CudaQueues:
         """End threads and copies and release file and memory; closing again does nothing."""
         if self._closed:
             return
-        self._closed = True
         close_queues(self._workers.values())
         _cuda.synchronize(self._device)
         self._sources.clear()
         if self._file is not None:
             self._file.close()
         self._unlock()
+        self._closed = True  # only now: what was interrupted can be closed again
 
     def _unlock(self) -> None:
         """Unlock and release the host memory, which no copy uses any more."""

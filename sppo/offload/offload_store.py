@@ -190,6 +190,8 @@ class OffloadStore:
         self._queues.abort()
         self._begin()
         self._slots.free()
+        self._out_bytes.clear()
+        self._back_bytes.clear()
         if self._checksums is not None:
             self._checksums.clear()
 

@@ -129,11 +129,13 @@ class ThreadQueues:
             worker.check()
 
     def abort(self) -> None:
-        """Leave out copies that have not begun, wait for the others and forget errors."""
+        """Leave out copies that have not begun, wait for the others, forget all of the step."""
         for worker in self._workers:
             worker.cancel()
         for worker in self._workers:
             worker.wait_all()
+            worker.take_busy_s()
+        self._exposed_s = 0.0
 
     def take_times(self) -> CopyReport:
         """Return the times since the last call."""

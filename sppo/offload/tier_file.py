@@ -13,6 +13,7 @@ errno of the first fault, None if the transfer has not ended. ``close`` cancels 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import tempfile
 import threading
@@ -29,6 +30,8 @@ from numpy.typing import NDArray
 
 from sppo.kernels.native.file import SECTOR_BYTES, FileFunctions
 from sppo.units import MIB
+
+_logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 8 * MIB
 """Requests are cut at multiples of it; several threads serve the blocks of one request at once."""
@@ -252,10 +255,14 @@ def _outcome(blocks: Sequence[Future[None]], timeout_s: float) -> int | None:
 
 
 def _errno(error: BaseException) -> int:
-    """Return the errno of a fault; raise what is no fault of the system."""
+    """Return the errno of a fault; of what is no fault of the system EIO, with a line in the log.
+
+    Nothing is raised: other blocks of the request may still be on their way.
+    """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    raise error
+    _logger.error("a transfer of saved activations failed: %r", error)
+    return errno.EIO
 
 
 def _system_io(fd: int, write: bool, memory: memoryview, offset_bytes: int) -> int:

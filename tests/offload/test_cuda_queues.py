@@ -1,5 +1,6 @@
 """The copy streams of a GPU: what comes back is what was sent, however late every copy is."""
 
+import errno
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch
 
 from sppo.offload import cuda_queues
 from sppo.offload.cuda_queues import CudaQueues
+from sppo.offload.file_tier import FileTier
 from sppo.offload.offload_store import OffloadStore
 from tests.offload import test_offload_store as test_moving_store
 from tests.offload.test_offload_store import run_step
@@ -111,6 +113,26 @@ def test_the_bookkeeping_needs_no_gpu(no_gpu, kind, lag, interleaved, tmp_path):
     queues = CudaQueues(torch.device("cpu"), poison=True)
     bring_back(queues, kind=kind, lag=lag, interleaved=interleaved, directory=tmp_path)
     assert not no_gpu.locked
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_a_failed_step_leaves_no_times_behind(no_gpu, verb, tmp_path, monkeypatch):
+    """Events of copies that were left out have none; the next report asks only for its own."""
+    store = OffloadStore(CudaQueues(torch.device("cpu")), disk=tmp_path, source_lag=5)
+    run_step(store, interleaved=True, step=0)
+    store.take_report()
+
+    def fail(self, offset_bytes, array):
+        raise OSError(errno.EIO, "the disk failed")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(FileTier, verb, fail)
+        with pytest.raises(OSError, match="the disk failed"):
+            run_step(store, interleaved=True, step=1)
+    store.abort()
+    run_step(store, interleaved=True, step=2)
+    assert store.take_report().total_out_bytes > 0
+    store.close()
 
 
 def test_memory_that_cannot_be_locked_is_said(monkeypatch):

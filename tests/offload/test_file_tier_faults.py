@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import os
 import shutil
 import subprocess
 import threading
@@ -106,6 +107,34 @@ def test_short_counts_are_continued(on_disk, most):
         tier.read(offset, back).wait()
         assert np.array_equal(back, sent)
     assert tier.statistics.written_bytes == tier.statistics.read_bytes == 3 * 200_001
+
+
+def test_a_fault_of_python_is_told_once_all_blocks_have_ended(tmp_path, monkeypatch):
+    """Until then the array belongs to the transfer, and what comes after it goes on."""
+    monkeypatch.setattr(file_tier_module, "native_library", lambda: None)
+    transfer, begun, gate = tier_file_module._system_io, threading.Event(), threading.Event()
+
+    def failing(fd: int, write: bool, memory: memoryview, offset: int) -> int:
+        if offset == 0:
+            begun.wait()
+            raise MemoryError("no memory")
+        begun.set()
+        gate.wait()
+        return transfer(fd, write, memory, offset)
+
+    with FileTier(tmp_path, 2 * BLOCK_BYTES) as tier:
+        with monkeypatch.context() as broken:
+            broken.setattr(tier_file_module, "_system_io", failing)
+            reading = tier.read(0, np.ones(2 * BLOCK_BYTES, dtype=np.uint8))
+            threading.Timer(0.05, gate.set).start()
+            with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+                reading.wait()
+            assert gate.is_set()
+        sent, back = some_bytes(1000), np.empty(1000, dtype=np.uint8)
+        tier.write(0, sent).wait()
+        tier.read(0, back).wait()
+        assert np.array_equal(back, sent)
+    assert tier.closed
 
 
 def test_interruptions_are_tried_again(on_disk):
