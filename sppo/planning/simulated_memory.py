@@ -37,13 +37,14 @@ def simulated_excess(evaluated: EvaluatedCandidate) -> tuple[int, int] | None:
     return (stage, peak) if peak > budget else None
 
 
-def simulate_within_budget(evaluated: EvaluatedCandidate) -> EvaluatedCandidate | None:
+def simulate_within_budget(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return the simulated candidate, with more memory left free if its simulation needs it.
 
-    None if even that does not fit.
+    In a simulation copies run as early as they can and pile up. Where even with memory left free
+    for them they do not fit, `simulated_excess` of what is returned says so.
     """
-    for _ in range(_ATTEMPTS):
-        simulated = simulate_candidate(evaluated)
+    simulated = simulate_candidate(evaluated)
+    for _ in range(_ATTEMPTS - 1):
         excess = simulated_excess(simulated)
         if excess is None:
             return simulated
@@ -52,8 +53,9 @@ def simulate_within_budget(evaluated: EvaluatedCandidate) -> EvaluatedCandidate 
         spare = candidate.spare_bytes + over + over // 4
         evaluated = assess(replace(candidate, spare_bytes=spare))
         if evaluated.shortfall is not None:
-            return None
-    return None
+            break
+        simulated = simulate_candidate(evaluated)
+    return simulated
 
 
 def _steady_bytes(device: MemoryBuckets) -> int:
