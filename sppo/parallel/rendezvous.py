@@ -220,6 +220,9 @@ def _connect_to_store(environment: RankEnvironment, *, timeout_s: float) -> TCPS
             limit_s=timeout_s + _CONNECT_S,
         )
     except TimeoutError:
+        reason = _refusal(host, port)
+        if reason is not None:
+            raise _nobody_listens(environment, reason) from None
         raise PeerLostError(
             f"rank {environment.rank} timed out after {timeout_s:g} s (parallel.timeout_s): {host} "
             f"port {port}, where the ranks are to meet, accepts connections and does not answer: "
@@ -234,10 +237,29 @@ def _connect_to_store(environment: RankEnvironment, *, timeout_s: float) -> TCPS
         reason = loss_in(error)
         if reason is None:
             raise
-        raise PeerLostError(
-            f"rank {environment.rank} cannot reach {host} port {port}, where the ranks meet: is "
-            f"rank 0 running there, and is the port open? ({reason})"
-        ) from error
+        raise _nobody_listens(environment, reason) from error
+
+
+def _nobody_listens(environment: RankEnvironment, reason: str) -> PeerLostError:
+    return PeerLostError(
+        f"rank {environment.rank} cannot reach {environment.master_address} port "
+        f"{environment.master_port}, where the ranks meet: is rank 0 running there, and is the "
+        f"port open? ({reason})"
+    )
+
+
+def _refusal(host: str, port: int) -> str | None:
+    """Return why nobody listens on a port, None if somebody does.
+
+    torch on a busy machine may take longer than its timeout to say that nobody does.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
+            # A client that picks the port as its own is connected to itself.
+            alone = connection.getsockname() == connection.getpeername()
+            return "connection refused" if alone else None
+    except OSError as error:
+        return str(error.strerror or error).lower()
 
 
 def _in_time(make: Callable[[], T], *, limit_s: float) -> T:
