@@ -7,7 +7,8 @@ from dataclasses import replace
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
-from sppo.planning.simulated_memory import simulate_within_budget, simulated_excess
+from sppo.planning.simulated_candidate import simulate_candidate
+from sppo.planning.simulated_memory import simulate_within_budget
 
 _SCHEDULED_UNITS = 1200
 """Stages x units up to which other schedules are tried: making and playing them takes a second."""
@@ -27,10 +28,12 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
     if run.parallel.schedule != "auto" or candidate.pipeline_parallel_degree == 1:
         return best
     forced = run.parallel.multiplexed == "on"
+    if size > _SCHEDULED_UNITS and not forced:
+        return best
+    if best.timeline is None:
+        best = simulate_candidate(best)
     if forced:
         return _scheduled(candidate, "sppo_msp") or best
-    if size > _SCHEDULED_UNITS:
-        return best
     names = ["seq_zb_h1"] + (["sppo_msp"] if run.parallel.multiplexed == "auto" else [])
     for name in names:
         other = _scheduled(candidate, name)
@@ -48,5 +51,4 @@ def _scheduled(candidate: Candidate, name: str) -> EvaluatedCandidate | None:
     evaluated = assess(replace(candidate, schedule=name))
     if evaluated.shortfall is not None:
         return None
-    simulated = simulate_within_budget(evaluated)
-    return simulated if simulated_excess(simulated) is None else None
+    return simulate_within_budget(evaluated)

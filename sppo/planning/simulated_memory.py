@@ -37,14 +37,13 @@ def simulated_excess(evaluated: EvaluatedCandidate) -> tuple[int, int] | None:
     return (stage, peak) if peak > budget else None
 
 
-def simulate_within_budget(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
+def simulate_within_budget(evaluated: EvaluatedCandidate) -> EvaluatedCandidate | None:
     """Return the simulated candidate, with more memory left free if its simulation needs it.
 
-    In a simulation copies run as early as they can and pile up. Where even with memory left free
-    for them they do not fit, `simulated_excess` of what is returned says so.
+    None if even that does not fit.
     """
-    simulated = simulate_candidate(evaluated)
-    for _ in range(_ATTEMPTS - 1):
+    for _ in range(_ATTEMPTS):
+        simulated = simulate_candidate(evaluated)
         excess = simulated_excess(simulated)
         if excess is None:
             return simulated
@@ -53,9 +52,8 @@ def simulate_within_budget(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
         spare = candidate.spare_bytes + over + over // 4
         evaluated = assess(replace(candidate, spare_bytes=spare))
         if evaluated.shortfall is not None:
-            break
-        simulated = simulate_candidate(evaluated)
-    return simulated
+            return None
+    return None
 
 
 def _steady_bytes(device: MemoryBuckets) -> int:

@@ -25,15 +25,12 @@ from sppo.planning.choices import (
     subsequence_counts_to_try,
 )
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall, assess, leaves_room
-from sppo.planning.simulated_memory import simulate_within_budget, simulated_excess
-from sppo.units import format_bytes
+from sppo.planning.simulated_memory import simulate_within_budget
 
 RUNNERS_UP = 3
 _SIMULATED = 4
 _SIMULATED_UNITS = 6000
-"""Stages x units that are played in a second; the closed form decides on larger candidates."""
-_ALL_SIMULATED_UNITS = 24000
-"""Stages x units of all simulations together."""
+"""Stages x units of all simulations together: what fits in a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +80,7 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
         ValueError: the run asks for what the machine or the model cannot do.
     """
     fitting, rejected = enumerate_candidates(run, hardware=hardware)
-    leaders, over_budget = _simulated(sorted(fitting, key=_rank))
-    rejected += over_budget
+    leaders = _simulated(sorted(fitting, key=_rank))
     if not leaders:
         return Solution(run, hardware, None, (), (), tuple(rejected))
     return Solution(
@@ -227,48 +223,24 @@ def _rank(evaluated: EvaluatedCandidate) -> tuple[float, int, int, int]:
     )
 
 
-def _simulated(
-    leaders: Sequence[EvaluatedCandidate],
-) -> tuple[list[EvaluatedCandidate], list[Rejection]]:
-    """Simulate the first few of `leaders`, and all that might turn out faster than the best.
+def _simulated(leaders: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
+    """`leaders` with the first few simulated, and all that might turn out faster; those first.
+
+    In a simulation copies run as early as they can and pile up; where even with memory left free
+    for them they do not fit, the closed form stays, in which a unit waits until there is room.
 
     The closed form is never above the simulation, so from the first one that is not below the best
     simulated on, none can be faster. Where simulating takes too long the closed form decides.
-
-    Returns:
-        What fits, the fastest first, those not simulated behind the others; and what the
-        simulation found not to fit.
     """
     played: list[EvaluatedCandidate] = []
-    rejected: list[Rejection] = []
-    left = _ALL_SIMULATED_UNITS
-    for evaluated in leaders:
-        units = evaluated.costs.forward_s.size
-        left -= units
+    left = _SIMULATED_UNITS
+    for place, evaluated in enumerate(leaders):
+        left -= evaluated.costs.forward_s.size
         fastest = min((other.step_s for other in played), default=float("inf"))
-        enough = (len(played) >= _SIMULATED or left < 0) and evaluated.step_s >= fastest
-        if enough or units > _SIMULATED_UNITS:
+        if left < 0 or (place >= _SIMULATED and evaluated.step_s >= fastest):
             break
-        simulated = simulate_within_budget(evaluated)
-        excess = simulated_excess(simulated)
-        if excess is None:
-            played.append(simulated)
-        else:
-            rejected.append(_over_budget(simulated, *excess))
-    seen = len(played) + len(rejected)
-    return sorted(played, key=_rank) + list(leaders[seen:]), rejected
-
-
-def _over_budget(simulated: EvaluatedCandidate, stage: int, peak_bytes: int) -> Rejection:
-    candidate = simulated.candidate
-    budget = candidate.workload.hardware.device.usable_bytes
-    return Rejection(
-        simulated.degrees,
-        f"the simulation fills a device of stage {stage} to {format_bytes(peak_bytes)}, with "
-        f"copies that wait there; {format_bytes(budget)} may be used",
-        num_subsequences=len(candidate.lengths),
-        policy=candidate.policy,
-    )
+        played.append(simulate_within_budget(evaluated) or evaluated)
+    return sorted(played, key=_rank) + list(leaders[len(played) :])
 
 
 def _short(evaluated: EvaluatedCandidate) -> int:
