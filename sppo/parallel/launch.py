@@ -7,7 +7,7 @@ The agent of torch.distributed.elastic (tried with torch 2.13) cannot take its p
 
 * Of a hung rank it blames the rank that gave up waiting: it takes the failure that it saw first.
 * At the first failure it ends the others at once, before they can record what they lost, and it
-  gives them 30 s from SIGTERM to SIGKILL, whatever ``shutdown_timeout`` says.
+  then gives them 30 s from SIGTERM to SIGKILL, whatever ``shutdown_timeout`` says.
 * Ranks survive an agent that is killed.
 * Its report, 15 lines and more, has neither the output nor the place of the rank, and comes beside
   the tracebacks of ranks that only lost their peer.

@@ -66,6 +66,13 @@ def test_tensors_travel_over_nccl_and_words_over_gloo(groups, shape):
                 assert (backend, device) == ("nccl", GPU)
 
 
+@pytest.mark.parametrize("world_size", [1, 6, 24])
+def test_a_world_that_is_not_the_grid_is_refused(world_size):
+    with pytest.raises(ValueError, match=f"makes 12 ranks, and {world_size} were started"):
+        MeshShape(2, 3, 2).check(world_size)
+    MeshShape(2, 3, 2).check(12)
+
+
 def test_on_cpus_nothing_is_bound_to_a_device(groups):
     _, asked = groups(MeshShape(2, 2, 2))
     assert {(b, d) for of in asked.values() for m, _, b, d in of if len(m) > 1} == {
