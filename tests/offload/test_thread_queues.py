@@ -164,8 +164,10 @@ def test_a_signal_may_interrupt_the_submission_of_work():
             interrupted = WorkerQueue("interrupted")
             try:
                 signal.setitimer(signal.ITIMER_REAL, random_s(2e-5, 3e-4))
-                while True:
+                # Bounded: what a signal raises within a garbage collection is lost.
+                for _ in range(1000):
                     interrupted.submit(lambda: None)
+                signal.setitimer(signal.ITIMER_REAL, 0)
             except Interrupted:
                 hit += 1
             interrupted.cancel()
@@ -175,7 +177,8 @@ def test_a_signal_may_interrupt_the_submission_of_work():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert len(ran) == hit == 150
+    assert len(ran) == 150
+    assert hit > 75
 
 
 def test_a_closed_queue_takes_no_work(queue):
