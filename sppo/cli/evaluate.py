@@ -84,7 +84,7 @@ def evaluate(
             device=choose_device(run),
         )
         if png is not None:
-            from sppo.train.position_plot import position_plot
+            from sppo.cli.output.position_plot import position_plot
 
             position_plot(result, png)
         text = json.dumps(_without_nan(asdict(result)), indent=2, allow_nan=False)

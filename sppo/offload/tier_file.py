@@ -174,10 +174,10 @@ class PythonFile:
         if os.getpid() == self._process:  # a fork has none of the threads
             try:
                 self._executor.shutdown(cancel_futures=True)
-            except (
-                RuntimeError
-            ):  # garbage collected by one of its threads, which cannot join itself
-                return  # and the file goes with its last transfer
+            except RuntimeError:
+                # Collected by one of its threads, which cannot join itself. The file goes with the
+                # last transfer.
+                return
         self._file.close()
 
     def _transfer(

@@ -1,6 +1,5 @@
 """The copy streams of a GPU: what comes back is what was sent, however late every copy is."""
 
-import errno
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,10 +9,9 @@ import torch
 
 from sppo.offload import cuda_queues
 from sppo.offload.cuda_queues import CudaQueues
-from sppo.offload.file_tier import FileTier
 from sppo.offload.offload_store import OffloadStore
 from tests.offload import test_offload_store as test_moving_store
-from tests.offload.test_offload_store import run_step
+from tests.offload.test_offload_store import failing_disk, run_step
 
 DELAYS = {"none": 0, "every copy 2 ms late": 4_000_000}
 
@@ -116,19 +114,13 @@ def test_the_bookkeeping_needs_no_gpu(no_gpu, kind, lag, interleaved, tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_a_failed_step_leaves_no_times_behind(no_gpu, verb, tmp_path, monkeypatch):
+def test_a_failed_step_leaves_no_times_behind(no_gpu, verb, tmp_path):
     """Events of copies that were left out have none; the next report asks only for its own."""
     store = OffloadStore(CudaQueues(torch.device("cpu")), disk=tmp_path, source_lag=5)
     run_step(store, interleaved=True, step=0)
     store.take_report()
-
-    def fail(self, offset_bytes, array):
-        raise OSError(errno.EIO, "the disk failed")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(FileTier, verb, fail)
-        with pytest.raises(OSError, match="the disk failed"):
-            run_step(store, interleaved=True, step=1)
+    with failing_disk(verb), pytest.raises(OSError, match="the disk failed"):
+        run_step(store, interleaved=True, step=1)
     store.abort()
     run_step(store, interleaved=True, step=2)
     assert store.take_report().total_out_bytes > 0

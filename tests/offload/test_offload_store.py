@@ -1,6 +1,7 @@
 """Blocks go out and come back bit for bit, whatever the queues do in the meantime."""
 
 import errno
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from sppo.activations.activation_layout import ActivationKey, Extent, OffloadSchedule, packed_bytes
+from sppo.offload.file_tier import FileTier
 from sppo.offload.integrity import CorruptActivationError
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues import Ordering
@@ -18,6 +20,18 @@ from tests.offload.vector_clocks import RaceError
 LAYERS, SUBSEQUENCES, SEQUENCES = 3, 4, 3
 LONE = torch.zeros(1)
 """In place of what a layer that offloads nothing does not have."""
+
+
+@contextmanager
+def failing_disk(verb):
+    """Every "write" or "read" of a disk tier fails within."""
+
+    def fail(self, offset_bytes, array):
+        raise OSError(errno.EIO, "the disk failed")
+
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(FileTier, verb, fail)
+        yield
 
 
 def tensors_of(key, *, step=0):

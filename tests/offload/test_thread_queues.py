@@ -22,7 +22,7 @@ from sppo.offload.queues import Ordering, Region
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
 from sppo.train.cpu_device import CpuDevice
-from tests.offload.test_offload_store import run_step
+from tests.offload.test_offload_store import failing_disk, run_step
 
 
 @pytest.fixture
@@ -189,18 +189,12 @@ def test_a_closed_queue_takes_no_work(queue):
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_a_report_is_of_the_step_that_followed_a_failed_one(verb, tmp_path, monkeypatch):
+def test_a_report_is_of_the_step_that_followed_a_failed_one(verb, tmp_path):
     store = OffloadStore(ThreadQueues(), disk=tmp_path)
     run_step(store, interleaved=False, step=0)
     whole = store.take_report()
-
-    def fail(self, offset_bytes, array):
-        raise OSError(errno.EIO, "the disk failed")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(FileTier, verb, fail)
-        with pytest.raises(OSError, match="the disk failed"):
-            run_step(store, interleaved=False, step=1)
+    with failing_disk(verb), pytest.raises(OSError, match="the disk failed"):
+        run_step(store, interleaved=False, step=1)
     store.abort()
     assert store.take_report().out_s == 0.0
     run_step(store, interleaved=False, step=2)
