@@ -32,6 +32,10 @@ PREFETCH_LAYERS = 2
 block comes back within a layer's backward. If copies are slower, the whole step waits for them, and
 prefetching more layers would only move the wait."""
 
+SOURCES_HELD = 2
+"""Blocks of an accelerator that may be on their way out, from where they were computed, before
+compute waits: the one just saved and the one before it."""
+
 
 class ActivationKey(NamedTuple):
     """One layer of one unit; the head counts as the layer after the last."""

@@ -46,15 +46,15 @@ class StageProblem:
 
     tokens: Counts
     row_bytes: Table
-    ring_share: float
     in_flight: Counts
+    sequences: int
     next_forward_s: Table
     hidden_bytes: Table
     device_bytes: float
     tier_bytes: float
+    slots: CopySlots
+    """Of this stage alone."""
     allow_partial: bool = True
-    slots: CopySlots | None = None
-    """Slots of this stage alone."""
 
     @property
     def saved_bytes(self) -> Table:
@@ -65,8 +65,8 @@ class StageProblem:
 
     def key(self) -> bytes:
         """Equal exactly for equal problems of the same inputs."""
-        single = np.array([self.ring_share, self.device_bytes, self.tier_bytes])
-        slots = np.zeros(0) if self.slots is None else self.slots.row_bytes
+        single = np.array([self.sequences, self.device_bytes, self.tier_bytes])
+        slots = self.slots.row_bytes
         tables = (self.row_bytes, self.next_forward_s, self.hidden_bytes, single, slots)
         return b"".join(table.tobytes() for table in tables) + self.in_flight.tobytes()
 
@@ -203,7 +203,7 @@ def _offloaded(wanted: Table, problem: StageProblem) -> Counts:
 
 
 def _in_tier(wanted: Table, problem: StageProblem) -> bool:
-    return float(wanted @ problem.in_flight) <= max(0.0, problem.tier_bytes - _ROUNDING_BYTES)
+    return float(wanted.sum()) * problem.sequences <= max(0.0, problem.tier_bytes - _ROUNDING_BYTES)
 
 
 def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:
@@ -211,16 +211,11 @@ def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:
 
 
 def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> float:
-    """Device bytes at the worst moment, see `placement.held_bytes`, and the ring."""
-    held = np.cumsum((retained @ problem.row_bytes) * problem.in_flight)
-    if problem.slots is not None:
-        recomputed = problem.tokens[:, None] - retained - offloaded
-        placement = ActivationPlacement(retained[None], offloaded[None], recomputed[None])
-        return float(held[-1] + problem.slots.reserved(placement)[0])
-    draining = offloaded @ problem.row_bytes
-    before = np.concatenate([[0.0], draining[:-1]])
-    by_layer = (held + np.maximum(draining, before)).max() + problem.ring_share * draining.max()
-    return float(max(by_layer, (held + draining + before).max()))
+    """Device bytes at the worst moment: what is retained, and room for copies."""
+    held = (retained @ problem.row_bytes) @ problem.in_flight
+    recomputed = problem.tokens[:, None] - retained - offloaded
+    placement = ActivationPlacement(retained[None], offloaded[None], recomputed[None])
+    return float(held + problem.slots.reserved(placement)[0])
 
 
 def _freed(retained: Counts, count: int) -> Counts:
@@ -250,18 +245,17 @@ def _last_in_part(
 
 
 def _problem(inputs: PolicyInputs, stage: int) -> StageProblem:
-    slots = inputs.slots
     return StageProblem(
         tokens=inputs.tokens,
         row_bytes=inputs.row_bytes[stage],
-        ring_share=float(inputs.ring_share[stage]),
         in_flight=inputs.in_flight[stage],
+        sequences=int(inputs.sequences[stage]),
         next_forward_s=inputs.next_forward_s[stage],
         hidden_bytes=inputs.hidden_bytes[stage],
         device_bytes=float(inputs.device_bytes[stage]),
         tier_bytes=float(inputs.tier_bytes[stage]),
+        slots=inputs.slots.of_stage(stage),
         allow_partial=inputs.allow_partial,
-        slots=None if slots is None else slots.of_stage(stage),
     )
 
 

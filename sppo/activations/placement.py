@@ -145,7 +145,7 @@ class ActivationPlacement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopySlots:
-    """Device memory that copies pass through, reserved for as long as a run lasts.
+    """Device memory that copies take: room for so many blocks, whatever is copied when.
 
     Attributes:
         row_bytes: What the slots take for every row of the subsequence that moves most,
@@ -196,7 +196,7 @@ class PolicyInputs:
         row_bytes: Bytes of one row of each class on one device, all layers, [stages, 3].
         in_flight: How many times a subsequence is held at once at the worst moment; more than
             once where several sequences overlap.
-        ring_share: Of the most bytes that one subsequence moves, those on their way back, [stages].
+        sequences: Sequences that have room in the next tier at once, [stages].
         next_forward_s: Compute of the next subsequence's forward, behind which copies of this one
             hide: without the exchanges of its group, which use the same wires.
         hidden_bytes: What is out during that and back during the next subsequence's backward,
@@ -206,15 +206,14 @@ class PolicyInputs:
         copy_bytes_per_s: Rate of the slower copy direction; 0 without another tier.
         device_bytes: Room for saved activations on each stage's device, [stages].
         tier_bytes: Room in the next tier for each stage, [stages].
+        slots: Device memory that copies take.
         allow_partial: Whether a class may be cut; if not, all of it has one fate.
-        slots: Where copies pass through slots of device memory that are reserved once; None where
-            only what is on its way takes memory.
     """
 
     tokens: Counts
     row_bytes: Table
     in_flight: Counts
-    ring_share: Table
+    sequences: Counts
     next_forward_s: Table
     hidden_bytes: Table
     linear_recompute_s: Table
@@ -222,45 +221,14 @@ class PolicyInputs:
     copy_bytes_per_s: float
     device_bytes: Table
     tier_bytes: Table
+    slots: CopySlots
     allow_partial: bool = True
-    slots: CopySlots | None = None
 
     @property
     def class_bytes(self) -> Table:
         """Bytes of a whole class, [stages, subsequences, 3]."""
         result: Table = self.tokens[None, :, None] * self.row_bytes[:, None, :]
         return result
-
-
-def held_bytes(placement: ActivationPlacement, inputs: PolicyInputs) -> Table:
-    """Most bytes of saved activations on each device, and of the copies under way, [stages].
-
-    While a subsequence computes, the offloaded rows of the one before it drain: M_i = M_{i-1} + A_i
-    - alpha_{i-1} A_{i-1} (SPPO, section 5.2). Layer by layer the larger of the two is still there.
-    A simulation copies whole subsequences, so that both are: what of that is beyond the ring for
-    what comes back (:func:`sppo.cost.memory.ring_bytes`), which adds to this, counts here. Slots
-    that are reserved once are there all the time.
-    """
-    retained = (placement.retained * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
-    offloaded = (placement.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2)
-    if inputs.slots is not None:
-        counted_by_ring = inputs.ring_share * offloaded.max(axis=1)
-        reserved: Table = retained.sum(axis=1) + inputs.slots.reserved(placement) - counted_by_ring
-        return reserved
-    before = np.concatenate([np.zeros_like(offloaded[:, :1]), offloaded[:, :-1]], axis=1)
-    held = np.cumsum(retained, axis=1)
-    ring = inputs.ring_share * offloaded.max(axis=1)
-    by_layer = (held + np.maximum(offloaded, before)).max(axis=1)
-    whole = (held + offloaded + before).max(axis=1)
-    peak: Table = np.maximum(by_layer, whole - ring)
-    return peak
-
-
-def tier_bytes_held(placement: ActivationPlacement, inputs: PolicyInputs) -> Table:
-    """Bytes in the next tier when all of them are there, [stages]."""
-    offloaded = (placement.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
-    total: Table = offloaded.sum(axis=1)
-    return total
 
 
 def prefix_rows(

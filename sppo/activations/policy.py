@@ -104,8 +104,8 @@ def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:
     """What ``policy`` does to every class of every subsequence on every stage.
 
     The result may need more room than there is: only ``hybrid`` looks at the room, and it too
-    keeps what it finds no other place for. Whoever asks compares with
-    :func:`sppo.activations.placement.held_bytes`.
+    keeps what it finds no other place for. Whoever asks looks at the memory of the placement
+    (:func:`sppo.cost.copy_room.with_placement`).
 
     Raises:
         ValueError: an unknown policy, or one that moves where there is no other tier.

@@ -16,6 +16,7 @@ from sppo.cli.simulate_request import Flags, Simulation, read_request, sort_targ
 from sppo.output_file import check_output_files, write_text
 
 if TYPE_CHECKING:
+    from sppo.cli.simulate_request import SimulatedDevices
     from sppo.schedule.timeline import Timeline
 
 
@@ -109,7 +110,7 @@ def _simulate(
     _check_outputs(wanted, inputs=(sorted_targets.run_file, flags.program))
     request = read_request(sorted_targets, flags=flags, compare=compare)
     timelines, forward_makespan_s = _play(request)
-    _draw(timelines, wanted=wanted, is_abstract=request.hardware is None)
+    _draw(timelines, wanted=wanted, is_abstract=request.devices is None)
     if wanted.program is not None:
         from sppo.schedule.program_text import format_program
 
@@ -118,7 +119,7 @@ def _simulate(
         timelines,
         forward_makespan_s=forward_makespan_s,
         as_json=wanted.as_json,
-        hardware=request.hardware,
+        devices=request.devices,
     )
 
 
@@ -168,21 +169,24 @@ def _print(
     *,
     forward_makespan_s: float | None,
     as_json: bool,
-    hardware: str | None,
+    devices: SimulatedDevices | None,
 ) -> None:
     """One JSON object, or a table for people."""
     if not as_json:
         from sppo.cli.output.simulate_table import print_tables
 
-        print_tables(timelines, forward_makespan_s=forward_makespan_s, hardware=hardware)
+        print_tables(timelines, forward_makespan_s=forward_makespan_s, devices=devices)
         return
     import json
 
+    from sppo.cli.output.simulate_table import device_total_bytes
     from sppo.timeline.report import timeline_report
 
     report = timeline_report(timelines[0])
-    if hardware is not None:
-        report["hardware"] = hardware
+    if devices is not None:
+        report["hardware"] = devices.hardware
+        report["num_devices"] = devices.num_devices
+        report["device_total_bytes"] = device_total_bytes(timelines[0], devices) or None
     if forward_makespan_s is not None:
         report["forward_makespan_s"] = forward_makespan_s
     if len(timelines) > 1:

@@ -58,13 +58,29 @@ class Simulation:
         cases: The schedule asked for, then those to compare it with.
         forward: Its forward alone, where `forward_makespan_s` is wanted.
         is_abstract: Whether times and sizes are units that a person chose.
-        hardware: The machine that real costs are for, with where its figures come from.
+        devices: What real costs are for; None where they are abstract.
     """
 
     cases: tuple[Case, ...]
     forward: Case | None
     is_abstract: bool
-    hardware: str | None = None
+    devices: SimulatedDevices | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedDevices:
+    """The devices that a run or a plan is simulated for.
+
+    Attributes:
+        hardware: The machine, with where its figures come from.
+        num_devices: Of all replicas and sequence-parallel groups.
+        steady_bytes: Of one device of each rank, what no action changes: states, working set, room
+            for copies and messages; nothing where forwards alone are simulated.
+    """
+
+    hardware: str
+    num_devices: int
+    steady_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +266,11 @@ def _simulation(runs: Sequence[SimulatedRun], flags: Flags) -> Simulation:
         (first, *(other.case for other in runs[1:])),
         runs[0].forward,
         is_abstract=False,
-        hardware=f"{hardware.name} ({hardware.provenance})",
+        devices=SimulatedDevices(
+            f"{hardware.name} ({hardware.provenance})",
+            runs[0].num_devices,
+            () if flags.forward_only else runs[0].steady_bytes,
+        ),
     )
 
 

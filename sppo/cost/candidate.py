@@ -24,7 +24,7 @@ class Candidate:
         offload_optimizer: Optimizer states live in host memory.
         input_every: Layers that share one saved input.
         allow_partial: Whether the policy may cut a tensor class.
-        spare_bytes: Device memory to leave for what only a simulation follows.
+        spare_bytes: Device memory that activation policies leave free for shards (MSP).
         background_saves: Checkpoints are copied in memory, then written while training goes on.
     """
 

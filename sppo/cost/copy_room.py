@@ -1,8 +1,10 @@
-"""Memory and room that moving takes, exactly as the run sets it aside: slots, ring, and file.
+"""Memory and room that offloading takes, exactly as a run sets it aside: slots, ring, and file.
 
-On a machine whose device memory is RAM and whose next tier is a disk, what is on its way there or
-back passes through slots that are reserved once, so they count whole, whatever moves when. On an
-accelerator a tensor on its way out is its own source, and only the ring is reserved.
+Blocks of one layer each come back into a ring of slots on the device, reserved once. On a machine
+whose device memory is RAM and whose next tier is a disk, they leave through slots that are reserved
+too. On an accelerator a tensor on its way out is its own source: compute waits as soon as two
+blocks are still on their way. Either way there is room for a number of blocks, whatever is copied
+when, so nothing here depends on time.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from sppo.activations.activation_layout import BlockLayout
-from sppo.activations.placement import ActivationPlacement, CopySlots, Counts, Rows
+from sppo.activations.activation_layout import SOURCES_HELD, BlockLayout
+from sppo.activations.placement import ActivationPlacement, CopySlots, Rows
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, class_bytes_per_token
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory import StageMemory
+from sppo.cost.memory import StageMemory, with_activations
+from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.schedule.costs import Table
 
 
@@ -58,20 +61,17 @@ def stage_blocks(
     return tuple(blocks)
 
 
-def ring_share(candidate: Candidate) -> Table:
-    """Of what one subsequence moves, what the ring has room for, [stages]."""
-    shapes = _layouts(candidate)
-    share: Table = np.array([min(1.0, shape.ring_slots / len(shape.layers)) for shape in shapes])
-    return share
+def slots_on_device(candidate: Candidate, layout: BlockLayout) -> int:
+    """Blocks that are on the device at once, on their way out, back, or in use."""
+    leaving = layout.staging_slots if passes_through_slots(candidate) else SOURCES_HELD
+    return leaving + layout.ring_slots
 
 
-def copy_slots(candidate: Candidate) -> CopySlots | None:
-    """What slots take, from the rows that move; None where copies pass through none."""
-    if not passes_through_slots(candidate):
-        return None
+def copy_slots(candidate: Candidate) -> CopySlots:
+    """What slots take, from the rows that are offloaded."""
     workload = candidate.workload
     shapes = _layouts(candidate)
-    counts = np.array([shape.staging_slots + shape.ring_slots for shape in shapes], dtype=float)
+    counts = np.array([slots_on_device(candidate, shape) for shape in shapes], dtype=float)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     classes = classes / workload.sequence_parallel_degree
     longest = max(candidate.lengths)
@@ -86,39 +86,45 @@ def copy_slots(candidate: Candidate) -> CopySlots | None:
     )
 
 
-def tier_padding_bytes(candidate: Candidate, *, in_flight: Counts) -> Table:
+def tier_padding_bytes(candidate: Candidate, *, units: UnitsInFlight) -> Table:
     """What alignment adds to the offloaded tensors in the tier at most, [stages]."""
     shapes = _layouts(candidate)
     blocks = np.array([len(shape.layers) * shape.most_padding_bytes for shape in shapes])
-    padding: Table = blocks * in_flight.sum(axis=1).astype(np.float64)
+    padding: Table = (blocks * units.sequences * len(candidate.lengths)).astype(np.float64)
     return padding
 
 
-def with_exact_room(
-    memory: tuple[StageMemory, ...],
+def with_placement(
+    states: tuple[StageMemory, ...],
     *,
     candidate: Candidate,
     placement: ActivationPlacement,
-    in_flight: Counts,
+    units: UnitsInFlight,
 ) -> tuple[StageMemory, ...]:
-    """`memory` with what moving takes as the run will take it."""
-    exact = []
-    for stage, held in enumerate(memory):
-        shape = block_layout(candidate, stage=stage)
-        blocks = stage_blocks(placement, shape, stage=stage)
-        tier = sum(
-            int(times) * sum(sizes) for times, sizes in zip(in_flight[stage], blocks, strict=True)
+    """Memory of each stage with what a placement retains, offloads and recomputes.
+
+    Args:
+        states: without any saved activation.
+        candidate: whose.
+        placement: of its activation policy.
+        units: in flight.
+    """
+    held = with_activations(states, candidate=candidate, placement=placement, units=units)
+    found = []
+    for stage, memory in enumerate(held):
+        layout = block_layout(candidate, stage=stage)
+        blocks = stage_blocks(placement, layout, stage=stage)
+        largest = max(max(sizes) for sizes in blocks)
+        device = memory.device
+        device = replace(
+            device,
+            copies_bytes=slots_on_device(candidate, layout) * largest,
+            working_bytes=device.working_bytes + joined_bytes(placement, layout, stage=stage),
         )
-        device = held.device
-        if passes_through_slots(candidate):
-            largest = max(max(sizes) for sizes in blocks)
-            device = replace(
-                device,
-                copies_bytes=(shape.staging_slots + shape.ring_slots) * largest,
-                working_bytes=device.working_bytes + joined_bytes(placement, shape, stage=stage),
-            )
-        exact.append(replace(held, device=device, tier_activations_bytes=tier))
-    return tuple(exact)
+        # Extents in the tier are assigned to whole sequences.
+        tier = sum(map(sum, blocks)) * int(units.sequences[stage])
+        found.append(replace(memory, device=device, tier_activations_bytes=tier))
+    return tuple(found)
 
 
 def staging_bytes(candidate: Candidate, *, placement: ActivationPlacement) -> int:

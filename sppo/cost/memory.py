@@ -6,19 +6,15 @@ heads, D head size, V vocabulary, g sequence-parallel degree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
-from sppo.activations.placement import (
-    ActivationPlacement,
-    Counts,
-    PolicyInputs,
-    held_bytes,
-    tier_bytes_held,
-)
+from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.parameters import layer_shapes, num_parameters, outer_parts
@@ -26,9 +22,11 @@ from sppo.cost.process_growth import process_growth_bytes
 from sppo.cost.stage_cost import (
     device_parameters,
     kv_bytes_per_token,
+    placed_bytes,
     same_weights_degree,
     updated_parameters,
 )
+from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.cost.working_set import (
     PREFIX_KEYS,
     forward_working_set,
@@ -97,25 +95,28 @@ class StageMemory:
     """Optimizer states in host memory."""
 
 
-def state_memory(
-    candidate: Candidate, *, in_flight: Counts, offload_optimizer: bool = False
-) -> tuple[StageMemory, ...]:
-    """Memory of each stage without any saved activation, whatever will be recomputed.
+class UnitRun(NamedTuple):
+    """A unit, or a shard of one, as its working set depends on it."""
 
-    Args:
-        candidate: what is priced.
-        in_flight: how often each subsequence is held at once, [stages, subsequences].
-        offload_optimizer: optimizer states live in host memory.
-    """
+    recomputed: frozenset[int]
+    """Tensor classes that backward recomputes."""
+    tokens: int
+    """All devices of a sequence-parallel group together."""
+    prefix: int
+    """Tokens of the sequence before it."""
+
+
+def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMemory, ...]:
+    """Memory of each stage without any saved activation, whatever will be recomputed."""
     workload = candidate.workload
     parameters, updated = device_parameters(candidate), updated_parameters(candidate)
     element = workload.element_bytes
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     copies = candidate.data_parallel_degree * same_weights_degree(workload)
     shards_weights = candidate.zero >= 3 and copies > 1
-    kv, kv_gradients = _kv_bytes(candidate, in_flight=in_flight)
+    kv, kv_gradients = _kv_bytes(candidate, units=units)
     layer = _most_working_bytes(candidate)
-    loss = loss_working_set(workload, tokens=_longest(candidate)).live_bytes
+    loss = loss_bytes(candidate)
     heap_share = workload.hardware.device.heap_share
     messages = _communication_bytes(candidate)
     stages = []
@@ -128,12 +129,12 @@ def state_memory(
         buckets = MemoryBuckets(
             weights_bytes=int((own if shards_weights else count) * element) + gathered,
             gradients_bytes=int(count * ACCUMULATION_BYTES),
-            optimizer_bytes=0 if offload_optimizer else optimizer,
+            optimizer_bytes=0 if candidate.offload_optimizer else optimizer,
             kv_bytes=int(kv[stage]),
             kv_gradients_bytes=int(kv_gradients[stage]),
             activations_bytes=0,
             copies_bytes=0,
-            loss_gradient_bytes=_loss_gradient_bytes(candidate, in_flight) if is_last else 0,
+            loss_gradient_bytes=_loss_gradient_bytes(candidate, units) if is_last else 0,
             working_bytes=working,
             heap_bytes=round(working * heap_share),
             communication_bytes=messages + _reduce_bytes(candidate, parameters=count),
@@ -142,7 +143,7 @@ def state_memory(
                 background_save_bytes=saved if candidate.background_saves else 0,
             ),
         )
-        stages.append(StageMemory(buckets, 0, optimizer if offload_optimizer else 0))
+        stages.append(StageMemory(buckets, 0, optimizer if candidate.offload_optimizer else 0))
     return tuple(stages)
 
 
@@ -151,26 +152,29 @@ def with_activations(
     *,
     candidate: Candidate,
     placement: ActivationPlacement,
-    inputs: PolicyInputs,
+    units: UnitsInFlight,
 ) -> tuple[StageMemory, ...]:
-    """Memory of each stage with what the activation policy retains, offloads and recomputes."""
-    retained = (placement.retained * inputs.row_bytes[:, None, :]).sum(axis=2) * inputs.in_flight
-    held = held_bytes(placement, inputs)
-    tier = tier_bytes_held(placement, inputs)
-    ring = ring_bytes(placement, inputs)
+    """Memory of each stage with what the activation policy retains and recomputes.
+
+    A deferred weight half owns what its backward took, also what had been offloaded.
+    """
+    retained = placed_bytes(placement.retained, candidate=candidate)
+    offloaded = placed_bytes(placement.offloaded, candidate=candidate)
+    held = units.peak(retained, deferred=offloaded)
     heap_share = candidate.workload.hardware.device.heap_share
     stages = []
     for stage, state in enumerate(states):
-        resident = float(retained[stage].sum())
-        working = _working_bytes(candidate, placement, stage=stage)
+        runs = _heaviest(unit_runs(candidate, placement, stage=stage))
+        working = working_bytes(candidate, runs, stage=stage)
+        if candidate.is_last_stage(stage):
+            working = max(working, loss_bytes(candidate))
         device = replace(
             state.device,
-            activations_bytes=round(resident),
-            copies_bytes=round(max(0.0, held[stage] - resident) + ring[stage]),
+            activations_bytes=round(float(held[stage])),
             working_bytes=working,
             heap_bytes=round(working * heap_share),
         )
-        stages.append(replace(state, device=device, tier_activations_bytes=round(tier[stage])))
+        stages.append(replace(state, device=device))
     return tuple(stages)
 
 
@@ -186,35 +190,18 @@ def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
     return weights + round(model.num_layers * sum(lengths) * kv_bytes) + running
 
 
-def ring_bytes(placement: ActivationPlacement, inputs: PolicyInputs) -> Table:
-    """Room for what comes back ahead of its use, [stages]."""
-    offloaded = (placement.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
-    ring: Table = inputs.ring_share * offloaded
-    return ring
-
-
-def borrower_bytes(candidate: Candidate) -> int:
-    """What helping another stage takes under MSP.
-
-    Two of its layers' weights, and one layer's K/V prefix with its gradient.
-    """
-    workload = candidate.workload
-    tokens = sum(candidate.lengths)
-    return _two_layers_bytes(candidate) + round(tokens * sum(kv_bytes_per_token(workload)))
-
-
-def _kv_bytes(candidate: Candidate, *, in_flight: Counts) -> tuple[Table, Table]:
+def _kv_bytes(candidate: Candidate, *, units: UnitsInFlight) -> tuple[Table, Table]:
     """K/V buffers hold a whole sequence each, from its first forward to its last backward."""
     tokens = sum(candidate.lengths)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
-    sequences = in_flight.max(axis=1)
-    return layers * tokens * kv_bytes * sequences, layers * tokens * gradient_bytes
+    return layers * tokens * kv_bytes * units.sequences, layers * tokens * gradient_bytes
 
 
-def _loss_gradient_bytes(candidate: Candidate, in_flight: Counts) -> int:
-    lengths = np.array(candidate.lengths)
-    tokens = int((lengths * in_flight[-1]).sum()) // candidate.workload.sequence_parallel_degree
+def _loss_gradient_bytes(candidate: Candidate, units: UnitsInFlight) -> int:
+    lengths = np.array(candidate.lengths, dtype=np.float64)
+    held = units.peak(np.tile(lengths, (len(candidate.stages), 1)))
+    tokens = int(held[-1]) // candidate.workload.sequence_parallel_degree
     return tokens * candidate.workload.model.hidden_size * candidate.workload.element_bytes
 
 
@@ -230,18 +217,21 @@ def _most_working_bytes(candidate: Candidate) -> int:
     ).live_bytes
 
 
-def _working_bytes(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> int:
-    """Bytes of the largest working set of any subsequence, with what each recomputes."""
+def loss_bytes(candidate: Candidate) -> int:
+    """Working set of the loss of the longest subsequence."""
+    return loss_working_set(candidate.workload, tokens=_longest(candidate)).live_bytes
+
+
+def working_bytes(candidate: Candidate, runs: Iterable[UnitRun], *, stage: int) -> int:
+    """Bytes of the largest working set of a stage's layers while any of these runs."""
     degree = candidate.workload.sequence_parallel_degree
     most = 0
-    if candidate.is_last_stage(stage):
-        most = loss_working_set(candidate.workload, tokens=_longest(candidate)).live_bytes
-    for recomputed, tokens, prefix in _heaviest(candidate, placement, stage=stage):
+    for run in runs:
         moment = working_set(
             candidate.workload,
-            tokens=-(-tokens // degree),
-            prefix=prefix,
-            recomputed=recomputed,
+            tokens=-(-run.tokens // degree),
+            prefix=run.prefix,
+            recomputed=run.recomputed,
             input_every=candidate.input_every,
             layers=len(candidate.stages[stage]),
         )
@@ -249,29 +239,35 @@ def _working_bytes(candidate: Candidate, placement: ActivationPlacement, *, stag
     return most
 
 
-def _heaviest(
+def unit_runs(
     candidate: Candidate, placement: ActivationPlacement, *, stage: int
-) -> Iterator[tuple[frozenset[int], int, int]]:
-    """(classes recomputed, tokens, prefix) of the subsequences that none other outweighs.
+) -> tuple[UnitRun, ...]:
+    """What a stage computes for each subsequence."""
+    starts = accumulate(candidate.lengths, initial=0)
+    rows = placement.recomputed[stage].tolist()
+    return tuple(
+        UnitRun(frozenset(index for index, count in enumerate(counts) if count), tokens, start)
+        for counts, tokens, start in zip(rows, candidate.lengths, starts, strict=False)
+    )
+
+
+def _heaviest(runs: Iterable[UnitRun]) -> Iterator[UnitRun]:
+    """Yield the runs that none other outweighs.
 
     A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
     that is read at once.
     """
-    recomputed_rows = placement.recomputed[stage].tolist()
     best: dict[frozenset[int], dict[int, int]] = {}
-    before = 0
-    for tokens, rows in zip(candidate.lengths, recomputed_rows, strict=True):
-        recomputed = frozenset(index for index, count in enumerate(rows) if count)
-        prefix = min(before, PREFIX_KEYS)
-        by_prefix = best.setdefault(recomputed, {})
-        by_prefix[prefix] = max(by_prefix.get(prefix, 0), tokens)
-        before += tokens
+    for run in runs:
+        prefix = min(run.prefix, PREFIX_KEYS)
+        by_prefix = best.setdefault(run.recomputed, {})
+        by_prefix[prefix] = max(by_prefix.get(prefix, 0), run.tokens)
     for recomputed, by_prefix in best.items():
         longest = 0
         for prefix in sorted(by_prefix, reverse=True):
             if by_prefix[prefix] > longest:
                 longest = by_prefix[prefix]
-                yield recomputed, longest, prefix
+                yield UnitRun(recomputed, longest, prefix)
 
 
 def _longest(candidate: Candidate) -> int:
@@ -291,10 +287,10 @@ def _put_together_bytes(candidate: Candidate, *, stage: int) -> int:
     outer += [behind] if candidate.is_last_stage(stage) else []
     elements = [sum(map(prod, shapes.values())) for shapes in outer]
     most_outer = max(elements, default=0) * candidate.workload.element_bytes
-    return max(_two_layers_bytes(candidate), most_outer)
+    return max(two_layers_bytes(candidate), most_outer)
 
 
-def _two_layers_bytes(candidate: Candidate) -> int:
+def two_layers_bytes(candidate: Candidate) -> int:
     """Weights of two layers, as far as a device computes with them."""
     workload = candidate.workload
     layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())

@@ -6,8 +6,10 @@ Measured with torch 2.13 as anonymous memory between the pre-flight check and th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from sppo.cost.candidate import Candidate
-from sppo.cost.layer import ACCUMULATION_BYTES
+from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.units import KIB, MIB
 
 STEPS_BYTES = 18 * MIB
@@ -40,10 +42,14 @@ def process_growth_bytes(candidate: Candidate, *, background_save_bytes: int) ->
         units=sequences * len(lengths),
         is_pipeline=candidate.pipeline_parallel_degree > 1,
     )
-    code = 0
-    if workload.element_bytes < ACCUMULATION_BYTES:
-        code = CODE_BYTES + len({*lengths}) * CODE_BYTES_PER_LENGTH
-    return STEPS_BYTES + code + step + background_save_bytes
+    return STEPS_BYTES + code_bytes(workload, lengths=lengths) + step + background_save_bytes
+
+
+def code_bytes(workload: Workload, *, lengths: Iterable[int]) -> int:
+    """Return what oneDNN compiles for units of these numbers of tokens; 0 on a GPU."""
+    if workload.hardware.device.kind != "cpu" or workload.element_bytes >= ACCUMULATION_BYTES:
+        return 0
+    return CODE_BYTES + len({*lengths}) * CODE_BYTES_PER_LENGTH
 
 
 def step_bytes(*, tokens: int, units: int, is_pipeline: bool = False) -> int:

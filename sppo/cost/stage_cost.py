@@ -13,8 +13,8 @@ from math import prod
 
 import numpy as np
 
-from sppo.activations.activation_layout import PREFETCH_LAYERS, BlockLayout
-from sppo.activations.placement import ActivationPlacement
+from sppo.activations.activation_layout import PREFETCH_LAYERS, SOURCES_HELD, BlockLayout
+from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs, recomputed_linear_flops
@@ -122,7 +122,9 @@ def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
     workload = candidate.workload
     layout = BlockLayout(workload.model, workload.element_bytes, layers=layers)
     to_host = workload.hardware.node.host_memory_bytes > 0
-    return LayerCopies(len(layers), 2 if to_host else layout.staging_slots, PREFETCH_LAYERS)
+    return LayerCopies(
+        len(layers), SOURCES_HELD if to_host else layout.staging_slots, PREFETCH_LAYERS
+    )
 
 
 def _input_recompute_fraction(candidate: Candidate) -> Table:
@@ -145,6 +147,20 @@ def row_bytes_of(candidate: Candidate) -> Table:
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     result: Table = layers[:, None] * classes / workload.sequence_parallel_degree
     result[:, X_IN] *= np.ceil(layers / candidate.input_every) / layers
+    return result
+
+
+def placed_bytes(rows: Counts, *, candidate: Candidate) -> Table:
+    """Bytes of some rows of each unit on one device, all layers of a stage.
+
+    Args:
+        rows: of each tensor class, [stages, subsequences, 3].
+        candidate: whose.
+
+    Returns:
+        [stages, subsequences].
+    """
+    result: Table = (rows * row_bytes_of(candidate)[:, None, :]).sum(axis=2)
     return result
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sppo.activations.activation_layout import (
     PREFETCH_LAYERS,
+    SOURCES_HELD,
     ActivationKey,
     Extent,
     OffloadSchedule,
@@ -81,7 +82,7 @@ class OffloadStore:
         queues: CopyQueues,
         *,
         disk: Path | None = None,
-        source_lag: int = 1,
+        source_lag: int = SOURCES_HELD - 1,
         checksums: bool = False,
     ) -> None:
         self._queues, self._source_lag = queues, source_lag

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from sppo.activations.policy import saved_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
@@ -25,6 +23,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Mechanism, Workload
 from sppo.cost.memory import MemoryBuckets, exchanged_bytes, state_memory
 from sppo.cost.stage_cost import kv_bytes_per_token, same_weights_degree
+from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.choices import Degrees
 from sppo.planning.feasibility import fits_at_all
@@ -100,7 +99,6 @@ def baseline_memory(
         data_parallel_degree=degrees.data_parallel,
         zero=method.zero,
     )
-    once = np.ones((candidate.pipeline_parallel_degree, 1), dtype=np.int64)
     keeps = method.policy == "retain"
     kv = kv_bytes_per_token(workload)[0] * length
     saved = saved_bytes_per_token(method.policy, run.model, element_bytes=workload.element_bytes)
@@ -110,7 +108,7 @@ def baseline_memory(
     shards = degrees.data_parallel * same_weights_degree(workload) if method.zero >= 3 else 1
     stages = []
     for state, layers in zip(
-        state_memory(candidate, in_flight=once), candidate.stages, strict=True
+        state_memory(candidate, units=UnitsInFlight(candidate)), candidate.stages, strict=True
     ):
         stages.append(
             replace(

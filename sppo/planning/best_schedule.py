@@ -8,7 +8,6 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.simulated_candidate import simulate_candidate
-from sppo.planning.simulated_memory import simulate_within_budget
 
 _SCHEDULED_UNITS = 1200
 """Stages x units up to which other schedules are tried: making and playing them takes a second."""
@@ -43,12 +42,6 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
 
 
 def _scheduled(candidate: Candidate, name: str) -> EvaluatedCandidate | None:
-    """The candidate under another schedule, None where it does not fit.
-
-    Memory is that of the simulation too: borrowers hold shards of others' units, and a delayed
-    weight half holds what came back from another tier, which closed forms do not follow.
-    """
+    """The candidate under another schedule, None where it does not fit."""
     evaluated = assess(replace(candidate, schedule=name))
-    if evaluated.shortfall is not None:
-        return None
-    return simulate_within_budget(evaluated)
+    return simulate_candidate(evaluated) if evaluated.shortfall is None else None

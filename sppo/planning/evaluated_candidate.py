@@ -11,35 +11,27 @@ from sppo.activations.hybrid import choices
 from sppo.activations.placement import ActivationPlacement, Counts, PolicyInputs
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
 from sppo.cost.candidate import Candidate
-from sppo.cost.copy_room import (
-    copy_slots,
-    ring_share,
-    tier_padding_bytes,
-    with_exact_room,
-)
+from sppo.cost.copy_room import copy_slots, tier_padding_bytes, with_placement
 from sppo.cost.layer import exchange_seconds
-from sppo.cost.memory import (
-    StageMemory,
-    borrower_bytes,
-    state_memory,
-    with_activations,
-)
+from sppo.cost.memory import StageMemory, state_memory
+from sppo.cost.msp_memory import with_msp
 from sppo.cost.stage_cost import (
     StageSeconds,
     copy_bytes_per_s,
+    placed_bytes,
     row_bytes_of,
     stage_costs,
     stage_seconds,
 )
 from sppo.cost.step_time import StepTime, step_time
+from sppo.cost.units_in_flight import UnitsInFlight
+from sppo.planning.candidate_program import candidate_program
 from sppo.planning.choices import Degrees
-from sppo.schedule.actions import ActionKind
 from sppo.schedule.costs import Costs, Table
-from sppo.schedule.generators import generate
 from sppo.schedule.timeline import Timeline
 
-OVERLAPPING = ("sppo", "sppo_msp", "seq1f1b", "1f1b")
-"""Schedules that hold N + p - 1 - r units on rank r of p (Seq1F1B, section 3)."""
+_ATTEMPTS = 3
+"""Times that policies decide anew by a worse moment than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +118,9 @@ class EvaluatedCandidate:
 def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> EvaluatedCandidate:
     """Price `candidate` and see whether it fits.
 
+    What a rank holds under MSP only its program tells: activation policies decide as if all units
+    ran whole, and leave memory free until what the program holds fits.
+
     Args:
         candidate: what to assess.
         seconds: of its candidate, where they are known already.
@@ -133,28 +128,65 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
     Raises:
         ValueError: more stages than layers, or a policy the machine cannot serve.
     """
+    seconds = seconds or stage_seconds(candidate)
+    if candidate.schedule != "sppo_msp":
+        return _assess_whole(candidate, seconds=seconds)
+    spare = 0
+    for _ in range(_ATTEMPTS):
+        found = _assess_whole(replace(candidate, spare_bytes=spare), seconds=seconds)
+        memory = with_msp(
+            found.memory,
+            candidate=candidate,
+            placement=found.placement,
+            schedule=candidate_program(candidate, costs=found.costs),
+        )
+        shortfall = _shortfall(candidate, memory)
+        found = replace(found, candidate=candidate, memory=memory, shortfall=shortfall)
+        if shortfall is None or shortfall.place != "device":
+            break
+        spare += shortfall.short_bytes * 5 // 4
+    return found
+
+
+def _assess_whole(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
+    """Assess a candidate whose ranks run their own units whole.
+
+    Policies decide by what is held when most tokens are. Where several sequences overlap and their
+    subsequences retain unequal shares, another moment may be worse: then they decide by that.
+    """
     hardware = candidate.workload.hardware
     if candidate.offload_optimizer and not hardware.node.host_memory_bytes:
         raise ValueError(
             f"optimizer.offload keeps optimizer states in host memory, and {hardware.name} has "
             "none beside its devices': write optimizer.offload=false"
         )
-    seconds = seconds or stage_seconds(candidate)
-    in_flight = in_flight_counts(candidate)
-    states = state_memory(
-        candidate, in_flight=in_flight, offload_optimizer=candidate.offload_optimizer
-    )
-    if candidate.schedule == "sppo_msp":
-        states = _with_borrowers(states, extra=borrower_bytes(candidate))
-    inputs = _inputs(candidate, seconds=seconds, in_flight=in_flight, states=states)
+    units = UnitsInFlight(candidate)
+    states = state_memory(candidate, units=units)
+    in_flight = units.counts(np.tile(np.array(candidate.lengths, dtype=float), (len(states), 1)))
+    for _ in range(_ATTEMPTS):
+        inputs = _inputs(
+            candidate, seconds=seconds, in_flight=in_flight, units=units, states=states
+        )
+        found = _fastest(candidate, seconds=seconds, inputs=inputs, units=units, states=states)
+        worst = units.counts(placed_bytes(found.placement.retained, candidate=candidate))
+        if found.shortfall is None or (worst == in_flight).all():
+            break
+        in_flight = worst
+    return found
+
+
+def _fastest(
+    candidate: Candidate,
+    *,
+    seconds: StageSeconds,
+    inputs: PolicyInputs,
+    units: UnitsInFlight,
+    states: tuple[StageMemory, ...],
+) -> EvaluatedCandidate:
+    """Return the fastest placement that fits; the one short of least if none does."""
 
     def memory_of(placement: ActivationPlacement) -> tuple[StageMemory, ...]:
-        return with_exact_room(
-            with_activations(states, candidate=candidate, placement=placement, inputs=inputs),
-            candidate=candidate,
-            placement=placement,
-            in_flight=in_flight,
-        )
+        return with_placement(states, candidate=candidate, placement=placement, units=units)
 
     possible = [*_placements(candidate, inputs)]
     if candidate.policy == "hybrid" and candidate.offload_ratio is None:
@@ -202,72 +234,9 @@ def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[Activati
 
 def leaves_room(candidate: Candidate) -> bool:
     """Whether it fits without any saved activation: quick to tell, and most do not."""
-    states = state_memory(
-        candidate,
-        in_flight=in_flight_counts(candidate),
-        offload_optimizer=candidate.offload_optimizer,
-    )
+    states = state_memory(candidate, units=UnitsInFlight(candidate))
     budget = candidate.budget_bytes
     return all(state.device.total_bytes <= budget for state in states)
-
-
-def _with_borrowers(states: tuple[StageMemory, ...], *, extra: int) -> tuple[StageMemory, ...]:
-    """Every rank of a multiplexed schedule helps others."""
-    return tuple(
-        replace(
-            state,
-            device=replace(
-                state.device, communication_bytes=state.device.communication_bytes + extra
-            ),
-        )
-        for state in states
-    )
-
-
-def in_flight_counts(candidate: Candidate) -> Counts:
-    """How often each subsequence is held on each stage when most tokens are, [stages, N].
-
-    Rank r of p holds N + p - 1 - r units: after j backwards the first N - j of one sequence, and
-    the first p - 1 - r + j of those that follow it. The first are the longest where cuts share
-    FLOPs, so the worst moment is in the middle of a backward.
-    """
-    ranks, count = candidate.pipeline_parallel_degree, len(candidate.lengths)
-    if candidate.schedule not in OVERLAPPING:
-        return _walked_counts(candidate)
-    # A single rank runs one sequence after another.
-    following = 0 if ranks == 1 else count * (candidate.sequences - 1)
-    before = np.concatenate([[0], np.cumsum(candidate.lengths)])
-    done = np.arange(count + 1)
-    stages = []
-    for rank in range(ranks):
-        ahead = np.minimum(ranks - 1 - rank + done, following)
-        held = before[count - done] + ahead // count * before[-1] + before[ahead % count]
-        worst = int(np.argmax(held))
-        whole, rest = divmod(int(ahead[worst]), count)
-        stages.append([whole + (n < rest) + (n < count - worst) for n in range(count)])
-    return np.array(stages, dtype=np.int64)
-
-
-def _walked_counts(candidate: Candidate) -> Counts:
-    """Units in flight under any schedule, counted along its programs."""
-    schedule = generate(
-        candidate.schedule,
-        num_ranks=candidate.pipeline_parallel_degree,
-        lengths=(candidate.lengths,) * candidate.sequences,
-    )
-    shape = (candidate.pipeline_parallel_degree, len(candidate.lengths))
-    most = np.zeros(shape, dtype=np.int64)
-    for program in schedule.programs:
-        splits = any(action.kind is ActionKind.W for action in program)
-        releases = ActionKind.W if splits else ActionKind.B
-        held = np.zeros(shape, dtype=np.int64)
-        for action in program:
-            if action.kind not in (ActionKind.F, releases):
-                continue
-            place = action.stage, action.subsequence
-            held[place] += 1 if action.kind is ActionKind.F else -1
-            most[place] = max(most[place], held[place])
-    return most
 
 
 def _inputs(
@@ -275,6 +244,7 @@ def _inputs(
     *,
     seconds: StageSeconds,
     in_flight: Counts,
+    units: UnitsInFlight,
     states: tuple[StageMemory, ...],
 ) -> PolicyInputs:
     """What the activation policy decides from."""
@@ -284,20 +254,20 @@ def _inputs(
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     exchange = exchange_seconds(candidate.workload, tokens=tokens.astype(np.float64))
     exchange = layers[:, None] * exchange
-    units = seconds.units
-    forward = _following(units.forward[:, :count] - exchange)
-    backward = _following((units.backward + units.weight)[:, :count] - exchange)
+    unit_s = seconds.units
+    forward = _following(unit_s.forward[:, :count] - exchange)
+    backward = _following((unit_s.backward + unit_s.weight)[:, :count] - exchange)
     out, back = copy_bytes_per_s(candidate)
     used = np.array([state.device.total_bytes for state in states], dtype=np.float64)
     host = np.array([state.host_optimizer_bytes for state in states], dtype=np.float64)
     on_host = hardware.node.host_memory_bytes > 0
     tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
-    tier_used = tier_padding_bytes(candidate, in_flight=in_flight) + (host if on_host else 0)
+    tier_used = tier_padding_bytes(candidate, units=units) + (host if on_host else 0)
     return PolicyInputs(
         tokens=tokens,
         row_bytes=row_bytes_of(candidate),
         in_flight=in_flight,
-        ring_share=ring_share(candidate),
+        sequences=units.sequences,
         next_forward_s=forward,
         hidden_bytes=np.minimum(forward * out, backward * back),
         linear_recompute_s=seconds.units.linear_recompute[:, :count],

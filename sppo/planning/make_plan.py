@@ -13,6 +13,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.copy_room import block_layout, stage_blocks, staging_bytes
 from sppo.cost.flops import step_flops
 from sppo.cost.stage_cost import row_bytes_of
+from sppo.planning.candidate_program import candidate_program
 from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.plan import (
     PLAN_VERSION,
@@ -23,8 +24,6 @@ from sppo.planning.plan import (
     digest_of,
     planned_part,
 )
-from sppo.planning.simulated_candidate import candidate_program
-from sppo.planning.simulated_memory import simulated_device_bytes
 
 
 def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
@@ -85,9 +84,7 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
         tokens_per_s_per_gpu=length * sequences / evaluated.step_s / candidate.num_devices,
         mfu=flops / evaluated.step_s / peak,
         bubble_fraction=_bubble_fraction(evaluated),
-        device_peak_bytes=max(
-            evaluated.device_peak_bytes, *(simulated_device_bytes(evaluated) or (0,))
-        ),
+        device_peak_bytes=evaluated.device_peak_bytes,
         host_peak_bytes=tier if on_host else _staging_bytes(evaluated),
         disk_peak_bytes=0 if on_host else tier,
         offload_ratios=offload_ratios(evaluated),

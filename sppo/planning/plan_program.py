@@ -8,8 +8,8 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.planning.candidate_program import candidate_program
 from sppo.planning.plan import ExecutionPlan
-from sppo.planning.simulated_candidate import candidate_program
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 

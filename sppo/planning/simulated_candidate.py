@@ -1,15 +1,16 @@
-"""A candidate that fits, and its simulation."""
+"""A candidate that fits, and its simulation: when everything happens, and what is held at once."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from sppo.cost.candidate import Candidate
+from sppo.cost.memory import MemoryBuckets
+from sppo.planning.candidate_program import candidate_program
 from sppo.planning.evaluated_candidate import EvaluatedCandidate
-from sppo.schedule.actions import Schedule
-from sppo.schedule.costs import Costs
-from sppo.schedule.program import step_program
 from sppo.schedule.simulate import simulate
+
+_IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
+"""Buckets that a simulation follows; the others do not change during a step."""
 
 
 def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
@@ -19,23 +20,19 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     return replace(evaluated, timeline=timeline)
 
 
-def candidate_program(
-    candidate: Candidate, *, costs: Costs, forward_only: bool = False
-) -> Schedule:
-    """Make the program of a step of one data-parallel replica of `candidate`.
+def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | None:
+    """Peak of one device of each stage as simulated; None where nothing was simulated.
 
-    Args:
-        candidate: What would be run.
-        costs: Of the candidate.
-        forward_only: Leave out backwards, copies and reductions.
-
-    Raises:
-        ValueError: A schedule that cannot serve the candidate.
+    Never above the memory of the evaluated candidate, which adds up the peaks of all buckets.
     """
-    return step_program(
-        candidate.schedule,
-        num_ranks=candidate.pipeline_parallel_degree,
-        lengths=(candidate.lengths,) * candidate.sequences,
-        forward_only=forward_only,
-        costs=costs,
+    if evaluated.timeline is None:
+        return None
+    return tuple(
+        steady_bytes(held.device) + round(track.memory["total"].peak_bytes)
+        for track, held in zip(evaluated.timeline.ranks, evaluated.memory, strict=True)
     )
+
+
+def steady_bytes(device: MemoryBuckets) -> int:
+    """What is on a device throughout a step, whatever runs."""
+    return device.total_bytes - sum(int(getattr(device, name)) for name in _IN_TIMELINES)

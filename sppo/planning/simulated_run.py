@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
+from sppo.cost.memory import StageMemory
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
+from sppo.planning.candidate_program import candidate_program
 from sppo.planning.evaluated_candidate import assess
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate, plan_costs
 from sppo.planning.run_plan import run_candidate
-from sppo.planning.simulated_candidate import candidate_program
+from sppo.planning.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
 from sppo.schedule.generators import WHOLE_SEQUENCES
 from sppo.schedule.program import Case
@@ -35,11 +38,15 @@ class SimulatedRun:
         case: Its lowered schedule and costs.
         forward: Its forward alone.
         hardware: The machine it was priced for.
+        num_devices: Devices of all replicas.
+        steady_bytes: Of one device of each stage, what it holds throughout the step.
     """
 
     case: Case
     forward: Case
     hardware: HardwareSpec
+    num_devices: int
+    steady_bytes: tuple[int, ...]
 
 
 def simulated_run(run: RunConfig, *, shape: RunShape | None = None) -> SimulatedRun:
@@ -60,20 +67,30 @@ def simulated_run(run: RunConfig, *, shape: RunShape | None = None) -> Simulated
     candidate = replace(run_candidate(run, hardware=hardware), schedule=name)
     if name in WHOLE_SEQUENCES:
         candidate = replace(candidate, lengths=(sum(candidate.lengths),))
-    return _simulated(candidate, costs=assess(candidate).costs)
+    evaluated = assess(candidate)
+    return _simulated(candidate, costs=evaluated.costs, memory=evaluated.memory)
 
 
 def simulated_plan(plan: ExecutionPlan) -> SimulatedRun:
     """What one step of one data-parallel replica does under `plan`."""
-    return _simulated(plan_candidate(plan), costs=plan_costs(plan))
+    memory = [stage.memory for stage in plan.stages]
+    return _simulated(plan_candidate(plan), costs=plan_costs(plan), memory=memory)
 
 
-def _simulated(candidate: Candidate, *, costs: Costs) -> SimulatedRun:
+def _simulated(
+    candidate: Candidate, *, costs: Costs, memory: Sequence[StageMemory]
+) -> SimulatedRun:
     case, forward = (
         Case(candidate_program(candidate, costs=costs, forward_only=forward_only), costs)
         for forward_only in (False, True)
     )
-    return SimulatedRun(case, forward, candidate.workload.hardware)
+    return SimulatedRun(
+        case,
+        forward,
+        candidate.workload.hardware,
+        candidate.num_devices,
+        tuple(steady_bytes(held.device) for held in memory),
+    )
 
 
 def _schedule_name(run: RunConfig) -> str:

@@ -25,7 +25,7 @@ from sppo.planning.choices import (
     subsequence_counts_to_try,
 )
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall, assess, leaves_room
-from sppo.planning.simulated_memory import simulate_within_budget
+from sppo.planning.simulated_candidate import simulate_candidate
 
 RUNNERS_UP = 3
 _SIMULATED = 4
@@ -226,9 +226,6 @@ def _rank(evaluated: EvaluatedCandidate) -> tuple[float, int, int, int]:
 def _simulated(leaders: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
     """`leaders` with the first few simulated, and all that might turn out faster; those first.
 
-    In a simulation copies run as early as they can and pile up; where even with memory left free
-    for them they do not fit, the closed form stays, in which a unit waits until there is room.
-
     The closed form is never above the simulation, so from the first one that is not below the best
     simulated on, none can be faster. Where simulating takes too long the closed form decides.
     """
@@ -239,7 +236,7 @@ def _simulated(leaders: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate
         fastest = min((other.step_s for other in played), default=float("inf"))
         if left < 0 or (place >= _SIMULATED and evaluated.step_s >= fastest):
             break
-        played.append(simulate_within_budget(evaluated) or evaluated)
+        played.append(simulate_candidate(evaluated))
     return sorted(played, key=_rank) + list(leaders[len(played) :])
 
 

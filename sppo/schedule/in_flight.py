@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.encoding import B, EncodedProgram, F, W
+from sppo.schedule.msp_groups import MspGroup, shard_shares
 
 
-def units_in_flight(program: EncodedProgram) -> npt.NDArray[np.float64]:
-    """Units between their F and their last B or W after each action; a shard of g counts 1/g.
+def units_in_flight(
+    program: EncodedProgram, *, groups: Mapping[int, MspGroup]
+) -> npt.NDArray[np.float64]:
+    """Units between their F and their last B or W after each action; a shard counts its share.
 
     In evaluation nothing is kept: a unit is in flight while it runs.
     """
-    forward = np.where(program.codes == F, 1.0 / program.num_shards, 0.0)
+    shares = shard_shares(program, groups=groups)
+    forward = np.where(program.codes == F, shares, 0.0)
     done = np.flatnonzero((program.codes == B) | (program.codes == W))
     if not done.size:
         return forward
     # The last of B and W of a slot releases it: the first one of the reversed order.
     _, last = np.unique(program.slots[done][::-1], return_index=True)
     release = done[::-1][last]
-    forward[release] -= 1.0 / program.num_shards[release]
+    forward[release] -= shares[release]
     return np.cumsum(forward)
 
 
-def peak_in_flight(program: EncodedProgram) -> float:
+def peak_in_flight(program: EncodedProgram, *, groups: Mapping[int, MspGroup]) -> float:
     """The most units a rank holds at once."""
-    # Thirds and sevenths of units add up to whole ones only nearly.
-    return round(float(units_in_flight(program).max(initial=0.0)), 9)
+    # Shares of units add up to whole ones only nearly.
+    return round(float(units_in_flight(program, groups=groups).max(initial=0.0)), 9)
 
 
 def sequences_in_flight(actions: Iterable[Action]) -> int:

@@ -2,19 +2,23 @@
 
 Buckets:
 
-* "activations": from the start of F to the end of the unit's last B or W. Where the program
-  copies a unit away, the moved share leaves with the end of its D2H and is back, as room that is
+* "activations": from the start of F to the end of the unit's last B or W. Of an offloaded unit only
+  what stays counts where copies flow layer by layer, through room that is reserved for them and is
+  not part of these tracks; a deferred W owns the rest from the start of its B. Where units are
+  copied as a whole, the offloaded share leaves with the end of its D2H and is back, as room that is
   taken, from the start of its H2D.
-* "kv": K/V of a unit, from its F to the end of its B; never copied away with the activations,
-  because every later subsequence reads it.
+* "kv": K/V of a whole sequence, from its first F on the stage to its last B, because every later
+  subsequence reads them.
 * "kv_gradients": dK/dV of a whole sequence, from its first B on the stage to its last.
 
-A borrower's shard of an MSP unit counts its part of the activations there, not on the owner.
+A borrower's shard of an MSP unit counts its part of the activations there, not on the owner; K/V
+and their gradients are the owner's alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,85 +26,74 @@ from sppo.schedule import encoding
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.encoding import Codes, EncodedProgram
+from sppo.schedule.msp_groups import MspGroup, shard_shares
 from sppo.schedule.timeline import Floats, MemoryTrack
 
 _SAME_MOMENT = 1e-9
 _Events = tuple[Floats, Floats]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlayedProgram:
+    """The program of one rank, and when each of its actions starts and ends in a simulation."""
+
+    rank: int
+    program: EncodedProgram
+    start_s: Floats
+    finish_s: Floats
+
+    def forward_slots(self) -> tuple[Codes, Codes]:
+        """Return the slots of its units and shards, ascending, and where in it they run forward."""
+        which = np.flatnonzero(self.program.codes == encoding.F)
+        order = np.argsort(self.program.slots[which], kind="stable")
+        return self.program.slots[which][order], which[order].astype(np.int32)
+
+    def at(self, code: int, *, slots: Codes, times: Floats) -> Floats:
+        """Return `times` of the actions of one kind by slot; not-a-number where there is none."""
+        by_slot = np.full(slots.shape, np.nan)
+        which = self.program.codes == code
+        by_slot[np.searchsorted(slots, self.program.slots[which])] = times[which]
+        return by_slot
+
+
 def memory_tracks(
     schedule: Schedule,
     *,
-    program: EncodedProgram,
-    start_s: Floats,
-    finish_s: Floats,
+    played: PlayedProgram,
+    groups: Mapping[int, MspGroup],
     costs: Costs,
 ) -> Mapping[str, MemoryTrack]:
     """Memory of one rank by bucket, and their "total"."""
-    if not (program.codes == encoding.B).any():
-        return _forward_only(program, start_s=start_s, finish_s=finish_s, costs=costs)
-    held, widths = _held(program)
-    units = schedule.num_units
-    begin = _at_kind(program, encoding.F, held=held, times=start_s)
-    end = _at_kind(program, encoding.B, held=held, times=finish_s)
-    end = np.fmax(end, _at_kind(program, encoding.W, held=held, times=finish_s))
-    out = _at_kind(program, encoding.D2H, held=held, times=finish_s)
-    back = _at_kind(program, encoding.H2D, held=held, times=start_s)
-    size = _per_slot(costs.activation_bytes, slots=held, num_units=units) / widths
-    offloaded = _per_slot(costs.offload_bytes, slots=held, num_units=units) / widths
-    left, returned = ~np.isnan(out), ~np.isnan(back)
-    activations = _concatenate(
-        (begin, size),
-        (end, -size),
-        (out[left], -offloaded[left]),
-        (back[returned], offloaded[returned]),
-    )
-    kv = _per_slot(costs.kv_bytes, slots=held, num_units=units) / widths
-    buckets = {
-        "activations": activations,
-        "kv": _concatenate((begin, kv), (end, -kv)),
-        "kv_gradients": _gradient_events(
-            schedule, program=program, start_s=start_s, finish_s=finish_s, costs=costs
-        ),
-    }
+    slots, indices = played.forward_slots()
+    shares = shard_shares(played.program, groups=groups)[indices]
+    if (played.program.codes == encoding.B).any():
+        buckets = {
+            "activations": _activation_events(played, slots=slots, shares=shares, costs=costs),
+            "kv": _sequence_events(schedule, played=played, first=encoding.F, sizes=costs.kv_bytes),
+            "kv_gradients": _sequence_events(
+                schedule, played=played, first=encoding.B, sizes=costs.kv_gradient_bytes
+            ),
+        }
+    else:
+        buckets = _forward_only(played, slots=slots, shares=shares, costs=costs)
     tracks = {name: _track(events) for name, events in buckets.items()}
     tracks["total"] = _track(_concatenate(*buckets.values()))
     return tracks
 
 
 def _forward_only(
-    program: EncodedProgram, *, start_s: Floats, finish_s: Floats, costs: Costs
-) -> Mapping[str, MemoryTrack]:
+    played: PlayedProgram, *, slots: Codes, shares: Floats, costs: Costs
+) -> dict[str, _Events]:
     """Evaluation keeps nothing but the unit that runs; K/V stays to the end of its sequence."""
-    which = program.codes == encoding.F
-    slots = program.slots[which]
-    widths = program.num_shards[which]
-    units = costs.num_units
-    size = _per_slot(costs.activation_bytes, slots=slots, num_units=units) / widths
-    kv = _per_slot(costs.kv_bytes, slots=slots, num_units=units) / widths
-    end = np.full(slots.shape, finish_s.max(initial=0.0))
-    buckets = {
-        "activations": _concatenate((start_s[which], size), (finish_s[which], -size)),
-        "kv": _concatenate((start_s[which], kv), (end, -kv)),
+    begin = played.at(encoding.F, slots=slots, times=played.start_s)
+    finish = played.at(encoding.F, slots=slots, times=played.finish_s)
+    size = _per_slot(costs.activation_bytes, slots=slots, num_units=costs.num_units) * shares
+    kv = _per_slot(costs.kv_bytes, slots=slots, num_units=costs.num_units) * shares
+    end = np.full(slots.shape, played.finish_s.max(initial=0.0))
+    return {
+        "activations": _concatenate((begin, size), (finish, -size)),
+        "kv": _concatenate((begin, kv), (end, -kv)),
     }
-    tracks = {name: _track(events) for name, events in buckets.items()}
-    tracks["total"] = _track(_concatenate(*buckets.values()))
-    return tracks
-
-
-def _held(program: EncodedProgram) -> tuple[Codes, Codes]:
-    """Slots a rank runs forward, ascending, and into how many shards each is cut."""
-    which = program.codes == encoding.F
-    order = np.argsort(program.slots[which], kind="stable")
-    return program.slots[which][order], program.num_shards[which][order]
-
-
-def _at_kind(program: EncodedProgram, code: int, *, held: Codes, times: Floats) -> Floats:
-    """`times` of the actions of one kind for each held slot; not-a-number where there is none."""
-    by_slot = np.full(held.shape, np.nan)
-    which = program.codes == code
-    by_slot[np.searchsorted(held, program.slots[which])] = times[which]
-    return by_slot
 
 
 def _per_slot(table: Table, *, slots: Codes, num_units: int) -> Floats:
@@ -108,29 +101,67 @@ def _per_slot(table: Table, *, slots: Codes, num_units: int) -> Floats:
     return table[slots // num_units, slots % num_units]
 
 
-def _gradient_events(
-    schedule: Schedule,
-    *,
-    program: EncodedProgram,
-    start_s: Floats,
-    finish_s: Floats,
-    costs: Costs,
+def _activation_events(
+    played: PlayedProgram, *, slots: Codes, shares: Floats, costs: Costs
 ) -> _Events:
-    """dK/dV of a (stage, sequence): all of it from the first B to the last."""
-    which = program.codes == encoding.B
-    slots: Codes = program.slots[which]
-    offsets = np.array(schedule.unit_offsets())
-    sequence = np.searchsorted(offsets, slots % schedule.num_units, side="right") - 1
-    group = (slots // schedule.num_units) * len(offsets) + sequence
-    groups, inverse = np.unique(group, return_inverse=True)
-    begin = np.full(groups.shape, np.inf)
-    end = np.zeros(groups.shape)
-    total = np.zeros(groups.shape)
-    np.minimum.at(begin, inverse, start_s[which])
-    np.maximum.at(end, inverse, finish_s[which])
-    size = _per_slot(costs.kv_gradient_bytes, slots=slots, num_units=schedule.num_units)
-    np.add.at(total, inverse, size / program.num_shards[which])
-    return _concatenate((begin, total), (end, -total))
+    """Saved activations of the units and shards that a rank runs."""
+    begin = played.at(encoding.F, slots=slots, times=played.start_s)
+    weights = played.at(encoding.W, slots=slots, times=played.finish_s)
+    end = np.fmax(played.at(encoding.B, slots=slots, times=played.finish_s), weights)
+    size = _per_slot(costs.activation_bytes, slots=slots, num_units=costs.num_units) * shares
+    offloaded = _per_slot(costs.offload_bytes, slots=slots, num_units=costs.num_units) * shares
+    if costs.layer_copies:
+        deferred = ~np.isnan(weights)
+        owned = played.at(encoding.B, slots=slots, times=played.start_s)[deferred]
+        return _concatenate(
+            (begin, size - offloaded),
+            (end, offloaded - size),
+            (owned, offloaded[deferred]),
+            (end[deferred], -offloaded[deferred]),
+        )
+    out = played.at(encoding.D2H, slots=slots, times=played.finish_s)
+    back = played.at(encoding.H2D, slots=slots, times=played.start_s)
+    left, returned = ~np.isnan(out), ~np.isnan(back)
+    return _concatenate(
+        (begin, size),
+        (end, -size),
+        (out[left], -offloaded[left]),
+        (back[returned], offloaded[returned]),
+    )
+
+
+def _sequence_events(
+    schedule: Schedule, *, played: PlayedProgram, first: int, sizes: Table
+) -> _Events:
+    """What a rank's own stages hold of a whole sequence, from its first action to its last B.
+
+    Args:
+        schedule: with its sequences and the ranks of its stages.
+        played: the program of the rank.
+        first: kind of action that the first one has, F or B.
+        sizes: bytes of every unit, [stages, units].
+    """
+    program = played.program
+    units, offsets = schedule.num_units, np.array(schedule.unit_offsets())
+    rank_of = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
+    of_sequences = np.add.reduceat(sizes, offsets, axis=1)
+
+    def groups_of(code: int) -> tuple[Codes, Codes]:
+        """Actions of one kind on the rank's own stages, and their (stage, sequence)."""
+        which = np.flatnonzero(program.codes == code)
+        stages, unit = np.divmod(program.slots[which], units)
+        sequence = np.searchsorted(offsets, unit, side="right") - 1
+        own = rank_of[stages] == played.rank
+        return which[own], (stages * len(offsets) + sequence)[own]
+
+    begins, ends = np.full(of_sequences.size, np.inf), np.zeros(of_sequences.size)
+    which, group = groups_of(first)
+    np.minimum.at(begins, group, played.start_s[which])
+    which, group = groups_of(encoding.B)
+    np.maximum.at(ends, group, played.finish_s[which])
+    held = np.isfinite(begins)
+    total = of_sequences.ravel()[held]
+    return _concatenate((begins[held], total), (ends[held], -total))
 
 
 def _concatenate(*events: _Events) -> _Events:

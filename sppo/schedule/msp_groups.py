@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from sppo.schedule import encoding
 from sppo.schedule.actions import Schedule
@@ -73,6 +74,18 @@ def find_msp_groups(
         ranks = tuple(by_shard.get(shard, -1) for shard in range(widths[slot]))
         groups[slot] = MspGroup(slot, ranks, lengths)
     return groups
+
+
+def shard_shares(
+    program: EncodedProgram, *, groups: Mapping[int, MspGroup]
+) -> npt.NDArray[np.float64]:
+    """Which part of its unit's tokens each compute action of a program runs: 1 if all of it."""
+    shares = np.ones(program.codes.shape)
+    cut = (program.num_shards > 1) & (program.codes < encoding.NUM_COMPUTE)
+    for index in np.flatnonzero(cut).tolist():
+        lengths = groups[int(program.slots[index])].lengths
+        shares[index] = lengths[int(program.shards[index])] / sum(lengths)
+    return shares
 
 
 def equal_shards(tokens: int, *, num_shards: int) -> tuple[int, ...]:

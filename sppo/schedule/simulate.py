@@ -10,7 +10,8 @@ from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import NUM_COMPUTE, encode
 from sppo.schedule.event_loop import Clock, run_clock
 from sppo.schedule.in_flight import peak_in_flight
-from sppo.schedule.memory_track import memory_tracks
+from sppo.schedule.memory_track import PlayedProgram, memory_tracks
+from sppo.schedule.msp_groups import find_msp_groups
 from sppo.schedule.timeline import Idle, IdleCause, RankTrack, Timeline
 
 _CAUSES: dict[int, IdleCause] = {
@@ -40,6 +41,7 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
     starts = [np.array(times) for times in clock.starts_s]
     finishes = [np.array(times) for times in clock.finishes_s]
     makespan = max((float(times.max(initial=0.0)) for times in finishes), default=0.0)
+    groups = find_msp_groups(schedule, programs=programs)
     tracks = []
     for rank, program in enumerate(programs):
         compute = program.codes < NUM_COMPUTE
@@ -52,12 +54,11 @@ def simulate(schedule: Schedule, *, costs: Costs) -> Timeline:
                 _idle(clock, rank=rank, busy_until_s=busy_until, makespan_s=makespan),
                 memory_tracks(
                     schedule,
-                    program=program,
-                    start_s=starts[rank],
-                    finish_s=finishes[rank],
+                    played=PlayedProgram(rank, program, starts[rank], finishes[rank]),
+                    groups=groups,
                     costs=costs,
                 ),
-                peak_in_flight(program),
+                peak_in_flight(program, groups=groups),
             )
         )
     return Timeline(schedule, "simulated", makespan, tuple(tracks))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import peak_in_flight
+from sppo.schedule.msp_groups import find_msp_groups
 
 Lane = Literal["compute", "d2h", "h2d", "link", "reduce"]
 IdleCause = Literal["bubble", "communication", "copy"]
@@ -80,7 +81,7 @@ class RankTrack:
         finish_s: End of each action; for SEND, the arrival at the receiver.
         idle: Waits of its compute from time 0 to the end of the step, in order.
         memory: Device memory by bucket; "total" is their sum.
-        peak_in_flight: Most units at once between F and the last B or W; a shard of g counts 1/g.
+        peak_in_flight: Most units at once between F and the last B or W; a shard counts its share.
     """
 
     actions: tuple[Action, ...]
@@ -163,12 +164,14 @@ def measured_timeline(
             )
     makespan = max((end for times in times_s for _, end in times), default=0.0)
     encoded = encode(schedule)
+    groups = find_msp_groups(schedule, programs=encoded)
     tracks = []
     for rank, (program, times) in enumerate(zip(schedule.programs, times_s, strict=True)):
         start = np.array([t[0] for t in times])
         finish = np.array([t[1] for t in times])
         idle = tuple(waits[rank]) if waits else _gaps(program, start, finish, makespan_s=makespan)
-        tracks.append(RankTrack(program, start, finish, idle, {}, peak_in_flight(encoded[rank])))
+        most = peak_in_flight(encoded[rank], groups=groups)
+        tracks.append(RankTrack(program, start, finish, idle, {}, most))
     return Timeline(schedule, "measured", makespan, tuple(tracks))
 
 

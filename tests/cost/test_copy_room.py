@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from sppo.activations.activation_layout import (
     BLOCK_ALIGNMENT_BYTES,
+    PREFETCH_LAYERS,
+    SOURCES_HELD,
     BlockLayout,
     packed_bytes,
     packed_offsets,
@@ -20,7 +22,7 @@ from sppo.activations.activation_layout import (
 from sppo.activations.placement import ActivationPlacement, planned_placement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensor_bytes_per_token
 from sppo.cost.candidate import Candidate
-from sppo.cost.copy_room import joined_bytes
+from sppo.cost.copy_room import block_layout, joined_bytes, stage_blocks
 from sppo.cost.layer import Workload
 from sppo.cost.working_set import working_set
 from sppo.engine.engine import Engine
@@ -257,10 +259,12 @@ def test_every_device_has_the_ring_that_a_run_takes(every):
         offload_ratio=1.0,
         input_every=every,
     )
-    held = assess(candidate).memory[0]
-    share = min(1.0, (2 + min(every, model.num_layers)) / model.num_layers)
-    # All of the first subsequence drains while the second computes, and then comes back.
-    assert held.device.copies_bytes == pytest.approx((1 + share) * held.tier_activations_bytes)
+    found = assess(candidate)
+    blocks = stage_blocks(found.placement, block_layout(candidate, stage=0), stage=0)
+    ring = PREFETCH_LAYERS + min(every, model.num_layers)
+    held = found.memory[0]
+    assert held.device.copies_bytes == (SOURCES_HELD + ring) * max(blocks[0])
+    assert held.tier_activations_bytes == sum(blocks[0])
 
 
 def test_an_accelerator_keeps_what_is_on_its_way_where_it_is():

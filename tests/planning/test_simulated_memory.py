@@ -1,55 +1,135 @@
-"""Simulated peaks beside the closed form."""
+"""Memory of a candidate beside what its simulation holds: never below it, whatever is combined."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import defaultdict
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sppo.config import check_run
-from sppo.hardware.presets import PRESETS
+from sppo.cost.candidate import Candidate
+from sppo.cost.units_in_flight import OVERLAPPING, UnitsInFlight
 from sppo.planning.choices import Degrees
 from sppo.planning.evaluated_candidate import assess
-from sppo.planning.simulated_candidate import simulate_candidate
-from sppo.planning.simulated_memory import simulated_device_bytes, simulated_excess
+from sppo.planning.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.planning.solver import candidate_of_subsequences
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.generators import WHOLE_SEQUENCES, generate
+from sppo.units import GIB
+from tests.planning.cases import machine, run_config
 
-NODE = PRESETS["h100"]
+SCHEDULES = ("sppo", "sppo_msp", "seq1f1b", "seq_zb_h1", "1f1b", "gpipe", "zb_h1")
+ONE_BUCKET_ONLY = ("gpipe", "1f1b", "sppo", "seq1f1b")
+"""Schedules whose ranks reach the peaks of all buckets in the same moment if they retain all."""
 
 
-def candidate_of(num_subsequences, degrees, *, hardware=NODE, simulated=True):
-    raw = {
-        "model": {"preset": "llama-3.2-1b"},
-        "data": {"tokens": "none"},
-        "sequence": {"length": 64 << 10},
-        "parallel": {"schedule": "sppo"},
-        "activations": {"policy": "retain"},
-    }
-    run = check_run(raw, source="test")
-    candidate = candidate_of_subsequences(
-        run, hardware=hardware, degrees=degrees, num_subsequences=num_subsequences
+@st.composite
+def candidates(draw, schedules=SCHEDULES, policies=("auto", "retain", "recompute", "sppo")):
+    """A model cut, scheduled and sharded in some way, on a machine that may be too small."""
+    schedule = draw(st.sampled_from(schedules))
+    name, length = draw(
+        st.sampled_from([("gpt-7b", 131072), ("llama-3.2-1b", 262144), ("llama-3.2-1b", 20000)])
     )
-    evaluated = assess(candidate)
-    return simulate_candidate(evaluated) if simulated else evaluated
+    pipeline, group = draw(st.sampled_from([(1, 8), (2, 4), (4, 2), (4, 8), (8, 1)]))
+    hardware = machine(
+        memory_bytes=int(draw(st.floats(6, 90)) * GIB),
+        reserved_bytes=0,
+        host_memory_bytes=draw(st.sampled_from([64, 2048])) * GIB,
+        d2h_bytes_per_s=draw(st.floats(1e9, 4e10)),
+        h2d_bytes_per_s=draw(st.floats(1e9, 4e10)),
+        nodes=4,
+    )
+    run = run_config(
+        name,
+        length=length,
+        train={"sequences_per_step": draw(st.integers(1, 5))},
+        parallel={"schedule": schedule},
+        activations={"policy": draw(st.sampled_from(policies))},
+    )
+    return candidate_of_subsequences(
+        run,
+        hardware=hardware,
+        degrees=Degrees(1, pipeline, group),
+        num_subsequences=1 if schedule in WHOLE_SEQUENCES else draw(st.integers(1, 17)),
+    )
 
 
-@pytest.mark.parametrize("degrees", [Degrees(1, 1, 8), Degrees(1, 4, 2), Degrees(1, 8, 1)])
-def test_one_sequence_that_keeps_everything_holds_what_the_closed_form_says(degrees):
-    evaluated = candidate_of(8, degrees)
-    closed = [held.device.total_bytes for held in evaluated.memory]
-    assert simulated_device_bytes(evaluated) == pytest.approx(closed, rel=1e-6)
-    assert simulated_excess(evaluated) is None
+@settings(deadline=None, max_examples=60)
+@given(candidates())
+def test_a_simulation_never_holds_more_than_the_plan_says(candidate: Candidate):
+    evaluated = simulate_candidate(assess(candidate))
+    simulated = simulated_device_bytes(evaluated)
+    assert simulated is not None
+    for peak, stage in zip(simulated, evaluated.memory, strict=True):
+        assert peak <= stage.device.total_bytes + 8
+
+
+@settings(deadline=None, max_examples=20)
+@given(candidates(schedules=ONE_BUCKET_ONLY, policies=("retain",)))
+def test_what_retains_everything_holds_exactly_what_the_plan_says(candidate: Candidate):
+    evaluated = simulate_candidate(assess(candidate))
+    for track, stage in zip(evaluated.timeline.ranks, evaluated.memory, strict=True):
+        held = {name: track.memory[name].peak_bytes for name in ("activations", "kv")}
+        assert held["activations"] == pytest.approx(stage.device.activations_bytes, abs=8)
+        assert held["kv"] == pytest.approx(stage.device.kv_bytes, abs=8)
 
 
 def test_without_a_simulation_nothing_is_said():
-    evaluated = candidate_of(8, Degrees(1, 4, 2), simulated=False)
-    assert simulated_device_bytes(evaluated) is None
-    assert simulated_excess(evaluated) is None
+    run = run_config("llama-3.2-1b", length=65536)
+    candidate = candidate_of_subsequences(
+        run, hardware=machine(), degrees=Degrees(1, 4, 2), num_subsequences=8
+    )
+    assert simulated_device_bytes(assess(candidate)) is None
 
 
-def test_the_fullest_stage_over_the_budget_is_named():
-    small = replace(NODE, device=replace(NODE.device, memory_bytes=8 << 30, reserved_bytes=0))
-    evaluated = candidate_of(8, Degrees(1, 4, 2), hardware=small)
-    peaks = simulated_device_bytes(evaluated)
-    assert simulated_excess(evaluated) == (peaks.index(max(peaks)), max(peaks))
-    assert max(peaks) > 8 << 30
+# What is in flight, in closed form and along the programs.
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_units_in_flight_are_those_of_the_program(data):
+    schedule = data.draw(st.sampled_from([*OVERLAPPING[:1], *OVERLAPPING[2:], "seq_zb_h1"]))
+    ranks, sequences = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
+    count = 1 if schedule in WHOLE_SEQUENCES else data.draw(st.integers(1, 8))
+    candidate = candidate_of_subsequences(
+        run_config(
+            "gpt-7b",
+            length=4096,
+            train={"sequences_per_step": sequences},
+            parallel={"schedule": schedule},
+        ),
+        hardware=machine(),
+        degrees=Degrees(1, ranks, 1),
+        num_subsequences=count,
+    )
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    weights = np.random.default_rng(seed).random((ranks, count))
+    units = UnitsInFlight(candidate)
+    program = generate(schedule, num_ranks=ranks, lengths=(candidate.lengths,) * sequences)
+    most, of_sequences = _walked(program.programs, weights)
+    assert units.peak(weights) == pytest.approx(most)
+    assert (units.counts(weights) * weights).sum(axis=1) == pytest.approx(most)
+    assert units.sequences.tolist() == of_sequences
+
+
+def _walked(programs, weights):
+    """Most that is held along each program, and most sequences."""
+    most, of_sequences = [], []
+    for rank, program in enumerate(programs):
+        split = any(action.kind is ActionKind.W for action in program)
+        release = ActionKind.W if split else ActionKind.B
+        held, peak, open_units, sequences = 0.0, 0.0, defaultdict(int), 0
+        for action in program:
+            if action.kind is ActionKind.F:
+                held += weights[rank, action.subsequence]
+                open_units[action.sequence] += 1
+            elif action.kind is release:
+                held -= weights[rank, action.subsequence]
+                open_units[action.sequence] -= 1
+            peak = max(peak, held)
+            sequences = max(sequences, sum(number > 0 for number in open_units.values()))
+        most.append(peak)
+        of_sequences.append(sequences)
+    return most, of_sequences

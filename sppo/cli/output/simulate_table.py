@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from sppo.cli.simulate_request import SimulatedDevices
 from sppo.schedule.timeline import Timeline
 from sppo.units import format_bytes, format_duration
 
@@ -15,22 +16,28 @@ _SHOWN_RANKS = 16
 
 
 def print_tables(
-    timelines: Sequence[Timeline], *, forward_makespan_s: float | None, hardware: str | None
+    timelines: Sequence[Timeline],
+    *,
+    forward_makespan_s: float | None,
+    devices: SimulatedDevices | None,
 ) -> None:
     """Print what a person asks first: how long, how idle, why, how much memory.
 
     Args:
         timelines: The one asked for, then those to compare it with.
         forward_makespan_s: Of the forward alone, if known.
-        hardware: The machine the costs are for; None where they are abstract.
+        devices: What the costs are for; None where they are abstract.
     """
-    is_abstract = hardware is None
+    is_abstract = devices is None
     console = Console(soft_wrap=True)
     first = timelines[0]
     schedule = first.schedule
     sequences = f"{schedule.num_sequences} sequence{'s' * (schedule.num_sequences > 1)}"
+    ranks = f"{schedule.num_ranks} ranks"
+    if devices is not None and devices.num_devices > schedule.num_ranks:
+        ranks = f"{schedule.num_ranks} pipeline ranks on {devices.num_devices} devices"
     console.print(
-        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.name}: {ranks}, {schedule.num_stages} stages, "
         f"{sequences}, {schedule.num_units} units ({first.provenance})",
         highlight=False,
     )
@@ -42,9 +49,9 @@ def print_tables(
         f"{first.bubble_fraction:.1%} of all rank-time ({first.bubble_ratio:.1%} of busy time)",
         highlight=False,
     )
-    if hardware is not None:
-        console.print(f"costs of {hardware}", highlight=False)
-    console.print(_rank_table(first, is_abstract=is_abstract))
+    if devices is not None:
+        console.print(f"costs of {devices.hardware}", highlight=False)
+    console.print(_rank_table(first, devices=devices))
     hidden = schedule.num_ranks - _SHOWN_RANKS
     if hidden > 0:
         console.print(f"and {hidden} more ranks; --json lists all of them", highlight=False)
@@ -52,10 +59,21 @@ def print_tables(
         console.print(_comparison(timelines, is_abstract=is_abstract))
 
 
-def _rank_table(timeline: Timeline, *, is_abstract: bool) -> Table:
+def device_total_bytes(timeline: Timeline, devices: SimulatedDevices) -> list[int]:
+    """Peak of one device of each rank, states and all else included; empty if that is not known."""
+    return [
+        steady + round(track.memory["total"].peak_bytes)
+        for track, steady in zip(timeline.ranks, devices.steady_bytes, strict=False)
+    ]
+
+
+def _rank_table(timeline: Timeline, *, devices: SimulatedDevices | None) -> Table:
+    is_abstract = devices is None
+    totals = [] if devices is None else device_total_bytes(timeline, devices)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     headings = ("rank", "idle", "bubble", "waits for messages", "waits for copies", "in flight")
-    for heading in (*headings, "peak memory"):
+    memory = ("peak memory",) if is_abstract else ("saved + K/V", "one device")
+    for heading in (*headings, *memory[: 1 + bool(totals)]):
         table.add_column(heading, justify="right")
     for rank, track in enumerate(timeline.ranks[:_SHOWN_RANKS]):
         peak = track.memory["total"].peak_bytes if track.memory else 0.0
@@ -67,6 +85,7 @@ def _rank_table(timeline: Timeline, *, is_abstract: bool) -> Table:
             _time(track.idle_s("copy"), is_abstract),
             f"{track.peak_in_flight:.4g}",
             f"{peak:.4g}" if is_abstract else format_bytes(peak),
+            *map(format_bytes, totals[rank : rank + 1]),
         )
     return table
 
@@ -74,7 +93,8 @@ def _rank_table(timeline: Timeline, *, is_abstract: bool) -> Table:
 def _comparison(timelines: Sequence[Timeline], *, is_abstract: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("schedule")
-    for heading in ("step", "against the first", "idle", "peak memory"):
+    memory = "peak memory" if is_abstract else "saved + K/V"
+    for heading in ("step", "against the first", "idle", memory):
         table.add_column(heading, justify="right")
     for timeline in timelines:
         peak = max(

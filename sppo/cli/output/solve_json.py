@@ -14,7 +14,7 @@ from sppo.planning.advice import Advice
 from sppo.planning.choices import Degrees
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall
 from sppo.planning.make_plan import predict
-from sppo.planning.simulated_memory import simulated_device_bytes
+from sppo.planning.simulated_candidate import simulated_device_bytes
 from sppo.planning.solver import Rejection, Solution
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from sppo.cost.parameters import num_parameters
 from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.make_plan import predict
 from sppo.planning.plan import Prediction
-from sppo.planning.simulated_memory import simulated_excess
 from sppo.planning.solver import Solution
 from sppo.units import format_bytes, format_count, format_duration, format_tokens
 
@@ -73,15 +72,6 @@ def print_solution(solution: Solution, *, console: Console) -> None:
     _print_numbers_of_subsequences(solution, console=console)
     console.print()
     print_memory(best.memory, hardware=hardware, console=console)
-    excess = simulated_excess(best)
-    if excess is not None:
-        stage, peak = excess
-        _say(
-            console,
-            f"warning: the simulation of this plan fills a device of stage {stage} to "
-            f"{format_bytes(peak)}, over its budget: write parallel.schedule=sppo, one sequence "
-            "per replica, or a larger sequence.num_subsequences",
-        )
     _print_rejected(solution, console=console)
 
 

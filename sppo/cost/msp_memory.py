@@ -1,0 +1,240 @@
+"""Memory of the ranks of a pipeline with multiplexed sequence partitioning (MSP).
+
+A rank holds what its own stage saves of the units that it runs whole, and of every unit that it
+runs a shard of, its own stage's or another's, what the shard saves. For the shards of each stage it
+has slots and room in the tier apart from those of its whole units. While a shard runs there are
+beside its working set:
+
+* gradients of the layer's K and V, of the prefix with the unit, which every rank forms on its own;
+* some parameters' fp32 gradients on their way to the owner;
+* on a borrower two layers' weights, and the layer's K and V.
+
+Which units are cut, and who borrows them, is in the program alone, so all this follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+from sppo.activations.placement import ActivationPlacement, SubsequencePlacement
+from sppo.cost.candidate import Candidate
+from sppo.cost.copy_room import block_layout, slots_on_device, stage_blocks
+from sppo.cost.layer import ACCUMULATION_BYTES
+from sppo.cost.memory import (
+    StageMemory,
+    UnitRun,
+    loss_bytes,
+    two_layers_bytes,
+    unit_runs,
+    working_bytes,
+)
+from sppo.cost.parameters import layer_shapes
+from sppo.cost.process_growth import code_bytes
+from sppo.cost.stage_cost import kv_bytes_per_token, placed_bytes
+from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.encoding import encode
+from sppo.schedule.msp_groups import MspGroup, find_msp_groups
+
+_GRADIENTS_UNDER_WAY = 3
+"""Parameters whose gradients a rank holds at once: one is formed, two are sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A shard that a rank runs.
+
+    Attributes:
+        stage: Of the unit.
+        sequence: Of the unit.
+        subsequence: Of the unit.
+        tokens: Of the shard.
+        start: Tokens of the sequence before it.
+        end: Tokens of the sequence up to the end of its unit.
+    """
+
+    stage: int
+    sequence: int
+    subsequence: int
+    tokens: int
+    start: int
+    end: int
+
+
+def with_msp(
+    memory: tuple[StageMemory, ...],
+    *,
+    candidate: Candidate,
+    placement: ActivationPlacement,
+    schedule: Schedule,
+) -> tuple[StageMemory, ...]:
+    """Return the memory of each rank as its program runs whole units and shards.
+
+    Args:
+        memory: of each stage if it ran all its units whole.
+        candidate: whose.
+        placement: of its activation policy.
+        schedule: the program of a step.
+    """
+    groups = find_msp_groups(schedule, programs=encode(schedule))
+    ranks = (_Rank(candidate, placement, schedule, groups, rank) for rank in range(len(memory)))
+    return tuple(rank.memory(held) for rank, held in zip(ranks, memory, strict=True))
+
+
+class _Rank:
+    """What one rank of the pipeline runs, and what that takes."""
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        placement: ActivationPlacement,
+        schedule: Schedule,
+        groups: Mapping[int, MspGroup],
+        rank: int,
+    ) -> None:
+        self._candidate, self._placement, self._rank = candidate, placement, rank
+        self._program = schedule.programs[rank]
+        forwards = [action for action in self._program if action.kind is ActionKind.F]
+        self._whole = [action.unit for action in forwards if action.num_shards == 1]
+        starts = (0, *accumulate(candidate.lengths))
+        self._shards: dict[tuple[int, int, int], _Shard] = {}
+        offsets = schedule.unit_offsets()
+        for action in forwards:
+            if action.num_shards == 1:
+                continue
+            sequence, index = action.unit
+            slot = action.stage * schedule.num_units + offsets[sequence] + index
+            lengths = groups[slot].lengths
+            self._shards[action.stage, sequence, index] = _Shard(
+                action.stage,
+                sequence,
+                index,
+                tokens=lengths[action.shard],
+                start=starts[index] + sum(lengths[: action.shard]),
+                end=starts[index + 1],
+            )
+
+    def memory(self, held: StageMemory) -> StageMemory:
+        """Return the memory of the rank, whose stage would have `held` without shards."""
+        if not self._shards:
+            return held
+        copies, tier = self._room()
+        working = self._working_bytes()
+        workload = self._candidate.workload
+        code = code_bytes(workload, lengths=self._lengths())
+        code -= code_bytes(workload, lengths=self._candidate.lengths)
+        device = replace(
+            held.device,
+            activations_bytes=self._activations_bytes(),
+            copies_bytes=copies,
+            working_bytes=working,
+            heap_bytes=round(working * workload.hardware.device.heap_share),
+            growth_bytes=held.device.growth_bytes + code,
+        )
+        return replace(held, device=device, tier_activations_bytes=tier)
+
+    def _activations_bytes(self) -> int:
+        """Most bytes that whole units and shards retain at once."""
+        retained = placed_bytes(self._placement.retained, candidate=self._candidate)
+        held, most = 0.0, 0.0
+        for action in self._program:
+            if action.kind is ActionKind.F:
+                held += self._share(action) * retained[action.stage, action.unit[1]]
+                most = max(most, held)
+            elif action.kind is ActionKind.B:
+                held -= self._share(action) * retained[action.stage, action.unit[1]]
+        return round(most)
+
+    def _share(self, action: Action) -> float:
+        """Return the part of a unit's tokens that an action of this rank runs."""
+        if action.num_shards == 1:
+            return 1.0
+        shard = self._shards[action.stage, *action.unit]
+        return shard.tokens / self._candidate.lengths[shard.subsequence]
+
+    def _room(self) -> tuple[int, int]:
+        """Return the bytes of slots on the device, and those in the tier."""
+        own = stage_blocks(
+            self._placement, block_layout(self._candidate, stage=self._rank), stage=self._rank
+        )
+        copies, tier = self._room_of(self._rank, {unit: own[unit[1]] for unit in self._whole})
+        sequences = len({sequence for sequence, _ in self._whole})
+        tier *= min(sequences, self._candidate.pipeline_parallel_degree)
+        for stage in sorted({shard.stage for shard in self._shards.values()}):
+            blocks = {
+                (shard.sequence, shard.subsequence): self._shard_blocks(shard)
+                for shard in self._shards.values()
+                if shard.stage == stage
+            }
+            slots, room = self._room_of(stage, blocks)
+            copies, tier = copies + slots, tier + room
+        return copies, tier
+
+    def _room_of(
+        self, stage: int, blocks: Mapping[tuple[int, int], tuple[int, ...]]
+    ) -> tuple[int, int]:
+        """Bytes of slots for blocks of one stage, and of the sequence that has most of them."""
+        largest = max((max(sizes) for sizes in blocks.values()), default=0)
+        by_sequence: dict[int, int] = {}
+        for (sequence, _), sizes in blocks.items():
+            by_sequence[sequence] = by_sequence.get(sequence, 0) + sum(sizes)
+        layout = block_layout(self._candidate, stage=stage)
+        slots = slots_on_device(self._candidate, layout) * largest
+        return slots, max(by_sequence.values(), default=0)
+
+    def _shard_blocks(self, shard: _Shard) -> tuple[int, ...]:
+        """Bytes of the block of every layer of a shard."""
+        placed = self._placed(shard)
+        layout = block_layout(self._candidate, stage=shard.stage)
+        return layout.blocks(placed.offloaded, attention_saved=placed.attention_saved)
+
+    def _placed(self, shard: _Shard) -> SubsequencePlacement:
+        """Rows of a shard by what happens to them."""
+        tokens = self._candidate.lengths[shard.subsequence]
+        retained, offloaded, recomputed = (
+            (int(x), int(a), int(rest))
+            for x, a, rest in (
+                table[shard.stage, shard.subsequence].tolist()
+                for table in (
+                    self._placement.retained,
+                    self._placement.offloaded,
+                    self._placement.recomputed,
+                )
+            )
+        )
+        whole = SubsequencePlacement(retained, offloaded, recomputed)
+        return whole.sharded((shard.tokens, tokens - shard.tokens))[0]
+
+    def _working_bytes(self) -> int:
+        """The largest working set of a unit or a shard, with what is there beside a shard's."""
+        candidate, own = self._candidate, self._rank
+        runs = unit_runs(candidate, self._placement, stage=own)
+        whole = [runs[index] for index in sorted({index for _, index in self._whole})]
+        most = working_bytes(candidate, whole, stage=own)
+        if candidate.is_last_stage(own):
+            most = max(most, loss_bytes(candidate))
+        for shard in self._shards.values():
+            rows = self._placed(shard).recomputed
+            recomputed = frozenset(index for index, count in enumerate(rows) if count)
+            run = UnitRun(recomputed, shard.tokens, shard.start)
+            running = working_bytes(candidate, [run], stage=shard.stage)
+            most = max(most, running + self._beside(shard))
+        return most
+
+    def _beside(self, shard: _Shard) -> int:
+        """Bytes beside the working set of a shard."""
+        workload = self._candidate.workload
+        kv_bytes, gradient_bytes = kv_bytes_per_token(workload)
+        largest = max(prod(shape) for shape in layer_shapes(workload.model).values())
+        beside = round(shard.end * gradient_bytes)
+        beside += _GRADIENTS_UNDER_WAY * largest * ACCUMULATION_BYTES
+        if shard.stage != self._rank:
+            beside += two_layers_bytes(self._candidate) + round(shard.end * kv_bytes)
+        return beside
+
+    def _lengths(self) -> set[int]:
+        """Tokens of the units and shards that it runs."""
+        whole = {self._candidate.lengths[index] for _, index in self._whole}
+        return whole | {shard.tokens for shard in self._shards.values()}
