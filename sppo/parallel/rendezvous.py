@@ -11,18 +11,17 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from threading import TIMEOUT_MAX, Thread
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.failures import PeerLostError, loss_in, peer_errors
+from sppo.parallel.timed_call import call_in_time
 from sppo.quoting import quoted
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -37,8 +36,6 @@ _VERDICT_S = 5.0
 _MOST_LINES = 15
 _OTHER_PROGRAM = ("EADDRINUSE", "Ping failed")
 """Signs of a port that another program has: for the rank that serves, and for the others."""
-
-T = TypeVar("T")
 
 
 def connect(
@@ -208,7 +205,8 @@ def _connect_to_store(environment: RankEnvironment, *, timeout_s: float) -> TCPS
     serves = environment.rank == 0 and not environment.store_is_hosted
     _check_host(host, port=port)
     try:
-        return _in_time(
+        # torch limits the time to connect, but not the time until the other side answers.
+        return call_in_time(
             lambda: TCPStore(
                 host,
                 port,
@@ -260,32 +258,6 @@ def _refusal(host: str, port: int) -> str | None:
             return "connection refused" if alone else None
     except OSError as error:
         return str(error.strerror or error).lower()
-
-
-def _in_time(make: Callable[[], T], *, limit_s: float) -> T:
-    """Return what ``make`` returns; a thread is left behind with it if it takes too long.
-
-    torch limits the time to connect, but not the time until the other side answers.
-
-    Raises:
-        TimeoutError: it took longer than ``limit_s`` seconds.
-    """
-    outcomes: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
-
-    def attempt() -> None:
-        try:
-            outcomes.put((make(), None))
-        except Exception as error:
-            outcomes.put((None, error))
-
-    Thread(target=attempt, name="connect", daemon=True).start()
-    try:
-        made, error = outcomes.get(timeout=min(limit_s, TIMEOUT_MAX))
-    except Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return cast(T, made)
 
 
 def _check_host(host: str, *, port: int) -> None:

@@ -260,7 +260,7 @@ def test_a_master_that_is_not_there_is_told_from_one_that_is_silent(monkeypatch)
     def slow(make, *, limit_s):
         raise TimeoutError
 
-    monkeypatch.setattr(rendezvous, "_in_time", slow)
+    monkeypatch.setattr(rendezvous, "call_in_time", slow)
     port = free_port()
     with pytest.raises(PeerLostError, match=f"cannot reach 127.0.0.1 port {port}.*refused"):
         connect(place_at(port, rank=1), backend="gloo", timeout_s=1)
