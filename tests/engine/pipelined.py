@@ -47,7 +47,8 @@ class Case:
     shared: bool = True
     zero: int = 1
     """3: every rank keeps its own rows of the weights only."""
-    bucket_bytes: int = 400
+    bucket_bytes: int = 2000
+    """Of a reduction: some weights travel together, others alone."""
     sizes: dict[str, Any] = field(default_factory=lambda: {"num_layers": 4})
 
     @property
@@ -91,7 +92,7 @@ def mesh_of(rank: int, shape: MeshShape, *, wraps: bool):
 
 
 _GATHERS: dict[str, Any] = {}
-"""By the name of a group, a second one of its ranks for gathers."""
+"""By the name of a group, gathers among its ranks, in a second group of them; None for one rank."""
 
 
 def gathered_weights(weights, groups, shares, mesh):
@@ -106,11 +107,12 @@ def gathered_weights(weights, groups, shares, mesh):
     gathers = {}
     for holders in groups:
         if holders not in _GATHERS:
-            _GATHERS[holders] = mesh.gather_group(holders)
+            group = mesh.gather_group(holders)
+            _GATHERS[holders] = group and ParameterAllGather(group, index=group.rank())
     for name in weights:
         holders = shares.holders(name)
-        if (group := _GATHERS[holders]) is not None:
-            gathers[name] = ParameterAllGather(group, index=group.rank())
+        if (gather := _GATHERS[holders]) is not None:
+            gathers[name] = gather  # one for all, so that a layer travels in one message
     rows = {n: w[groups[shares.holders(n)].own_rows(n)].clone() for n, w in weights.items()}
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     return GatheredWeights(rows, shapes=shapes, gathers=gathers)
