@@ -6,16 +6,28 @@ are forked from a server that has imported torch, so starting them costs little.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 WORLD_SIZE = 8
 TIMEOUT_S = 40.0
+PRELOADED = (
+    "tests.engine.pipelined",
+    "tests.train.test_parallel_runs",
+    "torch._dynamo",  # of optimizers and checkpoints, at their first use
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+)
+"""What ranks would otherwise import one by one, in as many processes as a test has."""
 
 
 class RankPool:
@@ -70,7 +82,10 @@ class RankPool:
         from torch.distributed import TCPStore
 
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "sppo.engine.engine", "tests.engine.models"])
+        context.set_forkserver_preload(list(PRELOADED))
+        # The server passes over what it does not find, and would not look where this process does.
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+            forkserver.ensure_running()
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(WORLD_SIZE):
             here, there = context.Pipe()
@@ -87,6 +102,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # collections leave out what was imported
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
