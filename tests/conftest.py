@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from sppo.data.tokens import (
 )
 from tests import tiers
 from tests.ranks import RankPool
+from tests.unpainted import unpainted
 
 if not torch.cuda.is_available():
     # Kernels run under Triton's interpreter. Read when triton is imported, which transformers does.
@@ -39,6 +42,7 @@ if not torch.cuda.is_available():
 VOCAB_SIZE = 32
 LENGTH = 64
 SCREEN_LINES = 25
+MANY_MODULES = 20
 
 RUN: dict[str, dict[str, Any]] = {
     "model": {"preset": "tiny-test", "vocab_size": VOCAB_SIZE, "num_layers": 1},
@@ -124,12 +128,14 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _freeze_imports() -> Iterator[None]:
-    """Keep out of them, too, what the tests of a file have imported."""
+    """Keep out of them, too, what a test has imported, if that is much."""
+    before = len(sys.modules)
     yield
-    gc.collect()
-    gc.freeze()
+    if len(sys.modules) > before + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -156,16 +162,17 @@ def run_file(tmp_path: Path) -> Callable[..., Path]:
     return lambda **sections: write_run(tmp_path / "run.yaml", **sections)
 
 
-def call(*words: object) -> Result:
-    """``sppo`` with these words, in this process."""
+def call(*words: object, paints: bool = False) -> Result:
+    """``sppo`` with these words, in this process; a run's plots are painted only if asked for."""
     from sppo.cli.app import app
 
-    return CliRunner().invoke(app, [str(word) for word in words])
+    with unpainted() if words[:1] == ("train",) and not paints else nullcontext():
+        return CliRunner().invoke(app, [str(word) for word in words])
 
 
-def succeed(*words: object) -> str:
+def succeed(*words: object, paints: bool = False) -> str:
     """Stdout of a call that must end well."""
-    result = call(*words)
+    result = call(*words, paints=paints)
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from sppo.cli.app import app
+from tests.conftest import succeed
 from tests.model.hf_models import tiny_hf_model
 
 transformers = pytest.importorskip("transformers")
@@ -66,12 +65,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def in_process(*words):
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
-    return done.stdout
 
 
 def as_command(*words):
@@ -215,7 +208,7 @@ def check(case, directory, sppo):
 
 @pytest.mark.parametrize("name", CASES)
 def test_five_steps_are_those_of_transformers(name, tmp_path):
-    check(CASES[name], tmp_path, in_process)
+    check(CASES[name], tmp_path, succeed)
 
 
 def test_the_installed_command_does_the_same(tmp_path):

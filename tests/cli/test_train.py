@@ -157,7 +157,7 @@ def finished(tmp_path_factory):
     write_run(directory / "run.yaml", checkpoint={"every": 2})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        succeed("train", "run.yaml")
+        succeed("train", "run.yaml", paints=True)
     return directory
 
 
@@ -432,7 +432,8 @@ def test_files_of_a_run(trained):
         assert line["tokens"] == LENGTH
         assert line["device_peak_bytes"] > 0
         assert line["skipped"] is False
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+    for name in ("loss.png", "timeline.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG\r\n")
     assert [path.name for path in sorted((out / "checkpoints").iterdir())] == [
         "step_000002",
         "step_000004",

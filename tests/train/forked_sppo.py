@@ -7,6 +7,7 @@ inherit no threads. Run as ``python -m tests.train.forked_sppo``: reads one JSON
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.unpainted import unpainted
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +122,8 @@ def run_child(request: dict[str, Any], stdout: int, stderr: int) -> None:
     sys.argv = ["sppo", *request["argv"]]
     code: Any = 0
     try:
-        main()
+        with unpainted():
+            main()
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
@@ -153,6 +157,7 @@ def serve() -> None:
     sppo.train.cpu_device.measure_matmul_flops_per_s = lambda dtype: 1e10
     del matplotlib, rich, torch
     answers = os.fdopen(os.dup(1), "w")
+    gc.freeze()  # collections leave out what was imported
     for line in sys.stdin:
         request = json.loads(line)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
