@@ -15,8 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PASSIVE = "OMP_WAIT_POLICY=passive python scripts"
+SHORT = "sequence.length=1Ki"  # of all commands that share a run
 SHORTER = {
-    "bash scripts/quickstart.sh": " quickstart sequence.length=2Ki train.steps=2",
+    "bash scripts/quickstart.sh": " quickstart sequence.length=1Ki train.steps=2",
+    "cat > run.yaml": f" {SHORT}",
+    "sppo train run.yaml": f" {SHORT}",
+    "sppo eval run.yaml": f" {SHORT}",
     "bash scripts/compare_cpu.sh": " --lengths 512 --steps 1",
     "bash scripts/compare_pipelining.sh": " --length 512 --pieces 2 --sequences 2",
     "bash scripts/compare_msp.sh": " --length 512 --steps 1",
@@ -24,7 +28,7 @@ SHORTER = {
     f"{PASSIVE}/compare_cross_entropy.py": " --tokens 64 --vocabulary 512 --hidden 64 --turns 1",
     f"{PASSIVE}/compare_attention.py": " --length 512 --tokens 256 --turns 1",
     "sppo bench": " --quick",
-    "sppo train configs/run/tiny_cpu.yaml": " sequence.length=2Ki train.steps=2",
+    "sppo train configs/run/tiny_cpu.yaml": " sequence.length=1Ki train.steps=2",
 }
 """Arguments appended to a command that takes minutes."""
 SUBCOMMANDS = ("sppo train", "sppo eval", "sppo solve", "sppo bench")
