@@ -61,6 +61,7 @@ def test_pool_is_clean_under_sanitizers(tmp_path, sanitizer):
 
 
 def test_tensors_live_in_the_pool_and_leave_it(library):
+    """And what is refused is an error."""
     run(
         library,
         """
@@ -78,6 +79,13 @@ assert allocator.memory().resident_bytes < 2 * MIB
 allocator.reset_peak()
 assert allocator.memory().used_peak_bytes == before
 small = torch.ones(1000)
+assert allocator.memory().used_bytes == before
+try:
+    torch.empty(1 << 60, dtype=torch.uint8)
+except RuntimeError as error:
+    assert "not enough memory" in str(error)
+else:
+    raise AssertionError
 assert allocator.memory().used_bytes == before
 """,
     )
@@ -135,20 +143,6 @@ with torch.profiler.profile(profile_memory=True) as profile:
 events = {e.key: e.self_cpu_memory_usage for e in profile.key_averages()}
 assert events["aten::empty"] == 5 * MIB, events
 assert events["[memory]"] == -2 * MIB, events
-""",
-    )
-
-
-def test_memory_that_is_refused_is_an_error(library):
-    run(
-        library,
-        """
-try:
-    torch.empty(1 << 60, dtype=torch.uint8)
-except RuntimeError as error:
-    assert "not enough memory" in str(error)
-else:
-    raise AssertionError
 """,
     )
 
