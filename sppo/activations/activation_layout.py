@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -77,7 +78,7 @@ class OffloadSchedule:
         return max((sum(extent) for extent in self.extents.values()), default=0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockLayout:
     """The blocks of one stage's layers, as functions of the rows that are offloaded.
 
@@ -113,20 +114,29 @@ class BlockLayout:
             residual: of those of the residual stream, where they have others.
         """
         found = {}
-        for index in range(len(CLASSES)):
-            for name in sorted(tensors_of((index,), self.model)):
-                of_tensor = rows if residual is None or name not in RESIDUAL else residual
-                if of_tensor[index] and (own_input or name != "x_in"):
-                    found[name] = of_tensor[index]
+        for name, index, _ in self._tensors:
+            of_tensor = rows if residual is None or name not in RESIDUAL else residual
+            if of_tensor[index] and (own_input or name != "x_in"):
+                found[name] = of_tensor[index]
         return found
 
     def tensor_bytes(
         self, rows: Rows, *, own_input: bool, residual: Rows | None = None
     ) -> dict[str, int]:
         """Bytes of the same tensors on one device."""
-        sizes = tensor_bytes_per_token(self.model, element_bytes=self.element_bytes)
         found = self.tensor_rows(rows, own_input=own_input, residual=residual)
+        sizes = {name: size for name, _, size in self._tensors}
         return {name: -(-count * sizes[name] // self.shared_by) for name, count in found.items()}
+
+    @cached_property
+    def _tensors(self) -> tuple[tuple[str, int, int], ...]:
+        """Name, class, and bytes of a row of every tensor that a layer may save."""
+        sizes = tensor_bytes_per_token(self.model, element_bytes=self.element_bytes)
+        return tuple(
+            (name, index, sizes[name])
+            for index in range(len(CLASSES))
+            for name in sorted(tensors_of((index,), self.model))
+        )
 
     def blocks(
         self, rows: Rows, *, attention_saved: bool, residual: Rows | None = None

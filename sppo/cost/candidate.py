@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from sppo.cost.layer import Workload
 
@@ -69,6 +70,7 @@ class Candidate:
         return stage == self.pipeline_parallel_degree - 1
 
 
+@cache
 def layers_of_stages(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
     """The layers of each stage: as equal as they can be, the last stages never the longer ones.
 

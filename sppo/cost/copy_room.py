@@ -9,7 +9,9 @@ when, so nothing here depends on time.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from sppo.activations.activation_layout import SOURCES_HELD, BlockLayout
 from sppo.activations.placement import ActivationPlacement, CopySlots, Rows
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, class_bytes_per_token
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory import StageMemory, with_activations
+from sppo.cost.memory import StageMemory, stage_kind, with_activations
 from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.schedule.costs import Table
 
@@ -111,20 +113,40 @@ def with_placement(
     """
     held = with_activations(states, candidate=candidate, placement=placement, units=units)
     found = []
+    by_kind: dict[Hashable, _StageRoom] = {}
     for stage, memory in enumerate(held):
-        layout = block_layout(candidate, stage=stage)
-        blocks = stage_blocks(placement, layout, stage=stage)
-        largest = max(max(sizes) for sizes in blocks)
-        device = memory.device
+        kind = stage_kind(candidate, placement, stage=stage)
+        if kind not in by_kind:
+            by_kind[kind] = _stage_room(candidate, placement, stage=stage)
+        room, device = by_kind[kind], memory.device
         device = replace(
             device,
-            copies_bytes=slots_on_device(candidate, layout) * largest,
-            working_bytes=device.working_bytes + joined_bytes(placement, layout, stage=stage),
+            copies_bytes=room.slots_bytes,
+            working_bytes=device.working_bytes + room.joined_bytes,
         )
         # Extents in the tier are assigned to whole sequences.
-        tier = sum(map(sum, blocks)) * int(units.sequences[stage])
+        tier = room.tier_bytes * int(units.sequences[stage])
         found.append(replace(memory, device=device, tier_activations_bytes=tier))
     return tuple(found)
+
+
+class _StageRoom(NamedTuple):
+    """Bytes that offloading takes on one stage."""
+
+    slots_bytes: int
+    joined_bytes: int
+    tier_bytes: int
+    """Of one sequence."""
+
+
+def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> _StageRoom:
+    layout = block_layout(candidate, stage=stage)
+    blocks = stage_blocks(placement, layout, stage=stage)
+    return _StageRoom(
+        slots_on_device(candidate, layout) * max(max(sizes) for sizes in blocks),
+        joined_bytes(placement, layout, stage=stage),
+        sum(map(sum, blocks)),
+    )
 
 
 def staging_bytes(candidate: Candidate, *, placement: ActivationPlacement) -> int:
@@ -149,8 +171,17 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
     )
     is_cut = (parts > 0).sum(axis=0) > 1
     recomputes = placement.recomputed[stage] > 0
+    # Of subsequences with the same classes cut and recomputed the longest needs most.
+    kinds = np.stack([is_cut, recomputes], axis=1)
+    longest: dict[bytes, int] = {}
+    lengths = placement.tokens
+    for index in np.flatnonzero(is_cut.any(axis=1)).tolist():
+        kind = kinds[index].tobytes()
+        if kind not in longest or lengths[index] > lengths[longest[kind]]:
+            longest[kind] = index
     most = 0
-    for index, tokens in enumerate(placement.tokens.tolist()):
+    for index in longest.values():
+        tokens = int(lengths[index])
         joined, completed = is_cut[index] & ~recomputes[index], is_cut[index] & recomputes[index]
         x_in, attention, linear = (tokens if joins else 0 for joins in joined.tolist())
         rows = (x_in, attention, linear)

@@ -6,7 +6,7 @@ heads, D head size, V vocabulary, g sequence-parallel degree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from math import prod
@@ -163,9 +163,13 @@ def with_activations(
     held = units.peak(retained, deferred=offloaded)
     heap_share = candidate.workload.hardware.device.heap_share
     stages = []
+    by_kind: dict[Hashable, int] = {}
     for stage, state in enumerate(states):
-        runs = _heaviest(unit_runs(candidate, placement, stage=stage))
-        working = working_bytes(candidate, runs, stage=stage)
+        kind = stage_kind(candidate, placement, stage=stage)
+        if kind not in by_kind:
+            runs = _heaviest(unit_runs(candidate, placement, stage=stage))
+            by_kind[kind] = working_bytes(candidate, runs, stage=stage)
+        working = by_kind[kind]
         if candidate.is_last_stage(stage):
             working = max(working, loss_bytes(candidate))
         device = replace(
@@ -215,6 +219,12 @@ def _most_working_bytes(candidate: Candidate) -> int:
         input_every=candidate.input_every,
         layers=max(len(stage) for stage in candidate.stages),
     ).live_bytes
+
+
+def stage_kind(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> Hashable:
+    """Return what is equal for stages of as many layers that place all rows alike."""
+    tables = (placement.retained, placement.offloaded, placement.recomputed)
+    return len(candidate.stages[stage]), *(table[stage].tobytes() for table in tables)
 
 
 def loss_bytes(candidate: Candidate) -> int:

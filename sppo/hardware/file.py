@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.problems import nearest
-from sppo.config.run import HardwareConfig
+from sppo.config.run import DEFAULT_MARGIN, HardwareConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.quoting import one_line, quoted
@@ -36,7 +36,7 @@ def hardware_for(
         OSError: the file cannot be read.
     """
     if config == "auto":
-        return this_machine or PRESETS["laptop-cpu"]
+        return _with_margin(this_machine or PRESETS["laptop-cpu"], DEFAULT_MARGIN)
     if config.file is not None:
         spec = read_hardware(Path(config.file))
     elif config.preset is None:
@@ -48,12 +48,26 @@ def hardware_for(
             f"hardware.preset {quoted(config.preset)} is not one of {', '.join(PRESETS)}."
             f"{nearest(config.preset, tuple(PRESETS))}"
         )
-    given = config.model_fields_set
-    if "nodes" in given:
-        spec = replace(spec, num_nodes=config.nodes)
+    node, given = spec.node, config.model_fields_set
     if "devices_per_node" in given:
-        spec = replace(spec, node=replace(spec.node, num_devices=config.devices_per_node))
-    return spec
+        node = replace(node, num_devices=config.devices_per_node)
+    if config.host_memory is not None:
+        if spec.device.kind == "cpu":
+            raise ValueError(
+                f"hardware.host_memory {config.host_memory}: the memory of {spec.name} is its "
+                "device's, there is none behind it: leave the key out"
+            )
+        node = replace(node, host_memory_bytes=config.host_memory)
+    num_nodes = config.nodes if "nodes" in given else spec.num_nodes
+    return _with_margin(replace(spec, node=node, num_nodes=num_nodes), config.margin)
+
+
+def _with_margin(spec: HardwareSpec, margin: float) -> HardwareSpec:
+    """`spec` with a fraction of its devices' memory that no plan uses."""
+    device = spec.device
+    reserved = device.reserved_bytes + round(margin * device.memory_bytes)
+    reserved = min(reserved, device.memory_bytes)
+    return replace(spec, device=replace(device, reserved_bytes=reserved))
 
 
 def read_hardware(path: Path) -> HardwareSpec:

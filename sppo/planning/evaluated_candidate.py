@@ -152,7 +152,7 @@ def _assess_whole(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
     """Assess a candidate whose ranks run their own units whole.
 
     Policies decide by what is held when most tokens are. Where several sequences overlap and their
-    subsequences retain unequal shares, another moment may be worse: then they decide by that.
+    subsequences retain unequal shares, another moment may be worse: then they decide by both.
     """
     hardware = candidate.workload.hardware
     if candidate.offload_optimizer and not hardware.node.host_memory_bytes:
@@ -162,16 +162,18 @@ def _assess_whole(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
         )
     units = UnitsInFlight(candidate)
     states = state_memory(candidate, units=units)
-    in_flight = units.counts(np.tile(np.array(candidate.lengths, dtype=float), (len(states), 1)))
+    tokens = np.tile(np.array(candidate.lengths, dtype=np.float64), (len(states), 1))
+    # Even what is not held at that moment is held at another.
+    in_flight = np.maximum(units.counts(tokens), 1)
     for _ in range(_ATTEMPTS):
         inputs = _inputs(
             candidate, seconds=seconds, in_flight=in_flight, units=units, states=states
         )
         found = _fastest(candidate, seconds=seconds, inputs=inputs, units=units, states=states)
         worst = units.counts(placed_bytes(found.placement.retained, candidate=candidate))
-        if found.shortfall is None or (worst == in_flight).all():
+        if found.shortfall is None or (worst <= in_flight).all():
             break
-        in_flight = worst
+        in_flight = np.maximum(in_flight, worst)
     return found
 
 

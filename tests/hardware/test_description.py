@@ -42,9 +42,26 @@ def test_what_a_run_leaves_out_is_the_presets():
 def test_auto_is_this_machine_where_it_is_known():
     ours = replace(PRESETS["h200"], name="ours")
     assert hardware_for("auto").name == "laptop-cpu"
-    assert hardware_for("auto", this_machine=ours) is ours
+    assert hardware_for("auto", this_machine=ours).name == "ours"
     two = hardware_for(HardwareConfig(nodes=2), this_machine=ours)
     assert (two.name, two.num_nodes) == ("ours", 2)
+
+
+@pytest.mark.parametrize(("written", "margin"), [({}, 0.03), ({"margin": 0.1}, 0.1)])
+def test_plans_leave_a_margin_of_a_devices_memory_free(written, margin):
+    device = PRESETS["h100"].device
+    spec = hardware_for(HardwareConfig(preset="h100", **written))
+    assert spec.device.usable_bytes == device.usable_bytes - round(margin * device.memory_bytes)
+    assert spec.device.memory_bytes == device.memory_bytes
+    ours = hardware_for("auto", this_machine=PRESETS["h100"]).device.usable_bytes
+    assert ours == device.usable_bytes - round(0.03 * device.memory_bytes)
+
+
+def test_a_run_says_how_much_host_memory_its_nodes_have():
+    spec = hardware_for(HardwareConfig(preset="h100", host_memory="1TiB", devices_per_node=4))
+    assert spec.host_bytes_per_device == 256 * GIB
+    with pytest.raises(ValueError, match="laptop-cpu is its device's, there is none behind it"):
+        hardware_for(HardwareConfig(preset="laptop-cpu", host_memory="1TiB"))
 
 
 def test_a_measured_machine_is_read_back(tmp_path):
@@ -54,7 +71,7 @@ def test_a_measured_machine_is_read_back(tmp_path):
     path.write_text(json.dumps(hardware_json(spec)), encoding="utf-8")
     assert read_hardware(path) == spec
     assert hardware_digest(read_hardware(path)) == hardware_digest(spec)
-    assert hardware_for(HardwareConfig(file=str(path))) == spec
+    assert hardware_for(HardwareConfig(file=str(path), margin=0)) == spec
     assert hardware_for(HardwareConfig(file=str(path), nodes=3)).num_nodes == 3
 
 
