@@ -10,12 +10,13 @@ def main() -> None:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     from sppo.cli.stop_signals import stop_signals
+    from sppo.parallel.timed_call import without_calls_left_behind
 
-    with stop_signals():
+    with without_calls_left_behind(), stop_signals():
         from sppo.cli.app import app
-        from sppo.cli.exit_codes import standard_output, without_calls_left_behind
+        from sppo.cli.exit_codes import standard_output
 
-        with without_calls_left_behind(), standard_output():
+        with standard_output():
             app()
 
 

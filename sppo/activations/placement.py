@@ -122,7 +122,7 @@ class ActivationPlacement:
     """Rows of every class by what happens to them.
 
     Attributes:
-        kept: [stages, subsequences, 3], rows that stay on the device.
+        retained: [stages, subsequences, 3], rows that stay on the device.
         offloaded: the same, rows that go to the next tier and come back.
         recomputed: the same, rows that backward computes again.
     """

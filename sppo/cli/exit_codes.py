@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import typer
 
@@ -73,22 +72,6 @@ def exit_codes() -> Iterator[None]:
         if not _is_out_of_memory(error):
             raise
         fail(f"out of memory: {error}", code=NO_ROOM)
-
-
-@contextmanager
-def without_calls_left_behind() -> Iterator[None]:
-    """End the process at once where it is about to end and a call that was given up may return."""
-    try:
-        yield
-    except SystemExit as end:
-        from sppo.parallel.timed_call import calls_left_behind
-
-        if calls_left_behind():
-            with suppress(OSError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(end.code if isinstance(end.code, int) else FAULT)
-        raise
 
 
 @contextmanager

@@ -219,6 +219,7 @@ def _program(flags: Flags) -> Simulation:
 
 
 def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
+    from sppo.cli.run_hardware import run_hardware
     from sppo.config import load_run
     from sppo.planning.simulated_run import RunShape, simulated_run
 
@@ -226,7 +227,10 @@ def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
     assert targets.run_file is not None, "only called for a run file"
     run = load_run(targets.run_file, targets.overrides)
     shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
-    return _simulation([simulated_run(run, shape=shape) for shape in shapes], flags)
+    hardware = run_hardware(run)
+    return _simulation(
+        [simulated_run(run, hardware=hardware, shape=shape) for shape in shapes], flags
+    )
 
 
 def _plan(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:

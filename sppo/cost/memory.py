@@ -25,6 +25,7 @@ from sppo.cost.stage_cost import (
     placed_bytes,
     same_weights_degree,
     updated_parameters,
+    weight_operand_bytes,
 )
 from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.cost.working_set import (
@@ -60,7 +61,7 @@ class MemoryBuckets:
     activations_bytes: int
     """Saved tensors that stay on the device."""
     copies_bytes: int
-    """Saved tensors on their way out or back."""
+    """Room for blocks of saved tensors on their way out or back."""
     loss_gradient_bytes: int
     """Gradient of the last layer's output, formed in forward."""
     working_bytes: int
@@ -154,13 +155,11 @@ def with_activations(
     placement: ActivationPlacement,
     units: UnitsInFlight,
 ) -> tuple[StageMemory, ...]:
-    """Memory of each stage with what the activation policy retains and recomputes.
-
-    A deferred weight half owns what its backward took, also what had been offloaded.
-    """
-    retained = placed_bytes(placement.retained, candidate=candidate)
-    offloaded = placed_bytes(placement.offloaded, candidate=candidate)
-    held = units.peak(retained, deferred=offloaded)
+    """Memory of each stage with what the activation policy retains and recomputes."""
+    retained = placed_bytes(
+        placement.retained, recomputed=placement.recomputed, candidate=candidate
+    )
+    held = units.peak(retained, deferred=weight_operand_bytes(candidate))
     heap_share = candidate.workload.hardware.device.heap_share
     stages = []
     by_kind: dict[Hashable, int] = {}

@@ -40,7 +40,7 @@ BUCKETS = (
     BucketLabel("kv_bytes", "K", "K and V"),
     BucketLabel("kv_gradients_bytes", "D", "dK and dV"),
     BucketLabel("activations_bytes", "A", "saved activations"),
-    BucketLabel("copies_bytes", "C", "copies under way"),
+    BucketLabel("copies_bytes", "C", "room for copies"),
     BucketLabel("loss_gradient_bytes", "L", "gradient of the loss"),
     BucketLabel("working_bytes", "R", "running layer"),
     BucketLabel("heap_bytes", "H", "C heap"),

@@ -9,6 +9,8 @@ beside its working set:
 * some parameters' fp32 gradients on their way to the owner;
 * on a borrower two layers' weights, and the layer's K and V.
 
+Sequences of a program that cuts units follow one another, so less of them is held at once.
+
 Which units are cut, and who borrows them, is in the program alone, so all this follows from it.
 """
 
@@ -34,8 +36,10 @@ from sppo.cost.memory import (
 from sppo.cost.parameters import layer_shapes
 from sppo.cost.process_growth import code_bytes
 from sppo.cost.stage_cost import kv_bytes_per_token, placed_bytes
+from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
+from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import MspGroup, find_msp_groups
 
 _GRADIENTS_UNDER_WAY = 3
@@ -79,8 +83,14 @@ def with_msp(
         schedule: the program of a step.
     """
     groups = find_msp_groups(schedule, programs=encode(schedule))
+    if not groups:
+        return memory
     ranks = (_Rank(candidate, placement, schedule, groups, rank) for rank in range(len(memory)))
-    return tuple(rank.memory(held) for rank, held in zip(ranks, memory, strict=True))
+    sequences = UnitsInFlight(candidate).sequences.tolist()
+    return tuple(
+        rank.memory(held, overlapping=overlapping)
+        for rank, held, overlapping in zip(ranks, memory, sequences, strict=True)
+    )
 
 
 class _Rank:
@@ -96,6 +106,8 @@ class _Rank:
     ) -> None:
         self._candidate, self._placement, self._rank = candidate, placement, rank
         self._program = schedule.programs[rank]
+        own = [a for a in self._program if a.stage == rank]
+        self._sequences = sequences_in_flight(own)
         forwards = [action for action in self._program if action.kind is ActionKind.F]
         self._whole = [action.unit for action in forwards if action.num_shards == 1]
         starts = (0, *accumulate(candidate.lengths))
@@ -116,10 +128,13 @@ class _Rank:
                 end=starts[index + 1],
             )
 
-    def memory(self, held: StageMemory) -> StageMemory:
-        """Return the memory of the rank, whose stage would have `held` without shards."""
-        if not self._shards:
-            return held
+    def memory(self, held: StageMemory, *, overlapping: int) -> StageMemory:
+        """Return the memory of the rank.
+
+        Args:
+            held: by its stage if it ran all its units whole.
+            overlapping: sequences of which it would hold anything at once then.
+        """
         copies, tier = self._room()
         working = self._working_bytes()
         workload = self._candidate.workload
@@ -127,6 +142,7 @@ class _Rank:
         code -= code_bytes(workload, lengths=self._candidate.lengths)
         device = replace(
             held.device,
+            kv_bytes=held.device.kv_bytes // overlapping * self._sequences,
             activations_bytes=self._activations_bytes(),
             copies_bytes=copies,
             working_bytes=working,
@@ -137,7 +153,10 @@ class _Rank:
 
     def _activations_bytes(self) -> int:
         """Most bytes that whole units and shards retain at once."""
-        retained = placed_bytes(self._placement.retained, candidate=self._candidate)
+        placed = self._placement
+        retained = placed_bytes(
+            placed.retained, recomputed=placed.recomputed, candidate=self._candidate
+        )
         held, most = 0.0, 0.0
         for action in self._program:
             if action.kind is ActionKind.F:
@@ -160,8 +179,7 @@ class _Rank:
             self._placement, block_layout(self._candidate, stage=self._rank), stage=self._rank
         )
         copies, tier = self._room_of(self._rank, {unit: own[unit[1]] for unit in self._whole})
-        sequences = len({sequence for sequence, _ in self._whole})
-        tier *= min(sequences, self._candidate.pipeline_parallel_degree)
+        tier *= self._sequences
         for stage in sorted({shard.stage for shard in self._shards.values()}):
             blocks = {
                 (shard.sequence, shard.subsequence): self._shard_blocks(shard)

@@ -84,13 +84,15 @@ def stage_costs(
     workload = candidate.workload
     units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
     rows = _unit_rows(candidate, placement)
-    row_bytes = row_bytes_of(candidate)[:, None, :]
     recomputed = rows.recomputed / lengths[None, :, None]
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
     link_weights = _streamed_parameters(candidate)
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
-    offloaded = (rows.offloaded * row_bytes).sum(axis=2)
+    retained, offloaded = (
+        placed_bytes(table, recomputed=rows.recomputed, candidate=candidate)
+        for table in (rows.retained, rows.offloaded)
+    )
     disturbed_s = offloaded * workload.hardware.node.copy_compute_s_per_byte
     return Costs(
         forward_s=units.forward + disturbed_s,
@@ -104,8 +106,9 @@ def stage_costs(
         * workload.model.hidden_size
         * workload.element_bytes
         / workload.sequence_parallel_degree,
-        activation_bytes=((rows.retained + rows.offloaded) * row_bytes).sum(axis=2),
+        activation_bytes=retained + offloaded,
         offload_bytes=offloaded,
+        operand_bytes=np.tile(weight_operand_bytes(candidate), (1, candidate.sequences)),
         kv_bytes=layers * lengths * kv_bytes,
         kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
         weight_bytes=link_weights * workload.element_bytes,
@@ -150,17 +153,46 @@ def row_bytes_of(candidate: Candidate) -> Table:
     return result
 
 
-def placed_bytes(rows: Counts, *, candidate: Candidate) -> Table:
+def placed_bytes(rows: Counts, *, recomputed: Counts, candidate: Candidate) -> Table:
     """Bytes of some rows of each unit on one device, all layers of a stage.
 
+    Without its attention output no layer can recompute the input of the one above: then every
+    layer saves its own.
+
     Args:
-        rows: of each tensor class, [stages, subsequences, 3].
+        rows: of each tensor class, [stages, units, 3].
+        recomputed: rows of the same units that backward recomputes, [stages, units, 3].
         candidate: whose.
 
     Returns:
-        [stages, subsequences].
+        [stages, units].
     """
-    result: Table = (rows * row_bytes_of(candidate)[:, None, :]).sum(axis=2)
+    sizes = rows * row_bytes_of(candidate)[:, None, :]
+    if candidate.input_every > 1:
+        layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+        shared_by = layers / np.ceil(layers / candidate.input_every)
+        every_layer = recomputed[:, :, ATTENTION] > 0
+        sizes[:, :, X_IN] *= np.where(every_layer, shared_by[:, None], 1.0)
+    result: Table = sizes.sum(axis=2)
+    return result
+
+
+def weight_operand_bytes(candidate: Candidate) -> Table:
+    """Bytes of both operands of every product that makes weight gradients, [stages, subsequences].
+
+    A deferred weight half keeps them from its backward on, also those that were recomputed:
+    gradients of all outputs, and the inputs, which products that share one keep once.
+    """
+    workload = candidate.workload
+    model = workload.model
+    queries, keys = model.num_heads * model.head_dim, model.kv_heads * model.head_dim
+    hidden = model.hidden_size
+    inputs = 2 * hidden + queries + model.mlp_size
+    outputs = queries + 2 * keys + 2 * hidden + model.mlp_size * (2 if model.gated else 1)
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+    tokens = np.array(candidate.lengths) / workload.sequence_parallel_degree
+    row_bytes = (inputs + outputs) * workload.element_bytes
+    result: Table = layers[:, None] * tokens * row_bytes
     return result
 
 

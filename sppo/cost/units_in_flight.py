@@ -21,6 +21,7 @@ from sppo.cost.candidate import Candidate
 from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.costs import Table
 from sppo.schedule.generators import generate
+from sppo.schedule.in_flight import sequences_in_flight
 
 OVERLAPPING = ("sppo", "sppo_msp", "seq1f1b", "1f1b")
 """Schedules that hold N + p - 1 - r units on rank r; of MSP's the units that a rank owns."""
@@ -39,8 +40,8 @@ class UnitsInFlight:
 
         Args:
             held: of a unit from its forward to the end of its backward, [stages, N].
-            deferred: of a unit from its backward to its deferred weight half, where it has one,
-                [stages, N].
+            deferred: of a unit from the begin of its backward to the end of its weight half, where
+                that is deferred, [stages, N].
         """
         if self._is_overlapping:
             most: Table = self._moments(held).max(axis=1)
@@ -70,10 +71,10 @@ class UnitsInFlight:
 
     @cached_property
     def sequences(self) -> Counts:
-        """Sequences of which each stage holds anything at once, at most, [stages].
-
-        The first subsequence of a sequence is held as long as any other.
-        """
+        """Sequences of which each stage holds anything at once, at most, [stages]."""
+        if not self._is_overlapping:
+            return np.array([sequences_in_flight(program) for program in self._programs])
+        # The first subsequence of a sequence is held as long as any other.
         first = np.zeros(self._shape)
         first[:, 0] = 1.0
         peaks: Counts = np.rint(self.peak(first)).astype(np.int64)
@@ -115,15 +116,19 @@ class UnitsInFlight:
         return counts
 
     @cached_property
-    def _events(self) -> tuple[_Events, ...]:
-        """What each stage begins and ends to hold, in the order of its program."""
+    def _programs(self) -> tuple[tuple[Action, ...], ...]:
         candidate = self.candidate
         schedule = generate(
             candidate.schedule,
             num_ranks=candidate.pipeline_parallel_degree,
             lengths=(candidate.lengths,) * candidate.sequences,
         )
-        return tuple(_events(program) for program in schedule.programs)
+        return schedule.programs
+
+    @cached_property
+    def _events(self) -> tuple[_Events, ...]:
+        """What each stage begins and ends to hold, in the order of its program."""
+        return tuple(_events(program) for program in self._programs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,8 +148,10 @@ def _events(program: tuple[Action, ...]) -> _Events:
         if action.kind is ActionKind.F:
             rows.append((index, 1, 0))
         elif action.kind is ActionKind.B:
-            rows.append((index, 0, 1) if action.unit in deferred else (index, -1, 0))
+            if action.unit in deferred:
+                rows.append((index, 0, 1))
+            rows.append((index, -1, 0))
         elif action.kind is ActionKind.W:
-            rows.append((index, -1, -1))
+            rows.append((index, 0, -1))
     subsequences, held, owned = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     return _Events(subsequences, held, owned)

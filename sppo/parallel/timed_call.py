@@ -1,8 +1,14 @@
-"""Calls into libraries that may never return, given up after a time."""
+"""Calls into libraries that may never return, given up after a time.
+
+Imports nothing slow: it stands before every other import of the command.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX, Thread
 from typing import TypeVar, cast
@@ -30,18 +36,40 @@ def call_in_time(make: Callable[[], T], *, limit_s: float) -> T:
     thread.start()
     try:
         made, error = outcomes.get(timeout=min(limit_s, TIMEOUT_MAX))
-    except Empty:
+    except BaseException as waited:  # a signal, too, leaves the call alone
         _left_behind.append(thread)
-        raise TimeoutError from None
+        if isinstance(waited, Empty):
+            raise TimeoutError from None
+        raise
     if error is not None:
         raise error
     return cast(T, made)
 
 
-def calls_left_behind() -> bool:
-    """Whether a call that was given up may still return.
+@contextmanager
+def without_calls_left_behind() -> Iterator[None]:
+    """End the process at once where it is about to end and a call that was given up may return.
 
-    If it returns while Python shuts down, its thread is ended in the middle of C++ code, and the
-    process aborts. A process that has one must end without Python's shutdown.
+    If it returned while Python shuts down, its thread would be ended in the middle of C++ code, and
+    the process would abort.
     """
-    return any(thread.is_alive() for thread in _left_behind)
+    try:
+        yield
+    except SystemExit as end:
+        if any(thread.is_alive() for thread in _left_behind):
+            os._exit(_flushed(end.code))
+        raise
+
+
+def _flushed(code: str | int | None) -> int:
+    """Write out what is buffered; return the exit code, as Python's shutdown finds it."""
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    number = code if isinstance(code, int) else int(code is not None)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        number = number or 1
+    with suppress(OSError):
+        sys.stderr.flush()
+    return number

@@ -22,6 +22,7 @@ from sppo.cost.stage_cost import (
     row_bytes_of,
     stage_costs,
     stage_seconds,
+    weight_operand_bytes,
 )
 from sppo.cost.step_time import StepTime, step_time
 from sppo.cost.units_in_flight import UnitsInFlight
@@ -170,7 +171,7 @@ def _assess_whole(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
             candidate, seconds=seconds, in_flight=in_flight, units=units, states=states
         )
         found = _fastest(candidate, seconds=seconds, inputs=inputs, units=units, states=states)
-        worst = units.counts(placed_bytes(found.placement.retained, candidate=candidate))
+        worst = units.counts(_retained_bytes(found))
         if found.shortfall is None or (worst <= in_flight).all():
             break
         in_flight = np.maximum(in_flight, worst)
@@ -214,6 +215,13 @@ def _fastest(
         if shortfall is None:
             break
     return min(found, key=_short_bytes)
+
+
+def _retained_bytes(evaluated: EvaluatedCandidate) -> Table:
+    placement = evaluated.placement
+    return placed_bytes(
+        placement.retained, recomputed=placement.recomputed, candidate=evaluated.candidate
+    )
 
 
 def _short_bytes(evaluated: EvaluatedCandidate) -> int:
@@ -261,6 +269,8 @@ def _inputs(
     backward = _following((unit_s.backward + unit_s.weight)[:, :count] - exchange)
     out, back = copy_bytes_per_s(candidate)
     used = np.array([state.device.total_bytes for state in states], dtype=np.float64)
+    operands = weight_operand_bytes(candidate)
+    used += units.peak(np.zeros_like(operands), deferred=operands)
     host = np.array([state.host_optimizer_bytes for state in states], dtype=np.float64)
     on_host = hardware.node.host_memory_bytes > 0
     tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device

@@ -9,7 +9,6 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory import StageMemory
 from sppo.hardware.description import HardwareSpec
-from sppo.hardware.file import hardware_for
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.evaluated_candidate import assess
 from sppo.planning.plan import ExecutionPlan
@@ -49,8 +48,10 @@ class SimulatedRun:
     steady_bytes: tuple[int, ...]
 
 
-def simulated_run(run: RunConfig, *, shape: RunShape | None = None) -> SimulatedRun:
-    """What one step of one data-parallel replica of `run` does.
+def simulated_run(
+    run: RunConfig, *, hardware: HardwareSpec, shape: RunShape | None = None
+) -> SimulatedRun:
+    """What one step of one data-parallel replica of `run` does on `hardware`.
 
     Raises:
         ValueError: degrees or a schedule that do not fit the run, with what to change.
@@ -62,7 +63,6 @@ def simulated_run(run: RunConfig, *, shape: RunShape | None = None) -> Simulated
     if shape.num_ranks is not None:
         degree = {"pipeline_parallel_degree": shape.num_ranks}
         run = run.model_copy(update={"parallel": run.parallel.model_copy(update=degree)})
-    hardware = hardware_for(run.hardware)
     name = shape.schedule or _schedule_name(run)
     candidate = replace(run_candidate(run, hardware=hardware), schedule=name)
     if name in WHOLE_SEQUENCES:

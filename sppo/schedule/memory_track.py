@@ -2,11 +2,11 @@
 
 Buckets:
 
-* "activations": from the start of F to the end of the unit's last B or W. Of an offloaded unit only
-  what stays counts where copies flow layer by layer, through room that is reserved for them and is
-  not part of these tracks; a deferred W owns the rest from the start of its B. Where units are
-  copied as a whole, the offloaded share leaves with the end of its D2H and is back, as room that is
-  taken, from the start of its H2D.
+* "activations": from the start of F to the end of the unit's last B or W. Where units are copied as
+  a whole, the offloaded share leaves with the end of its D2H and is back, as room that is taken,
+  from the start of its H2D. Where copies flow layer by layer, through room that is reserved for
+  them and is not part of these tracks, only what stays counts, to the end of B; and what a deferred
+  W keeps, from the start of its B to its end.
 * "kv": K/V of a whole sequence, from its first F on the stage to its last B, because every later
   subsequence reads them.
 * "kv_gradients": dK/dV of a whole sequence, from its first B on the stage to its last.
@@ -105,20 +105,23 @@ def _activation_events(
     played: PlayedProgram, *, slots: Codes, shares: Floats, costs: Costs
 ) -> _Events:
     """Saved activations of the units and shards that a rank runs."""
+    units = costs.num_units
     begin = played.at(encoding.F, slots=slots, times=played.start_s)
+    backward = played.at(encoding.B, slots=slots, times=played.finish_s)
     weights = played.at(encoding.W, slots=slots, times=played.finish_s)
-    end = np.fmax(played.at(encoding.B, slots=slots, times=played.finish_s), weights)
-    size = _per_slot(costs.activation_bytes, slots=slots, num_units=costs.num_units) * shares
-    offloaded = _per_slot(costs.offload_bytes, slots=slots, num_units=costs.num_units) * shares
+    size = _per_slot(costs.activation_bytes, slots=slots, num_units=units) * shares
+    offloaded = _per_slot(costs.offload_bytes, slots=slots, num_units=units) * shares
     if costs.layer_copies:
         deferred = ~np.isnan(weights)
         owned = played.at(encoding.B, slots=slots, times=played.start_s)[deferred]
+        operands = _per_slot(costs.operand_bytes, slots=slots, num_units=units)[deferred]
         return _concatenate(
             (begin, size - offloaded),
-            (end, offloaded - size),
-            (owned, offloaded[deferred]),
-            (end[deferred], -offloaded[deferred]),
+            (backward, offloaded - size),
+            (owned, operands),
+            (weights[deferred], -operands),
         )
+    end = np.fmax(backward, weights)
     out = played.at(encoding.D2H, slots=slots, times=played.finish_s)
     back = played.at(encoding.H2D, slots=slots, times=played.start_s)
     left, returned = ~np.isnan(out), ~np.isnan(back)

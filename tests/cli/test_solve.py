@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sppo.cli.output.solve_text import launch_commands
+from sppo.planning.choices import Degrees
 from sppo.planning.plan import read_plan
 from tests.conftest import SCREEN_LINES, call, refuse, succeed, tree
 
@@ -418,10 +420,48 @@ def test_asking_for_help_loads_nothing_heavy():
 def test_the_screens_are_screens(run):
     assert len(refuse("solve", run, *TOO_LONG, code=3).splitlines()) <= SCREEN_LINES
     wide = [line for line in succeed("solve", run).splitlines() if len(line) > 80]
-    assert all(line.startswith(("MFU:", "policy ", "     nearest", "step over")) for line in wide)
+    assert all(
+        line.startswith(("MFU:", "launch:", "policy ", "     nearest", "step over"))
+        for line in wide
+    )
 
 
 def test_what_was_simulated_is_reported_by_stage_and_fits(run):
     found = report(run)["best"]
     assert len(found["simulated_device_bytes"]) == len(found["stages"])
     assert max(found["simulated_device_bytes"]) <= found["predicted"]["device_peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "launched"),
+    [
+        ((1, 1, 1), ["sppo train RUN.yaml --plan plan.json"]),
+        ((2, 1, 4), ["sppo train RUN.yaml --plan plan.json"]),
+        (
+            (1, 4, 8),
+            ["torchrun --nnodes 4 --nproc-per-node 8 ", "srun --nodes 4 --ntasks-per-node 8 "],
+        ),
+        (
+            (1, 5, 4),
+            ["torchrun --nnodes 5 --nproc-per-node 4 ", "srun --nodes 5 --ntasks-per-node 4 "],
+        ),
+        (
+            (1, 3, 16),
+            ["torchrun --nnodes 6 --nproc-per-node 8 ", "srun --nodes 6 --ntasks-per-node 8 "],
+        ),
+    ],
+)
+def test_the_launch_commands_are_those_of_the_degrees(degrees, launched):
+    commands = launch_commands(Degrees(*degrees), devices_per_node=8)
+    for command, start in zip(commands, launched, strict=True):
+        assert command.startswith(start)
+    assert all(command.endswith("sppo train RUN.yaml --plan plan.json") for command in commands)
+
+
+def test_solve_says_how_to_launch_and_what_a_node_needs(run):
+    shown = succeed("solve", run)
+    assert "launch: " in shown
+    found = report(run)
+    assert found["launch"][0].endswith("sppo train RUN.yaml --plan plan.json")
+    best = found["best"]
+    assert best["node_host_peak_bytes"] >= best["predicted"]["host_peak_bytes"]

@@ -24,6 +24,7 @@ from sppo.cost.stage_cost import (
     stage_parameters,
     stage_seconds,
 )
+from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.evaluated_candidate import assess
 from sppo.planning.simulated_run import RunShape, simulated_run
@@ -237,13 +238,18 @@ def test_costs_are_positive_and_finite_for_every_machine():
             assert np.isfinite(getattr(costs, name)).all()
 
 
+def played_run(run, **shape):
+    """The run on the machine it names."""
+    return simulated_run(run, hardware=hardware_for(run.hardware), **shape)
+
+
 def test_offload_of_a_run_lowers_its_peak_and_hides_when_adaptive():
     def peak_and_step(**activations):
         raw = run_config("llama-3.2-1b", sequence={"num_subsequences": 8})
         retained = raw.model_copy(
             update={"activations": raw.activations.model_copy(update=activations)}
         )
-        case = simulated_run(retained, shape=RunShape(num_ranks=2)).case
+        case = played_run(retained, shape=RunShape(num_ranks=2)).case
         timeline = simulate(case.schedule, costs=case.costs)
         peak = max(track.memory["total"].peak_bytes for track in timeline.ranks)
         return peak, timeline.makespan_s
@@ -261,18 +267,18 @@ def test_a_run_is_cut_and_replicated_as_it_says():
     run = run_config(
         "llama-3.2-1b", sequence={"num_subsequences": 8}, train={"sequences_per_step": 2}
     )
-    case = simulated_run(run, shape=RunShape(schedule="1f1b", num_ranks=2)).case
+    case = played_run(run, shape=RunShape(schedule="1f1b", num_ranks=2)).case
     assert case.schedule.lengths == ((65536,), (65536,))
-    four = simulated_run(run, shape=RunShape(num_ranks=2, num_subsequences=4)).case.schedule
+    four = played_run(run, shape=RunShape(num_ranks=2, num_subsequences=4)).case.schedule
     assert [len(parts) for parts in four.lengths] == [4, 4]
     assert four.lengths[0][0] > four.lengths[0][-1]
     cut = run.parallel.model_copy(update={"multiplexed": "on", "data_parallel_degree": 2})
-    case = simulated_run(run.model_copy(update={"parallel": cut})).case
+    case = played_run(run.model_copy(update={"parallel": cut})).case
     assert (case.schedule.name, case.schedule.num_sequences) == ("sppo_msp", 1)
     assert (case.costs.reduce_s > 0).all()
     uneven = run.parallel.model_copy(update={"data_parallel_degree": 3})
     with pytest.raises(ValueError, match="must be a multiple of the replicas"):
-        simulated_run(run.model_copy(update={"parallel": uneven}))
+        played_run(run.model_copy(update={"parallel": uneven}))
 
 
 def test_weights_that_are_gathered_take_their_time():

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sppo.parallel.timed_call import call_in_time, calls_left_behind
+from sppo.parallel.timed_call import call_in_time
 
 
 def test_what_returns_in_time_is_returned():
@@ -20,14 +20,9 @@ def test_what_is_raised_in_time_is_raised():
         call_in_time(lambda: 1 // 0, limit_s=60)
 
 
-def test_a_call_that_takes_longer_is_left_behind_until_it_returns():
+def test_a_call_that_takes_longer_is_given_up():
     with pytest.raises(TimeoutError):
         call_in_time(lambda: time.sleep(0.5), limit_s=0.01)
-    assert calls_left_behind()
-    deadline = time.monotonic() + 60
-    while calls_left_behind() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not calls_left_behind()
 
 
 @pytest.mark.parametrize("sleep_s", [0, 600])
@@ -35,8 +30,7 @@ def test_a_process_with_a_call_left_behind_ends_without_pythons_shutdown(sleep_s
     limit_s = 60 if sleep_s == 0 else 0.1
     code = (
         "import atexit, sys, time\n"
-        "from sppo.cli.exit_codes import without_calls_left_behind\n"
-        "from sppo.parallel.timed_call import call_in_time\n"
+        "from sppo.parallel.timed_call import call_in_time, without_calls_left_behind\n"
         "atexit.register(lambda: print('shut down'))\n"
         "with without_calls_left_behind():\n"
         "    try:\n"
@@ -50,3 +44,39 @@ def test_a_process_with_a_call_left_behind_ends_without_pythons_shutdown(sleep_s
     assert done.returncode == 3
     assert done.stdout.split("\n", 1)[0] == "said"
     assert ("shut down" in done.stdout) == (sleep_s == 0)
+
+
+@pytest.mark.parametrize(("code", "ends_with"), [("None", 0), ("7", 7), ("'gone'", 1)])
+def test_the_exit_code_is_the_one_of_pythons_shutdown(code, ends_with):
+    program = (
+        "import sys, time\n"
+        "from sppo.parallel.timed_call import call_in_time, without_calls_left_behind\n"
+        "with without_calls_left_behind():\n"
+        "    try:\n"
+        "        call_in_time(lambda: time.sleep(600), limit_s=0.1)\n"
+        "    except TimeoutError:\n"
+        f"        sys.exit({code})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == ends_with
+    assert done.stderr.strip() == ("gone" if ends_with == 1 else "")
+
+
+def test_a_signal_in_the_middle_of_a_call_ends_the_process_with_its_code():
+    program = (
+        "import os, signal, threading, time\n"
+        "import sppo.__main__\n"
+        "from sppo.cli.stop_signals import stop_signals\n"
+        "from sppo.parallel.timed_call import call_in_time, without_calls_left_behind\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))\n"
+        "import atexit; atexit.register(lambda: print('shut down'))\n"
+        "with without_calls_left_behind(), stop_signals():\n"
+        "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "    call_in_time(lambda: time.sleep(600), limit_s=60)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (143, "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +15,7 @@ from sppo.planning.simulated_candidate import simulate_candidate, simulated_devi
 from sppo.planning.solver import candidate_of_subsequences
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import WHOLE_SEQUENCES, generate
+from sppo.schedule.in_flight import sequences_in_flight
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
 
@@ -105,31 +104,36 @@ def test_units_in_flight_are_those_of_the_program(data):
         num_subsequences=count,
     )
     seed = data.draw(st.integers(0, 2**32 - 1))
-    weights = np.random.default_rng(seed).random((ranks, count))
+    weights, operands = np.random.default_rng(seed).random((2, ranks, count))
     units = UnitsInFlight(candidate)
-    program = generate(schedule, num_ranks=ranks, lengths=(candidate.lengths,) * sequences)
-    most, of_sequences = _walked(program.programs, weights)
+    programs = generate(
+        schedule, num_ranks=ranks, lengths=(candidate.lengths,) * sequences
+    ).programs
+    most = _walked(programs, weights)
     assert units.peak(weights) == pytest.approx(most)
     assert (units.counts(weights) * weights).sum(axis=1) == pytest.approx(most)
-    assert units.sequences.tolist() == of_sequences
+    assert units.peak(weights, deferred=operands) == pytest.approx(
+        _walked(programs, weights, operands)
+    )
+    assert units.sequences.tolist() == [sequences_in_flight(program) for program in programs]
 
 
-def _walked(programs, weights):
-    """Most that is held along each program, and most sequences."""
-    most, of_sequences = [], []
+def _walked(programs, weights, operands=None):
+    """Most that is held along each program: weights from F to B, operands from B to W."""
+    peaks = []
     for rank, program in enumerate(programs):
         split = any(action.kind is ActionKind.W for action in program)
-        release = ActionKind.W if split else ActionKind.B
-        held, peak, open_units, sequences = 0.0, 0.0, defaultdict(int), 0
+        kept = np.zeros_like(weights[0]) if operands is None or not split else operands[rank]
+        held, peak = 0.0, 0.0
         for action in program:
             if action.kind is ActionKind.F:
                 held += weights[rank, action.subsequence]
-                open_units[action.sequence] += 1
-            elif action.kind is release:
+            elif action.kind is ActionKind.B:
+                held += kept[action.subsequence]
+                peak = max(peak, held)
                 held -= weights[rank, action.subsequence]
-                open_units[action.sequence] -= 1
+            elif action.kind is ActionKind.W:
+                held -= kept[action.subsequence]
             peak = max(peak, held)
-            sequences = max(sequences, sum(number > 0 for number in open_units.values()))
-        most.append(peak)
-        of_sequences.append(sequences)
-    return most, of_sequences
+        peaks.append(peak)
+    return peaks

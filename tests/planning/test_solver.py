@@ -23,8 +23,7 @@ from tests.planning.cases import machine, run_config, solved
 PAPER = {"512Ki": 32, "640Ki": 64, "768Ki": 80, "896Ki": 128, "1Mi": 160}
 """N of the SPPO paper for GPT-7B on 32 A100-80GB, with SP 8 and PP 4 at every length."""
 SEVERAL = 1.02
-"""By what the simulation of several sequences may differ from the closed form that ranks them, and
-by what memory for copies that pile up in it may slow a step."""
+"""By what the simulation of several sequences may differ from the closed form that ranks them."""
 
 
 def request(model="gpt-7b", *, length="512Ki", nodes=4, **sections):
@@ -200,7 +199,7 @@ def test_a_better_machine_is_never_slower(asked, what, factor):
 @settings(deadline=None, max_examples=5)
 @given(*better_machines)
 def test_nor_by_more_than_closed_forms_are_off_once_simulated(asked, what, factor):
-    """Nothing waits for room in a simulation; where its copies pile up, memory is left for them."""
+    """Of one number of subsequences only the closed form decides, which may choose another."""
     run, hardware = asked
     before = solve(run, hardware=hardware)
     if before.best is not None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sppo.cli.output.solve_text import launch_commands, node_host_bytes
 from sppo.config.run import RunConfig
 from sppo.cost.memory import StageMemory
 from sppo.hardware.description import HardwareSpec
@@ -49,6 +50,13 @@ def solution_report(
             for evaluated in solution.by_num_subsequences
         ],
         "devices_left_over": solution.hardware.num_devices - best.degrees.num_devices,
+        "launch": list(
+            launch_commands(
+                best.degrees,
+                devices_per_node=solution.hardware.node.num_devices,
+                plan=str(output or "plan.json"),
+            )
+        ),
         "hardware": hardware_report(solution.hardware),
         "mfu_definition": MFU_DEFINITION,
         "plan": None if output is None else str(output),
@@ -86,7 +94,8 @@ def _short_bytes(rejection: Rejection) -> int:
 def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str, Any]:
     """One way to run it."""
     candidate = evaluated.candidate
-    predicted = asdict(predict(run, evaluated))
+    prediction = predict(run, evaluated)
+    predicted = asdict(prediction)
     simulated = simulated_device_bytes(evaluated)
     return {
         **degrees_report(evaluated.degrees),
@@ -97,6 +106,7 @@ def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str,
         "policy": evaluated.effective_policy,
         "sequences_per_replica": candidate.sequences,
         "predicted": predicted,
+        "node_host_peak_bytes": node_host_bytes(evaluated, prediction),
         "simulated_device_bytes": None if simulated is None else list(simulated),
         "stages": stage_reports(evaluated),
     }

@@ -13,7 +13,9 @@ from sppo.cli.output.memory_table import print_memory
 from sppo.cli.output.solve_json import MFU_DEFINITION
 from sppo.cli.output.solve_text import (
     degrees_text,
+    launch_commands,
     lengths_text,
+    node_host_bytes,
     policy_text,
     ratio_text,
     rejected_groups,
@@ -69,6 +71,9 @@ def print_solution(solution: Solution, *, console: Console) -> None:
             f"{left} of {hardware.num_devices} devices are left over: more sequences per step "
             "(train.sequences_per_step) would use them",
         )
+    per_node = hardware.node.num_devices
+    for command in launch_commands(best.degrees, devices_per_node=per_node):
+        _say(console, f"launch: {command}")
     _print_numbers_of_subsequences(solution, console=console)
     console.print()
     print_memory(best.memory, hardware=hardware, console=console)
@@ -117,6 +122,8 @@ def _option_table(solution: Solution) -> Table:
     add("device peak", lambda _, p: format_bytes(p.device_peak_bytes))
     if hardware.node.host_memory_bytes:
         add("host peak", lambda _, p: format_bytes(p.host_peak_bytes))
+        if any(predicted.host_peak_bytes for predicted in predictions):
+            add("  of a node", lambda o, p: format_bytes(node_host_bytes(o, p)))
     if hardware.node.disk_bytes:
         add("disk peak", lambda _, p: format_bytes(p.disk_peak_bytes))
     return table

@@ -13,6 +13,7 @@ from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.choices import Degrees
 from sppo.planning.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.plan import Prediction
 from sppo.planning.solver import Rejection
 from sppo.units import format_bytes
 
@@ -127,4 +128,29 @@ def _example(members: Sequence[Rejection]) -> str:
         f"{format_bytes(shortfall.short_bytes)} ({bucket_text(shortfall.bucket)} "
         f"{format_bytes(shortfall.bucket_bytes)} of {format_bytes(shortfall.needed_bytes)} needed, "
         f"{format_bytes(shortfall.available_bytes)} there)"
+    )
+
+
+def node_host_bytes(evaluated: EvaluatedCandidate, predicted: Prediction) -> int:
+    """Host memory that the devices of one node take together, at its peak."""
+    node = evaluated.candidate.workload.hardware.node
+    return predicted.host_peak_bytes * min(node.num_devices, evaluated.degrees.num_devices)
+
+
+def launch_commands(
+    degrees: Degrees, *, devices_per_node: int, plan: str = "plan.json"
+) -> tuple[str, ...]:
+    """Commands that train by a plan: one on a node, torchrun's and srun's on several."""
+    train = f"sppo train RUN.yaml --plan {plan}"
+    devices, group = degrees.num_devices, degrees.sequence_parallel
+    if devices <= devices_per_node:
+        return (train,)
+    # As many on each node, and no sequence-parallel group on two that fits on one.
+    group = group if group <= devices_per_node else 1
+    each = max(n for n in range(1, devices_per_node + 1) if devices % n == 0 and n % group == 0)
+    nodes = devices // each
+    meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {each} {meeting} -m {train}",
+        f"srun --nodes {nodes} --ntasks-per-node {each} {train}",
     )

@@ -53,7 +53,8 @@ class MspWeights:
         self._shapes = layer_shapes(model)
         self._own, self._members = own, members
         self.dtype, self.device = dtype, device
-        self._coming: deque[tuple[WeightPart, Mapping[str, Tensor], list[Any]]] = deque()
+        self._coming: deque[tuple[WeightPart, dict[str, Tensor], list[Any]]] = deque()
+        self._in_use: dict[str, Tensor] = {}
         self._order: deque[WeightPart] = deque()
         self._exchange: MspExchange | None = None
         self._also: Callable[[int], Sequence[Tensor]] = lambda layer: ()
@@ -92,11 +93,13 @@ class MspWeights:
                 work.wait()
         if self._own is None:
             self._members.put_together(list(weights.values()))
+            self._in_use = weights
         return weights
 
     def release(self, part: WeightPart) -> None:
-        """Give back the layer taken last."""
+        """Give back the layer taken last; a borrower frees it, whoever still names it."""
         self._held_layers -= 1
+        self._in_use.clear()
 
     def assert_idle(self) -> None:
         """Check that all announced layers were taken."""
@@ -107,6 +110,7 @@ class MspWeights:
         """Forget a step that failed."""
         self._coming.clear()
         self._order.clear()
+        self._in_use = {}
         self._held_layers = 0
 
     def take_peak_bytes(self) -> int:
@@ -120,7 +124,7 @@ class MspWeights:
         layer = self._order.popleft()
         assert isinstance(layer, int), "embedding and head stay with the owner"
         if self._own is not None:
-            weights = self._own.take(layer)
+            weights = dict(self._own.take(layer))
         else:
             weights = {
                 name: torch.empty(shape, dtype=self.dtype, device=self.device)
