@@ -23,7 +23,7 @@ from math import prod
 
 from sppo.activations.placement import ActivationPlacement, SubsequencePlacement
 from sppo.cost.candidate import Candidate
-from sppo.cost.copy_room import block_layout, slots_on_device, stage_blocks
+from sppo.cost.copy_room import block_layout, joined_bytes, slots_on_device, stage_blocks
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory import (
     StageMemory,
@@ -231,6 +231,7 @@ class _Rank:
         runs = unit_runs(candidate, self._placement, stage=own)
         whole = [runs[index] for index in sorted({index for _, index in self._whole})]
         most = working_bytes(candidate, whole, stage=own)
+        most += joined_bytes(self._placement, block_layout(candidate, stage=own), stage=own)
         if candidate.is_last_stage(own):
             most = max(most, loss_bytes(candidate))
         for shard in self._shards.values():

@@ -16,6 +16,7 @@ from sppo.config.run import DEFAULT_MARGIN, HardwareConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.quoting import one_line, quoted
+from sppo.units import format_bytes
 
 _ADAPTER = TypeAdapter(HardwareSpec)
 _FIX = "sppo bench all -o FILE writes a good one"
@@ -54,8 +55,8 @@ def hardware_for(
     if config.host_memory is not None:
         if spec.device.kind == "cpu":
             raise ValueError(
-                f"hardware.host_memory {config.host_memory}: the memory of {spec.name} is its "
-                "device's, there is none behind it: leave the key out"
+                f"hardware.host_memory {format_bytes(config.host_memory)}: the memory of "
+                f"{spec.name} is its device's, there is none behind it: leave the key out"
             )
         node = replace(node, host_memory_bytes=config.host_memory)
     num_nodes = config.nodes if "nodes" in given else spec.num_nodes
