@@ -38,6 +38,7 @@ from sppo.cost.flops import (
 )
 from sppo.cost.logits_tile import tile_tokens
 from sppo.cost.parameters import Shape, layer_shapes
+from sppo.cost.pass_parts import LayerParts, LayerSeconds, PassParts, pass_parts
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.rates import Floats, Product
 from sppo.schedule.costs import Table
@@ -96,49 +97,17 @@ class Workload:
         return ELEMENT_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerSeconds:
-    """Seconds of each subsequence in one layer.
-
-    Attributes:
-        forward: F.
-        backward: The input half of B, attention included, nothing recomputed.
-        weight: The weight half of B.
-        linear_recompute: Recomputing the linear class.
-        attention_recompute: Recomputing attention.
-    """
-
-    forward: Table
-    backward: Table
-    weight: Table
-    linear_recompute: Table
-    attention_recompute: Table
-
-    def __add__(self, other: LayerSeconds) -> LayerSeconds:
-        """Both, one after the other."""
-        return LayerSeconds(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.weight + other.weight,
-            self.linear_recompute + other.linear_recompute,
-            self.attention_recompute + other.attention_recompute,
-        )
-
-    def times(self, layers: int) -> LayerSeconds:
-        """Seconds of `layers` equal layers."""
-        return LayerSeconds(
-            self.forward * layers,
-            self.backward * layers,
-            self.weight * layers,
-            self.linear_recompute * layers,
-            self.attention_recompute * layers,
-        )
-
-
 def layer_seconds(
     workload: Workload, *, begins: Floats, ends: Floats, window: int | None
 ) -> LayerSeconds:
-    """Price of one layer on subsequences ``[begin, end)`` of a sequence.
+    """Price of one layer on some subsequences of a sequence: all of its :func:`layer_parts`."""
+    return layer_parts(workload, begins=begins, ends=ends, window=window).seconds
+
+
+def layer_parts(
+    workload: Workload, *, begins: Floats, ends: Floats, window: int | None
+) -> LayerParts:
+    """Price of one layer on subsequences ``[begin, end)`` of a sequence, by what takes it.
 
     Args:
         workload: model, machine, precision, sequence parallelism.
@@ -156,28 +125,46 @@ def layer_seconds(
     times = _EXCHANGES[workload.sequence_parallel]
     saving = {index: _saving_seconds(workload, index, tokens=tokens) for index in _CLASSES}
     backward_elementwise = backward_work(model, element_bytes=workload.element_bytes)
-    return LayerSeconds(
-        forward=_product_seconds(workload, matrices, tokens=tokens, product="forward")
-        + attention
-        + _elementwise_seconds(workload, forward_work(model), tokens=tokens)
-        + sum(saving.values())
-        + exchange
-        + _FORWARD_KERNELS * device.kernel_s,
-        backward=_product_seconds(workload, matrices, tokens=tokens, product="input")
-        + attention_backward
-        + _elementwise_seconds(workload, backward_elementwise, tokens=tokens)
-        + exchange * times.backward
-        + _BACKWARD_KERNELS * device.kernel_s,
-        weight=_product_seconds(workload, matrices, tokens=tokens, product="weight"),
-        linear_recompute=_product_seconds(workload, recomputed, tokens=tokens, product="forward")
-        + _elementwise_seconds(workload, linear_recompute_work(model), tokens=tokens)
-        + exchange * times.linear_recompute
-        - saving[LINEAR],
-        attention_recompute=attention + exchange * times.attention_recompute - saving[ATTENTION],
+    return LayerParts(
+        forward=pass_parts(
+            tokens,
+            products=_product_seconds(workload, matrices, tokens=tokens, product="forward"),
+            attention=attention,
+            elementwise=_elementwise_seconds(workload, forward_work(model), tokens=tokens)
+            + sum(saving.values()),
+            exchange=exchange,
+            launches=_FORWARD_KERNELS * device.kernel_s,
+        ),
+        backward=pass_parts(
+            tokens,
+            products=_product_seconds(workload, matrices, tokens=tokens, product="input"),
+            attention=attention_backward,
+            elementwise=_elementwise_seconds(workload, backward_elementwise, tokens=tokens),
+            exchange=exchange * times.backward,
+            launches=_BACKWARD_KERNELS * device.kernel_s,
+        ),
+        weight=pass_parts(
+            tokens,
+            products=_product_seconds(workload, matrices, tokens=tokens, product="weight"),
+            gradient_sums=_gradient_sum_seconds(workload, matrices),
+        ),
+        linear_recompute=pass_parts(
+            tokens,
+            products=_product_seconds(workload, recomputed, tokens=tokens, product="forward"),
+            elementwise=_elementwise_seconds(workload, linear_recompute_work(model), tokens=tokens)
+            - saving[LINEAR],
+            exchange=exchange * times.linear_recompute,
+        ),
+        attention_recompute=pass_parts(
+            tokens,
+            attention=attention,
+            elementwise=-saving[ATTENTION],
+            exchange=exchange * times.attention_recompute,
+        ),
     )
 
 
-def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
+def head_parts(workload: Workload, *, tokens: Floats) -> PassParts:
     """Last norm, vocabulary projection, loss, and their gradients, all formed in F.
 
     They go tile by tile, so that is the shape of the products.
@@ -204,8 +191,13 @@ def head_seconds(workload: Workload, *, tokens: Floats) -> Table:
         element_bytes=workload.element_bytes,
     )
     norms = [Work(model.norm, model.hidden_size), Work(f"{model.norm}_backward", model.hidden_size)]
-    seconds: Table = (products + loss) * here / tile
-    return seconds + _elementwise_seconds(workload, norms, tokens=tokens)
+    tiles = here / tile
+    return pass_parts(
+        tokens,
+        products=products * tiles,
+        elementwise=loss * tiles + _elementwise_seconds(workload, norms, tokens=tokens),
+        gradient_sums=_gradient_sum_seconds(workload, [shape]) * tiles,
+    )
 
 
 def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Table:
@@ -286,11 +278,7 @@ def _product_seconds(
 def _products(
     workload: Workload, shapes: Iterable[Shape], *, tokens: Floats, product: Product
 ) -> Table:
-    """Seconds of products with `tokens` rows, each matrix at its own width.
-
-    A measured weight gradient includes adding it to its fp32 sum; otherwise that costs memory
-    traffic, for every subsequence anew.
-    """
+    """Seconds of products with `tokens` rows, each matrix at its own width."""
     device, dtype = workload.hardware.device, workload.dtype
     seconds = np.zeros_like(tokens)
     for shape, count in Counter(shapes).items():
@@ -298,9 +286,18 @@ def _products(
             dtype, tokens=tokens, width=sqrt(prod(shape)), product=product
         )
         seconds += count * 2 * prod(shape) * tokens / rate
-        if product == "weight" and not device.measured_gemm(dtype):
-            seconds += count * prod(shape) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
     return seconds
+
+
+def _gradient_sum_seconds(workload: Workload, shapes: Iterable[Shape]) -> float:
+    """Memory traffic of adding weight gradients to their fp32 sums, for every subsequence anew.
+
+    A measured product of a weight's gradient includes it.
+    """
+    device = workload.hardware.device
+    if device.measured_gemm(workload.dtype):
+        return 0.0
+    return sum(map(prod, shapes)) * _ACCUMULATED_BYTES / device.memory_bytes_per_s
 
 
 def _elementwise_seconds(workload: Workload, work: Iterable[Work], *, tokens: Floats) -> Table:
@@ -344,5 +341,5 @@ def seconds_per_token_and_pair(workload: Workload, *, tokens: float) -> tuple[fl
             quadratic += attention / causal_pairs(int(tokens), int(2 * tokens))
         else:
             linear += attention / tokens
-    head = head_seconds(workload, tokens=np.array([tokens]))
+    head = head_parts(workload, tokens=np.array([tokens])).seconds
     return linear + float(head[0]) / tokens, quadratic

@@ -20,13 +20,13 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs, recomputed_linear_flops
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
-    LayerSeconds,
     Workload,
-    head_seconds,
+    head_parts,
     layer_seconds,
     update_seconds,
 )
 from sppo.cost.parameters import layer_shapes, outer_shapes
+from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds
 from sppo.cost.sharded_weights import layer_elements
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
 
@@ -55,10 +55,7 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
     workload = candidate.workload
     one = _sequence_seconds(workload, stages=candidate.stages, lengths=candidate.lengths)
     units = LayerSeconds(
-        *(
-            np.tile(getattr(one, name), (1, candidate.sequences))
-            for name in ("forward", "backward", "weight", "linear_recompute", "attention_recompute")
-        )
+        *(np.tile(getattr(one, name), (1, candidate.sequences)) for name in PASS_NAMES)
     )
     if candidate.zero == 3:
         units = _behind_gathers(units, gather_s=_gather_seconds(candidate))
@@ -325,20 +322,19 @@ def _sequence_seconds(
     rows = []
     for layers in stages:
         windows = [model.window_of(layer) for layer in layers]
-        row = LayerSeconds(*(np.zeros(len(lengths)) for _ in range(5)))
+        row = LayerSeconds(*(np.zeros(len(lengths)) for _ in PASS_NAMES))
         for window in dict.fromkeys(windows):
             row += by_window[window].times(windows.count(window))
         rows.append(row)
     last = rows[-1]
     rows[-1] = LayerSeconds(
-        last.forward + head_seconds(workload, tokens=ends - begins),
+        last.forward + head_parts(workload, tokens=ends - begins).seconds,
         last.backward,
         last.weight,
         last.linear_recompute,
         last.attention_recompute,
     )
-    names = ("forward", "backward", "weight", "linear_recompute", "attention_recompute")
-    return LayerSeconds(*(np.stack([getattr(row, name) for row in rows]) for name in names))
+    return LayerSeconds(*(np.stack([getattr(row, name) for row in rows]) for name in PASS_NAMES))
 
 
 def _behind_gathers(units: LayerSeconds, *, gather_s: Table) -> LayerSeconds:

@@ -1,0 +1,101 @@
+"""Seconds of the passes over a layer, by what takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from sppo.schedule.costs import Table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassParts:
+    """Seconds of one pass over one layer (or the head) for each subsequence, [subsequences].
+
+    Attributes:
+        products: Matrix products.
+        attention: Attention kernels.
+        elementwise: Norms, rotation, activation functions, residuals, casts and copies.
+        gradient_sums: Reading and writing fp32 sums of weight gradients, where a product does not
+            include that.
+        exchange: Communication inside a sequence-parallel group.
+        launches: Fixed costs of kernels.
+    """
+
+    products: Table
+    attention: Table
+    elementwise: Table
+    gradient_sums: Table
+    exchange: Table
+    launches: Table
+
+    @property
+    def seconds(self) -> Table:
+        """All parts together."""
+        total: Table = sum(
+            (getattr(self, name) for name in PART_NAMES), start=np.zeros_like(self.products)
+        )
+        return total
+
+    def __add__(self, other: PassParts) -> PassParts:
+        """Both passes, part by part."""
+        return PassParts(*(getattr(self, name) + getattr(other, name) for name in PART_NAMES))
+
+    def times(self, factor: Table | float) -> PassParts:
+        """Every part multiplied by `factor`."""
+        return PassParts(*(getattr(self, name) * factor for name in PART_NAMES))
+
+
+PART_NAMES = tuple(field.name for field in fields(PassParts))
+
+
+def pass_parts(tokens: Table, **parts: Table | float) -> PassParts:
+    """Parts of a pass over subsequences of `tokens`; those that are not given take no time."""
+    return PassParts(*(np.zeros_like(tokens) + parts.get(name, 0.0) for name in PART_NAMES))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSeconds:
+    """Seconds of each subsequence in one layer, or of each stage and unit in all its layers.
+
+    Attributes:
+        forward: F.
+        backward: The input half of B, attention included, nothing recomputed.
+        weight: The weight half of B.
+        linear_recompute: Recomputing the linear class.
+        attention_recompute: Recomputing attention.
+    """
+
+    forward: Table
+    backward: Table
+    weight: Table
+    linear_recompute: Table
+    attention_recompute: Table
+
+    def __add__(self, other: LayerSeconds) -> LayerSeconds:
+        """Both, one after the other."""
+        return LayerSeconds(*(getattr(self, name) + getattr(other, name) for name in PASS_NAMES))
+
+    def times(self, layers: int) -> LayerSeconds:
+        """Seconds of `layers` equal layers."""
+        return LayerSeconds(*(getattr(self, name) * layers for name in PASS_NAMES))
+
+
+PASS_NAMES = tuple(field.name for field in fields(LayerSeconds))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerParts:
+    """What :class:`LayerSeconds` consists of."""
+
+    forward: PassParts
+    backward: PassParts
+    weight: PassParts
+    linear_recompute: PassParts
+    attention_recompute: PassParts
+
+    @property
+    def seconds(self) -> LayerSeconds:
+        """Each pass as a whole."""
+        return LayerSeconds(*(getattr(self, name).seconds for name in PASS_NAMES))
