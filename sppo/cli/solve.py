@@ -13,6 +13,7 @@ from sppo.output_file import check_output_files, write_json
 
 if TYPE_CHECKING:
     from sppo.planning.ablation import AblationRow
+    from sppo.planning.evaluated_candidate import EvaluatedCandidate
     from sppo.planning.solver import Solution
 
 PlanOutput = Annotated[
@@ -33,6 +34,10 @@ def solve(
     ablation: Annotated[
         bool, typer.Option("--ablation", help="Also say what each part of SPPO is worth here.")
     ] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Also say where the seconds of the best step go, and why."),
+    ] = False,
     json_output: Json = False,
 ) -> None:
     """Recommend degrees of parallelism, cuts, schedule and policy; predict time and memory.
@@ -52,7 +57,7 @@ def solve(
     if solution.best is None:
         _print_failure(solution, as_json=json_output)
         raise typer.Exit(NO_PLAN)
-    _print_solution(solution, rows=rows, output=output, as_json=json_output)
+    _print_solution(solution, rows=rows, explain=explain, output=output, as_json=json_output)
 
 
 def _solution(run_file: Path, overrides: list[str]) -> Solution:
@@ -79,24 +84,42 @@ def _write_plan(solution: Solution, output: Path) -> None:
 
 
 def _print_solution(
-    solution: Solution, *, rows: tuple[AblationRow, ...], output: Path | None, as_json: bool
+    solution: Solution,
+    *,
+    rows: tuple[AblationRow, ...],
+    explain: bool,
+    output: Path | None,
+    as_json: bool,
 ) -> None:
     """One JSON object, or tables for people."""
     if as_json:
         from sppo.cli.output.solve_json import solution_report
 
-        _print_json(solution_report(solution, ablation=rows, output=output))
+        report = solution_report(solution, ablation=rows, output=output)
+        if explain:
+            from sppo.cli.output.explain_table import explanation_report
+
+            report["explanation"] = explanation_report(_best(solution))
+        _print_json(report)
         return
     from rich.console import Console
 
+    from sppo.cli.output.explain_table import print_explanation
     from sppo.cli.output.solve_tables import print_ablation, print_solution
 
     console = Console()
     print_solution(solution, console=console)
     if rows:
         print_ablation(rows, console=console)
+    if explain:
+        print_explanation(_best(solution), console=console)
     if output is not None:
         typer.echo(f"written {output}: sppo simulate {output}, sppo train RUN.yaml --plan {output}")
+
+
+def _best(solution: Solution) -> EvaluatedCandidate:
+    assert solution.best is not None, "_print_failure is for the other case"
+    return solution.best
 
 
 def _print_failure(solution: Solution, *, as_json: bool) -> None:

@@ -200,6 +200,9 @@ class HardwareConfig(Section):
     """GPUs of each machine; left out, as many as the preset or file has."""
     host_memory: Size | None = None
     """Memory of each machine behind its GPUs, such as 2TiB; left out, the one of preset or file."""
+    attention: Literal["auto", "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4"] = "auto"
+    """Attention back end that plans on a preset are priced with, among those that others measured
+    on it; auto: the one that torch alone has. Runs choose theirs when they start."""
     margin: Annotated[float, Field(ge=0.0, le=_MOST_MARGIN)] = DEFAULT_MARGIN
     """Fraction of a device's memory that plans leave free."""
 

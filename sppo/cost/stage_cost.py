@@ -6,6 +6,7 @@ adds the copies and the time of what is recomputed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -22,11 +23,12 @@ from sppo.cost.layer import (
     ACCUMULATION_BYTES,
     Workload,
     head_parts,
+    layer_parts,
     layer_seconds,
     update_seconds,
 )
 from sppo.cost.parameters import layer_shapes, outer_shapes
-from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds
+from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
 from sppo.cost.sharded_weights import layer_elements
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
 
@@ -81,7 +83,6 @@ def stage_costs(
     workload = candidate.workload
     units, lengths = seconds.units, np.array(candidate.lengths * candidate.sequences)
     rows = _unit_rows(candidate, placement)
-    recomputed = rows.recomputed / lengths[None, :, None]
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)[:, None]
     link_weights = _streamed_parameters(candidate)
     slope_linear, slope_quadratic = partition_costs(workload.model)
@@ -91,12 +92,10 @@ def stage_costs(
         for table in (rows.retained, rows.offloaded)
     )
     disturbed_s = offloaded * workload.hardware.node.copy_compute_s_per_byte
+    recomputed_s = _recompute_seconds(candidate, units=units, recomputed=rows.recomputed)
     return Costs(
         forward_s=units.forward + disturbed_s,
-        backward_s=units.backward
-        + disturbed_s
-        + units.linear_recompute * (recomputed[:, :, LINEAR] + _input_recompute_fraction(candidate))
-        + units.attention_recompute * recomputed[:, :, ATTENTION],
+        backward_s=units.backward + disturbed_s + recomputed_s,
         weight_s=units.weight,
         reduce_s=seconds.reduce_s + seconds.update_s,
         message_bytes=lengths
@@ -115,6 +114,17 @@ def stage_costs(
         copies=copy_engines(candidate),
         layer_copies=tuple(_layer_copies(candidate, stage) for stage in candidate.stages),
     )
+
+
+def _recompute_seconds(candidate: Candidate, *, units: LayerSeconds, recomputed: Counts) -> Table:
+    """Seconds that backward recomputes, [stages, units]; ``recomputed`` in rows of each class."""
+    lengths = np.array(candidate.lengths * candidate.sequences)
+    share = recomputed / lengths[None, :, None]
+    seconds: Table = (
+        units.linear_recompute * (share[:, :, LINEAR] + _input_recompute_fraction(candidate))
+        + units.attention_recompute * share[:, :, ATTENTION]
+    )
+    return seconds
 
 
 def _layer_copies(candidate: Candidate, layers: range) -> LayerCopies:
@@ -335,6 +345,31 @@ def _sequence_seconds(
         last.attention_recompute,
     )
     return LayerSeconds(*(np.stack([getattr(row, name) for row in rows]) for name in PASS_NAMES))
+
+
+def stage_parts(candidate: Candidate) -> tuple[Mapping[str, PassParts], ...]:
+    """What the passes over all layers of each stage consist of, for one sequence.
+
+    Returns:
+        for each stage, parts [subsequences] of F, B and W by the names of a
+        :class:`sppo.cost.pass_parts.LayerSeconds`, nothing recomputed, no gathers.
+    """
+    workload, model = candidate.workload, candidate.workload.model
+    ends = np.cumsum(candidate.lengths).astype(np.float64)
+    begins = ends - np.array(candidate.lengths)
+    stages = []
+    for stage, layers in enumerate(candidate.stages):
+        windows = Counter(model.window_of(layer) for layer in layers)
+        found: dict[str, PassParts] = {}
+        for window, count in windows.items():
+            one = layer_parts(workload, begins=begins, ends=ends, window=window)
+            for name in ("forward", "backward", "weight"):
+                parts = getattr(one, name).times(count)
+                found[name] = found[name] + parts if name in found else parts
+        if candidate.is_last_stage(stage):
+            found["forward"] += head_parts(workload, tokens=ends - begins)
+        stages.append(found)
+    return tuple(stages)
 
 
 def _behind_gathers(units: LayerSeconds, *, gather_s: Table) -> LayerSeconds:

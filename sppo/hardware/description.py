@@ -14,6 +14,11 @@ from pydantic import ConfigDict
 
 from sppo.config.base import MOST_RANKS
 from sppo.hardware.figures import check_figures
+from sppo.hardware.published_attention import (
+    PUBLISHED_BLOCKS,
+    PublishedAttention,
+    published_rates,
+)
 from sppo.hardware.rates import (
     AttentionPoint,
     ElementwisePoint,
@@ -70,8 +75,10 @@ class DeviceSpec:
         heap_share: What the allocator holds beyond live temporaries, as a fraction of them: holes.
             0 where it follows what is in use, or where its part is in `reserved_bytes`.
         gemm_points: Measured matrix products; empty where the efficiencies above must do.
-        attention_points: Measured attention; empty where the efficiencies above must do.
+        attention_points: Measured attention; where empty, rates of others or the efficiencies do.
         elementwise_points: Measured element-wise kernels; empty where memory bandwidth must do.
+        published_attention: Attention in bf16 as others measured it, by back end and head size.
+        attention_backend: The back end of those that is priced; empty prices by the efficiencies.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -91,10 +98,18 @@ class DeviceSpec:
     gemm_points: tuple[GemmPoint, ...] = ()
     attention_points: tuple[AttentionPoint, ...] = ()
     elementwise_points: tuple[ElementwisePoint, ...] = ()
+    published_attention: tuple[PublishedAttention, ...] = ()
+    attention_backend: str = ""
 
     def __post_init__(self) -> None:
         check_figures(self, where="device", above_zero=_ABOVE_ZERO)
         self._check_points()
+        if self.attention_backend and not self.published_rows():
+            raise ValueError(
+                f"hardware device.attention_backend is {quoted(self.attention_backend)}: "
+                "published_attention has rows of "
+                f"{', '.join(self.published_backends) or 'no back end'}"
+            )
 
     def _check_points(self) -> None:
         """Every point can be, every grid is complete."""
@@ -113,6 +128,16 @@ class DeviceSpec:
                 attention_grids(self.attention_points, dtype, backward=backward)
         for kernel, dtype in sorted({(p.kernel, p.dtype) for p in self.elementwise_points}):
             elementwise_grid(self.elementwise_points, dtype, kernel=kernel)
+
+    @property
+    def published_backends(self) -> tuple[str, ...]:
+        """Back ends of attention that others measured on this device."""
+        return tuple(dict.fromkeys(row.backend for row in self.published_attention))
+
+    def published_rows(self) -> tuple[PublishedAttention, ...]:
+        """Rates of the back end that is priced, smallest head size first."""
+        rows = [row for row in self.published_attention if row.backend == self.attention_backend]
+        return tuple(sorted(rows, key=lambda row: row.head_size))
 
     @property
     def usable_bytes(self) -> int:
@@ -157,9 +182,21 @@ class DeviceSpec:
         grids = attention_grids(self.attention_points, dtype, backward=backward)
         if grids:
             return attention_rates(grids, head_size=head_size, queries=queries, keys=keys)
-        efficiency = self.attention_backward_efficiency if backward else self.attention_efficiency
         blocks = attention_blocks(keys if backward else queries, heads=heads)
         fill = wave_fill(blocks, num_multiprocessors=self.num_multiprocessors)
+        if dtype == "bf16" and self.attention_backend:
+            rates = published_rates(
+                self.published_rows(),
+                head_size=head_size,
+                queries=queries,
+                keys=keys,
+                backward=backward,
+            )
+            published_fill = wave_fill(
+                np.array(float(PUBLISHED_BLOCKS)), num_multiprocessors=self.num_multiprocessors
+            )
+            return np.asarray(rates * np.minimum(1.0, fill / published_fill))
+        efficiency = self.attention_backward_efficiency if backward else self.attention_efficiency
         rate: Floats = self.flops_per_s(dtype) * efficiency * fill
         return rate
 

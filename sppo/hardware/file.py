@@ -59,8 +59,27 @@ def hardware_for(
                 f"{spec.name} is its device's, there is none behind it: leave the key out"
             )
         node = replace(node, host_memory_bytes=config.host_memory)
+    if config.attention != "auto":
+        spec = _with_attention(spec, config.attention)
     num_nodes = config.nodes if "nodes" in given else spec.num_nodes
     return _with_margin(replace(spec, node=node, num_nodes=num_nodes), config.margin)
+
+
+def _with_attention(spec: HardwareSpec, backend: str) -> HardwareSpec:
+    """`spec` with attention priced as one of the back ends that others measured.
+
+    Raises:
+        ValueError: it was measured here, or nobody measured that back end.
+    """
+    device = spec.device
+    if device.attention_points or backend not in device.published_backends:
+        known = ", ".join(device.published_backends)
+        reason = "was measured" if device.attention_points else f"has figures of {known or 'none'}"
+        raise ValueError(
+            f"hardware.attention {backend}: attention on {spec.name} {reason}; leave the key out"
+            + (f", or write one of {known}" if known and not device.attention_points else "")
+        )
+    return replace(spec, device=replace(device, attention_backend=backend))
 
 
 def _with_margin(spec: HardwareSpec, margin: float) -> HardwareSpec:

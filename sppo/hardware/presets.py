@@ -1,10 +1,12 @@
-"""Machines people rent, from vendors' figures: *analytic* until `sppo bench` measures one."""
+"""Machines people rent, from figures of vendors and others: *analytic* until `sppo bench` runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from sppo.hardware.description import DeviceSpec, HardwareSpec, NetworkSpec, NodeSpec
+from sppo.hardware.preset_attention import AMPERE, BLACKWELL, HOPPER
+from sppo.hardware.published_attention import PublishedAttention
 from sppo.units import GIB
 
 _GB = 1e9
@@ -17,12 +19,14 @@ def _accelerator(
     memory_gib: int,
     bf16_tflops: float,
     fp32_tflops: float,
+    gemm_efficiency: float,
     memory_gb_per_s: float,
     multiprocessors: int,
     pcie_gb_per_s: tuple[float, float],
     nvlink_gb_per_s: float,
     network_gb_per_s: float,
-    attention: tuple[float, float],
+    attention: tuple[PublishedAttention, ...],
+    attention_backend: str,
     host_gib: int = 2048,
 ) -> HardwareSpec:
     both, alone = (rate * _GB for rate in pcie_gb_per_s)
@@ -32,12 +36,14 @@ def _accelerator(
         reserved_bytes=4 * GIB,
         bf16_flops_per_s=bf16_tflops * _TFLOPS,
         fp32_flops_per_s=fp32_tflops * _TFLOPS,
-        gemm_efficiency=0.75,
-        attention_efficiency=attention[0],
-        attention_backward_efficiency=attention[1],
+        gemm_efficiency=gemm_efficiency,
+        attention_efficiency=0.5,
+        attention_backward_efficiency=0.4,
         num_multiprocessors=multiprocessors,
         memory_bytes_per_s=0.8 * memory_gb_per_s * _GB,
         kernel_s=3e-6,
+        published_attention=attention,
+        attention_backend=attention_backend,
     )
     node = NodeSpec(
         num_devices=8,
@@ -93,41 +99,39 @@ _LAPTOP = HardwareSpec(
     ),
 )
 
-# Bandwidths are per direction and device. A100 nodes have 4 x 200 Gb/s for 8 devices, as in the
-# SPPO paper; H100-class nodes one 400 Gb/s port per device. PCIe is what a page-locked copy
-# reaches (both directions busy, alone), not the bus figure.
+# Bandwidths are per direction and device. Sources: :mod:`sppo.hardware.preset_sources`.
 PRESETS: Mapping[str, HardwareSpec] = {
     spec.name: spec
     for spec in (
         _accelerator(
-            "a100-40g", memory_gib=40, bf16_tflops=312, fp32_tflops=156, memory_gb_per_s=1555,
-            multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=250,
-            network_gb_per_s=12.5, attention=(0.6, 0.5),
+            "a100-40g", memory_gib=40, bf16_tflops=312, fp32_tflops=19.5, gemm_efficiency=0.78,
+            memory_gb_per_s=1555, multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=235,
+            network_gb_per_s=12.5, attention=AMPERE, attention_backend="flash_attn_2",
         ),
         _accelerator(
-            "a100-80g", memory_gib=80, bf16_tflops=312, fp32_tflops=156, memory_gb_per_s=2039,
-            multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=250,
-            network_gb_per_s=12.5, attention=(0.6, 0.5),
+            "a100-80g", memory_gib=80, bf16_tflops=312, fp32_tflops=19.5, gemm_efficiency=0.78,
+            memory_gb_per_s=2039, multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=235,
+            network_gb_per_s=12.5, attention=AMPERE, attention_backend="flash_attn_2",
         ),
         _accelerator(
-            "a800", memory_gib=80, bf16_tflops=312, fp32_tflops=156, memory_gb_per_s=2039,
-            multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=170,
-            network_gb_per_s=12.5, attention=(0.6, 0.5),
+            "a800", memory_gib=80, bf16_tflops=312, fp32_tflops=19.5, gemm_efficiency=0.78,
+            memory_gb_per_s=2039, multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=157,
+            network_gb_per_s=12.5, attention=AMPERE, attention_backend="flash_attn_2",
         ),
         _accelerator(
-            "h100", memory_gib=80, bf16_tflops=989, fp32_tflops=494, memory_gb_per_s=3350,
-            multiprocessors=132, pcie_gb_per_s=(45, 52), nvlink_gb_per_s=380,
-            network_gb_per_s=45, attention=(0.55, 0.42),
+            "h100", memory_gib=80, bf16_tflops=989, fp32_tflops=67, gemm_efficiency=0.76,
+            memory_gb_per_s=3350, multiprocessors=132, pcie_gb_per_s=(45, 52), nvlink_gb_per_s=353,
+            network_gb_per_s=45, attention=HOPPER, attention_backend="cudnn",
         ),
         _accelerator(
-            "h200", memory_gib=141, bf16_tflops=989, fp32_tflops=494, memory_gb_per_s=4800,
-            multiprocessors=132, pcie_gb_per_s=(45, 52), nvlink_gb_per_s=380,
-            network_gb_per_s=45, attention=(0.55, 0.42),
+            "h200", memory_gib=141, bf16_tflops=989, fp32_tflops=67, gemm_efficiency=0.76,
+            memory_gb_per_s=4800, multiprocessors=132, pcie_gb_per_s=(45, 52), nvlink_gb_per_s=353,
+            network_gb_per_s=45, attention=HOPPER, attention_backend="cudnn",
         ),
         _accelerator(
-            "b200", memory_gib=180, bf16_tflops=2250, fp32_tflops=1125, memory_gb_per_s=8000,
-            multiprocessors=148, pcie_gb_per_s=(50, 58), nvlink_gb_per_s=760,
-            network_gb_per_s=45, attention=(0.5, 0.38),
+            "b200", memory_gib=180, bf16_tflops=2250, fp32_tflops=75, gemm_efficiency=0.635,
+            memory_gb_per_s=8000, multiprocessors=148, pcie_gb_per_s=(50, 58), nvlink_gb_per_s=706,
+            network_gb_per_s=45, attention=BLACKWELL, attention_backend="flash_attn_4",
         ),
         _LAPTOP,
     )

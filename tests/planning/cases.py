@@ -25,6 +25,7 @@ PERFECT = replace(
     device=replace(
         A100.device,
         gemm_efficiency=1.0,
+        attention_backend="",
         attention_efficiency=1.0,
         attention_backward_efficiency=1.0,
         num_multiprocessors=0,

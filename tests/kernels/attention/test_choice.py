@@ -49,10 +49,22 @@ def test_a_cpu_gets_the_flash_kernel(caplog):
 def test_a_gpu_takes_the_first_that_works(gpu, caplog):
     assert chosen_name("auto", case()) == "flash_attn_3"
     chosen_name.cache_clear()
-    gpu.update(flash_attn_3="is wrong", flash_attn_4="fails", flash_attn_2="fails")
+    gpu.update(flash_attn_3="is wrong", flash_attn_4="fails", flash_attn_2="fails", cudnn="fails")
     with caplog.at_level(logging.INFO):
         assert chosen_name("auto", case()) == "torch_flash"
-    assert "; flash_attn_3 is wrong; flash_attn_4 fails" in caplog.text
+    assert "; flash_attn_3 is wrong; flash_attn_4 fails; cudnn fails" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("capability", "window", "chosen"),
+    [((9, 0), False, "cudnn"), ((9, 0), True, "torch_flash"), ((8, 0), False, "torch_flash")],
+)
+def test_cudnn_goes_before_flash_attn_2_on_hopper_alone(
+    gpu, monkeypatch, capability, window, chosen
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention_choice, "_installed", lambda module: False)
+    assert chosen_name("auto", case(window=window)) == chosen
 
 
 def test_a_gpu_never_falls_back_to_quadratic_memory(gpu):
@@ -91,7 +103,7 @@ def test_compute_capability_counts(gpu, monkeypatch):
 
 def test_what_is_not_installed_is_not_taken(gpu, monkeypatch):
     monkeypatch.setattr(attention_choice, "_installed", lambda module: False)
-    assert chosen_name("auto", case()) == "torch_flash"
+    assert chosen_name("auto", case()) == "cudnn"
     assert chosen_name("auto", case(dtype=torch.float32)) == "torch_blocks"
     with pytest.raises(ValueError, match="needs flash_attn_2_cuda, which is not installed"):
         choose("flash_attn_2", case())

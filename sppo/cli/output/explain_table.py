@@ -1,0 +1,85 @@
+"""Where the seconds of a step go, and how fast the machine was taken to be, for people and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sppo.planning.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.explain import PARTS, RateUsed, rates_used, step_parts
+from sppo.units import format_duration
+
+_LEAST_SHOWN = 5e-5
+"""Parts below this share of the step on every stage are left out of the table."""
+
+
+def explanation_report(evaluated: EvaluatedCandidate) -> dict[str, Any]:
+    """Seconds of every stage by part, and the rates that they come from."""
+    return {
+        "stages": [
+            {f"{name}_s": s for name, s in parts.items()} for parts in step_parts(evaluated)
+        ],
+        "rates": [asdict(rate) for rate in rates_used(evaluated)],
+    }
+
+
+def print_explanation(evaluated: EvaluatedCandidate, *, console: Console) -> None:
+    """A table with a column for some of the stages, and the rates."""
+    stages = step_parts(evaluated)
+    console.print()
+    _say(console, f"where the {format_duration(evaluated.step_s)} of a step go on each rank")
+    console.print(_parts_table(stages, step_s=evaluated.step_s))
+    _say(console, "how fast the machine was taken to be, and who says so")
+    _print_rates(rates_used(evaluated), console=console)
+
+
+def _parts_table(stages: Sequence[Mapping[str, float]], *, step_s: float) -> Table:
+    """First, busiest and last stage, and the mean share of all."""
+    waits = ("communication", "copy", "bubble")
+    busiest = min(range(len(stages)), key=lambda stage: sum(stages[stage][w] for w in waits))
+    shown = sorted({0, busiest, len(stages) - 1})
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for stage in shown:
+        table.add_column(f"stage {stage}", justify="right")
+    table.add_column("share of all", justify="right")
+    for name, text in PARTS.items():
+        if all(abs(parts[name]) < _LEAST_SHOWN * step_s for parts in stages):
+            continue
+        mean = sum(parts[name] for parts in stages) / len(stages) / step_s
+        table.add_row(text, *(_seconds(stages[stage][name]) for stage in shown), f"{mean:.1%}")
+    table.add_section()
+    table.add_row("step", *(_seconds(step_s) for _ in shown), "100.0%")
+    return table
+
+
+def _print_rates(rates: Sequence[RateUsed], *, console: Console) -> None:
+    """A line for each rate, and one for its source."""
+    width = max(len(rate.figure) for rate in rates)
+    for rate in rates:
+        share = "" if rate.peak is None else f"  {rate.value / rate.peak:.0%} of the peak"
+        _say(console, f" {rate.figure:<{width}}  {_rate(rate):>13}{share}")
+        _say(console, f"     {rate.source}")
+
+
+def _rate(rate: RateUsed) -> str:
+    if rate.unit == "B/s":
+        return f"{rate.value / 1e9:.4g} GB/s"
+    return (
+        f"{rate.value / 1e12:.4g} TFLOP/s"
+        if rate.value > 1e11
+        else f"{rate.value / 1e9:.4g} GFLOP/s"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"-{format_duration(-seconds)}" if seconds < 0 else format_duration(seconds)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,54 @@
+"""Where the figures of presets come from."""
+
+from __future__ import annotations
+
+from sppo.hardware.description import HardwareSpec
+
+_SUSTAINED = (
+    "long matrix products at the power limit: 755 of 989 TFLOP/s on H200, 1429 of 2250 on B200 "
+    "(mamf-finder, Machine Learning Engineering by S. Bekman)"
+)
+_SUSTAINED_A100 = (
+    "best matrix product 268 of 312 TFLOP/s (mamf-finder, Machine Learning Engineering by S. "
+    "Bekman), times the 0.905 that an H200 keeps at its power limit"
+)
+_MEMORY = "0.8 of the vendor's bandwidth, assumed; copies on an H100 reach 0.9"
+_PCIE = (
+    "nvbandwidth reaches 24.8 GB/s on PCIe 4 (A100) with one direction busy; with both, and on "
+    "PCIe 5, assumed"
+)
+_NVLINK = (
+    "0.78 of the vendor's figure per direction, as nccl-tests reach on an A100 node (235 GB/s)"
+)
+_NETWORK = {
+    "a100": "4 x 200 Gb/s for 8 devices, as in the SPPO paper",
+    "later": "0.9 of one 400 Gb/s port per device, assumed",
+}
+_LAPTOP = "assumed; sppo bench measures this machine"
+
+
+def source_of(hardware: HardwareSpec, figure: str, *, head_size: int | None = None) -> str:
+    """Where a figure of a machine comes from.
+
+    Args:
+        hardware: the machine.
+        figure: "matrix products", "attention", "memory bandwidth", "links inside a node", "links
+            between nodes" or "copies to and from host memory".
+        head_size: of the attention that is meant; None for any.
+    """
+    if hardware.provenance != "analytic":
+        return f"{hardware.provenance} by sppo bench"
+    if hardware.device.kind == "cpu":
+        return _LAPTOP
+    ampere = hardware.name.startswith(("a100", "a800"))
+    rows = hardware.device.published_rows()
+    meant = [row for row in rows if row.head_size == head_size] or rows
+    sources = {
+        "matrix products": _SUSTAINED_A100 if ampere else _SUSTAINED,
+        "attention": "; ".join(dict.fromkeys(row.source for row in meant)) or "assumed",
+        "memory bandwidth": _MEMORY,
+        "copies to and from host memory": _PCIE,
+        "links inside a node": _NVLINK,
+        "links between nodes": _NETWORK["a100" if ampere else "later"],
+    }
+    return sources[figure]

@@ -1,0 +1,88 @@
+"""Rates of attention kernels as others measured them, by back end, head size and length.
+
+Figures are for bf16 (or fp16) and a causal sequence of so many tokens, in FLOPs over visible pairs
+per second, the backward's 2.5 times the forward's. A span of queries behind a prefix is looked up
+at the causal length whose queries see as many keys on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sppo.hardware.rates import Floats
+
+PUBLISHED_BLOCKS = 2048
+"""Thread blocks of what was measured: 16Ki tokens and 16 heads of 128 in all (FlashAttention-2,
+section 4.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedAttention:
+    """Measured rates of one back end on one kind of device at one head size.
+
+    Attributes:
+        backend: Its name in :mod:`sppo.kernels.attention.choice`.
+        head_size: Elements of a head.
+        lengths: Tokens of each causal sequence, rising.
+        forward_flops_per_s: Rate of the forward at each length.
+        backward_flops_per_s: Rate of the backward at each length.
+        source: Who measured it, and on what.
+    """
+
+    backend: str
+    head_size: int
+    lengths: tuple[int, ...]
+    forward_flops_per_s: tuple[float, ...]
+    backward_flops_per_s: tuple[float, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        rates = (self.forward_flops_per_s, self.backward_flops_per_s)
+        rising = all(a < b for a, b in zip(self.lengths, self.lengths[1:], strict=False))
+        if not self.lengths or not rising or any(len(r) != len(self.lengths) for r in rates):
+            raise ValueError(
+                f"published_attention of {self.backend}, head size {self.head_size}: one rate for "
+                "each length, lengths rising"
+            )
+        if min(*self.lengths, *rates[0], *rates[1], self.head_size) <= 0:
+            raise ValueError(
+                f"published_attention of {self.backend}, head size {self.head_size}: lengths and "
+                "rates must be above 0"
+            )
+
+
+def published_rates(
+    rows: Sequence[PublishedAttention],
+    *,
+    head_size: int,
+    queries: Floats,
+    keys: Floats,
+    backward: bool,
+) -> Floats:
+    """Rates of spans of `queries` that end at `keys`.
+
+    Interpolated in the logarithms of length and head size; beyond the ends the nearest holds.
+
+    Args:
+        rows: of one back end, one for each head size, smallest first.
+        head_size: elements of a head.
+        queries: tokens of each span.
+        keys: tokens up to its end.
+        backward: whether the backward's rates are asked for.
+    """
+    length = np.log(2 * keys - queries)
+    by_size = []
+    for row in rows:
+        rates = row.backward_flops_per_s if backward else row.forward_flops_per_s
+        by_size.append(np.interp(length, np.log(row.lengths), np.log(rates)))
+    sizes = np.log([row.head_size for row in rows])
+    place = float(np.clip(np.log(head_size), sizes[0], sizes[-1]))
+    low = min(int(np.searchsorted(sizes, place, side="right")), len(rows) - 1) - 1
+    if low < 0:
+        return np.exp(by_size[0])
+    weight = (place - sizes[low]) / (sizes[low + 1] - sizes[low])
+    mixed: Floats = np.exp(by_size[low] * (1 - weight) + by_size[low + 1] * weight)
+    return mixed

@@ -1,0 +1,143 @@
+"""Where the seconds of a step go, stage by stage, and how fast the machine was taken to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sppo.cost.candidate import Candidate
+from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, head_flops, layer_flops
+from sppo.cost.pass_parts import PART_NAMES, PassParts
+from sppo.cost.stage_cost import stage_parts, stage_seconds
+from sppo.hardware.preset_sources import source_of
+from sppo.planning.evaluated_candidate import EvaluatedCandidate
+
+PARTS: Mapping[str, str] = {
+    "products": "matrix products",
+    "attention": "attention",
+    "elementwise": "element-wise kernels",
+    "gradient_sums": "fp32 gradient sums",
+    "launches": "kernel launches",
+    "exchange": "sequence-parallel exchange",
+    "recompute": "recomputation",
+    "gathers": "weights and gradients of ZeRO, not hidden",
+    "beside_copies": "compute slowed by copies",
+    "borrowed": "other stages' units less own (MSP)",
+    "communication": "waits for messages",
+    "copy": "waits for copies",
+    "bubble": "waits for other stages",
+    "reduce": "gradient reduction",
+    "update": "optimizer update",
+}
+"""What a stage's step consists of, in the order of tables, by the name in JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateUsed:
+    """How fast the machine was taken to be at one kind of work.
+
+    Attributes:
+        figure: What kind.
+        value: Rate in the units of `unit`, the mean over the step where it depends on shapes.
+        unit: "FLOP/s" or "B/s".
+        peak: The most that its device can do, in the same unit; None where that means nothing.
+        source: Where the figure comes from.
+    """
+
+    figure: str
+    value: float
+    unit: str
+    peak: float | None
+    source: str
+
+
+def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]:
+    """Seconds of each of :data:`PARTS` for every stage; those of a stage sum to the step."""
+    candidate, costs = evaluated.candidate, evaluated.costs
+    seconds = stage_seconds(candidate)
+    plain = stage_parts(candidate)
+    nothing_recomputed = (
+        seconds.units.forward.sum(axis=1)
+        + seconds.units.backward.sum(axis=1)
+        + seconds.units.weight.sum(axis=1)
+    )
+    per_byte = candidate.workload.hardware.node.copy_compute_s_per_byte
+    beside_copies = 2 * per_byte * costs.offload_bytes.sum(axis=1)
+    own = (costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)
+    found = []
+    for stage, passes in enumerate(plain):
+        parts = _summed(passes, sequences=candidate.sequences)
+        parts["gathers"] = float(nothing_recomputed[stage]) - sum(parts.values())
+        parts["beside_copies"] = float(beside_copies[stage])
+        parts["recompute"] = float(own[stage]) - sum(parts.values())
+        parts |= _waits(evaluated, stage=stage, own_s=float(own[stage]))
+        parts["reduce"] = float(seconds.reduce_s[stage])
+        parts["update"] = float(seconds.update_s[stage])
+        parts["bubble"] = evaluated.step_s - sum(parts.values())
+        found.append({name: parts[name] for name in PARTS})
+    return tuple(found)
+
+
+def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
+    """How fast the machine was taken to be, and who says so."""
+    candidate = evaluated.candidate
+    workload, hardware = candidate.workload, candidate.workload.hardware
+    device, peak = hardware.device, hardware.device.flops_per_s(workload.dtype)
+    products_s = attention_s = 0.0
+    for passes in stage_parts(candidate):
+        products_s += sum(float(parts.products.sum()) for parts in passes.values())
+        attention_s += sum(float(parts.attention.sum()) for parts in passes.values())
+    products, attention = _executed_flops(candidate)
+    degree = workload.sequence_parallel_degree
+    backend = device.attention_backend if not device.attention_points else ""
+    rows = [
+        ("matrix products", products / degree / products_s, "FLOP/s", peak),
+        ("attention", attention / degree / attention_s, "FLOP/s", peak),
+        ("memory bandwidth", device.memory_bytes_per_s, "B/s", None),
+        ("links inside a node", hardware.network.intra_node_bytes_per_s, "B/s", None),
+        ("links between nodes", hardware.network.inter_node_bytes_per_s, "B/s", None),
+    ]
+    if hardware.node.host_memory_bytes:
+        rows.append(("copies to and from host memory", hardware.node.d2h_bytes_per_s, "B/s", None))
+    return tuple(
+        RateUsed(
+            f"{figure} ({backend})" if figure == "attention" and backend else figure,
+            value,
+            unit,
+            most,
+            source_of(hardware, figure, head_size=workload.model.head_dim),
+        )
+        for figure, value, unit, most in rows
+    )
+
+
+def _summed(passes: Mapping[str, PassParts], *, sequences: int) -> dict[str, float]:
+    """Seconds of each part of a stage over all its passes and sequences."""
+    return {
+        name: sequences * sum(float(getattr(parts, name).sum()) for parts in passes.values())
+        for name in PART_NAMES
+    }
+
+
+def _waits(evaluated: EvaluatedCandidate, *, stage: int, own_s: float) -> dict[str, float]:
+    """What a simulation tells of a rank beyond its own compute; in closed form only its copies."""
+    if evaluated.timeline is None:
+        return {"borrowed": 0.0, "communication": 0.0, "copy": evaluated.time.exposed_copy_s}
+    track = evaluated.timeline.ranks[stage]
+    busy_s = evaluated.timeline.makespan_s - track.idle_s()
+    return {
+        "borrowed": busy_s - own_s,
+        "communication": track.idle_s("communication"),
+        "copy": track.idle_s("copy"),
+    }
+
+
+def _executed_flops(candidate: Candidate) -> tuple[float, float]:
+    """FLOPs of products and of attention in one sequence, backward as it is executed."""
+    model, length = candidate.workload.model, sum(candidate.lengths)
+    layer = layer_flops(model)
+    pairs = sum(
+        causal_pairs(0, length, window=model.window_of(index)) for index in range(model.num_layers)
+    )
+    products = 3.0 * length * (layer.linear_flops * model.num_layers + head_flops(model))
+    return products, (1 + FLASH_BACKWARD_RATIO) * layer.attention_flops * pairs

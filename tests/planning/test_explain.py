@@ -1,0 +1,65 @@
+"""Where the seconds of a step go: the parts of every stage, and the rates they come from."""
+
+from __future__ import annotations
+
+import pytest
+
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
+from sppo.cost.pass_parts import PART_NAMES
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.presets import PRESETS
+from sppo.planning.evaluated_candidate import assess
+from sppo.planning.explain import PARTS, rates_used, step_parts
+from sppo.planning.simulated_candidate import simulate_candidate
+from tests.planning.cases import PERFECT, run_config
+
+CASES = {
+    "one stage": {"pipeline_parallel_degree": 1},
+    "four stages": {"sequences": 3},
+    "recomputed": {"policy": "recompute"},
+    "offloaded": {"policy": "offload_all"},
+    "multiplexed": {"schedule": "sppo_msp"},
+    "weights sharded": {"zero": 3, "data_parallel_degree": 4},
+    "inputs shared": {"policy": "keep_attention", "input_every": 2},
+}
+
+
+def some_candidate(case: str, *, hardware: HardwareSpec = PRESETS["h100"]) -> Candidate:
+    workload = Workload(run_config("llama-3.2-1b").model, hardware)
+    options = {"pipeline_parallel_degree": 4, "policy": "retain", **CASES[case]}
+    return Candidate(workload, (8192, 6144, 4096, 2048), **options)
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_the_parts_of_each_stage_are_the_step(case, simulated):
+    evaluated = assess(some_candidate(case))
+    if simulated:
+        evaluated = simulate_candidate(evaluated)
+    costs = evaluated.costs
+    own = (costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)
+    computed = (*PART_NAMES, "recompute", "gathers", "beside_copies")
+    for stage, parts in enumerate(step_parts(evaluated)):
+        assert tuple(parts) == tuple(PARTS)
+        assert sum(parts.values()) == pytest.approx(evaluated.step_s, rel=1e-9)
+        assert sum(parts[name] for name in computed) == pytest.approx(own[stage], rel=1e-9)
+        assert all(parts[name] >= -1e-9 * own[stage] for name in computed)
+        assert (parts["recompute"] > 0) == (case in ("recomputed", "inputs shared"))
+        assert (abs(parts["borrowed"]) > 1e-9 * own[stage]) == (case == "multiplexed" and simulated)
+        if simulated:
+            assert parts["bubble"] >= -1e-9 * own[stage]
+
+
+def test_on_a_perfect_machine_rates_are_the_peak():
+    evaluated = assess(some_candidate("four stages", hardware=PERFECT))
+    rates = {rate.figure: rate for rate in rates_used(evaluated)}
+    assert rates["matrix products"].value == pytest.approx(rates["matrix products"].peak, rel=0.01)
+    assert rates["attention"].value == pytest.approx(rates["attention"].peak, rel=0.01)
+
+
+def test_rates_name_the_back_end_and_who_measured_it():
+    rates = {rate.figure: rate for rate in rates_used(assess(some_candidate("one stage")))}
+    assert "FlashAttention-3 paper" in rates["attention (cudnn)"].source
+    assert 0.2 < rates["attention (cudnn)"].value / rates["attention (cudnn)"].peak < 0.5
+    assert "mamf-finder" in rates["matrix products"].source
