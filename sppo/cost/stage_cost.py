@@ -18,6 +18,7 @@ from sppo.activations.activation_layout import PREFETCH_LAYERS, SOURCES_HELD, Bl
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.cost.candidate import Candidate
+from sppo.cost.collectives import shard_seconds
 from sppo.cost.flops import partition_costs, recomputed_linear_flops
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
@@ -384,27 +385,23 @@ def _behind_gathers(units: LayerSeconds, *, gather_s: Table) -> LayerSeconds:
 
 def _gather_seconds(candidate: Candidate) -> Table:
     """All-gather of a stage's weights from all devices that keep a part of them (ZeRO-3)."""
-    workload = candidate.workload
-    network = workload.hardware.network
-    replicas = candidate.data_parallel_degree
+    element_bytes = candidate.workload.element_bytes
     seconds: Table = np.zeros(len(candidate.stages))
-    for group, held in _parameters_by_copies(candidate).items():
-        offloaded = held * workload.element_bytes
-        inside = offloaded * (group - 1) / group / network.intra_node_bytes_per_s
-        outside = offloaded * (replicas - 1) / replicas / network.inter_node_bytes_per_s
-        seconds = seconds + inside + outside
+    for copies, held in _parameters_by_copies(candidate).items():
+        seconds = seconds + shard_seconds(candidate, held * element_bytes, copies=copies)
     return seconds
 
 
 def _reduce_seconds(candidate: Candidate) -> Table:
-    """A ring all-reduce of fp32 gradients over everyone with the same weights, once per step."""
-    workload = candidate.workload
-    network = workload.hardware.network
-    replicas = candidate.data_parallel_degree
+    """Adding up gradients over everyone with the same weights, once per step, as it is executed.
+
+    fp32 gradients are reduced to the devices that update them, and what was updated is gathered:
+    weights in the compute dtype, or, where nothing is sharded, the sums themselves. Devices that
+    keep a part of the weights (ZeRO-3) gather none.
+    """
+    gathered = {0: ACCUMULATION_BYTES, 3: 0}.get(candidate.zero, candidate.workload.element_bytes)
     seconds: Table = np.zeros(len(candidate.stages))
-    for group, held in _parameters_by_copies(candidate).items():
-        offloaded = held * ACCUMULATION_BYTES * 2
-        inside = offloaded * (group - 1) / group / network.intra_node_bytes_per_s
-        outside = offloaded * (replicas - 1) / replicas / network.inter_node_bytes_per_s
-        seconds = seconds + inside + outside
+    for copies, held in _parameters_by_copies(candidate).items():
+        sent = held * (ACCUMULATION_BYTES + gathered)
+        seconds = seconds + shard_seconds(candidate, sent, copies=copies)
     return seconds

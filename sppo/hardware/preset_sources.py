@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sppo.hardware.description import HardwareSpec
+from sppo.hardware.presets import PRESETS
 
 _SUSTAINED = (
     "long matrix products at the power limit: 755 of 989 TFLOP/s on H200, 1429 of 2250 on B200 "
@@ -40,6 +41,8 @@ def source_of(hardware: HardwareSpec, figure: str, *, head_size: int | None = No
         return f"{hardware.provenance} by sppo bench"
     if hardware.device.kind == "cpu":
         return _LAPTOP
+    if hardware.name not in PRESETS and figure != "attention":
+        return "its hardware file"
     ampere = hardware.name.startswith(("a100", "a800"))
     rows = hardware.device.published_rows()
     meant = [row for row in rows if row.head_size == head_size] or rows

@@ -205,8 +205,14 @@ def test_replicas_reduce_once_per_step():
     reduced = [
         stage_seconds(way(data_parallel_degree=replicas)).reduce_s.sum() for replicas in (1, 4)
     ]
-    offloaded = num_parameters(MODEL) * 4 * 2 * 3 / 4
-    assert reduced == [0, pytest.approx(offloaded / PERFECT.network.inter_node_bytes_per_s)]
+    # Sums in fp32 go to the ranks that update them, weights in bf16 come back.
+    sent = num_parameters(MODEL) * (4 + 2) * 3 / 4
+    assert reduced == [0, pytest.approx(sent / PERFECT.network.intra_node_bytes_per_s)]
+    by_zero = {
+        zero: stage_seconds(way(data_parallel_degree=4, zero=zero)).reduce_s.sum()
+        for zero in (0, 3)
+    }
+    assert by_zero == {0: pytest.approx(reduced[1] * 8 / 6), 3: pytest.approx(reduced[1] * 4 / 6)}
     twice = way(data_parallel_degree=4, sequences=2)
     assert stage_seconds(twice).reduce_s.sum() == reduced[1]
     assert price(twice).forward_s.sum() == pytest.approx(2 * price(way()).forward_s.sum())

@@ -1,0 +1,43 @@
+"""The comparison with what others measured: reasons for what deviates, and the committed table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Rows of a run of the script."""
+    output = tmp_path_factory.mktemp("published") / "compared.json"
+    script = ROOT / "scripts/compare_published.py"
+    subprocess.run([sys.executable, script, "--output", output], capture_output=True, check=True)
+    return json.loads(output.read_text())["configurations"]
+
+
+def test_every_deviation_has_a_reason(compared):
+    assert len(compared) == 12
+    for row in compared:
+        ratios = [r for r in (row["time_ratio"], row["memory_ratio"]) if r is not None]
+        assert all(0.4 < ratio < 1.2 for ratio in ratios), row["name"]
+        if any(abs(ratio - 1) > 0.15 for ratio in ratios):
+            assert row["reasons"], row["name"]
+        assert sum(row["parts_s"].values()) == pytest.approx(row["predicted_s"])
+        assert sum(row["memory_parts_bytes"].values()) == pytest.approx(row["predicted_bytes"])
+
+
+def test_the_committed_table_is_what_the_planner_says(compared):
+    committed = json.loads((ROOT / "docs/results/compare_published.json").read_text())
+    document = (ROOT / "docs/planning.md").read_text().splitlines()
+    assert [row["name"] for row in committed["configurations"]] == [row["name"] for row in compared]
+    for then, now in zip(committed["configurations"], compared, strict=True):
+        assert then["predicted_s"] == pytest.approx(now["predicted_s"], rel=0.005), now["name"]
+        assert then["predicted_bytes"] == pytest.approx(now["predicted_bytes"], rel=0.005)
+        measured, ratio = f"{now['measured_s']:.4g}", f"{now['time_ratio']:.2f}"
+        assert any(f"| {measured} |" in line and f"| {ratio} |" in line for line in document)
