@@ -98,6 +98,32 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
         "test_gradients_of_other_models": each("each model and policy once", _ONE_RANK_GRID),
     },
+    "engine/test_sharded_gradients.py": {
+        "test_gradients_of_steps_in_a_row": replaced(
+            "engine/test_gathered_weights.py::test_gradients_of_steps_in_a_row",
+            why="with sharded weights, gradients are sharded too",
+        ),
+        "test_gradients_of_other_models": replaced(
+            _ONE_RANK_GRID,
+            _RANDOM_TRAININGS,
+            why="models meet every policy on one rank, random trainings any mesh",
+        ),
+        "test_gradients_of_stages_taking_turns": only(
+            "interleaved_seq1f1b-3", why="subsequences taking turns, with all that is sharded"
+        ),
+        "test_gradients_of_sharded_weights": only(
+            "seq_zb_h1-(1, 2, 4)-3",
+            why="a schedule that defers, and heads that several ranks hold",
+            by=(_RANDOM_TRAININGS,),
+        ),
+        "test_gradients_of_shards_that_others_run": only(
+            "(2, 2, 1)-tied*", why="replicas of owners, and tied embeddings"
+        ),
+        "test_offloading_changes_no_bit": only("3", why="gradients are sharded as well"),
+        "test_no_more_than_two_layers_or_the_largest_outer_part": only(
+            "2-*", why="the same gradients with and without sharded weights"
+        ),
+    },
     "engine/test_pipeline.py": {
         "test_gradients_of_a_pipeline": each(
             "each schedule, number of ranks and of sequences once; random trainings mix them",
@@ -219,7 +245,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
         "test_a_run_of_many_ranks_goes_on_alone": replaced(
             _OTHER_DEGREES,
-            "train/test_zero_3_runs.py::test_a_run_with_rows_on_each_of_many_goes_on_on_one",
+            "train/test_zero_runs.py::test_a_run_with_rows_on_each_of_many_goes_on_on_one",
             why="other degrees, and one rank after many",
         ),
         "test_a_run_goes_on_with_other_sequence_parallelism": replaced(
@@ -228,17 +254,23 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="the same way from one layout of rows to another",
         ),
     },
-    "train/test_zero_3_runs.py": {
-        "test_ranks_that_keep_their_own_rows_of_weights_do_what_one_does": (
-            only("(2, 2, 2)", why="all axes at once")
+    "train/test_zero_runs.py": {
+        "test_ranks_that_keep_their_own_rows_do_what_one_does": (
+            only("*3-(2, 2, 2)", why="all axes at once, with all that is sharded")
         ),
+        "test_a_run_goes_on_with_less_shared_out": replaced(
+            "train/test_zero_runs.py::test_a_run_goes_on_with_more_shared_out",
+            "train/test_zero_runs.py::test_a_run_with_rows_on_each_of_many_goes_on_on_one",
+            why="the same way from one layout of rows to another",
+        ),
+        "test_rows_of_shared_weights": only("3", why="gradients are sharded as well"),
         "test_gathering_changes_no_bit": replaced(
-            "train/test_zero_3_runs.py::test_ranks_that_keep_their_own_rows_of_weights_do_what_one_does",
+            "train/test_zero_runs.py::test_ranks_that_keep_their_own_rows_do_what_one_does",
             "engine/test_gathered_weights.py::test_gradients_of_steps_in_a_row",
             why="both compare with weights that are not gathered",
         ),
         "test_a_run_of_one_rank_goes_on_with_rows_on_each_of_many": replaced(
-            "train/test_zero_3_runs.py::test_a_run_goes_on_with_more_or_less_shared_out",
+            "train/test_zero_runs.py::test_a_run_goes_on_with_more_shared_out",
             why="that run goes on with more ranks and with fewer",
         ),
     },
@@ -536,6 +568,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "prefix_without_dk",
             "norm_of_own_gradients",
             "positions_from_subsequence",
+            "reductions_reused",
             why="tests of a test: one each of messages, memory, reductions and data",
         ),
         "test_every_number_of_random_trainings": without(

@@ -76,8 +76,9 @@ class ParallelConfig(Section):
     multiplexed: Literal["auto", "on", "off"] = "auto"
     """Multiplexed sequence partitioning: cut the units next to pipeline bubbles once more, over the
     ranks that would idle. auto: where that is faster, with its messages priced."""
-    zero: Literal[0, 1, 3] = 1
-    """Sharded among ranks with the same weights: 0 nothing, 1 optimizer states, 3 weights too."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """Sharded among ranks with the same weights: 0 nothing, 1 optimizer states, 2 gradients too,
+    3 weights too."""
     timeout_s: float = Field(default=600, gt=0, le=LONGEST_TIMEOUT_S)
     """Seconds a rank waits for another before it gives up."""
 

@@ -13,6 +13,7 @@ from sppo.activations.placement import PlacementOf
 from sppo.activations.policy import policy_placement
 from sppo.config.model import ModelConfig
 from sppo.engine.executor import Executor, StepOutput
+from sppo.engine.gradients import GradientProvider, ResidentGradients
 from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.msp.stage import MspMemory, MspStage
 from sppo.engine.pipeline import ALONE, Pipeline
@@ -25,7 +26,7 @@ from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.copy_report import CopyReport, combined
 from sppo.offload.device_stores import ActivationStore, DeviceStore, LifoArenaStore
 from sppo.offload.offload_store import OffloadStore
-from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
+from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
 from sppo.schedule.actions import Action, ActionKind, Schedule
@@ -51,6 +52,8 @@ class EnginePeaks:
     """The part of `activations_bytes` that comes from torch's own allocator."""
     gathered_bytes: int = 0
     """Weights that were gathered for the time they were used."""
+    whole_gradients_bytes: int = 0
+    """Gradients that were whole for the time they were formed and reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +83,6 @@ class StepResult:
         return self.executed.seconds(ActionKind.B, ActionKind.W)
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelContext:
-    """Communication of a rank with others, besides the pipeline.
-
-    Attributes:
-        exchange: with the ranks that have the other tokens of every subsequence; a
-            :class:`MegatronSequenceParallel` where they have other shards of the weights too.
-        reduce: adds up a stage's gradients over the ranks that hold the same stage; called when
-            they are complete here.
-    """
-
-    exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None
-    reduce: Callable[[int], None] | None = None
-
-
 class Engine:
     """Forward and backward of whole sequences, subsequence by subsequence.
 
@@ -102,7 +90,8 @@ class Engine:
         model: the shape.
         weights: all parameters of this rank's stages by global name, in the compute dtype; or what
             gives them.
-        gradients: fp32 (float64) buffers by global name, added to; None evaluates only.
+        gradients: fp32 (float64) buffers by global name, added to, or what gives them; None
+            evaluates only.
         policy: activation policy, see :mod:`sppo.activations.policy`.
         placements: what to retain, offload and recompute instead, by stage: of all stages, for
             every rank must make the same program.
@@ -110,7 +99,8 @@ class Engine:
         offloaded_shards: where those of this rank's MSP shards of each stage go; likewise.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
-        parallel_context: communication with other ranks besides the pipeline.
+        exchange: with the ranks that have the other tokens of every subsequence; a
+            :class:`MegatronSequenceParallel` where they have other shards of the weights too.
         attention_backend: of :func:`sppo.kernels.attention.interface.attention_forward`.
         loss_terms: what training adds to the cross entropy; evaluation adds nothing.
         stopwatch: takes the time of every action; None: the host's clock does.
@@ -123,30 +113,24 @@ class Engine:
         model: ModelConfig,
         *,
         weights: Mapping[str, Tensor] | WeightProvider,
-        gradients: Mapping[str, Tensor] | None,
+        gradients: Mapping[str, Tensor] | GradientProvider | None,
         policy: str = "retain",
         placements: Mapping[int, PlacementOf] | None = None,
         offloaded: Mapping[int, OffloadStore] | None = None,
         offloaded_shards: Mapping[int, OffloadStore] | None = None,
         input_every: int = 1,
         pipeline: Pipeline = ALONE,
-        parallel_context: ParallelContext = ParallelContext(),  # noqa: B008 (frozen)
+        exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
         attention_backend: Backend = "auto",
         loss_terms: LossTerms = CROSS_ENTROPY,
         stopwatch: Stopwatch | None = None,
         debug: bool = False,
     ) -> None:
-        self._pipeline, self._parallel_context = pipeline, parallel_context
+        self._pipeline = pipeline
         self._placements = dict(placements or {})
         self._stopwatch = stopwatch
-        exchange = parallel_context.exchange
         self._shard = (
             SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
-        )
-        sharding = (
-            exchange.sharding
-            if isinstance(exchange, MegatronSequenceParallel)
-            else WeightSharding(model)
         )
         self._offloaded, self._offloaded_shards = (
             dict(offloaded or {}),
@@ -155,6 +139,9 @@ class Engine:
         self._stores: dict[int, ActivationStore] = {}
         self._stages: dict[int, Stage] = {}
         self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
+        self._gradients = (
+            ResidentGradients(gradients) if isinstance(gradients, Mapping) else gradients
+        )
         placement_of = placements or dict.fromkeys(
             range(len(pipeline.all_layers(model.num_layers))), policy_placement(policy)
         )
@@ -164,11 +151,10 @@ class Engine:
             alone = pipeline.num_ranks * pipeline.num_virtual == 1
             stacked = on_cpu and alone and pipeline.schedule == ALONE.schedule
             self._stores[index] = LifoArenaStore(poison=debug) if stacked else DeviceStore()
-            names = sharding.shapes(layers)
             self._stages[index] = Stage(
                 model,
                 weights=self._weights,
-                gradients=None if gradients is None else {n: gradients[n] for n in names},
+                gradients=self._gradients,
                 activations=self._stores[index],
                 placement_of=placement_of[index],
                 offloaded=self._offloaded.get(index),
@@ -190,7 +176,7 @@ class Engine:
                     model,
                     layers=layers,
                     owner=self._stages.get(index),
-                    gradients=gradients,
+                    gradients=self._gradients,
                     activations=self._shard_store,
                     offloaded=self._offloaded_shards.get(index),
                     placement_of=placement_of[index],
@@ -272,6 +258,7 @@ class Engine:
             sum(kv.peak_bytes for kv in caches),
             sum(s.peak_bytes for s in holders if isinstance(s, DeviceStore)),
             self._weights.take_peak_bytes(),
+            0 if self._gradients is None else self._gradients.take_peak_bytes(),
         )
         for store in holders:
             store.peak_bytes = store.device_bytes
@@ -319,7 +306,7 @@ class Engine:
             rank=self._pipeline.rank,
             stages=self._stages,
             p2p=self._pipeline.p2p,
-            reduce=self._parallel_context.reduce,
+            reduce=None if self._gradients is None else self._gradients.reduce,
             msp=self._msp_executor(schedule),
             stopwatch=self._stopwatch,
         )

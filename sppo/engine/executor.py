@@ -45,7 +45,7 @@ class Executor:
         rank: whose program to run.
         stages: this rank's stages by stage index.
         p2p: carries tensors between ranks; None if the program has no messages.
-        reduce: adds up a stage's gradients over the ranks that hold the same stage.
+        reduce: ends the gradients of a stage, which are complete on this rank.
         msp: runs this rank's shards of units; None if no unit is cut.
         stopwatch: takes the time of every action; None: the host's clock does.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
-from sppo.engine.weights import WeightPart, names_by_part
+from sppo.engine.weights import WeightPart, messages_of, names_by_part, room_for_parts
 from sppo.parallel.parameter_all_gather import AllGatherHandle, ParameterAllGather
 
 
@@ -39,9 +39,7 @@ class GatheredWeights:
         self._rows, self._shapes, self._gathers = rows, shapes, gathers
         self._parts = names_by_part(rows)
         self._part_bytes = {part: self._padded_bytes(part) for part in self._parts}
-        self.room_bytes = max(
-            (1 + isinstance(part, int)) * size for part, size in self._part_bytes.items()
-        )
+        self.room_bytes = room_for_parts(self._part_bytes)
         self._visits: Iterator[WeightPart] = iter(())
         self._next: WeightPart | None = None
         self._ahead: list[AllGatherHandle] | None = None
@@ -120,14 +118,8 @@ class GatheredWeights:
         }
 
     def _messages(self, part: WeightPart) -> list[tuple[ParameterAllGather, list[str]]]:
-        """Return the global names of each gather: all of a layer, larger parts one by one."""
-        shared = [name for name in self._parts[part].values() if name in self._gathers]
-        if not isinstance(part, int):
-            return [(self._gathers[name], [name]) for name in shared]
-        messages: dict[ParameterAllGather, list[str]] = {}
-        for name in shared:
-            messages.setdefault(self._gathers[name], []).append(name)
-        return list(messages.items())
+        """Return the global names of each gather of a part."""
+        return messages_of(part, self._parts[part].values(), self._gathers)
 
     def _padded_bytes(self, part: WeightPart) -> int:
         elements = 0

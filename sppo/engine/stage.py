@@ -24,6 +24,7 @@ from sppo.activations.activation_layout import (
 )
 from sppo.activations.placement import PlacementOf, check_whole_classes
 from sppo.config.model import ModelConfig
+from sppo.engine.gradients import GradientProvider, gradients_of
 from sppo.engine.kv_store import KVStore
 from sppo.engine.saved_tensors import SavedTensors
 from sppo.engine.subsequence_attention import KVCacheAttention
@@ -55,7 +56,7 @@ class Stage:
     Args:
         model: the shape.
         weights: gives the parameters of the stage, in the compute dtype.
-        gradients: fp32 (float64) buffers by global name, added to; None for forward only.
+        gradients: gives fp32 (float64) buffers to add gradients to; None for forward only.
         activations: store of saved tensors that stay on the device.
         offloaded: store of those that leave it; None if none does.
         placement_of: gives what is retained, offloaded and recomputed of each subsequence.
@@ -75,7 +76,7 @@ class Stage:
         model: ModelConfig,
         *,
         weights: WeightProvider,
-        gradients: Mapping[str, Tensor] | None,
+        gradients: GradientProvider | None,
         activations: ActivationStore,
         placement_of: PlacementOf,
         offloaded: OffloadStore | None = None,
@@ -110,9 +111,8 @@ class Stage:
             sent=sends_keys,
             poison=debug,
         )
-        self._layer_gradients = {i: _local(gradients or {}, f"layers.{i}.") for i in self._layers}
         self._token_losses: dict[tuple[int, int], Tensor] = {}
-        self._deferred: dict[tuple[int, int], list[DeferredGradients]] = {}
+        self._deferred: dict[tuple[int, int], list[tuple[int, DeferredGradients]]] = {}
 
     @cached_property
     def is_first(self) -> bool:
@@ -262,7 +262,6 @@ class Stage:
         Returns:
             Gradient of the input ``[C, E]``, None on the first stage.
         """
-        assert self._gradients is not None, "a stage without gradient buffers runs forward only"
         if dy_CE is None:
             dy_CE = self.take_loss_gradient(unit)
         dx = dy_CE
@@ -295,19 +294,25 @@ class Stage:
 
     def weight_gradients(self, unit: Unit) -> None:
         """Run the deferred half of a unit's backward; once per unit."""
-        for sink in reversed(self._deferred.pop(unit.key)):
-            sink.add_up()
+        for index, sink in reversed(self._deferred.pop(unit.key)):
+            with gradients_of(self._provided_gradients, index) as totals:
+                sink.add_up(totals)
 
     @contextmanager
     def _sink(self, unit: Unit, index: int, *, deferred: bool) -> Iterator[GradientSink]:
         """Yield the sink of the weight gradients of layer ``index``."""
-        totals = self._layer_gradients[index]
         if not deferred:
-            yield GradientSum(totals)
+            with gradients_of(self._provided_gradients, index) as totals:
+                yield GradientSum(totals)
             return
-        sink = DeferredGradients(totals)
+        sink = DeferredGradients()
         yield sink
-        self._deferred.setdefault(unit.key, []).append(sink)
+        self._deferred.setdefault(unit.key, []).append((index, sink))
+
+    @property
+    def _provided_gradients(self) -> GradientProvider:
+        assert self._gradients is not None, "training needs gradient buffers"
+        return self._gradients
 
     def _recompute_input(
         self,
@@ -356,6 +361,8 @@ class Stage:
         }
         assert not any(leftovers.values()), f"left over after the step: {leftovers}"
         self._weights.assert_idle()
+        if self._gradients is not None:
+            self._gradients.assert_idle()
 
     def abort(self) -> None:
         """Forget all state of a step that failed."""
@@ -364,6 +371,8 @@ class Stage:
         self._token_losses.clear()
         self._deferred.clear()
         self._weights.abort()
+        if self._gradients is not None:
+            self._gradients.abort()
 
     def _retained_bytes(self, unit: Unit) -> int:
         """Bytes that stay in the activation store once ``unit`` ran forward."""
@@ -415,12 +424,12 @@ class Stage:
 
     def embed_backward(self, unit: Unit, dx_CE: Tensor) -> None:
         """Add the embedding's gradient, given that of the first stage's input."""
-        assert self._gradients is not None, "checked by backward"
-        embed = self._gradients["embed.weight"]
-        embed.index_add_(0, unit.tokens_C, dx_CE.to(embed.dtype))
-        if self.model.position == "learned":
-            positions = self._gradients["positions.weight"]
-            positions.index_add_(0, unit.positions_C, dx_CE.to(positions.dtype))
+        with gradients_of(self._provided_gradients, "embedding") as totals:
+            embed = totals["embed.weight"]
+            embed.index_add_(0, unit.tokens_C, dx_CE.to(embed.dtype))
+            if self.model.position == "learned":
+                positions = totals["positions.weight"]
+                positions.index_add_(0, unit.positions_C, dx_CE.to(positions.dtype))
 
     def loss(self, unit: Unit, x_CE: Tensor, loss_scale: float | None) -> None:
         """Form the losses of a unit from the last stage's output, and in training its gradient."""
@@ -436,24 +445,16 @@ class Stage:
         self, unit: Unit, x_CE: Tensor, hidden_CE: Tensor, weights: Weights, loss_scale: float
     ) -> Tensor:
         """Losses ``[C]`` of the normed output; saves the gradient of ``x_CE``."""
-        assert self._gradients is not None, "training needs gradient buffers"
-        losses, dhidden = linear_cross_entropy_with_gradient(
-            hidden_CE,
-            weights[self._head],
-            unit.labels_C,
-            scale=loss_scale,
-            dweight_VE=self._gradients[self._head],
-            terms=self._loss_terms,
-        )
-        sink = GradientSum(self._gradients)
-        dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)
+        with gradients_of(self._provided_gradients, "head") as totals:
+            losses, dhidden = linear_cross_entropy_with_gradient(
+                hidden_CE,
+                weights[self._head],
+                unit.labels_C,
+                scale=loss_scale,
+                dweight_VE=totals[self._head],
+                terms=self._loss_terms,
+            )
+            sink = GradientSum(totals)
+            dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)
         self._saved.retained.save(self._head_key(unit), {"dx": dx})
         return losses
-
-
-def _local(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }

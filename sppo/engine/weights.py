@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 WeightPart = int | Literal["embedding", "head"]
 """A layer by its index in the model; the embedding (and learned positions); the final norm and the
@@ -132,3 +134,31 @@ def names_by_part(names: Iterable[str]) -> dict[WeightPart, dict[str, str]]:
     if "head" in parts and "head.weight" not in parts["head"]:
         parts["head"]["embed.weight"] = "embed.weight"
     return parts
+
+
+def messages_of(
+    part: WeightPart, names: Iterable[str], by_name: Mapping[str, T]
+) -> list[tuple[T, list[str]]]:
+    """Return who carries which parameters of ``part`` at once: all of a layer, others one by one.
+
+    Args:
+        part: which one it is.
+        names: global names of its parameters.
+        by_name: who carries each; parameters without a carrier are left out.
+    """
+    carried = [name for name in names if name in by_name]
+    if not isinstance(part, int):
+        return [(by_name[name], [name]) for name in carried]
+    messages: dict[T, list[str]] = {}
+    for name in carried:
+        messages.setdefault(by_name[name], []).append(name)
+    return list(messages.items())
+
+
+def room_for_parts(part_bytes: Mapping[WeightPart, int]) -> int:
+    """Bytes of two layers, one in use and one on its way, or of the largest part outside of them.
+
+    Args:
+        part_bytes: of each part.
+    """
+    return max((1 + isinstance(part, int)) * size for part, size in part_bytes.items())

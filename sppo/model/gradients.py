@@ -55,31 +55,33 @@ def zero_gradients(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class DeferredGradients:
-    """Adds small gradients at once, and keeps the operands of products until they are wanted.
+    """Keeps gradients and the operands of products until they are wanted.
 
     The weight-gradient half of a backward (zero bubble, Qi et al., 2024): :meth:`linear` keeps its
     operands, which are its own (:class:`GradientSink`), and :meth:`add_up` multiplies them. Saved
     tensors that a store only lends are copied before the layer's backward begins, by
-    :meth:`sppo.engine.saved_tensors.SavedTensors.take_owned`.
-
-    Args:
-        totals: fp32 buffers by local name.
+    :meth:`sppo.engine.saved_tensors.SavedTensors.take_owned`. The small gradients of norms are
+    kept as well, so that all of a layer's are added in one place at one time.
     """
 
-    def __init__(self, totals: Mapping[str, Tensor]) -> None:
-        self._sum = GradientSum(totals)
+    def __init__(self) -> None:
         self._operands: list[tuple[str, Tensor, Tensor]] = []
+        self._finished: list[tuple[str, Tensor]] = []
 
     def linear(self, name: str, *, dy_CO: Tensor, x_CI: Tensor) -> None:
         """Keep both operands of the product until it is wanted."""
         self._operands.append((name, dy_CO, x_CI))
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient to its sum at once."""
-        self._sum.add(name, gradient)
+        """Keep a gradient until the products are made."""
+        self._finished.append((name, gradient))
 
-    def add_up(self) -> None:
-        """The products, in the order in which they would have been added at once."""
+    def add_up(self, totals: Mapping[str, Tensor]) -> None:
+        """Add everything to ``totals``: fp32 buffers by local name."""
+        sink = GradientSum(totals)
+        for name, gradient in self._finished:
+            sink.add(name, gradient)
         for name, dy_CO, x_CI in self._operands:
-            self._sum.linear(name, dy_CO=dy_CO, x_CI=x_CI)
+            sink.linear(name, dy_CO=dy_CO, x_CI=x_CI)
+        self._finished.clear()
         self._operands.clear()

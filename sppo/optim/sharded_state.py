@@ -3,10 +3,11 @@
 A rank computes with the parameters of its stages: whole ones or, with Megatron sequence
 parallelism, its blocks of them (:mod:`sppo.parallel.megatron`). Among ranks that hold the same
 parameters, each updates the rows that :class:`sppo.parallel.data_parallel.GradientReducer` assigns
-to it, so masters and moments exist once. With ZeRO-3 a rank keeps only those rows of the weights
-too and gathers parameters while it computes with them; gradients stay whole until they are
-reduced. Where the vocabulary projection is the embedding, the first and the last stage both hold
-it: their gradients are added up, both update it, and checkpoints take it from the first.
+to it, so masters and moments exist once. From ZeRO-2 on a rank keeps only those rows of the
+gradients too, and reduces them after each use; with ZeRO-3 only those of the weights as well, and
+gathers parameters while it computes with them. Where the vocabulary projection is the embedding,
+the first and the last stage both hold it: their gradients are added up, both update it, and
+checkpoints take it from the first.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.engine.gathered_weights import GatheredWeights
+from sppo.engine.gradients import GradientProvider, ResidentGradients
 from sppo.engine.pipeline import Pipeline
+from sppo.engine.sharded_gradients import ShardedGradients
 from sppo.engine.weights import ResidentWeights, WeightProvider
 from sppo.optim.adamw import MOMENTS, STEP_KEY, global_norm
 from sppo.parallel.data_parallel import GradientReducer, add_up
+from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.megatron import WeightSharding
 from sppo.parallel.mesh import Holders, Mesh
@@ -45,8 +49,8 @@ class ShardedState:
         model: the shape.
         mesh: of all ranks; its shape says whether sequence-parallel groups shard weights.
         pipeline: this rank's place in it.
-        zero: 1 shards the optimizer's state among the ranks that hold the same weights, 3 the
-            weights too, 0 nothing.
+        zero: 1 shards the optimizer's state among the ranks that hold the same weights, 2 the
+            gradients too, 3 the weights too, 0 nothing.
     """
 
     def __init__(self, model: ModelConfig, *, mesh: Mesh, pipeline: Pipeline, zero: int) -> None:
@@ -70,7 +74,7 @@ class ShardedState:
             )
             for holders, group, members in _same_weights(mesh)
         }
-        self._shards_weights = zero >= 3
+        self._shards_gradients, self._shards_weights = zero >= 2, zero >= 3
         ends = mesh.shape.pipeline_parallel > 1 and model.tie_embeddings
         self._is_tied = ends and _TIED in self.shapes
         self._speaks_for_tied = not self._is_tied or mesh.at.pipeline == 0
@@ -108,30 +112,58 @@ class ShardedState:
             return ResidentWeights(weights)
         return GatheredWeights(weights, shapes=self.shapes, gathers=gathers)
 
-    def updated(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows that this rank updates, of what is :meth:`kept`."""
-        if not self._shards_weights:
-            return self.own(weights)
-        return {name: rows for name, rows in weights.items() if rows.shape[0]}
+    @property
+    def gradient_shapes(self) -> dict[str, Shape]:
+        """Shapes of the gradients that this rank keeps during a step, by global name."""
+        if not self._shards_gradients:
+            return dict(self.shapes)
+        rows = {name: self._group(name).own_rows(name) for name in self.shapes}
+        return {
+            name: (rows[name].stop - rows[name].start, *shape[1:])
+            for name, shape in self.shapes.items()
+        }
+
+    def gradient_provider(self, gradients: Mapping[str, Tensor]) -> GradientProvider:
+        """What gives the engine its gradients.
+
+        Reductions after each use have the communicators that otherwise reduce gradients once per
+        step: no rank does both, and nothing else uses them during a step.
+
+        Args:
+            gradients: of :attr:`gradient_shapes`, by global name.
+        """
+        scatters: dict[str, GradientReduceScatter] = {}
+        for holders, communicator, members in _same_weights(self._mesh):
+            if communicator is not None and self._shards_gradients:
+                scatter = GradientReduceScatter(communicator, index=members.index(self._mesh.rank))
+                scatters |= self._held_by(holders, dict.fromkeys(self.shapes, scatter))
+        if scatters:
+            return ShardedGradients(gradients, shapes=self.shapes, scatters=scatters)
+        return ResidentGradients(
+            gradients, reduce=lambda stage: self._begin_reduction(stage, gradients)
+        )
 
     def own(self, tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
         """The rows that this rank updates. Parameters of which it has none are left out.
 
         Args:
-            tensors: what this rank holds of parameters, or their gradients, by global name.
+            tensors: what this rank holds of parameters, or their gradients, by global name: all
+                rows, or only those that it updates.
             copy: where the rows are not all, copy them, so that the others can be forgotten.
         """
         found = {}
         for name, tensor in tensors.items():
-            rows = tensor[self._group(name).own_rows(name)]
+            rows = _rows(tensor, self._group(name).own_rows(name))
+            if not rows.shape[0]:
+                continue
             if rows.shape[0] == tensor.shape[0]:
                 found[name] = tensor
-            elif rows.shape[0]:
+            else:
                 found[name] = rows.clone() if copy else rows
         return found
 
-    def reduce(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
-        """Begin to add up the gradients of a stage, complete on this rank."""
+    def _begin_reduction(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
+        """Begin to add up the gradients of a stage, complete and whole on this rank."""
         for holders, group in self._groups.items():
             group.reduce(gradients, self._held_by(holders, self._by_stage[stage]))
 
@@ -142,7 +174,8 @@ class ShardedState:
         if self._is_tied:
             rows = self._group(_TIED).own_rows(_TIED)
             ends = self._mesh.groups.ends
-            add_up([gradients[_TIED][rows]], ends, what="adding up the embedding's gradients")
+            own = _rows(gradients[_TIED], rows)
+            add_up([own], ends, what="adding up the embedding's gradients")
 
     def gather(self, weights: Mapping[str, Tensor]) -> None:
         """Fetch what other ranks have updated, of what is :meth:`kept`."""
@@ -156,7 +189,7 @@ class ShardedState:
         if not self._mesh.is_distributed:
             return global_norm(gradients)
         counted = [
-            gradient[self._group(name).counted_rows(name)]
+            _rows(gradient, self._group(name).counted_rows(name))
             for name, gradient in gradients.items()
             if name != _TIED or self._speaks_for_tied
         ]
@@ -184,6 +217,11 @@ class ShardedState:
         first, *rest = self.sharding.offsets(name)
         offsets = (first + self._group(name).own_rows(name).start, *rest)
         return StateBlock(tensor, offsets, self._whole_shapes[name])
+
+
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
+    """Return ``rows`` of a parameter, of which ``tensor`` has all rows or just these."""
+    return tensor if tensor.shape[0] == rows.stop - rows.start else tensor[rows]
 
 
 def weight_sharding(model: ModelConfig, mesh: Mesh) -> WeightSharding:

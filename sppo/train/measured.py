@@ -30,6 +30,7 @@ class MeasuredBuckets:
     weights_bytes: int = 0
     """What a rank keeps, and what it puts together for the time it computes with it."""
     gradients_bytes: int = 0
+    """What a rank keeps, and what is whole for the time it is formed and reduced."""
     optimizer_bytes: int = 0
     kv_bytes: int = 0
     activations_bytes: int = 0
@@ -37,6 +38,8 @@ class MeasuredBuckets:
     """Slots that offloaded tensors pass through."""
     kept_weights_bytes: int = 0
     """Bytes of the weights that are on the device all the time."""
+    kept_gradients_bytes: int = 0
+    """Bytes of the gradients that are on the device all the time."""
     working_bytes: int | None = None
     """None where torch's tensors live in the C heap, which does not tell."""
 
@@ -50,7 +53,7 @@ class MeasuredBuckets:
     def count_state(self, state: TrainingState) -> None:
         """Take in what does not change from step to step."""
         self.kept_weights_bytes = self.weights_bytes = _tensor_bytes(state.weights)
-        self.gradients_bytes = _tensor_bytes(state.gradients)
+        self.kept_gradients_bytes = self.gradients_bytes = _tensor_bytes(state.gradients)
         own = {t.untyped_storage().data_ptr() for t in state.weights.values()}
         # Of an optimizer in host memory nothing is on the device.
         place = next(iter(state.weights.values())).device
@@ -62,6 +65,8 @@ class MeasuredBuckets:
         """Take in the peaks of one step."""
         weights = self.kept_weights_bytes + peaks.gathered_bytes
         self.weights_bytes = max(self.weights_bytes, weights)
+        gradients = self.kept_gradients_bytes + peaks.whole_gradients_bytes
+        self.gradients_bytes = max(self.gradients_bytes, gradients)
         self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
         self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sppo.activations.placement import planned_placement
 from sppo.config import RunConfig
 from sppo.cost.parameters import parameter_shapes
-from sppo.engine.engine import Engine, ParallelContext
+from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf import open_hf_weights
@@ -44,7 +44,7 @@ class TrainingState:
     weights: Mapping[str, Tensor]
     """What this rank keeps of its stages' parameters, in the compute dtype."""
     gradients: Mapping[str, Tensor]
-    """fp32 sums over the step."""
+    """fp32 sums over the step: whole, or this rank's rows of them."""
     optimizer: AdamW | HostAdamW
     """Optimizer of the rows that are this rank's to update."""
     engine: Engine
@@ -89,9 +89,9 @@ def build_state(
             masters |= sharded.own({name: master}, copy=True)
     gradients = {
         name: torch.zeros(shape, dtype=torch.float32, device=place)
-        for name, shape in sharded.shapes.items()
+        for name, shape in sharded.gradient_shapes.items()
     }
-    optimizer = build_optimizer(run, sharded.updated(weights), masters=masters or None)
+    optimizer = build_optimizer(run, sharded.own(weights), masters=masters or None)
     stages = pipeline.placement.stages_of(pipeline.rank)
     disk = None if run.activations.disk is None else Path(run.activations.disk)
     stores = {
@@ -105,7 +105,7 @@ def build_state(
     engine = Engine(
         run.model,
         weights=sharded.provider(weights),
-        gradients=gradients,
+        gradients=sharded.gradient_provider(gradients),
         placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
         offloaded={stage: store for stage, store in stores.items() if store is not None},
         offloaded_shards={
@@ -113,10 +113,7 @@ def build_state(
         },
         input_every=run.activations.input_every,
         pipeline=pipeline,
-        parallel_context=ParallelContext(
-            exchange=_exchange(run, mesh),
-            reduce=lambda stage: sharded.reduce(stage, gradients),
-        ),
+        exchange=_exchange(run, mesh),
         loss_terms=loss_terms(run),
         stopwatch=device.stopwatch(),
         debug=run.activations.debug,

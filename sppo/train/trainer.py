@@ -439,7 +439,9 @@ class _Loop:
         if pool is not None:
             outcome.buckets.count_pool(
                 pool,
-                saved_bytes=peaks.pooled_activations_bytes + peaks.gathered_bytes,
+                saved_bytes=peaks.pooled_activations_bytes
+                + peaks.gathered_bytes
+                + peaks.whole_gradients_bytes,
             )
         copies = self._state.engine.take_copies()
         outcome.copies.append(copies)

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sppo.engine.engine import Engine, ParallelContext
+from sppo.engine.engine import Engine
 from sppo.engine.gathered_weights import GatheredWeights
+from sppo.engine.gradients import ResidentGradients
 from sppo.engine.pipeline import Pipeline
+from sppo.engine.sharded_gradients import ShardedGradients
 from sppo.model.gradients import zero_gradients
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.parallel.data_parallel import GradientReducer, add_up
+from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding, tensor_shard
 from sppo.parallel.mesh import Mesh, MeshShape
 from sppo.parallel.msp_exchange import MspLinks
@@ -46,7 +49,7 @@ class Case:
     steps: int = 1
     shared: bool = True
     zero: int = 1
-    """3: every rank keeps its own rows of the weights only."""
+    """2: every rank keeps its own rows of the gradients only; 3: of the weights, too."""
     bucket_bytes: int = 2000
     """Of a reduction: some weights travel together, others alone."""
     sizes: dict[str, Any] = field(default_factory=lambda: {"num_layers": 4})
@@ -118,6 +121,20 @@ def gathered_weights(weights, groups, shares, mesh):
     return GatheredWeights(rows, shapes=shapes, gathers=gathers)
 
 
+def sharded_gradients(weights, groups, shares, mesh):
+    """Zero gradients of the own rows, and what reduces whole ones into them."""
+    scatters = {}
+    for holders, group, members in same_weights(mesh):
+        if group is not None:
+            scatter = GradientReduceScatter(group, index=members.index(mesh.rank))
+            scatters |= {name: scatter for name in weights if shares.holders(name) == holders}
+    rows = zero_gradients(
+        {n: w[groups[shares.holders(n)].own_rows(n)].clone() for n, w in weights.items()}
+    )
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    return rows, ShardedGradients(rows, shapes=shapes, scatters=scatters)
+
+
 def exchange_of(case: Case, model, mesh: Mesh):
     """With the ranks that share this one's tokens."""
     group, rank = mesh.groups.sequence, mesh.at.sequence
@@ -164,7 +181,6 @@ def _steps(rank: int, case: Case):
     of_stage = {s: shares.shapes(ls) for s, ls in pipeline.layers(model.num_layers).items()}
     shapes = {name: shape for part in of_stage.values() for name, shape in part.items()}
     weights = {name: shares.cut(name, everything[name]) for name in shapes}
-    gradients = zero_gradients(weights)
     groups = {
         holders: GradientReducer(
             group,
@@ -176,9 +192,15 @@ def _steps(rank: int, case: Case):
         for holders, group, members in same_weights(mesh)
     }
 
+    gradients = zero_gradients(weights)
+
     def reduce(stage: int) -> None:
         for holders, group in groups.items():
             group.reduce(gradients, [n for n in of_stage[stage] if shares.holders(n) == holders])
+
+    provider = ResidentGradients(gradients, reduce=reduce)
+    if case.zero >= 2:
+        gradients, provider = sharded_gradients(weights, groups, shares, mesh)
 
     def place(name: str) -> tuple[slice, ...]:
         """Of the rows that are this rank's to update, in the whole parameter."""
@@ -193,7 +215,7 @@ def _steps(rank: int, case: Case):
     engine = Engine(
         model,
         weights=gathered_weights(weights, groups, shares, mesh) if case.zero == 3 else weights,
-        gradients=gradients,
+        gradients=provider,
         policy=case.policy,
         placements=case.placement_of and dict.fromkeys(range(num_stages), case.placement_of),
         offloaded={stage: disk_store(case.directory) for stage in of_stage if case.directory},
@@ -204,7 +226,7 @@ def _steps(rank: int, case: Case):
         },
         input_every=case.input_every,
         pipeline=pipeline,
-        parallel_context=ParallelContext(exchange, reduce),
+        exchange=exchange,
         debug=True,
     )
     for step in range(case.steps):
@@ -218,6 +240,8 @@ def _steps(rank: int, case: Case):
         if model.tie_embeddings and case.shape[1] > 1 and "embed.weight" in shapes:
             add_up([gradients["embed.weight"]], mesh.groups.ends, what="tied")
         rows = {name: groups[shares.holders(name)].own_rows(name) for name in shapes}
+        if case.zero >= 2:
+            rows = dict.fromkeys(shapes, slice(None))
         yield (
             float(done.total_loss),
             valid,

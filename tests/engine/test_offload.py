@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.engine.gradients import ResidentGradients
 from sppo.engine.saved_tensors import cut
 from sppo.engine.stage import Stage
 from sppo.engine.unit import units_of
@@ -283,7 +284,7 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
     stage = Stage(
         model,
         weights=ResidentWeights(weights),
-        gradients=gradients,
+        gradients=ResidentGradients(gradients),
         activations=DeviceStore(),
         offloaded=store,
         placement_of=RatioRows(model, ELEMENT, 0.8, last_too=True, alignment=1),

@@ -87,7 +87,7 @@ class _Draw:
             sp=sp,
             sequence_parallel="megatron" if self._splits(shape, sp) and chance(0.5) else "ulysses",
             schedule=pick(_SCHEDULES),
-            zero=pick([0, 1, 1, 3]),
+            zero=pick([0, 1, 1, 2, 3]),
             bucket_bytes=pick([400, 25_000_000]),
             input_every=pick([2, 3]) if chance(0.25) else 1,
             evaluates=chance(0.3),

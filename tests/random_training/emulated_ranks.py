@@ -258,7 +258,8 @@ class Distributed:
         self, output: Tensor, tensor: Tensor, *, group: Group, async_op: bool = False
     ) -> _Work | None:
         assert tensor.numel() == output.numel() * group.size(), "one part for each rank"
-        _poison(output)
+        if not _share_memory(output, tensor):  # in place it has this rank's own until then
+            _poison(output)
         return self._collective(
             "reduce_scatter",
             group,

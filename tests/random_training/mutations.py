@@ -17,11 +17,13 @@ import torch
 from sppo.engine import engine, stage
 from sppo.engine import subsequence_attention as span_attention
 from sppo.engine.saved_tensors import SavedTensors
+from sppo.engine.sharded_gradients import ShardedGradients
 from sppo.model.gradients import DeferredGradients
 from sppo.optim.adamw import AdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel import pipeline_p2p
 from sppo.parallel.data_parallel import GradientReducer
+from sppo.parallel.gradient_reduce_scatter import GradientMessage
 from sppo.parallel.parameter_all_gather import AllGatherHandle
 from tests.random_training.case import Case
 
@@ -101,6 +103,37 @@ def gathers_not_awaited() -> Iterator[None]:
 
     with patch.object(AllGatherHandle, "finish", finish_early):
         yield
+
+
+def reductions_not_awaited() -> Any:
+    """Gradients are added to their shards before they are added up over the ranks."""
+    add_to = GradientMessage.add_to
+
+    def add_early(self: Any, shards: Any) -> None:
+        self._work = _Nothing()
+        add_to(self, shards)
+
+    return patch.object(GradientMessage, "add_to", add_early)
+
+
+def reductions_reused() -> Any:
+    """Whole gradients are written over while they are being reduced."""
+    reduce = GradientMessage.reduce
+
+    def reduce_and_reuse(self: Any) -> None:
+        reduce(self)
+        self._flat_RN.mul_(1.5)
+
+    return patch.object(GradientMessage, "reduce", reduce_and_reuse)
+
+
+def last_reduction_skipped() -> Any:
+    """What a stage formed last in a step never reaches its shard."""
+
+    def reduce(self: Any, stage: int) -> None:
+        self._under_way.clear()
+
+    return patch.object(ShardedGradients, "reduce", reduce)
 
 
 class _Nothing:
@@ -219,6 +252,11 @@ def _lends_gradients(case: Case) -> bool:
     )
 
 
+def _reduces(case: Case, *, after_each_use: bool) -> bool:
+    """Whether ranks add gradients up, after each use (ZeRO-2 and 3) or once per step."""
+    return any((leg.zero >= 2) == after_each_use and leg.dp * leg.sp > 1 for leg in case.legs)
+
+
 MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
     function.__name__: (function, may_show)
     for function, may_show in (
@@ -226,7 +264,10 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
         (lent_saved_tensors, lambda case: any("zb_h1" in leg.schedule for leg in case.legs)),
         (message_not_awaited, lambda case: any(leg.pp > 1 for leg in case.legs)),
         (sent_memory_reused, lambda case: any(leg.pp > 1 for leg in case.legs)),
-        (buckets_not_awaited, lambda case: case.num_ranks > 1),
+        (buckets_not_awaited, lambda case: _reduces(case, after_each_use=False)),
+        (reductions_not_awaited, lambda case: _reduces(case, after_each_use=True)),
+        (reductions_reused, lambda case: _reduces(case, after_each_use=True)),
+        (last_reduction_skipped, lambda case: _reduces(case, after_each_use=True)),
         (gathers_not_awaited, lambda case: any(leg.zero == 3 for leg in case.legs)),
         (positions_from_subsequence, lambda case: any(len(leg.cuts) > 2 for leg in case.legs)),
         (prefix_without_dk, lambda case: any(len(leg.cuts) > 2 for leg in case.legs)),

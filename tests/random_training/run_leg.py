@@ -15,7 +15,7 @@ from sppo.activations.policy import policy_placement
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
-from sppo.engine.engine import Engine, ParallelContext
+from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.model.gradients import zero_gradients
 from sppo.offload.offload_store import OffloadStore
@@ -93,10 +93,10 @@ class _Rank:
             self._weights[name] = shared.kept(name, wide.to(dtype))
             if dtype is torch.bfloat16:
                 masters |= shared.own({name: wide}, copy=True)
-        whole = {n: torch.empty(shape, dtype=dtype) for n, shape in shared.shapes.items()}
-        self._gradients = zero_gradients(whole)
+        kept = {n: torch.empty(shape, dtype=dtype) for n, shape in shared.gradient_shapes.items()}
+        self._gradients = zero_gradients(kept)
         self._optimizer = AdamW(
-            shared.updated(self._weights), config=case.optimizer, masters=masters or None
+            shared.own(self._weights), config=case.optimizer, masters=masters or None
         )
         self._resume(shared, state)
         self._shared = shared
@@ -105,15 +105,13 @@ class _Rank:
         self._engine = Engine(
             model,
             weights=shared.provider(self._weights),
-            gradients=self._gradients,
+            gradients=shared.gradient_provider(self._gradients),
             placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
             offloaded={stage: _store(leg, disk) for stage in stages if leg.tier},
             offloaded_shards={stage: _store(leg, disk) for stage in lent if leg.tier},
             input_every=leg.input_every,
             pipeline=pipeline,
-            parallel_context=ParallelContext(
-                _exchange(leg, model, mesh), lambda stage: shared.reduce(stage, self._gradients)
-            ),
+            exchange=_exchange(leg, model, mesh),
             loss_terms=case.terms,
             debug=leg.debug,
         )

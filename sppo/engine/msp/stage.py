@@ -9,7 +9,7 @@ the first stage's input and collects those of the last stage's output.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from sppo.activations.placement import PlacementOf
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
+from sppo.engine.gradients import GradientProvider, gradients_of
 from sppo.engine.msp.attention import MspAttention, PrefixMeter
 from sppo.engine.msp.shard import MspShard
 from sppo.engine.msp.weights import MspGradients, MspWeights
@@ -48,7 +49,7 @@ class MspStage(Stage):
         model: the shape.
         layers: of the stage.
         owner: the stage itself on the rank that owns it; None on borrowers.
-        gradients: the owner's fp32 sums by global name; None in evaluation.
+        gradients: gives the owner its fp32 sums; None in evaluation.
         activations: where saved tensors of shards wait that stay on this rank's device.
         offloaded: where those wait that leave it; None where none does.
         placement_of: what the plan does with the stage's saved tensors.
@@ -65,7 +66,7 @@ class MspStage(Stage):
         *,
         layers: range,
         owner: Stage | None,
-        gradients: Mapping[str, Tensor] | None,
+        gradients: GradientProvider | None,
         activations: ActivationStore,
         offloaded: OffloadStore | None = None,
         placement_of: PlacementOf,
@@ -193,16 +194,23 @@ class MspStage(Stage):
     @contextmanager
     def _sink(self, unit: Unit, index: int, *, deferred: bool) -> Iterator[GradientSink]:
         """The owner's sums of layer ``index``, where all gradients are once the layer is done."""
-        sink = MspGradients(
-            _shard(unit).exchange,
-            totals=None if self._owner is None else self._layer_gradients[index],
-            members=self._members,
-            shapes=self._shapes,
-            dtype=self._weights.dtype,
-            device=self._weights.device,
-        )
-        yield sink
-        sink.finish()
+        with self._sums(index) as totals:
+            sink = MspGradients(
+                _shard(unit).exchange,
+                totals=totals,
+                members=self._members,
+                shapes=self._shapes,
+                dtype=self._weights.dtype,
+                device=self._weights.device,
+            )
+            yield sink
+            sink.finish()
+
+    def _sums(self, index: int) -> AbstractContextManager[Mapping[str, Tensor] | None]:
+        """Take the owner's sums of layer ``index``; a borrower has none."""
+        if self._owner is None:
+            return nullcontext()
+        return gradients_of(self._provided_gradients, index)
 
 
 def _shard(unit: Unit) -> MspShard:

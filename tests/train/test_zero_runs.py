@@ -1,4 +1,4 @@
-"""Runs whose ranks keep only their own rows of the weights (ZeRO-3): those of one rank."""
+"""Runs whose ranks keep only their own rows of gradients and weights (ZeRO-2 and 3)."""
 
 import pytest
 
@@ -21,14 +21,21 @@ ZERO_3 = {"parallel.zero": 3}
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 2), (2, 2, 2)], ids=str)
-def test_ranks_that_keep_their_own_rows_of_weights_do_what_one_does(ranks, job, shape):
-    run_on(ranks, job, shape, 3, "grid", **ZERO_3)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_ranks_that_keep_their_own_rows_do_what_one_does(ranks, job, shape, zero):
+    run_on(ranks, job, shape, 3, "grid", **{"parallel.zero": zero})
     assert_like_alone(job, "grid")
 
 
-def test_a_run_goes_on_with_more_or_less_shared_out(ranks, job):
+def test_a_run_goes_on_with_more_shared_out(ranks, job):
+    for steps, shape in ((1, (1, 1, 2)), (2, (2, 1, 1)), (3, (2, 2, 1))):
+        run_on(ranks, job, shape, steps, "moving", **{"parallel.zero": steps})
+    assert_like_alone(job, "moving")
+
+
+def test_a_run_goes_on_with_less_shared_out(ranks, job):
     run_on(ranks, job, (2, 2, 1), 1, "moving", **ZERO_3)
-    run_on(ranks, job, (1, 1, 2), 2, "moving", **{"parallel.zero": 1})
+    run_on(ranks, job, (2, 1, 1), 2, "moving", **{"parallel.zero": 2})
     alone(job, overrides((1, 1, 1), 3, **{"train.output": "moving"}))
     assert_like_alone(job, "moving")
 
@@ -47,9 +54,10 @@ def test_a_run_with_rows_on_each_of_many_goes_on_on_one(ranks, job):
     assert_like_alone(job, "moving")
 
 
-def test_rows_of_shared_weights(ranks, job):
+@pytest.mark.parametrize("zero", [2, 3])
+def test_rows_of_shared_weights(ranks, job, zero):
     """Megatron's blocks, of which those that replicas hold are sharded again."""
-    run_on(ranks, job, (2, 1, 4), 3, "grid", **MEGATRON, **ZERO_3)
+    run_on(ranks, job, (2, 1, 4), 3, "grid", **MEGATRON, **{"parallel.zero": zero})
     assert_like_alone(job, "grid")
 
 
@@ -60,6 +68,6 @@ def test_gathering_changes_no_bit(ranks, work, run_file, dtype):
         parallel={"multiplexed": "off"},  # pieces of units are rounded in other places
         train={"steps": 3, "sequences_per_step": 2, "dtype": dtype, "output": "grid"},
     )
-    for zero in (1, 3):
+    for zero in (2, 3):
         run_on(ranks, work, (2, 2, 1), 3, f"zero {zero}", **{"parallel.zero": zero})
-    assert losses(work / "zero 3") == losses(work / "zero 1")
+    assert losses(work / "zero 3") == losses(work / "zero 2")

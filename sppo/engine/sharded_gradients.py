@@ -1,0 +1,121 @@
+"""Gradients whose rows are sharded over ranks, whole only while they are formed.
+
+ZeRO-2 (Rajbhandari et al., 2020). While one layer's gradients are formed, those of the layer before
+are on their way; there are never more than two layers' whole gradients, or the largest part outside
+of the layers. Every rank of the group runs the same program, so all reduce the same parts in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from sppo.engine.weights import WeightPart, messages_of, names_by_part, room_for_parts
+from sppo.parallel.gradient_reduce_scatter import GradientMessage, GradientReduceScatter
+
+
+class ShardedGradients:
+    """A :class:`sppo.engine.gradients.GradientProvider` of gradients that ranks shard.
+
+    Args:
+        shards: this rank's rows of the fp32 sums of every parameter of its stages by global name,
+            added to.
+        shapes: of the whole parameters.
+        scatters: among the ranks over which each is sharded, by global name; the others are whole
+            on this rank.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, Tensor],
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
+        scatters: Mapping[str, GradientReduceScatter],
+    ) -> None:
+        first = next(iter(shards.values()))
+        self._dtype, self._device = first.dtype, first.device
+        self._shards, self._shapes, self._scatters = shards, shapes, scatters
+        self._parts = names_by_part(shards)
+        self._part_bytes = {part: self._padded_bytes(part) for part in self._parts}
+        self.room_bytes = room_for_parts(self._part_bytes)
+        self._taken: dict[str, Tensor] = {}
+        self._taken_part: WeightPart | None = None
+        self._forming: list[GradientMessage] = []
+        self._under_way: list[GradientMessage] = []
+        self._peak_bytes = 0
+
+    def take(self, part: WeightPart) -> Mapping[str, Tensor]:
+        """Return zeros to add the gradients of ``part`` to."""
+        assert self._taken_part is None, f"{part} is taken before {self._taken_part} is released"
+        if _size_bytes(self._under_way) + self._part_bytes[part] > self.room_bytes:
+            self._finish()
+        self._taken_part, names = part, self._parts[part]
+        self._forming = [
+            scatter.zeros(
+                {name: self._shapes[name] for name in message},
+                dtype=self._dtype,
+                device=self._device,
+            )
+            for scatter, message in messages_of(part, names.values(), self._scatters)
+        ]
+        whole: dict[str, Tensor] = {}
+        for forming in self._forming:
+            whole |= forming.whole
+        self._taken = {
+            local: whole[name] if name in whole else self._shards[name]
+            for local, name in names.items()
+        }
+        self._count(_size_bytes(self._under_way) + _size_bytes(self._forming))
+        return self._taken
+
+    def release(self, part: WeightPart) -> None:
+        """Start to reduce the gradients of ``part``, once those before it are here."""
+        assert part == self._taken_part, f"{part} is released, {self._taken_part} was taken"
+        self._finish()
+        self._taken.clear()  # also what the stage still has of it
+        self._taken_part = None
+        self._count(sum(m.size_bytes * (1 + m.is_copied) for m in self._forming))
+        for message in self._forming:
+            message.reduce()
+        self._under_way, self._forming = self._forming, []
+
+    def reduce(self, stage: int) -> None:
+        """Wait until all gradients that were released are in their shards."""
+        self._finish()
+
+    def assert_idle(self) -> None:
+        """Check that all parts were released, and all reductions waited for."""
+        left = {"taken": self._taken_part, "under way": len(self._under_way) or None}
+        assert all(value is None for value in left.values()), f"gradients left over: {left}"
+
+    def abort(self) -> None:
+        """Drop everything that is held or under way."""
+        self._taken.clear()
+        self._taken_part = None
+        self._forming, self._under_way = [], []
+
+    def take_peak_bytes(self) -> int:
+        """Return the most bytes of whole gradients since the last call."""
+        peak, self._peak_bytes = self._peak_bytes, 0
+        return peak
+
+    def _finish(self) -> None:
+        """Wait for the reductions that are under way, and add what they bring."""
+        while self._under_way:
+            self._under_way.pop(0).add_to(self._shards)
+
+    def _padded_bytes(self, part: WeightPart) -> int:
+        messages = messages_of(part, self._parts[part].values(), self._scatters)
+        elements = sum(
+            scatter.padded_elements({name: self._shapes[name] for name in names})
+            for scatter, names in messages
+        )
+        return elements * self._dtype.itemsize
+
+    def _count(self, held_bytes: int) -> None:
+        self._peak_bytes = max(self._peak_bytes, held_bytes)
+
+
+def _size_bytes(messages: list[GradientMessage]) -> int:
+    return sum(message.size_bytes for message in messages)

@@ -1,0 +1,143 @@
+"""Reduce-scatters of gradients, which run behind the compute after their forming (ZeRO-2 and 3).
+
+Gradients are formed in whole buffers, added up over the ranks, and each rank gets its own rows, in
+the place where it formed them. Rows are padded to equal sizes on the way
+(:mod:`sppo.parallel.row_layout`). A parameter that travels alone is sent from where it was formed;
+several are copied into one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sppo.parallel.collectives import reduce_scatter
+from sppo.parallel.data_parallel import rows_of
+from sppo.parallel.failures import peer_errors
+from sppo.parallel.row_layout import PaddedRows, row_layout
+
+
+class GradientReduceScatter:
+    """Adds gradients up among the ranks over which they are sharded.
+
+    Args:
+        group: of these ranks. Nothing else may use it while a reduction is under way.
+        index: this rank's place among them.
+    """
+
+    def __init__(self, group: ProcessGroup, *, index: int) -> None:
+        self.group, self.index, self.count = group, index, group.size()
+
+    def zeros(
+        self, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype, device: torch.device
+    ) -> GradientMessage:
+        """Return whole gradients of zero, which will be reduced in one message.
+
+        Args:
+            shapes: of the whole parameters by name; every rank asks for the same ones in turn.
+            dtype: of the gradients.
+            device: where they are formed.
+        """
+        return GradientMessage(self, shapes, dtype=dtype, device=device)
+
+    def padded_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Elements that gradients of these shapes take on their way."""
+        return self.count * row_layout(shapes, shapes, ranks=self.count)[1]
+
+
+class GradientMessage:
+    """Gradients that are formed whole, then reduced, then added to this rank's rows; once.
+
+    Args:
+        scatter: among which ranks.
+        shapes: of the whole parameters by name.
+        dtype: of the gradients.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        scatter: GradientReduceScatter,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._scatter = scatter
+        self._parts, self._elements = row_layout(shapes, shapes, ranks=scatter.count)
+        self._flat_RN: Tensor | None = None
+        self._work: Any = None
+        self.whole: dict[str, Tensor] = {}
+        """Gradients by name, to add to until :meth:`reduce`."""
+        if self.is_copied:
+            for name, shape in shapes.items():
+                self.whole[name] = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            (part,) = self._parts
+            self._flat_RN = torch.zeros((scatter.count, self._elements), dtype=dtype, device=device)
+            self.whole[part.name] = _whole(self._flat_RN, part)
+        self.size_bytes = scatter.count * self._elements * dtype.itemsize
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether :meth:`reduce` needs as much memory again for a moment."""
+        return len(self._parts) > 1
+
+    def reduce(self) -> None:
+        """Start to add the gradients up; they may not be touched any more."""
+        whole, self.whole = self.whole, {}
+        if self._flat_RN is None:
+            self._flat_RN = self._copied(whole)
+        elif self._parts[0].is_padded(self._scatter.count):
+            _spread(self._flat_RN, self._parts[0])
+        with peer_errors(f"reducing the gradient of {self._parts[0].name}"):
+            self._work = reduce_scatter(
+                self._flat_RN[self._scatter.index],
+                self._flat_RN.view(-1),
+                group=self._scatter.group,
+                async_op=True,
+            )
+
+    def add_to(self, shards: Mapping[str, Tensor]) -> None:
+        """Add this rank's rows of the sums to ``shards``, by name, once they are here."""
+        with peer_errors(f"reducing the gradient of {self._parts[0].name}"):
+            self._work.wait()
+        assert self._flat_RN is not None, "reduce() comes first"
+        for part in self._parts:
+            shards[part.name].add_(part.own(self._flat_RN, self._scatter.index))
+        self._flat_RN = None
+
+    def _copied(self, whole: dict[str, Tensor]) -> Tensor:
+        """Return all gradients as one message, and free each as soon as it is copied."""
+        ranks = self._scatter.count
+        first = next(iter(whole.values()))
+        flat_RN = first.new_empty((ranks, self._elements))
+        for part in self._parts:
+            gradient = whole.pop(part.name)
+            if not part.is_padded(ranks):
+                part.within(flat_RN).copy_(gradient.view(ranks, -1))
+                continue
+            part.within(flat_RN).zero_()
+            for rank in range(ranks):
+                rows = rows_of(part.shape[0], index=rank, count=ranks)
+                part.own(flat_RN, rank).copy_(gradient[rows])
+        return flat_RN
+
+
+def _whole(flat_RN: Tensor, part: PaddedRows) -> Tensor:
+    """The one parameter of a message, in front of all padding."""
+    return flat_RN.view(-1, *part.shape[1:])[: part.shape[0]]
+
+
+def _spread(flat_RN: Tensor, part: PaddedRows) -> None:
+    """Put padding between the rows of ranks: :func:`_whole` becomes what is sent."""
+    ranks = flat_RN.shape[0]
+    whole = _whole(flat_RN, part)
+    for rank in reversed(range(1, ranks)):  # rows move towards the end
+        # A copy in between, for the two places may overlap.
+        own = whole[rows_of(part.shape[0], index=rank, count=ranks)].clone()
+        part.own(flat_RN, rank).copy_(own)
