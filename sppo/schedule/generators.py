@@ -6,8 +6,9 @@ are placed by later passes (`copies`, `communication`), which see the whole sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from sppo.quoting import quoted
 from sppo.schedule import orders
@@ -79,6 +80,24 @@ def generate(
     return _plain(name, request)
 
 
+def rank_orders(
+    name: str, *, num_ranks: int, lengths: Sequence[Sequence[int]]
+) -> Iterator[RankOrder]:
+    """The order of each rank's compute with one stage per rank, where every unit runs whole.
+
+    Args:
+        name: One of `schedule_names()`; of sppo_msp, its order before units are cut.
+        num_ranks: Pipeline ranks.
+        lengths: Tokens of every subsequence of every sequence.
+
+    Raises:
+        ValueError: an unknown name, or a request the schedule cannot serve, with what to change.
+    """
+    request = _checked(name, _Request(num_ranks, 1, tuple(map(tuple, lengths)), 1, False))
+    generator = _GENERATORS["sppo" if name == "sppo_msp" else name]
+    return (generator(request, rank) for rank in range(num_ranks))
+
+
 def _plain(name: str, request: _Request) -> Schedule:
     """Return a schedule in which every unit runs on the rank of its stage."""
     generator = _GENERATORS[name]
@@ -101,20 +120,24 @@ def _program(order: Iterable[tuple[str, Step]], *, stages: Sequence[int]) -> tup
 
 
 def _gpipe(request: _Request, rank: int) -> RankOrder:
-    groups = [request.everything]
-    forward = orders.forward_steps(request.lengths, groups=groups, num_chunks=1)
-    backward = orders.backward_steps(request.lengths, groups=groups, num_chunks=1)
+    forward, backward, _ = _single_chunk(request.lengths)
     return orders.pair_up(forward, backward=backward, warmup=len(forward))
 
 
 def _seq1f1b(request: _Request, rank: int) -> RankOrder:
     """Seq1F1B: `hop` more forwards in flight per rank towards the front (papers/seq1f1b)."""
-    groups = [request.everything]
-    forward = orders.forward_steps(request.lengths, groups=groups, num_chunks=1)
-    backward = orders.backward_steps(request.lengths, groups=groups, num_chunks=1)
-    least = orders.least_warmup(forward, backward=backward)
+    forward, backward, least = _single_chunk(request.lengths)
     warmup = least + request.hop * (request.num_ranks - 1 - rank)
     return orders.pair_up(forward, backward=backward, warmup=warmup)
+
+
+@lru_cache(maxsize=2)
+def _single_chunk(lengths: Lengths) -> tuple[tuple[Step, ...], tuple[Step, ...], int]:
+    """Forward steps, backward steps and least warm-up of a rank with one stage."""
+    groups = [range(len(lengths))]
+    forward = orders.forward_steps(lengths, groups=groups, num_chunks=1)
+    backward = orders.backward_steps(lengths, groups=groups, num_chunks=1)
+    return tuple(forward), tuple(backward), orders.least_warmup(forward, backward=backward)
 
 
 def _sppo(request: _Request, rank: int) -> RankOrder:

@@ -1,0 +1,47 @@
+"""What the simulation of a step comes to, without the times of its actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sppo.schedule.costs import Table
+from sppo.schedule.timeline import Floats, IdleCause, Timeline
+
+IDLE_CAUSES: tuple[IdleCause, ...] = ("bubble", "communication", "copy")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlayedStep:
+    """One simulated step.
+
+    Attributes:
+        step_s: From 0 to the end of the last action of any rank.
+        idle_s: Seconds that each rank's compute waits by cause, [ranks, causes], in the order of
+            `IDLE_CAUSES`.
+        held_bytes: Peak of what each rank holds of saved activations, K/V and their gradients,
+            [ranks].
+    """
+
+    step_s: float
+    idle_s: Table
+    held_bytes: Floats
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of the step: idle time of all ranks, whatever its cause, over all time."""
+        total = len(self.idle_s) * self.step_s
+        return float(self.idle_s.sum()) / total if total else 0.0
+
+    @property
+    def exposed_copy_s(self) -> float:
+        """Waits for copies on the rank that waits longest for them."""
+        return float(self.idle_s[:, IDLE_CAUSES.index("copy")].max())
+
+
+def played_step(timeline: Timeline) -> PlayedStep:
+    """Return what a simulated timeline comes to."""
+    idle = [[track.idle_s(cause) for cause in IDLE_CAUSES] for track in timeline.ranks]
+    held = [track.memory["total"].peak_bytes for track in timeline.ranks]
+    return PlayedStep(timeline.makespan_s, np.array(idle), np.array(held))

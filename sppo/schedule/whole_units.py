@@ -1,0 +1,288 @@
+"""Simulates a step in which every unit runs whole on the rank of its stage, one stage per rank.
+
+What such a program does follows from the order of each rank's compute, so it is played without the
+actions for messages and copies, and without a check: ten times as fast as
+:func:`sppo.schedule.simulate.simulate` plays the program of the same step, with the same result.
+:mod:`sppo.schedule.event_loop` says what waits for what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from sppo.schedule.costs import Costs, Link
+from sppo.schedule.encoding import B, F, W
+from sppo.schedule.generators import RankOrder, rank_orders
+from sppo.schedule.played_step import PlayedStep
+from sppo.schedule.timeline import Floats
+
+_CODES = {"F": F, "B": B, "W": W}
+_UNKNOWN = -1.0
+
+
+def play_whole_units(
+    name: str, *, num_ranks: int, lengths: Sequence[Sequence[int]], costs: Costs
+) -> PlayedStep:
+    """Simulate a step of the schedule `name`.
+
+    Args:
+        name: One of `generators.schedule_names()` that cuts no unit over ranks.
+        num_ranks: Pipeline ranks.
+        lengths: Tokens of every subsequence of every sequence.
+        costs: Of as many stages and units; copies flow layer by layer.
+
+    Raises:
+        ValueError: a schedule that cannot serve the request.
+    """
+    assert costs.layer_copies, "copies of whole units are simulated by schedule.simulate"
+    counts = [len(sequence) for sequence in lengths]
+    offsets = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)
+    inbox = [_Inbox(costs.num_units) for _ in range(num_ranks)]
+    ranks = []
+    for stage, order in enumerate(rank_orders(name, num_ranks=num_ranks, lengths=lengths)):
+        ranks.append(_Rank(stage, _compute(order, offsets.tolist()), costs=costs, inbox=inbox))
+    _play(ranks)
+    step_s = max(rank.last_s for rank in ranks)
+    idle = [[rank.bubble_s + step_s - rank.free_s, rank.message_s, rank.copy_s] for rank in ranks]
+    held = [_held_bytes(rank, costs=costs, offsets=offsets) for rank in ranks]
+    return PlayedStep(step_s, np.array(idle), np.array(held))
+
+
+class _Inbox:
+    """When inputs of each unit of one stage were computed by a neighbour, and when they arrived."""
+
+    def __init__(self, num_units: int) -> None:
+        self.activation_made_s = [_UNKNOWN] * num_units
+        self.activation_arrived_s = [_UNKNOWN] * num_units
+        self.gradient_made_s = [_UNKNOWN] * num_units
+        self.gradient_arrived_s = [_UNKNOWN] * num_units
+
+
+class _Rank:
+    """The clock of one rank; `run` waits, by yielding, for what a neighbour has yet to compute."""
+
+    def __init__(
+        self, stage: int, order: list[tuple[int, int]], *, costs: Costs, inbox: Sequence[_Inbox]
+    ) -> None:
+        self.stage, self.order = stage, order
+        self.inbox = inbox[stage]
+        self.below = inbox[stage - 1] if stage else None
+        self.above = inbox[stage + 1] if stage + 1 < len(inbox) else None
+        self.free_s = self._last_return_s = 0.0
+        self.bubble_s = self.message_s = self.copy_s = 0.0
+        self._load_costs(costs)
+        self._leaving_s = self._returning_s = self._block_out_s = 0.0
+        self._before: tuple[float, float] | None = None
+
+    def _load_costs(self, costs: Costs) -> None:
+        stage = self.stage
+        self.forward_s: list[float] = costs.forward_s[stage].tolist()
+        self.weight_s: list[float] = costs.weight_s[stage].tolist()
+        split = any(code == W for code, _ in self.order)
+        backward = costs.backward_s[stage] + (0.0 if split else costs.weight_s[stage])
+        self.backward_s: list[float] = backward.tolist()
+        self.reduce_s = float(costs.reduce_s[stage])
+        offloaded = costs.offload_bytes[stage]
+        self.leaves: list[bool] = (offloaded > 0).tolist()
+        self.out_s: list[float] = (offloaded / costs.copies.d2h_bytes_per_s).tolist()
+        self.back_s: list[float] = (offloaded / costs.copies.h2d_bytes_per_s).tolist()
+        self.flow = costs.layer_copies[stage]
+        self.down, self.up = (
+            _Wire(costs.links.link(stage, receiver=other), costs=costs)
+            for other in (stage + 1, stage - 1)
+        )
+
+    @property
+    def last_s(self) -> float:
+        """When its last action has ended."""
+        reduced = self.free_s + self.reduce_s
+        arrived = max(self.down.last_s, self.up.last_s)
+        return max(reduced, arrived, self._leaving_s, self._last_return_s)
+
+    def run(self) -> Iterator[None]:
+        """Walk the order of the rank to its end."""
+        returns = self._returns()
+        permitted: dict[int, float] = {}
+        gone: dict[int, float] = {}
+        activations = self.inbox.activation_arrived_s
+        gradients = self.inbox.gradient_arrived_s
+        if self.below is None:
+            activations = [0.0] * len(activations)
+        if self.above is None:
+            gradients = [0.0] * len(gradients)
+        for index, (code, unit) in enumerate(self.order):
+            if index in returns:
+                for back in returns[index]:
+                    permitted[back] = max(gone.pop(back), self.free_s)
+            if code == F:
+                while activations[unit] < 0:
+                    yield
+                self._forward(unit, activations[unit])
+                if self.leaves[unit]:
+                    gone[unit] = self._leaving_s
+            elif code == B:
+                while gradients[unit] < 0:
+                    yield
+                self._backward(unit, gradients[unit], permitted.pop(unit, None))
+            else:
+                self.free_s += self.weight_s[unit]
+
+    def _returns(self) -> dict[int, list[int]]:
+        """Units that may come back from the next tier by the place in the order in front of which.
+
+        The room for a unit is free when the backward two in front of its own has ended.
+        """
+        returns: dict[int, list[int]] = {}
+        forward_at: dict[int, int] = {}
+        backward_at = None
+        for index, (code, unit) in enumerate(self.order):
+            if code == F:
+                forward_at[unit] = index
+            elif code == B:
+                if self.leaves[unit]:
+                    place = index - 1 if backward_at is None else backward_at
+                    returns.setdefault(max(place, forward_at[unit] + 1), []).append(unit)
+                backward_at = index
+        return returns
+
+    def _forward(self, unit: int, arrived: float) -> None:
+        """Run a forward, and send off what it makes and what leaves the device."""
+        seconds = self.forward_s[unit]
+        leaves = self.leaves[unit]
+        start = max(self.free_s, arrived)
+        if leaves:
+            start = max(start, self._room_s(unit, start=start, seconds=seconds))
+        if start > self.free_s:
+            self._wait(start, self.inbox.activation_made_s[unit], arrived)
+        self.free_s = finish = start + seconds
+        if self.above is not None:
+            self.above.activation_made_s[unit] = finish
+            self.above.activation_arrived_s[unit] = self.down.send(unit, ready=finish)
+        if leaves:
+            copy_s, layers = self.out_s[unit], self.flow.layers
+            self._block_out_s = copy_s / layers
+            begin = max(self._leaving_s, finish - seconds * (layers - 1) / layers)
+            self._leaving_s = max(begin + copy_s, finish + self._block_out_s)
+
+    def _room_s(self, unit: int, *, start: float, seconds: float) -> float:
+        """When a forward can start and then never wait for blocks on their way out."""
+        flow, free, before_s = self.flow, self._leaving_s, self._block_out_s
+        layers, layer_s = flow.layers, seconds / flow.layers
+        block_s, within = self.out_s[unit] / layers, min(flow.out, layers)
+        end = max(
+            free - (flow.out - 1) * before_s + (layers - 1) * layer_s,
+            free - (flow.out - within) * before_s + (layers - within) * layer_s,
+        )
+        if flow.out < layers:
+            first = max(free, start + layer_s)
+            end = max(
+                end,
+                first + block_s + (layers - 1 - flow.out) * layer_s,
+                first + (layers - flow.out) * block_s,
+            )
+        return end - seconds
+
+    def _backward(self, unit: int, arrived: float, permitted: float | None) -> None:
+        """Run a backward, behind the copy back of its unit where that may begin at `permitted`."""
+        seconds = self.backward_s[unit]
+        layer_s = seconds / self.flow.layers
+        start = max(self.free_s, arrived)
+        if permitted is not None:
+            start = max(start, permitted)
+            start = self._returned_s(unit, permitted, start=start, layer_s=layer_s)
+        if start > self.free_s:
+            self._wait(start, self.inbox.gradient_made_s[unit], arrived)
+        self.free_s = finish = start + seconds
+        self._before = finish, layer_s
+        if self.below is not None:
+            self.below.gradient_made_s[unit] = finish
+            self.below.gradient_arrived_s[unit] = self.up.send(unit, ready=finish)
+
+    def _returned_s(self, unit: int, permitted: float, *, start: float, layer_s: float) -> float:
+        """When a backward can start and then never wait for blocks on their way back."""
+        flow, copy_s = self.flow, self.back_s[unit]
+        layers, block_s = flow.layers, copy_s / flow.layers
+        first = max(permitted, self._returning_s)
+        if self._before is not None:
+            first = max(first, self._before[0] - flow.back * self._before[1])
+        end = first + copy_s
+        begin = max(start, first + block_s, end - (layers - 1) * layer_s)
+        self._returning_s = end
+        last = begin + max(0, layers - 1 - flow.back) * layer_s + block_s
+        self._last_return_s = max(self._last_return_s, end, last)
+        return begin
+
+    def _wait(self, start: float, made: float, arrived: float) -> None:
+        """Book what compute that begins at `start` waited for."""
+        computed = max(self.free_s, made)
+        delivered = max(computed, arrived)
+        self.bubble_s += computed - self.free_s
+        self.message_s += delivered - computed
+        self.copy_s += start - delivered
+
+
+class _Wire:
+    """One direction of the link between two neighbours; messages pass one behind the other."""
+
+    def __init__(self, link: Link, *, costs: Costs) -> None:
+        self.seconds: list[float] = (costs.message_bytes / link.bytes_per_s).tolist()
+        self.latency_s = link.latency_s
+        self.free_s = self.last_s = 0.0
+
+    def send(self, unit: int, *, ready: float) -> float:
+        """Send what belongs to a unit; return when it arrives."""
+        self.free_s = max(ready, self.free_s) + self.seconds[unit]
+        self.last_s = self.free_s + self.latency_s
+        return self.last_s
+
+
+def _compute(order: RankOrder, offsets: list[int]) -> list[tuple[int, int]]:
+    """Kind and unit, counted through all sequences, of each step of a rank."""
+    return [
+        (_CODES[kind], offsets[sequence] + subsequence)
+        for kind, (_, (sequence, subsequence)) in order
+    ]
+
+
+def _play(ranks: Sequence[_Rank]) -> None:
+    """Resume rank after rank, down the pipeline and up again, until all have ended."""
+    walks = [rank.run() for rank in ranks]
+    going = list(range(len(walks)))
+    while going:
+        going = [place for place in reversed(going) if next(walks[place], _ENDED) is not _ENDED]
+
+
+_ENDED = object()
+
+
+def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int64]) -> float:
+    """Peak of what the units of a rank hold, from the order of its compute alone."""
+    stage = rank.stage
+    codes, units = np.array(rank.order, dtype=np.int64).reshape(-1, 2).T
+    counts = np.diff(np.append(offsets, costs.num_units))
+    is_first, is_last = np.zeros((2, costs.num_units), dtype=bool)
+    is_first[offsets] = is_last[offsets + counts - 1] = True
+
+    def of_sequences(sizes: Floats) -> Floats:
+        whole: Floats = np.repeat(np.add.reduceat(sizes, offsets), counts)
+        return whole
+
+    kv, gradients = (
+        of_sequences(table[stage]) for table in (costs.kv_bytes, costs.kv_gradient_bytes)
+    )
+    kept = costs.activation_bytes[stage] - costs.offload_bytes[stage]
+    operands = costs.operand_bytes[stage] * bool((codes == W).any())
+    taken = np.select(
+        [codes == F, codes == B],
+        [(kept + is_first * kv)[units], (is_last * gradients + operands)[units]],
+        0.0,
+    )
+    released = np.select(
+        [codes == B, codes == W],
+        [(kept + is_first * (kv + gradients))[units], operands[units]],
+        0.0,
+    )
+    held = np.cumsum(taken) - np.cumsum(released) + released
+    return max(0.0, float(held.max(initial=0.0)))

@@ -1,0 +1,77 @@
+"""Steps of whole units, played without their program, beside the simulation of the program."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links
+from sppo.schedule.generators import WHOLE_SEQUENCES
+from sppo.schedule.played_step import played_step
+from sppo.schedule.program import step_program
+from sppo.schedule.simulate import simulate
+from sppo.schedule.whole_units import play_whole_units
+
+SCHEDULES = ("sppo", "seq1f1b", "seq_zb_h1", "gpipe", "1f1b", "zb_h1", "interleaved_seq1f1b")
+
+
+def some_costs(*, stages: int, units: int, copies: float, seed: int) -> Costs:
+    """Unequal units and stages; a fraction `copies` of the units is offloaded in part."""
+    dice = np.random.default_rng(seed)
+
+    def table() -> np.ndarray:
+        return dice.uniform(0.5, 2.0, (stages, units))
+
+    kept = table()
+    between = {(s, s + 1): Link(dice.uniform(0, 0.3), dice.uniform(1, 9)) for s in range(stages)}
+    return Costs(
+        forward_s=table(),
+        backward_s=2 * table(),
+        weight_s=table(),
+        reduce_s=dice.uniform(0, 3, stages),
+        message_bytes=dice.uniform(0.5, 2.0, units),
+        activation_bytes=kept,
+        offload_bytes=kept
+        * dice.uniform(0.2, 1.0, kept.shape)
+        * (dice.random(kept.shape) < copies),
+        operand_bytes=table(),
+        kv_bytes=table(),
+        kv_gradient_bytes=table(),
+        weight_bytes=np.zeros(stages),
+        weight_gradient_bytes=np.zeros(stages),
+        links=Links(Link(dice.uniform(0, 0.3), dice.uniform(1, 9)), between),
+        copies=CopyEngines(dice.uniform(0.2, 3), dice.uniform(0.2, 3)),
+        layer_copies=tuple(
+            LayerCopies(
+                int(dice.integers(1, 6)), int(dice.integers(1, 4)), int(dice.integers(1, 3))
+            )
+            for _ in range(stages)
+        ),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    schedule=st.sampled_from(SCHEDULES),
+    ranks=st.integers(1, 5),
+    counts=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    copies=st.sampled_from([0.0, 0.6, 1.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(schedule="sppo", ranks=4, counts=[6, 6, 6], copies=1.0, seed=1)
+@example(schedule="seq_zb_h1", ranks=3, counts=[5, 2], copies=0.6, seed=2)
+@example(schedule="sppo", ranks=1, counts=[4, 3], copies=1.0, seed=3)
+def test_a_step_is_that_of_its_program(schedule, ranks, counts, copies, seed):
+    whole = schedule in WHOLE_SEQUENCES
+    lengths = [[16] * (1 if whole else count) for count in counts]
+    costs = some_costs(stages=ranks, units=sum(map(len, lengths)), copies=copies, seed=seed)
+    program = step_program(schedule, num_ranks=ranks, lengths=lengths, costs=costs)
+    expected = played_step(simulate(program, costs=costs))
+    found = play_whole_units(schedule, num_ranks=ranks, lengths=lengths, costs=costs)
+    assert found.step_s == pytest.approx(expected.step_s, rel=1e-12)
+    assert found.idle_s == pytest.approx(expected.idle_s, abs=1e-9)
+    assert found.held_bytes == pytest.approx(expected.held_bytes, rel=1e-12)
+    assert found.bubble_fraction == pytest.approx(expected.bubble_fraction, abs=1e-12)
+    assert found.exposed_copy_s == pytest.approx(expected.exposed_copy_s, abs=1e-9)
