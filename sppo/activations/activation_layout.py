@@ -13,7 +13,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from sppo.activations.placement import Rows, SubsequencePlacement
+import numpy as np
+
+from sppo.activations.placement import Counts, Rows, SubsequencePlacement
 from sppo.activations.tensor_classes import (
     ATTENTION,
     CLASSES,
@@ -151,6 +153,22 @@ class BlockLayout:
             for layer in self.layers
         )
 
+    def block_sizes(self, rows: Counts) -> Counts:
+        """Return the size of a layer's block without and with its own input.
+
+        Args:
+            rows: Offloaded rows of each class, of any number of subsequences, [n, 3].
+
+        Returns:
+            [2, n].
+        """
+        sizes = np.zeros((2, len(rows)), dtype=np.int64)
+        for name, index, row_bytes in self._tensors:
+            of_tensor = -(-rows[:, index] * row_bytes // self.shared_by)
+            aligned = _aligned(of_tensor, TENSOR_ALIGNMENT_BYTES)
+            sizes += np.stack([aligned * (name != "x_in"), aligned])
+        return _aligned(sizes, BLOCK_ALIGNMENT_BYTES)
+
     @property
     def most_padding_bytes(self) -> int:
         """Upper bound of the bytes that alignment adds to a block."""
@@ -275,6 +293,11 @@ def packed_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
 def packed_bytes(sizes: Iterable[int]) -> int:
     """Return the size of a block of tensors of these sizes."""
     return aligned_bytes(sum(map(aligned_bytes, sizes)), BLOCK_ALIGNMENT_BYTES)
+
+
+def _aligned(sizes: Counts, alignment: int) -> Counts:
+    """`sizes` rounded up to multiples of `alignment`."""
+    return -(-sizes // alignment) * alignment
 
 
 def aligned_bytes(size: int, alignment: int = TENSOR_ALIGNMENT_BYTES) -> int:

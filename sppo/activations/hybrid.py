@@ -98,6 +98,8 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
 
 def without_waiting(problem: StageProblem) -> StageCounts | None:
     """Placement that recomputes nothing and waits for nothing; None where that does not fit."""
+    if not _has_room(problem):
+        return None
     rows, nothing = _whole(problem), np.zeros((len(problem.tokens), 3), dtype=np.int64)
     if _fits(rows, nothing, problem):
         return rows, nothing, nothing.copy()
@@ -124,6 +126,8 @@ def without_waiting(problem: StageProblem) -> StageCounts | None:
 
 def with_fraction(problem: StageProblem, *, fraction: float) -> StageCounts | None:
     """Offload a fraction, recompute what is then too much; None if it does not fit."""
+    if not _has_room(problem):
+        return None
     wanted = _wanted_bytes(problem, fraction)
     if not _in_tier(wanted, problem):
         return None
@@ -204,6 +208,11 @@ def _offloaded(wanted: Table, problem: StageProblem) -> Counts:
 
 def _in_tier(wanted: Table, problem: StageProblem) -> bool:
     return float(wanted.sum()) * problem.sequences <= max(0.0, problem.tier_bytes - _ROUNDING_BYTES)
+
+
+def _has_room(problem: StageProblem) -> bool:
+    """Whether there is room for anything: most ways to divide devices leave none."""
+    return problem.device_bytes >= _ROUNDING_BYTES
 
 
 def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:

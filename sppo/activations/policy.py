@@ -181,10 +181,10 @@ def _offloaded_bytes(inputs: PolicyInputs, wanted: Table) -> ActivationPlacement
 
 def seconds_added(placement: ActivationPlacement, inputs: PolicyInputs) -> float:
     """What recomputing and waiting for copies adds on the stage with most of it."""
-    fractions = placement.recomputed / inputs.tokens[:, None]
-    recomputed = fractions[:, :, LINEAR] * inputs.linear_recompute_s
-    recomputed = recomputed + fractions[:, :, ATTENTION] * inputs.attention_recompute_s
-    offloaded = (placement.offloaded * inputs.row_bytes[:, None, :]).sum(axis=2)
+    linear, attention = (placement.recomputed[:, :, index] for index in (LINEAR, ATTENTION))
+    recomputed = linear / inputs.tokens * inputs.linear_recompute_s
+    recomputed += attention / inputs.tokens * inputs.attention_recompute_s
+    offloaded = (placement.offloaded @ inputs.row_bytes[:, :, None])[:, :, 0]
     waited = np.maximum(0.0, offloaded - inputs.hidden_bytes)
     if inputs.copy_bytes_per_s > 0:
         recomputed = recomputed + waited / inputs.copy_bytes_per_s

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sppo.activations.activation_layout import SOURCES_HELD, BlockLayout
-from sppo.activations.placement import ActivationPlacement, CopySlots, Rows
+from sppo.activations.placement import ActivationPlacement, CopySlots, Counts
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory import StageMemory, stage_kind, with_activations
@@ -47,20 +47,19 @@ def passes_through_slots(candidate: Candidate) -> bool:
     return hardware.device.kind == "cpu" and hardware.node.host_memory_bytes == 0
 
 
-def stage_blocks(
-    placement: ActivationPlacement, shape: BlockLayout, *, stage: int
-) -> tuple[tuple[int, ...], ...]:
-    """Bytes of the block of every layer of every subsequence."""
-    offloaded = placement.offloaded[stage].tolist()
-    recomputed = placement.recomputed[stage, :, ATTENTION].tolist()
-    sizes: dict[tuple[Rows, bool], tuple[int, ...]] = {}
-    blocks = []
-    for (x_in, attention, linear), attention_recomputed in zip(offloaded, recomputed, strict=True):
-        key = (x_in, attention, linear), attention_recomputed == 0
-        if key not in sizes:
-            sizes[key] = shape.blocks(key[0], attention_saved=key[1])
-        blocks.append(sizes[key])
-    return tuple(blocks)
+def stage_blocks(placement: ActivationPlacement, shape: BlockLayout, *, stage: int) -> Counts:
+    """Bytes of the block of every layer of every subsequence, [subsequences, layers]."""
+    sizes = shape.block_sizes(placement.offloaded[stage])
+    saved = placement.recomputed[stage, :, ATTENTION] == 0
+    own_input = np.array(
+        [
+            [shape.has_own_input(layer, attention_saved=attention) for layer in shape.layers]
+            for attention in (False, True)
+        ]
+    )
+    without, with_input = sizes[:, :, None]
+    blocks: Counts = np.where(own_input[saved.astype(np.int64)], with_input, without)
+    return blocks
 
 
 def slots_on_device(candidate: Candidate, layout: BlockLayout) -> int:
@@ -72,16 +71,19 @@ def slots_on_device(candidate: Candidate, layout: BlockLayout) -> int:
 def copy_slots(candidate: Candidate) -> CopySlots:
     """What slots take, from the rows that are offloaded."""
     workload = candidate.workload
-    shapes = _layouts(candidate)
+    # Nothing here depends on which layers a stage has, only on how many.
+    by_layers = {len(shape.layers): shape for shape in _layouts(candidate)}
+    shapes = [by_layers[len(layers)] for layers in candidate.stages]
     counts = np.array([slots_on_device(candidate, shape) for shape in shapes], dtype=float)
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     classes = classes / workload.sequence_parallel_degree
     longest = max(candidate.lengths)
+    queries = {layers: _queries_bytes(shape, longest) for layers, shape in by_layers.items()}
     return CopySlots(
         row_bytes=counts[:, None] * classes,
         padding_bytes=counts * np.array([shape.most_padding_bytes for shape in shapes]),
         joined_bytes=np.full(len(shapes), longest * float(classes.max())),
-        queries_bytes=np.array([_queries_bytes(shape, longest) for shape in shapes], dtype=float),
+        queries_bytes=np.array([queries[len(shape.layers)] for shape in shapes], dtype=float),
         taken_at_once=np.array(
             [shape.taken_at_once(attention_saved=True) for shape in shapes], dtype=float
         ),
@@ -143,9 +145,9 @@ def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: 
     layout = block_layout(candidate, stage=stage)
     blocks = stage_blocks(placement, layout, stage=stage)
     return _StageRoom(
-        slots_on_device(candidate, layout) * max(max(sizes) for sizes in blocks),
+        slots_on_device(candidate, layout) * int(blocks.max()),
         joined_bytes(placement, layout, stage=stage),
-        sum(map(sum, blocks)),
+        int(blocks.sum()),
     )
 
 
@@ -155,7 +157,7 @@ def staging_bytes(candidate: Candidate, *, placement: ActivationPlacement) -> in
     for stage in range(candidate.pipeline_parallel_degree):
         shape = block_layout(candidate, stage=stage)
         blocks = stage_blocks(placement, shape, stage=stage)
-        most = max(most, shape.staging_slots * max(max(sizes) for sizes in blocks))
+        most = max(most, shape.staging_slots * int(blocks.max()))
     return most
 
 

@@ -166,7 +166,7 @@ def with_activations(
     for stage, state in enumerate(states):
         kind = stage_kind(candidate, placement, stage=stage)
         if kind not in by_kind:
-            runs = _heaviest(unit_runs(candidate, placement, stage=stage))
+            runs = _heaviest_runs(candidate, placement, stage=stage)
             by_kind[kind] = working_bytes(candidate, runs, stage=stage)
         working = by_kind[kind]
         if candidate.is_last_stage(stage):
@@ -260,23 +260,29 @@ def unit_runs(
     )
 
 
-def _heaviest(runs: Iterable[UnitRun]) -> Iterator[UnitRun]:
-    """Yield the runs that none other outweighs.
+def _heaviest_runs(
+    candidate: Candidate, placement: ActivationPlacement, *, stage: int
+) -> Iterator[UnitRun]:
+    """Yield the runs of a stage that none other outweighs.
 
     A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
     that is read at once.
     """
-    best: dict[frozenset[int], dict[int, int]] = {}
-    for run in runs:
-        prefix = min(run.prefix, PREFIX_KEYS)
-        by_prefix = best.setdefault(run.recomputed, {})
-        by_prefix[prefix] = max(by_prefix.get(prefix, 0), run.tokens)
-    for recomputed, by_prefix in best.items():
-        longest = 0
-        for prefix in sorted(by_prefix, reverse=True):
-            if by_prefix[prefix] > longest:
-                longest = by_prefix[prefix]
-                yield UnitRun(recomputed, longest, prefix)
+    lengths = np.array(candidate.lengths, dtype=np.int64)
+    prefixes = np.minimum(np.cumsum(lengths) - lengths, PREFIX_KEYS)
+    recomputes = placement.recomputed[stage] > 0
+    kinds = recomputes @ (1 << np.arange(recomputes.shape[1]))
+    for kind in np.unique(kinds).tolist():
+        which = np.flatnonzero(kinds == kind)[::-1]
+        recomputed = frozenset(np.flatnonzero(recomputes[which[0]]).tolist())
+        behind, longest = prefixes[which], np.maximum.accumulate(lengths[which])
+        # The last of those with the same prefix has seen them all, and all behind a longer one.
+        ends = np.flatnonzero(np.append(behind[1:] != behind[:-1], True))
+        most = 0
+        for tokens, prefix in zip(longest[ends].tolist(), behind[ends].tolist(), strict=True):
+            if tokens > most:
+                most = tokens
+                yield UnitRun(recomputed, tokens, prefix)
 
 
 def _longest(candidate: Candidate) -> int:

@@ -16,7 +16,7 @@ Which units are cut, and who borrows them, is in the program alone, so all this 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -177,7 +177,7 @@ class _Rank:
         """Return the bytes of slots on the device, and those in the tier."""
         own = stage_blocks(
             self._placement, block_layout(self._candidate, stage=self._rank), stage=self._rank
-        )
+        ).tolist()
         copies, tier = self._room_of(self._rank, {unit: own[unit[1]] for unit in self._whole})
         tier *= self._sequences
         for stage in sorted({shard.stage for shard in self._shards.values()}):
@@ -191,7 +191,7 @@ class _Rank:
         return copies, tier
 
     def _room_of(
-        self, stage: int, blocks: Mapping[tuple[int, int], tuple[int, ...]]
+        self, stage: int, blocks: Mapping[tuple[int, int], Sequence[int]]
     ) -> tuple[int, int]:
         """Bytes of slots for blocks of one stage, and of the sequence that has most of them."""
         largest = max((max(sizes) for sizes in blocks.values()), default=0)

@@ -31,6 +31,7 @@ from sppo.cost.layer import (
 from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
 from sppo.cost.sharded_weights import layer_elements
+from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
 
 
@@ -99,10 +100,7 @@ def stage_costs(
         backward_s=units.backward + disturbed_s + recomputed_s,
         weight_s=units.weight,
         reduce_s=seconds.reduce_s + seconds.update_s,
-        message_bytes=lengths
-        * workload.model.hidden_size
-        * workload.element_bytes
-        / workload.sequence_parallel_degree,
+        message_bytes=message_bytes(candidate),
         activation_bytes=retained + offloaded,
         offload_bytes=offloaded,
         operand_bytes=np.tile(weight_operand_bytes(candidate), (1, candidate.sequences)),
@@ -291,6 +289,14 @@ def _parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
 def same_weights_degree(workload: Workload) -> int:
     """Devices of a sequence-parallel group that hold the same weights, and can shard state."""
     return workload.sequence_parallel_degree if workload.sequence_parallel == "ulysses" else 1
+
+
+def message_bytes(candidate: Candidate) -> Floats:
+    """Bytes of one activation or gradient that a device sends to the next stage, [units]."""
+    workload, lengths = candidate.workload, np.array(candidate.lengths * candidate.sequences)
+    row_bytes = workload.model.hidden_size * workload.element_bytes
+    sizes: Floats = lengths * row_bytes / workload.sequence_parallel_degree
+    return sizes
 
 
 def pipeline_links(candidate: Candidate) -> Links:

@@ -18,12 +18,13 @@ slower step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sppo.hardware.rates import Floats
-from sppo.schedule.costs import Costs, Table
+from sppo.schedule.costs import Costs, Link, Links, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +78,47 @@ class StageLinks:
 def step_time(costs: Costs, *, num_sequences: int) -> StepTime:
     """The step of a schedule of the SPPO family, one stage per rank."""
     forward, backward = costs.forward_s, costs.backward_s + costs.weight_s
-    computed = _parts(forward, backward, costs=costs, num_sequences=num_sequences)
-    exposed = 0.0
-    if costs.offload_bytes.any():
-        slowed = _parts(
-            *_beside_copies(forward, backward, costs=costs, num_sequences=num_sequences),
-            costs=costs,
+    wires = _wires(costs.links, message_bytes=costs.message_bytes, num_stages=costs.num_stages)
+
+    def parts(forward: Table, backward: Table) -> tuple[float, float, float]:
+        return _parts(
+            forward,
+            backward,
+            wires=wires,
+            reduce_s=costs.reduce_s,
             num_sequences=num_sequences,
         )
+
+    computed = parts(forward, backward)
+    exposed = 0.0
+    if costs.offload_bytes.any():
+        slowed = parts(*_beside_copies(forward, backward, costs=costs, num_sequences=num_sequences))
         exposed = max(0.0, sum(slowed) - sum(computed))
     return StepTime(*computed, exposed_copy_s=exposed, busy_s=float(forward.sum() + backward.sum()))
+
+
+def least_step_s(
+    forward: Table,
+    backward: Table,
+    *,
+    message_bytes: Floats,
+    links: Links,
+    reduce_s: Floats,
+    num_sequences: int,
+) -> float:
+    """Seconds of a step that retains everything: no activation policy makes for a faster one.
+
+    Args:
+        forward: of each unit on each stage, [stages, units].
+        backward: both halves of the same.
+        message_bytes: between stages, [units].
+        links: between stages.
+        reduce_s: reducing gradients and the update, [stages].
+        num_sequences: of the step.
+    """
+    wires = _wires(links, message_bytes=message_bytes, num_stages=len(forward))
+    parts = _parts(forward, backward, wires=wires, reduce_s=reduce_s, num_sequences=num_sequences)
+    return sum(parts)
 
 
 def flow_ends(seconds: Table, *, links: StageLinks) -> Floats:
@@ -135,15 +167,20 @@ def _beside_copies(
 
 
 def _parts(
-    forward: Table, backward: Table, *, costs: Costs, num_sequences: int
+    forward: Table,
+    backward: Table,
+    *,
+    wires: tuple[StageLinks, StageLinks],
+    reduce_s: Floats,
+    num_sequences: int,
 ) -> tuple[float, float, float]:
     """Forward, backward and update one after the other."""
-    down, up = _links(costs, upwards=False), _links(costs, upwards=True)
+    down, up = wires
     if num_sequences > 1:
-        return _overlapped(forward, backward, down=down, up=up, reduce_s=costs.reduce_s)
+        return _overlapped(forward, backward, down=down, up=up, reduce_s=reduce_s)
     forward_s = float(flow_ends(forward, links=down)[-1])
     ends = flow_ends(backward[::-1, ::-1], links=up.reversed)[::-1]
-    return forward_s, float(ends[0]), float((ends + costs.reduce_s).max() - ends[0])
+    return forward_s, float(ends[0]), float((ends + reduce_s).max() - ends[0])
 
 
 def _overlapped(
@@ -162,14 +199,20 @@ def _overlapped(
     )
 
 
-def _links(costs: Costs, *, upwards: bool) -> StageLinks:
-    """Row s is the link between stages s and s + 1: activations go down, gradients up."""
-    stages = range(costs.num_stages - 1)
-    links = [
-        costs.links.link(s + 1, receiver=s) if upwards else costs.links.link(s, receiver=s + 1)
-        for s in stages
-    ]
-    rates = np.array([link.bytes_per_s for link in links])
-    return StageLinks(
-        costs.message_bytes / rates[:, None], np.array([link.latency_s for link in links])
+def _wires(
+    links: Links, *, message_bytes: Floats, num_stages: int
+) -> tuple[StageLinks, StageLinks]:
+    """Links of activations, which go down, and of gradients, which go up.
+
+    Row s is the link between stages s and s + 1.
+    """
+    pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
+    return (
+        _stage_links([links.link(a, receiver=b) for a, b in pairs], message_bytes),
+        _stage_links([links.link(b, receiver=a) for a, b in pairs], message_bytes),
     )
+
+
+def _stage_links(links: Sequence[Link], message_bytes: Floats) -> StageLinks:
+    rates = np.array([link.bytes_per_s for link in links])
+    return StageLinks(message_bytes / rates[:, None], np.array([link.latency_s for link in links]))

@@ -85,9 +85,11 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> 
     candidate = replace(adaptive.candidate, schedule="sppo_msp")
     evaluated = assess(candidate)
     priced = simulate_candidate(evaluated)
-    cuts = len(priced.timeline.schedule.cuts) if priced.timeline is not None else 0
+    cuts = len(priced.program.cuts) if priced.program is not None else 0
     note = f"{cuts} units cut over idle ranks" if cuts else "on these links no unit pays"
-    free = simulate_candidate(replace(evaluated, costs=_without_links(evaluated.costs)))
+    free = simulate_candidate(
+        replace(evaluated, costs=_without_links(evaluated.costs), program=None)
+    )
     return [
         _row("sppo + MSP", priced, rows, note),
         _row(

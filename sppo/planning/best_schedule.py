@@ -29,7 +29,7 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
     forced = run.parallel.multiplexed == "on"
     if size > _SCHEDULED_UNITS and not forced:
         return best
-    if best.timeline is None:
+    if best.played is None:
         best = simulate_candidate(best)
     if forced:
         return _scheduled(candidate, "sppo_msp") or best

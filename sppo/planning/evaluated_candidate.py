@@ -28,8 +28,9 @@ from sppo.cost.step_time import StepTime, step_time
 from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.choices import Degrees
+from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
-from sppo.schedule.timeline import Timeline
+from sppo.schedule.played_step import PlayedStep
 
 _ATTEMPTS = 3
 """Times that policies decide anew by a worse moment than the one before."""
@@ -72,7 +73,8 @@ class EvaluatedCandidate:
         time: Of a step, in closed form.
         costs: Tables to simulate it with.
         shortfall: Why it does not fit; None where it does.
-        timeline: Its simulation; None where only the closed form was computed.
+        played: Its simulation; None where only the closed form was computed.
+        program: Its program, where that was made: with MSP only it tells what fits.
     """
 
     candidate: Candidate
@@ -81,12 +83,13 @@ class EvaluatedCandidate:
     time: StepTime
     costs: Costs
     shortfall: Shortfall | None
-    timeline: Timeline | None = None
+    played: PlayedStep | None = None
+    program: Schedule | None = None
 
     @property
     def step_s(self) -> float:
         """Seconds of a step: simulated where that was done, else in closed form."""
-        return self.time.step_s if self.timeline is None else self.timeline.makespan_s
+        return self.time.step_s if self.played is None else self.played.step_s
 
     @property
     def degrees(self) -> Degrees:
@@ -135,14 +138,14 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
     spare = 0
     for _ in range(_ATTEMPTS):
         found = _assess_whole(replace(candidate, spare_bytes=spare), seconds=seconds)
+        program = candidate_program(candidate, costs=found.costs)
         memory = with_msp(
-            found.memory,
-            candidate=candidate,
-            placement=found.placement,
-            schedule=candidate_program(candidate, costs=found.costs),
+            found.memory, candidate=candidate, placement=found.placement, schedule=program
         )
         shortfall = _shortfall(candidate, memory)
-        found = replace(found, candidate=candidate, memory=memory, shortfall=shortfall)
+        found = replace(
+            found, candidate=candidate, memory=memory, shortfall=shortfall, program=program
+        )
         if shortfall is None or shortfall.place != "device":
             break
         spare += shortfall.short_bytes * 5 // 4
@@ -192,7 +195,8 @@ def _fastest(
         return with_placement(states, candidate=candidate, placement=placement, units=units)
 
     possible = [*_placements(candidate, inputs)]
-    if candidate.policy == "hybrid" and candidate.offload_ratio is None:
+    chooses = candidate.policy == "hybrid" and candidate.offload_ratio is None
+    if chooses and _leaves_room_beside(candidate, states=states):
         # The room that hybrid decides in allows for the working set of any placement, also one
         # that recomputes. Placements that cost no time are tried with their own.
         free_policies = ["retain"]
@@ -247,6 +251,15 @@ def leaves_room(candidate: Candidate) -> bool:
     states = state_memory(candidate, units=UnitsInFlight(candidate))
     budget = candidate.budget_bytes
     return all(state.device.total_bytes <= budget for state in states)
+
+
+def _leaves_room_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> bool:
+    """Whether what every placement has leaves room for a working set and saved activations."""
+    devices = (state.device for state in states)
+    return all(
+        device.total_bytes - device.working_bytes - device.heap_bytes <= candidate.budget_bytes
+        for device in devices
+    )
 
 
 def _inputs(

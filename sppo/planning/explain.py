@@ -121,14 +121,13 @@ def _summed(passes: Mapping[str, PassParts], *, sequences: int) -> dict[str, flo
 
 def _waits(evaluated: EvaluatedCandidate, *, stage: int, own_s: float) -> dict[str, float]:
     """What a simulation tells of a rank beyond its own compute; in closed form only its copies."""
-    if evaluated.timeline is None:
+    played = evaluated.played
+    if played is None:
         return {"borrowed": 0.0, "communication": 0.0, "copy": evaluated.time.exposed_copy_s}
-    track = evaluated.timeline.ranks[stage]
-    busy_s = evaluated.timeline.makespan_s - track.idle_s()
     return {
-        "borrowed": busy_s - own_s,
-        "communication": track.idle_s("communication"),
-        "copy": track.idle_s("copy"),
+        "borrowed": played.step_s - played.waited_s(stage) - own_s,
+        "communication": played.waited_s(stage, "communication"),
+        "copy": played.waited_s(stage, "copy"),
     }
 
 

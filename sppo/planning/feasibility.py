@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.advice import Advice, advise
+from sppo.planning.candidates import candidate_of_subsequences
 from sppo.planning.choices import degrees_to_try, subsequence_counts_to_try
 from sppo.planning.evaluated_candidate import assess, leaves_room
-from sppo.planning.solver import candidate_of_subsequences, enumerate_candidates
+from sppo.planning.search import CandidateSearch
 from sppo.units import format_duration
 
 _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
@@ -28,8 +29,9 @@ def quick_step_s(run: RunConfig, hardware: HardwareSpec) -> float | None:
     if not fits_at_all(run, hardware):
         return None
     counts = _few(subsequence_counts_to_try(run, hardware=hardware))
-    fitting, _ = enumerate_candidates(run, hardware=hardware, subsequence_counts=counts)
-    return min((evaluated.step_s for evaluated in fitting), default=None)
+    search = CandidateSearch(run, hardware=hardware, subsequence_counts=counts)
+    best = next(search.fastest_first(), None)
+    return None if best is None else best.step_s
 
 
 def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:

@@ -31,11 +31,7 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
     candidate = evaluated.candidate
     hardware = candidate.workload.hardware
     part = planned_part(run)
-    program = (
-        candidate_program(candidate, costs=evaluated.costs)
-        if evaluated.timeline is None
-        else evaluated.timeline.schedule
-    )
+    program = evaluated.program or candidate_program(candidate, costs=evaluated.costs)
     return ExecutionPlan(
         version=PLAN_VERSION,
         made_by=__version__,
@@ -71,11 +67,11 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
     busiest = int(np.argmax((costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)))
     backward = (costs.backward_s + costs.weight_s)[busiest]
     exposed = time.exposed_copy_s
-    if evaluated.timeline is not None:
-        exposed = max(track.idle_s("copy") for track in evaluated.timeline.ranks)
+    if evaluated.played is not None:
+        exposed = evaluated.played.exposed_copy_s
     return Prediction(
         provenance=hardware.provenance,
-        simulated=evaluated.timeline is not None,
+        simulated=evaluated.played is not None,
         step_s=evaluated.step_s,
         forward_s=float(costs.forward_s[busiest].sum()),
         backward_s=float(backward.sum()),
@@ -105,8 +101,8 @@ def offload_ratios(evaluated: EvaluatedCandidate) -> tuple[float, ...]:
 
 
 def _bubble_fraction(evaluated: EvaluatedCandidate) -> float:
-    if evaluated.timeline is not None:
-        return evaluated.timeline.bubble_fraction
+    if evaluated.played is not None:
+        return evaluated.played.bubble_fraction
     time, ranks = evaluated.time, evaluated.candidate.pipeline_parallel_degree
     return max(0.0, 1 - time.busy_s / (ranks * time.step_s))
 
@@ -130,7 +126,7 @@ def _subsequences(evaluated: EvaluatedCandidate, *, stage: int) -> tuple[Subsequ
     """Blocks lie one behind the other: offsets are decided here, not at run time."""
     placement = evaluated.placement
     shape = block_layout(evaluated.candidate, stage=stage)
-    sizes = [sum(blocks) for blocks in stage_blocks(placement, shape, stage=stage)]
+    sizes = stage_blocks(placement, shape, stage=stage).sum(axis=1).tolist()
     offsets = [0, *accumulate(sizes[:-1])]
     retained, offloaded, recomputed = (
         [(int(x), int(a), int(rest)) for x, a, rest in table[stage].tolist()]

@@ -1,4 +1,4 @@
-"""A candidate that fits, and its simulation: when everything happens, and what is held at once."""
+"""A candidate that fits, and its simulation: how long a step takes, and what is held at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 from sppo.cost.memory import MemoryBuckets
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.evaluated_candidate import EvaluatedCandidate
+from sppo.schedule.played_step import played_step
 from sppo.schedule.simulate import simulate
+from sppo.schedule.whole_units import play_whole_units
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
 """Buckets that a simulation follows; the others do not change during a step."""
@@ -15,9 +17,18 @@ _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
 
 def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return the evaluated candidate with its simulated step."""
-    program = candidate_program(evaluated.candidate, costs=evaluated.costs)
-    timeline = simulate(program, costs=evaluated.costs)
-    return replace(evaluated, timeline=timeline)
+    candidate, costs = evaluated.candidate, evaluated.costs
+    if candidate.schedule == "sppo_msp":
+        program = evaluated.program or candidate_program(candidate, costs=costs)
+        timeline = simulate(program, costs=costs)
+        return replace(evaluated, played=played_step(timeline), program=program)
+    played = play_whole_units(
+        candidate.schedule,
+        num_ranks=candidate.pipeline_parallel_degree,
+        lengths=(candidate.lengths,) * candidate.sequences,
+        costs=costs,
+    )
+    return replace(evaluated, played=played)
 
 
 def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | None:
@@ -25,11 +36,11 @@ def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | N
 
     Never above the memory of the evaluated candidate, which adds up the peaks of all buckets.
     """
-    if evaluated.timeline is None:
+    if evaluated.played is None:
         return None
     return tuple(
-        steady_bytes(held.device) + round(track.memory["total"].peak_bytes)
-        for track, held in zip(evaluated.timeline.ranks, evaluated.memory, strict=True)
+        steady_bytes(stage.device) + round(held)
+        for held, stage in zip(evaluated.played.held_bytes.tolist(), evaluated.memory, strict=True)
     )
 
 

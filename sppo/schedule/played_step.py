@@ -34,6 +34,12 @@ class PlayedStep:
         total = len(self.idle_s) * self.step_s
         return float(self.idle_s.sum()) / total if total else 0.0
 
+    def waited_s(self, rank: int, cause: IdleCause | None = None) -> float:
+        """Seconds that a rank is idle, for one cause or for all."""
+        if cause is None:
+            return float(self.idle_s[rank].sum())
+        return float(self.idle_s[rank, IDLE_CAUSES.index(cause)])
+
     @property
     def exposed_copy_s(self) -> float:
         """Waits for copies on the rank that waits longest for them."""

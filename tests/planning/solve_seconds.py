@@ -21,7 +21,7 @@ def main() -> None:
         found = "nothing fits"
         if best is not None:
             num_subsequences = len(best.candidate.lengths)
-            how = "closed form" if best.timeline is None else "simulated"
+            how = "closed form" if best.played is None else "simulated"
             found = f"{best.degrees}, N {num_subsequences}, {best.step_s:.1f} s a step ({how})"
         print(f"{model} {length} on {8 * nodes}: {seconds:.2f} s to {found}")
 

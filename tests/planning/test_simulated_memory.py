@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.units_in_flight import OVERLAPPING, UnitsInFlight
+from sppo.planning.candidate_program import candidate_program
+from sppo.planning.candidates import candidate_of_subsequences
 from sppo.planning.choices import Degrees
 from sppo.planning.evaluated_candidate import assess
 from sppo.planning.simulated_candidate import simulate_candidate, simulated_device_bytes
-from sppo.planning.solver import candidate_of_subsequences
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import WHOLE_SEQUENCES, generate
 from sppo.schedule.in_flight import sequences_in_flight
+from sppo.schedule.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
 
@@ -68,8 +70,10 @@ def test_a_simulation_never_holds_more_than_the_plan_says(candidate: Candidate):
 @settings(deadline=None, max_examples=20)
 @given(candidates(schedules=ONE_BUCKET_ONLY, policies=("retain",)))
 def test_what_retains_everything_holds_exactly_what_the_plan_says(candidate: Candidate):
-    evaluated = simulate_candidate(assess(candidate))
-    for track, stage in zip(evaluated.timeline.ranks, evaluated.memory, strict=True):
+    evaluated = assess(candidate)
+    program = candidate_program(candidate, costs=evaluated.costs)
+    timeline = simulate(program, costs=evaluated.costs)
+    for track, stage in zip(timeline.ranks, evaluated.memory, strict=True):
         held = {name: track.memory[name].peak_bytes for name in ("activations", "kv")}
         assert held["activations"] == pytest.approx(stage.device.activations_bytes, abs=8)
         assert held["kv"] == pytest.approx(stage.device.kv_bytes, abs=8)

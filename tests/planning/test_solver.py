@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.hardware.file import hardware_for
+from sppo.planning.candidates import candidate_of_subsequences
 from sppo.planning.choices import Degrees
 from sppo.planning.evaluated_candidate import assess
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import plan_json
+from sppo.planning.search import CandidateSearch
 from sppo.planning.simulated_candidate import simulate_candidate
-from sppo.planning.solver import candidate_of_subsequences, enumerate_candidates, solve
+from sppo.planning.solver import solve
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config, solved
 
@@ -99,7 +101,7 @@ def test_time_over_the_number_of_pieces_is_u_shaped(length):
 def test_few_pieces_leave_bubbles():
     """(p - 1) / N of the paper: 3 / 8 of the work for four stages and eight pieces."""
     few = with_subsequences(answer().best, 8)
-    bubble = few.timeline.bubble_fraction
+    bubble = few.played.bubble_fraction
     assert bubble / (1 - bubble) == pytest.approx(3 / 8, rel=0.15)
 
 
@@ -190,7 +192,7 @@ def test_a_better_machine_is_never_slower(asked, what, factor):
     """By construction: the choices are the same everywhere, only what fits and its time differ."""
     run, hardware = asked
     before, after = (
-        min((o.step_s for o in enumerate_candidates(run, hardware=each)[0]), default=None)
+        min((o.step_s for o in CandidateSearch(run, hardware=each).fastest_first()), default=None)
         for each in (hardware, better(hardware, what=what, factor=factor))
     )
     assert before is None or after <= before * (1 + 1e-6)
@@ -217,7 +219,7 @@ def test_the_same_request_has_the_same_answer():
 def test_what_wins_was_simulated_and_the_closed_form_said_so():
     for length in ("512Ki", "1Mi"):
         solution = answer(length=length)
-        assert solution.best.timeline is not None
+        assert solution.best.played is not None
         for evaluated in (solution.best, *solution.runners_up):
             if evaluated.candidate.schedule == "sppo":
                 assert evaluated.step_s == pytest.approx(evaluated.time.step_s, rel=1e-9)
@@ -227,8 +229,8 @@ def test_several_sequences_are_simulated_until_none_can_be_faster():
     run = request("llama-3.2-1b", length="128Ki", nodes=1, train={"sequences_per_step": 4})
     solution = solved(run)
     assert_sound(solution)
-    assert solution.best.timeline is not None
-    others = [replace(evaluated, timeline=None) for evaluated in solution.runners_up]
+    assert solution.best.played is not None
+    others = [replace(evaluated, played=None) for evaluated in solution.runners_up]
     assert all(solution.best.step_s <= evaluated.step_s * SEVERAL for evaluated in others)
 
 

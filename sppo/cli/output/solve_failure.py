@@ -14,8 +14,10 @@ from sppo.cli.run_hardware import hardware_line
 from sppo.cost.memory import MemoryBuckets
 from sppo.cost.memory_plot import BUCKETS, bucket_text
 from sppo.planning.advice import Advice
+from sppo.planning.candidates import candidate_of_subsequences
 from sppo.planning.evaluated_candidate import assess
-from sppo.planning.solver import Rejection, Solution, candidate_of_subsequences
+from sppo.planning.search import Rejection
+from sppo.planning.solver import Solution
 from sppo.units import format_bytes
 
 _SHOWN_BUCKETS = 5

@@ -15,8 +15,9 @@ from sppo.planning.advice import Advice
 from sppo.planning.choices import Degrees
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall
 from sppo.planning.make_plan import predict
+from sppo.planning.search import Rejection
 from sppo.planning.simulated_candidate import simulated_device_bytes
-from sppo.planning.solver import Rejection, Solution
+from sppo.planning.solver import Solution
 
 if TYPE_CHECKING:
     from sppo.planning.ablation import AblationRow
@@ -45,7 +46,7 @@ def solution_report(
                 "num_subsequences": len(evaluated.candidate.lengths),
                 "step_s": evaluated.step_s,
                 "policy": evaluated.effective_policy,
-                "simulated": evaluated.timeline is not None,
+                "simulated": evaluated.played is not None,
             }
             for evaluated in solution.by_num_subsequences
         ],

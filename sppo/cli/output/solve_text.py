@@ -14,7 +14,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.planning.choices import Degrees
 from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.plan import Prediction
-from sppo.planning.solver import Rejection
+from sppo.planning.search import Rejection
 from sppo.units import format_bytes
 
 _SHOWN_RATIOS = 10

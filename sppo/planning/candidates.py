@@ -1,0 +1,59 @@
+"""Candidates that a run file allows: its degrees and cuts as asked for, the rest as it says."""
+
+from __future__ import annotations
+
+from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
+from sppo.hardware.description import HardwareSpec
+from sppo.planning.choices import Degrees, cut_sequence, machine_asked_for
+
+
+def candidate_of_subsequences(
+    run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, num_subsequences: int
+) -> Candidate:
+    """The run with these degrees and so many subsequences."""
+    workload = workload_of(run, hardware=hardware, degrees=degrees)
+    lengths = cut_sequence(
+        run,
+        num_subsequences=num_subsequences,
+        workload=workload,
+        num_stages=degrees.pipeline_parallel,
+    )
+    return candidate_of(run, workload, degrees, lengths=lengths)
+
+
+def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> Workload:
+    """What a device computes, with the tiers behind it that the run allows."""
+    return Workload(
+        run.model,
+        machine_asked_for(run, hardware=hardware),
+        dtype=run.train.dtype,
+        sequence_parallel_degree=degrees.sequence_parallel,
+        sequence_parallel=run.parallel.sequence_parallel,
+    )
+
+
+def candidate_of(
+    run: RunConfig, workload: Workload, degrees: Degrees, *, lengths: tuple[int, ...]
+) -> Candidate:
+    """The run with these degrees and cuts, everything else as it asks."""
+    schedule, policy = run.parallel.schedule, run.activations.policy
+    ratio = run.activations.offload_ratio
+    return Candidate(
+        workload,
+        lengths,
+        sequences=run.train.sequences_per_step // degrees.data_parallel,
+        pipeline_parallel_degree=degrees.pipeline_parallel,
+        data_parallel_degree=degrees.data_parallel,
+        schedule="sppo" if schedule == "auto" else schedule,
+        policy="hybrid" if policy == "auto" else policy,
+        offload_ratio=None if ratio == "auto" else ratio,
+        zero=run.parallel.zero,
+        # A CPU's host memory is the device's: there is nowhere to go.
+        offload_optimizer=run.optimizer.offload and workload.hardware.device.kind != "cpu",
+        input_every=run.activations.input_every,
+        background_saves=run.checkpoint.async_save,
+        # Where weights are sharded, tensors are recomputed whole or not at all.
+        allow_partial=workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1,
+    )

@@ -1,0 +1,225 @@
+"""Search for the fastest candidates of a request: which to price, and which never to look at.
+
+Branch and bound, best first. Retaining everything bounds the time of every policy from below. Ways
+to divide the devices are looked at in the order of that bound, and so are the numbers of
+subsequences of each, so whoever takes the first few candidates pays for little more than these.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from sppo.config.run import RunConfig
+from sppo.cost.candidate import Candidate
+from sppo.cost.stage_cost import message_bytes, pipeline_links, stage_seconds
+from sppo.cost.step_time import least_step_s
+from sppo.hardware.description import HardwareSpec
+from sppo.planning.advice import explain
+from sppo.planning.candidates import candidate_of_subsequences
+from sppo.planning.choices import Degrees, degrees_to_try, subsequence_counts_to_try
+from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall, assess, leaves_room
+
+Rank = tuple[float, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Degrees that do not fit or cannot work.
+
+    Attributes:
+        degrees: Which.
+        num_subsequences: N that came nearest to fitting; None where it does not depend on N.
+        policy: Activation policy that came nearest.
+        reason: Text that says why.
+        shortfall: Where memory is short.
+    """
+
+    degrees: Degrees
+    reason: str
+    num_subsequences: int | None = None
+    policy: str | None = None
+    shortfall: Shortfall | None = None
+
+
+class CandidateSearch:
+    """Candidates of a request on a machine, by time.
+
+    Args:
+        run: The request.
+        hardware: The machine.
+        subsequence_counts: Values of N to try; those worth trying if not given.
+
+    Raises:
+        ValueError: degrees in the run that need more devices than there are.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        hardware: HardwareSpec,
+        subsequence_counts: Sequence[int] | None = None,
+    ) -> None:
+        possible, self._refused = degrees_to_try(run, hardware=hardware)
+        counts = subsequence_counts or subsequence_counts_to_try(run, hardware=hardware)
+        self._ways = {
+            degrees: _Way(run, hardware=hardware, degrees=degrees, counts=counts)
+            for degrees in possible
+        }
+
+    def fastest_first(self) -> Iterator[EvaluatedCandidate]:
+        """Yield the best candidate that fits of every way to divide the devices, fastest first."""
+        heap: list[tuple[Rank, int, _Way, EvaluatedCandidate | None]] = [
+            ((_rounded(way.bound_s), 0, 0, 0), place, way, None)
+            for place, way in enumerate(self._ways.values())
+            if way.leaves_room
+        ]
+        heapq.heapify(heap)
+        while heap:
+            _, place, way, found = heapq.heappop(heap)
+            if found is not None:
+                yield found
+            elif way.best.shortfall is None:
+                heapq.heappush(heap, (rank_of(way.best), place, way, way.best))
+
+    def by_num_subsequences(self, degrees: Degrees) -> tuple[EvaluatedCandidate, ...]:
+        """Candidates with these degrees and every N that fits, by N."""
+        found = self._ways[degrees].every_candidate()
+        return tuple(evaluated for evaluated in found if evaluated.shortfall is None)
+
+    def rejections(self) -> tuple[Rejection, ...]:
+        """Return the ways to divide the devices that do not fit or cannot work."""
+        refused = [Rejection(refusal.degrees, refusal.reason) for refusal in self._refused]
+        nearest = [way.best for way in self._ways.values() if not way.fits]
+        return (*refused, *map(_rejection, nearest))
+
+
+def rank_of(evaluated: EvaluatedCandidate) -> Rank:
+    """Faster first; of equals the one with fewer devices, fewer stages, fewer subsequences."""
+    degrees = evaluated.degrees
+    return (
+        _rounded(evaluated.step_s),
+        degrees.num_devices,
+        degrees.pipeline_parallel,
+        len(evaluated.candidate.lengths),
+    )
+
+
+class _Way:
+    """One way to divide the devices, with every number of subsequences worth trying."""
+
+    def __init__(
+        self, run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, counts: Sequence[int]
+    ) -> None:
+        self._run, self._hardware = run, hardware
+        self._degrees, self._counts = degrees, counts
+        self._assessed: dict[int, EvaluatedCandidate] = {}
+
+    @cached_property
+    def leaves_room(self) -> bool:
+        """Whether it may fit: without saved activations memory only shrinks with N."""
+        return leaves_room(self._candidate(self._counts[-1]))
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds that none of its candidates is faster than."""
+        return self._bounds[0][0]
+
+    @cached_property
+    def best(self) -> EvaluatedCandidate:
+        """The fastest that fits; the one short of least if none does."""
+        if not self.leaves_room:
+            return self._assess(self._counts[-1])
+        best = nearest = None
+        for bound_s, num_subsequences in self._bounds:
+            if best is not None and bound_s > best.time.step_s:
+                break
+            if best is not None and self._is_slower_cut(num_subsequences, than=best):
+                continue
+            evaluated = self._assess(num_subsequences)
+            if evaluated.shortfall is None:
+                best = min(best or evaluated, evaluated, key=rank_of)
+            else:
+                nearest = min(nearest or evaluated, evaluated, key=_short)
+        chosen = best or nearest
+        assert chosen is not None, "there is at least one number of subsequences to try"
+        return chosen
+
+    @property
+    def fits(self) -> bool:
+        """Whether any of its candidates fits; the last is the likeliest to."""
+        if not self.leaves_room:
+            return False
+        if "best" in self.__dict__ or self._assess(self._counts[-1]).shortfall is not None:
+            return self.best.shortfall is None
+        return True
+
+    def _is_slower_cut(self, num_subsequences: int, *, than: EvaluatedCandidate) -> bool:
+        """Whether a candidate whose program cuts units (MSP) is slower: that takes long to make.
+
+        The closed form of its time is that of whole units, with the memory that shards leave.
+        """
+        candidate = self._candidate(num_subsequences)
+        if candidate.schedule != "sppo_msp":
+            return False
+        whole = assess(replace(candidate, schedule="sppo"))
+        return whole.shortfall is None and whole.time.step_s > than.time.step_s
+
+    def every_candidate(self) -> list[EvaluatedCandidate]:
+        """All candidates, by N."""
+        return [self._assess(num_subsequences) for num_subsequences in self._counts]
+
+    @cached_property
+    def _bounds(self) -> list[tuple[float, int]]:
+        """Seconds that no policy is faster than, and N; the least first."""
+        bounds = []
+        for num_subsequences in self._counts:
+            candidate = self._candidate(num_subsequences)
+            seconds = stage_seconds(candidate)
+            bound_s = least_step_s(
+                seconds.units.forward,
+                seconds.units.backward + seconds.units.weight,
+                message_bytes=message_bytes(candidate),
+                links=pipeline_links(candidate),
+                reduce_s=seconds.reduce_s + seconds.update_s,
+                num_sequences=candidate.sequences,
+            )
+            bounds.append((bound_s, num_subsequences))
+        return sorted(bounds)
+
+    def _assess(self, num_subsequences: int) -> EvaluatedCandidate:
+        if num_subsequences not in self._assessed:
+            self._assessed[num_subsequences] = assess(self._candidate(num_subsequences))
+        return self._assessed[num_subsequences]
+
+    def _candidate(self, num_subsequences: int) -> Candidate:
+        return candidate_of_subsequences(
+            self._run,
+            hardware=self._hardware,
+            degrees=self._degrees,
+            num_subsequences=num_subsequences,
+        )
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.9g}")
+
+
+def _short(evaluated: EvaluatedCandidate) -> int:
+    assert evaluated.shortfall is not None, "only asked of what does not fit"
+    return evaluated.shortfall.short_bytes
+
+
+def _rejection(nearest: EvaluatedCandidate) -> Rejection:
+    assert nearest.shortfall is not None, "only made of what does not fit"
+    candidate = nearest.candidate
+    return Rejection(
+        nearest.degrees,
+        explain(nearest.shortfall),
+        num_subsequences=len(candidate.lengths),
+        policy=candidate.policy,
+        shortfall=nearest.shortfall,
+    )
