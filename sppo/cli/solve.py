@@ -92,10 +92,13 @@ def _print_solution(
     as_json: bool,
 ) -> None:
     """One JSON object, or tables for people."""
+    from sppo.planning.improvements import improvements
+
+    paying = improvements(solution)
     if as_json:
         from sppo.cli.output.solve_json import solution_report
 
-        report = solution_report(solution, ablation=rows, output=output)
+        report = solution_report(solution, paying=paying, ablation=rows, output=output)
         if explain:
             from sppo.cli.output.explain_table import explanation_report
 
@@ -108,7 +111,7 @@ def _print_solution(
     from sppo.cli.output.solve_tables import print_ablation, print_solution
 
     console = Console()
-    print_solution(solution, console=console)
+    print_solution(solution, paying=paying, console=console)
     if rows:
         print_ablation(rows, console=console)
     if explain:
@@ -124,7 +127,7 @@ def _best(solution: Solution) -> EvaluatedCandidate:
 
 def _print_failure(solution: Solution, *, as_json: bool) -> None:
     """What is short and what would fit: JSON on stdout, or a screen on stderr."""
-    from sppo.planning.feasibility import what_would_fit
+    from sppo.planning.advice import what_would_fit
 
     changes = what_would_fit(solution.run, hardware=solution.hardware)
     if as_json:

@@ -1,24 +1,26 @@
 """What to change where nothing fits: as text, with numbers, from trying it.
 
-Each change is tried by asking the solver's closed forms again: a shorter sequence, more nodes, a
-larger or another tier, another activation policy with what it costs.
+Each change is tried by asking the solver's closed forms again: fewer conditions, another activation
+policy, optimizer states in host memory, a larger tier, a shorter sequence, more nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.evaluated_candidate import Shortfall
-from sppo.units import KIB, format_bytes, format_duration, format_tokens
+from sppo.planning.estimate import model_counts
+from sppo.planning.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.feasibility import fits_at_all, longest_sequence, quick_best
+from sppo.units import format_bytes, format_duration, format_tokens
 
 _MOST_NODES = 1024
 _TIB = 1 << 40
-
-Fits = Callable[[RunConfig, HardwareSpec], float | None]
-"""Seconds of the best step, None where nothing fits."""
+_DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
+_CUTS = ("num_subsequences", "boundaries")
+_OFFLOAD = "optimizer.offload=true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,99 +30,166 @@ class Advice:
     Attributes:
         change: What to write instead.
         effect: What comes of it.
+        step_s: Seconds of a step then, in closed form; None for another request.
+        node_host_bytes: Host memory that the devices of a node take then.
     """
 
     change: str
     effect: str
+    step_s: float | None = None
+    node_host_bytes: int | None = None
 
 
-def explain(shortfall: Shortfall) -> str:
-    """Why something does not fit, in one line."""
-    return (
-        f"stage {shortfall.stage} needs {format_bytes(shortfall.needed_bytes)} of "
-        f"{shortfall.place} memory and {format_bytes(shortfall.available_bytes)} are there: short "
-        f"by {format_bytes(shortfall.short_bytes)}; most of it is "
-        f"{shortfall.bucket.replace('_', ' ')} ({format_bytes(shortfall.bucket_bytes)})"
-    )
-
-
-def advise(run: RunConfig, *, hardware: HardwareSpec, fits: Fits) -> tuple[Advice, ...]:
-    """The nearest changes that make `run` fit on `hardware`, easiest first.
+def what_would_fit(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Advice, ...]:
+    """The nearest changes that make a request feasible, easiest first.
 
     Args:
         run: a request that does not fit.
         hardware: the machine it does not fit on.
-        fits: the solver's closed forms.
     """
-    return tuple(_advice(run, hardware, fits))
+    return (
+        *_fewer_conditions(run, hardware),
+        *_other_policies(run, hardware),
+        *_tiers(run, hardware),
+        *_shorter(run, hardware),
+        *_more_nodes(run, hardware),
+    )
 
 
-def _advice(run: RunConfig, hardware: HardwareSpec, fits: Fits) -> Iterator[Advice]:
-    yield from _other_policies(run, hardware, fits)
-    yield from _tiers(run, hardware, fits)
-    length = _longest_length(run, hardware, fits)
-    if length is not None:
-        yield Advice(f"sequence.length={format_tokens(length)}", "the longest that fits here")
-    nodes = _fewest_nodes(run, hardware, fits)
-    if nodes is not None:
-        step = fits(run, replace(hardware, num_nodes=nodes))
-        assert step is not None, "just found to fit"
-        devices = nodes * hardware.node.num_devices
-        yield Advice(
-            f"hardware.nodes={nodes}", f"{devices} devices, {format_duration(step)} a step"
-        )
+def too_long_for(run: RunConfig, *, hardware: HardwareSpec) -> str | None:
+    """Say so if K and V alone take more than all devices have; None if they do not.
+
+    They stay on the devices, those of all layers, with their gradients, whatever else is chosen.
+    """
+    counts = model_counts(run)
+    needed = counts.kv_bytes + counts.kv_gradients_bytes
+    there = hardware.num_devices * hardware.device.usable_bytes
+    if needed <= there:
+        return None
+    return (
+        f"K and V of all layers stay on the devices, with gradients in fp32: "
+        f"{format_bytes(needed)} for one sequence, and {hardware.num_devices} devices have "
+        f"{format_bytes(there)} together; no cuts, degrees or policy change that"
+    )
 
 
-def _other_policies(run: RunConfig, hardware: HardwareSpec, fits: Fits) -> Iterator[Advice]:
-    if run.activations.policy in ("auto", "hybrid"):
-        return
-    for policy in ("hybrid", "keep_attention", "recompute"):
-        changed = _with_activations(run, policy=policy, offload_ratio="auto")
-        step = fits(changed, hardware)
-        if step is not None:
-            yield Advice(f"activations.policy={policy}", f"{format_duration(step)} a step")
+def _advice(change: str, best: EvaluatedCandidate) -> Advice:
+    """A change, and what its best candidate comes to."""
+    host = best.node_host_bytes
+    text = f"{format_duration(best.step_s)} a step"
+    if host:
+        text += f", {format_bytes(host)} of host memory a node"
+    return Advice(change, text, best.step_s, host)
+
+
+def _fewer_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
+    """Keys of the run file that the solver could choose better."""
+    parallel = [key for key in _DEGREES if key in run.parallel.model_fields_set]
+    cuts = [key for key in _CUTS if key in run.sequence.model_fields_set]
+    for degrees, num_subsequences in (([], cuts), (parallel, []), (parallel, cuts)):
+        if not degrees and not num_subsequences:
+            continue
+        freed = without_keys(run, parallel=degrees, sequence=num_subsequences)
+        best = quick_best(freed, hardware)
+        if best is not None:
+            keys = [f"parallel.{key}" for key in degrees] + [
+                f"sequence.{key}" for key in num_subsequences
+            ]
+            yield _advice(f"leave out {', '.join(keys)}", best)
             return
 
 
-def _tiers(run: RunConfig, hardware: HardwareSpec, fits: Fits) -> Iterator[Advice]:
+def without_keys(run: RunConfig, *, parallel: list[str], sequence: list[str]) -> RunConfig:
+    """`run` as if those keys had not been written."""
+    sections = {}
+    for name, keys in (("parallel", parallel), ("sequence", sequence)):
+        section = getattr(run, name)
+        given = section.model_fields_set - set(keys)
+        sections[name] = type(section)(**{key: getattr(section, key) for key in given})
+    return run.model_copy(update=sections)
+
+
+def _other_policies(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
+    if run.activations.policy in ("auto", "hybrid"):
+        return
+    for policy in ("hybrid", "keep_attention", "recompute"):
+        change = {"policy": policy, "offload_ratio": "auto"}
+        activations = run.activations.model_copy(update=change)
+        best = quick_best(run.model_copy(update={"activations": activations}), hardware)
+        if best is not None:
+            yield _advice(f"activations.policy={policy}", best)
+            return
+
+
+def _tiers(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
     """Optimizer states in host memory; then more of the tier behind the device."""
+    if _may_offload(run, hardware):
+        best = quick_best(_offloading(run), hardware)
+        if best is not None:
+            yield _advice(_OFFLOAD, best)
     node = hardware.node
-    if not run.optimizer.offload and node.host_memory_bytes:
-        optimizer = run.optimizer.model_copy(update={"offload": True})
-        step = fits(run.model_copy(update={"optimizer": optimizer}), hardware)
-        if step is not None:
-            yield Advice("optimizer.offload=true", f"{format_duration(step)} a step")
     name = "host_memory_bytes" if node.host_memory_bytes else "disk_bytes"
     if not getattr(node, name):
         return
     roomy = replace(hardware, node=replace(node, **{name: 1024 * _TIB}))
-    step = fits(run, roomy)
-    if step is not None:
+    best = quick_best(run, roomy)
+    if best is not None:
         what = "host memory" if node.host_memory_bytes else "disk space"
-        yield Advice(f"more {what} per node", f"{format_duration(step)} a step")
+        yield _advice(f"more {what} per node", best)
 
 
-def _longest_length(run: RunConfig, hardware: HardwareSpec, fits: Fits) -> int | None:
-    """Find the longest length that fits, by bisection over whole Ki tokens, to 1/16 of itself."""
+def _may_offload(run: RunConfig, hardware: HardwareSpec) -> bool:
+    host = hardware.node.host_memory_bytes
+    return not run.optimizer.offload and host > 0 and hardware.device.kind != "cpu"
+
+
+def _offloading(run: RunConfig) -> RunConfig:
+    """`run` with optimizer states in host memory."""
+    optimizer = run.optimizer.model_copy(update={"offload": True})
+    return run.model_copy(update={"optimizer": optimizer})
+
+
+def _shorter(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
     if run.sequence.boundaries is not None:
-        return None
-    low, high = 0, run.sequence.length // KIB
-    while high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        sequence = run.sequence.model_copy(update={"length": middle * KIB})
-        fitting = fits(run.model_copy(update={"sequence": sequence}), hardware) is not None
-        low, high = (middle, high) if fitting else (low, middle)
-    return low * KIB if low else None
+        return
+    length = longest_sequence(run, hardware)
+    if 0 < length < run.sequence.length:
+        yield Advice(f"sequence.length={format_tokens(length)}", "the longest that fits here")
 
 
-def _fewest_nodes(run: RunConfig, hardware: HardwareSpec, fits: Fits) -> int | None:
-    nodes = hardware.num_nodes
-    while nodes < _MOST_NODES:
-        nodes *= 2
-        if fits(run, replace(hardware, num_nodes=nodes)) is not None:
-            return nodes
-    return None
+def _more_nodes(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
+    """The fewest nodes; with optimizer states in host memory besides, where these are fewer."""
+    nodes = _fewest_nodes(run, hardware)
+    requests = [("", run, nodes)]
+    if _may_offload(run, hardware):
+        offloading = _offloading(run)
+        fewer = _fewest_nodes(offloading, hardware)
+        if fewer is not None and fewer > hardware.num_nodes and (nodes is None or fewer < nodes):
+            requests.append((f" {_OFFLOAD}", offloading, fewer))
+    for also, request, count in requests:
+        best = None if count is None else quick_best(request, _of_nodes(hardware, count))
+        if count is not None and best is not None:
+            advice = _advice(f"hardware.nodes={count}{also}", best)
+            devices = count * hardware.node.num_devices
+            yield replace(advice, effect=f"{devices} devices, {advice.effect}")
 
 
-def _with_activations(run: RunConfig, **change: object) -> RunConfig:
-    return run.model_copy(update={"activations": run.activations.model_copy(update=change)})
+def _fewest_nodes(run: RunConfig, hardware: HardwareSpec) -> int | None:
+    """The smallest cluster of the same nodes on which it fits; None of the largest tried."""
+
+    def fits(nodes: int) -> bool:
+        return fits_at_all(run, _of_nodes(hardware, nodes))
+
+    few, many = hardware.num_nodes - 1, hardware.num_nodes
+    while not fits(many):
+        few, many = many, 2 * many
+        if many > _MOST_NODES:
+            return None
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if fits(middle) else (middle, many)
+    return many
+
+
+def _of_nodes(hardware: HardwareSpec, nodes: int) -> HardwareSpec:
+    return replace(hardware, num_nodes=nodes)

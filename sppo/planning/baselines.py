@@ -26,12 +26,8 @@ from sppo.cost.stage_cost import kv_bytes_per_token, same_weights_degree
 from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.choices import Degrees
-from sppo.planning.feasibility import fits_at_all
-from sppo.units import KIB
-
-_LONGEST_TOKENS = 1 << 32
-_SPPO_SHARE = 64
-"""The longest sequence of SPPO is found to 1 / 64 of itself."""
+from sppo.planning.feasibility import longest_sequence
+from sppo.planning.longest import longest_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +72,7 @@ def baselines(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Baseline, ...]
     """Every method on all of `hardware`, then SPPO under the conditions of `run`."""
     claims = _paper_claims(run, hardware)
     rows = [_baseline(run, hardware, method, claims.get(method.name, "")) for method in METHODS]
-    longest = _longest(lambda tokens: fits_at_all(_with_length(run, tokens), hardware), _SPPO_SHARE)
+    longest = longest_sequence(run, hardware)
     return (*rows, Baseline(SPPO, longest, paper=claims.get(SPPO, "")))
 
 
@@ -151,25 +147,11 @@ def _baseline(run: RunConfig, hardware: HardwareSpec, method: Method, paper: str
         def fits(tokens: int, degrees: Degrees = degrees) -> bool:
             return memory(degrees, tokens).total_bytes <= budget
 
-        longest = _longest(fits, _LONGEST_TOKENS)
+        longest = longest_tokens(fits)
         if longest > best.longest_tokens:
             largest = memory(degrees, longest).largest.removesuffix("_bytes")
             best = Baseline(method.name, longest, degrees, largest, paper)
     return best
-
-
-def _longest(fits: Callable[[int], bool], precision: int) -> int:
-    """The longest that fits in whole Ki tokens, to 1 / `precision` of itself; 0 where none does."""
-    if not fits(KIB):
-        return 0
-    low = 1
-    while low * KIB < _LONGEST_TOKENS and fits(2 * low * KIB):
-        low *= 2
-    high = 2 * low
-    while high - low > max(1, low // precision):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * KIB) else (low, middle)
-    return low * KIB
 
 
 def _whole_sequences(_model: ModelConfig, hardware: HardwareSpec) -> Iterator[Degrees]:
@@ -216,14 +198,6 @@ def _paper_claims(run: RunConfig, hardware: HardwareSpec) -> dict[str, str]:
             SPPO: "1Mi",
         }
     return {SPPO: "4Mi"} if hardware.num_devices == 128 else {}
-
-
-def _with_length(run: RunConfig, tokens: int) -> RunConfig:
-    """`run` with sequences of `tokens`, cut anew if its cuts were written for another length."""
-    change: dict[str, object] = {"length": tokens}
-    if run.sequence.boundaries is not None:
-        change["boundaries"] = None
-    return run.model_copy(update={"sequence": run.sequence.model_copy(update=change)})
 
 
 def _divisors(number: int) -> list[int]:

@@ -31,6 +31,7 @@ from sppo.planning.choices import Degrees
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.played_step import PlayedStep
+from sppo.units import format_bytes
 
 _ATTEMPTS = 3
 """Times that policies decide anew by a worse moment than the one before."""
@@ -60,6 +61,16 @@ class Shortfall:
     def short_bytes(self) -> int:
         """Bytes by which it does not fit."""
         return self.needed_bytes - self.available_bytes
+
+    @property
+    def reason(self) -> str:
+        """Why something does not fit, in one line."""
+        return (
+            f"stage {self.stage} needs {format_bytes(self.needed_bytes)} of {self.place} memory "
+            f"and {format_bytes(self.available_bytes)} are there: short by "
+            f"{format_bytes(self.short_bytes)}; most of it is {self.bucket.replace('_', ' ')} "
+            f"({format_bytes(self.bucket_bytes)})"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +121,14 @@ class EvaluatedCandidate:
     def tier_peak_bytes(self) -> int:
         """Peak bytes in the tier behind the fullest device, optimizer states included."""
         return max(s.tier_activations_bytes + s.host_optimizer_bytes for s in self.memory)
+
+    @property
+    def node_host_bytes(self) -> int:
+        """Host memory that the devices of one node take together, at its peak."""
+        node = self.candidate.workload.hardware.node
+        if node.host_memory_bytes == 0:
+            return 0
+        return self.tier_peak_bytes * min(node.num_devices, self.degrees.num_devices)
 
     @property
     def effective_policy(self) -> str:

@@ -8,6 +8,7 @@ subsequences of each, so whoever takes the first few candidates pays for little 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,6 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import message_bytes, pipeline_links, stage_seconds
 from sppo.cost.step_time import least_step_s
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.advice import explain
 from sppo.planning.candidates import candidate_of_subsequences
 from sppo.planning.choices import Degrees, degrees_to_try, subsequence_counts_to_try
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall, assess, leaves_room
@@ -70,12 +70,16 @@ class CandidateSearch:
             for degrees in possible
         }
 
-    def fastest_first(self) -> Iterator[EvaluatedCandidate]:
-        """Yield the best candidate that fits of every way to divide the devices, fastest first."""
+    def fastest_first(self, *, most_s: float = math.inf) -> Iterator[EvaluatedCandidate]:
+        """Yield the best candidate that fits of every way to divide the devices, fastest first.
+
+        Args:
+            most_s: Seconds of a step above which nobody wants it: bounds rule it out.
+        """
         heap: list[tuple[Rank, int, _Way, EvaluatedCandidate | None]] = [
             ((_rounded(way.bound_s), 0, 0, 0), place, way, None)
             for place, way in enumerate(self._ways.values())
-            if way.leaves_room
+            if way.leaves_room and way.bound_s <= most_s
         ]
         heapq.heapify(heap)
         while heap:
@@ -218,7 +222,7 @@ def _rejection(nearest: EvaluatedCandidate) -> Rejection:
     candidate = nearest.candidate
     return Rejection(
         nearest.degrees,
-        explain(nearest.shortfall),
+        nearest.shortfall.reason,
         num_subsequences=len(candidate.lengths),
         policy=candidate.policy,
         shortfall=nearest.shortfall,

@@ -8,7 +8,8 @@ import pytest
 
 from sppo.config import check_run
 from sppo.hardware.presets import PRESETS
-from sppo.planning.feasibility import fits_at_all, quick_step_s, what_would_fit
+from sppo.planning.advice import what_would_fit
+from sppo.planning.feasibility import fits_at_all, quick_best
 from sppo.planning.solver import solve
 
 KIB = 1 << 10
@@ -38,8 +39,8 @@ def test_the_quick_time_is_near_the_solvers(run, hardware):
     best = solve(run, hardware=hardware).best
     assert best is not None
     assert fits_at_all(run, hardware)
-    quick = quick_step_s(run, hardware)
-    assert best.step_s * 0.98 <= quick <= best.step_s * 1.1
+    quick = quick_best(run, hardware)
+    assert best.step_s * 0.98 <= quick.step_s <= best.step_s * 1.1
 
 
 @pytest.mark.parametrize("length", [3 << 20, 4 << 20, 6 << 20])
@@ -48,7 +49,7 @@ def test_fitting_is_what_the_solver_calls_fitting(length, activations):
     run = run_of(length=length, activations=activations)
     fits = solve(run, hardware=NODE).best is not None
     assert fits_at_all(run, NODE) is fits
-    assert (quick_step_s(run, NODE) is not None) is fits
+    assert (quick_best(run, NODE) is not None) is fits
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_what_cannot_be_asked_does_not_fit(sections):
         run = run.model_copy(update={"sequence": shorter})
     bare = replace(NODE, node=replace(NODE.node, host_memory_bytes=0))
     assert not fits_at_all(run, bare)
-    assert quick_step_s(run, bare) is None
+    assert quick_best(run, bare) is None
 
 
 def test_fewest_conditions_are_given_up():

@@ -13,7 +13,6 @@ from sppo.cli.output.solve_tables import run_line
 from sppo.cli.output.solve_text import degrees_text, policy_text
 from sppo.cli.run_hardware import hardware_line
 from sppo.cost.memory_plot import bucket_text
-from sppo.planning.advice import explain
 from sppo.planning.baselines import Baseline
 from sppo.planning.choices import Degrees
 from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate
@@ -43,7 +42,7 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
     if evaluated.shortfall is None:
         say("fits")
     else:
-        say(f"does not fit: {explain(evaluated.shortfall)}")
+        say(f"does not fit: {evaluated.shortfall.reason}")
         say("sppo solve says what would")
     console.print()
     print_memory(evaluated.memory, hardware=found.hardware, console=console)

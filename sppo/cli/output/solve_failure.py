@@ -13,7 +13,7 @@ from sppo.cli.output.solve_text import degrees_text, rejected_groups
 from sppo.cli.run_hardware import hardware_line
 from sppo.cost.memory import MemoryBuckets
 from sppo.cost.memory_plot import BUCKETS, bucket_text
-from sppo.planning.advice import Advice
+from sppo.planning.advice import Advice, too_long_for
 from sppo.planning.candidates import candidate_of_subsequences
 from sppo.planning.evaluated_candidate import assess
 from sppo.planning.search import Rejection
@@ -36,6 +36,9 @@ def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Con
     if nearest is not None:
         for line in _nearest_lines(solution, nearest):
             say(line)
+    too_long = too_long_for(solution.run, hardware=solution.hardware)
+    if too_long is not None:
+        say(too_long)
     groups = rejected_groups(solution.rejected)
     if nearest is None or len(solution.rejected) > 1:
         say(f"none of {len(solution.rejected)} ways to divide the devices works:")

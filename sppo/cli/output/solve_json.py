@@ -11,9 +11,10 @@ from sppo.cli.output.solve_text import launch_commands, node_host_bytes
 from sppo.config.run import RunConfig
 from sppo.cost.memory import StageMemory
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.advice import Advice
+from sppo.planning.advice import Advice, too_long_for
 from sppo.planning.choices import Degrees
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall
+from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
 from sppo.planning.search import Rejection
 from sppo.planning.simulated_candidate import simulated_device_bytes
@@ -29,7 +30,11 @@ MFU_DEFINITION = (
 
 
 def solution_report(
-    solution: Solution, *, ablation: Sequence[AblationRow] = (), output: Path | None = None
+    solution: Solution,
+    *,
+    paying: Sequence[Improvement] = (),
+    ablation: Sequence[AblationRow] = (),
+    output: Path | None = None,
 ) -> dict[str, Any]:
     """A solution as plain values; the best is also the first of the candidates."""
     assert solution.best is not None, "failure_report is for the other case"
@@ -50,6 +55,7 @@ def solution_report(
             }
             for evaluated in solution.by_num_subsequences
         ],
+        "improvements": [asdict(improvement) for improvement in paying],
         "devices_left_over": solution.hardware.num_devices - best.degrees.num_devices,
         "launch": list(
             launch_commands(
@@ -75,6 +81,7 @@ def failure_report(solution: Solution, *, changes: Sequence[Advice]) -> dict[str
         "best": None,
         "candidates": [],
         "nearest": None if nearest is None else rejection_report(nearest),
+        "too_long": too_long_for(solution.run, hardware=solution.hardware),
         "advice": [asdict(advice) for advice in changes],
         "rejected": [rejection_report(rejection) for rejection in solution.rejected],
         "hardware": hardware_report(solution.hardware),

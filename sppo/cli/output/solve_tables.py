@@ -25,6 +25,7 @@ from sppo.cli.run_hardware import hardware_line
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import num_parameters
 from sppo.planning.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
 from sppo.planning.plan import Prediction
 from sppo.planning.solver import Solution
@@ -52,8 +53,14 @@ def step_text(seconds: float) -> str:
     return f"{seconds:.4g} s" if 1 <= seconds < 1000 else format_duration(seconds)
 
 
-def print_solution(solution: Solution, *, console: Console) -> None:
-    """All that a person needs to decide."""
+def print_solution(solution: Solution, *, paying: Sequence[Improvement], console: Console) -> None:
+    """All that a person needs to decide.
+
+    Args:
+        solution: What was found.
+        paying: Changes of the request that pay.
+        console: Where to print.
+    """
     assert solution.best is not None, "print_failure is for the other case"
     best, hardware = solution.best, solution.hardware
     _say(console, run_line(solution.run))
@@ -74,6 +81,7 @@ def print_solution(solution: Solution, *, console: Console) -> None:
     per_node = hardware.node.num_devices
     for command in launch_commands(best.degrees, devices_per_node=per_node):
         _say(console, f"launch: {command}")
+    _print_improvements(paying, console=console)
     _print_numbers_of_subsequences(solution, console=console)
     console.print()
     print_memory(best.memory, hardware=hardware, console=console)
@@ -127,6 +135,23 @@ def _option_table(solution: Solution) -> Table:
     if hardware.node.disk_bytes:
         add("disk peak", lambda _, p: format_bytes(p.disk_peak_bytes))
     return table
+
+
+def _print_improvements(paying: Sequence[Improvement], *, console: Console) -> None:
+    """Changes of the request that pay, as they are typed."""
+    if not paying:
+        return
+    console.print()
+    _say(console, "not asked for, and it would pay (tokens/s a device, against the best):")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for improvement in paying:
+        table.add_row(
+            f" {improvement.change}",
+            f"{improvement.gain:.2f}x",
+            f"{step_text(improvement.step_s)} a step",
+            f"{format_bytes(improvement.device_peak_bytes)} a device",
+        )
+    console.print(table)
 
 
 def _print_numbers_of_subsequences(solution: Solution, *, console: Console) -> None:

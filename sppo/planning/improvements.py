@@ -1,0 +1,208 @@
+"""Changes that were not asked for and would pay: other sequences per step, tiers, levels, nodes.
+
+Each change is one override of the request, priced like the request: its best candidates by closed
+form, the first of them simulated. Bounds rule most changes out before anything is priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from sppo.config.run import RunConfig
+from sppo.hardware.description import HardwareSpec
+from sppo.planning.advice import without_keys
+from sppo.planning.best_schedule import with_best_schedule
+from sppo.planning.choices import subsequence_counts_to_try
+from sppo.planning.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search import CandidateSearch
+from sppo.planning.simulated_candidate import simulate_candidate
+from sppo.planning.solver import Solution
+
+WORTH_IT = 1.03
+"""Tokens per second and device, against the best found, from which a change is listed."""
+_LISTED = 4
+_STARVED = 0.1
+"""Bubble from which more sequences per step are tried."""
+_MOST_UNITS = 200_000
+"""Stages x units up to which more sequences per step are tried."""
+_AS_FAST = 1.01
+"""Times the best step that a step on fewer nodes may take."""
+_NEARLY = 0.995
+"""Half as many sequences per step are taken if they come so near."""
+
+
+@dataclass(frozen=True, slots=True)
+class Improvement:
+    """One change of a request that pays.
+
+    Attributes:
+        change: The override to type.
+        step_s: Seconds of a step then.
+        tokens_per_s: Of all devices then.
+        gain: Tokens per second and device, as a multiple of the best answer's.
+        device_peak_bytes: Of the fullest device then.
+    """
+
+    change: str
+    step_s: float
+    tokens_per_s: float
+    gain: float
+    device_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A request that differs by one override."""
+
+    override: str
+    run: RunConfig
+    hardware: HardwareSpec
+
+
+def improvements(solution: Solution) -> tuple[Improvement, ...]:
+    """The changes that pay most, best first.
+
+    Args:
+        solution: the answer to a request that fits.
+    """
+    found = [*_more_sequences(solution), *_fewer_nodes(solution)]
+    for change in _other_requests(solution):
+        improvement = _improvement(solution, change)
+        if improvement is not None:
+            found.append(improvement)
+    paying = [each for each in found if each.gain >= WORTH_IT]
+    return tuple(sorted(paying, key=lambda each: -each.gain)[:_LISTED])
+
+
+def _best(solution: Solution) -> EvaluatedCandidate:
+    assert solution.best is not None, "only asked of what fits"
+    return solution.best
+
+
+def _improvement(solution: Solution, change: _Change) -> Improvement | None:
+    """What comes of a change; None where it fits nowhere or a bound says that it does not pay."""
+    least = WORTH_IT * _rate(solution.run, solution.hardware, _best(solution).step_s)
+    most_s = _tokens(change.run) / (least * change.hardware.num_devices)
+    try:
+        best = _fastest(change, near=len(_best(solution).candidate.lengths), most_s=most_s)
+    except ValueError:
+        return None
+    if best is None:
+        return None
+    rate = _rate(change.run, change.hardware, best.step_s)
+    return Improvement(
+        change.override,
+        best.step_s,
+        tokens_per_s=_tokens(change.run) / best.step_s,
+        gain=rate * WORTH_IT / least,
+        device_peak_bytes=best.device_peak_bytes,
+    )
+
+
+def _fastest(change: _Change, *, near: int, most_s: float) -> EvaluatedCandidate | None:
+    """The best candidate of a changed request, with few numbers of subsequences.
+
+    Args:
+        change: The request.
+        near: Number of subsequences of the best answer to the request as it is.
+        most_s: Seconds of a step from which nobody wants it.
+    """
+    counts = subsequence_counts_to_try(change.run, hardware=change.hardware)
+    wanted = (near // 4, near // 2, near, near * 3 // 2)
+    few = sorted({min(counts, key=lambda count: abs(count - want)) for want in wanted})
+    search = CandidateSearch(change.run, hardware=change.hardware, subsequence_counts=few)
+    first = next(search.fastest_first(most_s=most_s), None)
+    if first is None:
+        return None
+    # Cutting units over ranks (MSP) takes seconds to decide.
+    whole = change.run.parallel.model_copy(update={"multiplexed": "off"})
+    run = change.run.model_copy(update={"parallel": whole})
+    return with_best_schedule(run, simulate_candidate(first))
+
+
+def _tokens(run: RunConfig) -> int:
+    return run.sequence.length * run.train.sequences_per_step
+
+
+def _rate(run: RunConfig, hardware: HardwareSpec, step_s: float) -> float:
+    """Tokens per second and device that there is, used or not."""
+    return _tokens(run) / step_s / hardware.num_devices
+
+
+def _more_sequences(solution: Solution) -> Iterator[Improvement]:
+    """The fewest sequences per step with which the pipeline has enough to do."""
+    run, hardware, best = solution.run, solution.hardware, _best(solution)
+    assert best.played is not None, "the best answer is simulated"
+    idle = best.degrees.num_devices < hardware.num_devices
+    if best.played.bubble_fraction < _STARVED and not idle:
+        return
+    units = best.costs.forward_s.size // best.candidate.sequences
+    most = min(hardware.num_devices, _MOST_UNITS // units)
+    counts = [run.train.sequences_per_step]
+    while 2 * counts[-1] <= most:
+        counts.append(2 * counts[-1])
+    fewest, most_gain = None, 0.0
+    for sequences in reversed(counts[1:]):
+        train = run.train.model_copy(update={"sequences_per_step": sequences})
+        override = f"train.sequences_per_step={sequences}"
+        change = _Change(override, run.model_copy(update={"train": train}), hardware)
+        improvement = _improvement(solution, change)
+        if improvement is None or improvement.gain < _NEARLY * most_gain:
+            break
+        fewest, most_gain = improvement, max(most_gain, improvement.gain)
+    if fewest is not None:
+        yield fewest
+
+
+def _other_requests(solution: Solution) -> Iterator[_Change]:
+    run, hardware = solution.run, solution.hardware
+
+    def changed(section: str, **update: object) -> _Change:
+        key, value = next(iter(update.items()))
+        old = getattr(run, section)
+        new = run.model_copy(update={section: old.model_copy(update=update)})
+        text = str(value).lower() if isinstance(value, bool) else value
+        return _Change(f"{section}.{key}={text}", new, hardware)
+
+    on_host = hardware.node.host_memory_bytes > 0 and hardware.device.kind != "cpu"
+    if on_host and not run.optimizer.offload:
+        yield changed("optimizer", offload=True)
+    for level in range(run.parallel.zero + 1, 4):
+        yield changed("parallel", zero=level)
+    if run.parallel.schedule != "auto":
+        yield changed("parallel", schedule="auto")
+    if run.activations.policy not in ("auto", "hybrid"):
+        yield changed("activations", policy="auto")
+    if run.activations.offload_ratio != "auto":
+        yield changed("activations", offload_ratio="auto")
+    yield from _other_cuts(run, hardware)
+
+
+def _fewer_nodes(solution: Solution) -> Iterator[Improvement]:
+    """Fewer nodes on which a step takes no longer."""
+    hardware, best = solution.hardware, _best(solution)
+    used = -(-best.degrees.num_devices // hardware.node.num_devices)
+    for nodes in sorted({used, hardware.num_nodes // 2} - {0, hardware.num_nodes}):
+        change = _Change(
+            f"hardware.nodes={nodes}", solution.run, replace(hardware, num_nodes=nodes)
+        )
+        improvement = _improvement(solution, change)
+        if improvement is not None and improvement.step_s <= best.step_s * _AS_FAST:
+            yield improvement
+            return
+
+
+def _other_cuts(run: RunConfig, hardware: HardwareSpec) -> Iterator[_Change]:
+    """Every number of subsequences, where the request fixes one."""
+    fixed = run.sequence.num_subsequences != "auto" or run.sequence.boundaries is not None
+    if not fixed:
+        return
+    free = without_keys(run, parallel=[], sequence=["num_subsequences", "boundaries"])
+    counts = subsequence_counts_to_try(free, hardware=hardware)
+    for count in counts[:: max(1, len(counts) // 4)]:
+        sequence = free.sequence.model_copy(update={"num_subsequences": count})
+        override = f"sequence.num_subsequences={count}"
+        if run.sequence.boundaries is not None:
+            override += " sequence.boundaries=null"
+        yield _Change(override, run.model_copy(update={"sequence": sequence}), hardware)

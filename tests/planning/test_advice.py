@@ -1,0 +1,76 @@
+"""What would fit where nothing does: the same figures whoever asks, and each of them true."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sppo.hardware.file import hardware_for
+from sppo.planning.advice import too_long_for, what_would_fit
+from sppo.planning.baselines import SPPO, baselines
+from sppo.planning.feasibility import fits_at_all, quick_best
+from sppo.planning.longest import longest_tokens, with_length
+from sppo.units import GIB, KIB, format_tokens
+from tests.planning.cases import run_config
+
+
+def request(model="llama-3.2-1b", *, length, devices=2, nodes=1, **sections):
+    return run_config(
+        model,
+        length=length,
+        hardware={"preset": "h100", "nodes": nodes, "devices_per_node": devices},
+        **sections,
+    )
+
+
+def advised(run):
+    return {
+        advice.change: advice for advice in what_would_fit(run, hardware=hardware_for(run.hardware))
+    }
+
+
+@pytest.mark.parametrize("length", [1300 * KIB, 2048 * KIB])
+def test_the_longest_is_the_same_whoever_asks(length):
+    run = request(length=length)
+    hardware = hardware_for(run.hardware)
+    longest = {row.method: row.longest_tokens for row in baselines(run, hardware=hardware)}[SPPO]
+    assert f"sequence.length={format_tokens(longest)}" in advised(run)
+    assert fits_at_all(with_length(run, longest), hardware)
+    assert not fits_at_all(with_length(run, longest + KIB), hardware)
+
+
+def test_the_longest_is_found_to_whole_ki():
+    for most in (1, 2, 3, 1000, 1023, 1024, 1025):
+        assert longest_tokens(lambda tokens, most=most: tokens <= most * KIB) == most * KIB
+    assert longest_tokens(lambda tokens: False) == 0
+
+
+def test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it():
+    run = request("llama-3.1-8b", length="1Mi", devices=8)
+    found = advised(run)["optimizer.offload=true"]
+    best = quick_best(
+        run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"offload": True})}),
+        hardware_for(run.hardware),
+    )
+    assert found.step_s == best.step_s
+    assert found.node_host_bytes == 8 * best.tier_peak_bytes
+    assert "of host memory a node" in found.effect
+
+
+def test_the_smallest_cluster_is_the_smallest():
+    run = request(length="4Mi")
+    hardware = hardware_for(run.hardware)
+    change = next(change for change in advised(run) if change.startswith("hardware.nodes="))
+    nodes = int(change.partition("=")[2])
+    assert fits_at_all(run, replace(hardware, num_nodes=nodes))
+    assert not fits_at_all(run, replace(hardware, num_nodes=nodes - 1))
+
+
+def test_what_no_choice_can_hold_is_said_plainly():
+    run = request("llama-3.1-8b", length="3700Ki", devices=8)
+    hardware = hardware_for(run.hardware)
+    text = too_long_for(run, hardware=hardware)
+    # K and V of 8 heads of 128 in bf16 and their gradients in fp32, of 32 layers.
+    assert f"{3700 * KIB * 32 * 2 * 8 * 128 * 6 / GIB / 1024:.1f} TiB for one sequence" in text
+    assert too_long_for(with_length(run, 512 * KIB), hardware=hardware) is None

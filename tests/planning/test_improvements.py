@@ -1,0 +1,76 @@
+"""Changes that the solver lists though nobody asked: each keeps what it promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from sppo.config.run import RunConfig
+from sppo.hardware.file import hardware_for
+from sppo.planning.improvements import WORTH_IT, improvements
+from tests.planning.cases import run_config, solved
+
+
+def request(model="llama-3.2-1b", *, nodes=1, devices=8, length="64Ki", **sections) -> RunConfig:
+    """A request that leaves out MSP, whose search takes seconds."""
+    return run_config(
+        model,
+        length=length,
+        hardware={"preset": "h100", "nodes": nodes, "devices_per_node": devices},
+        **{**sections, "parallel": {"multiplexed": "off", **sections.get("parallel", {})}},
+    )
+
+
+def followed(run: RunConfig, change: str) -> RunConfig:
+    """`run` with a change as it is listed, `section.key=value ...`."""
+    for override in change.split():
+        name, value = override.split("=")
+        section, key = name.split(".")
+        typed = {"true": True, "null": None}.get(value, int(value) if value.isdigit() else value)
+        part = getattr(run, section).model_copy(update={key: typed})
+        run = run.model_copy(update={section: part})
+    return run
+
+
+def rate(run: RunConfig) -> float:
+    """Tokens per second and device of the best answer."""
+    tokens = run.sequence.length * run.train.sequences_per_step
+    hardware = hardware_for(run.hardware)
+    best = solved(run).best
+    assert best is not None
+    return tokens / best.step_s / hardware.num_devices
+
+
+STAGES = {"pipeline_parallel_degree": 4, "sequence_parallel_degree": 2}
+
+
+@pytest.mark.parametrize(
+    ("run", "key"),
+    [
+        (request(nodes=2), "train.sequences_per_step"),
+        (request(parallel=STAGES, nodes=2), "hardware.nodes"),
+        (request(sequence={"num_subsequences": 64}), "sequence.num_subsequences"),
+        (
+            request(parallel=STAGES, sequence={"boundaries": [0, 4096, 65536]}),
+            "sequence.num_subsequences",
+        ),
+        (request(activations={"policy": "recompute"}), "activations.policy"),
+        (request("llama-3.1-8b", devices=4, length="128Ki"), "optimizer.offload"),
+        (request("llama-3.1-8b", devices=4, length="128Ki"), "parallel.zero"),
+    ],
+)
+def test_what_is_listed_pays_as_much_as_it_says(run, key):
+    found = {
+        improvement.change.partition("=")[0]: improvement
+        for improvement in improvements(solved(run))
+    }
+    improvement = found[key]
+    assert improvement.gain >= WORTH_IT
+    gained = rate(followed(run, improvement.change)) / rate(run)
+    # The full answer has every number of subsequences to choose from.
+    assert improvement.gain * (1 - 1e-9) <= gained <= improvement.gain * 1.1
+
+
+def test_the_best_is_listed_first_and_a_good_answer_has_none():
+    gains = [improvement.gain for improvement in improvements(solved(request(nodes=2)))]
+    assert gains == sorted(gains, reverse=True)
+    assert improvements(solved(request(train={"sequences_per_step": 8}))) == ()
