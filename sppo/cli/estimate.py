@@ -27,7 +27,8 @@ def estimate(
 ) -> None:
     """Predict memory by bucket, with the degrees and the policy as written; nothing is run.
 
-    Needs neither data nor weights nor the machine. A policy of auto is what fits.
+    Degrees left out are those that solve recommends. Needs neither data nor weights nor the
+    machine. A policy of auto is what fits.
 
         sppo estimate configs/run/gpt_7b_512k_32gpu.yaml sequence.length=4Mi
         sppo estimate configs/run/gpt_7b_512k_32gpu.yaml --baselines

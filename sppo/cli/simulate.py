@@ -186,6 +186,7 @@ def _print(
     if devices is not None:
         report["hardware"] = devices.hardware
         report["num_devices"] = devices.num_devices
+        report["chosen_by_solve"] = list(devices.chosen)
         report["device_total_bytes"] = device_total_bytes(timelines[0], devices) or None
     if forward_makespan_s is not None:
         report["forward_makespan_s"] = forward_makespan_s

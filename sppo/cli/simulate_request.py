@@ -76,11 +76,13 @@ class SimulatedDevices:
         num_devices: Of all replicas and sequence-parallel groups.
         steady_bytes: Of one device of each rank, what no action changes: states, working set, room
             for copies and messages; nothing where forwards alone are simulated.
+        chosen: Keys that the run leaves out, as the solver chooses them.
     """
 
     hardware: str
     num_devices: int
     steady_bytes: tuple[int, ...]
+    chosen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +223,7 @@ def _program(flags: Flags) -> Simulation:
 def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
     from sppo.cli.run_hardware import run_hardware
     from sppo.config import load_run
+    from sppo.planning.chosen_run import ChosenRun, with_chosen_degrees
     from sppo.planning.simulated_run import RunShape, simulated_run
 
     _refuse_abstract_costs(targets, flags)
@@ -228,8 +231,12 @@ def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
     run = load_run(targets.run_file, targets.overrides)
     shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
     hardware = run_hardware(run)
+    # With --ranks this is a what-if about the run as it stands.
+    whole = ChosenRun(run) if flags.ranks else with_chosen_degrees(run, hardware=hardware)
     return _simulation(
-        [simulated_run(run, hardware=hardware, shape=shape) for shape in shapes], flags
+        [simulated_run(whole.run, hardware=hardware, shape=shape) for shape in shapes],
+        flags,
+        chosen=whole.chosen,
     )
 
 
@@ -263,7 +270,9 @@ def _refuse_abstract_costs(targets: Targets, flags: Flags) -> None:
         )
 
 
-def _simulation(runs: Sequence[SimulatedRun], flags: Flags) -> Simulation:
+def _simulation(
+    runs: Sequence[SimulatedRun], flags: Flags, *, chosen: tuple[str, ...] = ()
+) -> Simulation:
     first = runs[0].forward if flags.forward_only else runs[0].case
     hardware = runs[0].hardware
     return Simulation(
@@ -274,6 +283,7 @@ def _simulation(runs: Sequence[SimulatedRun], flags: Flags) -> Simulation:
             f"{hardware.name} ({hardware.provenance})",
             runs[0].num_devices,
             () if flags.forward_only else runs[0].steady_bytes,
+            chosen,
         ),
     )
 

@@ -19,6 +19,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
+from sppo.planning.chosen_run import with_chosen_degrees
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.run_plan import run_candidate
 
@@ -68,23 +69,28 @@ class Estimate:
         hardware: The machine it is held against.
         counts: Of its model and one sequence.
         evaluated: Its memory by stage, and where it does not fit.
+        chosen: Keys that the run leaves out, as the solver chooses them.
     """
 
     run: RunConfig
     hardware: HardwareSpec
     counts: ModelCounts
     evaluated: EvaluatedCandidate
+    chosen: tuple[str, ...] = ()
 
 
 def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
     """Memory of `run` with the degrees and the policy it writes; ``auto`` is what fits.
 
+    Degrees that it leaves out are the solver's, and with them the cuts and the schedule.
+
     Raises:
         ValueError: a policy this machine cannot serve, more stages than layers, or sequences that
             cannot be divided evenly over the replicas.
     """
-    candidate = run_candidate(run, hardware=hardware)
-    return Estimate(run, hardware, model_counts(run), assess(candidate))
+    whole = with_chosen_degrees(run, hardware=hardware)
+    evaluated = assess(run_candidate(whole.run, hardware=hardware))
+    return Estimate(run, hardware, model_counts(run), evaluated, whole.chosen)
 
 
 def model_counts(run: RunConfig) -> ModelCounts:

@@ -7,7 +7,7 @@ simulation decides between them. Everything is deterministic: same request, same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sppo.config.run import RunConfig
@@ -60,6 +60,30 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
         by_num_subsequences=search.by_num_subsequences(leaders[0].degrees),
         rejected=search.rejections(),
     )
+
+
+def recommend(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate | Rejection | None:
+    """The best way that `solve` finds, alone; the one short of least memory where nothing fits.
+
+    Raises:
+        ValueError: the run asks for what the machine or the model cannot do.
+    """
+    search = CandidateSearch(run, hardware=hardware)
+    leaders = _simulated(search.fastest_first())
+    if leaders:
+        return with_best_schedule(run, leaders[0])
+    return nearest_rejection(search.rejections())
+
+
+def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:
+    """What lacks least memory; None where nothing was refused for memory."""
+    short = [rejection for rejection in rejected if rejection.shortfall is not None]
+    return min(short, key=_short_bytes, default=None)
+
+
+def _short_bytes(rejection: Rejection) -> int:
+    assert rejection.shortfall is not None, "only asked of what lacks memory"
+    return rejection.shortfall.short_bytes
 
 
 def _simulated(fastest_first: Iterator[EvaluatedCandidate]) -> list[EvaluatedCandidate]:

@@ -13,7 +13,13 @@ from tests.conftest import call, refuse, succeed
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "configs/run/gpt_7b_512k_32gpu.yaml"
 GIB = 1 << 30
-AS_IN_THE_PAPER = ("parallel.sequence_parallel_degree=8", "parallel.pipeline_parallel_degree=4")
+AS_IN_THE_PAPER = (
+    "parallel.sequence_parallel_degree=8",
+    "parallel.pipeline_parallel_degree=4",
+    "parallel.data_parallel_degree=1",
+)
+DEGREES = tuple(f"{axis}_parallel_degree" for axis in ("data", "pipeline", "sequence"))
+ALONE = tuple(f"parallel.{degree}=1" for degree in DEGREES)
 
 
 @pytest.fixture
@@ -23,6 +29,7 @@ def run(tmp_path, monkeypatch):
         "model": {"preset": "llama-3.2-1b"},
         "data": {"tokens": "there/is/no/such/directory"},
         "sequence": {"length": "64Ki"},
+        "parallel": {"multiplexed": "off"},
         "hardware": {"preset": "h100", "nodes": 1},
     }
     Path("run.yaml").write_text(yaml.safe_dump(values))
@@ -46,7 +53,7 @@ def one_line(text):
     [("gpt-7b", 120, 16384), ("gpt-13b", 234, 25600), ("gpt-65b", 1200, 81920)],
 )
 def test_table_2_of_the_paper(preset, states_gb, activations_gib):
-    model = report(EXAMPLE, f"model.preset={preset}", "sequence.length=4Mi")["model"]
+    model = report(EXAMPLE, f"model.preset={preset}", "sequence.length=4Mi", *ALONE)["model"]
     assert model["state_bytes_per_parameter"] == 18
     assert model["state_bytes"] == 18 * model["parameters"]
     assert model["state_bytes"] / 1e9 == pytest.approx(states_gb, rel=0.03)
@@ -55,7 +62,7 @@ def test_table_2_of_the_paper(preset, states_gb, activations_gib):
 
 
 def test_the_table_states_both_counts_and_ours():
-    text = one_line(succeed("estimate", EXAMPLE, "sequence.length=4Mi"))
+    text = one_line(succeed("estimate", EXAMPLE, "sequence.length=4Mi", *ALONE))
     assert "model states 111.5 GiB 18 B a parameter" in text
     assert "activations, paper Table 2 (32 S H L) 16,384.0 GiB 131,072 B" in text
     assert "activations, paper §5.1 (38 S H L) 19,456.0 GiB 155,648 B" in text
@@ -82,8 +89,8 @@ def test_every_stage_by_bucket():
 
 
 def test_the_policy_that_is_written_is_taken(run):
-    kept = report(run, "activations.policy=retain")
-    recomputed = report(run, "activations.policy=recompute")
+    kept = report(run, "activations.policy=retain", *ALONE)
+    recomputed = report(run, "activations.policy=recompute", *ALONE)
     assert (kept["policy"], recomputed["policy"]) == ("retain", "recompute")
     tensors = ("retain", "recompute")
     for found, policy in zip((kept, recomputed), tensors, strict=True):
@@ -92,10 +99,24 @@ def test_the_policy_that_is_written_is_taken(run):
 
 
 def test_what_is_left_to_auto_is_what_fits(run):
-    assert report(run, "sequence.length=16Ki")["policy"] == "retain"
-    squeezed = report(run, "sequence.length=256Ki")
+    assert report(run, "sequence.length=16Ki", *ALONE)["policy"] == "retain"
+    squeezed = report(run, "sequence.length=256Ki", *ALONE)
     assert squeezed["fits"] is True
     assert squeezed["policy"] == "hybrid"
+
+
+def test_degrees_left_out_are_those_that_solve_recommends(run):
+    found = report(run, "train.sequences_per_step=4")
+    solved = json.loads(succeed("solve", run, "train.sequences_per_step=4", "--json"))["best"]
+    for key in ("num_subsequences", "schedule", "policy", *DEGREES):
+        assert found[key] == solved[key]
+    assert found["device_peak_bytes"] == solved["predicted"]["device_peak_bytes"]
+    assert set(found["chosen_by_solve"]) >= {f"parallel.{key}" for key in DEGREES}
+    assert f"chosen by solve: parallel.{DEGREES[0]}, " in one_line(succeed("estimate", run))
+    one = report(run, "parallel.sequence_parallel_degree=2", "hardware.devices_per_node=4")
+    assert one["sequence_parallel_degree"] == 2
+    assert "parallel.sequence_parallel_degree" not in one["chosen_by_solve"]
+    assert report(run, *ALONE)["chosen_by_solve"] == []
 
 
 def test_grouped_queries_need_less_for_keys_and_values(run):
@@ -107,10 +128,10 @@ def test_grouped_queries_need_less_for_keys_and_values(run):
 
 
 def test_what_does_not_fit_is_said_and_is_no_error():
-    found = report(EXAMPLE)
+    found = report(EXAMPLE, *ALONE)
     assert found["fits"] is False
     assert found["shortfall"]["bucket"] == "kv_gradients"
-    text = one_line(succeed("estimate", EXAMPLE))
+    text = one_line(succeed("estimate", EXAMPLE, *ALONE))
     assert "does not fit: stage 0 needs" in text
     assert "sppo solve says what would" in text
 
@@ -144,7 +165,8 @@ def test_baselines_of_a_machine_the_paper_does_not_know(run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["parallel.pipeline_parallel_degree=17"], "16 layers on 17 stages"),
+        (["parallel.pipeline_parallel_degree=17"], "needs 17 devices, and h100 has 8"),
+        (["parallel.pipeline_parallel_degree=17", "hardware.nodes=3"], "16 layers on 17 stages"),
         (
             ["parallel.data_parallel_degree=2", "train.sequences_per_step=3"],
             "must be a multiple of the replicas",

@@ -204,6 +204,7 @@ def test_a_plot_that_cannot_be_written_ends_with_2(tmp_path):
     assert "there is no directory" in result.stderr
 
 
+AXES = ("data", "pipeline", "sequence")
 RUN = """
 model: {preset: llama-3.2-1b}
 data: {tokens: data}
@@ -215,8 +216,9 @@ hardware: {preset: a100-80g, nodes: 1}
 def test_a_run_file_with_the_costs_of_a_machine(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(RUN, encoding="utf-8")
-    alone = report(file)
+    alone = report(file, *(f"parallel.{name}_parallel_degree=1" for name in AXES))
     assert alone["num_ranks"] == 1
+    assert alone["chosen_by_solve"] == []
     assert 0 < alone["bubble_fraction"] < 0.01  # the optimizer's step, in which no unit computes
     assert alone["hardware"] == "a100-80g (analytic)"
     four = report(file, "--ranks", 4, "--schedule", "sppo", "--compare", "sppo_msp", "1f1b")
@@ -225,9 +227,15 @@ def test_a_run_file_with_the_costs_of_a_machine(tmp_path):
     msp, whole = four["compare"]
     assert msp["makespan_s"] <= four["makespan_s"]
     assert whole["num_units"] == 1
+    left_out = report(file)
+    assert left_out["num_devices"] == 8
+    assert "parallel.sequence_parallel_degree" in left_out["chosen_by_solve"]
+    assert left_out["makespan_s"] < alone["makespan_s"] / 4
     longer = report(file, "sequence.length=128Ki")
-    assert longer["makespan_s"] > 2 * alone["makespan_s"]
-    assert "costs of a100-80g (analytic)" in run(file).stdout
+    assert longer["makespan_s"] > 2 * left_out["makespan_s"]
+    text = run(file).stdout
+    assert "costs of a100-80g (analytic)" in text
+    assert "chosen by solve: parallel.data_parallel_degree" in text
 
 
 def test_asking_for_help_loads_neither_numpy_nor_matplotlib():

@@ -66,7 +66,11 @@ def test_grouped_queries():
 
 
 def test_stages_add_up_to_the_model():
-    parallel = {"pipeline_parallel_degree": 4}
+    parallel = {
+        "data_parallel_degree": 1,
+        "pipeline_parallel_degree": 4,
+        "sequence_parallel_degree": 1,
+    }
     run = run_of(
         "llama-3.2-1b", length=1 << 16, parallel=parallel, activations={"policy": "retain"}
     )

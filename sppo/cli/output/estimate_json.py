@@ -30,6 +30,7 @@ def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> d
                 candidate.workload.sequence_parallel_degree,
             )
         ),
+        "chosen_by_solve": list(found.chosen),
         "num_subsequences": len(candidate.lengths),
         "subsequence_lengths": list(candidate.lengths),
         "schedule": candidate.schedule,

@@ -35,10 +35,13 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
     say(run_line(found.run))
     say(f"on {hardware_line(found.hardware)}")
     console.print(_counts_table(found))
+    whose = "as solve chooses" if found.chosen else "as it stands"
     say(
-        f"as it stands: {degrees_text(degrees)}, N={len(candidate.lengths)}, schedule "
+        f"{whose}: {degrees_text(degrees)}, N={len(candidate.lengths)}, schedule "
         f"{candidate.schedule}, policy {evaluated.effective_policy}: {policy_text(evaluated)}"
     )
+    if found.chosen:
+        say(f"chosen by solve: {', '.join(found.chosen)}")
     if evaluated.shortfall is None:
         say("fits")
     else:

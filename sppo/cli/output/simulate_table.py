@@ -51,6 +51,8 @@ def print_tables(
     )
     if devices is not None:
         console.print(f"costs of {devices.hardware}", highlight=False)
+        if devices.chosen:
+            console.print(f"chosen by solve: {', '.join(devices.chosen)}", highlight=False)
     console.print(_rank_table(first, devices=devices))
     hidden = schedule.num_ranks - _SHOWN_RANKS
     if hidden > 0:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from sppo.cli.output.solve_json import nearest_rejection
 from sppo.cli.output.solve_tables import run_line
 from sppo.cli.output.solve_text import degrees_text, rejected_groups
 from sppo.cli.run_hardware import hardware_line
@@ -17,7 +16,7 @@ from sppo.planning.advice import Advice, too_long_for
 from sppo.planning.candidates import candidate_of_subsequences
 from sppo.planning.evaluated_candidate import assess
 from sppo.planning.search import Rejection
-from sppo.planning.solver import Solution
+from sppo.planning.solver import Solution, nearest_rejection
 from sppo.units import format_bytes
 
 _SHOWN_BUCKETS = 5

@@ -18,7 +18,7 @@ from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
 from sppo.planning.search import Rejection
 from sppo.planning.simulated_candidate import simulated_device_bytes
-from sppo.planning.solver import Solution
+from sppo.planning.solver import Solution, nearest_rejection
 
 if TYPE_CHECKING:
     from sppo.planning.ablation import AblationRow
@@ -86,17 +86,6 @@ def failure_report(solution: Solution, *, changes: Sequence[Advice]) -> dict[str
         "rejected": [rejection_report(rejection) for rejection in solution.rejected],
         "hardware": hardware_report(solution.hardware),
     }
-
-
-def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:
-    """What lacks least memory; None where nothing was refused for memory."""
-    short = [rejection for rejection in rejected if rejection.shortfall is not None]
-    return min(short, key=_short_bytes, default=None)
-
-
-def _short_bytes(rejection: Rejection) -> int:
-    assert rejection.shortfall is not None, "only asked of what lacks memory"
-    return rejection.shortfall.short_bytes
 
 
 def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""A run file with the degrees that it leaves out written in, as the solver chooses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sppo.config.run import RunConfig
+from sppo.hardware.description import HardwareSpec
+from sppo.planning.choices import Degrees
+from sppo.planning.search import Rejection
+from sppo.planning.solver import recommend
+
+DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRun:
+    """A run with all its degrees.
+
+    Attributes:
+        run: The request; with degrees of the solver, so are the schedule and N that it left open.
+        chosen: Its keys that are the solver's; () where it writes all degrees itself.
+    """
+
+    run: RunConfig
+    chosen: tuple[str, ...] = ()
+
+
+def with_chosen_degrees(run: RunConfig, *, hardware: HardwareSpec) -> ChosenRun:
+    """Return `run` with what `solve` recommends for the degrees that it leaves out.
+
+    Where nothing fits these are the degrees that come nearest.
+
+    Raises:
+        ValueError: the run asks for what the machine or the model cannot do.
+    """
+    absent = [name for name in DEGREES if name not in run.parallel.model_fields_set]
+    if not absent or hardware.num_devices == 1:
+        return ChosenRun(run)
+    found = recommend(run, hardware=hardware)
+    if found is None:
+        return ChosenRun(run)
+    if isinstance(found, Rejection):
+        assert found.num_subsequences is not None, "memory is short at some N"
+        return _written(run, found.degrees, num_subsequences=found.num_subsequences)
+    candidate = found.candidate
+    return _written(
+        run,
+        found.degrees,
+        num_subsequences=len(candidate.lengths),
+        schedule=candidate.schedule,
+    )
+
+
+def _written(
+    run: RunConfig, degrees: Degrees, *, num_subsequences: int, schedule: str | None = None
+) -> ChosenRun:
+    """Write the solver's choice over what the run leaves open."""
+    numbers = dict(
+        zip(
+            DEGREES,
+            (degrees.data_parallel, degrees.pipeline_parallel, degrees.sequence_parallel),
+            strict=True,
+        )
+    )
+    parallel: dict[str, object] = {
+        name: number
+        for name, number in numbers.items()
+        if name not in run.parallel.model_fields_set
+    }
+    if schedule is not None and run.parallel.schedule == "auto":
+        parallel["schedule"] = schedule
+    sequence: dict[str, object] = {}
+    if run.sequence.num_subsequences == "auto" and run.sequence.boundaries is None:
+        sequence["num_subsequences"] = num_subsequences
+    keys = [f"parallel.{name}" for name in parallel] + [f"sequence.{name}" for name in sequence]
+    return ChosenRun(
+        run.model_copy(
+            update={
+                "parallel": run.parallel.model_copy(update=parallel),
+                "sequence": run.sequence.model_copy(update=sequence),
+            }
+        ),
+        tuple(keys),
+    )
