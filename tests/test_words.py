@@ -53,7 +53,7 @@ PHRASES = {
     r"pictures?": "plot",
     r"wider? (?:dtype|type)s?": "accumulation dtype",
     r"couriers?": "p2p, or pipeline communication",
-    r"companions?": "parallel context",
+    r"companions?": "exchange",
     r"(?:runs?|ranks of the other|MSP) pieces": "MSP shards",
     r"tickets?": "transfer, or future",
     r"(?:keeps?|the) books": "account",

@@ -17,8 +17,9 @@ import numpy as np
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
-from sppo.cost.parameters import layer_shapes, num_parameters, outer_parts
+from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.process_growth import process_growth_bytes
+from sppo.cost.sharded_parts import ShardedParts, sharded_parts
 from sppo.cost.stage_cost import (
     device_parameters,
     kv_bytes_per_token,
@@ -51,7 +52,8 @@ class MemoryBuckets:
     weights_bytes: int
     """Parameters in the compute dtype; with ZeRO-3 a shard of them, and those gathered."""
     gradients_bytes: int
-    """fp32 sums, whole until they are reduced once per step."""
+    """fp32 sums, whole until they are reduced once per step; from ZeRO-2 on a shard of them, and
+    those that are whole until they are reduced after each use."""
     optimizer_bytes: int
     """AdamW's two moments, and fp32 masters where the weights have another compute dtype."""
     kv_bytes: int
@@ -113,8 +115,6 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
     parameters, updated = device_parameters(candidate), updated_parameters(candidate)
     element = workload.element_bytes
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
-    copies = candidate.data_parallel_degree * same_weights_degree(workload)
-    shards_weights = candidate.zero >= 3 and copies > 1
     kv, kv_gradients = _kv_bytes(candidate, units=units)
     layer = _most_working_bytes(candidate)
     loss = loss_bytes(candidate)
@@ -126,10 +126,13 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
         working = max(layer, loss) if is_last else layer
         optimizer = int((own if candidate.zero else count) * (2 * ACCUMULATION_BYTES + masters))
         saved = int((own if candidate.zero else count) * 3 * ACCUMULATION_BYTES)
-        gathered = _put_together_bytes(candidate, stage=stage) if shards_weights else 0
+        parts = sharded_parts(candidate, stage=stage)
+        whole = own + parts.room_elements
+        weights = whole if candidate.zero >= 3 else count
+        gradients = whole if candidate.zero >= 2 else count
         buckets = MemoryBuckets(
-            weights_bytes=int((own if shards_weights else count) * element) + gathered,
-            gradients_bytes=int(count * ACCUMULATION_BYTES),
+            weights_bytes=int(weights * element),
+            gradients_bytes=int(gradients * ACCUMULATION_BYTES),
             optimizer_bytes=0 if candidate.offload_optimizer else optimizer,
             kv_bytes=int(kv[stage]),
             kv_gradients_bytes=int(kv_gradients[stage]),
@@ -138,7 +141,7 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
             loss_gradient_bytes=_loss_gradient_bytes(candidate, units) if is_last else 0,
             working_bytes=working,
             heap_bytes=round(working * heap_share),
-            communication_bytes=messages + _reduce_bytes(candidate, parameters=count),
+            communication_bytes=messages + _collective_bytes(candidate, parts, parameters=count),
             growth_bytes=process_growth_bytes(
                 candidate,
                 background_save_bytes=saved if candidate.background_saves else 0,
@@ -291,20 +294,6 @@ def _longest(candidate: Candidate) -> int:
     return -(-longest // candidate.workload.sequence_parallel_degree)
 
 
-def _put_together_bytes(candidate: Candidate, *, stage: int) -> int:
-    """Whole weights at once where every device holds a share of them (ZeRO-3).
-
-    Two layers', the one in use and the next one, or what a stage has outside of its layers.
-    """
-    model = candidate.workload.model
-    before, behind = outer_parts(model)
-    outer = [before] if stage == 0 else []
-    outer += [behind] if candidate.is_last_stage(stage) else []
-    elements = [sum(map(prod, shapes.values())) for shapes in outer]
-    most_outer = max(elements, default=0) * candidate.workload.element_bytes
-    return max(two_layers_bytes(candidate), most_outer)
-
-
 def two_layers_bytes(candidate: Candidate) -> int:
     """Weights of two layers, as far as a device computes with them."""
     workload = candidate.workload
@@ -332,13 +321,35 @@ def exchanged_bytes(candidate: Candidate) -> int:
     return longest // degree * workload.element_bytes * heads
 
 
-def _reduce_bytes(candidate: Candidate, *, parameters: float) -> int:
-    """Gradients on their way to the ranks that update them, and what comes back of each bucket."""
+def _collective_bytes(candidate: Candidate, parts: ShardedParts, *, parameters: float) -> int:
+    """Bytes of gradients and weights on their way, beyond those of whole parts.
+
+    gloo, over which CPUs talk, works on a copy of what it reduces and of what it gathers.
+    """
+    is_copied = candidate.workload.hardware.device.kind == "cpu"
+    element = candidate.workload.element_bytes
+    gathered = element if candidate.zero >= 3 else 0
+    reduced = ACCUMULATION_BYTES if candidate.zero >= 2 else 0
+    in_step = parts.most_elements * (gathered + reduced) * is_copied
+    return round(max(in_step, _bucket_bytes(candidate, parts, parameters, is_copied=is_copied)))
+
+
+def _bucket_bytes(
+    candidate: Candidate, parts: ShardedParts, parameters: float, *, is_copied: bool
+) -> float:
+    """Bytes of buckets at the end of a step, and of what a device sends or gets of each.
+
+    With ZeRO-0 and 1 those of gradients, which are the larger ones. With ZeRO-2 only weights are
+    gathered, when the room of whole gradients is free again; with ZeRO-3 nothing is.
+    """
     copies = candidate.data_parallel_degree * same_weights_degree(candidate.workload)
-    if copies == 1:
-        return 0
-    under_way = min(REDUCE_BUCKETS * REDUCE_BUCKET_BYTES, round(parameters * ACCUMULATION_BYTES))
-    return round(under_way * (1 + 1 / copies))
+    if copies == 1 or candidate.zero >= 3:
+        return 0.0
+    element = ACCUMULATION_BYTES if candidate.zero < 2 else candidate.workload.element_bytes
+    most_elements = REDUCE_BUCKETS * REDUCE_BUCKET_BYTES / ACCUMULATION_BYTES
+    under_way = min(most_elements, parameters) * element * (1 + 1 / copies + is_copied)
+    free = parts.room_elements * ACCUMULATION_BYTES if candidate.zero >= 2 else 0.0
+    return max(0.0, under_way - free)
 
 
 def _communication_bytes(candidate: Candidate) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 from math import prod
 
@@ -30,7 +30,8 @@ from sppo.cost.layer import (
 )
 from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
-from sppo.cost.sharded_weights import layer_elements
+from sppo.cost.sharded_parts import layer_by_copies, outer_by_copies
+from sppo.cost.sharded_parts_seconds import last_reduction_seconds, with_collectives
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
 
@@ -40,9 +41,9 @@ class StageSeconds:
     """Seconds of each stage: tables [stages, units], units counted through all sequences.
 
     Attributes:
-        units: What the layers and the head of a stage take.
+        units: What the layers and the head of a stage take, with collectives after each use.
         update_s: The optimizer step, [stages].
-        reduce_s: Reducing gradients over the replicas, [stages].
+        reduce_s: Collectives at the end of a step, which nothing hides, [stages].
     """
 
     units: LayerSeconds
@@ -61,8 +62,8 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
     units = LayerSeconds(
         *(np.tile(getattr(one, name), (1, candidate.sequences)) for name in PASS_NAMES)
     )
-    if candidate.zero == 3:
-        units = _behind_gathers(units, gather_s=_gather_seconds(candidate))
+    if candidate.zero >= 2:
+        units = with_collectives(candidate, units)
     updated = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
     return StageSeconds(
         units,
@@ -272,17 +273,12 @@ def updated_parameters(candidate: Candidate) -> Table:
 def _parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
     """Parameters a device computes with, by the devices of its group that hold the same."""
     workload, everything = candidate.workload, stage_parameters(candidate)
-    degree = workload.sequence_parallel_degree
-    if workload.sequence_parallel == "ulysses" or degree == 1:
-        return {degree: everything}
-    model = workload.model
     layers = np.array([float(len(stage)) for stage in candidate.stages])
-    found = {n: layers * held for n, held in layer_elements(model, degree=degree).items()}
-    outer = everything - layers * sum(prod(shape) for shape in layer_shapes(model).values())
-    if workload.vocabulary_sharded:
-        found[1] = found[1] + outer / degree
-    else:
-        found[degree] = found[degree] + outer
+    found = {copies: layers * held for copies, held in layer_by_copies(workload).items()}
+    layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
+    for stage, outer in enumerate((everything - layers * layer).tolist()):
+        for copies, held in outer_by_copies(workload, outer).items():
+            found.setdefault(copies, np.zeros(len(layers)))[stage] += held
     return found
 
 
@@ -379,35 +375,19 @@ def stage_parts(candidate: Candidate) -> tuple[Mapping[str, PassParts], ...]:
     return tuple(stages)
 
 
-def _behind_gathers(units: LayerSeconds, *, gather_s: Table) -> LayerSeconds:
-    """Every unit's F and B fetch a stage's weights anew, a layer ahead of the compute."""
-    least = gather_s[:, None]
-    return replace(
-        units,
-        forward=np.maximum(units.forward, least),
-        backward=np.maximum(units.backward, least - units.weight),
-    )
-
-
-def _gather_seconds(candidate: Candidate) -> Table:
-    """All-gather of a stage's weights from all devices that keep a part of them (ZeRO-3)."""
-    element_bytes = candidate.workload.element_bytes
-    seconds: Table = np.zeros(len(candidate.stages))
-    for copies, held in _parameters_by_copies(candidate).items():
-        seconds = seconds + shard_seconds(candidate, held * element_bytes, copies=copies)
-    return seconds
-
-
 def _reduce_seconds(candidate: Candidate) -> Table:
-    """Adding up gradients over everyone with the same weights, once per step, as it is executed.
+    """Collectives at the end of a step, over everyone with the same weights, as executed.
 
     fp32 gradients are reduced to the devices that update them, and what was updated is gathered:
     weights in the compute dtype, or, where nothing is sharded, the sums themselves. Devices that
-    keep a part of the weights (ZeRO-3) gather none.
+    reduce gradients after each use (ZeRO-2) have only the last of them left, and those that keep a
+    part of the weights (ZeRO-3) gather none.
     """
+    reduced = ACCUMULATION_BYTES if candidate.zero < 2 else 0
     gathered = {0: ACCUMULATION_BYTES, 3: 0}.get(candidate.zero, candidate.workload.element_bytes)
     seconds: Table = np.zeros(len(candidate.stages))
+    if candidate.zero >= 2:
+        seconds = last_reduction_seconds(candidate)
     for copies, held in _parameters_by_copies(candidate).items():
-        sent = held * (ACCUMULATION_BYTES + gathered)
-        seconds = seconds + shard_seconds(candidate, sent, copies=copies)
+        seconds = seconds + shard_seconds(candidate, held * (reduced + gathered), copies=copies)
     return seconds

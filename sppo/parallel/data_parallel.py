@@ -1,9 +1,10 @@
 """Ranks that hold the same stage: gradients are reduced once a step, the optimizer is sharded.
 
 With ZeRO-1 (Rajbhandari et al., 2020) every one of n ranks updates the n-th part of the rows of
-each parameter. Gradients are reduced to the rank that needs them and updated weights gathered from
-the rank that made them, bucket by bucket, so that what is under way never takes more than a few
-buckets.
+each parameter. (From ZeRO-2 on gradients are reduced after each use instead:
+:mod:`sppo.parallel.gradient_reduce_scatter`.) Gradients are reduced to the rank that needs them and
+updated weights gathered from the rank that made them, bucket by bucket, so that what is under way
+never takes more than a few buckets.
 
 Ranks of one stage are its data-parallel replicas and, with Ulysses, the ranks over which tokens are
 sharded: both see some of the tokens with the same weights. With Megatron the ranks over which
@@ -96,9 +97,9 @@ class GradientReducer:
         if self._group is None:
             return
         for bucket in self._buckets(names):
+            self._wait_for(REDUCE_BUCKETS - 1)
             flat = self._flat(bucket, gradients, ranks=range(self.count))
             self._reduce_bucket(bucket, flat, gradients)
-            self._wait_for(REDUCE_BUCKETS)
 
     def gather(self, weights: Mapping[str, Tensor]) -> None:
         """Fetch the rows of ``weights`` that other ranks have updated; returns when they are here.
@@ -110,6 +111,7 @@ class GradientReducer:
             return
         for names in _by_dtype(weights).values():
             for bucket in self._buckets(names):
+                self._wait_for(REDUCE_BUCKETS - 1)
                 own = self._flat(bucket, weights, ranks=[self.index])
                 everything = own.new_empty((self.count, bucket.elements))
                 with peer_errors("gathering weights"):
@@ -117,7 +119,6 @@ class GradientReducer:
                         everything.view(-1), own.view(-1), group=self._group, async_op=True
                     )
                 self._under_way.append((work, self._spread(bucket, everything, weights)))
-                self._wait_for(REDUCE_BUCKETS)
         self.wait()
 
     def wait(self) -> None:

@@ -22,7 +22,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Mechanism, Workload
 from sppo.cost.memory import MemoryBuckets, exchanged_bytes, state_memory
-from sppo.cost.stage_cost import kv_bytes_per_token, same_weights_degree
+from sppo.cost.stage_cost import kv_bytes_per_token
 from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.choices import Degrees
@@ -100,8 +100,6 @@ def baseline_memory(
     saved = saved_bytes_per_token(method.policy, run.model, element_bytes=workload.element_bytes)
     per_layer = saved * length / degrees.sequence_parallel
     exchanged = _exchanged_bytes(candidate, tokens=length)
-    # They reduce gradients layer by layer and keep their shard of them only.
-    shards = degrees.data_parallel * same_weights_degree(workload) if method.zero >= 3 else 1
     stages = []
     for state, layers in zip(
         state_memory(candidate, units=UnitsInFlight(candidate)), candidate.stages, strict=True
@@ -109,7 +107,6 @@ def baseline_memory(
         stages.append(
             replace(
                 state.device,
-                gradients_bytes=state.device.gradients_bytes // shards,
                 kv_bytes=round(kv * (len(layers) if keeps else 1)),
                 # Formed and consumed within a layer, so never summed up in fp32.
                 kv_gradients_bytes=round(kv),

@@ -201,6 +201,8 @@ _GENERATORS: dict[str, Callable[[_Request, int], RankOrder]] = {
 }
 # Schedules whose warm-up can be lengthened to hide the latency of messages.
 _WITH_HOP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
+# Schedules that run the weight half of a backward as an action of its own.
+DEFERRING_WEIGHTS = ("zb_h1", "seq_zb_h1")
 # Schedules for whole sequences, and the one that does the same with subsequences.
 WHOLE_SEQUENCES = {
     "1f1b": "seq1f1b",

@@ -5,7 +5,9 @@ run hold the same object, whose `digest()` stands in the plan. It is a pure func
 arguments, which come from a plan, never from what a rank measures; so every rank makes the same.
 
 Gathers of sharded weights (ZeRO-3) are no actions. They belong to the F and B that read the
-weights, which fetch them layer by layer, one ahead of the compute, and are priced with it.
+weights, which fetch them layer by layer, one ahead of the compute, and are priced with it. Nor are
+reductions of sharded gradients (ZeRO-2 and 3): they belong to the F (of the head), B and W that
+form the gradients, and run behind the compute of the next layer; REDUCE waits for the last ones.
 """
 
 from __future__ import annotations

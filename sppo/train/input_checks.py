@@ -96,7 +96,7 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
             "multiplexed",
             "parallel.multiplexed=on lends whole weights to other pipeline ranks, and with "
             "parallel.sequence_parallel=megatron or parallel.zero=3 no rank has them: write "
-            "ulysses and parallel.zero=1, or parallel.multiplexed=off",
+            "ulysses and parallel.zero=2, or parallel.multiplexed=off",
         )
     if parallel.pipeline_parallel_degree > model.num_layers:
         yield (

@@ -134,7 +134,7 @@ def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
     if plan.schedule == "sppo_msp" and plan.zero == 3:
         raise ValueError(
             "schedule sppo_msp lends whole weights to other pipeline ranks, and with "
-            "parallel.zero=3 no rank has them: write parallel.zero=1, or another parallel.schedule"
+            "parallel.zero=3 no rank has them: write parallel.zero=2, or another parallel.schedule"
         )
     degree, shortest = run.parallel.sequence_parallel_degree, min(plan.lengths)
     shards = 2 * degree * plan.pipeline_parallel_degree  # a shard of one token may be rounded away

@@ -1,6 +1,6 @@
 """Buckets against the tensors a run really builds; tests/engine/test_steps.py has the peaks."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import prod
 
 import pytest
@@ -12,9 +12,11 @@ from sppo.cost.candidate import Candidate, layers_of_stages
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import stage_shapes
 from sppo.engine.gathered_weights import GatheredWeights
+from sppo.engine.sharded_gradients import ShardedGradients
 from sppo.hardware.presets import PRESETS
 from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW
+from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.planning.evaluated_candidate import assess
 from tests.engine.models import VARIANTS, random_weights, tiny_model
@@ -72,7 +74,17 @@ def test_weights_of_which_a_device_keeps_its_rows(variant, vocab_size, num_stage
         gathers = dict.fromkeys(shapes, ParameterAllGather(TwoRanks(), index=0))
         gathered = GatheredWeights(rows, shapes=shapes, gathers=gathers)
         assert memory.device.weights_bytes == total(rows.values()) + gathered.room_bytes
-        assert memory.device.gradients_bytes == 4 * sum(map(prod, shapes.values()))
+        sums = zero_gradients(rows)
+        scatters = dict.fromkeys(shapes, GradientReduceScatter(TwoRanks(), index=0))
+        formed = ShardedGradients(sums, shapes=shapes, scatters=scatters)
+        assert memory.device.gradients_bytes == total(sums.values()) + formed.room_bytes
+    kept = assess(replace(candidate, zero=2)).memory
+    assert [m.device.gradients_bytes for m in kept] == [
+        m.device.gradients_bytes for m in assess(candidate).memory
+    ]
+    for layers, memory in zip(stages, kept, strict=True):
+        elements = sum(map(prod, stage_shapes(model, layers).values()))
+        assert memory.device.weights_bytes == elements * DTYPES[dtype].itemsize
 
 
 def test_the_total_is_the_sum_of_all_buckets():

@@ -135,7 +135,8 @@ def test_states_are_shared_out():
     plain = device_of(RECOMPUTES, Degrees(32, 1, 1))
     parameters = 6.65e9
     assert plain.optimizer_bytes == pytest.approx(12 * parameters / 32, rel=0.01)
-    assert plain.gradients_bytes == pytest.approx(4 * parameters / 32, rel=0.01)
+    layer = 12 * 4096**2
+    assert plain.gradients_bytes == pytest.approx(4 * (parameters / 32 + 2 * layer), rel=0.01)
 
 
 def test_a_machine_that_is_too_small():

@@ -1,7 +1,19 @@
 """Runs whose ranks keep only their own rows of gradients and weights (ZeRO-2 and 3)."""
 
-import pytest
+import contextlib
+from pathlib import Path
+from unittest import mock
 
+import pytest
+from rich.console import Console
+
+from sppo.config import load_run
+from sppo.parallel.failures import RankProgress
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.mesh import Mesh
+from sppo.train import cpu_device, trainer
+from sppo.train.preflight import check_before_training
+from sppo.train.ranks import Ranks, mesh_shape
 from tests.train import test_parallel_runs
 from tests.train.test_parallel_runs import (
     MEGATRON,
@@ -71,3 +83,33 @@ def test_gathering_changes_no_bit(ranks, work, run_file, dtype):
     for zero in (2, 3):
         run_on(ranks, work, (2, 2, 1), 3, f"zero {zero}", **{"parallel.zero": zero})
     assert losses(work / "zero 3") == losses(work / "zero 2")
+
+
+def predicted_and_measured(rank, directory, arguments):
+    """(predicted, measured) bytes of weights and of gradients on one of two replicas."""
+    with (
+        contextlib.chdir(directory),
+        mock.patch.object(trainer, "warm_up", return_value=None),
+        mock.patch.object(cpu_device, "measure_matmul_flops_per_s", return_value=1e10),
+    ):
+        run = load_run(Path("run.yaml"), arguments)
+        mesh = Mesh(mesh_shape(run), rank=rank, timeout_s=30.0)
+        ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), 2)
+        plan = ranks.decided_by_main(lambda: check_before_training(run, local_ranks=2).plan)
+        preflight = check_before_training(run, plan=plan, local_ranks=2)
+        measured = trainer.train(run, preflight, console=Console(quiet=True), ranks=ranks).buckets
+        device = plan.stages[0].memory.device
+        return [
+            (getattr(device, name), getattr(measured, name))
+            for name in ("weights_bytes", "gradients_bytes")
+        ]
+
+
+@pytest.mark.parametrize("vocab_size", [64, 4096], ids=["two layers", "embedding"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_measured_gradients_are_the_predicted_ones(ranks, work, run_file, zero, vocab_size):
+    run_file(model={**MODEL, "vocab_size": vocab_size}, train={"steps": 1, "sequences_per_step": 2})
+    arguments = overrides((2, 1, 1), 1, **{"parallel.zero": zero, "train.output": "two"})
+    for answer in ranks.run(predicted_and_measured, work, arguments, ranks=2):
+        for predicted, measured in answer:
+            assert measured == pytest.approx(predicted, rel=0.01)

@@ -1,0 +1,210 @@
+"""Weights gathered and gradients reduced part by part: bytes as executed, seconds as overlapped."""
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from sppo.config.loading import check_run
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
+from sppo.cost.parameters import layer_shapes, outer_shapes
+from sppo.cost.stage_cost import stage_seconds
+from sppo.hardware.presets import PRESETS
+from sppo.parallel.gradient_reduce_scatter import GradientMessage
+from sppo.parallel.parameter_all_gather import ParameterAllGather
+from sppo.planning.run_plan import plan_run, run_candidate
+from tests.random_training.emulated_ranks import run_emulated
+from tests.train.test_one_program import execute
+
+A100 = PRESETS["a100-80g"]
+INSTANT = {"bf16_flops_per_s": 1e30, "fp32_flops_per_s": 1e30, "memory_bytes_per_s": 1e30}
+
+
+def linked(rate, hardware=A100):
+    """The machine with links of so many bytes per second."""
+    network = replace(hardware.network, intra_node_bytes_per_s=rate, inter_node_bytes_per_s=rate)
+    return replace(hardware, network=network)
+
+
+def without_compute(rate):
+    """A machine on which only collectives take time."""
+    hardware = linked(rate, PRESETS["laptop-cpu"])
+    points = {"gemm_points": (), "attention_points": (), "elementwise_points": ()}
+    return replace(hardware, device=replace(hardware.device, kernel_s=0.0, **INSTANT, **points))
+
+
+LENGTH = 96
+MODEL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "mlp_size": 24,
+}
+
+
+def run_of(degrees, *, zero, schedule="sppo", sequences=2, vocab_size=32, **activations):
+    data, pipeline, sequence = degrees
+    keys = {
+        "model": {**MODEL, "vocab_size": vocab_size},
+        "data": {"tokens": "."},
+        "sequence": {"length": LENGTH, "num_subsequences": 3, "alignment": 1},
+        "parallel": {
+            "data_parallel_degree": data,
+            "pipeline_parallel_degree": pipeline,
+            "sequence_parallel_degree": sequence,
+            "zero": zero,
+            "schedule": schedule,
+        },
+        "activations": {"policy": "keep_attention", **activations},
+        "train": {"dtype": "fp32", "sequences_per_step": data * sequences},
+    }
+    return check_run(keys, source="test")
+
+
+def executed_bytes(run, hardware):
+    """(gathered, reduced) bytes of whole parts of a step by pipeline rank, on one of its ranks."""
+    plan = plan_run(run, hardware=hardware, available_bytes=1 << 34)
+    gathered, reduced = Counter(), Counter()
+    parallel = run.parallel
+    width = parallel.sequence_parallel_degree
+    begin, reduce = ParameterAllGather.begin, GradientMessage.reduce
+
+    def place(group):
+        return group.ranks[0] // width % parallel.pipeline_parallel_degree
+
+    def counted_begin(self, rows, shapes):
+        handle = begin(self, rows, shapes)
+        gathered[place(self._group)] += handle.size_bytes * (self.index == 0)
+        return handle
+
+    def counted_reduce(self):
+        scatter = self._scatter
+        reduced[place(scatter.group)] += self.size_bytes * (scatter.index == 0)
+        reduce(self)
+
+    ranks = parallel.data_parallel_degree * parallel.pipeline_parallel_degree * width
+    with (
+        mock.patch.object(ParameterAllGather, "begin", counted_begin),
+        mock.patch.object(GradientMessage, "reduce", counted_reduce),
+    ):
+        run_emulated(execute, run, plan, ranks=ranks, seed=0)
+    stages = range(parallel.pipeline_parallel_degree)
+    return [gathered[n] for n in stages], [reduced[n] for n in stages]
+
+
+def no_exchange(_workload, *, tokens):
+    """Ulysses without its exchanges of tokens for heads."""
+    return np.zeros_like(tokens)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("vocab_size", [32, 400], ids=["small ends", "large ends"])
+@pytest.mark.parametrize(
+    ("degrees", "schedule"),
+    [((2, 1, 1), "sppo"), ((2, 2, 1), "sppo"), ((1, 2, 2), "seq1f1b"), ((2, 2, 1), "seq_zb_h1")],
+    ids=str,
+)
+def test_priced_bytes_are_those_executed(zero, vocab_size, degrees, schedule):
+    """Where only links take time, a stage's seconds are what its collectives carry."""
+    hardware = without_compute(1.0)
+    run = run_of(degrees, zero=zero, schedule=schedule, vocab_size=vocab_size)
+    candidate = replace(run_candidate(run, hardware=hardware), schedule=schedule)
+    with mock.patch("sppo.cost.layer.exchange_seconds", no_exchange):
+        units = stage_seconds(candidate).units
+    priced = (units.forward + units.backward + units.weight).sum(axis=1)
+    gathered, reduced = executed_bytes(run, hardware)
+    sent = np.array(gathered) + np.array(reduced)
+    share = 1 - 1 / (degrees[0] * degrees[2])
+    # A stage's last layer is not gathered twice where its B begins with it, or its next F.
+    layer = 4 * sum(map(prod, layer_shapes(run.model).values())) * (zero == 3)
+    spared = priced - sent * share
+    units_per_step = len(candidate.lengths) * candidate.sequences
+    assert (spared >= -1e-6 * priced).all()
+    assert (spared <= 2 * units_per_step * layer * share + 1e-6 * priced).all()
+
+
+def stage_of_three(zero, rate, **change):
+    """Seconds of the middle one of three stages: layers alone."""
+    model = run_of((1, 1, 1), zero=1).model.model_copy(
+        update={"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "mlp_size": 16384}
+    )
+    model = model.model_copy(update={"num_layers": 6})
+    workload = Workload(model, linked(rate), dtype="bf16")
+    candidate = Candidate(
+        workload,
+        (4096, 4096),
+        pipeline_parallel_degree=3,
+        data_parallel_degree=4,
+        zero=zero,
+        **change,
+    )
+    layers = 2 * sum(map(prod, layer_shapes(model).values())) * 3 / 4
+    return stage_seconds(candidate), layers
+
+
+def test_the_longer_of_compute_and_collectives_counts():
+    fast, _ = stage_of_three(1, 1e15)
+    for zero in (2, 3):
+        hidden, _ = stage_of_three(zero, 1e15)
+        slow, elements = stage_of_three(zero, 1e8)
+        reduction_s, gather_s = elements * 4 / 1e8, elements * 2 / 1e8 * (zero == 3)
+        assert hidden.units.forward[1] == pytest.approx(fast.units.forward[1])
+        # Zeros, copies and sums of whole gradients take some memory traffic.
+        whole = [s.units.backward[1] + s.units.weight[1] for s in (fast, hidden, slow)]
+        assert (whole[0] < whole[1]).all()
+        assert whole[1] == pytest.approx(whole[0], rel=0.15)
+        assert whole[2] == pytest.approx(reduction_s + gather_s)
+        expected = np.full(2, gather_s) if zero == 3 else fast.units.forward[1]
+        assert slow.units.forward[1] == pytest.approx(expected)
+
+
+def test_weight_halves_hide_reductions_and_backwards_gathers():
+    slow, elements = stage_of_three(3, 1e8, schedule="seq_zb_h1")
+    assert slow.units.backward[1] == pytest.approx(np.full(2, elements * 2 / 1e8))
+    assert slow.units.weight[1] == pytest.approx(np.full(2, elements * 4 / 1e8))
+
+
+def test_only_the_last_reduction_is_left_for_the_end():
+    rate = 1e9
+    once, elements = stage_of_three(1, rate)
+    assert once.reduce_s[1] == pytest.approx(elements * (4 + 2) / rate)
+    assert stage_of_three(3, rate)[0].reduce_s[1] == pytest.approx(elements / 2 * 4 / rate)
+    both = stage_of_three(2, rate)[0].reduce_s[1]
+    assert both == pytest.approx(elements / 2 * 4 / rate + elements * 2 / rate)
+
+
+def test_ends_without_room_beside_a_layer_are_exposed():
+    """An embedding larger than a layer waits for it, and the next layer waits for the embedding."""
+    rate, replicas = 1e9, 4
+    found = {}
+    for vocab_size in (32, 400):
+        model = run_of((1, 1, 1), zero=1, vocab_size=vocab_size).model
+        candidate = Candidate(
+            Workload(model, linked(rate), dtype="fp32"),
+            (48, 48),
+            pipeline_parallel_degree=2,
+            data_parallel_degree=replicas,
+            zero=2,
+        )
+        units = stage_seconds(candidate).units
+        alone = stage_seconds(replace(candidate, zero=1)).units
+        added = units.backward + units.weight - alone.backward - alone.weight
+        found[vocab_size] = added[0], units.forward[1] - alone.forward[1]
+        last = 4 * 3 / 4 / rate
+        embedding = prod(outer_shapes(model)["embed.weight"]) * last
+        head = embedding + model.hidden_size * last
+        layer = sum(map(prod, layer_shapes(model).values())) * last
+    traffic = 1e-9
+    backward, forward = found[400]
+    assert (backward >= embedding + layer).all()
+    assert backward == pytest.approx(np.full(2, embedding + layer), rel=0.01, abs=traffic)
+    # The first subsequence's head gradients travel behind the second's forward.
+    assert forward == pytest.approx([0.0, head], rel=0.01, abs=0.01 * head)
+    backward, forward = found[32]
+    assert (backward < layer).all()
