@@ -154,9 +154,14 @@ def least(problem: StageProblem, *, most: float) -> StageCounts:
 
     What is offloaded needs places to wait in, which may be more than it frees.
     """
-    fractions = (most * step / _STEPS[False] for step in range(_STEPS[False] + 1))
-    tried = [_recomputing_all(problem, fraction=fraction) for fraction in fractions]
-    return min(tried, key=lambda rows: _needed(rows[0], rows[1], problem))
+    steps = _STEPS[False]
+    fractions = np.array([most * step / steps for step in range(steps + 1)])
+    offloaded = _offloaded(_wanted_bytes(problem, fractions[:, None]), problem)
+    retained = _whole(problem) - offloaded
+    left = retained.copy()
+    left[:, :, [LINEAR, ATTENTION]] = 0
+    best = int(np.argmin(_needed_by_each(left, offloaded, problem)))
+    return left[best], offloaded[best], retained[best] - left[best]
 
 
 def _most_in_tier(problem: StageProblem) -> float:
@@ -167,14 +172,6 @@ def _most_in_tier(problem: StageProblem) -> float:
         0.0, 1.0, lambda fraction: not _in_tier(_wanted_bytes(problem, fraction), problem)
     )
     return fraction
-
-
-def _recomputing_all(problem: StageProblem, *, fraction: float) -> StageCounts:
-    """Offload a fraction of everything, and recompute all that can be of the rest."""
-    offloaded = _offloaded(_wanted_bytes(problem, fraction), problem)
-    retained = _whole(problem) - offloaded
-    left = _freed(retained, 2 * len(retained))
-    return left, offloaded, retained - left
 
 
 def _bisected(low: float, high: float, is_high: Callable[[float], bool]) -> tuple[float, float]:
@@ -189,8 +186,13 @@ def _whole(problem: StageProblem) -> Counts:
     return np.repeat(problem.tokens[:, None], 3, axis=1)
 
 
-def _wanted_bytes(problem: StageProblem, fraction: float) -> Table:
-    """Bytes in proportion to the time they may take, up to all there are."""
+def _wanted_bytes(problem: StageProblem, fraction: float | Table) -> Table:
+    """Bytes in proportion to the time they may take, up to all there are.
+
+    Args:
+        problem: of one stage.
+        fraction: of all; of a column, [n, 1], each gives a row of the result.
+    """
     saved = problem.saved_bytes
     most = float((saved / problem.next_forward_s).max())
     result: Table = np.minimum(fraction * most * problem.next_forward_s, saved)
@@ -221,10 +223,17 @@ def _fits(retained: Counts, offloaded: Counts, problem: StageProblem) -> bool:
 
 def _needed(retained: Counts, offloaded: Counts, problem: StageProblem) -> float:
     """Device bytes at the worst moment: what is retained, and room for copies."""
+    return float(_needed_by_each(retained[None], offloaded[None], problem)[0])
+
+
+def _needed_by_each(retained: Counts, offloaded: Counts, problem: StageProblem) -> Table:
+    """Device bytes that each of some placements needs, [placements]."""
     held = (retained @ problem.row_bytes) @ problem.in_flight
     recomputed = problem.tokens[:, None] - retained - offloaded
-    placement = ActivationPlacement(retained[None], offloaded[None], recomputed[None])
-    return float(held + problem.slots.reserved(placement)[0])
+    needed: Table = held + problem.slots.reserved(
+        ActivationPlacement(retained, offloaded, recomputed)
+    )
+    return needed
 
 
 def _freed(retained: Counts, count: int) -> Counts:

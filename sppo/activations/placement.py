@@ -176,12 +176,13 @@ class CopySlots:
         )
 
     def reserved(self, placement: ActivationPlacement) -> Table:
-        """What `placement` need at most, [stages]."""
-        slots = (placement.offloaded * self.row_bytes[:, None, :]).sum(axis=2).max(axis=1)
-        parts = np.stack([placement.retained, placement.offloaded, placement.recomputed])
-        is_cut, recomputes = (parts > 0).sum(axis=0) > 1, placement.recomputed > 0
-        joined = self.joined_bytes[:, None] * (is_cut & ~recomputes).any(axis=2)
-        joined += self.queries_bytes[:, None] * (is_cut & recomputes).any(axis=2)
+        """What `placement` needs at most, [stages]; of one stage's slots, each of its rows."""
+        slots = (placement.offloaded @ self.row_bytes[:, :, None])[:, :, 0].max(axis=1)
+        retains, offloads = placement.retained > 0, placement.offloaded > 0
+        recomputes = placement.recomputed > 0
+        cut_with_rest = (retains | offloads) & recomputes
+        joined = self.joined_bytes[:, None] * (retains & offloads & ~recomputes).any(axis=2)
+        joined += self.queries_bytes[:, None] * cut_with_rest.any(axis=2)
         joined *= np.where(recomputes[:, :, ATTENTION], 1.0, self.taken_at_once[:, None])
         needed: Table = slots + self.padding_bytes * (slots > 0) + joined.max(axis=1)
         return needed

@@ -266,10 +266,19 @@ def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[Activati
 
 
 def leaves_room(candidate: Candidate) -> bool:
-    """Whether it fits without any saved activation: quick to tell, and most do not."""
+    """Whether it fits without any saved activation, whatever is recomputed: quick to tell."""
     states = state_memory(candidate, units=UnitsInFlight(candidate))
     budget = candidate.budget_bytes
     return all(state.device.total_bytes <= budget for state in states)
+
+
+def may_fit(candidate: Candidate) -> bool:
+    """Whether any activation policy may make it fit: quick to tell, and most do not."""
+    if candidate.schedule == "sppo_msp":
+        # Sequences of a program that cuts units follow one another.
+        candidate = replace(candidate, sequences=1)
+    states = state_memory(candidate, units=UnitsInFlight(candidate))
+    return _leaves_room_beside(candidate, states=states)
 
 
 def _leaves_room_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> bool:

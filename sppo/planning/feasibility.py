@@ -9,7 +9,7 @@ from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidates import candidate_of_subsequences
 from sppo.planning.choices import degrees_to_try, subsequence_counts_to_try
-from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess, leaves_room
+from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess, may_fit
 from sppo.planning.longest import longest_tokens, with_length
 from sppo.planning.search import CandidateSearch
 
@@ -44,8 +44,7 @@ def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
             for degrees in possible
         )
         return any(
-            leaves_room(candidate) and assess(candidate).shortfall is None
-            for candidate in candidates
+            may_fit(candidate) and assess(candidate).shortfall is None for candidate in candidates
         )
     except ValueError:
         return False

@@ -20,7 +20,13 @@ from sppo.cost.step_time import least_step_s
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidates import candidate_of_subsequences
 from sppo.planning.choices import Degrees, degrees_to_try, subsequence_counts_to_try
-from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall, assess, leaves_room
+from sppo.planning.evaluated_candidate import (
+    EvaluatedCandidate,
+    Shortfall,
+    assess,
+    leaves_room,
+    may_fit,
+)
 
 Rank = tuple[float, int, int, int]
 
@@ -79,7 +85,7 @@ class CandidateSearch:
         heap: list[tuple[Rank, int, _Way, EvaluatedCandidate | None]] = [
             ((_rounded(way.bound_s), 0, 0, 0), place, way, None)
             for place, way in enumerate(self._ways.values())
-            if way.leaves_room and way.bound_s <= most_s
+            if way.may_fit and way.bound_s <= most_s
         ]
         heapq.heapify(heap)
         while heap:
@@ -123,9 +129,14 @@ class _Way:
         self._assessed: dict[int, EvaluatedCandidate] = {}
 
     @cached_property
-    def leaves_room(self) -> bool:
-        """Whether it may fit: without saved activations memory only shrinks with N."""
-        return leaves_room(self._candidate(self._counts[-1]))
+    def may_fit(self) -> bool:
+        """Whether any candidate may fit: without saved activations memory only shrinks with N."""
+        return may_fit(self._candidate(self._counts[-1]))
+
+    @cached_property
+    def _worth_trying(self) -> Sequence[int]:
+        """Values of N that may fit: only the last where what is recomputed decides."""
+        return self._counts if leaves_room(self._candidate(self._counts[-1])) else self._counts[-1:]
 
     @property
     def bound_s(self) -> float:
@@ -135,8 +146,8 @@ class _Way:
     @cached_property
     def best(self) -> EvaluatedCandidate:
         """The fastest that fits; the one short of least if none does."""
-        if not self.leaves_room:
-            return self._assess(self._counts[-1])
+        if len(self._worth_trying) == 1:
+            return self._assess(self._worth_trying[0])
         best = nearest = None
         for bound_s, num_subsequences in self._bounds:
             if best is not None and bound_s > best.time.step_s:
@@ -155,7 +166,7 @@ class _Way:
     @property
     def fits(self) -> bool:
         """Whether any of its candidates fits; the last is the likeliest to."""
-        if not self.leaves_room:
+        if not self.may_fit:
             return False
         if "best" in self.__dict__ or self._assess(self._counts[-1]).shortfall is not None:
             return self.best.shortfall is None
@@ -180,7 +191,7 @@ class _Way:
     def _bounds(self) -> list[tuple[float, int]]:
         """Seconds that no policy is faster than, and N; the least first."""
         bounds = []
-        for num_subsequences in self._counts:
+        for num_subsequences in self._worth_trying:
             candidate = self._candidate(num_subsequences)
             seconds = stage_seconds(candidate)
             bound_s = least_step_s(
