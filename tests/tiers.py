@@ -263,6 +263,8 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "train/test_zero_runs.py::test_a_run_with_rows_on_each_of_many_goes_on_on_one",
             why="the same way from one layout of rows to another",
         ),
+        "test_measured_gradients_are_the_predicted_ones": each("each level and largest part once"),
+        "test_steps_that_are_not_finite_are_skipped": only("3", why="weights are sharded as well"),
         "test_rows_of_shared_weights": only("3", why="gradients are sharded as well"),
         "test_gathering_changes_no_bit": replaced(
             "train/test_zero_runs.py::test_ranks_that_keep_their_own_rows_do_what_one_does",
@@ -404,6 +406,11 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
     },
     # planning/ and cost/: searches, and steps of models of some size.
+    "cost/test_sharded_parts.py": {
+        "test_priced_bytes_are_those_executed": each(
+            "each grid and schedule, size of the ends and ZeRO level once"
+        ),
+    },
     "cost/test_working_set.py": {
         "test_it_is_what_the_allocator_hands_out": each("each shape, type and policy once"),
         "test_squares_that_are_halved_and_layers_that_share_an_input": only(

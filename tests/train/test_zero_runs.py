@@ -1,6 +1,7 @@
 """Runs whose ranks keep only their own rows of gradients and weights (ZeRO-2 and 3)."""
 
 import contextlib
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -113,3 +114,13 @@ def test_measured_gradients_are_the_predicted_ones(ranks, work, run_file, zero, 
     for answer in ranks.run(predicted_and_measured, work, arguments, ranks=2):
         for predicted, measured in answer:
             assert measured == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_steps_that_are_not_finite_are_skipped(ranks, job, zero):
+    """A rate that no weights survive: gradients of NaN reach every shard, and no update."""
+    more = {"parallel.zero": zero, "optimizer.lr": 1e30, "optimizer.warmup_steps": 0}
+    run_on(ranks, job, (2, 2, 1), 3, "nan", **more)
+    records = [json.loads(line) for line in (job / "nan/metrics.jsonl").read_text().splitlines()]
+    assert [record["skipped"] for record in records] == [False, True, True]
+    assert [record["grad_norm"] is None for record in records] == [False, True, True]
