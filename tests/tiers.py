@@ -108,13 +108,13 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             _RANDOM_TRAININGS,
             why="models meet every policy on one rank, random trainings any mesh",
         ),
-        "test_gradients_of_stages_taking_turns": only(
-            "interleaved_seq1f1b-3", why="subsequences taking turns, with all that is sharded"
+        "test_gradients_of_stages_taking_turns": replaced(
+            "engine/test_gathered_weights.py::test_gradients_of_stages_taking_turns",
+            why="with sharded weights, gradients are sharded too",
         ),
-        "test_gradients_of_sharded_weights": only(
-            "seq_zb_h1-(1, 2, 4)-3",
-            why="a schedule that defers, and heads that several ranks hold",
-            by=(_RANDOM_TRAININGS,),
+        "test_gradients_of_sharded_weights": replaced(
+            "engine/test_megatron.py::test_blocks_of_which_replicas_keep_rows",
+            why="with sharded weights, gradients are sharded too",
         ),
         "test_gradients_of_shards_that_others_run": only(
             "(2, 2, 1)-tied*", why="replicas of owners, and tied embeddings"
