@@ -1,7 +1,9 @@
 """Predicted against measured step time and memory on this machine, phase by phase and by bucket.
 
 Measures the machine with ``sppo bench``, trains several models for a few steps with ``sppo train``,
-which predicts each from that description before it begins, and compares. Run by
+which predicts each from that description before it begins, and compares; ``--random 10`` draws
+models, lengths, policies, ranks and tiers. Machines that others use change their speed, so a fixed
+matrix product and attention are timed beside the measurement and beside every run. Run by
 ``scripts/check_prediction.sh``.
 """
 
@@ -9,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shlex
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -40,6 +44,10 @@ GPT = {
 }  # fmt: skip
 
 
+_SMALL = 0.01
+"""Buckets that are off by less of all memory are as predicted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One training run whose step is predicted."""
@@ -51,7 +59,11 @@ class Case:
     dtype: str = "bf16"
     policy: str = "retain"
     pipeline_ranks: int = 1
-    """More than one also offload to a directory beside the run."""
+    disk: bool = False
+    """Whether activations may be offloaded to a directory beside the run."""
+    sequences: int = 1
+    partition: str = "flops"
+    multiplexed: str = "auto"
 
 
 CASES = (
@@ -60,8 +72,40 @@ CASES = (
     Case("llama-like", LLAMA, 8192, 4, policy="keep_attention"),
     Case("qwen3-like", QWEN, 4096, 2, dtype="fp32"),
     Case("gpt-like", GPT, 4096, 2),
-    Case("two ranks, disk", LLAMA, 8192, 4, policy="offload_all", pipeline_ranks=2),
+    Case("two ranks, disk", LLAMA, 8192, 4, policy="offload_all", pipeline_ranks=2, disk=True),
 )
+
+
+def random_cases(count: int, *, seed: int) -> list[Case]:
+    """Draw runs of everything that can be combined on one machine with two cores."""
+    dice = random.Random(seed)
+    models: dict[str, dict[str, Any]] = {
+        "tiny": {"preset": "tiny"},
+        "llama-like": LLAMA,
+        "qwen3-like": QWEN,
+        "gpt-like": GPT,
+    }
+    cases: list[Case] = []
+    while len(cases) < count:
+        name = dice.choice(list(models))
+        ranks, disk = dice.choice([1, 1, 2]), dice.random() < 0.4
+        offloading = ["offload_all", "sppo", "hybrid"] if disk else []
+        cases.append(
+            Case(
+                name,
+                models[name],
+                length=128 * dice.randint(16, 32 if name == "gpt-like" else 64),
+                num_subsequences=dice.choice([1, 2, 4, 5]) if ranks == 1 else dice.choice([4, 6]),
+                dtype=dice.choice(["bf16", "bf16", "fp32"]),
+                policy=dice.choice(["retain", "keep_attention", "recompute", *offloading * 2]),
+                pipeline_ranks=ranks,
+                disk=disk,
+                sequences=dice.choice([1, 1, 2]),
+                partition=dice.choice(["flops", "length"]),
+                multiplexed=dice.choice(["off", "on"]) if ranks > 1 else "off",
+            )
+        )
+    return cases
 
 
 def main() -> None:
@@ -70,6 +114,8 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="where data, runs and results go")
     parser.add_argument("--hardware", type=Path, help="a description to use instead of measuring")
     parser.add_argument("--steps", type=int, default=7, help="steps of each run; medians count")
+    parser.add_argument("--random", type=int, default=0, help="draw so many cases instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the cases that are drawn")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--output", type=output_file, help="write the comparison here as JSON")
     arguments = parser.parse_args()
@@ -79,18 +125,24 @@ def main() -> None:
     if arguments.hardware is None:
         sppo("bench", "all", "-o", str(hardware_file), cwd=Path.cwd())
     hardware = read_hardware(hardware_file)
+    speed_then = machine_speed()
     prepare_tokens(directory / "tokens")
     rows = []
-    for index, case in enumerate(CASES):
+    drawn = random_cases(arguments.random, seed=arguments.seed)
+    for index, case in enumerate(drawn or CASES):
         if arguments.only in case.name:
             run_file = directory / f"case_{index}.yaml"
             write_run(case, run_file, steps=arguments.steps, hardware=hardware_file.absolute())
-            rows.append({"case": title(case), **train(run_file, directory)})
+            before = machine_speed()
+            found = train(run_file, directory)
+            speed = (before + machine_speed()) / 2 / speed_then
+            rows.append({"case": title(case), "machine_speed": speed, **found})
             print_rows(rows[-1:])
     print(f"\n{hardware.name}, {hardware.provenance}")
     print_rows(rows)
     print_memory(rows)
     print_idle(rows)
+    print_deviations(rows)
     if arguments.output is not None:
         write_report(arguments.output, rows, hardware)
 
@@ -99,6 +151,21 @@ def sppo(*words: str, cwd: Path) -> None:
     """Run the command line of this installation; its output passes through."""
     code = "from sppo.__main__ import main; main()"
     subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=cwd)
+
+
+def machine_speed() -> float:
+    """Matrix products and attention a second, of one fixed size, on all cores."""
+    code = (
+        "import time, torch; from torch.nn.functional import scaled_dot_product_attention as f\n"
+        "x, w = (torch.randn(s, dtype=torch.bfloat16) for s in ((1024, 512), (512, 1792)))\n"
+        "q = torch.randn(1, 8, 1024, 64, dtype=torch.bfloat16); times = []\n"
+        "for _ in range(60):\n"
+        "    begin = time.perf_counter(); x @ w; x @ w; f(q, q, q, is_causal=True)\n"
+        "    times.append(time.perf_counter() - begin)\n"
+        "print(1 / sorted(times)[30])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return float(said.stdout)
 
 
 def prepare_tokens(tokens: Path) -> None:
@@ -119,18 +186,23 @@ def write_run(case: Case, path: Path, *, steps: int, hardware: Path) -> None:
         "sequence": {
             "length": case.length,
             "num_subsequences": case.num_subsequences,
-            "partition": "flops",
+            "partition": case.partition,
         },
         "activations": {"policy": case.policy},
         "hardware": {"file": str(hardware)},
         "train": {
             "steps": steps,
             "dtype": case.dtype,
+            "sequences_per_step": case.sequences,
             "output": f"runs/{path.stem}_{time.strftime('%H%M%S')}",
         },
     }
     if case.pipeline_ranks > 1:
-        run["parallel"] = {"pipeline_parallel_degree": case.pipeline_ranks}
+        run["parallel"] = {
+            "pipeline_parallel_degree": case.pipeline_ranks,
+            "multiplexed": case.multiplexed,
+        }
+    if case.disk:
         disk = path.parent / "disk"
         disk.mkdir(exist_ok=True)
         run["activations"] = {"policy": case.policy, "disk": str(disk.absolute()), "tier": "disk"}
@@ -150,7 +222,12 @@ def train(run_file: Path, directory: Path) -> dict[str, Any]:
 
 def title(case: Case) -> str:
     """A case in one line."""
-    return f"{case.name} {case.length // 1024}Ki {case.dtype} {case.policy}"
+    words = [case.name, str(case.length), f"N {case.num_subsequences}", case.dtype, case.policy]
+    if case.pipeline_ranks > 1:
+        words.append(f"PP {case.pipeline_ranks}" + " MSP" * (case.multiplexed == "on"))
+    return " ".join(
+        [*words, *["disk"] * case.disk, *[f"x {case.sequences}"] * (case.sequences > 1)]
+    )
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
@@ -193,6 +270,32 @@ def print_memory(rows: list[dict[str, Any]]) -> None:
             predicted, measured = (pair[kind] / 2**20 for kind in ("predicted", "measured"))
             apart = f"{predicted / measured - 1:+6.1%}" if measured else ""
             print(f"  {name:<24} {predicted:9.1f} {measured:9.1f} MiB {apart}")
+
+
+def print_deviations(rows: list[dict[str, Any]]) -> None:
+    """How far step times and memory are off, in the median and at worst."""
+    as_bench, at_speed = [], []
+    for row in rows:
+        predicted, measured = (
+            sum(row["phases_s"][name][kind] for name in PHASES)
+            for kind in ("predicted", "measured")
+        )
+        as_bench.append(abs(predicted / measured - 1))
+        at_speed.append(abs(predicted / row["machine_speed"] / measured - 1))
+    print(f"\nstep time off by {statistics.median(as_bench):.1%}, at worst {max(as_bench):.1%}")
+    print(
+        f"at the machine's speed beside each run {statistics.median(at_speed):.1%}, at worst "
+        f"{max(at_speed):.1%}"
+    )
+    off: dict[str, list[float]] = {}
+    for row in rows:
+        whole = row["memory_bytes"]["all"]["measured"]
+        for name, pair in row["memory_bytes"].items():
+            apart = abs(pair["predicted"] - pair["measured"])
+            if apart > _SMALL * whole:
+                off.setdefault(name, []).append(apart / max(pair["measured"], 1))
+    for name, apart in off.items():
+        print(f"{name}: off by up to {max(apart):.1%} in {len(apart)} of {len(rows)} runs")
 
 
 def write_report(path: Path, rows: list[dict[str, Any]], hardware: HardwareSpec) -> None:

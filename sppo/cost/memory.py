@@ -6,11 +6,9 @@ heads, D head size, V vocabulary, g sequence-parallel degree.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +17,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.process_growth import process_growth_bytes
+from sppo.cost.running_units import computing_bytes, loss_bytes, sent_bytes
 from sppo.cost.sharded_parts import ShardedParts, sharded_parts
 from sppo.cost.stage_cost import (
     device_parameters,
@@ -30,11 +29,9 @@ from sppo.cost.stage_cost import (
 )
 from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.cost.working_set import (
-    PREFIX_KEYS,
     forward_working_set,
     loss_working_set,
     most_working_set,
-    working_set,
 )
 from sppo.schedule.costs import Table
 from sppo.units import MIB
@@ -98,17 +95,6 @@ class StageMemory:
     """Optimizer states in host memory."""
 
 
-class UnitRun(NamedTuple):
-    """A unit, or a shard of one, as its working set depends on it."""
-
-    recomputed: frozenset[int]
-    """Tensor classes that backward recomputes."""
-    tokens: int
-    """All devices of a sequence-parallel group together."""
-    prefix: int
-    """Tokens of the sequence before it."""
-
-
 def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMemory, ...]:
     """Memory of each stage without any saved activation, whatever will be recomputed."""
     workload = candidate.workload
@@ -117,9 +103,9 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     kv, kv_gradients = _kv_bytes(candidate, units=units)
     layer = _most_working_bytes(candidate)
-    loss = loss_bytes(candidate)
+    loss = loss_bytes(candidate, tokens=max(candidate.lengths))
     heap_share = workload.hardware.device.heap_share
-    messages = _communication_bytes(candidate)
+    sent = np.rint(sent_bytes(candidate).most).astype(np.int64).tolist()
     stages = []
     for stage, (count, own) in enumerate(zip(parameters.tolist(), updated.tolist(), strict=True)):
         is_last = candidate.is_last_stage(stage)
@@ -141,7 +127,7 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
             loss_gradient_bytes=_loss_gradient_bytes(candidate, units) if is_last else 0,
             working_bytes=working,
             heap_bytes=round(working * heap_share),
-            communication_bytes=messages + _collective_bytes(candidate, parts, parameters=count),
+            communication_bytes=sent[stage] + _collective_bytes(candidate, parts, parameters=count),
             growth_bytes=process_growth_bytes(
                 candidate,
                 background_save_bytes=saved if candidate.background_saves else 0,
@@ -162,26 +148,35 @@ def with_activations(
     retained = placed_bytes(
         placement.retained, recomputed=placement.recomputed, candidate=candidate
     )
-    held = units.peak(retained, deferred=weight_operand_bytes(candidate))
+    deferred = weight_operand_bytes(candidate)
+    computing, sent = computing_bytes(candidate, placement), sent_bytes(candidate)
+    held = units.peak(retained, deferred=deferred)
+    if keeps_a_stack(candidate):
+        beside = held + computing.most
+        together = beside + sent.most
+    else:
+        beside = units.peak(retained, deferred=deferred, running=computing)
+        together = units.peak(retained, deferred=deferred, running=computing + sent)
     heap_share = candidate.workload.hardware.device.heap_share
+    peaks = np.rint([held, beside, together, sent.most]).astype(np.int64).T.tolist()
     stages = []
-    by_kind: dict[Hashable, int] = {}
-    for stage, state in enumerate(states):
-        kind = stage_kind(candidate, placement, stage=stage)
-        if kind not in by_kind:
-            runs = _heaviest_runs(candidate, placement, stage=stage)
-            by_kind[kind] = working_bytes(candidate, runs, stage=stage)
-        working = by_kind[kind]
-        if candidate.is_last_stage(stage):
-            working = max(working, loss_bytes(candidate))
+    for state, (saved, computed, everything, most_sent) in zip(states, peaks, strict=True):
+        collective = state.device.communication_bytes - most_sent
         device = replace(
             state.device,
-            activations_bytes=round(float(held[stage])),
-            working_bytes=working,
-            heap_bytes=round(working * heap_share),
+            activations_bytes=saved,
+            working_bytes=computed - saved,
+            heap_bytes=round((computed - saved) * heap_share),
+            communication_bytes=collective + everything - computed,
         )
         stages.append(replace(state, device=device))
     return tuple(stages)
+
+
+def keeps_a_stack(candidate: Candidate) -> bool:
+    """Whether retained tensors lie in room set aside once, whatever is held (a CPU's lone rank)."""
+    on_cpu = candidate.workload.hardware.device.kind == "cpu"
+    return on_cpu and candidate.pipeline_parallel_degree == 1 and candidate.schedule == "sppo"
 
 
 def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
@@ -229,65 +224,6 @@ def stage_kind(candidate: Candidate, placement: ActivationPlacement, *, stage: i
     return len(candidate.stages[stage]), *(table[stage].tobytes() for table in tables)
 
 
-def loss_bytes(candidate: Candidate) -> int:
-    """Working set of the loss of the longest subsequence."""
-    return loss_working_set(candidate.workload, tokens=_longest(candidate)).live_bytes
-
-
-def working_bytes(candidate: Candidate, runs: Iterable[UnitRun], *, stage: int) -> int:
-    """Bytes of the largest working set of a stage's layers while any of these runs."""
-    degree = candidate.workload.sequence_parallel_degree
-    most = 0
-    for run in runs:
-        moment = working_set(
-            candidate.workload,
-            tokens=-(-run.tokens // degree),
-            prefix=run.prefix,
-            recomputed=run.recomputed,
-            input_every=candidate.input_every,
-            layers=len(candidate.stages[stage]),
-        )
-        most = max(most, moment.live_bytes)
-    return most
-
-
-def unit_runs(
-    candidate: Candidate, placement: ActivationPlacement, *, stage: int
-) -> tuple[UnitRun, ...]:
-    """What a stage computes for each subsequence."""
-    starts = accumulate(candidate.lengths, initial=0)
-    rows = placement.recomputed[stage].tolist()
-    return tuple(
-        UnitRun(frozenset(index for index, count in enumerate(counts) if count), tokens, start)
-        for counts, tokens, start in zip(rows, candidate.lengths, starts, strict=False)
-    )
-
-
-def _heaviest_runs(
-    candidate: Candidate, placement: ActivationPlacement, *, stage: int
-) -> Iterator[UnitRun]:
-    """Yield the runs of a stage that none other outweighs.
-
-    A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
-    that is read at once.
-    """
-    lengths = np.array(candidate.lengths, dtype=np.int64)
-    prefixes = np.minimum(np.cumsum(lengths) - lengths, PREFIX_KEYS)
-    recomputes = placement.recomputed[stage] > 0
-    kinds = recomputes @ (1 << np.arange(recomputes.shape[1]))
-    for kind in np.unique(kinds).tolist():
-        which = np.flatnonzero(kinds == kind)[::-1]
-        recomputed = frozenset(np.flatnonzero(recomputes[which[0]]).tolist())
-        behind, longest = prefixes[which], np.maximum.accumulate(lengths[which])
-        # The last of those with the same prefix has seen them all, and all behind a longer one.
-        ends = np.flatnonzero(np.append(behind[1:] != behind[:-1], True))
-        most = 0
-        for tokens, prefix in zip(longest[ends].tolist(), behind[ends].tolist(), strict=True):
-            if tokens > most:
-                most = tokens
-                yield UnitRun(recomputed, tokens, prefix)
-
-
 def _longest(candidate: Candidate) -> int:
     """Tokens of the longest subsequence on one device."""
     longest = max(candidate.lengths)
@@ -303,22 +239,11 @@ def two_layers_bytes(candidate: Candidate) -> int:
     return 2 * layer * workload.element_bytes // degree
 
 
-def exchanged_bytes(candidate: Candidate) -> int:
-    """What a sequence-parallel group exchanges: with Ulysses q, k, v and o, twice.
-
-    With Megatron what has all tokens where the working set counts a device's own: in the backward
-    of the MLP both normed inputs, gathered again, this rank's part of their gradient, and all
-    ranks' parts of its own tokens.
-    """
-    workload = candidate.workload
-    model, degree = workload.model, workload.sequence_parallel_degree
-    if degree == 1:
-        return 0
-    longest = max(candidate.lengths)
-    if workload.sequence_parallel == "megatron":
-        return 4 * longest * model.hidden_size * workload.element_bytes
-    heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
-    return longest // degree * workload.element_bytes * heads
+def collective_bytes(candidate: Candidate, *, stage: int) -> int:
+    """Bytes of gradients and weights on their way on a device of a stage."""
+    parameters = float(device_parameters(candidate)[stage])
+    parts = sharded_parts(candidate, stage=stage)
+    return _collective_bytes(candidate, parts, parameters=parameters)
 
 
 def _collective_bytes(candidate: Candidate, parts: ShardedParts, *, parameters: float) -> int:
@@ -350,14 +275,3 @@ def _bucket_bytes(
     under_way = min(most_elements, parameters) * element * (1 + 1 / copies + is_copied)
     free = parts.room_elements * ACCUMULATION_BYTES if candidate.zero >= 2 else 0.0
     return max(0.0, under_way - free)
-
-
-def _communication_bytes(candidate: Candidate) -> int:
-    """Two messages each way between stages, and what is exchanged inside a group."""
-    workload = candidate.workload
-    longest = max(candidate.lengths)
-    here = longest // workload.sequence_parallel_degree * workload.element_bytes
-    messages = (
-        4 * here * workload.model.hidden_size if candidate.pipeline_parallel_degree > 1 else 0
-    )
-    return messages + exchanged_bytes(candidate)

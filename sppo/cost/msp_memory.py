@@ -25,16 +25,10 @@ from sppo.activations.placement import ActivationPlacement, SubsequencePlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.copy_room import block_layout, joined_bytes, slots_on_device, stage_blocks
 from sppo.cost.layer import ACCUMULATION_BYTES
-from sppo.cost.memory import (
-    StageMemory,
-    UnitRun,
-    loss_bytes,
-    two_layers_bytes,
-    unit_runs,
-    working_bytes,
-)
+from sppo.cost.memory import StageMemory, collective_bytes, two_layers_bytes
 from sppo.cost.parameters import layer_shapes
 from sppo.cost.process_growth import code_bytes
+from sppo.cost.running_units import UnitRun, loss_bytes, run_working_bytes, sent_bytes, unit_runs
 from sppo.cost.stage_cost import kv_bytes_per_token, placed_bytes
 from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.schedule.actions import Action, ActionKind, Schedule
@@ -136,35 +130,45 @@ class _Rank:
             overlapping: sequences of which it would hold anything at once then.
         """
         copies, tier = self._room()
-        working = self._working_bytes()
+        retained, working, sent = self._peaks()
         workload = self._candidate.workload
         code = code_bytes(workload, lengths=self._lengths())
         code -= code_bytes(workload, lengths=self._candidate.lengths)
         device = replace(
             held.device,
             kv_bytes=held.device.kv_bytes // overlapping * self._sequences,
-            activations_bytes=self._activations_bytes(),
+            activations_bytes=retained,
             copies_bytes=copies,
             working_bytes=working,
             heap_bytes=round(working * workload.hardware.device.heap_share),
+            communication_bytes=collective_bytes(self._candidate, stage=self._rank) + sent,
             growth_bytes=held.device.growth_bytes + code,
         )
         return replace(held, device=device, tier_activations_bytes=tier)
 
-    def _activations_bytes(self) -> int:
-        """Most bytes that whole units and shards retain at once."""
+    def _peaks(self) -> tuple[int, int, int]:
+        """Return the most that whole units and shards retain, compute with beside that, and send.
+
+        Working sets are largest while shards run, when little may be retained yet. So what counts
+        of them is how far all together exceeds the most that is retained.
+        """
         placed = self._placement
-        retained = placed_bytes(
+        by_unit = placed_bytes(
             placed.retained, recomputed=placed.recomputed, candidate=self._candidate
         )
-        held, most = 0.0, 0.0
+        held = retained = computing = together = 0.0
         for action in self._program:
+            if action.kind not in (ActionKind.F, ActionKind.B):
+                continue
+            saved = self._share(action) * by_unit[action.stage, action.unit[1]]
             if action.kind is ActionKind.F:
-                held += self._share(action) * retained[action.stage, action.unit[1]]
-                most = max(most, held)
-            elif action.kind is ActionKind.B:
-                held -= self._share(action) * retained[action.stage, action.unit[1]]
-        return round(most)
+                held += saved
+            running = held + self._running_bytes(action)
+            retained, computing = max(retained, held), max(computing, running)
+            together = max(together, running + self._sent_bytes(action))
+            if action.kind is ActionKind.B:
+                held -= saved
+        return round(retained), round(computing - retained), round(together - computing)
 
     def _share(self, action: Action) -> float:
         """Return the part of a unit's tokens that an action of this rank runs."""
@@ -225,30 +229,41 @@ class _Rank:
         whole = SubsequencePlacement(retained, offloaded, recomputed)
         return whole.sharded((shard.tokens, tokens - shard.tokens))[0]
 
-    def _working_bytes(self) -> int:
+    def _running_bytes(self, action: Action) -> int:
         """The largest working set of a unit or a shard, with what is there beside a shard's."""
-        candidate, own = self._candidate, self._rank
-        runs = unit_runs(candidate, self._placement, stage=own)
-        whole = [runs[index] for index in sorted({index for _, index in self._whole})]
-        most = working_bytes(candidate, whole, stage=own)
-        most += joined_bytes(self._placement, block_layout(candidate, stage=own), stage=own)
-        if candidate.is_last_stage(own):
-            most = max(most, loss_bytes(candidate))
-        for shard in self._shards.values():
+        candidate, own, backward = self._candidate, self._rank, action.kind is ActionKind.B
+        if action.num_shards > 1:
+            shard = self._shards[action.stage, *action.unit]
             rows = self._placed(shard).recomputed
             recomputed = frozenset(index for index, count in enumerate(rows) if count)
             run = UnitRun(recomputed, shard.tokens, shard.start)
-            running = working_bytes(candidate, [run], stage=shard.stage)
-            most = max(most, running + self._beside(shard))
-        return most
+            running = run_working_bytes(candidate, run, stage=shard.stage)[backward]
+            running += self._beside(shard, backward=backward)
+        else:
+            run = unit_runs(candidate, self._placement, stage=own)[action.unit[1]]
+            running = run_working_bytes(candidate, run, stage=own)[backward]
+            if backward:
+                layout = block_layout(candidate, stage=own)
+                running += joined_bytes(self._placement, layout, stage=own)
+        if not backward and own == action.stage and candidate.is_last_stage(own):
+            tokens = candidate.lengths[action.unit[1]]
+            running = max(running, loss_bytes(candidate, tokens=tokens))
+        return running
 
-    def _beside(self, shard: _Shard) -> int:
-        """Bytes beside the working set of a shard."""
+    def _sent_bytes(self, action: Action) -> float:
+        """What is received, sent and exchanged for the unit of an action."""
+        return float(sent_bytes(self._candidate).forward[self._rank, action.unit[1]])
+
+    def _beside(self, shard: _Shard, *, backward: bool) -> int:
+        """Bytes beside the working set of a shard in forward or backward."""
         workload = self._candidate.workload
         kv_bytes, gradient_bytes = kv_bytes_per_token(workload)
-        largest = max(prod(shape) for shape in layer_shapes(workload.model).values())
-        beside = round(shard.end * gradient_bytes)
-        beside += _GRADIENTS_UNDER_WAY * largest * ACCUMULATION_BYTES
+        beside = 0
+        if backward:
+            # Those of the MLP's weights are formed first, those of K and V when they are gone.
+            largest = max(prod(shape) for shape in layer_shapes(workload.model).values())
+            under_way = _GRADIENTS_UNDER_WAY * largest * ACCUMULATION_BYTES
+            beside += max(round(shard.end * gradient_bytes), under_way)
         if shard.stage != self._rank:
             beside += two_layers_bytes(self._candidate) + round(shard.end * kv_bytes)
         return beside

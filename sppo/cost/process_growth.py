@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sppo.activations.placement import ROW_ALIGNMENT
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.units import KIB, MIB
 
-STEPS_BYTES = 18 * MIB
+STEPS_BYTES = 27 * MIB
 """Threads, page tables, whole huge pages behind tensors, small tensors in the C heap, buffers of
-checkpoints, pages of libraries that the first steps touch: 15 to 17 MiB, however many steps."""
-CODE_BYTES = 8 * MIB
-CODE_BYTES_PER_LENGTH = 16 * MIB
-"""What oneDNN compiles for bf16: for attention, and two thirds of a MiB for each of a layer's 24
-products with subsequences of one length."""
+checkpoints, pages of libraries that the first steps touch: 15 to 17 MiB on an AMD EPYC, 24 to 27
+on an Intel Xeon with AMX, however many steps."""
+CODE_BYTES = 3 * MIB
+CODE_BYTES_PER_LENGTH = 18 * MIB
+"""What oneDNN compiles for bf16: for attention, and three quarters of a MiB for each of a layer's
+24 products with subsequences of one length."""
+CODE_BYTES_PER_ODD_LENGTH = 12 * MIB
+"""And for the rows beyond a multiple of 128 of a length that is none."""
 ACTION_BYTES = 4 * KIB
 """An action of a step's program, the record of its last execution, and that of the one before."""
 TOKEN_BYTES = 16
@@ -49,7 +53,9 @@ def code_bytes(workload: Workload, *, lengths: Iterable[int]) -> int:
     """Return what oneDNN compiles for units of these numbers of tokens; 0 on a GPU."""
     if workload.hardware.device.kind != "cpu" or workload.element_bytes >= ACCUMULATION_BYTES:
         return 0
-    return CODE_BYTES + len({*lengths}) * CODE_BYTES_PER_LENGTH
+    distinct = {*lengths}
+    odd = [length for length in distinct if length % ROW_ALIGNMENT]
+    return CODE_BYTES + len(distinct) * CODE_BYTES_PER_LENGTH + len(odd) * CODE_BYTES_PER_ODD_LENGTH
 
 
 def step_bytes(*, tokens: int, units: int, is_pipeline: bool = False) -> int:

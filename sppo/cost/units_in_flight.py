@@ -29,29 +29,62 @@ _ONE_BEHIND_THE_OTHER = ("sppo", "sppo_msp")
 """Schedules in which a single rank ends a sequence before it begins the next."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Running:
+    """What runs on a stage beside what it holds, [stages, N]: bytes of a unit's F and of its B."""
+
+    forward: Table
+    backward: Table
+
+    def __add__(self, other: Running) -> Running:
+        """Both at once."""
+        return Running(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def most(self) -> Table:
+        """Of the unit that takes most, [stages]."""
+        most: Table = np.maximum(self.forward, self.backward).max(axis=1)
+        return most
+
+
 @dataclass(frozen=True)
 class UnitsInFlight:
     """Units that each stage of a candidate holds at once."""
 
     candidate: Candidate
 
-    def peak(self, held: Table, *, deferred: Table | None = None) -> Table:
+    def peak(
+        self, held: Table, *, deferred: Table | None = None, running: Running | None = None
+    ) -> Table:
         """Return the most bytes that each stage holds, [stages].
 
         Args:
             held: of a unit from its forward to the end of its backward, [stages, N].
-            deferred: of a unit from the begin of its backward to the end of its weight half, where
-                that is deferred, [stages, N].
+            deferred: of a unit from its backward to the end of its weight half, where that is
+                deferred, [stages, N].
+            running: of a unit while it runs; None counts what is held alone.
         """
         if self._is_overlapping:
-            most: Table = self._moments(held).max(axis=1)
+            moments = self._moments(held)
+            if running is not None:
+                return self._peak_beside(moments, held, running)
+            most: Table = moments.max(axis=1)
             return most
         peaks = []
         for stage, events in enumerate(self._events):
-            change = held[stage][events.subsequences] * events.held
+            units = events.subsequences
+            change = held[stage][units] * events.held
             if deferred is not None:
-                change = change + deferred[stage][events.subsequences] * events.deferred
-            peaks.append(np.cumsum(change).max(initial=0.0))
+                change = change + deferred[stage][units] * events.deferred
+            total = np.cumsum(change)
+            if running is not None:
+                # Operands of a weight half come while what backward ends to hold goes.
+                during = np.maximum(total, total - change)
+                total = np.maximum(
+                    (total + running.forward[stage][units]) * events.is_forward,
+                    (during + running.backward[stage][units]) * events.is_backward,
+                )
+            peaks.append(total.max(initial=0.0))
         return np.array(peaks)
 
     def counts(self, weights: Table) -> Counts:
@@ -106,6 +139,25 @@ class UnitsInFlight:
         held: Table = before[:, ::-1] + whole * before[:, -1:]
         return held + np.take_along_axis(before, rest, axis=1)
 
+    def _peak_beside(self, moments: Table, held: Table, running: Running) -> Table:
+        """Return the most of what is held and what runs, [stages].
+
+        A sequence's first forwards run while only those before them are held. From then on a
+        forward runs while all is held that is held after the backward before it, and so does the
+        backward behind it.
+        """
+        count = self._shape[1]
+        first = np.cumsum(held, axis=1) + running.forward
+        backward = moments[:, :count] + running.backward[:, ::-1]
+        ahead = self._ahead[:, :count]
+        newest = np.take_along_axis(running.forward, (ahead - 1) % count, axis=1)
+        # Those that are ahead before the first backward ran one after the other.
+        longest = running.forward.max(axis=1)
+        newest[:, 0] = np.where(ahead[:, 0] > 1, longest, newest[:, 0])
+        forward = np.where(ahead > 0, moments[:, :count] + newest, 0.0)
+        most: Table = np.concatenate([first, backward, forward], axis=1).max(axis=1)
+        return most
+
     def _counts_after(self, done: npt.NDArray[np.intp]) -> Counts:
         """How often each subsequence is held after so many backwards of each stage, [stages, N]."""
         count = self._shape[1]
@@ -133,11 +185,13 @@ class UnitsInFlight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Events:
-    """Units that one stage begins (1) or ends (-1) to hold, in program order."""
+    """What one stage begins (1) or ends (-1) to hold, in program order, and what runs then."""
 
     subsequences: npt.NDArray[np.intp]
     held: Counts
     deferred: Counts
+    is_forward: Counts
+    is_backward: Counts
 
 
 def _events(program: tuple[Action, ...]) -> _Events:
@@ -146,12 +200,9 @@ def _events(program: tuple[Action, ...]) -> _Events:
     for action in program:
         index = action.subsequence
         if action.kind is ActionKind.F:
-            rows.append((index, 1, 0))
+            rows.append((index, 1, 0, 1, 0))
         elif action.kind is ActionKind.B:
-            if action.unit in deferred:
-                rows.append((index, 0, 1))
-            rows.append((index, -1, 0))
+            rows.append((index, -1, int(action.unit in deferred), 0, 1))
         elif action.kind is ActionKind.W:
-            rows.append((index, 0, -1))
-    subsequences, held, owned = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    return _Events(subsequences, held, owned)
+            rows.append((index, 0, -1, 0, 0))
+    return _Events(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)

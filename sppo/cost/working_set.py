@@ -59,7 +59,7 @@ class LiveSet:
     live_bytes: int
 
 
-def working_set(
+def working_sets(
     workload: Workload,
     *,
     tokens: int,
@@ -67,8 +67,8 @@ def working_set(
     recomputed: frozenset[int],
     input_every: int = 1,
     layers: int,
-) -> LiveSet:
-    """The largest live set of a layer's forward and backward.
+) -> tuple[LiveSet, LiveSet]:
+    """The largest live set of a layer's forward, and of its backward.
 
     Args:
         workload: what runs where.
@@ -81,13 +81,35 @@ def working_set(
     sizes = _sizes(workload, tokens, prefix=prefix)
     forward = _forward(sizes, recomputed=recomputed)
     backward = _backward(sizes, recomputed=recomputed, input_every=input_every, layers=layers)
-    return _largest([*forward, *backward])
+    return _largest(forward), _largest(backward)
+
+
+def working_set(
+    workload: Workload,
+    *,
+    tokens: int,
+    prefix: int,
+    recomputed: frozenset[int],
+    input_every: int = 1,
+    layers: int,
+) -> LiveSet:
+    """The larger one of :func:`working_sets`."""
+    return _largest(
+        working_sets(
+            workload,
+            tokens=tokens,
+            prefix=prefix,
+            recomputed=recomputed,
+            input_every=input_every,
+            layers=layers,
+        )
+    )
 
 
 def most_working_set(
     workload: Workload, *, tokens: int, prefix: int, input_every: int = 1, layers: int
 ) -> LiveSet:
-    """Return a bound of :func:`working_set`, whatever is recomputed.
+    """Return a bound of :func:`working_sets`, whatever is recomputed.
 
     A forward needs most where all is saved, for what is saved leaves only when the layer is done; a
     backward where all is recomputed, or where the inputs of layers are.

@@ -45,7 +45,8 @@ class EnginePeaks:
     """Most bytes held at once, by bucket, since the last :meth:`Engine.take_peaks`."""
 
     activations_bytes: int
-    """Saved tensors of the layers, and the gradient of the last one's output."""
+    """Saved tensors of the layers, the gradient of the last one's output, and operands of deferred
+    weight halves."""
     kv_bytes: int
     """K, V and their fp32 gradients."""
     pooled_activations_bytes: int
@@ -251,16 +252,25 @@ class Engine:
 
         Peaks of several stages are added up, to more than there may have been at any one time.
         """
-        holders = [*self._stores.values(), self._shard_store]
         caches = [stage.kv for stage in self._stages.values()]
+        shards = self._shard_store
+        held = {
+            index: max(store.peak_bytes, self._stages[index].held_peak_bytes)
+            for index, store in self._stores.items()
+        }
+        pooled = [
+            held[index] for index, store in self._stores.items() if isinstance(store, DeviceStore)
+        ]
         peaks = EnginePeaks(
-            sum(store.peak_bytes for store in holders),
+            sum(held.values()) + shards.peak_bytes,
             sum(kv.peak_bytes for kv in caches),
-            sum(s.peak_bytes for s in holders if isinstance(s, DeviceStore)),
+            sum(pooled) + shards.peak_bytes,
             self._weights.take_peak_bytes(),
             0 if self._gradients is None else self._gradients.take_peak_bytes(),
         )
-        for store in holders:
+        for stage in self._stages.values():
+            stage.reset_peak()
+        for store in (*self._stores.values(), shards):
             store.peak_bytes = store.device_bytes
         for kv in caches:
             kv.peak_bytes = kv.device_bytes

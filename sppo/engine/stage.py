@@ -113,6 +113,7 @@ class Stage:
         )
         self._token_losses: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[tuple[int, DeferredGradients]]] = {}
+        self._deferred_bytes = self._held_peak_bytes = 0
 
     @cached_property
     def is_first(self) -> bool:
@@ -241,6 +242,8 @@ class Stage:
                     offloaded_rows=offloaded,
                     retained_rows=retained,
                 )
+                if self._deferred_bytes:
+                    self._count_held()
             del saved  # or it would stay while the next layer runs
         if not self.is_last:
             return x
@@ -295,6 +298,7 @@ class Stage:
     def weight_gradients(self, unit: Unit) -> None:
         """Run the deferred half of a unit's backward; once per unit."""
         for index, sink in reversed(self._deferred.pop(unit.key)):
+            self._deferred_bytes -= sink.operand_bytes
             with gradients_of(self._provided_gradients, index) as totals:
                 sink.add_up(totals)
 
@@ -308,6 +312,22 @@ class Stage:
         sink = DeferredGradients()
         yield sink
         self._deferred.setdefault(unit.key, []).append((index, sink))
+        self._deferred_bytes += sink.operand_bytes
+        self._count_held()
+
+    @property
+    def held_peak_bytes(self) -> int:
+        """Most bytes of retained tensors with operands of deferred weight halves."""
+        return self._held_peak_bytes
+
+    def reset_peak(self) -> None:
+        """Count the peak anew from what is held now."""
+        self._held_peak_bytes = 0
+        self._count_held()
+
+    def _count_held(self) -> None:
+        held = self._saved.retained.device_bytes + self._deferred_bytes
+        self._held_peak_bytes = max(self._held_peak_bytes, held)
 
     @property
     def _provided_gradients(self) -> GradientProvider:
@@ -370,6 +390,7 @@ class Stage:
         self.kv.abort()
         self._token_losses.clear()
         self._deferred.clear()
+        self._deferred_bytes = 0
         self._weights.abort()
         if self._gradients is not None:
             self._gradients.abort()

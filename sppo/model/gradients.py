@@ -76,6 +76,12 @@ class DeferredGradients:
         """Keep a gradient until the products are made."""
         self._finished.append((name, gradient))
 
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of the operands kept; an input of several products counts once."""
+        operands = {t.data_ptr(): t for _, *pair in self._operands for t in pair}
+        return sum(t.numel() * t.element_size() for t in operands.values())
+
     def add_up(self, totals: Mapping[str, Tensor]) -> None:
         """Add everything to ``totals``: fp32 buffers by local name."""
         sink = GradientSum(totals)

@@ -16,12 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from sppo.activations.policy import saved_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Mechanism, Workload
-from sppo.cost.memory import MemoryBuckets, exchanged_bytes, state_memory
+from sppo.cost.memory import MemoryBuckets, state_memory
+from sppo.cost.running_units import exchanged_bytes
 from sppo.cost.stage_cost import kv_bytes_per_token
 from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.hardware.description import HardwareSpec
@@ -127,7 +130,7 @@ def _exchanged_bytes(candidate: Candidate, *, tokens: int) -> int:
     if workload.sequence_parallel != "megatron" or workload.sequence_parallel_degree == 1:
         return 0
     gathered = 3 * tokens * workload.model.hidden_size * workload.element_bytes
-    return gathered - exchanged_bytes(candidate)
+    return gathered - int(exchanged_bytes(candidate, np.array([float(tokens)]))[0])
 
 
 def _baseline(run: RunConfig, hardware: HardwareSpec, method: Method, paper: str) -> Baseline:

@@ -113,7 +113,7 @@ def _activation_events(
     offloaded = _per_slot(costs.offload_bytes, slots=slots, num_units=units) * shares
     if costs.layer_copies:
         deferred = ~np.isnan(weights)
-        owned = played.at(encoding.B, slots=slots, times=played.start_s)[deferred]
+        owned = backward[deferred]
         operands = _per_slot(costs.operand_bytes, slots=slots, num_units=units)[deferred]
         return _concatenate(
             (begin, size - offloaded),

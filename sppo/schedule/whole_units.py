@@ -276,7 +276,7 @@ def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int6
     operands = costs.operand_bytes[stage] * bool((codes == W).any())
     taken = np.select(
         [codes == F, codes == B],
-        [(kept + is_first * kv)[units], (is_last * gradients + operands)[units]],
+        [(kept + is_first * kv)[units], (is_last * gradients)[units]],
         0.0,
     )
     released = np.select(
@@ -284,5 +284,8 @@ def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int6
         [(kept + is_first * (kv + gradients))[units], operands[units]],
         0.0,
     )
-    held = np.cumsum(taken) - np.cumsum(released) + released
+    # Operands of a weight half come as what its backward ends to hold goes.
+    change = taken - released + np.where(codes == B, operands[units], 0.0)
+    after = np.cumsum(change)
+    held = np.maximum(after, after - change + taken)
     return max(0.0, float(held.max(initial=0.0)))

@@ -10,6 +10,7 @@ from sppo.cost.process_growth import (
     ACTION_BYTES,
     CODE_BYTES,
     CODE_BYTES_PER_LENGTH,
+    CODE_BYTES_PER_ODD_LENGTH,
     STEPS_BYTES,
     TOKEN_BYTES,
 )
@@ -37,8 +38,10 @@ def test_data_and_program_of_a_step_count():
 def test_kernels_are_compiled_for_every_length_in_bf16():
     code = CODE_BYTES + CODE_BYTES_PER_LENGTH
     assert growth(dtype="bf16") - growth() == code
-    uneven = growth(dtype="bf16", lengths=(KIB + 1, KIB - 1))
+    uneven = growth(dtype="bf16", lengths=(KIB + 128, KIB - 128))
     assert uneven - growth() == code + CODE_BYTES_PER_LENGTH
+    odd = growth(dtype="bf16", lengths=(KIB + 1, KIB - 1))
+    assert odd - uneven == 2 * CODE_BYTES_PER_ODD_LENGTH
 
 
 def test_a_save_in_the_background_holds_the_state_once_more():
