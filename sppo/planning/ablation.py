@@ -14,7 +14,8 @@ import numpy as np
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.candidate_program import candidate_program
+from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess, with_program
 from sppo.planning.simulated_candidate import simulate_candidate
 from sppo.planning.solver import solve
 from sppo.schedule.costs import Costs, Links
@@ -87,9 +88,10 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> 
     priced = simulate_candidate(evaluated)
     cuts = len(priced.program.cuts) if priced.program is not None else 0
     note = f"{cuts} units cut over idle ranks" if cuts else "on these links no unit pays"
-    free = simulate_candidate(
-        replace(evaluated, costs=_without_links(evaluated.costs), program=None)
-    )
+    costs = _without_links(adaptive.costs)
+    whole = replace(adaptive, candidate=candidate, costs=costs, played=None)
+    program = candidate_program(candidate, costs=costs)
+    free = simulate_candidate(with_program(whole, program=program))
     return [
         _row("sppo + MSP", priced, rows, note),
         _row(

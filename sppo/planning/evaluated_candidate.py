@@ -154,21 +154,42 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
     seconds = seconds or stage_seconds(candidate)
     if candidate.schedule != "sppo_msp":
         return _assess_whole(candidate, seconds=seconds)
-    spare = 0
+    spare, before = 0, None
     for _ in range(_ATTEMPTS):
-        found = _assess_whole(replace(candidate, spare_bytes=spare), seconds=seconds)
-        program = candidate_program(candidate, costs=found.costs)
-        memory = with_msp(
-            found.memory, candidate=candidate, placement=found.placement, schedule=program
-        )
-        shortfall = _shortfall(candidate, memory)
-        found = replace(
-            found, candidate=candidate, memory=memory, shortfall=shortfall, program=program
-        )
-        if shortfall is None or shortfall.place != "device":
+        whole = _assess_whole(replace(candidate, spare_bytes=spare), seconds=seconds)
+        if before is not None and _is_placed_alike(whole, before):
             break
-        spare += shortfall.short_bytes * 5 // 4
+        program = candidate_program(candidate, costs=whole.costs)
+        found = with_program(replace(whole, candidate=candidate), program=program)
+        if found.shortfall is None or found.shortfall.place != "device":
+            break
+        spare, before = spare + found.shortfall.short_bytes * 5 // 4, whole
     return found
+
+
+def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> EvaluatedCandidate:
+    """Return a candidate with what its ranks hold under a program that cuts units (MSP).
+
+    Args:
+        evaluated: with the memory of ranks that run their own units whole.
+        program: of a step.
+    """
+    candidate = evaluated.candidate
+    memory = with_msp(
+        evaluated.memory, candidate=candidate, placement=evaluated.placement, schedule=program
+    )
+    return replace(
+        evaluated, memory=memory, shortfall=_shortfall(candidate, memory), program=program
+    )
+
+
+def _is_placed_alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool:
+    """Whether two candidates that differ in spare memory only come to the same program."""
+    first, second = one.placement, other.placement
+    return all(
+        np.array_equal(getattr(first, name), getattr(second, name))
+        for name in ("retained", "offloaded", "recomputed")
+    )
 
 
 def _assess_whole(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:

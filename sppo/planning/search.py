@@ -146,6 +146,8 @@ class _Way:
     @cached_property
     def best(self) -> EvaluatedCandidate:
         """The fastest that fits; the one short of least if none does."""
+        if not self.may_fit:
+            return self._whole(self._counts[-1])
         if len(self._worth_trying) == 1:
             return self._assess(self._worth_trying[0])
         best = nearest = None
@@ -168,24 +170,23 @@ class _Way:
         """Whether any of its candidates fits; the last is the likeliest to."""
         if not self.may_fit:
             return False
-        if "best" in self.__dict__ or self._assess(self._counts[-1]).shortfall is not None:
+        if "best" in self.__dict__:
             return self.best.shortfall is None
-        return True
+        return self._whole(self._counts[-1]).shortfall is None or self.best.shortfall is None
 
     def _is_slower_cut(self, num_subsequences: int, *, than: EvaluatedCandidate) -> bool:
         """Whether a candidate whose program cuts units (MSP) is slower: that takes long to make.
 
-        The closed form of its time is that of whole units, with the memory that shards leave.
+        The closed form of its time is that of whole units in the memory that shards leave.
         """
-        candidate = self._candidate(num_subsequences)
-        if candidate.schedule != "sppo_msp":
+        if self._candidate(num_subsequences).schedule != "sppo_msp":
             return False
-        whole = assess(replace(candidate, schedule="sppo"))
+        whole = self._whole(num_subsequences)
         return whole.shortfall is None and whole.time.step_s > than.time.step_s
 
     def every_candidate(self) -> list[EvaluatedCandidate]:
-        """All candidates, by N."""
-        return [self._assess(num_subsequences) for num_subsequences in self._counts]
+        """All candidates, by N, with whole units."""
+        return [self._whole(num_subsequences) for num_subsequences in self._counts]
 
     @cached_property
     def _bounds(self) -> list[tuple[float, int]]:
@@ -209,6 +210,13 @@ class _Way:
         if num_subsequences not in self._assessed:
             self._assessed[num_subsequences] = assess(self._candidate(num_subsequences))
         return self._assessed[num_subsequences]
+
+    def _whole(self, num_subsequences: int) -> EvaluatedCandidate:
+        """The candidate; with MSP, which decides what it cuts by a search, as if it cut nothing."""
+        candidate = self._candidate(num_subsequences)
+        if candidate.schedule != "sppo_msp":
+            return self._assess(num_subsequences)
+        return assess(replace(candidate, schedule="sppo"))
 
     def _candidate(self, num_subsequences: int) -> Candidate:
         return candidate_of_subsequences(

@@ -148,6 +148,19 @@ class Costs:
         """Units of the tables."""
         return int(self.forward_s.shape[1])
 
+    def of_first_units(self, count: int) -> Costs:
+        """Costs of the first `count` units alone."""
+        tables = {name: getattr(self, name)[:, :count] for name in _STAGE_UNIT_TABLES}
+        return replace(self, message_bytes=self.message_bytes[:count], **tables)
+
+    def repeats(self, count: int) -> bool:
+        """Whether all units cost what the first `count` of them do, over and over."""
+        tables = [getattr(self, name) for name in _STAGE_UNIT_TABLES]
+        return all(
+            bool((table[..., count:] == table[..., :-count]).all())
+            for table in (*tables, self.message_bytes)
+        )
+
 
 _STAGE_UNIT_TABLES = (
     "forward_s",

@@ -78,8 +78,14 @@ def multiplex(
             f"stages and {num_units} units: make the costs for this schedule"
         )
     builder = _Builder(plain, costs=costs, forward_only=forward_only)
-    best = builder.choose(_paying(builder.candidates(), builder=builder))
+    alone = builder.of_one_sequence()
+    chosen = _chosen(builder) if alone is None else builder.repeated(_chosen(alone))
+    best = builder.build(chosen)
     return best if builder.makespan_s(best) < builder.makespan_s(plain) - _TOLERANCE else plain
+
+
+def _chosen(builder: _Builder) -> Mapping[int, MspGroup]:
+    return builder.choose(_paying(builder.candidates(), builder=builder))
 
 
 class _Builder:
@@ -226,8 +232,34 @@ class _Builder:
         clock = run_clock(schedule, programs=encode(schedule), costs=self.costs)
         return max(max(times, default=0.0) for times in clock.finishes_s)
 
-    def choose(self, paying: Sequence[Mapping[int, MspGroup]]) -> Schedule:
-        """Return the schedule with the runs of MSP groups that pay and without which it is longer.
+    def of_one_sequence(self) -> _Builder | None:
+        """Return the builder of a step of one sequence, where all are cut alike and cost the same.
+
+        Sequences follow one another in a program that cuts units, so what pays in one does in all.
+        """
+        lengths = self.plain.lengths
+        count = len(lengths[0])
+        if len(lengths) == 1 or set(lengths) != {lengths[0]} or not self.costs.repeats(count):
+            return None
+        return _Builder(
+            replace(self.plain, lengths=lengths[:1]),
+            costs=self.costs.of_first_units(count),
+            forward_only=self.forward_only,
+        )
+
+    def repeated(self, groups: Mapping[int, MspGroup]) -> dict[int, MspGroup]:
+        """Return MSP groups of the first sequence for every sequence."""
+        count, total = len(self.plain.lengths[0]), self.costs.num_units
+        found = {}
+        for slot, group in groups.items():
+            stage, unit = divmod(slot, count)
+            for offset in self.offsets:
+                there = stage * total + offset + unit
+                found[there] = replace(group, slot=there)
+        return found
+
+    def choose(self, paying: Sequence[Mapping[int, MspGroup]]) -> Mapping[int, MspGroup]:
+        """Return the runs of MSP groups that pay and without which the schedule is longer.
 
         The best runs, the best two and so on are compared, and of all runs the units nearest to
         the ends, the two nearest and so on: where messages cost much, only the first ones fill a
@@ -253,7 +285,7 @@ class _Builder:
             makespan = self.makespan_s(self.build(without))
             if makespan <= shortest + _TOLERANCE:
                 chosen, shortest = without, min(shortest, makespan)
-        return self.build(chosen)
+        return chosen
 
     def _shallow(self, groups: Mapping[int, MspGroup]) -> list[dict[int, MspGroup]]:
         """Return the groups of the outermost units, one deep, two deep and so on."""
