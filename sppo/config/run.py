@@ -200,7 +200,8 @@ class HardwareConfig(Section):
     devices_per_node: Degree = 8
     """GPUs of each machine; left out, as many as the preset or file has."""
     host_memory: Size | None = None
-    """Memory of each machine behind its GPUs, such as 2TiB; left out, the one of preset or file."""
+    """Memory of each machine behind its GPUs, such as 2TiB, for plans; left out, the one of preset
+    or file. Training takes what is free."""
     attention: Literal["auto", "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4"] = "auto"
     """Attention back end that plans on a preset are priced with, among those that others measured
     on it; auto: the one that torch alone has. Runs choose theirs when they start."""
