@@ -6,6 +6,7 @@ form, the first of them simulated. Bounds rule most changes out before anything 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,8 @@ _STARVED = 0.1
 """Bubble from which more sequences per step are tried."""
 _MOST_UNITS = 200_000
 """Stages x units up to which more sequences per step are tried."""
+_LARGE = 20_000
+"""Stages x units from which a change is tried with one number of subsequences alone."""
 _AS_FAST = 1.01
 """Times the best step that a step on fewer nodes may take."""
 _NEARLY = 0.995
@@ -80,15 +83,24 @@ def _best(solution: Solution) -> EvaluatedCandidate:
     return solution.best
 
 
-def _improvement(solution: Solution, change: _Change) -> Improvement | None:
-    """What comes of a change; None where it fits nowhere or a bound says that it does not pay."""
-    least = WORTH_IT * _rate(solution.run, solution.hardware, _best(solution).step_s)
-    most_s = _tokens(change.run) / (least * change.hardware.num_devices)
+def _improvement(
+    solution: Solution, change: _Change, *, most_s: float = math.inf
+) -> Improvement | None:
+    """What comes of a change; None where it fits nowhere or a bound says that it does not pay.
+
+    Args:
+        solution: What it is held against.
+        change: The request.
+        most_s: Seconds of a step above which it is not wanted.
+    """
+    known = _best(solution)
+    least = WORTH_IT * _rate(solution.run, solution.hardware, known.step_s)
+    most_s = min(most_s, _tokens(change.run) / (least * change.hardware.num_devices))
     try:
-        best = _fastest(change, near=len(_best(solution).candidate.lengths), most_s=most_s)
+        best = _fastest(change, known=known, most_s=most_s)
     except ValueError:
         return None
-    if best is None:
+    if best is None or best.step_s > most_s:
         return None
     rate = _rate(change.run, change.hardware, best.step_s)
     return Improvement(
@@ -100,16 +112,20 @@ def _improvement(solution: Solution, change: _Change) -> Improvement | None:
     )
 
 
-def _fastest(change: _Change, *, near: int, most_s: float) -> EvaluatedCandidate | None:
+def _fastest(
+    change: _Change, *, known: EvaluatedCandidate, most_s: float
+) -> EvaluatedCandidate | None:
     """The best candidate of a changed request, with few numbers of subsequences.
 
     Args:
         change: The request.
-        near: Number of subsequences of the best answer to the request as it is.
-        most_s: Seconds of a step from which nobody wants it.
+        known: The best answer to the request as it is.
+        most_s: Seconds of a step above which nobody wants it.
     """
+    near = len(known.candidate.lengths)
     counts = subsequence_counts_to_try(change.run, hardware=change.hardware)
-    wanted = (near // 4, near // 2, near, near * 3 // 2)
+    is_large = known.costs.forward_s.size > _LARGE
+    wanted = (near,) if is_large else (near // 4, near // 2, near, near * 3 // 2)
     few = sorted({min(counts, key=lambda count: abs(count - want)) for want in wanted})
     search = CandidateSearch(change.run, hardware=change.hardware, subsequence_counts=few)
     first = next(search.fastest_first(most_s=most_s), None)
@@ -183,14 +199,13 @@ def _fewer_nodes(solution: Solution) -> Iterator[Improvement]:
     """Fewer nodes on which a step takes no longer."""
     hardware, best = solution.hardware, _best(solution)
     used = -(-best.degrees.num_devices // hardware.node.num_devices)
-    for nodes in sorted({used, hardware.num_nodes // 2} - {0, hardware.num_nodes}):
-        change = _Change(
-            f"hardware.nodes={nodes}", solution.run, replace(hardware, num_nodes=nodes)
-        )
-        improvement = _improvement(solution, change)
-        if improvement is not None and improvement.step_s <= best.step_s * _AS_FAST:
-            yield improvement
-            return
+    nodes = used if used < hardware.num_nodes else hardware.num_nodes // 2
+    if nodes == 0:
+        return
+    change = _Change(f"hardware.nodes={nodes}", solution.run, replace(hardware, num_nodes=nodes))
+    improvement = _improvement(solution, change, most_s=best.step_s * _AS_FAST)
+    if improvement is not None:
+        yield improvement
 
 
 def _other_cuts(run: RunConfig, hardware: HardwareSpec) -> Iterator[_Change]:
