@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
@@ -59,6 +60,7 @@ class LiveSet:
     live_bytes: int
 
 
+@lru_cache(maxsize=1 << 15)
 def working_sets(
     workload: Workload,
     *,
