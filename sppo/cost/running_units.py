@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sppo.activations.placement import ActivationPlacement
+from sppo.activations.placement import ActivationPlacement, Counts
+from sppo.activations.tensor_classes import CLASSES
 from sppo.cost.candidate import Candidate
 from sppo.cost.units_in_flight import Running
 from sppo.cost.working_set import PREFIX_KEYS, loss_working_set, working_sets
@@ -120,9 +121,12 @@ def _computing_of_stage(
     candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> tuple[Table, Table]:
     """Working sets of one stage's forwards and backwards, [N] each."""
-    forward, backward = np.zeros(len(candidate.lengths)), np.zeros(len(candidate.lengths))
+    lengths = np.array(candidate.lengths, dtype=np.int64)
+    prefixes = np.minimum(np.cumsum(lengths) - lengths, PREFIX_KEYS)
+    kinds = (placement.recomputed[stage] > 0) @ (1 << np.arange(len(CLASSES)))
+    forward, backward = np.zeros(len(lengths)), np.zeros(len(lengths))
     for block in _blocks(candidate.lengths):
-        runs = list(_heaviest_runs(candidate, placement, stage=stage, block=block))
+        runs = list(_heaviest_runs(lengths[block], prefixes[block], kinds[block]))
         sets = [run_working_bytes(candidate, run, stage=stage) for run in runs]
         forward[block], backward[block] = (max(bytes_) for bytes_ in zip(*sets, strict=True))
         if candidate.is_last_stage(stage):
@@ -132,31 +136,30 @@ def _computing_of_stage(
 
 
 def _blocks(lengths: Sequence[int]) -> Sequence[slice]:
-    """Neighbouring subsequences of similar length."""
+    """Neighbouring subsequences of similar length; the farther behind, the more of them."""
     edges, longest = [0], lengths[0]
     for index, length in enumerate(lengths):
         longest = max(longest, length)
-        if length < _SIMILAR * longest:
+        if length < _SIMILAR * longest and 8 * (index - edges[-1]) >= index:
             edges.append(index)
             longest = length
     return [slice(a, b) for a, b in pairwise([*edges, len(lengths)])]
 
 
-def _heaviest_runs(
-    candidate: Candidate, placement: ActivationPlacement, *, stage: int, block: slice
-) -> Iterator[UnitRun]:
-    """Yield the runs of some units of a stage that none other of them outweighs.
+def _heaviest_runs(lengths: Counts, prefixes: Counts, kinds: Counts) -> Iterator[UnitRun]:
+    """Yield the runs of neighbouring units that none other of them outweighs.
 
     A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
     that is read at once.
+
+    Args:
+        lengths: tokens of each.
+        prefixes: tokens before each, as far as they are read at once.
+        kinds: tensor classes that backward recomputes of each, a bit for each class.
     """
-    lengths = np.array(candidate.lengths, dtype=np.int64)
-    prefixes = np.minimum(np.cumsum(lengths) - lengths, PREFIX_KEYS)[block]
-    lengths, recomputes = lengths[block], placement.recomputed[stage, block] > 0
-    kinds = recomputes @ (1 << np.arange(recomputes.shape[1]))
     for kind in np.unique(kinds).tolist():
         which = np.flatnonzero(kinds == kind)[::-1]
-        recomputed = frozenset(np.flatnonzero(recomputes[which[0]]).tolist())
+        recomputed = frozenset(index for index in range(len(CLASSES)) if kind >> index & 1)
         behind, longest = prefixes[which], np.maximum.accumulate(lengths[which])
         # The last of those with the same prefix has seen them all, and all behind a longer one.
         ends = np.flatnonzero(np.append(behind[1:] != behind[:-1], True))
