@@ -25,7 +25,7 @@ def estimate(
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """Predict memory by bucket, with the degrees and the policy as written; nothing is run.
+    """Predict memory by bucket, as training would plan the run on this machine; nothing is run.
 
     Degrees left out are those that solve recommends. Needs neither data nor weights nor the
     machine. A policy of auto is what fits.

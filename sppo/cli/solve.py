@@ -14,6 +14,7 @@ from sppo.output_file import check_output_files, write_json
 if TYPE_CHECKING:
     from sppo.planning.ablation import AblationRow
     from sppo.planning.evaluated_candidate import EvaluatedCandidate
+    from sppo.planning.improvements import Improvement
     from sppo.planning.solver import Solution
 
 PlanOutput = Annotated[
@@ -52,12 +53,15 @@ def solve(
         check_output_files({"-o": output}, inputs=[run_file])
         solution = _solution(run_file, overrides or [])
         rows = _ablation(solution) if ablation and solution.best is not None else ()
+        paying = _improvements(solution) if solution.best is not None else ()
         if solution.best is not None and output is not None:
             _write_plan(solution, output)
     if solution.best is None:
         _print_failure(solution, as_json=json_output)
         raise typer.Exit(NO_PLAN)
-    _print_solution(solution, rows=rows, explain=explain, output=output, as_json=json_output)
+    _print_solution(
+        solution, rows=rows, paying=paying, explain=explain, output=output, as_json=json_output
+    )
 
 
 def _solution(run_file: Path, overrides: list[str]) -> Solution:
@@ -75,6 +79,12 @@ def _ablation(solution: Solution) -> tuple[AblationRow, ...]:
     return ablation(solution.run, hardware=solution.hardware)
 
 
+def _improvements(solution: Solution) -> tuple[Improvement, ...]:
+    from sppo.planning.improvements import improvements
+
+    return improvements(solution)
+
+
 def _write_plan(solution: Solution, output: Path) -> None:
     from sppo.planning.make_plan import make_plan
     from sppo.planning.plan import plan_json
@@ -87,14 +97,12 @@ def _print_solution(
     solution: Solution,
     *,
     rows: tuple[AblationRow, ...],
+    paying: tuple[Improvement, ...],
     explain: bool,
     output: Path | None,
     as_json: bool,
 ) -> None:
     """One JSON object, or tables for people."""
-    from sppo.planning.improvements import improvements
-
-    paying = improvements(solution)
     if as_json:
         from sppo.cli.output.solve_json import solution_report
 

@@ -204,7 +204,8 @@ class HardwareConfig(Section):
     or file. Training takes what is free."""
     attention: Literal["auto", "cudnn", "flash_attn_2", "flash_attn_3", "flash_attn_4"] = "auto"
     """Attention back end that plans on a preset are priced with, among those that others measured
-    on it; auto: the one that torch alone has. Runs choose theirs when they start."""
+    on it, in bf16; auto: the preset's own, see docs/planning.md. Runs choose theirs when they
+    start."""
     margin: Annotated[float, Field(ge=0.0, le=_MOST_MARGIN)] = DEFAULT_MARGIN
     """Fraction of a device's memory that plans leave free."""
 

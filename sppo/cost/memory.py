@@ -158,15 +158,16 @@ def with_activations(
         beside = units.peak(retained, deferred=deferred, running=computing)
         together = units.peak(retained, deferred=deferred, running=computing + sent)
     heap_share = candidate.workload.hardware.device.heap_share
-    peaks = np.rint([held, beside, together, sent.most]).astype(np.int64).T.tolist()
+    tables = [held, beside, together, sent.most, computing.most * heap_share]
+    peaks = np.rint(tables).astype(np.int64).T.tolist()
     stages = []
-    for state, (saved, computed, everything, most_sent) in zip(states, peaks, strict=True):
+    for state, (saved, computed, everything, most_sent, heap) in zip(states, peaks, strict=True):
         collective = state.device.communication_bytes - most_sent
         device = replace(
             state.device,
             activations_bytes=saved,
             working_bytes=computed - saved,
-            heap_bytes=round((computed - saved) * heap_share),
+            heap_bytes=heap,
             communication_bytes=collective + everything - computed,
         )
         stages.append(replace(state, device=device))

@@ -100,6 +100,12 @@ class _Rank:
     ) -> None:
         self._candidate, self._placement, self._rank = candidate, placement, rank
         self._program = schedule.programs[rank]
+        self._runs = unit_runs(candidate, placement, stage=rank)
+        self._sent = sent_bytes(candidate).forward[rank]
+        self._joined = {
+            stage: joined_bytes(placement, block_layout(candidate, stage=stage), stage=stage)
+            for stage in {action.stage for action in self._program}
+        }
         own = [a for a in self._program if a.stage == rank]
         self._sequences = sequences_in_flight(own)
         forwards = [action for action in self._program if action.kind is ActionKind.F]
@@ -240,11 +246,9 @@ class _Rank:
             running = run_working_bytes(candidate, run, stage=shard.stage)[backward]
             running += self._beside(shard, backward=backward)
         else:
-            run = unit_runs(candidate, self._placement, stage=own)[action.unit[1]]
-            running = run_working_bytes(candidate, run, stage=own)[backward]
-            if backward:
-                layout = block_layout(candidate, stage=own)
-                running += joined_bytes(self._placement, layout, stage=own)
+            running = run_working_bytes(candidate, self._runs[action.unit[1]], stage=own)[backward]
+        if backward:
+            running += self._joined[action.stage]
         if not backward and own == action.stage and candidate.is_last_stage(own):
             tokens = candidate.lengths[action.unit[1]]
             running = max(running, loss_bytes(candidate, tokens=tokens))
@@ -252,7 +256,7 @@ class _Rank:
 
     def _sent_bytes(self, action: Action) -> float:
         """What is received, sent and exchanged for the unit of an action."""
-        return float(sent_bytes(self._candidate).forward[self._rank, action.unit[1]])
+        return float(self._sent[action.unit[1]])
 
     def _beside(self, shard: _Shard, *, backward: bool) -> int:
         """Bytes beside the working set of a shard in forward or backward."""
@@ -260,10 +264,14 @@ class _Rank:
         kv_bytes, gradient_bytes = kv_bytes_per_token(workload)
         beside = 0
         if backward:
-            # Those of the MLP's weights are formed first, those of K and V when they are gone.
-            largest = max(prod(shape) for shape in layer_shapes(workload.model).values())
-            under_way = _GRADIENTS_UNDER_WAY * largest * ACCUMULATION_BYTES
-            beside += max(round(shard.end * gradient_bytes), under_way)
+            # While K and V have theirs, those of the projection behind attention are on their way.
+            shapes = layer_shapes(workload.model)
+            largest, behind = (
+                max(prod(shapes[name]) for name in names) * ACCUMULATION_BYTES
+                for names in (shapes, ["o.weight"])
+            )
+            kv_gradients = round(shard.end * gradient_bytes)
+            beside += max(kv_gradients + behind, _GRADIENTS_UNDER_WAY * largest)
         if shard.stage != self._rank:
             beside += two_layers_bytes(self._candidate) + round(shard.end * kv_bytes)
         return beside

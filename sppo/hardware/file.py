@@ -73,11 +73,11 @@ def _with_attention(spec: HardwareSpec, backend: str) -> HardwareSpec:
     """
     device = spec.device
     if device.attention_points or backend not in device.published_backends:
-        known = ", ".join(device.published_backends)
-        reason = "was measured" if device.attention_points else f"has figures of {known or 'none'}"
+        known = "" if device.attention_points else ", ".join(device.published_backends)
+        reason = "was measured there" if device.attention_points else "is not known there"
         raise ValueError(
-            f"hardware.attention {backend}: attention on {spec.name} {reason}; leave the key out"
-            + (f", or write one of {known}" if known and not device.attention_points else "")
+            f"hardware.attention {backend} on {spec.name}: its rate {reason}; leave the key out"
+            + (f", or write one of {known}" if known else "")
         )
     return replace(spec, device=replace(device, attention_backend=backend))
 

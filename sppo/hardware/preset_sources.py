@@ -13,7 +13,7 @@ _SUSTAINED_A100 = (
     "best matrix product 268 of 312 TFLOP/s (mamf-finder, Machine Learning Engineering by S. "
     "Bekman), times the 0.905 that an H200 keeps at its power limit"
 )
-_MEMORY = "0.8 of the vendor's bandwidth, assumed; copies on an H100 reach 0.9"
+_MEMORY = "0.8 of the vendor's bandwidth, assumed"
 _PCIE = (
     "nvbandwidth reaches 24.8 GB/s on PCIe 4 (A100) with one direction busy; with both, and on "
     "PCIe 5, assumed"
@@ -28,30 +28,40 @@ _NETWORK = {
 _LAPTOP = "assumed; sppo bench measures this machine"
 
 
-def source_of(hardware: HardwareSpec, figure: str, *, head_size: int | None = None) -> str:
+def source_of(hardware: HardwareSpec, figure: str, *, dtype: str, head_size: int) -> str:
     """Where a figure of a machine comes from.
 
     Args:
         hardware: the machine.
         figure: "matrix products", "attention", "memory bandwidth", "links inside a node", "links
             between nodes" or "copies to and from host memory".
-        head_size: of the attention that is meant; None for any.
+        dtype: of the products and the attention that are meant.
+        head_size: of the attention that is meant.
     """
-    if hardware.provenance != "analytic":
-        return f"{hardware.provenance} by sppo bench"
-    if hardware.device.kind == "cpu":
+    device = hardware.device
+    measured = {
+        "matrix products": {point.dtype for point in device.gemm_points},
+        "attention": {point.dtype for point in device.attention_points},
+        "memory bandwidth": {point.dtype for point in device.elementwise_points},
+    }
+    if dtype in measured.get(figure, ()):
+        return "measured by sppo bench"
+    if device.kind == "cpu":
         return _LAPTOP
-    if hardware.name not in PRESETS and figure != "attention":
+    if dtype != "bf16" and figure in ("matrix products", "attention"):
+        return "fp32 without TF32, by the vendor; the share of it that kernels reach is assumed"
+    if figure == "attention":
+        rows = device.published_rows()
+        meant = [row for row in rows if row.head_size == head_size] or rows
+        return "; ".join(dict.fromkeys(row.source for row in meant)) or "assumed"
+    preset = next((name for name in PRESETS if name in hardware.name), None)
+    if preset is None:
         return "its hardware file"
-    ampere = hardware.name.startswith(("a100", "a800"))
-    rows = hardware.device.published_rows()
-    meant = [row for row in rows if row.head_size == head_size] or rows
-    sources = {
+    ampere = preset.startswith(("a100", "a800"))
+    return {
         "matrix products": _SUSTAINED_A100 if ampere else _SUSTAINED,
-        "attention": "; ".join(dict.fromkeys(row.source for row in meant)) or "assumed",
         "memory bandwidth": _MEMORY,
         "copies to and from host memory": _PCIE,
         "links inside a node": _NVLINK,
         "links between nodes": _NETWORK["a100" if ampere else "later"],
-    }
-    return sources[figure]
+    }[figure]

@@ -83,7 +83,7 @@ class DeviceStore:
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
         """Keep ``tensors`` under ``key``; parts of larger tensors are copied."""
         assert key not in self._entries, f"{key} is saved already"
-        tensors = {name: _on_its_own(tensor) for name, tensor in tensors.items()}
+        tensors = {name: on_its_own(tensor) for name, tensor in tensors.items()}
         self._entries[key] = tensors
         self._bytes += _total_bytes(tensors)
         self.peak_bytes = max(self.peak_bytes, self._bytes)
@@ -207,7 +207,7 @@ def slot_bytes(shape: Sequence[int], element_bytes: int) -> int:
     return -(-prod(shape) * element_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _on_its_own(tensor: Tensor) -> Tensor:
+def on_its_own(tensor: Tensor) -> Tensor:
     """Return ``tensor``, or a copy if it would keep the memory of a larger one."""
     size = tensor.numel() * tensor.element_size()
     return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()

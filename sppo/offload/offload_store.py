@@ -32,6 +32,7 @@ from sppo.activations.activation_layout import (
 )
 from sppo.activations.tensor_classes import CLASSES, class_of
 from sppo.offload.copy_report import CopyReport
+from sppo.offload.device_stores import on_its_own
 from sppo.offload.integrity import Checksums
 from sppo.offload.queues import CopyQueues, Event, Ordering
 from sppo.offload.slots import Slot, SlotMemory
@@ -224,6 +225,8 @@ class OffloadStore:
         """Enqueue the copies of ``block`` to the tier."""
         extent = block.extent
         host = self._slots.to_fill(extent)
+        # A GPU keeps its sources until they are copied, and parts would keep what they are part of.
+        tensors = {name: on_its_own(t) if t.is_cuda else t for name, t in tensors.items()}
         produced = self._queues.produced(list(tensors.values()))
         copied = self._queues.copy_out(
             host.region,

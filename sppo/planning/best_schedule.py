@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
+from sppo.planning.choices import trains_msp
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.simulated_candidate import simulate_candidate
 
@@ -20,20 +21,22 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
     """`best` with the schedule that makes it fastest, where the run leaves the choice.
 
     Tried are the zero-bubble program and multiplexed sequence partitioning (MSP), each with the
-    memory it needs. MSP is taken however little it gains where the run asks for it.
+    memory it needs. MSP is taken however little it gains where the run asks for it, and never
+    where training could not run it.
     """
     candidate = best.candidate
     size = best.costs.forward_s.size
     if run.parallel.schedule != "auto" or candidate.pipeline_parallel_degree == 1:
         return best
-    forced = run.parallel.multiplexed == "on"
+    may_cut = trains_msp(run)
+    forced = run.parallel.multiplexed == "on" and may_cut
     if size > _SCHEDULED_UNITS and not forced:
         return best
     if best.played is None:
         best = simulate_candidate(best)
     if forced:
         return _scheduled(candidate, "sppo_msp") or best
-    names = ["seq_zb_h1"] + (["sppo_msp"] if run.parallel.multiplexed == "auto" else [])
+    names = ["seq_zb_h1"] + (["sppo_msp"] if may_cut and run.parallel.multiplexed == "auto" else [])
     for name in names:
         other = _scheduled(candidate, name)
         if other is not None and other.step_s <= best.step_s * _WORTH_IT:

@@ -44,6 +44,18 @@ class Refusal:
     reason: str
 
 
+def trains_msp(run: RunConfig) -> bool:
+    """Whether training can shard units over pipeline ranks.
+
+    Every rank of a stage must have all of its weights, to send them.
+    """
+    parallel = run.parallel
+    shards_weights = parallel.sequence_parallel == "megatron" and (
+        parallel.sequence_parallel_degree > 1
+    )
+    return not shards_weights and parallel.zero != 3
+
+
 def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec:
     """The machine with the tiers behind its devices that the run allows.
 

@@ -21,7 +21,7 @@ from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.chosen_run import with_chosen_degrees
 from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
-from sppo.planning.run_plan import run_candidate
+from sppo.planning.run_plan import run_candidate, scheduled
 
 TABLE_2_BYTES = 32
 """Per token, hidden unit and layer: SPPO paper, Table 2."""
@@ -80,7 +80,7 @@ class Estimate:
 
 
 def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
-    """Memory of `run` with the degrees and the policy it writes; ``auto`` is what fits.
+    """Memory of `run` as training would plan it on this machine.
 
     Degrees that it leaves out are the solver's, and with them the cuts and the schedule.
 
@@ -89,7 +89,7 @@ def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
             cannot be divided evenly over the replicas.
     """
     whole = with_chosen_degrees(run, hardware=hardware)
-    evaluated = assess(run_candidate(whole.run, hardware=hardware))
+    evaluated = scheduled(whole.run, assess(run_candidate(whole.run, hardware=hardware)))
     return Estimate(run, hardware, model_counts(run), evaluated, whole.chosen)
 
 

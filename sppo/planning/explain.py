@@ -20,7 +20,7 @@ PARTS: Mapping[str, str] = {
     "launches": "kernel launches",
     "exchange": "sequence-parallel exchange",
     "recompute": "recomputation",
-    "gathers": "weights and gradients of ZeRO, not hidden",
+    "zero_collectives": "weights and gradients of ZeRO, not hidden",
     "beside_copies": "compute slowed by copies",
     "borrowed": "other stages' units less own (MSP)",
     "communication": "waits for messages",
@@ -67,7 +67,7 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
     found = []
     for stage, passes in enumerate(plain):
         parts = _summed(passes, sequences=candidate.sequences)
-        parts["gathers"] = float(nothing_recomputed[stage]) - sum(parts.values())
+        parts["zero_collectives"] = float(nothing_recomputed[stage]) - sum(parts.values())
         parts["beside_copies"] = float(beside_copies[stage])
         parts["recompute"] = float(own[stage]) - sum(parts.values())
         parts |= _waits(evaluated, stage=stage, own_s=float(own[stage]))
@@ -89,7 +89,8 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
         attention_s += sum(float(parts.attention.sum()) for parts in passes.values())
     products, attention = _executed_flops(candidate)
     degree = workload.sequence_parallel_degree
-    backend = device.attention_backend if not device.attention_points else ""
+    published = workload.dtype == "bf16" and not device.attention_points
+    backend = device.attention_backend if published else ""
     rows = [
         ("matrix products", products / degree / products_s, "FLOP/s", peak),
         ("attention", attention / degree / attention_s, "FLOP/s", peak),
@@ -105,7 +106,7 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
             value,
             unit,
             most,
-            source_of(hardware, figure, head_size=workload.model.head_dim),
+            source_of(hardware, figure, dtype=workload.dtype, head_size=workload.model.head_dim),
         )
         for figure, value, unit, most in rows
     )

@@ -65,29 +65,14 @@ def plan_run(
     evaluated = assess(replace(candidate, allow_partial=allow_partial))
     if evaluated.shortfall is not None:
         raise MemoryError(_too_large(run, evaluated, usable=usable, available=available_bytes))
-    return make_plan(run, _scheduled(run, evaluated))
+    return make_plan(run, scheduled(run, evaluated))
 
 
-def _scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """Simulated where ranks wait for one another, by the best schedule that can be trained."""
-    if evaluated.candidate.pipeline_parallel_degree == 1:
+def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
+    """What fits with the best schedule that can be trained, where the run leaves that open."""
+    if evaluated.candidate.pipeline_parallel_degree == 1 or evaluated.shortfall is not None:
         return evaluated
-    if not trains_msp(run):
-        whole = run.parallel.model_copy(update={"multiplexed": "off"})
-        run = run.model_copy(update={"parallel": whole})
     return with_best_schedule(run, simulate_candidate(evaluated))
-
-
-def trains_msp(run: RunConfig) -> bool:
-    """Whether training can shard units over pipeline ranks.
-
-    Every rank of a stage must have all of its weights, to send them.
-    """
-    parallel = run.parallel
-    shards_weights = parallel.sequence_parallel == "megatron" and (
-        parallel.sequence_parallel_degree > 1
-    )
-    return not shards_weights and parallel.zero != 3
 
 
 def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:

@@ -13,7 +13,7 @@ from sppo.planning.candidate_program import candidate_program
 from sppo.planning.evaluated_candidate import assess
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate, plan_costs
-from sppo.planning.run_plan import run_candidate
+from sppo.planning.run_plan import run_candidate, scheduled
 from sppo.planning.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
 from sppo.schedule.generators import WHOLE_SEQUENCES
@@ -63,11 +63,15 @@ def simulated_run(
     if shape.num_ranks is not None:
         degree = {"pipeline_parallel_degree": shape.num_ranks}
         run = run.model_copy(update={"parallel": run.parallel.model_copy(update=degree)})
-    name = shape.schedule or _schedule_name(run)
-    candidate = replace(run_candidate(run, hardware=hardware), schedule=name)
-    if name in WHOLE_SEQUENCES:
-        candidate = replace(candidate, lengths=(sum(candidate.lengths),))
-    evaluated = assess(candidate)
+    candidate = run_candidate(run, hardware=hardware)
+    if shape.schedule is None:
+        evaluated = scheduled(run, assess(candidate))
+    else:
+        candidate = replace(candidate, schedule=shape.schedule)
+        if shape.schedule in WHOLE_SEQUENCES:
+            candidate = replace(candidate, lengths=(sum(candidate.lengths),))
+        evaluated = assess(candidate)
+    candidate = evaluated.candidate
     return _simulated(candidate, costs=evaluated.costs, memory=evaluated.memory)
 
 
@@ -91,10 +95,3 @@ def _simulated(
         candidate.num_devices,
         tuple(steady_bytes(held.device) for held in memory),
     )
-
-
-def _schedule_name(run: RunConfig) -> str:
-    """The run's schedule; "auto" is the SPPO program, cut by MSP where the run asks for it."""
-    if run.parallel.schedule != "auto":
-        return run.parallel.schedule
-    return "sppo_msp" if run.parallel.multiplexed == "on" else "sppo"

@@ -33,6 +33,10 @@ def seconds(*, data: int, pipeline: int = 1, sequence: int = 1, copies: int = 1)
         pytest.param(
             {"data": 2, "pipeline": 4, "sequence": 4, "copies": 4}, 1000 * 7 / 8 / 40, id="4 ports"
         ),
+        pytest.param({"data": 9}, 1000 * 8 / 9 / 10, id="one replica alone in its node"),
+        pytest.param({"data": 12}, 1000 * 11 / 12 / 40, id="four replicas in the second node"),
+        pytest.param({"data": 4, "pipeline": 3}, 1000 * 3 / 4 / 10, id="a stage with 3 and 1"),
+        pytest.param({"data": 2, "pipeline": 3}, 1000 / 2 / 100, id="all of it in one node"),
         pytest.param({"data": 1, "sequence": 8, "copies": 8}, 1000 * 7 / 8 / 100, id="a group"),
     ],
 )

@@ -279,7 +279,8 @@ def test_a_run_is_cut_and_replicated_as_it_says():
     four = played_run(run, shape=RunShape(num_ranks=2, num_subsequences=4)).case.schedule
     assert [len(parts) for parts in four.lengths] == [4, 4]
     assert four.lengths[0][0] > four.lengths[0][-1]
-    cut = run.parallel.model_copy(update={"multiplexed": "on", "data_parallel_degree": 2})
+    both = {"multiplexed": "on", "data_parallel_degree": 2, "pipeline_parallel_degree": 2}
+    cut = run.parallel.model_copy(update=both)
     case = played_run(run.model_copy(update={"parallel": cut})).case
     assert (case.schedule.name, case.schedule.num_sequences) == ("sppo_msp", 1)
     assert (case.costs.reduce_s > 0).all()

@@ -6,8 +6,12 @@ import pytest
 
 from sppo.config import check_run
 from sppo.cost.parameters import num_parameters
+from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.estimate import estimate, model_counts
+from sppo.planning.run_plan import plan_run
+from sppo.planning.simulated_run import RunShape, simulated_run
+from tests.planning.cases import run_config
 
 GIB = 1 << 30
 LENGTH = 4 << 20
@@ -83,3 +87,21 @@ def test_stages_add_up_to_the_model():
     # The tied vocabulary projection is a second copy on the last stage.
     copied = run.model.vocab_size * run.model.hidden_size
     assert states == 18 * (found.counts.parameters + copied)
+
+
+@pytest.mark.parametrize("change", [{}, {"multiplexed": "on"}, {"multiplexed": "on", "zero": 3}])
+def test_an_estimate_has_the_schedule_that_training_plans(change):
+    degrees = {"data_parallel_degree": 1, "sequence_parallel_degree": 8}
+    run = run_config(
+        "gpt-7b",
+        length="128Ki",
+        parallel={"pipeline_parallel_degree": 4, **degrees, **change},
+        hardware={"preset": "a100-80g", "nodes": 4},
+    )
+    hardware = hardware_for(run.hardware)
+    plan = plan_run(run, hardware=hardware, available_bytes=hardware.device.memory_bytes)
+    found = estimate(run, hardware=hardware).evaluated.candidate
+    assert (plan.schedule, len(plan.boundaries) - 1) == (found.schedule, len(found.lengths))
+    assert (plan.schedule == "sppo_msp") == (change == {"multiplexed": "on"})
+    simulated = simulated_run(run, hardware=hardware, shape=RunShape()).case.schedule
+    assert simulated.name == plan.schedule
