@@ -136,7 +136,7 @@ class _Rank:
             overlapping: sequences of which it would hold anything at once then.
         """
         copies, tier = self._room()
-        retained, working, sent = self._peaks()
+        retained, working, sent, running = self._peaks()
         workload = self._candidate.workload
         code = code_bytes(workload, lengths=self._lengths())
         code -= code_bytes(workload, lengths=self._candidate.lengths)
@@ -146,14 +146,14 @@ class _Rank:
             activations_bytes=retained,
             copies_bytes=copies,
             working_bytes=working,
-            heap_bytes=round(working * workload.hardware.device.heap_share),
+            heap_bytes=round(running * workload.hardware.device.heap_share),
             communication_bytes=collective_bytes(self._candidate, stage=self._rank) + sent,
             growth_bytes=held.device.growth_bytes + code,
         )
         return replace(held, device=device, tier_activations_bytes=tier)
 
-    def _peaks(self) -> tuple[int, int, int]:
-        """Return the most that whole units and shards retain, compute with beside that, and send.
+    def _peaks(self) -> tuple[int, int, int, int]:
+        """Return the most that units and shards retain, compute with beside that, send, and run in.
 
         Working sets are largest while shards run, when little may be retained yet. So what counts
         of them is how far all together exceeds the most that is retained.
@@ -162,19 +162,21 @@ class _Rank:
         by_unit = placed_bytes(
             placed.retained, recomputed=placed.recomputed, candidate=self._candidate
         )
-        held = retained = computing = together = 0.0
+        held = retained = computing = together = most = 0.0
         for action in self._program:
             if action.kind not in (ActionKind.F, ActionKind.B):
                 continue
             saved = self._share(action) * by_unit[action.stage, action.unit[1]]
             if action.kind is ActionKind.F:
                 held += saved
-            running = held + self._running_bytes(action)
+            working = self._running_bytes(action)
+            running, most = held + working, max(most, working)
             retained, computing = max(retained, held), max(computing, running)
             together = max(together, running + self._sent_bytes(action))
             if action.kind is ActionKind.B:
                 held -= saved
-        return round(retained), round(computing - retained), round(together - computing)
+        beside, sent = computing - retained, together - computing
+        return round(retained), round(beside), round(sent), round(most)
 
     def _share(self, action: Action) -> float:
         """Return the part of a unit's tokens that an action of this rank runs."""

@@ -86,28 +86,6 @@ def working_sets(
     return _largest(forward), _largest(backward)
 
 
-def working_set(
-    workload: Workload,
-    *,
-    tokens: int,
-    prefix: int,
-    recomputed: frozenset[int],
-    input_every: int = 1,
-    layers: int,
-) -> LiveSet:
-    """The larger one of :func:`working_sets`."""
-    return _largest(
-        working_sets(
-            workload,
-            tokens=tokens,
-            prefix=prefix,
-            recomputed=recomputed,
-            input_every=input_every,
-            layers=layers,
-        )
-    )
-
-
 def most_working_set(
     workload: Workload, *, tokens: int, prefix: int, input_every: int = 1, layers: int
 ) -> LiveSet:

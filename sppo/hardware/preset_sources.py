@@ -54,7 +54,11 @@ def source_of(hardware: HardwareSpec, figure: str, *, dtype: str, head_size: int
         rows = device.published_rows()
         meant = [row for row in rows if row.head_size == head_size] or rows
         return "; ".join(dict.fromkeys(row.source for row in meant)) or "assumed"
-    preset = next((name for name in PRESETS if name in hardware.name), None)
+    # A machine that was looked at says which preset its figures are of.
+    ends = {name: (f"preset {name})", f"by memory: {name})") for name in PRESETS}
+    preset = next(
+        (n for n, end in ends.items() if hardware.name == n or hardware.name.endswith(end)), None
+    )
     if preset is None:
         return "its hardware file"
     ampere = preset.startswith(("a100", "a800"))

@@ -82,6 +82,49 @@ class LayerCopies:
     out: int
     back: int
 
+    def forward_start_s(
+        self, start: float, *, seconds: float, copy_s: float, free_s: float, block_before_s: float
+    ) -> float:
+        """When a forward can start and then never wait for blocks on their way out.
+
+        Args:
+            start: When everything else is there.
+            seconds: Of the forward.
+            copy_s: Of all its blocks.
+            free_s: When the copies out that were begun before it end.
+            block_before_s: Of one block of these.
+        """
+        layer_s, block_s = seconds / self.layers, copy_s / self.layers
+        within = min(self.out, self.layers)
+        end = max(
+            free_s - (self.out - 1) * block_before_s + (self.layers - 1) * layer_s,
+            free_s - (self.out - within) * block_before_s + (self.layers - within) * layer_s,
+        )
+        if self.out < self.layers:
+            first = max(free_s, start + layer_s)
+            end = max(
+                end,
+                first + block_s + (self.layers - 1 - self.out) * layer_s,
+                first + (self.layers - self.out) * block_s,
+            )
+        return end - seconds
+
+    def backward_start_s(
+        self, start: float, *, first: float, layer_s: float, copy_s: float
+    ) -> tuple[float, float]:
+        """When a backward can start and then never wait for blocks, and when the last one is back.
+
+        Args:
+            start: When everything else is there.
+            first: When the first block begins to come back.
+            layer_s: Of one layer of the backward.
+            copy_s: Of all its blocks.
+        """
+        block_s, end = copy_s / self.layers, first + copy_s
+        begin = max(start, first + block_s, end - (self.layers - 1) * layer_s)
+        last = begin + max(0, self.layers - 1 - self.back) * layer_s + block_s
+        return begin, max(end, last)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:

@@ -413,39 +413,28 @@ class _EventLoop:
             width: Shards that the unit is cut into.
         """
         flow = self.layer_copies[slot // self.units]
-        layers, layer_s = flow.layers, seconds / flow.layers
+        layer_s = seconds / flow.layers
         if code == F and self.present[D2H][slot]:
-            free, before_s = self.engine_free[D2H][rank], self.block_out_s[rank]
-            block_s = self.seconds[D2H][slot] / width / layers
-            within = min(flow.out, layers)
-            end = max(
-                free - (flow.out - 1) * before_s + (layers - 1) * layer_s,
-                free - (flow.out - within) * before_s + (layers - within) * layer_s,
+            return flow.forward_start_s(
+                start,
+                seconds=seconds,
+                copy_s=self.seconds[D2H][slot] / width,
+                free_s=self.engine_free[D2H][rank],
+                block_before_s=self.block_out_s[rank],
             )
-            if flow.out < layers:
-                first = max(free, start + layer_s)
-                end = max(
-                    end,
-                    first + block_s + (layers - 1 - flow.out) * layer_s,
-                    first + (layers - flow.out) * block_s,
-                )
-            return end - seconds
         if code != B:
             return 0.0
         begin = start
         if self.present[H2D][slot]:
             index, allowed = self.reload.pop((rank, slot))
             copy_s = self.seconds[H2D][slot] / width
-            block_s = copy_s / layers
             first = max(allowed, self.engine_free[H2D][rank])
             before = self.last_backward.get((rank, slot // self.units))
             if before is not None:
                 first = max(first, before[0] - flow.back * before[1])
-            end = first + copy_s
-            begin = max(start, first + block_s, end - (layers - 1) * layer_s)
-            self.engine_free[H2D][rank] = end
-            last = begin + max(0, layers - 1 - flow.back) * layer_s + block_s
-            self.starts[rank][index], self.finishes[rank][index] = first, max(end, last)
+            begin, last = flow.backward_start_s(start, first=first, layer_s=layer_s, copy_s=copy_s)
+            self.engine_free[H2D][rank] = first + copy_s
+            self.starts[rank][index], self.finishes[rank][index] = first, last
         self.last_backward[rank, slot // self.units] = begin + seconds, layer_s
         return begin
 

@@ -168,21 +168,13 @@ class _Rank:
 
     def _room_s(self, unit: int, *, start: float, seconds: float) -> float:
         """When a forward can start and then never wait for blocks on their way out."""
-        flow, free, before_s = self.flow, self._leaving_s, self._block_out_s
-        layers, layer_s = flow.layers, seconds / flow.layers
-        block_s, within = self.out_s[unit] / layers, min(flow.out, layers)
-        end = max(
-            free - (flow.out - 1) * before_s + (layers - 1) * layer_s,
-            free - (flow.out - within) * before_s + (layers - within) * layer_s,
+        return self.flow.forward_start_s(
+            start,
+            seconds=seconds,
+            copy_s=self.out_s[unit],
+            free_s=self._leaving_s,
+            block_before_s=self._block_out_s,
         )
-        if flow.out < layers:
-            first = max(free, start + layer_s)
-            end = max(
-                end,
-                first + block_s + (layers - 1 - flow.out) * layer_s,
-                first + (layers - flow.out) * block_s,
-            )
-        return end - seconds
 
     def _backward(self, unit: int, arrived: float, permitted: float | None) -> None:
         """Run a backward, behind the copy back of its unit where that may begin at `permitted`."""
@@ -203,15 +195,12 @@ class _Rank:
     def _returned_s(self, unit: int, permitted: float, *, start: float, layer_s: float) -> float:
         """When a backward can start and then never wait for blocks on their way back."""
         flow, copy_s = self.flow, self.back_s[unit]
-        layers, block_s = flow.layers, copy_s / flow.layers
         first = max(permitted, self._returning_s)
         if self._before is not None:
             first = max(first, self._before[0] - flow.back * self._before[1])
-        end = first + copy_s
-        begin = max(start, first + block_s, end - (layers - 1) * layer_s)
-        self._returning_s = end
-        last = begin + max(0, layers - 1 - flow.back) * layer_s + block_s
-        self._last_return_s = max(self._last_return_s, end, last)
+        begin, last = flow.backward_start_s(start, first=first, layer_s=layer_s, copy_s=copy_s)
+        self._returning_s = first + copy_s
+        self._last_return_s = max(self._last_return_s, last)
         return begin
 
     def _wait(self, start: float, made: float, arrived: float) -> None:
