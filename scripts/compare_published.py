@@ -30,11 +30,11 @@ from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.memory import state_memory
+from sppo.cost.memory.stage_memory import state_memory
+from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.pass_parts import PART_NAMES
 from sppo.cost.stage_cost import kv_bytes_per_token, stage_costs, stage_parts, stage_seconds
 from sppo.cost.step_time import step_time
-from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_text

@@ -406,7 +406,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
     },
     # planning/ and cost/: searches, and steps of models of some size.
-    "cost/test_sharded_parts.py": {
+    "cost/sharding/test_parts.py": {
         "test_priced_bytes_are_those_executed": each(
             "each grid and schedule, size of the ends and ZeRO level once"
         ),
@@ -421,12 +421,12 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="a model with one key head is among them",
         ),
     },
-    "cost/test_copy_room.py": {
+    "cost/memory/test_copy_room.py": {
         "test_cut_tensors_take_the_memory_that_is_predicted": each(
             "each class, fate and interval once"
         ),
     },
-    "planning/test_feasibility.py": {
+    "planning/search/test_feasibility.py": {
         "test_fitting_is_what_the_solver_calls_fitting": only(
             "activations0-3145728",
             "activations0-6291456",
@@ -443,7 +443,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
     },
     "planning/test_baselines.py": {
         "test_the_solver_agrees_with_the_longest_of_sppo": replaced(
-            "planning/test_feasibility.py::test_fitting_is_what_the_solver_calls_fitting",
+            "planning/search/test_feasibility.py::test_fitting_is_what_the_solver_calls_fitting",
             why="the same comparison at fixed lengths",
         ),
     },
@@ -467,7 +467,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "0", why="sixty times five requests; the same test with other numbers"
         ),
     },
-    "planning/test_solver.py": {
+    "planning/search/test_solver.py": {
         "test_longer_sequences_are_cut_into_more_pieces": replaced(
             "cli/test_planning_doc.py::test_a_row_of_the_table_of_degrees",
             why="the table gives the number of subsequences at two of the lengths",
@@ -479,7 +479,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             " in the other tier",
         ),
         "test_a_better_machine_is_never_slower": replaced(
-            "planning/test_solver.py::test_nor_by_more_than_closed_forms_are_off_once_simulated",
+            "planning/search/test_solver.py::test_nor_by_more_than_closed_forms_are_off_once_simulated",
             why="the same machines; that one is looser, so small steps back show in the other tier",
         ),
         "test_gpt_7b_on_32_gpus_is_shared_out_as_in_the_paper": only(

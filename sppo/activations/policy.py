@@ -105,7 +105,7 @@ def decide(policy: str, inputs: PolicyInputs) -> ActivationPlacement:
 
     The result may need more room than there is: only ``hybrid`` looks at the room, and it too
     keeps what it finds no other place for. Whoever asks looks at the memory of the placement
-    (:func:`sppo.cost.copy_room.with_placement`).
+    (:func:`sppo.cost.memory.copy_room.with_placement`).
 
     Raises:
         ValueError: an unknown policy, or one that moves where there is no other tier.

@@ -13,9 +13,9 @@ from sppo.output_file import check_output_files, write_json
 
 if TYPE_CHECKING:
     from sppo.planning.ablation import AblationRow
-    from sppo.planning.evaluated_candidate import EvaluatedCandidate
     from sppo.planning.improvements import Improvement
-    from sppo.planning.solver import Solution
+    from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+    from sppo.planning.search.solver import Solution
 
 PlanOutput = Annotated[
     Path | None,
@@ -67,7 +67,7 @@ def solve(
 def _solution(run_file: Path, overrides: list[str]) -> Solution:
     from sppo.cli.run_hardware import run_hardware
     from sppo.config import load_run
-    from sppo.planning.solver import solve as solve_run
+    from sppo.planning.search.solver import solve as solve_run
 
     run = load_run(run_file, overrides)
     return solve_run(run, hardware=run_hardware(run))

@@ -18,7 +18,6 @@ from sppo.activations.activation_layout import PREFETCH_LAYERS, SOURCES_HELD, Bl
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.cost.candidate import Candidate
-from sppo.cost.collectives import shard_seconds
 from sppo.cost.flops import partition_costs, recomputed_linear_flops
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
@@ -30,8 +29,9 @@ from sppo.cost.layer import (
 )
 from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
-from sppo.cost.sharded_parts import layer_by_copies, outer_by_copies
-from sppo.cost.sharded_parts_seconds import last_reduction_seconds, with_collectives
+from sppo.cost.sharding.collectives import shard_seconds
+from sppo.cost.sharding.part_seconds import last_reduction_seconds, with_collectives
+from sppo.cost.sharding.parts import layer_by_copies, outer_by_copies
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
 

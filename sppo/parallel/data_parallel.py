@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sppo.cost.memory import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
+from sppo.cost.memory.stage_memory import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.parallel.collectives import all_gather, reduce_scatter
 from sppo.parallel.failures import peer_errors
 

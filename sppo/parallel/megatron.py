@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
-from sppo.cost.sharded_weights import COLUMNS, KEYS, ROWS
+from sppo.cost.sharding.megatron_weights import COLUMNS, KEYS, ROWS
 from sppo.parallel.collectives import all_gather
 from sppo.parallel.failures import peer_errors
 from sppo.parallel.mesh import Holders

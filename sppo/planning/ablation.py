@@ -15,9 +15,9 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess, with_program
-from sppo.planning.simulated_candidate import simulate_candidate
-from sppo.planning.solver import solve
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess, with_program
+from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.solver import solve
 from sppo.schedule.costs import Costs, Links
 
 PAPER_SPEEDUPS = {"none": 1.0, "offload_all": 0.91, "sppo": 1.23, "sppo + MSP": 1.44}

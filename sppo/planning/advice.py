@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.estimate import model_counts
-from sppo.planning.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.feasibility import fits_at_all, longest_sequence, quick_best
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.feasibility import fits_at_all, longest_sequence, quick_best
 from sppo.units import format_bytes, format_duration, format_tokens
 
 _MOST_NODES = 1024

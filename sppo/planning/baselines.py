@@ -23,14 +23,14 @@ from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Mechanism, Workload
-from sppo.cost.memory import MemoryBuckets, state_memory
-from sppo.cost.running_units import exchanged_bytes
+from sppo.cost.memory.running_units import exchanged_bytes
+from sppo.cost.memory.stage_memory import MemoryBuckets, state_memory
+from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import kv_bytes_per_token
-from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.choices import Degrees
-from sppo.planning.feasibility import longest_sequence
 from sppo.planning.longest import longest_tokens
+from sppo.planning.search.choices import Degrees
+from sppo.planning.search.feasibility import longest_sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.choices import Degrees
-from sppo.planning.search import Rejection
-from sppo.planning.solver import recommend
+from sppo.planning.search.candidate_search import Rejection
+from sppo.planning.search.choices import Degrees
+from sppo.planning.search.solver import recommend
 
 DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 

@@ -20,8 +20,8 @@ from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.chosen_run import with_chosen_degrees
-from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.run_plan import run_candidate, scheduled
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 
 TABLE_2_BYTES = 32
 """Per token, hidden unit and layer: SPPO paper, Table 2."""

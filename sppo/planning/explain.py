@@ -10,7 +10,7 @@ from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, head_flops, laye
 from sppo.cost.pass_parts import PART_NAMES, PassParts
 from sppo.cost.stage_cost import stage_parts, stage_seconds
 from sppo.hardware.preset_sources import source_of
-from sppo.planning.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 PARTS: Mapping[str, str] = {
     "products": "matrix products",

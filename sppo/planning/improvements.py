@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.advice import without_keys
-from sppo.planning.best_schedule import with_best_schedule
-from sppo.planning.choices import subsequence_counts_to_try
-from sppo.planning.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search import CandidateSearch
-from sppo.planning.simulated_candidate import simulate_candidate
-from sppo.planning.solver import Solution
+from sppo.planning.search.best_schedule import with_best_schedule
+from sppo.planning.search.candidate_search import CandidateSearch
+from sppo.planning.search.choices import subsequence_counts_to_try
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.solver import Solution
 
 WORTH_IT = 1.03
 """Tokens per second and device, against the best found, from which a change is listed."""

@@ -10,11 +10,10 @@ import numpy as np
 from sppo import __version__
 from sppo.activations.placement import SubsequencePlacement
 from sppo.config.run import RunConfig
-from sppo.cost.copy_room import block_layout, stage_blocks, staging_bytes
 from sppo.cost.flops import step_flops
+from sppo.cost.memory.copy_room import block_layout, stage_blocks, staging_bytes
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.plan import (
     PLAN_VERSION,
     ExecutionPlan,
@@ -24,6 +23,7 @@ from sppo.planning.plan import (
     digest_of,
     planned_part,
 )
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 
 def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:

@@ -21,7 +21,7 @@ from sppo.activations.placement import SubsequencePlacement
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
-from sppo.cost.memory import StageMemory
+from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec, Provenance
 from sppo.quoting import one_line, quoted
 

@@ -14,14 +14,14 @@ from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec, NodeSpec
 from sppo.hardware.presets import PRESETS
-from sppo.planning.best_schedule import with_best_schedule
-from sppo.planning.candidates import candidate_of, workload_of
-from sppo.planning.choices import Degrees, cut_sequence
-from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.make_plan import make_plan
 from sppo.planning.partition import automatic_num_subsequences
 from sppo.planning.plan import ExecutionPlan, boundaries_of
-from sppo.planning.simulated_candidate import simulate_candidate
+from sppo.planning.search.best_schedule import with_best_schedule
+from sppo.planning.search.candidates import candidate_of, workload_of
+from sppo.planning.search.choices import Degrees, cut_sequence
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.schedule.generators import WHOLE_SEQUENCES
 from sppo.units import format_bytes
 

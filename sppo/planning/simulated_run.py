@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory import StageMemory
+from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.evaluated_candidate import assess
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate, plan_costs
 from sppo.planning.run_plan import run_candidate, scheduled
-from sppo.planning.simulated_candidate import steady_bytes
+from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
 from sppo.schedule.generators import WHOLE_SEQUENCES
 from sppo.schedule.program import Case

@@ -18,7 +18,7 @@ from sppo.checkpoint.checkpoint import read_weights
 from sppo.checkpoint.search import Checkpoint, NoCheckpointError, find_checkpoint
 from sppo.config import RunConfig
 from sppo.cost.layer import Workload
-from sppo.cost.memory import evaluation_bytes
+from sppo.cost.memory.stage_memory import evaluation_bytes
 from sppo.data.model_tokenizer import check_same_vocabulary
 from sppo.data.sequences import count_sequences, training_sequence
 from sppo.engine.engine import Engine

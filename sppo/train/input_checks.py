@@ -19,8 +19,8 @@ from sppo.hardware.presets import PRESETS
 from sppo.offload.disk import usable_directory
 from sppo.parallel.megatron import tensor_shard
 from sppo.parallel.ulysses import head_shard
-from sppo.planning.choices import trains_msp
 from sppo.planning.run_plan import plan_run
+from sppo.planning.search.choices import trains_msp
 from sppo.quoting import quoted
 from sppo.train.choose_device import device_kind
 from sppo.train.run_directory import check_output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sppo.activations.placement import check_whole_classes
 from sppo.config import RunConfig
-from sppo.cost.process_growth import REPORT_BYTES, step_bytes
+from sppo.cost.memory.process_growth import REPORT_BYTES, step_bytes
 from sppo.data.sequences import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.hardware.description import HardwareSpec

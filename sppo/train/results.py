@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
-from sppo.cost.memory import MemoryBuckets
+from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.planning.plan import Prediction
 from sppo.report.copies_summary import copies_summary
 from sppo.report.loss_plot import loss_plot

@@ -20,9 +20,9 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of, stage_seconds
-from sppo.planning.candidates import candidate_of_subsequences
-from sppo.planning.choices import Degrees
-from sppo.planning.evaluated_candidate import assess
+from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.choices import Degrees
+from sppo.planning.search.evaluated_candidate import assess
 from sppo.units import GIB
 from tests.planning.cases import A100, machine, run_config
 

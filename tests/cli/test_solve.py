@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from sppo.cli.output.solve_text import launch_commands
-from sppo.planning.choices import Degrees
 from sppo.planning.plan import read_plan
+from sppo.planning.search.choices import Degrees
 from tests.conftest import SCREEN_LINES, call, refuse, succeed, tree
 
 ROOT = Path(__file__).parents[2]

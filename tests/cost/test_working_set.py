@@ -10,7 +10,7 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
 from sppo.cost import working_set as planned
 from sppo.cost.layer import Workload
-from sppo.cost.memory import evaluation_bytes
+from sppo.cost.memory.stage_memory import evaluation_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS

@@ -106,7 +106,7 @@ def programs(rng: random.Random, directory: Path) -> None:
 @lru_cache(maxsize=1)
 def _plan() -> dict[str, Any]:
     from sppo.planning.make_plan import make_plan
-    from sppo.planning.solver import solve
+    from sppo.planning.search.solver import solve
 
     run = check_run(RUN | {"activations": {}}, source="run.yaml")
     solution = solve(run, hardware=PRESETS["h100"])

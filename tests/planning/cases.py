@@ -12,7 +12,7 @@ from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
-from sppo.planning.solver import Solution, solve
+from sppo.planning.search.solver import Solution, solve
 from sppo.schedule.costs import Costs
 from sppo.schedule.generators import generate
 from sppo.schedule.program import lower

@@ -3,7 +3,7 @@
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.presets import PRESETS
-from sppo.planning.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import assess
 
 
 def predicted(model, *, dtype="bf16", policy="retain", lengths=(30, 30, 40), sequences=1):

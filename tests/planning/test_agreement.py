@@ -9,11 +9,11 @@ import pytest
 from sppo.config.run import RunConfig
 from sppo.hardware.file import hardware_for
 from sppo.planning.estimate import estimate
-from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.make_plan import make_plan
-from sppo.planning.simulated_candidate import simulated_device_bytes
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.simulated_candidate import simulated_device_bytes
+from sppo.planning.search.solver import Solution, solve
 from sppo.planning.simulated_run import simulated_plan
-from sppo.planning.solver import Solution, solve
 from sppo.schedule.simulate import simulate
 from tests.planning.cases import run_config
 

@@ -20,8 +20,8 @@ from sppo.planning.baselines import (
     baseline_memory,
     baselines,
 )
-from sppo.planning.choices import Degrees
-from sppo.planning.solver import solve
+from sppo.planning.search.choices import Degrees
+from sppo.planning.search.solver import solve
 
 A100S = replace(PRESETS["a100-80g"], num_nodes=4)
 KIB = 1 << 10

@@ -9,9 +9,9 @@ from sppo.cost.layer import Workload
 from sppo.cost.pass_parts import PART_NAMES
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
-from sppo.planning.evaluated_candidate import assess
 from sppo.planning.explain import PARTS, rates_used, step_parts
-from sppo.planning.simulated_candidate import simulate_candidate
+from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.planning.cases import PERFECT, run_config
 
 CASES = {

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from sppo.hardware.file import hardware_for
-from sppo.planning.candidates import candidate_of_subsequences
-from sppo.planning.choices import Degrees
-from sppo.planning.evaluated_candidate import assess
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
 from sppo.planning.plan_program import plan_candidate, plan_placement
+from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.choices import Degrees
+from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulate import simulate
 from sppo.units import GIB

@@ -20,8 +20,8 @@ from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import plan_json, read_plan
 from sppo.planning.plan_program import check_program, plan_program
 from sppo.planning.run_plan import plan_run
+from sppo.planning.search.solver import solve
 from sppo.planning.simulated_run import simulated_plan
-from sppo.planning.solver import solve
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import WHOLE_SEQUENCES, schedule_names
 from sppo.train.ranks import mesh_shape

@@ -13,8 +13,8 @@ from sppo.cli.output.solve_json import (
     stage_reports,
 )
 from sppo.planning.baselines import Baseline
-from sppo.planning.choices import Degrees
 from sppo.planning.estimate import Estimate, ModelCounts
+from sppo.planning.search.choices import Degrees
 
 
 def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> dict[str, Any]:

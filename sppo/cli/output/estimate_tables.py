@@ -12,10 +12,10 @@ from sppo.cli.output.memory_table import print_memory
 from sppo.cli.output.solve_tables import run_line
 from sppo.cli.output.solve_text import degrees_text, policy_text
 from sppo.cli.run_hardware import hardware_line
-from sppo.cost.memory_plot import bucket_text
+from sppo.cost.memory.plot import bucket_text
 from sppo.planning.baselines import Baseline
-from sppo.planning.choices import Degrees
 from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate
+from sppo.planning.search.choices import Degrees
 from sppo.units import GIB, format_bytes, format_tokens
 
 

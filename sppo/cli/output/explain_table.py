@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.explain import PARTS, RateUsed, rates_used, step_parts
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_duration
 
 _LEAST_SHOWN = 5e-5

@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sppo.cost.memory import StageMemory
-from sppo.cost.memory_plot import (
+from sppo.cost.memory.plot import (
     BUCKETS,
     FREE,
     StageGroup,
@@ -18,6 +17,7 @@ from sppo.cost.memory_plot import (
     shown_groups,
     stage_groups,
 )
+from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
 from sppo.units import format_bytes
 

@@ -10,13 +10,13 @@ from rich.table import Table
 from sppo.cli.output.solve_tables import run_line
 from sppo.cli.output.solve_text import degrees_text, rejected_groups
 from sppo.cli.run_hardware import hardware_line
-from sppo.cost.memory import MemoryBuckets
-from sppo.cost.memory_plot import BUCKETS, bucket_text
+from sppo.cost.memory.plot import BUCKETS, bucket_text
+from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.planning.advice import Advice, too_long_for
-from sppo.planning.candidates import candidate_of_subsequences
-from sppo.planning.evaluated_candidate import assess
-from sppo.planning.search import Rejection
-from sppo.planning.solver import Solution, nearest_rejection
+from sppo.planning.search.candidate_search import Rejection
+from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.solver import Solution, nearest_rejection
 from sppo.units import format_bytes
 
 _SHOWN_BUCKETS = 5

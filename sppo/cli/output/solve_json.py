@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from sppo.cli.output.solve_text import launch_commands, node_host_bytes
 from sppo.config.run import RunConfig
-from sppo.cost.memory import StageMemory
+from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.advice import Advice, too_long_for
-from sppo.planning.choices import Degrees
-from sppo.planning.evaluated_candidate import EvaluatedCandidate, Shortfall
 from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
-from sppo.planning.search import Rejection
-from sppo.planning.simulated_candidate import simulated_device_bytes
-from sppo.planning.solver import Solution, nearest_rejection
+from sppo.planning.search.candidate_search import Rejection
+from sppo.planning.search.choices import Degrees
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, Shortfall
+from sppo.planning.search.simulated_candidate import simulated_device_bytes
+from sppo.planning.search.solver import Solution, nearest_rejection
 
 if TYPE_CHECKING:
     from sppo.planning.ablation import AblationRow

@@ -24,11 +24,11 @@ from sppo.cli.output.solve_text import (
 from sppo.cli.run_hardware import hardware_line
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import num_parameters
-from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
 from sppo.planning.plan import Prediction
-from sppo.planning.solver import Solution
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.solver import Solution
 from sppo.units import format_bytes, format_count, format_duration, format_tokens
 
 if TYPE_CHECKING:

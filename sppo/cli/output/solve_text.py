@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
-from sppo.cost.memory_plot import bucket_text
+from sppo.cost.memory.plot import bucket_text
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.choices import Degrees
-from sppo.planning.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.plan import Prediction
-from sppo.planning.search import Rejection
+from sppo.planning.search.candidate_search import Rejection
+from sppo.planning.search.choices import Degrees
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_bytes
 
 _SHOWN_RATIOS = 10

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidates import candidate_of_subsequences
-from sppo.planning.choices import degrees_to_try, subsequence_counts_to_try
-from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess, may_fit
 from sppo.planning.longest import longest_tokens, with_length
-from sppo.planning.search import CandidateSearch
+from sppo.planning.search.candidate_search import CandidateSearch
+from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.choices import degrees_to_try, subsequence_counts_to_try
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess, may_fit
 
 
 def quick_best(run: RunConfig, hardware: HardwareSpec) -> EvaluatedCandidate | None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.planning.choices import trains_msp
-from sppo.planning.evaluated_candidate import EvaluatedCandidate, assess
-from sppo.planning.simulated_candidate import simulate_candidate
+from sppo.planning.search.choices import trains_msp
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.search.simulated_candidate import simulate_candidate
 
 _SCHEDULED_UNITS = 1200
 """Stages x units up to which other schedules are tried: making and playing them takes a second."""

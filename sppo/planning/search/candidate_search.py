@@ -18,9 +18,9 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import message_bytes, pipeline_links, stage_seconds
 from sppo.cost.step_time import least_step_s
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.candidates import candidate_of_subsequences
-from sppo.planning.choices import Degrees, degrees_to_try, subsequence_counts_to_try
-from sppo.planning.evaluated_candidate import (
+from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.choices import Degrees, degrees_to_try, subsequence_counts_to_try
+from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
     Shortfall,
     assess,

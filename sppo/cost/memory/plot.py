@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from sppo.cost.memory import MemoryBuckets, StageMemory
+from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
 
 FREE = "·"
 BUDGET_LINE = "│"
@@ -16,7 +16,7 @@ BUDGET_LINE = "│"
 
 @dataclass(frozen=True, slots=True)
 class BucketLabel:
-    """How a bucket of :class:`sppo.cost.memory.MemoryBuckets` is shown.
+    """How a bucket of :class:`sppo.cost.memory.stage_memory.MemoryBuckets` is shown.
 
     Attributes:
         field: Its field, with ``_bytes``.

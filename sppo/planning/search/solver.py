@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.best_schedule import with_best_schedule
-from sppo.planning.evaluated_candidate import EvaluatedCandidate
-from sppo.planning.search import CandidateSearch, Rejection, rank_of
-from sppo.planning.simulated_candidate import simulate_candidate
+from sppo.planning.search.best_schedule import with_best_schedule
+from sppo.planning.search.candidate_search import CandidateSearch, Rejection, rank_of
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.simulated_candidate import simulate_candidate
 
 RUNNERS_UP = 3
 _SIMULATED = 1 + RUNNERS_UP

@@ -14,7 +14,7 @@ from math import prod
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import layer_shapes, outer_parts
-from sppo.cost.sharded_weights import layer_elements
+from sppo.cost.sharding.megatron_weights import layer_elements
 
 ElementsByCopies = Mapping[int, float]
 """Elements on one device by the devices of a sequence-parallel group that hold the same ones."""

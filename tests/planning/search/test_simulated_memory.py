@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.units_in_flight import OVERLAPPING, Running, UnitsInFlight
+from sppo.cost.memory.units_in_flight import OVERLAPPING, Running, UnitsInFlight
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.candidates import candidate_of_subsequences
-from sppo.planning.choices import Degrees
-from sppo.planning.evaluated_candidate import assess
-from sppo.planning.simulated_candidate import simulate_candidate, simulated_device_bytes
+from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.choices import Degrees
+from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import WHOLE_SEQUENCES, generate
 from sppo.schedule.in_flight import sequences_in_flight

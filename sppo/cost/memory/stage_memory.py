@@ -15,10 +15,11 @@ import numpy as np
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
+from sppo.cost.memory.process_growth import process_growth_bytes
+from sppo.cost.memory.running_units import computing_bytes, loss_bytes, sent_bytes
+from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import layer_shapes, num_parameters
-from sppo.cost.process_growth import process_growth_bytes
-from sppo.cost.running_units import computing_bytes, loss_bytes, sent_bytes
-from sppo.cost.sharded_parts import ShardedParts, sharded_parts
+from sppo.cost.sharding.parts import ShardedParts, sharded_parts
 from sppo.cost.stage_cost import (
     device_parameters,
     kv_bytes_per_token,
@@ -27,7 +28,6 @@ from sppo.cost.stage_cost import (
     updated_parameters,
     weight_operand_bytes,
 )
-from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.cost.working_set import (
     forward_working_set,
     loss_working_set,
@@ -65,13 +65,13 @@ class MemoryBuckets:
     """Gradient of the last layer's output, formed in forward."""
     working_bytes: int
     """Working set of the running subsequence (:mod:`sppo.cost.working_set`), and the saved tensors
-    that backward joins (:mod:`sppo.cost.copy_room`)."""
+    that backward joins (:mod:`sppo.cost.memory.copy_room`)."""
     heap_bytes: int
     """What a C heap holds beyond that."""
     communication_bytes: int
     """Messages between stages, and what a sequence-parallel group exchanges."""
     growth_bytes: int = 0
-    """What the process takes beside tensors, see :mod:`sppo.cost.process_growth`."""
+    """What the process takes beside tensors, see :mod:`sppo.cost.memory.process_growth`."""
 
     @property
     def total_bytes(self) -> int:

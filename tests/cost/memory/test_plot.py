@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.cost.memory import MemoryBuckets, StageMemory
-from sppo.cost.memory_plot import (
+from sppo.cost.memory.plot import (
     BUCKETS,
     bucket_text,
     memory_bar,
     shown_groups,
     stage_groups,
 )
+from sppo.cost.memory.stage_memory import MemoryBuckets, StageMemory
 
 NOTHING = MemoryBuckets(*[0] * len(BUCKETS))
 

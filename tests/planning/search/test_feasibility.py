@@ -9,8 +9,8 @@ import pytest
 from sppo.config import check_run
 from sppo.hardware.presets import PRESETS
 from sppo.planning.advice import what_would_fit
-from sppo.planning.feasibility import fits_at_all, quick_best
-from sppo.planning.solver import solve
+from sppo.planning.search.feasibility import fits_at_all, quick_best
+from sppo.planning.search.solver import solve
 
 KIB = 1 << 10
 NODE = PRESETS["h100"]

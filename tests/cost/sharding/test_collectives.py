@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.collectives import shard_seconds
 from sppo.cost.layer import Workload
+from sppo.cost.sharding.collectives import shard_seconds
 from tests.planning.cases import machine, run_config
 
 LINKS = {"intra_node_bytes_per_s": 100.0, "inter_node_bytes_per_s": 10.0}

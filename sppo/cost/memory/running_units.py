@@ -1,7 +1,7 @@
 """What a unit takes on a device while it runs: working sets of its layers, messages, exchanges.
 
 All of it is gone when the unit is done, so it counts beside what is held at that moment
-(:meth:`sppo.cost.units_in_flight.UnitsInFlight.peak`).
+(:meth:`sppo.cost.memory.units_in_flight.UnitsInFlight.peak`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import CLASSES
 from sppo.cost.candidate import Candidate
-from sppo.cost.units_in_flight import Running
+from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.working_set import PREFIX_KEYS, loss_working_set, working_sets
 from sppo.schedule.costs import Table
 

@@ -19,8 +19,8 @@ from sppo.activations.activation_layout import SOURCES_HELD, BlockLayout
 from sppo.activations.placement import ActivationPlacement, CopySlots, Counts
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, class_bytes_per_token
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory import StageMemory, stage_kind, with_activations
-from sppo.cost.units_in_flight import UnitsInFlight
+from sppo.cost.memory.stage_memory import StageMemory, stage_kind, with_activations
+from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.schedule.costs import Table
 
 

@@ -23,14 +23,20 @@ from math import prod
 
 from sppo.activations.placement import ActivationPlacement, SubsequencePlacement
 from sppo.cost.candidate import Candidate
-from sppo.cost.copy_room import block_layout, joined_bytes, slots_on_device, stage_blocks
 from sppo.cost.layer import ACCUMULATION_BYTES
-from sppo.cost.memory import StageMemory, collective_bytes, two_layers_bytes
+from sppo.cost.memory.copy_room import block_layout, joined_bytes, slots_on_device, stage_blocks
+from sppo.cost.memory.process_growth import code_bytes
+from sppo.cost.memory.running_units import (
+    UnitRun,
+    loss_bytes,
+    run_working_bytes,
+    sent_bytes,
+    unit_runs,
+)
+from sppo.cost.memory.stage_memory import StageMemory, collective_bytes, two_layers_bytes
+from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import layer_shapes
-from sppo.cost.process_growth import code_bytes
-from sppo.cost.running_units import UnitRun, loss_bytes, run_working_bytes, sent_bytes, unit_runs
 from sppo.cost.stage_cost import kv_bytes_per_token, placed_bytes
-from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight

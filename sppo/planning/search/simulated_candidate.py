@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sppo.cost.memory import MemoryBuckets
+from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.schedule.played_step import played_step
 from sppo.schedule.simulate import simulate
 from sppo.schedule.whole_units import play_whole_units

@@ -11,10 +11,11 @@ from sppo.activations.hybrid import choices
 from sppo.activations.placement import ActivationPlacement, Counts, PolicyInputs
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
 from sppo.cost.candidate import Candidate
-from sppo.cost.copy_room import copy_slots, tier_padding_bytes, with_placement
 from sppo.cost.layer import exchange_seconds
-from sppo.cost.memory import StageMemory, state_memory
-from sppo.cost.msp_memory import with_msp
+from sppo.cost.memory.copy_room import copy_slots, tier_padding_bytes, with_placement
+from sppo.cost.memory.msp import with_msp
+from sppo.cost.memory.stage_memory import StageMemory, state_memory
+from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
     copy_bytes_per_s,
@@ -25,9 +26,8 @@ from sppo.cost.stage_cost import (
     weight_operand_bytes,
 )
 from sppo.cost.step_time import StepTime, step_time
-from sppo.cost.units_in_flight import UnitsInFlight
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.choices import Degrees
+from sppo.planning.search.choices import Degrees
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.played_step import PlayedStep

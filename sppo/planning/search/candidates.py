@@ -6,7 +6,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.choices import Degrees, cut_sequence, machine_asked_for
+from sppo.planning.search.choices import Degrees, cut_sequence, machine_asked_for
 
 
 def candidate_of_subsequences(

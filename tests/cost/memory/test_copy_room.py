@@ -22,8 +22,8 @@ from sppo.activations.activation_layout import (
 from sppo.activations.placement import ActivationPlacement, planned_placement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensor_bytes_per_token
 from sppo.cost.candidate import Candidate
-from sppo.cost.copy_room import block_layout, joined_bytes, stage_blocks
 from sppo.cost.layer import Workload
+from sppo.cost.memory.copy_room import block_layout, joined_bytes, stage_blocks
 from sppo.cost.working_set import working_sets
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
@@ -33,8 +33,8 @@ from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
 from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
-from sppo.planning.evaluated_candidate import assess
 from sppo.planning.run_plan import plan_run
+from sppo.planning.search.evaluated_candidate import assess
 from sppo.units import GIB, MIB
 from tests.engine.offloading import with_offsets
 from tests.planning.cases import machine, run_config, solved

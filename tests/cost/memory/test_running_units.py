@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.running_units import (
+from sppo.cost.memory.running_units import (
     computing_bytes,
     loss_bytes,
     run_working_bytes,

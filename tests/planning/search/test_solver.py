@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.hardware.file import hardware_for
-from sppo.planning.candidates import candidate_of_subsequences
-from sppo.planning.choices import Degrees
-from sppo.planning.evaluated_candidate import assess
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import plan_json
-from sppo.planning.search import CandidateSearch
-from sppo.planning.simulated_candidate import simulate_candidate
-from sppo.planning.solver import solve
+from sppo.planning.search.candidate_search import CandidateSearch
+from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.choices import Degrees
+from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.solver import solve
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config, solved
 

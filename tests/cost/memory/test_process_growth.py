@@ -5,8 +5,7 @@ from dataclasses import replace
 from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.parameters import num_parameters
-from sppo.cost.process_growth import (
+from sppo.cost.memory.process_growth import (
     ACTION_BYTES,
     CODE_BYTES,
     CODE_BYTES_PER_LENGTH,
@@ -14,8 +13,9 @@ from sppo.cost.process_growth import (
     STEPS_BYTES,
     TOKEN_BYTES,
 )
+from sppo.cost.parameters import num_parameters
 from sppo.hardware.presets import PRESETS
-from sppo.planning.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import assess
 from sppo.units import KIB
 
 MODEL = ModelConfig(

@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.collectives import shard_seconds
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.pass_parts import LayerSeconds
-from sppo.cost.sharded_parts import ElementsByCopies, ShardedParts, sharded_parts
+from sppo.cost.sharding.collectives import shard_seconds
+from sppo.cost.sharding.parts import ElementsByCopies, ShardedParts, sharded_parts
 from sppo.schedule.costs import Table
 from sppo.schedule.generators import DEFERRING_WEIGHTS
 

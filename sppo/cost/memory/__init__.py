@@ -1,0 +1,1 @@
+"""Memory of each stage by bucket: what it keeps, what is in flight, what runs, what moves."""

@@ -1,0 +1,1 @@
+"""State sharded over devices (ZeRO, Megatron): its parts, and seconds of their collectives."""

@@ -1,0 +1,1 @@
+"""Search: degrees, cuts, policies and schedules of a request, priced, simulated and ranked."""
