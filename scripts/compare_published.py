@@ -14,69 +14,29 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 
 import numpy as np
 from option_types import output_file
+from published_configurations import Published, configurations
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import saved_bytes_per_token
-from sppo.config.model import ModelConfig
-from sppo.config.presets import PRESETS as MODELS
-from sppo.cost.candidate import Candidate
-from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import state_memory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.pass_parts import PART_NAMES
 from sppo.cost.stage_cost import kv_bytes_per_token, stage_costs, stage_parts, stage_seconds
 from sppo.cost.step_time import step_time
-from sppo.hardware.description import HardwareSpec
-from sppo.hardware.presets import PRESETS
 from sppo.output_file import write_text
 from sppo.schedule.generators import generate
 from sppo.schedule.program import lower
 from sppo.schedule.simulate import simulate
-from sppo.units import GIB, KIB, MIB, format_bytes
-
-
-@dataclass(frozen=True)
-class Published:
-    """A configuration that others measured.
-
-    Attributes:
-        name: System, model and machine.
-        source: Where its figures stand.
-        candidate: The layout of its step in our terms, one whole sequence a unit.
-        recomputed: Shares of (x_in, attention, linear) that backward computes again.
-        measured_s: Seconds of its step.
-        measured_bytes: Peak memory of a device; None where it does not say.
-        micro_batch: Sequences that a device runs at once.
-        layers_held: Layers whose activations a device of the first stage holds at once; None for
-            all of a stage.
-        inputs_offloaded: Whether layer inputs wait in host memory.
-        num_virtual: Virtual stages of a rank, one layer each (interleaved 1F1B); 1 for none.
-        tensor_parallel: Of Megatron without sequence parallelism, which keeps 10 + 24 / t bytes of
-            activations a token and hidden unit; 0 where ours keep what they keep.
-        reasons: What our layout cannot express of theirs.
-    """
-
-    name: str
-    source: str
-    candidate: Candidate
-    recomputed: tuple[float, float, float]
-    measured_s: float
-    measured_bytes: float | None
-    reasons: tuple[str, ...]
-    micro_batch: int = 1
-    layers_held: int | None = None
-    inputs_offloaded: bool = False
-    num_virtual: int = 1
-    tensor_parallel: int = 0
+from sppo.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -231,225 +191,6 @@ def _own_stages(published: Published) -> slice:
     if published.num_virtual == 1:
         return slice(0, 1)
     return slice(0, None, len(published.candidate.stages) // published.num_virtual)
-
-
-def configurations() -> tuple[Published, ...]:
-    """What others measured."""
-    return (*_torchtitan(), *_megatron(), *_long_sequences())
-
-
-def _torchtitan() -> tuple[Published, ...]:
-    """Llama-3.1-8B, 8Ki tokens, FSDP: two sequences a device on H100, one on A100."""
-    source = "torchtitan, docs/performance.md"
-    # Their H100 have 96 GB of HBM2e at 2.4 TB/s and may draw 500 W.
-    h100 = _machine("h100", attention="flash_attn_2", memory_bytes_per_s=0.8 * 2.4e12)
-    limited = (
-        "These H100 draw at most 500 W; our rates for products and attention are of 700 W. "
-        "Nothing is published that says how much slower they are.",
-    )
-    eager = (
-        "Without torch.compile each norm, rotation, activation and cast is several kernels; we "
-        "count each of these once.",
-    )
-    logits = (
-        "Logits are held whole, in bf16 and fp32 with their gradient: 2 x 8Ki x 128256 x 10 bytes "
-        f"= {format_bytes(2 * 8192 * 128256 * 10)}; ours are in tiles.",
-        "The peak they report is what the caching allocator reserved, fragments and weights on "
-        "their way included.",
-    )
-    hidden = (
-        "Gathers and reductions take multiprocessors and memory bandwidth from the kernels that "
-        "they run behind; priced, they cost nothing while they are hidden.",
-    )
-    rows = []
-    for nodes, speed, name, gib, reasons in (
-        (1, 5762, "eager, 8 H100", 82.4, (*limited, *eager, *hidden, *logits)),
-        (1, 6667, "compiled, 8 H100", 77.0, (*limited, *hidden, *logits)),
-        (16, 6514, "compiled, 128 H100", 62.0, (*limited, *hidden, *logits)),
-    ):
-        cluster = replace(h100, num_nodes=nodes)
-        rows.append(
-            Published(
-                f"torchtitan Llama-3.1-8B 8Ki, FSDP, {name}",
-                source,
-                _llama(cluster, length=8 * KIB, data=8 * nodes, sequences=2),
-                # Selective recomputation keeps every other product.
-                (0.0, 0.0, 0.5),
-                2 * 8192 / speed,
-                gib * GIB,
-                reasons,
-                micro_batch=2,
-            )
-        )
-    a100 = _machine("a100-80g", attention="flash_attn_2", nodes=8)
-    rows.append(
-        Published(
-            "torchtitan Llama-3-8B 8Ki, FSDP, compiled, 64 A100",
-            source,
-            _llama(a100, length=8 * KIB, data=64, sequences=1),
-            (0.0, 0.0, 0.5),
-            8192 / 2973,
-            None,
-            hidden,
-        )
-    )
-    return tuple(rows)
-
-
-def _megatron() -> tuple[Published, ...]:
-    """GPT 7B, 8 key/value heads, 131072 words, 8Ki tokens, 8 sequences a step on 8 devices."""
-    source = "Megatron-LM, functional test gpt3_7b_{}_memory_speed, golden values"
-    model = _model(
-        "gpt-7b",
-        num_kv_heads=8,
-        vocab_size=131072,
-        tie_embeddings=False,
-        position="learned",
-        max_positions=8 * KIB,
-    )
-    deterministic = (
-        "Run with --deterministic-mode, --no-gradient-accumulation-fusion, NCCL_ALGO=Ring and 16 "
-        "multiprocessors kept free beside norms. Deterministic attention backward is 17 % slower "
-        "on a B200 (flash-attention, pull request 2280), and weight gradients go through memory "
-        "once more in bf16: together about 0.02 s on H100.",
-        "Every step also logs the norm of all parameters and counts zeros in all gradients, and "
-        "the host launches kernels for 8Ki or 16Ki tokens at a time. What that costs is not known "
-        "to the planner.",
-    )
-    whole_logits = (
-        "Logits of a micro-batch are whole, in fp32 besides: 2 x 8Ki x 131072 / 4 x 6 bytes = "
-        f"{format_bytes(2 * 8192 * 131072 / 4 * 6)}.",
-    )
-    replicated = (
-        "Without sequence parallelism norms, residuals and dropout run on all tokens on every "
-        "device, where ours run on a quarter of them.",
-    )
-    rows = []
-    for preset, attention, tp_s, gib, pp_s, pp_gib in (
-        ("h100", "cudnn", 1.115, 53.2, 1.151, 56.6),
-        ("a100-80g", "flash_attn_2", 2.596, None, 2.948, None),
-    ):
-        hardware = _machine(preset, attention=attention)
-        # 4 ranks with 8 virtual stages each are priced as 32 stages, all of them in one node.
-        one_node = replace(hardware, node=replace(hardware.node, num_devices=64))
-        tensor = Workload(
-            model,
-            hardware,
-            sequence_parallel_degree=4,
-            sequence_parallel="megatron",
-            vocabulary_sharded=True,
-        )
-        rows.append(
-            Published(
-                f"Megatron GPT 7B 8Ki, TP 4 DP 2, 8 {preset}",
-                source.format("tp4_pp1"),
-                Candidate(tensor, (8 * KIB,), sequences=4, data_parallel_degree=2, zero=1),
-                (0.0, 0.0, 0.0),
-                tp_s,
-                None if gib is None else gib * GIB,
-                (*deterministic, *replicated, *whole_logits),
-                micro_batch=2,
-                tensor_parallel=4,
-            )
-        )
-        rows.append(
-            Published(
-                f"Megatron GPT 7B 8Ki, PP 4 VPP 8 DP 2, 8 {preset}",
-                source.format("tp1_pp4"),
-                Candidate(
-                    Workload(model, one_node),
-                    (8 * KIB,),
-                    sequences=4,
-                    data_parallel_degree=2,
-                    pipeline_parallel_degree=32,
-                    schedule="1f1b",
-                    zero=1,
-                ),
-                (0.0, 0.0, 0.0),
-                pp_s,
-                None if pp_gib is None else pp_gib * GIB,
-                deterministic,
-                # Warm-up of interleaved 1F1B on the first of 4 ranks, and the one that begins.
-                layers_held=2 * 3 + 7 * 4 + 1,
-                num_virtual=8,
-                tensor_parallel=1,
-            )
-        )
-    return tuple(rows)
-
-
-def _long_sequences() -> tuple[Published, ...]:
-    """One sequence, whole layers recomputed, layer inputs in host memory."""
-    recompute = (0.0, 1.0, 1.0)
-    qwen = Workload(
-        _model("qwen3-8b"), _machine("h100", attention="cudnn"), sequence_parallel_degree=8
-    )
-    ring = (
-        "Context parallelism passes K and V round a ring: attention of a layer is eight blocks a "
-        "device with a merge in between, where ours is one call on all tokens with an eighth of "
-        "the heads.",
-        "cuDNN's figures are of short runs; products of an H200 lose a tenth when they run long "
-        "enough to meet the power limit (755 of 834 TFLOP/s), and attention is most of this step.",
-    )
-    tiled = (
-        "The MLP runs in tiles of the sequence, three times (forward, recomputation, and again in "
-        "the tile's backward); the working set here is the MLP's on the whole sequence.",
-    )
-    rows = [
-        Published(
-            "transformers Qwen3-8B 1Mi, FSDP2 + CP 8, 8 H100",
-            "accelerate, pull request 4184",
-            Candidate(qwen, (MIB,), zero=3),
-            recompute,
-            373.0,
-            56.2e9,
-            ring,
-            inputs_offloaded=True,
-        )
-    ]
-    flash = _machine("h100", attention="flash_attn_2")
-    one = replace(flash, node=replace(flash.node, num_devices=1))
-    for length, devices, hardware, measured_s, offloads in (
-        (500_000, 1, one, 1010.0, True),
-        (1_100_000, 8, flash, 564.0, False),
-        (3_700_000, 8, flash, 3_700_000 / 8 / 72, True),
-    ):
-        workload = Workload(_model("llama-3.1-8b"), hardware, sequence_parallel_degree=devices)
-        rows.append(
-            Published(
-                f"ALST Llama-8B {length / 1e6:g}M tokens, {devices} H100",
-                "ALST (arXiv:2506.13996), evaluation",
-                Candidate(workload, (length,), zero=3, offload_optimizer=devices == 1),
-                recompute,
-                measured_s,
-                None,
-                tiled,
-                inputs_offloaded=offloads,
-            )
-        )
-    return tuple(rows)
-
-
-def _model(preset: str, **change: object) -> ModelConfig:
-    return ModelConfig.model_validate({"preset": preset, **MODELS[preset], **change})
-
-
-def _machine(
-    preset: str, *, attention: str, nodes: int = 1, memory_bytes_per_s: float | None = None
-) -> HardwareSpec:
-    """A preset with another attention back end, more nodes, or other memory."""
-    spec = PRESETS[preset]
-    device = replace(
-        spec.device,
-        attention_backend=attention,
-        memory_bytes_per_s=memory_bytes_per_s or spec.device.memory_bytes_per_s,
-    )
-    return replace(spec, device=device, num_nodes=nodes)
-
-
-def _llama(hardware: HardwareSpec, *, length: int, data: int, sequences: int) -> Candidate:
-    workload = Workload(_model("llama-3.1-8b"), hardware)
-    return Candidate(workload, (length,), sequences=sequences, data_parallel_degree=data, zero=3)
 
 
 def print_comparisons(compared: Sequence[Comparison], *, console: Console) -> None:

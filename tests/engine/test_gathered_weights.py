@@ -1,72 +1,17 @@
 """ZeRO-3: weights put together just in time, in float64 against the model of one process."""
 
-from math import prod
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from sppo.cost.parameters import layer_shapes, outer_shapes, parameter_shapes
+from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
 from sppo.engine.gathered_weights import GatheredWeights
 from sppo.parallel.data_parallel import rows_of
 from sppo.parallel.parameter_all_gather import ParameterAllGather
 from tests.engine.models import random_sequence, random_weights, tiny_model
-from tests.engine.pipelined import Case, run_case
-from tests.engine.test_pipeline import CUTS_FOR_TWO, UNEVEN, check
 
-ELEMENT = 8
-SHAPES = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
-UNTIED, TIED = "mqa, window, biases", "tied, yarn, all biases"
-
-
-def most_gathered_bytes(case, count):
-    """Two layers, or the largest part outside of them, with every rank's rows made equal."""
-    model = case.model()
-
-    def size(shapes):
-        return ELEMENT * sum(
-            count * -(-shape[0] // count) * prod(shape[1:]) for shape in shapes.values()
-        )
-
-    outer = outer_shapes(model)
-    embedding = {n: s for n, s in outer.items() if n.split(".")[0] in ("embed", "positions")}
-    behind = {n: s for n, s in outer.items() if n.split(".")[0] in ("final_norm", "head")}
-    if model.tie_embeddings:
-        behind["embed.weight"] = outer["embed.weight"]
-    return 2 * size(layer_shapes(model)), max(size(embedding), size(behind))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("variant", [UNTIED, TIED])
-@pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1"])
-def test_gradients_of_steps_in_a_row(ranks, shape, variant, schedule):
-    sequences = 1 if schedule == "seq_zb_h1" and shape[1] == 1 else 2
-    cuts = CUTS_FOR_TWO[:sequences]
-    check(ranks, Case(variant, shape=shape, schedule=schedule, cuts=cuts, steps=2, zero=3))
-
-
-@pytest.mark.parametrize("policy", ["retain", "recompute"])
-@pytest.mark.parametrize("variant", ["gpt", "mixed: layernorm, rotary, q/k-norm, linear"])
-def test_gradients_of_other_models(ranks, variant, policy):
-    check(ranks, Case(variant, shape=(2, 2, 2), policy=policy, cuts=CUTS_FOR_TWO, zero=3))
-
-
-def test_gradients_of_stages_taking_turns(ranks):
-    case = Case(shape=(2, 2, 1), schedule="interleaved_seq1f1b", virtual=2, cuts=UNEVEN, zero=3)
-    check(ranks, case)
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "which"), [(8, 0), (2000, 1)], ids=["two layers", "embedding"]
-)
-def test_no_more_than_two_layers_or_the_largest_outer_part(ranks, vocab_size, which):
-    sizes = {"num_layers": 4, "vocab_size": vocab_size}
-    case = Case(shape=(3, 1, 1), cuts=UNEVEN[:2], zero=3, sizes=sizes)
-    most = most_gathered_bytes(case, 3)
-    assert max(most) == most[which]
-    for answer in ranks.run(run_case, case, ranks=3):
-        assert answer[0][5].gathered_bytes == max(most)
+TIED = "tied, yarn, all biases"
 
 
 def own_rows(weights, rank, count):

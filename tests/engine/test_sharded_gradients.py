@@ -1,4 +1,4 @@
-"""ZeRO-2: gradients reduced after each use, in float64 against the model of one process."""
+"""ZeRO-2 and 3: gradients reduced after each use, weights gathered before, against one process."""
 
 from math import prod
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sppo.cost.parameters import layer_shapes, parameter_shapes
+from sppo.cost.parameters import layer_shapes, outer_shapes, parameter_shapes
 from sppo.engine.gradients import gradients_of
 from sppo.engine.sharded_gradients import ShardedGradients
 from sppo.model.gradients import zero_gradients
@@ -14,23 +14,45 @@ from sppo.parallel.gradient_reduce_scatter import GradientMessage, GradientReduc
 from tests.engine.models import random_weights, tiny_model
 from tests.engine.offloading import RatioRows
 from tests.engine.pipelined import Case, run_case
-from tests.engine.test_gathered_weights import SHAPES, TIED, UNTIED, most_gathered_bytes
 from tests.engine.test_pipeline import CUTS_FOR_TWO, UNEVEN, check
 
+ELEMENT = 8
+SHAPES = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
+UNTIED, TIED = "mqa, window, biases", "tied, yarn, all biases"
 
+
+def most_gathered_bytes(case, count):
+    """Two layers, or the largest part outside of them, with every rank's rows made equal."""
+    model = case.model()
+
+    def size(shapes):
+        return ELEMENT * sum(
+            count * -(-shape[0] // count) * prod(shape[1:]) for shape in shapes.values()
+        )
+
+    outer = outer_shapes(model)
+    embedding = {n: s for n, s in outer.items() if n.split(".")[0] in ("embed", "positions")}
+    behind = {n: s for n, s in outer.items() if n.split(".")[0] in ("final_norm", "head")}
+    if model.tie_embeddings:
+        behind["embed.weight"] = outer["embed.weight"]
+    return 2 * size(layer_shapes(model)), max(size(embedding), size(behind))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("variant", [UNTIED, TIED])
 @pytest.mark.parametrize("schedule", ["sppo", "seq_zb_h1"])
-def test_gradients_of_steps_in_a_row(ranks, shape, variant, schedule):
+def test_gradients_of_steps_in_a_row(ranks, shape, variant, schedule, zero):
     sequences = 1 if schedule == "seq_zb_h1" and shape[1] == 1 else 2
     cuts = CUTS_FOR_TWO[:sequences]
-    check(ranks, Case(variant, shape=shape, schedule=schedule, cuts=cuts, steps=2, zero=2))
+    check(ranks, Case(variant, shape=shape, schedule=schedule, cuts=cuts, steps=2, zero=zero))
 
 
+@pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("policy", ["retain", "recompute"])
 @pytest.mark.parametrize("variant", ["gpt", "mixed: layernorm, rotary, q/k-norm, linear"])
-def test_gradients_of_other_models(ranks, variant, policy):
-    check(ranks, Case(variant, shape=(2, 2, 2), policy=policy, cuts=CUTS_FOR_TWO, zero=2))
+def test_gradients_of_other_models(ranks, variant, policy, zero):
+    check(ranks, Case(variant, shape=(2, 2, 2), policy=policy, cuts=CUTS_FOR_TWO, zero=zero))
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -105,6 +127,7 @@ def test_no_more_than_two_layers_or_the_largest_outer_part(ranks, vocab_size, wh
     assert max(most) == most[which]
     for answer in ranks.run(run_case, case, ranks=3):
         assert answer[0][5].whole_gradients_bytes == max(most)
+        assert answer[0][5].gathered_bytes == (max(most) if zero == 3 else 0)
 
 
 def provider(rank, model, **options):
