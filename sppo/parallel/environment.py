@@ -7,7 +7,9 @@ it is imported.
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,9 @@ _PROGRESS_FILE = "SPPO_PROGRESS_FILE"
 _STORE_IS_HOSTED = "TORCHELASTIC_USE_AGENT_STORE"
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _THREADS = "OMP_NUM_THREADS"
+_NCCL_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Variables with the prefix of the files that NCCL's flight recorder writes when work times out;
+torch 2.11 and 2.13 read the first one, and the second one where that is not set."""
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers the steps that srun does not start (batch, interactive, extern) from here on."""
@@ -95,6 +100,7 @@ def child_environment(
     port: int,
     threads: int | None,
     progress_file: Path,
+    nccl_dumps: str,
 ) -> dict[str, str]:
     """Return the environment of a rank that ``sppo`` starts on this machine.
 
@@ -105,6 +111,7 @@ def child_environment(
         port: where the starting process serves the store in which the ranks meet.
         threads: of the new process, unless the user has set OMP_NUM_THREADS; None sets no limit.
         progress_file: where the starting process will look for the flight record.
+        nccl_dumps: of :func:`nccl_dump_prefix`.
     """
     child = {
         **environ,
@@ -117,10 +124,21 @@ def child_environment(
         _STORE_IS_HOSTED: "True",
         _MARKER: "1",
         _PROGRESS_FILE: str(progress_file),
+        _NCCL_DUMPS[0]: nccl_dumps,
     }
     if threads is not None:
         child.setdefault(_THREADS, str(threads))
     return child
+
+
+def nccl_dump_prefix(environ: Mapping[str, str]) -> str:
+    """Return the prefix of the files, one a rank, in which NCCL leaves what it was about.
+
+    Args:
+        environ: of the process that starts the ranks; the user may have named a prefix in it.
+    """
+    given = next((environ[name] for name in _NCCL_DUMPS if environ.get(name)), None)
+    return given or str(Path(tempfile.gettempdir(), f"sppo_{os.getpid()}_nccl_rank_"))
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:

@@ -162,6 +162,7 @@ class RankProgress:
         self._position = 0
         self._num_actions = 0
         self._action = b""
+        self._failed_s: float | None = None
         self.state("starting")
 
     @classmethod
@@ -198,11 +199,21 @@ class RankProgress:
 
     def state(self, state: RankState, *, message: str = "") -> None:
         """Record another state of the rank within the same action."""
+        self._failed_s = None
+        self._write(state, message=message, at_s=time.monotonic())
+
+    def failed(self, error: BaseException) -> None:
+        """Record what ends the rank; when it is told again, on its way out, the time stays."""
+        at_s = time.monotonic() if self._failed_s is None else self._failed_s
+        self._write(_state_after(error), message=_message_of(error), at_s=at_s)
+        self._failed_s = at_s
+
+    def _write(self, state: RankState, *, message: str, at_s: float) -> None:
         turn = self._turn + 1
         _RECORD.pack_into(
             self._memory,
             _STARTS[turn % _NUM_COPIES],
-            time.monotonic(),
+            at_s,
             self._step,
             self._position,
             self._num_actions,
@@ -213,13 +224,19 @@ class RankProgress:
         self._turns[0] = self._turn = turn
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Record how the code within ends: done, failed with a message, or by a lost peer."""
+    def failing(self) -> Iterator[None]:
+        """Record why the code within ends, if it fails: with a message, or by a lost peer."""
         try:
             yield
         except BaseException as error:
-            self.state(_state_after(error), message=_message_of(error))
+            self.failed(error)
             raise
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Record how the code within ends: done, failed with a message, or by a lost peer."""
+        with self.failing():
+            yield
         self.state("done")
 
 
@@ -321,6 +338,8 @@ class RankEnd:
         stopped: Whether it was told to end because another rank had failed before.
         note: The last entry of its flight record, None if there is none.
         last_lines: Of its output, where that has not been seen.
+        collective_timed_out: Whether NCCL's watchdog says in its output that it ended the rank;
+            None where the output was not kept.
     """
 
     rank: int
@@ -329,6 +348,7 @@ class RankEnd:
     stopped: bool
     note: ProgressNote | None
     last_lines: tuple[str, ...] = ()
+    collective_timed_out: bool | None = None
 
     @property
     def failed_s(self) -> float:
@@ -350,10 +370,22 @@ class RankEnd:
 
     @property
     def distance(self) -> int:
-        """Distance from the cause: 0 may be the cause, 1 lost a peer, 2 was stopped after that."""
+        """Distance from the cause: 0 may be the cause, 1 was aborted, 2 lost a peer, 3 was stopped.
+
+        A rank that aborts without having failed was most likely ended by NCCL's watchdog, because
+        another rank does not answer; it may have been an assertion of a library, though.
+        """
         if self.stopped:
+            return 3
+        if self.note is not None and self.note.state == "peer_lost":
             return 2
-        return 1 if self.note is not None and self.note.state == "peer_lost" else 0
+        return 1 if self.was_aborted else 0
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether a library ended the process by SIGABRT, and the rank itself had not failed."""
+        failed = self.note is not None and self.note.state == "failed"
+        return self.returncode == -signal.SIGABRT and not failed
 
     @property
     def timeout(self) -> str | None:
@@ -361,6 +393,8 @@ class RankEnd:
 
         Without the seconds if it used a connection that an earlier wait of its own had given up.
         """
+        if self.was_aborted and self.collective_timed_out:
+            return "timed out in NCCL"
         if self.note is None or self.note.state != "peer_lost":
             return None
         found = re.search(r"timed out( after [\d.]+ s)?", self.message)
@@ -370,8 +404,8 @@ class RankEnd:
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     """Return the rank to blame, None if all ended well.
 
-    Ranks that failed by themselves come before those that lost another one, these before those
-    that were stopped; among equals the earliest.
+    Ranks that failed by themselves come before those that were aborted, these before those that
+    lost another one, these before those that were stopped; among equals the earliest.
     """
     failed = [end for end in ends if end.returncode != 0]
     return min(failed, key=lambda end: (end.distance, end.failed_s), default=None)
@@ -403,27 +437,40 @@ def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
     return len(codes) == len(messages) == 1 and min(codes) > _OTHER_FAILURE and messages != {""}
 
 
-def failure_report(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[str]) -> str:
+def failure_report(
+    ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[str], dumps: Sequence[Path] = ()
+) -> str:
     """Return what happened, the rank to blame first, for a terminal.
 
     Args:
         ends: of all ranks.
         first: the one to blame.
         asked: names of the signals by which the user had asked for the end.
+        dumps: files in which NCCL has left what it was about.
     """
+    return "\n".join([*_failure_lines(ends, first=first, asked=asked), *_dump_lines(dumps)])
+
+
+def _dump_lines(dumps: Sequence[Path]) -> list[str]:
+    if not dumps:
+        return []
+    names = ", ".join(path.name for path in dumps)
+    return [f"  what NCCL was about (torchfrtrace reads it): {names} in {dumps[0].parent}"]
+
+
+def _failure_lines(ends: Sequence[RankEnd], *, first: RankEnd, asked: Sequence[str]) -> list[str]:
     after = f"after {' and '.join(asked)}, " if asked else ""
     hung = _unanswering(ends)
     if hung is not None:
         told = [_other(end) for end in ends if end is not hung]
-        return "\n".join([f"error: {after}{_did_not_answer(hung, ends)}", *told])
+        return [f"error: {after}{_did_not_answer(hung, ends)}", *told]
     lines = [f"error: {after}rank {first.rank} of {len(ends)} {_how(first)}{_where(first)}"]
     if first.message and not any(first.message in line for line in first.last_lines):
         lines.append(f"  {first.message}")
     if first.last_lines:
         lines.append(f"  its last {len(first.last_lines)} lines of output:")
         lines += [f"  | {line}" for line in first.last_lines]
-    lines += [_other(end) for end in ends if end is not first]
-    return "\n".join(lines)
+    return lines + [_other(end) for end in ends if end is not first]
 
 
 def _unanswering(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -433,7 +480,8 @@ def _unanswering(ends: Sequence[RankEnd]) -> RankEnd | None:
     has not moved for the longest time, since before the first of the others gave up.
     """
     lost = [end for end in ends if end.timeout is not None]
-    if not lost or any(end.returncode and end.distance == 0 for end in ends):
+    crashed = (end.was_aborted and end.collective_timed_out is False for end in ends)
+    if not lost or any(end.returncode and end.distance == 0 for end in ends) or any(crashed):
         return None
     gave_up_s = min(end.failed_s for end in lost)
     still = [(end.note.changed_s, end) for end in ends if end.stopped and end.note is not None]
@@ -458,6 +506,8 @@ def _how(end: RankEnd) -> str:
     name = signal_name(-end.returncode)
     if name == "SIGKILL" and not end.stopped:
         return "was killed by SIGKILL, which is also what a system short of memory sends,"
+    if end.was_aborted and end.collective_timed_out:
+        return "was ended by NCCL, whose work did not end in time,"
     return f"was killed by {name}"
 
 
@@ -472,7 +522,7 @@ def _other(end: RankEnd) -> str:
     """Return a line for a rank that is not to blame."""
     if end.returncode == 0:
         return f"  rank {end.rank} ended well"
-    if end.note is None:
+    if end.note is None or end.was_aborted:
         return f"  rank {end.rank} {_how(end)}{_where(end)}"
     said = f": {end.message}" if end.message else ""
     if end.stopped and end.still_s >= _NOTABLE_STILLNESS_S:

@@ -18,6 +18,7 @@ The agent of torch.distributed.elastic (tried with torch 2.13) cannot take its p
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import socket
@@ -32,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from sppo.parallel.environment import child_environment
+from sppo.parallel.environment import child_environment, nccl_dump_prefix
 from sppo.parallel.failures import (
     STOP_SIGNALS,
     RankEnd,
@@ -51,6 +52,9 @@ _GIVE_UP_S = 30.0
 """Seconds from SIGKILL until a process is left to the system, which cannot end it either."""
 _LAST_LINES = 15
 _LAST_BYTES = 1 << 14
+_WATCHDOG_BYTES = 1 << 20
+_WATCHDOG_SIGN = b"Watchdog caught collective operation timeout"
+"""What torch's watchdog says before it ends a process; stacks of all threads may follow."""
 _SHARED_MEMORY = "/dev/shm"
 _WRAPPER = Path(__file__).with_name("end_with_parent.py")
 
@@ -95,6 +99,7 @@ def run_ranks(
     Raises:
         OSError: a process or the port cannot be had.
     """
+    dumps = nccl_dump_prefix(environ)
     with ExitStack() as stack:
         port = stack.enter_context(_served_store(num_ranks))
         job = stack.enter_context(_Job(grace_s))
@@ -107,6 +112,7 @@ def run_ranks(
                 port=port,
                 threads=threads_per_rank,
                 progress_file=_path_of(record),
+                nccl_dumps=dumps,
             )
             output = stack.enter_context(tempfile.TemporaryFile()) if rank else None
             job.start(command, environment, rank=rank, record=record, output=output)
@@ -115,7 +121,9 @@ def run_ranks(
     if first is None:
         return 0
     if not was_said_by_rank_0(ends):
-        print(failure_report(ends, first=first, asked=job.asked), file=sys.stderr, flush=True)
+        found = sorted(Path(dumps).parent.glob(f"{glob.escape(Path(dumps).name)}*"))
+        report = failure_report(ends, first=first, asked=job.asked, dumps=found)
+        print(report, file=sys.stderr, flush=True)
     return exit_code(first, asked=job.asked)
 
 
@@ -270,19 +278,26 @@ class _Job:
 
 def _end_of(child: _Child) -> RankEnd:
     """Return how a rank ended; one that could not be killed counts as killed."""
-    code = child.process.returncode
+    code, output = child.process.returncode, child.output
     return RankEnd(
         rank=child.rank,
         returncode=-signal.SIGKILL if code is None else code,
         ended_s=time.monotonic() if child.ended_s is None else child.ended_s,
         stopped=child.stopped,
         note=read_progress(_path_of(child.record)),
-        last_lines=() if child.output is None else _last_lines(child.output),
+        last_lines=() if output is None else _last_lines(output),
+        collective_timed_out=None
+        if output is None
+        else _WATCHDOG_SIGN in _last_bytes(output, _WATCHDOG_BYTES),
     )
 
 
 def _last_lines(output: IO[bytes]) -> tuple[str, ...]:
-    size = output.seek(0, os.SEEK_END)
-    output.seek(max(0, size - _LAST_BYTES))
-    text = output.read().decode(errors="replace").rstrip()
+    text = _last_bytes(output, _LAST_BYTES).decode(errors="replace").rstrip()
     return tuple(text.splitlines()[-_LAST_LINES:])
+
+
+def _last_bytes(output: IO[bytes], count: int) -> bytes:
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - count))
+    return output.read()

@@ -6,6 +6,7 @@ from sppo.parallel.environment import (
     RankEnvironment,
     child_environment,
     expand_hosts,
+    nccl_dump_prefix,
     rank_environment,
 )
 
@@ -123,8 +124,10 @@ def test_our_own_ranks():
         port=4000,
         threads=3,
         progress_file=Path("here"),
+        nccl_dumps="/dumps/rank_",
     )
     assert environ["PATH"] == "/bin"
+    assert environ["TORCH_FR_DUMP_TEMP_FILE"] == "/dumps/rank_"
     assert environ["OMP_NUM_THREADS"] == "3"
     place = rank_environment(environ)
     assert place == RankEnvironment(
@@ -142,7 +145,7 @@ def test_our_own_ranks():
 
 
 def test_threads_that_the_user_chose_stay():
-    words = {"rank": 0, "num_ranks": 1, "port": 1, "progress_file": Path("here")}
+    words = {"rank": 0, "num_ranks": 1, "port": 1, "progress_file": Path("here"), "nccl_dumps": ""}
     chosen = child_environment({"OMP_NUM_THREADS": "7"}, threads=1, **words)
     assert chosen["OMP_NUM_THREADS"] == "7"
     assert "OMP_NUM_THREADS" not in child_environment({}, threads=None, **words)
@@ -193,3 +196,11 @@ def test_what_does_not_fit_is_refused(environ, message):
 )
 def test_host_lists(hosts, expected):
     assert list(expand_hosts(hosts)) == expected
+
+
+def test_nccl_leaves_its_dumps_where_the_user_says():
+    ours = nccl_dump_prefix({})
+    assert ours == nccl_dump_prefix({})
+    old, new = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"
+    assert nccl_dump_prefix({old: "/there/old"}) == "/there/old"
+    assert nccl_dump_prefix({old: "/there/old", new: "/there/new"}) == "/there/new"

@@ -2,6 +2,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import typer
@@ -190,6 +191,7 @@ def end(
     message: str = "",
     stopped: bool = False,
     last_lines: tuple[str, ...] = (),
+    collective_timed_out: bool | None = None,
 ) -> RankEnd:
     note = None
     if state is not None:
@@ -202,7 +204,7 @@ def end(
             changed_s=at_s,
             message=message,
         )
-    return RankEnd(rank, returncode, ended_s, stopped, note, last_lines)
+    return RankEnd(rank, returncode, ended_s, stopped, note, last_lines, collective_timed_out)
 
 
 def test_all_well():
@@ -236,6 +238,24 @@ def test_all_well():
             id="a failure counts from its word, a kill from its end",
         ),
         pytest.param([end(0, -11, state=None), end(1, 1, state="peer_lost")], 0, id="no word"),
+        pytest.param(
+            [end(0, -6, ended_s=4), end(1, 2, state="failed", at_s=5)], 1, id="failed over aborted"
+        ),
+        pytest.param(
+            [end(0, -6, state="waiting_for_peer", ended_s=4), end(1, -9, ended_s=5)],
+            1,
+            id="killed over aborted",
+        ),
+        pytest.param(
+            [end(0, 1, state="peer_lost", at_s=4), end(1, -6, ended_s=5)],
+            1,
+            id="aborted over lost",
+        ),
+        pytest.param(
+            [end(0, -6, ended_s=4), end(1, -6, state="failed", at_s=5)],
+            1,
+            id="aborted on its way out after a failure",
+        ),
     ],
 )
 def test_who_is_to_blame(ends, blamed):
@@ -302,6 +322,57 @@ def test_ranks_that_all_timed_out_leave_the_first_to_blame():
     late = "hearing from every rank: timed out after 8 s"
     ends = [end(rank, 1, state="peer_lost", at_s=18 - rank, message=late) for rank in range(2)]
     assert failure_report(ends, first=first_failure(ends), asked=[]).startswith("error: rank 1 of")
+
+
+def test_the_rank_for_which_nccl_ended_others_is_to_blame():
+    ends = [
+        end(0, -6, ended_s=18),
+        end(1, -9, stopped=True, at_s=9, ended_s=30),
+        end(2, -6, ended_s=19, collective_timed_out=True),
+    ]
+    lines = failure_report(ends, first=first_failure(ends), asked=[]).splitlines()
+    assert lines == [
+        "error: rank 1 of 3 did not answer, and rank 2 timed out in NCCL: rank 1 was running at "
+        "step 3, action 7 of 40 (0F2), for 21 s",
+        "  rank 0 was killed by SIGABRT at step 3, action 7 of 40 (0F2)",
+        "  rank 2 was ended by NCCL, whose work did not end in time, at step 3, action 7 of 40 "
+        "(0F2)",
+    ]
+
+
+def test_a_rank_that_a_library_aborted_is_to_blame():
+    ends = [
+        end(0, -9, stopped=True, at_s=9, ended_s=30),
+        end(1, -6, ended_s=18, collective_timed_out=False),
+        end(2, 1, state="peer_lost", at_s=19, message="step 3: timed out after 8 s"),
+    ]
+    report = failure_report(ends, first=first_failure(ends), asked=[])
+    assert report.startswith("error: rank 1 of 3 was killed by SIGABRT at step 3")
+
+
+def test_what_nccl_leaves_is_named():
+    dumps = [Path("/dumps/rank_0"), Path("/dumps/rank_1")]
+    ends = [end(0, 2, state="failed"), end(1, -6)]
+    report = failure_report(ends, first=ends[0], asked=[], dumps=dumps)
+    assert report.splitlines()[-1] == (
+        "  what NCCL was about (torchfrtrace reads it): rank_0, rank_1 in /dumps"
+    )
+
+
+def test_a_failure_that_is_told_again_keeps_its_time_and_gets_its_last_message(path):
+    progress = RankProgress.create(path)
+    with pytest.raises(ValueError, match="no such"), progress.failing():
+        raise ValueError("no such data")
+    first = read_progress(path)
+    assert (first.state, first.message) == ("failed", "no such data")
+    time.sleep(0.02)
+    with pytest.raises(typer.Exit), progress.ending():
+        raise typer.Exit(2)
+    last = read_progress(path)
+    assert (last.state, last.message, last.changed_s) == ("failed", "", first.changed_s)
+    progress.note(step=1, position=0, action="0F0", num_actions=1)
+    progress.failed(ValueError("another"))
+    assert read_progress(path).changed_s > first.changed_s
 
 
 def test_the_report_of_a_killed_rank():

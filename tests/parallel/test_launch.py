@@ -222,3 +222,28 @@ def test_a_rank_whose_starter_is_gone_already_does_not_begin():
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == "the process that started this rank is gone\n"
+
+
+def test_a_rank_that_nccl_ends_does_not_take_the_blame(run, tmp_path, monkeypatch, capfd):
+    """Rank 1 is ended by the watchdog first, for rank 0 does not send what it waits for."""
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "dump_"))
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+progress.note(step=3, position=6, action="0F2", num_actions=40)
+if rank == 1:
+    while not Path("ready").exists():
+        time.sleep(0.01)
+    Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "1").touch()
+    print("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(...)", flush=True)
+    os.abort()
+Path("ready").touch()
+time.sleep(1.5)
+progress.state("failed", message="no such data")
+sys.exit(2)
+"""
+    assert run(code, num_ranks=2) == 2
+    errors = capfd.readouterr().err
+    assert errors.startswith("error: rank 0 of 2 ended with exit code 2 at step 3")
+    assert "  rank 1 was ended by NCCL, whose work did not end in time, at step 3" in errors
+    assert f"dump_1 in {tmp_path}" in errors
