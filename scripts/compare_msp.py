@@ -157,7 +157,7 @@ class _Sides:
             MeshShape(pipeline_parallel=arguments.ranks),
             rank=rank,
             timeout_s=TIMEOUT.total_seconds(),
-        )
+        ).connect(cuts_units=True)
         links = PipelineLinks(self._mesh, device=torch.device("cpu"))
         schedules = {"off": "sppo", "on": "sppo_msp"}
         pipelines = {

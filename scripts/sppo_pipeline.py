@@ -73,6 +73,7 @@ class SppoPipeline:
         self._plan = plan_run(run, hardware=detect_machine(), available_bytes=usable_memory_bytes())
         degree, model = run.parallel.pipeline_parallel_degree, run.model
         mesh = Mesh(MeshShape(pipeline_parallel=degree), rank=rank, timeout_s=TIMEOUT_S)
+        mesh.connect()
         links = PipelineLinks(mesh, device=torch.device("cpu"))
         pipeline = Pipeline(self._plan.schedule, degree, rank, p2p=links)
         names = stage_shapes(model, pipeline.layers(model.num_layers)[rank])

@@ -174,6 +174,7 @@ class ShardedState:
         if self._is_tied:
             rows = self._group(_TIED).own_rows(_TIED)
             ends = self._mesh.groups.ends
+            assert ends is not None, "ranks that share a parameter are connected"
             own = _rows(gradients[_TIED], rows)
             add_up([own], ends, what="adding up the embedding's gradients")
 

@@ -114,9 +114,10 @@ class Groups:
         block: of those, where a sequence group shards weights, the ranks that hold the same
             part as this one.
         keys: the same of the key/value heads, where there are fewer than ranks.
-        ends: the first and the last rank of this rank's pipeline, if it is one of them.
+        ends: the first and the last rank of this rank's pipeline, if it is one of them, and they
+            share a parameter.
         pipeline: all ranks of this rank's pipeline: for messages between those that are no
-            neighbours, which only MSP shards send.
+            neighbours, which only MSP shards send; None where no unit is cut.
         edges: by (sender, receiver), positions in the pipeline; those that this rank is an end of.
     """
 
@@ -133,11 +134,13 @@ class Groups:
 class Mesh:
     """The grid of the processes that run now, and every group of them that communicates.
 
+    At first there is only the group of all ranks, which agree over it on what they will do. That
+    says which groups for tensors there must be: :meth:`connect` makes them.
+
     Args:
         shape: of the grid; its number of ranks is the world's.
         rank: this process.
         timeout_s: how long a member waits for the others.
-        wraps: ranks hold several stages, so the last one of a pipeline sends to the first.
         device: whose tensors all groups but `world` carry, over NCCL; None: over the backend of
             the default group.
     """
@@ -148,13 +151,38 @@ class Mesh:
         *,
         rank: int,
         timeout_s: float,
-        wraps: bool = False,
         device: torch.device | None = None,
     ) -> None:
         self.shape, self.rank, self._device = shape, rank, device
         self.at = shape.coordinates(rank)
         self._timeout = timedelta(seconds=timeout_s)
-        self.groups = self._make_groups(wraps=wraps) if self.is_distributed else Groups()
+        self.groups = Groups()
+        if self.is_distributed:
+            world = self._group(range(shape.num_ranks), "world", backend="gloo")
+            self.groups = Groups(world=world)
+
+    def connect(
+        self,
+        *,
+        timeout_s: float | None = None,
+        wraps: bool = False,
+        cuts_units: bool = False,
+        ties_ends: bool = False,
+    ) -> Mesh:
+        """Make the groups that carry tensors, and return this mesh; every rank calls it, once.
+
+        Args:
+            timeout_s: how long what a member asks of them may take from then on; None: as long as
+                it waits for others. Over NCCL that counts from the time at which work is issued.
+            wraps: ranks hold several stages, so the last one of a pipeline sends to the first.
+            cuts_units: ranks of a pipeline that are no neighbours send each other MSP shards.
+            ties_ends: the first and the last rank of a pipeline share a parameter.
+        """
+        if timeout_s is not None:
+            self._timeout = timedelta(seconds=timeout_s)
+        if self.is_distributed:
+            self.groups = self._make_groups(wraps=wraps, cuts_units=cuts_units, ties_ends=ties_ends)
+        return self
 
     @property
     def is_distributed(self) -> bool:
@@ -195,7 +223,7 @@ class Mesh:
         }
         return self._group(ranks[holders], f"gathers of {holders}")
 
-    def _make_groups(self, *, wraps: bool) -> Groups:
+    def _make_groups(self, *, wraps: bool, cuts_units: bool, ties_ends: bool) -> Groups:
         """Every rank makes as many groups, in the same order.
 
         Only members take part in making one, so a thousand ranks make a handful each. torch names
@@ -207,13 +235,13 @@ class Mesh:
         ends = (pipeline[0], pipeline[-1]) if here in (0, len(pipeline) - 1) else (self.rank,)
         copies = self.shape.key_copies or 0
         return Groups(
-            world=self._group(range(self.shape.num_ranks), "world", backend="gloo"),
+            world=self.groups.world,
             sequence=self._group(self.shape.sequence_ranks(self.at), "sequence"),
             stage=self._group(self.stage_ranks, "stage"),
             block=self._block_group("block", copies=1) if copies else None,
             keys=self._block_group("keys", copies=copies) if copies > 1 else None,
-            ends=self._group(sorted({*ends}), "ends"),
-            pipeline=self._group(pipeline, "pipeline"),
+            ends=self._group(sorted({*ends}), "ends") if ties_ends else None,
+            pipeline=self._group(pipeline, "pipeline") if cuts_units else None,
             edges=self._make_edges(wraps=wraps),
         )
 

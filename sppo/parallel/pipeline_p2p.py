@@ -107,7 +107,7 @@ class PipelineLinks:
 
     def _group(self, sender: int, receiver: int) -> ProcessGroup:
         group = self._groups.get((sender, receiver), self._far)
-        assert group is not None, "a pipeline of several ranks has a communicator"
+        assert group is not None, f"{sender} to {receiver}: only where units are cut"
         return group
 
     def _forget_what_left(self, under_way: deque[tuple[Tensor, Any, str]]) -> None:

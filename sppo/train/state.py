@@ -26,6 +26,7 @@ from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
+from sppo.parallel.timeouts import device_timeouts
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
@@ -63,11 +64,17 @@ def build_state(
     Args:
         run: checked.
         plan: to follow.
-        mesh: of all ranks; None for one.
+        mesh: of all ranks, which connects them now; None for one.
         device: that this rank computes on; None: the CPU.
     """
     mesh, device = mesh or alone(), device or CpuDevice()
     cuts_units = plan.schedule == "sppo_msp"
+    timeouts = device_timeouts(run.parallel.timeout_s, predicted_step_s=plan.predicted.step_s)
+    mesh.connect(
+        timeout_s=timeouts.issued_s if device.group_device is not None else None,
+        cuts_units=cuts_units,
+        ties_ends=run.model.tie_embeddings,
+    )
     place = device.torch_device
     pipeline = Pipeline(
         schedule=plan.schedule,

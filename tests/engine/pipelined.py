@@ -82,10 +82,11 @@ _LINKS: list[Any] = []
 """(world, what was made in it): communicators are made once for the cases of a shape."""
 
 
-def mesh_of(rank: int, shape: MeshShape, *, wraps: bool):
-    key = (dist.group.WORLD, shape, wraps)
+def mesh_of(rank: int, shape: MeshShape, *, wraps: bool, cuts_units: bool):
+    key = (dist.group.WORLD, shape, wraps, cuts_units)
     if not _LINKS or _LINKS[0] != key:
-        mesh = Mesh(shape, rank=rank, timeout_s=30.0, wraps=wraps)
+        mesh = Mesh(shape, rank=rank, timeout_s=30.0)
+        mesh.connect(wraps=wraps, cuts_units=cuts_units, ties_ends=True)
         links = None
         if shape.pipeline_parallel > 1:
             links = PipelineLinks(mesh, device=torch.device("cpu"))
@@ -167,9 +168,10 @@ def run_case(rank: int, case: Case):
 def _steps(rank: int, case: Case):
     torch.set_default_dtype(torch.float32)
     model = case.model()
-    mesh, links = mesh_of(rank, case.mesh, wraps=case.virtual > 1)
+    cuts_units = case.schedule == "sppo_msp"
+    mesh, links = mesh_of(rank, case.mesh, wraps=case.virtual > 1, cuts_units=cuts_units)
     at = mesh.at
-    msp_links = MspLinks(mesh) if case.schedule == "sppo_msp" else None
+    msp_links = MspLinks(mesh) if cuts_units else None
     pipeline = Pipeline(
         case.schedule, case.shape[1], at.pipeline, case.virtual, p2p=links, msp_links=msp_links
     )

@@ -13,26 +13,31 @@ from sppo.parallel.mesh import Mesh, MeshShape
 from sppo.parallel.pipeline_p2p import PipelineLinks
 
 GPU = torch.device("cuda", 3)
+waits: dict[str, float] = {}
+"""Timeouts by the purpose of a group."""
 
 
 @pytest.fixture
 def groups(monkeypatch):
     """What every rank asks torch for, by rank: (members, purpose, backend, device)."""
     asked = defaultdict(list)
+    waits.clear()
     here = []
 
     def new_group(ranks, *, backend, group_desc, device_id, use_local_synchronization, timeout):
         assert use_local_synchronization
         asked[here[0]].append((tuple(ranks), group_desc, backend, device_id))
+        waits[group_desc] = timeout.total_seconds()
         return (tuple(ranks), group_desc)
 
     monkeypatch.setattr(mesh_module.dist, "new_group", new_group)
 
-    def make(shape, **options):
+    def make(shape, *, device=None, **options):
         meshes = []
         for rank in range(shape.num_ranks):
             here[:] = [rank]
-            meshes.append(Mesh(shape, rank=rank, timeout_s=1.0, **options))
+            mesh = Mesh(shape, rank=rank, timeout_s=1.0, device=device)
+            meshes.append(mesh.connect(**options))
         return meshes, asked
 
     return make
@@ -81,11 +86,28 @@ def test_on_cpus_nothing_is_bound_to_a_device(groups):
     }
 
 
+def test_what_devices_do_may_take_longer_than_what_hosts_say(groups):
+    groups(MeshShape(2, 3, 2), device=GPU, timeout_s=7.0, ties_ends=True, cuts_units=True)
+    assert waits.pop("world") == 1.0
+    assert {*waits.values()} == {7.0}
+
+
+@pytest.mark.parametrize("ties_ends", [False, True])
+@pytest.mark.parametrize("cuts_units", [False, True])
+def test_no_communicators_that_nobody_needs(groups, cuts_units, ties_ends):
+    meshes, asked = groups(
+        MeshShape(1, 4, 1), device=GPU, cuts_units=cuts_units, ties_ends=ties_ends
+    )
+    purposes = {purpose for of in asked.values() for _, purpose, *_ in of}
+    assert ("pipeline" in purposes) == cuts_units == (meshes[1].groups.pipeline is not None)
+    assert ("ends" in purposes) == ties_ends == (meshes[0].groups.ends is not None)
+
+
 @pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("shape", [(1, p, 1) for p in range(2, 8)] + [(2, 3, 2), (2, 4, 1)])
 def test_communicators_are_made_in_an_order_that_ends(groups, shape, wraps):
     """NCCL makes one when all its members are there, and each blocks until then."""
-    _, asked = groups(MeshShape(*shape), wraps=wraps, device=GPU)
+    _, asked = groups(MeshShape(*shape), wraps=wraps, cuts_units=True, ties_ends=True, device=GPU)
     lists = [[a[:2] for a in asked[rank] if len(a[0]) > 1] for rank in sorted(asked)]
     assert in_rendezvous(lists)
 

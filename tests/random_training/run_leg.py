@@ -77,7 +77,11 @@ class _Rank:
         leg, model = self._leg, case.model.config()
         mesh = alone()
         if leg.num_ranks > 1:
-            mesh = Mesh(leg.mesh_shape(model), rank=rank, timeout_s=30.0, wraps=leg.virtual > 1)
+            mesh = Mesh(leg.mesh_shape(model), rank=rank, timeout_s=30.0).connect(
+                wraps=leg.virtual > 1,
+                cuts_units=leg.schedule == "sppo_msp",
+                ties_ends=model.tie_embeddings,
+            )
         self._mesh, self._peers = mesh, HostCollectives(mesh)
         links = PipelineLinks(mesh, device=torch.device("cpu")) if mesh.groups.edges else None
         msp_links = MspLinks(mesh) if leg.schedule == "sppo_msp" else None

@@ -1,0 +1,16 @@
+"""How long ranks wait for devices."""
+
+import pytest
+
+from sppo.config.base import LONGEST_TIMEOUT_S
+from sppo.parallel.timeouts import device_timeouts
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "step_s", "still_s"),
+    [(600, 10, 600), (8, 100, 200), (600, 1e9, LONGEST_TIMEOUT_S)],
+)
+def test_a_device_is_waited_for_as_long_as_others_may_compute(timeout_s, step_s, still_s):
+    found = device_timeouts(timeout_s, predicted_step_s=step_s)
+    assert found.still_s == still_s
+    assert found.issued_s >= min(found.still_s + 2 * step_s, LONGEST_TIMEOUT_S) - 1e-9
