@@ -22,6 +22,7 @@ from sppo.bench.timing import Watcher
 from sppo.hardware.this_machine import count_numa_nodes
 from sppo.kernels.native.extension import native_library
 from sppo.offload.arena import HostArena
+from sppo.offload.page_lock import lock_pages, unlock_pages
 from sppo.units import GIB, MIB
 
 _cuda: Any = torch.cuda  # parts of it have no types
@@ -207,18 +208,13 @@ def _registered_arena(
         memory = arena.tensor(0, (size_bytes,), torch.uint8)
         runtime = _cuda.cudart()
         start = time.perf_counter()
-        failure = runtime.cudaHostRegister(memory.data_ptr(), size_bytes, 0)
+        lock_pages(runtime, memory)
         seconds = time.perf_counter() - start
-        if int(failure) != 0:
-            raise MemoryError(
-                f"CUDA refuses to page-lock {size_bytes} bytes of host memory ({failure}); "
-                "raise ulimit -l"
-            )
         try:
             yield memory, seconds
         finally:
             _cuda.synchronize(device)
-            runtime.cudaHostUnregister(memory.data_ptr())
+            unlock_pages(runtime, memory)
 
 
 def _numa_nodes() -> list[int | None]:

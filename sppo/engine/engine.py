@@ -40,6 +40,10 @@ def _go_on(_position: int, _action: Action) -> None:
     """Do nothing before an action."""
 
 
+def _say_nothing(_error: BaseException) -> None:
+    """Do nothing about an error that ends a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class EnginePeaks:
     """Most bytes held at once, by bucket, since the last :meth:`Engine.take_peaks`."""
@@ -199,6 +203,7 @@ class Engine:
         *,
         num_valid: int | None = None,
         before_action: Callable[[int, Action], None] = _go_on,
+        on_failure: Callable[[BaseException], None] = _say_nothing,
     ) -> StepResult:
         """Add the gradient of the mean loss over all valid labels of the step.
 
@@ -210,6 +215,7 @@ class Engine:
             boundaries: cuts of each sequence, from 0 to its length.
             num_valid: valid labels of all replicas; None where there is one.
             before_action: called before every action; what it raises gives the step up cleanly.
+            on_failure: called with what ends the step, before it is given up.
 
         Raises:
             ValueError: boundaries that do not tile a sequence.
@@ -217,7 +223,11 @@ class Engine:
         if num_valid is None:
             num_valid = sum(data.num_valid for data in sequences)
         schedule, output = self._run(
-            sequences, boundaries, loss_scale=1.0 / max(1, num_valid), before_action=before_action
+            sequences,
+            boundaries,
+            loss_scale=1.0 / max(1, num_valid),
+            before_action=before_action,
+            on_failure=on_failure,
         )
         losses = [loss.double().sum() for loss in output.token_losses.values()]
         nothing = torch.zeros((), dtype=torch.float64)
@@ -234,7 +244,7 @@ class Engine:
 
         ``[S]`` where one rank has all tokens and all stages; empty before the last stage.
         """
-        _, output = self._run([data], [boundaries], loss_scale=None, before_action=_go_on)
+        _, output = self._run([data], [boundaries], loss_scale=None)
         losses = output.token_losses
         return torch.cat([losses[key] for key in sorted(losses)]) if losses else torch.empty(0)
 
@@ -300,7 +310,8 @@ class Engine:
         boundaries: Sequence[Sequence[int]],
         *,
         loss_scale: float | None,
-        before_action: Callable[[int, Action], None],
+        before_action: Callable[[int, Action], None] = _go_on,
+        on_failure: Callable[[BaseException], None] = _say_nothing,
     ) -> tuple[Schedule, StepOutput]:
         units: dict[tuple[int, int], Unit] = {}
         for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
@@ -320,7 +331,9 @@ class Engine:
             msp=self._msp_executor(schedule),
             stopwatch=self._stopwatch,
         )
-        output = executor.run(units, loss_scale=loss_scale, before_action=before_action)
+        output = executor.run(
+            units, loss_scale=loss_scale, before_action=before_action, on_failure=on_failure
+        )
         return schedule, output
 
     def _visits(

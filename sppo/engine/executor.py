@@ -99,6 +99,7 @@ class Executor:
         *,
         loss_scale: float | None,
         before_action: Callable[[int, Action], None],
+        on_failure: Callable[[BaseException], None],
     ) -> StepOutput:
         """Execute the program once.
 
@@ -107,6 +108,8 @@ class Executor:
             loss_scale: factor of the summed loss in the gradient; None for a forward-only program.
             before_action: called with the position of an action and the action before it begins;
                 an error that it raises ends the step cleanly.
+            on_failure: called with the error that ends the step, before anything of it is given
+                back: that may wait for a device which no longer answers.
         """
         assert self._training == (loss_scale is not None), "training programs need a loss scale"
         self._units, self._loss_scale, self._losses = units, loss_scale, {}
@@ -121,6 +124,7 @@ class Executor:
                 trace.add(action, start, mark())
             except BaseException as error:
                 error.add_note(self._context(position))
+                on_failure(error)
                 self._abort()
                 raise
         self._finish()

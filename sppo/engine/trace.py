@@ -93,10 +93,15 @@ class Trace:
         assert self._read is None, "a trace that was read is over"
         self._marks.append((action, start, finish))
 
+    @property
+    def marks(self) -> list[Any]:
+        """Marks of the stopwatch that compute comes to, in order, until the trace is read."""
+        return [mark for _, *marks in self._marks for mark in marks]
+
     def actions(self) -> tuple[ExecutedAction, ...]:
         """Return all actions with their times; the first call waits for the device."""
         if self._read is None:
-            points = [mark for _, *marks in self._marks for mark in marks]
+            points = self.marks
             times = iter(self._stopwatch.read(points) if points else ())
             self._read = tuple(
                 ExecutedAction(action, next(times), next(times)) for action, _, _ in self._marks

@@ -7,7 +7,11 @@ not depend on how far the host has run ahead.
 
 With a host tier the calling thread enqueues everything, and no host thread ever waits. Before a
 disk, a copy out waits for a write and a copy back for a read, and only host threads can wait for
-those. Both streams are then fed by one thread each, in the same order.
+those. Both streams are then fed by one thread each, in the same order. These threads compute on the
+rank's device from their start, and sleep instead of spinning while they wait for it.
+
+After a failure nothing here waits longer for the device than :class:`CopyStreams` allows: what a
+device that no longer answers may still use stays as it is until the process ends.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +29,9 @@ from torch import Tensor
 
 from sppo.offload.arena import HostArena
 from sppo.offload.copy_report import CopyReport
+from sppo.offload.copy_streams import CopyStreams
 from sppo.offload.file_tier import FileTier
+from sppo.offload.page_lock import lock_pages, unlock_pages
 from sppo.offload.queues import Dependency, Event, Region
 from sppo.offload.thread_queues import POISON
 from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
@@ -69,15 +76,21 @@ class CudaQueues:
 
     Args:
         device: a CUDA device.
+        streams: of the rank, shared by all its queues; None makes two for these queues alone.
         poison: overwrite every slot once it is read, so that reading it again gives NaN.
         delay_cycles: clock cycles that every copy waits before it begins, to test orderings.
     """
 
     def __init__(
-        self, device: torch.device, *, poison: bool = False, delay_cycles: int = 0
+        self,
+        device: torch.device,
+        *,
+        streams: CopyStreams | None = None,
+        poison: bool = False,
+        delay_cycles: int = 0,
     ) -> None:
         self._device, self._poison, self._delay_cycles = device, poison, delay_cycles
-        self._streams = {name: _cuda.Stream(device) for name in ("out", "back")}
+        self._streams = CopyStreams(_cuda, device) if streams is None else streams
         self._sources: deque[tuple[Event, Sequence[tuple[int, Tensor]]]] = deque()
         self._workers: dict[str, WorkerQueue] = {}
         self._file: FileTier | None = None
@@ -100,12 +113,7 @@ class CudaQueues:
         with HostArena(size_bytes) as arena:
             memory = arena.tensor(0, (size_bytes,), torch.uint8)
         begin_s = time.perf_counter()
-        failure = _cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, 0)
-        if int(failure) != 0:
-            raise MemoryError(
-                f"CUDA refuses to page-lock {size_bytes} bytes of host memory ({failure}); raise "
-                "ulimit -l, or offload less (activations.offload_ratio)"
-            )
+        lock_pages(_cuda.cudart(), memory)
         self.register_s = time.perf_counter() - begin_s
         self._locked = memory  # held here, so that no page goes back to the system while locked
         return memory
@@ -127,6 +135,8 @@ class CudaQueues:
         if not self._workers:
             names = ("out", "write", "read", "back")
             self._workers = {name: WorkerQueue(f"sppo {name}") for name in names}
+            for worker in self._workers.values():
+                worker.submit(partial(_cuda.set_device, self._device))
 
     def produced(self, sources: Sequence[Tensor]) -> Event:
         """Record an event behind the compute issued so far."""
@@ -206,14 +216,18 @@ class CudaQueues:
             worker.check()
 
     def abort(self) -> None:
-        """Leave out copies that have not begun, wait for the others, forget all of the step."""
+        """Leave out copies that have not begun, wait for the others, forget all of the step.
+
+        Where the device does not end them in time, what they use is kept.
+        """
         for worker in self._workers.values():
             worker.cancel()
         for worker in self._workers.values():
-            worker.wait_all()
+            if not worker.wait_all(limit_s=self._streams.give_up_s):
+                self._streams.give_up()
             worker.take_busy_s()
-        _cuda.synchronize(self._device)
-        self._sources.clear()
+        if self._streams.wait_for_device():
+            self._sources.clear()
         # Events of copies that were left out have no time.
         self._timings, self._host_wait_s = {}, 0.0
 
@@ -235,21 +249,26 @@ class CudaQueues:
         )
 
     def close(self) -> None:
-        """End threads and copies and release file and memory; closing again does nothing."""
+        """End threads and copies and release file and memory; closing again does nothing.
+
+        Where the device does not end them in time, all of it is left to the end of the process.
+        """
         if self._closed:
             return
-        close_queues(self._workers.values())
-        _cuda.synchronize(self._device)
-        self._sources.clear()
-        if self._file is not None:
-            self._file.close()
-        self._unlock()
+        if self._streams.give_up_s is not None:
+            self.abort()
+        close_queues(self._workers.values(), waits=not self._streams.given_up)
+        if self._streams.wait_for_device():
+            self._sources.clear()
+            if self._file is not None:
+                self._file.close()
+            self._unlock()
         self._closed = True  # only now: what was interrupted can be closed again
 
     def _unlock(self) -> None:
         """Unlock and release the host memory, which no copy uses any more."""
         if self._locked is not None:
-            _cuda.cudart().cudaHostUnregister(self._locked.data_ptr())
+            unlock_pages(_cuda.cudart(), self._locked)
             self._locked = None
 
     def _mark_compute(self) -> StreamEvent:
@@ -274,12 +293,13 @@ class CudaQueues:
         self, name: str, copy: Callable[[], None], after: Sequence[Dependency]
     ) -> StreamEvent:
         """Issue ``copy`` in a stream, at once or by the thread that feeds the stream."""
-        begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
+        by_threads = self._file is not None
+        begin, end = (_cuda.Event(enable_timing=True, blocking=by_threads) for _ in range(2))
         in_streams = [event for _, event in after if isinstance(event, StreamEvent)]
         on_host = [event for _, event in after if isinstance(event, Future)]
 
         def issue() -> None:
-            stream = self._streams[name]
+            stream = self._streams.out if name == "out" else self._streams.back
             for event in in_streams:
                 event.wait_until_issued()
                 stream.wait_event(event.event)
@@ -291,7 +311,7 @@ class CudaQueues:
                 end.record(stream)
 
         self._timings.setdefault(name, []).append((begin, end))
-        if self._file is None:
+        if not by_threads:
             assert not on_host, "only a disk makes a copy wait for a host thread"
             issue()
             return StreamEvent(end)

@@ -77,14 +77,22 @@ class WorkerQueue:
         """Leave out all work that has not begun, until :meth:`wait_all`."""
         self._cancelled = True
 
-    def wait_all(self) -> None:
-        """Wait until all work has ended; then forget errors and accept work again."""
-        if self._has_thread:
-            # Not the last future: whoever was interrupted while submitting has not got it.
-            wait([self.submit(_nothing)])
+    def wait_all(self, *, limit_s: float | None = None) -> bool:
+        """Wait until all work has ended; then forget errors and accept work again.
+
+        Args:
+            limit_s: longest wait; None waits as long as it takes.
+
+        Returns:
+            Whether all work has ended; if not, what is left is still left out when its turn comes.
+        """
+        # Not the last future: whoever was interrupted while submitting has not got it.
+        if self._has_thread and wait([self.submit(_nothing)], timeout=limit_s).not_done:
+            return False
         with self._lock:
             self._error = None
         self._cancelled = False
+        return True
 
     def take_busy_s(self) -> float:
         """Return the seconds of work since the last call, without the waits for events."""
@@ -92,12 +100,17 @@ class WorkerQueue:
             busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
-    def close(self) -> None:
-        """Leave out all work that has not begun, and end the thread."""
+    def close(self, *, waits: bool = True) -> None:
+        """Leave out all work that has not begun, and end the thread.
+
+        Args:
+            waits: until the thread has ended.
+        """
         self.cancel()
         self._process = None
         self._entries.put(None)
-        self._thread.join()
+        if waits:
+            self._thread.join()
 
     @property
     def _has_thread(self) -> bool:
@@ -129,12 +142,12 @@ class WorkerQueue:
         return None
 
 
-def close_queues(queues: Collection[WorkerQueue]) -> None:
-    """Close several queues whose work may wait for one another."""
+def close_queues(queues: Collection[WorkerQueue], *, waits: bool = True) -> None:
+    """Close several queues whose work may wait for one another; see :meth:`WorkerQueue.close`."""
     for queue in queues:
         queue.cancel()
     for queue in queues:
-        queue.close()
+        queue.close(waits=waits)
 
 
 def wait_for(event: Event) -> None:

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from threading import TIMEOUT_MAX, Thread
+from threading import TIMEOUT_MAX, Event, Thread
 from typing import TypeVar, cast
 
 T = TypeVar("T")
 
 _left_behind: list[Thread] = []
+_without_shutdown = Event()
 
 
 def call_in_time(make: Callable[[], T], *, limit_s: float) -> T:
@@ -46,19 +47,36 @@ def call_in_time(make: Callable[[], T], *, limit_s: float) -> T:
     return cast(T, made)
 
 
+def end_without_shutdown() -> None:
+    """Let this process end without Python's shutdown: a device may no longer answer.
+
+    What is given back then, groups of NCCL above all, would wait for it.
+    """
+    _without_shutdown.set()
+
+
 @contextmanager
 def without_calls_left_behind() -> Iterator[None]:
     """End the process at once where it is about to end and a call that was given up may return.
 
     If it returned while Python shuts down, its thread would be ended in the middle of C++ code, and
-    the process would abort.
+    the process would abort. So it ends after :func:`end_without_shutdown`, too.
     """
     try:
         yield
     except SystemExit as end:
-        if any(thread.is_alive() for thread in _left_behind):
+        if _ends_at_once():
             os._exit(_flushed(end.code))
         raise
+    except BaseException:
+        if _ends_at_once():
+            sys.excepthook(*sys.exc_info())
+            os._exit(_flushed(1))
+        raise
+
+
+def _ends_at_once() -> bool:
+    return _without_shutdown.is_set() or any(thread.is_alive() for thread in _left_behind)
 
 
 def _flushed(code: str | int | None) -> int:

@@ -6,8 +6,10 @@ go to a disk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,19 +107,29 @@ class CpuDevice:
     def synchronize(self) -> None:
         """Return immediately: a CPU's work is done when it is issued."""
 
+    def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
+        """Return True: a CPU's work is done when it is issued."""
+        return True
+
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch that reads the host's clock."""
         return HostStopwatch()
 
-    def offload_store(
-        self, plan: ExecutionPlan, *, disk: Path | None, debug: bool
-    ) -> OffloadStore | None:
-        """Return a store that offloads to a disk through worker threads; None if nothing is."""
+    def offload_stores(
+        self,
+        plan: ExecutionPlan,
+        *,
+        count: int,
+        disk: Path | None,
+        debug: bool,
+        give_up_s: float | None,
+    ) -> list[OffloadStore]:
+        """Return stores that offload to a disk, each through worker threads of its own."""
         if not plan.offloads_anything:
-            return None
+            return []
         assert disk is not None, "checked before training"
         # Compute waits for each copy out. Into a free staging slot that is a memory copy, which
         # takes the same cores either way. Where none is free, for the disk is slow, running ahead
         # would hold the offloaded tensors of one more layer than there is memory planned for.
-        queues = ThreadQueues(poison=debug)
-        return OffloadStore(queues, disk=disk, source_lag=0, checksums=debug)
+        queues = (ThreadQueues(poison=debug) for _ in range(count))
+        return [OffloadStore(own, disk=disk, source_lag=0, checksums=debug) for own in queues]

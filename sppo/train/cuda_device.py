@@ -7,6 +7,7 @@ loss and the gradient norm are read, and the clock.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.hardware.this_machine import Gpus, describe_gpus, usable_memory_bytes
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
+from sppo.offload.copy_streams import CopyStreams, done_in_time
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.offload_store import OffloadStore
 from sppo.planning.plan import ExecutionPlan
@@ -31,12 +33,16 @@ _cuda: Any = torch.cuda  # parts of it have no types
 HOST_FRACTION = 0.85
 """Fraction of the free host memory that offloaded tensors may fill; the rest is for the processes
 themselves, and for checkpoints on their way to the disk."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with the settings of torch's caching allocator; the first one wins."""
 SETTINGS = {
     # Freed memory of one size serves another: what is reserved stays close to what is used.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     # A message that waits for its sender must never stand in front of compute in a hardware queue,
     # so every stream gets one: compute, two for copies, one for each direction of each edge.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # What NCCL was about when it timed out (sppo.parallel.environment says where that is written).
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 """Environment variables that CUDA and torch read when they are first used."""
 
@@ -44,7 +50,13 @@ SETTINGS = {
 def prepare_cuda() -> None:
     """Set :data:`SETTINGS` where the user has not; before CUDA is first asked for anything."""
     for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
+        if name not in ALLOCATOR_VARIABLES or _allocator_variable() is None:
+            os.environ.setdefault(name, value)
+
+
+def _allocator_variable() -> str | None:
+    """Return the variable from which torch's allocator takes its settings; None if none is set."""
+    return next((name for name in ALLOCATOR_VARIABLES if name in os.environ), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +88,9 @@ class CudaDevice:
 
     def describe_memory(self) -> str:
         """Name torch's caching allocator and its settings, for people."""
-        name = "PYTORCH_CUDA_ALLOC_CONF"
-        return f"GPU tensors: torch's caching allocator, {name}={os.environ.get(name, '')}"
+        name = _allocator_variable()
+        settings = "default settings" if name is None else f"{name}={os.environ[name]}"
+        return f"GPU tensors: torch's caching allocator, {settings}"
 
     def machine(self) -> HardwareSpec:
         """Describe this machine's GPUs and usable host memory."""
@@ -150,20 +163,34 @@ class CudaDevice:
         """Return when all work issued to the GPU is done."""
         _cuda.synchronize(self.torch_device)
 
+    def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
+        """Return whether the GPU does all work issued so far without standing still too long."""
+        stream = _cuda.current_stream(self.torch_device)
+        return done_in_time(_cuda, self.torch_device, [stream], still_s=still_s, marks=marks)
+
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch that records CUDA events."""
         return CudaStopwatch(self.torch_device)
 
-    def offload_store(
-        self, plan: ExecutionPlan, *, disk: Path | None, debug: bool
-    ) -> OffloadStore | None:
-        """Return a store that offloads to page-locked host memory, or through it to a disk."""
+    def offload_stores(
+        self,
+        plan: ExecutionPlan,
+        *,
+        count: int,
+        disk: Path | None,
+        debug: bool,
+        give_up_s: float | None,
+    ) -> list[OffloadStore]:
+        """Return stores that offload to page-locked host memory, or through it to a disk."""
         if not plan.offloads_anything:
-            return None
+            return []
         assert disk is not None or plan.tier == "host", "checked before training"
-        queues = CudaQueues(self.torch_device, poison=debug)
+        streams = CopyStreams(_cuda, self.torch_device, give_up_s=give_up_s)
+        queues = (
+            CudaQueues(self.torch_device, streams=streams, poison=debug) for _ in range(count)
+        )
         disk = disk if plan.tier == "disk" else None
-        return OffloadStore(queues, disk=disk, checksums=debug)
+        return [OffloadStore(own, disk=disk, checksums=debug) for own in queues]
 
     def _put(self, tensor: Tensor) -> Tensor:
         """Torch keeps the page-locked copy until the device has read it."""

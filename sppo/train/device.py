@@ -7,9 +7,10 @@ work is done when it is issued, and what is offloaded goes to a disk; of a GPU s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -118,18 +119,38 @@ class Device(Protocol):
         """Return when all compute issued so far is done."""
         ...
 
+    def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
+        """Return when all compute issued so far is done, or False when it no longer gets on.
+
+        Args:
+            marks: of the stopwatch, in the order in which compute comes to them.
+            still_s: longest time in which it may come to none of them.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        ...
+
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch for the actions of a step."""
         ...
 
-    def offload_store(
-        self, plan: ExecutionPlan, *, disk: Path | None, debug: bool
-    ) -> OffloadStore | None:
-        """Return the store for what the plan offloads; None for a plan that offloads nothing.
+    def offload_stores(
+        self,
+        plan: ExecutionPlan,
+        *,
+        count: int,
+        disk: Path | None,
+        debug: bool,
+        give_up_s: float | None,
+    ) -> list[OffloadStore]:
+        """Return stores for what the plan offloads; none for a plan that offloads nothing.
 
         Args:
             plan: to follow.
+            count: stores of this rank.
             disk: directory of a disk tier.
             debug: verify what comes back.
+            give_up_s: seconds that a step which failed is waited for; None: until it has ended.
         """
         ...

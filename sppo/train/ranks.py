@@ -25,6 +25,7 @@ from sppo.parallel.rendezvous import (
     disconnect,
     flat_facts,
 )
+from sppo.parallel.timed_call import end_without_shutdown
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device
 from sppo.train.run_directory import locked_output
@@ -159,7 +160,12 @@ def joined(
             timeout_s=run.parallel.timeout_s,
             device=device.group_device,
         )
-        yield Ranks(mesh, HostCollectives(mesh), progress, environment.local_world_size)
+        try:
+            yield Ranks(mesh, HostCollectives(mesh), progress, environment.local_world_size)
+        except BaseException:
+            if device.group_device is not None:
+                end_without_shutdown()
+            raise
         # Not after a failure: leaving may wait for peers that never answer, before anyone is told
         # what failed. The process ends, and its connections with it.
         disconnect()

@@ -36,6 +36,9 @@ from sppo.train.device import Device
 _log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+GIVE_UP_S = 5.0
+"""Seconds that a rank which fails waits for its device, which may wait for other ranks in vain;
+shorter than the launcher waits for the others to end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +104,21 @@ def build_state(
     optimizer = build_optimizer(run, sharded.own(weights), masters=masters or None)
     stages = pipeline.placement.stages_of(pipeline.rank)
     disk = None if run.activations.disk is None else Path(run.activations.disk)
-    stores = {
-        stage: device.offload_store(plan, disk=disk, debug=run.activations.debug)
-        for stage in stages
-    }
-    shard_stores = {
-        stage: device.offload_store(plan, disk=disk, debug=run.activations.debug)
-        for stage in range(len(plan.stages) if cuts_units else 0)
-    }
+    shard_stages = range(len(plan.stages) if cuts_units else 0)
+    stores = device.offload_stores(
+        plan,
+        count=len(stages) + len(shard_stages),
+        disk=disk,
+        debug=run.activations.debug,
+        give_up_s=GIVE_UP_S if mesh.is_distributed else None,
+    )
     engine = Engine(
         run.model,
         weights=sharded.provider(weights),
         gradients=sharded.gradient_provider(gradients),
         placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
-        offloaded={stage: store for stage, store in stores.items() if store is not None},
-        offloaded_shards={
-            stage: store for stage, store in shard_stores.items() if store is not None
-        },
+        offloaded=dict(zip(stages, stores, strict=False)),
+        offloaded_shards=dict(zip(shard_stages, stores[len(stages) :], strict=False)),
         input_every=run.activations.input_every,
         pipeline=pipeline,
         exchange=_exchange(run, mesh),

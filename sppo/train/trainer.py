@@ -31,6 +31,8 @@ from sppo.offload.copy_report import CopyReport
 from sppo.optim.adamw import clip_
 from sppo.optim.learning_rate import learning_rate
 from sppo.output_file import write_json
+from sppo.parallel.failures import PeerLostError
+from sppo.parallel.timeouts import device_timeouts
 from sppo.planning.plan import plan_json
 from sppo.report.display import TrainingDisplay
 from sppo.report.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
@@ -167,7 +169,8 @@ def train(
             capacity_bytes=capacity,
             peak_flops_per_s=peak_flops_per_s * ranks.mesh.shape.num_ranks,
         )
-        with closing(state.engine):
+        # The failure is noted first: closing may wait for a device that no longer answers.
+        with closing(state.engine), ranks.progress.failing():
             loop.run(console)
         outcome.timeline = executed_timeline(outcome.last_step, ranks)
         own_s = outcome.copies[-1].exposed_s if outcome.copies else 0.0
@@ -358,9 +361,11 @@ class _Loop:
             [self._plan.boundaries] * len(sequences),
             num_valid=int(num_valid),
             before_action=before_action,
+            on_failure=progress.failed,
         )
         accumulated_at = time.perf_counter()
         state.sharded.finish(gradients)
+        self._await_device(step, result)
         norm = state.sharded.norm(gradients, self._peers)
         (total_loss,) = self._peers.total([float(result.total_loss)])
         loss = total_loss / num_valid if num_valid else math.nan
@@ -397,6 +402,23 @@ class _Loop:
             labels=int(num_valid),
             skipped=problem is not None,
         )
+
+    def _await_device(self, step: int, result: StepResult) -> None:
+        """Wait for the device, which waits for the devices of other ranks.
+
+        Raises:
+            PeerLostError: it does not get on.
+        """
+        if not self._ranks.mesh.is_distributed:
+            return
+        still_s = device_timeouts(
+            self._run.parallel.timeout_s, predicted_step_s=self._plan.predicted.step_s
+        ).still_s
+        if not self._device.done_in_time(result.executed.marks, still_s=still_s):
+            raise PeerLostError(
+                f"step {step + 1}: waiting for this rank's device, which waits for another rank: "
+                f"timed out after {still_s:g} s"
+            )
 
     def _own_sequences(self, step: int) -> list[SequenceData]:
         """Read this replica's sequences of the step."""

@@ -1,5 +1,7 @@
 """The copy streams of a GPU: what comes back is what was sent, however late every copy is."""
 
+import os
+import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -7,12 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sppo.offload import cuda_queues
+from sppo.offload import cuda_queues, page_lock
+from sppo.offload.copy_streams import CopyStreams, done_in_time
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.offload_store import OffloadStore
+from sppo.offload.queues import Ordering, Region
 from tests.offload import test_offload_store as test_moving_store
 from tests.offload.test_offload_store import failing_disk, run_step
 
+OUT_OF_MEMORY = 2
+"""``cudaErrorMemoryAllocation``."""
 DELAYS = {"none": 0, "every copy 2 ms late": 4_000_000}
 
 
@@ -29,8 +35,8 @@ def stream_that_runs_at_once(stream):
 class EventOfNow:
     """Reached as soon as it is recorded."""
 
-    def __init__(self, enable_timing=False):
-        self.at_s = None
+    def __init__(self, enable_timing=False, blocking=False):
+        self.at_s, self.blocking = None, blocking
 
     def record(self, stream):
         self.at_s = time.perf_counter()
@@ -61,15 +67,24 @@ def runtime_without_a_gpu(*, register_fails=False):
 
     def register(address, size_bytes, flags):
         locked.add(address)
-        return int(register_fails)
+        return OUT_OF_MEMORY if register_fails else 0
 
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.remove)
+    def unregister(address):
+        locked.remove(address)
+        return 0
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register,
+        cudaHostUnregister=unregister,
+        cudaGetErrorString={OUT_OF_MEMORY: "out of memory"}.get,
+    )
     return SimpleNamespace(
         Event=EventOfNow,
         Stream=StreamOfNow,
         stream=stream_that_runs_at_once,
         current_stream=StreamOfNow,
         synchronize=lambda device: None,
+        set_device=lambda device: None,
         cudart=lambda: runtime,
         locked=locked,
     )
@@ -80,6 +95,153 @@ def no_gpu(monkeypatch):
     runtime = runtime_without_a_gpu()
     monkeypatch.setattr(cuda_queues, "_cuda", runtime)
     return runtime
+
+
+class DeviceThatStandsStill:
+    """Events of a device that no longer comes to any; whoever waits for them does so for ever."""
+
+    def __init__(self, monkeypatch, runtime):
+        def for_ever(*_):
+            raise AssertionError("waits for a device that no longer answers")
+
+        monkeypatch.setattr(EventOfNow, "query", lambda event: False)
+        monkeypatch.setattr(EventOfNow, "synchronize", for_ever)
+        monkeypatch.setattr(StreamOfNow, "wait_event", lambda stream, event: None)
+        runtime.synchronize = for_ever
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_device_that_no_longer_answers_is_left(no_gpu, monkeypatch, kind, tmp_path):
+    streams = CopyStreams(no_gpu, torch.device("cpu"), give_up_s=0.1)
+    disk = tmp_path if kind == "disk" else None
+    stores = [
+        OffloadStore(CudaQueues(torch.device("cpu"), streams=streams), disk=disk) for _ in range(2)
+    ]
+    for store in stores:
+        run_step(store, interleaved=True, step=0)
+    DeviceThatStandsStill(monkeypatch, no_gpu)
+    begin_s = time.monotonic()
+    for store in stores:
+        store.abort()
+        store.close()
+    assert time.monotonic() - begin_s < 5
+    assert streams.given_up
+    assert len(no_gpu.locked) == 2, "the device may still copy to it"
+
+
+def test_a_thread_that_waits_for_the_device_is_left(no_gpu, monkeypatch, tmp_path):
+    """The write to the disk waits for a copy out that waits for another rank."""
+    device, gate = torch.device("cpu"), threading.Event()
+    streams = CopyStreams(no_gpu, device, give_up_s=0.1)
+    queues = CudaQueues(device, streams=streams)
+    queues.open_file(tmp_path, 4096)
+    monkeypatch.setattr(EventOfNow, "synchronize", lambda event: gate.wait(20))
+    host = Region("host", 0, torch.zeros(4096, dtype=torch.uint8))
+    copied = queues.copy_out(host, [(0, torch.ones(1024))], after=[])
+    queues.write(0, host, 4096, after=[(Ordering.FILLED_BEFORE_READ, copied)])
+    copied.wait_until_issued()
+    begin_s = time.monotonic()
+    queues.abort()
+    queues.close()
+    assert time.monotonic() - begin_s < 5
+    assert streams.given_up
+    gate.set()
+
+
+def test_a_device_that_answers_in_time_gives_everything_back(no_gpu, tmp_path):
+    streams = CopyStreams(no_gpu, torch.device("cpu"), give_up_s=5.0)
+    store = OffloadStore(CudaQueues(torch.device("cpu"), streams=streams), disk=tmp_path)
+    run_step(store, interleaved=True, step=0)
+    store.abort()
+    run_step(store, interleaved=True, step=1)
+    store.close()
+    assert not streams.given_up
+    assert not no_gpu.locked
+
+
+def test_threads_of_the_disk_compute_on_the_device_and_sleep_while_they_wait(
+    no_gpu, monkeypatch, tmp_path
+):
+    set_by, waited = set(), []
+    device = torch.device("cuda", 3)
+    no_gpu.set_device = lambda chosen: set_by.add((threading.current_thread().name, chosen))
+    synchronize = EventOfNow.synchronize
+
+    def note(event):
+        if threading.current_thread() is not threading.main_thread():
+            waited.append((event.blocking, threading.current_thread().name))
+        synchronize(event)
+
+    monkeypatch.setattr(EventOfNow, "synchronize", note)
+    queues = CudaQueues(device)
+    queues.device_memory = lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8)
+    bring_back(queues, kind="disk", lag=0, interleaved=False, directory=tmp_path)
+    assert set_by == {(f"sppo {name}", device) for name in ("out", "write", "read", "back")}
+    on_host = {blocking for blocking, thread in waited if thread in ("sppo write", "sppo read")}
+    assert on_host == {True}
+
+
+def test_the_runtime_forgets_an_error_that_was_told(monkeypatch):
+    asked = []
+
+    def library(name, mode):
+        assert mode & os.RTLD_NOLOAD, "the library that torch uses, or none"
+        asked.append(name)
+        return SimpleNamespace(cudaGetLastError=lambda: asked.append("asked"))
+
+    monkeypatch.setattr(page_lock.ctypes, "CDLL", library)
+    monkeypatch.setattr(page_lock.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cuda_queues, "_cuda", runtime_without_a_gpu(register_fails=True))
+    with pytest.raises(MemoryError):
+        CudaQueues(torch.device("cpu")).host_memory(4096)
+    assert asked == ["libcudart.so.13", "asked"]
+
+
+# Whether a device still gets on
+
+
+class Mark:
+    """A point that the device comes to after some questions, or fails at."""
+
+    def __init__(self, after=0, *, error=None):
+        self._left, self._error = after, error
+
+    def query(self):
+        if self._error is not None:
+            raise self._error
+        self._left -= 1
+        return self._left < 0
+
+
+def done(runtime, marks=(), *, still_s=0.1):
+    device = torch.device("cpu")
+    stream = runtime.Stream(device)
+    return done_in_time(runtime, device, [stream], still_s=still_s, marks=marks)
+
+
+def test_a_device_that_gets_on_is_waited_for(no_gpu):
+    begin_s = time.monotonic()
+    assert done(no_gpu, [Mark(after=60) for _ in range(8)], still_s=0.5)
+    assert time.monotonic() - begin_s > 0.4
+    assert done(no_gpu)
+
+
+def test_a_device_that_stands_still_is_given_up(no_gpu, monkeypatch):
+    assert not done(no_gpu, [Mark(), Mark(after=10**9)])
+    monkeypatch.setattr(EventOfNow, "query", lambda event: False)
+    assert not done(no_gpu)
+
+
+def test_a_device_whose_queue_is_full_is_given_up(no_gpu, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(EventOfNow, "record", lambda event, stream: gate.wait(20))
+    assert not done(no_gpu)
+    gate.set()
+
+
+def test_what_a_device_fails_with_is_raised(no_gpu):
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        done(no_gpu, [Mark(error=RuntimeError("an illegal memory access"))])
 
 
 @pytest.fixture
@@ -129,7 +291,8 @@ def test_a_failed_step_leaves_no_times_behind(no_gpu, verb, tmp_path):
 
 def test_memory_that_cannot_be_locked_is_said(monkeypatch):
     monkeypatch.setattr(cuda_queues, "_cuda", runtime_without_a_gpu(register_fails=True))
-    with pytest.raises(MemoryError, match="refuses to page-lock 4096 bytes .*; raise ulimit -l"):
+    refused = r"refuses to page-lock 4096 bytes of host memory \(out of memory\); raise ulimit -l"
+    with pytest.raises(MemoryError, match=refused):
         CudaQueues(torch.device("cpu")).host_memory(4096)
 
 

@@ -80,3 +80,23 @@ def test_a_signal_in_the_middle_of_a_call_ends_the_process_with_its_code():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (143, "")
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"), [("sys.exit(3)", 3, ""), ("1 // 0", 1, "ZeroDivisionError")]
+)
+def test_a_process_whose_device_may_not_answer_ends_without_pythons_shutdown(end, code, said):
+    program = (
+        "import atexit, sys\n"
+        "from sppo.parallel.timed_call import end_without_shutdown, without_calls_left_behind\n"
+        "atexit.register(lambda: print('shut down'))\n"
+        "with without_calls_left_behind():\n"
+        "    end_without_shutdown()\n"
+        "    print('said')\n"
+        f"    {end}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (code, "said\n")
+    assert said in done.stderr

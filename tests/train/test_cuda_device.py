@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from sppo.train import choose_device as choose_device_module
 from sppo.train import cpu_device, trainer
 from sppo.train.choose_device import choose_device, device_kind
 from sppo.train.cpu_device import CpuDevice
-from sppo.train.cuda_device import SETTINGS, CudaDevice, prepare_cuda
+from sppo.train.cuda_device import ALLOCATOR_VARIABLES, SETTINGS, CudaDevice, prepare_cuda
 from sppo.train.evaluation import evaluate
 from sppo.train.preflight import check_before_training, given_plan
 from sppo.train.results import report
@@ -131,14 +133,37 @@ def test_who_starts_ranks_takes_no_memory_of_a_device(work, gpus):
         assert device.room_bytes(local_ranks=2) == fake_cuda.TOTAL_BYTES
 
 
-def test_settings_of_the_user_stay(monkeypatch):
-    first, *others = SETTINGS
-    for name in SETTINGS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(first, "mine")
+@pytest.fixture
+def no_settings(monkeypatch):
+    for name in (*SETTINGS, *ALLOCATOR_VARIABLES):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("given", [*SETTINGS, "PYTORCH_CUDA_ALLOC_CONF"])
+def test_settings_of_the_user_stay(monkeypatch, no_settings, given):
+    monkeypatch.setenv(given, "mine")
     prepare_cuda()
-    assert os.environ[first] == "mine"
-    assert [os.environ[name] for name in others] == [SETTINGS[name] for name in others]
+    assert os.environ[given] == "mine"
+    allocator = [name for name in ALLOCATOR_VARIABLES if name in os.environ]
+    assert len(allocator) == 1, "torch reads the first of them, whoever set it"
+    others = SETTINGS.keys() - {given, *ALLOCATOR_VARIABLES}
+    assert all(os.environ[name] == SETTINGS[name] for name in others)
+    if given in ALLOCATOR_VARIABLES:
+        said = CudaDevice(torch.device("cuda", 0)).describe_memory()
+        assert said.endswith(f"allocator, {given}=mine")
+
+
+def test_the_stores_of_a_rank_share_two_streams():
+    plan = SimpleNamespace(offloads_anything=True, tier="host")
+    with fake_gpu() as (device, runtime):
+        made = mock.Mock(side_effect=runtime.Stream)
+        runtime.Stream = made
+        options = {"disk": None, "debug": False, "give_up_s": 5.0}
+        assert len(device.offload_stores(plan, count=17, **options)) == 17
+        assert made.call_count == 2
+        plan.offloads_anything = False
+        assert device.offload_stores(plan, count=17, **options) == []
 
 
 # What a run does with it
