@@ -29,6 +29,7 @@ from sppo.engine.gradients import GradientProvider, ResidentGradients
 from sppo.engine.pipeline import Pipeline
 from sppo.engine.sharded_gradients import ShardedGradients
 from sppo.engine.weights import ResidentWeights, WeightProvider
+from sppo.kernels.gradient_norm import sum_of_squares
 from sppo.optim.adamw import MOMENTS, STEP_KEY, global_norm
 from sppo.parallel.data_parallel import GradientReducer, add_up
 from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
@@ -194,8 +195,7 @@ class ShardedState:
             for name, gradient in gradients.items()
             if name != _TIED or self._speaks_for_tied
         ]
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in counted]
-        (total,) = peers.total([float(torch.stack(squares).sum())])
+        (total,) = peers.total([float(sum_of_squares(counted)) if counted else 0.0])
         return torch.tensor(total**0.5, dtype=next(iter(gradients.values())).dtype)
 
     def blocks(self, state: Mapping[str, Tensor]) -> dict[str, StateBlock]:
