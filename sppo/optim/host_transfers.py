@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sppo.offload.copy_streams import CopyStreams
 from sppo.offload.cuda_queues import CudaQueues
 
 _cuda: Any = torch.cuda  # parts of it have no types
@@ -60,8 +61,9 @@ class CudaTransfers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._queues = CudaQueues(device)  # holds the host memory, locked
-        self._down, self._up = (_cuda.Stream(device) for _ in range(2))
+        streams = CopyStreams(_cuda, device)
+        self._queues = CudaQueues(device, streams=streams)  # holds the host memory, locked
+        self._down, self._up = streams.out, streams.back
         self._last: Any = None
 
     def memory(self, size_bytes: int) -> Tensor:

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+HURRIED_CTAS = 8
+"""Thread blocks that a message may take which travels while its ranks compute. Its stream has high
+priority, or its blocks would wait for the last ones of a kernel of attention; and a message that
+waits for its other end holds the multiprocessors of its blocks, of 132 on an H100."""
 Holders = Literal["stage", "keys", "block"]
 """Ranks with the same values of a parameter, as groups of :class:`Groups`."""
 
@@ -221,7 +225,7 @@ class Mesh:
             "block": self.shape.block_ranks(self.at),
             "keys": self.shape.block_ranks(self.at, copies=self.shape.key_copies or 1),
         }
-        return self._group(ranks[holders], f"gathers of {holders}")
+        return self._group(ranks[holders], f"gathers of {holders}", hurried=True)
 
     def _make_groups(self, *, wraps: bool, cuts_units: bool, ties_ends: bool) -> Groups:
         """Every rank makes as many groups, in the same order.
@@ -262,7 +266,7 @@ class Mesh:
         for first, last in ranges:
             inside = first <= here <= last
             ranks = self.pipeline_ranks[first : last + 1] if inside else (self.rank,)
-            waited = self._group(ranks, f"MSP shards on {first} to {last}")
+            waited = self._group(ranks, f"MSP shards on {first} to {last}", hurried=True)
             ahead = self._group(ranks, f"weights for {first} to {last}")
             if waited is not None and ahead is not None:
                 found[first, last] = waited, ahead
@@ -285,15 +289,20 @@ class Mesh:
                 sender, receiver = mine[0] if mine else (here, here)
                 edge = (receiver, sender) if backwards else (sender, receiver)
                 members = sorted({self.pipeline_ranks[position] for position in edge})
-                group = self._group(members, f"pipeline {edge[0]} to {edge[1]}")
+                group = self._group(members, f"pipeline {edge[0]} to {edge[1]}", hurried=True)
                 if group is not None:
                     found[edge] = group
         return found
 
     def _group(
-        self, ranks: Sequence[int], purpose: str, *, backend: str | None = None
+        self,
+        ranks: Sequence[int],
+        purpose: str,
+        *,
+        backend: str | None = None,
+        hurried: bool = False,
     ) -> ProcessGroup | None:
-        """A communicator of its own for one purpose.
+        """A communicator of its own for one purpose; see :data:`HURRIED_CTAS` for `hurried`.
 
         Over NCCL it is made here and now, for it is bound to the device: in the order in which all
         members make their groups, and before anything is timed. The default group is bound to none,
@@ -305,11 +314,20 @@ class Mesh:
             list(ranks),
             timeout=self._timeout,
             backend="nccl" if on_device else "gloo" if is_alone else backend,
+            pg_options=_hurried_options(self._timeout) if on_device and hurried else None,
             use_local_synchronization=True,
             group_desc=purpose,
             device_id=self._device if on_device else None,
         )
         return None if is_alone else group
+
+
+def _hurried_options(timeout: timedelta) -> Any:
+    """Return options of NCCL for messages that travel while their ranks compute."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = HURRIED_CTAS
+    options._timeout = timeout  # torch warns of one that differs from the group's
+    return options
 
 
 def alone() -> Mesh:

@@ -17,13 +17,17 @@ from sppo.hardware.this_machine import C_HEAP_SHARE, divide_cpu
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk import DiskRoom, is_memory, usable_directory
+from sppo.parallel.stream_budget import StreamUse, check_streams
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
-from sppo.planning.plan_program import check_program
+from sppo.planning.plan_program import check_program, plan_program
 from sppo.planning.run_plan import plan_run
+from sppo.schedule.encoding import encode
+from sppo.schedule.msp_groups import find_msp_groups
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device, Kind
 from sppo.train.input_checks import check_inputs
 from sppo.train.libraries import load_libraries
+from sppo.train.ranks import mesh_shape
 from sppo.units import format_bytes
 
 
@@ -90,6 +94,7 @@ def check_before_training(
     _check_memory(run, plan, available, kind=device.kind)
     if device.kind == "cuda":
         _check_host(plan, host_bytes)
+        check_streams(mesh_shape(run), _stream_use(run, plan))
     if plan.offloads_anything and plan.tier == "disk":
         _check_disk(run, plan, disk, local_ranks=local_ranks)
     return Preflight(training, plan)
@@ -149,6 +154,22 @@ def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
             f"parallel.sequence_parallel_degree {degree}: the shortest subsequence has {shortest} "
             "tokens, and every rank needs one; use fewer subsequences or a lower degree"
         )
+
+
+def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
+    """What takes CUDA streams in a run."""
+    ranges: set[tuple[int, int]] = set()
+    if plan.schedule == "sppo_msp":
+        schedule = plan_program(plan)
+        groups = find_msp_groups(schedule, programs=encode(schedule)).values()
+        ranges = {(group.ranks[0], group.ranks[-1]) for group in groups}
+    return StreamUse(
+        ranges=sorted(ranges),
+        ties_ends=run.model.tie_embeddings,
+        gathers_weights=plan.zero == 3,
+        offloads=plan.offloads_anything,
+        offloads_optimizer=run.optimizer.offload,
+    )
 
 
 def _with_heap(hardware: HardwareSpec) -> HardwareSpec:

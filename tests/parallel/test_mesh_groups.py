@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from sppo.parallel import mesh as mesh_module
-from sppo.parallel.mesh import Mesh, MeshShape
+from sppo.parallel.mesh import Coordinates, Mesh, MeshShape
 from sppo.parallel.pipeline_p2p import PipelineLinks
+from sppo.parallel.stream_budget import StreamCount, StreamUse, check_streams, count_streams
 
 GPU = torch.device("cuda", 3)
 waits: dict[str, float] = {}
 """Timeouts by the purpose of a group."""
+hurried: dict[int, list[Any]] = defaultdict(list)
+"""By rank, the options of the communicators of NCCL that it makes; None where they are torch's."""
+
+
+class Options:
+    """As those of ``ProcessGroupNCCL``, which a build for CPUs does not have."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=32)
 
 
 @pytest.fixture
@@ -22,22 +35,35 @@ def groups(monkeypatch):
     """What every rank asks torch for, by rank: (members, purpose, backend, device)."""
     asked = defaultdict(list)
     waits.clear()
+    hurried.clear()
     here = []
 
-    def new_group(ranks, *, backend, group_desc, device_id, use_local_synchronization, timeout):
+    def new_group(
+        ranks, *, backend, pg_options, group_desc, device_id, use_local_synchronization, timeout
+    ):
         assert use_local_synchronization
         asked[here[0]].append((tuple(ranks), group_desc, backend, device_id))
         waits[group_desc] = timeout.total_seconds()
+        if backend == "nccl":
+            hurried[here[0]].append(pg_options)
+            assert pg_options is None or pg_options._timeout == timeout
         return (tuple(ranks), group_desc)
 
     monkeypatch.setattr(mesh_module.dist, "new_group", new_group)
 
-    def make(shape, *, device=None, **options):
+    nccl = SimpleNamespace(Options=Options)
+    monkeypatch.setattr(mesh_module.dist, "ProcessGroupNCCL", nccl, raising=False)
+
+    def make(shape, *, device=None, ranges=(), gathers=False, **options):
         meshes = []
         for rank in range(shape.num_ranks):
             here[:] = [rank]
             mesh = Mesh(shape, rank=rank, timeout_s=1.0, device=device)
             meshes.append(mesh.connect(**options))
+            mesh.make_range_groups(ranges)
+            for holders in ["stage", "block", "keys"] if gathers else []:
+                if holders == "stage" or shape.key_copies:
+                    mesh.gather_group(holders)
         return meshes, asked
 
     return make
@@ -136,6 +162,73 @@ def test_first_messages_may_each_wait_for_the_other_end(groups, monkeypatch, siz
     forward = {*pairwise(range(size))}
     wrapping = {(size - 1, 0), (0, size - 1)} if wraps else set()
     assert edges == forward | {(b, a) for a, b in forward} | wrapping
+
+
+def test_messages_beside_compute_do_not_wait_for_it_and_take_few_multiprocessors(groups):
+    _, asked = groups(
+        MeshShape(2, 3, 2),
+        device=GPU,
+        cuts_units=True,
+        ties_ends=True,
+        ranges=[(0, 2)],
+        gathers=True,
+    )
+    chosen = {}
+    for rank, of in asked.items():
+        over_nccl = [purpose for _, purpose, backend, _ in of if backend == "nccl"]
+        chosen |= dict(zip(over_nccl, hurried[rank], strict=True))
+    urgent = {purpose for purpose, options in chosen.items() if options is not None}
+    assert urgent == {
+        "gathers of stage",
+        "MSP shards on 0 to 2",
+        *(f"pipeline {a} to {b}" for a, b in [(0, 1), (1, 0), (1, 2), (2, 1)]),
+    }
+    for purpose in urgent:
+        assert chosen[purpose].is_high_priority_stream
+        assert 4 <= chosen[purpose].config.max_ctas <= 8
+
+
+USES = {
+    "pipeline": (MeshShape(1, 4, 1), StreamUse()),
+    "interleaved": (MeshShape(1, 3, 1), StreamUse(wraps=True)),
+    "tied": (MeshShape(2, 3, 2), StreamUse(ties_ends=True)),
+    "MSP": (MeshShape(1, 4, 2), StreamUse(ranges=[(0, 1), (0, 3), (1, 2)], ties_ends=True)),
+    "ZeRO-3": (MeshShape(2, 2, 2), StreamUse(gathers_weights=True)),
+    "Megatron": (MeshShape(2, 2, 4, key_copies=2), StreamUse(gathers_weights=True)),
+    "Megatron, one replica": (MeshShape(1, 2, 2, key_copies=1), StreamUse(gathers_weights=True)),
+    "alone": (MeshShape(), StreamUse(ties_ends=True)),
+}
+
+
+@pytest.mark.parametrize("case", USES)
+def test_a_communicator_has_a_stream(groups, case):
+    """The budget counts what the mesh makes."""
+    shape, use = USES[case]
+    groups(
+        shape,
+        device=GPU,
+        wraps=use.wraps,
+        cuts_units=bool(use.ranges),
+        ties_ends=use.ties_ends,
+        ranges=use.ranges,
+        gathers=use.gathers_weights,
+    )
+    for rank in range(shape.num_ranks):
+        high = sum(options is not None for options in hurried[rank])
+        made = StreamCount(len(hurried[rank]) - high, high)
+        assert count_streams(shape, shape.coordinates(rank), use) == made
+
+
+def test_more_streams_than_torch_has_are_refused():
+    def from_the_first(size):
+        return StreamUse(ranges=[(0, last) for last in range(1, size)], offloads=True)
+
+    check_streams(MeshShape(1, 16, 2), from_the_first(16))
+    refused = "35 CUDA streams of one priority, and torch has 32: .* write parallel.multiplexed=off"
+    with pytest.raises(ValueError, match=refused):
+        check_streams(MeshShape(1, 32, 1), from_the_first(32))
+    copies = StreamUse(offloads=True, offloads_optimizer=True)
+    assert count_streams(MeshShape(), Coordinates(0, 0, 0), copies) == StreamCount(4, 0)
 
 
 class _Here:

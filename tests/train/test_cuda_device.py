@@ -21,7 +21,7 @@ from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.parallel.environment import RankEnvironment
 from sppo.schedule.actions import Action, ActionKind
 from sppo.train import choose_device as choose_device_module
-from sppo.train import cpu_device, trainer
+from sppo.train import cpu_device, preflight, trainer
 from sppo.train.choose_device import choose_device, device_kind
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.cuda_device import ALLOCATOR_VARIABLES, SETTINGS, CudaDevice, prepare_cuda
@@ -322,6 +322,16 @@ def test_host_memory_that_is_limited_by_the_run(work):
     run = run_of(work, activations={"policy": "offload_all", "host_memory": 4096})
     with fake_gpu() as (device, _), pytest.raises(MemoryError, match="raise activations.host_mem"):
         check_before_training(run, device=device)
+
+
+def test_every_communicator_of_a_plan_is_counted(work):
+    parallel = {"pipeline_parallel_degree": 3, "multiplexed": "on", "schedule": "sppo_msp"}
+    run = run_of(work, parallel=parallel, activations={"policy": "offload_all"})
+    with fake_gpu() as (device, _), mock.patch.object(preflight, "check_streams") as checked:
+        check_before_training(run, device=device, local_ranks=3)
+    shape, use = checked.call_args.args
+    assert shape.pipeline_parallel == 3
+    assert (use.ranges, use.offloads) == ([(0, 1), (0, 2), (1, 2)], True)
 
 
 def test_the_machines_of_a_run_are_as_many_as_its_ranks_fill(work):

@@ -1,0 +1,82 @@
+"""How many CUDA streams a rank uses, and how many torch has.
+
+torch has pools of 32 streams on a device, one pool a priority, and hands out the first ones again
+after that. Two communicators of NCCL on one stream would wait for each other's messages, and ranks
+in different orders for ever; copies would wait for messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sppo.parallel.mesh import Coordinates, MeshShape
+
+POOL_STREAMS = 32
+_COPIES = 2
+"""Streams for copies of offloaded tensors, and as many for those of an offloaded optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCount:
+    """Streams of each of torch's pools."""
+
+    normal: int
+    high: int
+    """Of high priority: those of hurried groups of :mod:`sppo.parallel.mesh`."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether no stream of a pool is handed out twice."""
+        return max(self.normal, self.high) <= POOL_STREAMS
+
+
+@dataclass(frozen=True, slots=True)
+class StreamUse:
+    """What of a run takes streams beside the grid of its ranks."""
+
+    ranges: Sequence[tuple[int, int]] = ()
+    """(first, last) positions of pipeline ranks that run shards of the same units; MSP alone."""
+    wraps: bool = False
+    ties_ends: bool = False
+    gathers_weights: bool = False
+    """ZeRO-3."""
+    offloads: bool = False
+    offloads_optimizer: bool = False
+
+
+def count_streams(shape: MeshShape, at: Coordinates, use: StreamUse) -> StreamCount:
+    """Return the streams of the rank at some coordinates, one for each communicator and copy."""
+    here, size = at.pipeline, shape.pipeline_parallel
+    edges = (here > 0) + (here < size - 1)
+    if use.wraps and size > 2:
+        edges += here in (0, size - 1)
+    ranges = sum(first <= here <= last and first < last for first, last in use.ranges)
+    same = [shape.stage_ranks(at)]
+    if shape.key_copies:
+        same.append(shape.block_ranks(at))
+        if shape.key_copies > 1:
+            same.append(shape.block_ranks(at, copies=shape.key_copies))
+    holders = sum(len(ranks) > 1 for ranks in same)
+    normal = holders + (shape.sequence_parallel > 1) + ranges
+    normal += bool(use.ranges) and size > 1
+    normal += use.ties_ends and size > 1 and here in (0, size - 1)
+    normal += _COPIES * (use.offloads + use.offloads_optimizer)
+    return StreamCount(normal, high=2 * edges + ranges + holders * use.gathers_weights)
+
+
+def check_streams(shape: MeshShape, use: StreamUse) -> None:
+    """Refuse a run whose ranks would use a stream twice.
+
+    Raises:
+        ValueError: says how many streams, and what to change.
+    """
+    counts = [count_streams(shape, shape.coordinates(rank), use) for rank in range(shape.num_ranks)]
+    worst = max(counts, key=lambda count: max(count.normal, count.high))
+    if not worst.fits:
+        raise ValueError(
+            f"a rank of {shape.pipeline_parallel} pipeline ranks would use "
+            f"{max(worst.normal, worst.high)} CUDA streams of one priority, and torch has "
+            f"{POOL_STREAMS}: with parallel.multiplexed=on every range of ranks that shares units "
+            "takes one of each; write parallel.multiplexed=off, or use fewer pipeline ranks"
+        )
