@@ -24,6 +24,7 @@ from sppo.activations.placement import (
     CopySlots,
     Counts,
     PolicyInputs,
+    alike_neighbours,
     prefix_rows,
 )
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
@@ -63,21 +64,16 @@ class StageProblem:
         saved[-1] = 0.0
         return saved
 
-    def key(self) -> bytes:
-        """Equal exactly for equal problems of the same inputs."""
-        single = np.array([self.sequences, self.device_bytes, self.tier_bytes])
-        slots = self.slots.row_bytes
-        tables = (self.row_bytes, self.next_forward_s, self.hidden_bytes, single, slots)
-        return b"".join(table.tobytes() for table in tables) + self.in_flight.tobytes()
-
 
 def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
     """Placements worth pricing; all fit, or the only one needs the least memory of all."""
-    problems = [_problem(inputs, stage) for stage in range(len(inputs.row_bytes))]
-    keys = [problem.key() for problem in problems]
-    distinct = dict(zip(keys, problems, strict=True))
+    keys = alike_neighbours(
+        *(inputs.row_bytes, inputs.in_flight, inputs.sequences, inputs.next_forward_s),
+        *(inputs.hidden_bytes, inputs.device_bytes, inputs.tier_bytes, inputs.slots.row_bytes),
+    )
+    distinct = {stage: _problem(inputs, stage) for stage in dict.fromkeys(keys)}
     free = {key: without_waiting(problem) for key, problem in distinct.items()}
-    steps = _STEPS[len(inputs.tokens) * len(problems) > _LARGE]
+    steps = _STEPS[len(inputs.tokens) * len(keys) > _LARGE]
     most = {key: _most_in_tier(problem) for key, problem in distinct.items()}
     found = False
     for step in range(steps + 1):
@@ -277,6 +273,6 @@ def _problem(inputs: PolicyInputs, stage: int) -> StageProblem:
     )
 
 
-def _stacked(solved: Mapping[bytes, StageCounts], keys: Sequence[bytes]) -> ActivationPlacement:
+def _stacked(solved: Mapping[int, StageCounts], keys: Sequence[int]) -> ActivationPlacement:
     tables = zip(*(solved[key] for key in keys), strict=True)
     return ActivationPlacement(*(np.stack(table) for table in tables))

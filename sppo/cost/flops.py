@@ -13,12 +13,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
 
 BACKWARD_RATIO = 2.0
 FLASH_BACKWARD_RATIO = 2.5
+_Tokens = TypeVar("_Tokens", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +47,18 @@ def head_flops(model: ModelConfig) -> int:
     return 2 * model.vocab_size * model.hidden_size
 
 
-def causal_pairs(start: int, end: int, *, window: int | None = None) -> int:
+def causal_pairs(start: _Tokens, end: _Tokens, *, window: int | None = None) -> _Tokens:
     """Visible (query, key) pairs of queries ``start..end-1`` that each see keys ``0..query``.
 
-    With a sliding ``window`` a query sees its last ``window`` keys only.
+    With a sliding ``window`` a query sees its last ``window`` keys only. Counts, or arrays of them.
     """
 
-    def below(x: int) -> int:
-        if window is None or x <= window:
+    def below(x: _Tokens) -> _Tokens:
+        if window is None:
             return x * (x + 1) // 2
-        return window * (window + 1) // 2 + (x - window) * window
+        beyond = (x - window) * (x > window)
+        near = x - beyond
+        return near * (near + 1) // 2 + beyond * window
 
     return below(end) - below(start)
 

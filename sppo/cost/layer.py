@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod, sqrt
 from typing import Literal, NamedTuple
 
@@ -245,9 +246,8 @@ def _attention(
     """Seconds of attention forward and backward on one device of the group."""
     model, device = workload.model, workload.hardware.device
     degree = workload.sequence_parallel_degree
-    spans = zip(begins.tolist(), ends.tolist(), strict=True)
-    pairs = np.array([causal_pairs(int(a), int(b), window=window) for a, b in spans], dtype=float)
-    flops = layer_flops(model).attention_flops * pairs / degree
+    pairs = causal_pairs(begins.astype(np.int64), ends.astype(np.int64), window=window)
+    flops = layer_flops(model).attention_flops * pairs.astype(np.float64) / degree
     tokens = ends - begins
     keys = ends if window is None else np.minimum(ends, tokens + window)
     heads = max(1.0, model.num_heads / degree)
@@ -321,6 +321,7 @@ def _saving_seconds(workload: Workload, index: int, *, tokens: Floats) -> Table:
     return _elementwise_seconds(workload, saving_work(workload.model, names=names), tokens=tokens)
 
 
+@lru_cache(maxsize=256)
 def seconds_per_token_and_pair(workload: Workload, *, tokens: float) -> tuple[float, float]:
     """Forward and backward seconds of all layers per token and per visible (query, key) pair.
 
@@ -330,11 +331,14 @@ def seconds_per_token_and_pair(workload: Workload, *, tokens: float) -> tuple[fl
     model = workload.model
     begins, ends = np.array([tokens]), np.array([2 * tokens])
     linear = quadratic = 0.0
-    for layer in range(model.num_layers):
-        window = model.window_of(layer)
-        forward, backward = _attention(workload, begins=begins, ends=ends, window=window)
-        seconds = layer_seconds(workload, begins=begins, ends=ends, window=window)
-        attention = float((forward + backward)[0])
+    windows = [model.window_of(layer) for layer in range(model.num_layers)]
+    parts = {
+        window: layer_parts(workload, begins=begins, ends=ends, window=window)
+        for window in dict.fromkeys(windows)
+    }
+    for window in windows:
+        one, seconds = parts[window], parts[window].seconds
+        attention = float((one.forward.attention + one.backward.attention)[0])
         total = float((seconds.forward + seconds.backward + seconds.weight)[0])
         linear += (total - attention) / tokens
         if window is None:

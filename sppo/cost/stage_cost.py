@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import permutations
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,6 +36,8 @@ from sppo.cost.sharding.part_seconds import last_reduction_seconds, with_collect
 from sppo.cost.sharding.parts import layer_by_copies, outer_by_copies
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
+
+_Values = TypeVar("_Values", Table, Counts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +64,7 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
     workload = candidate.workload
     one = _sequence_seconds(workload, stages=candidate.stages, lengths=candidate.lengths)
     units = LayerSeconds(
-        *(np.tile(getattr(one, name), (1, candidate.sequences)) for name in PASS_NAMES)
+        *(_of_units(getattr(one, name), candidate.sequences) for name in PASS_NAMES)
     )
     if candidate.zero >= 2:
         units = with_collectives(candidate, units)
@@ -104,7 +108,7 @@ def stage_costs(
         message_bytes=message_bytes(candidate),
         activation_bytes=retained + offloaded,
         offload_bytes=offloaded,
-        operand_bytes=np.tile(weight_operand_bytes(candidate), (1, candidate.sequences)),
+        operand_bytes=_of_units(weight_operand_bytes(candidate), candidate.sequences),
         kv_bytes=layers * lengths * kv_bytes,
         kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
         weight_bytes=link_weights * workload.element_bytes,
@@ -174,13 +178,15 @@ def placed_bytes(rows: Counts, *, recomputed: Counts, candidate: Candidate) -> T
     Returns:
         [stages, units].
     """
-    sizes = rows * row_bytes_of(candidate)[:, None, :]
+    row_bytes = row_bytes_of(candidate)[:, None, :]
+    result: Table = rows[:, :, X_IN] * row_bytes[:, :, X_IN]
     if candidate.input_every > 1:
         layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
         shared_by = layers / np.ceil(layers / candidate.input_every)
         every_layer = recomputed[:, :, ATTENTION] > 0
-        sizes[:, :, X_IN] *= np.where(every_layer, shared_by[:, None], 1.0)
-    result: Table = sizes.sum(axis=2)
+        result *= np.where(every_layer, shared_by[:, None], 1.0)
+    for index in (ATTENTION, LINEAR):
+        result += rows[:, :, index] * row_bytes[:, :, index]
     return result
 
 
@@ -317,37 +323,50 @@ def _unit_rows(candidate: Candidate, placement: ActivationPlacement | None) -> A
         nothing = np.zeros_like(retained)
         placement = ActivationPlacement(retained, nothing, nothing)
     tables = (placement.retained, placement.offloaded, placement.recomputed)
-    return ActivationPlacement(*(np.tile(table, (1, candidate.sequences, 1)) for table in tables))
+    return ActivationPlacement(*(_of_units(table, candidate.sequences) for table in tables))
+
+
+def _of_units(table: _Values, sequences: int) -> _Values:
+    """A table [stages, subsequences, ...] for each unit of so many sequences that are cut alike."""
+    return np.concatenate([table] * sequences, axis=1) if sequences > 1 else table
 
 
 def _sequence_seconds(
     workload: Workload, *, stages: Sequence[range], lengths: tuple[int, ...]
 ) -> LayerSeconds:
     """Tables [stages, subsequences] of one sequence."""
+    by_window, head = _layers_and_head_seconds(workload, lengths)
+    rows: dict[tuple[tuple[int | None, int], ...], LayerSeconds] = {}
+    kinds = []
+    for layers in stages:
+        kind = tuple(Counter(map(workload.model.window_of, layers)).items())
+        kinds.append(kind)
+        if kind not in rows:
+            row = LayerSeconds(*(np.zeros(len(lengths)) for _ in PASS_NAMES))
+            for window, count in kind:
+                row += by_window[window].times(count)
+            rows[kind] = row
+    tables = {name: np.stack([getattr(rows[kind], name) for kind in kinds]) for name in PASS_NAMES}
+    tables["forward"][-1] += head
+    return LayerSeconds(**tables)
+
+
+@lru_cache(maxsize=128)
+def _layers_and_head_seconds(
+    workload: Workload, lengths: tuple[int, ...]
+) -> tuple[Mapping[int | None, LayerSeconds], Table]:
+    """Seconds of a layer of each window, and of the head, [subsequences]; not to be written to.
+
+    However many stages there are: every way to divide devices over a pipeline asks for these.
+    """
     model = workload.model
     ends = np.cumsum(lengths).astype(np.float64)
     begins = ends - np.array(lengths)
-    by_window: dict[int | None, LayerSeconds] = {}
-    for layer in range(model.num_layers):
-        window = model.window_of(layer)
-        if window not in by_window:
-            by_window[window] = layer_seconds(workload, begins=begins, ends=ends, window=window)
-    rows = []
-    for layers in stages:
-        windows = [model.window_of(layer) for layer in layers]
-        row = LayerSeconds(*(np.zeros(len(lengths)) for _ in PASS_NAMES))
-        for window in dict.fromkeys(windows):
-            row += by_window[window].times(windows.count(window))
-        rows.append(row)
-    last = rows[-1]
-    rows[-1] = LayerSeconds(
-        last.forward + head_parts(workload, tokens=ends - begins).seconds,
-        last.backward,
-        last.weight,
-        last.linear_recompute,
-        last.attention_recompute,
-    )
-    return LayerSeconds(*(np.stack([getattr(row, name) for row in rows]) for name in PASS_NAMES))
+    by_window = {
+        window: layer_seconds(workload, begins=begins, ends=ends, window=window)
+        for window in {model.window_of(layer) for layer in range(model.num_layers)}
+    }
+    return by_window, head_parts(workload, tokens=ends - begins).seconds
 
 
 def stage_parts(candidate: Candidate) -> tuple[Mapping[str, PassParts], ...]:

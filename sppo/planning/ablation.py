@@ -18,7 +18,9 @@ from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess, with_program
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
-from sppo.schedule.costs import Costs, Links
+from sppo.schedule.costs import Links
+from sppo.schedule.played_step import played_step
+from sppo.schedule.simulate import simulate
 
 PAPER_SPEEDUPS = {"none": 1.0, "offload_all": 0.91, "sppo": 1.23, "sppo + MSP": 1.44}
 """Speedups that the SPPO paper reports; MSP on top of adaptive offload."""
@@ -88,10 +90,10 @@ def _multiplexed_rows(adaptive: EvaluatedCandidate, rows: list[AblationRow]) -> 
     priced = simulate_candidate(evaluated)
     cuts = len(priced.program.cuts) if priced.program is not None else 0
     note = f"{cuts} units cut over idle ranks" if cuts else "on these links no unit pays"
-    costs = _without_links(adaptive.costs)
-    whole = replace(adaptive, candidate=candidate, costs=costs, played=None)
+    costs = replace(adaptive.costs, links=Links())
     program = candidate_program(candidate, costs=costs)
-    free = simulate_candidate(with_program(whole, program=program))
+    free = with_program(replace(adaptive, candidate=candidate), program=program)
+    free = replace(free, played=played_step(simulate(program, costs=costs)))
     return [
         _row("sppo + MSP", priced, rows, note),
         _row(
@@ -128,7 +130,3 @@ def _offload_note(evaluated: EvaluatedCandidate) -> str:
     seconds = float(costs.forward_s[busiest].sum())
     rate = float(costs.offload_bytes[busiest].sum()) / seconds
     return f"hides behind forwards from {rate / 1e9:.1f} GB/s per device on average"
-
-
-def _without_links(costs: Costs) -> Costs:
-    return replace(costs, links=Links())

@@ -14,6 +14,7 @@ percent.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil, sqrt
 
 
@@ -30,6 +31,7 @@ def boundaries_by_length(
     )
 
 
+@lru_cache(maxsize=256)
 def boundaries_by_flops(
     length: int, *, num_subsequences: int, linear: float, quadratic: float, alignment: int = 1
 ) -> tuple[int, ...]:
@@ -58,6 +60,7 @@ def boundaries_by_flops(
     return _aligned(cuts, length, alignment)
 
 
+@lru_cache(maxsize=256)
 def lengths_of(boundaries: tuple[int, ...]) -> tuple[int, ...]:
     """Tokens of each subsequence."""
     return tuple(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))

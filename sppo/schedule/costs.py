@@ -94,19 +94,18 @@ class LayerCopies:
             free_s: When the copies out that were begun before it end.
             block_before_s: Of one block of these.
         """
-        layer_s, block_s = seconds / self.layers, copy_s / self.layers
-        within = min(self.out, self.layers)
+        layers, out = self.layers, self.out
+        layer_s, block_s, beyond = seconds / layers, copy_s / layers, layers - out
+        first_ends = free_s - (out - 1) * block_before_s + (layers - 1) * layer_s
+        if beyond <= 0:
+            return max(first_ends, free_s + beyond * block_before_s) - seconds
+        first = max(free_s, start + layer_s)
         end = max(
-            free_s - (self.out - 1) * block_before_s + (self.layers - 1) * layer_s,
-            free_s - (self.out - within) * block_before_s + (self.layers - within) * layer_s,
+            first_ends,
+            free_s + beyond * layer_s,
+            first + block_s + (beyond - 1) * layer_s,
+            first + beyond * block_s,
         )
-        if self.out < self.layers:
-            first = max(free_s, start + layer_s)
-            end = max(
-                end,
-                first + block_s + (self.layers - 1 - self.out) * layer_s,
-                first + (self.layers - self.out) * block_s,
-            )
         return end - seconds
 
     def backward_start_s(
@@ -120,9 +119,9 @@ class LayerCopies:
             layer_s: Of one layer of the backward.
             copy_s: Of all its blocks.
         """
-        block_s, end = copy_s / self.layers, first + copy_s
-        begin = max(start, first + block_s, end - (self.layers - 1) * layer_s)
-        last = begin + max(0, self.layers - 1 - self.back) * layer_s + block_s
+        block_s, end, behind = copy_s / self.layers, first + copy_s, self.layers - 1
+        begin = max(start, first + block_s, end - behind * layer_s)
+        last = begin + max(0, behind - self.back) * layer_s + block_s
         return begin, max(end, last)
 
 
@@ -220,7 +219,7 @@ _STAGE_UNIT_TABLES = (
 def _check_table(name: str, table: Table, *, shape: tuple[int, ...]) -> None:
     if table.shape != shape:
         raise ValueError(f"costs.{name} has shape {table.shape}: must be {shape}")
-    if not np.isfinite(table).all() or (table < 0).any():
+    if not (table.min(initial=0.0) >= 0 and table.max(initial=0.0) < math.inf):
         raise ValueError(f"costs.{name} holds a negative or infinite value: must be at least 0")
 
 

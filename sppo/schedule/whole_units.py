@@ -9,6 +9,7 @@ actions for messages and copies, and without a check: ten times as fast as
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,14 +41,24 @@ def play_whole_units(
     counts = [len(sequence) for sequence in lengths]
     offsets = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)
     inbox = [_Inbox(costs.num_units) for _ in range(num_ranks)]
-    ranks = []
+    ranks: list[_Rank] = []
+    before = None
     for stage, order in enumerate(rank_orders(name, num_ranks=num_ranks, lengths=lengths)):
-        ranks.append(_Rank(stage, _compute(order, offsets.tolist()), costs=costs, inbox=inbox))
+        compute = ranks[-1].order if order is before else _compute(order, offsets.tolist())
+        ranks.append(_Rank(stage, compute, costs=costs, inbox=inbox))
+        before = order
     _play(ranks)
     step_s = max(rank.last_s for rank in ranks)
     idle = [[rank.bubble_s + step_s - rank.free_s, rank.message_s, rank.copy_s] for rank in ranks]
     held = [_held_bytes(rank, costs=costs, offsets=offsets) for rank in ranks]
     return PlayedStep(step_s, np.array(idle), np.array(held))
+
+
+class _Compute(NamedTuple):
+    """The compute of one rank in order: kinds, and units counted through all sequences."""
+
+    codes: list[int]
+    units: list[int]
 
 
 class _Inbox:
@@ -64,7 +75,7 @@ class _Rank:
     """The clock of one rank; `run` waits, by yielding, for what a neighbour has yet to compute."""
 
     def __init__(
-        self, stage: int, order: list[tuple[int, int]], *, costs: Costs, inbox: Sequence[_Inbox]
+        self, stage: int, order: _Compute, *, costs: Costs, inbox: Sequence[_Inbox]
     ) -> None:
         self.stage, self.order = stage, order
         self.inbox = inbox[stage]
@@ -74,20 +85,22 @@ class _Rank:
         self.bubble_s = self.message_s = self.copy_s = 0.0
         self._load_costs(costs)
         self._leaving_s = self._returning_s = self._block_out_s = 0.0
-        self._before: tuple[float, float] | None = None
+        self._before_s = self._layer_s = 0.0
+        self._gone_s = [0.0] * costs.num_units
 
     def _load_costs(self, costs: Costs) -> None:
         stage = self.stage
         self.forward_s: list[float] = costs.forward_s[stage].tolist()
         self.weight_s: list[float] = costs.weight_s[stage].tolist()
-        split = any(code == W for code, _ in self.order)
-        backward = costs.backward_s[stage] + (0.0 if split else costs.weight_s[stage])
+        backward = costs.backward_s[stage]
+        if W not in self.order.codes:
+            backward = backward + costs.weight_s[stage]
         self.backward_s: list[float] = backward.tolist()
         self.reduce_s = float(costs.reduce_s[stage])
         offloaded = costs.offload_bytes[stage]
-        self.leaves: list[bool] = (offloaded > 0).tolist()
         self.out_s: list[float] = (offloaded / costs.copies.d2h_bytes_per_s).tolist()
         self.back_s: list[float] = (offloaded / costs.copies.h2d_bytes_per_s).tolist()
+        self.leaves: list[bool] = (offloaded > 0).tolist()
         self.flow = costs.layer_copies[stage]
         self.down, self.up = (
             _Wire(costs.links.link(stage, receiver=other), costs=costs)
@@ -103,58 +116,45 @@ class _Rank:
 
     def run(self) -> Iterator[None]:
         """Walk the order of the rank to its end."""
-        returns = self._returns()
-        permitted: dict[int, float] = {}
-        gone: dict[int, float] = {}
         activations = self.inbox.activation_arrived_s
         gradients = self.inbox.gradient_arrived_s
         if self.below is None:
             activations = [0.0] * len(activations)
         if self.above is None:
             gradients = [0.0] * len(gradients)
-        for index, (code, unit) in enumerate(self.order):
-            if index in returns:
-                for back in returns[index]:
-                    permitted[back] = max(gone.pop(back), self.free_s)
+        # The room for a unit that comes back is free when the backward two in front of its own has
+        # ended: when that in front of it might begin.
+        begun_s = room_s = 0.0
+        first_backward = True
+        for code, unit in zip(*self.order, strict=True):
+            begun_before_s, begun_s = begun_s, self.free_s
             if code == F:
                 while activations[unit] < 0:
                     yield
                 self._forward(unit, activations[unit])
-                if self.leaves[unit]:
-                    gone[unit] = self._leaving_s
             elif code == B:
                 while gradients[unit] < 0:
                     yield
-                self._backward(unit, gradients[unit], permitted.pop(unit, None))
+                self._backward(unit, gradients[unit], begun_before_s if first_backward else room_s)
+                first_backward, room_s = False, begun_s
             else:
                 self.free_s += self.weight_s[unit]
 
-    def _returns(self) -> dict[int, list[int]]:
-        """Units that may come back from the next tier by the place in the order in front of which.
-
-        The room for a unit is free when the backward two in front of its own has ended.
-        """
-        returns: dict[int, list[int]] = {}
-        forward_at: dict[int, int] = {}
-        backward_at = None
-        for index, (code, unit) in enumerate(self.order):
-            if code == F:
-                forward_at[unit] = index
-            elif code == B:
-                if self.leaves[unit]:
-                    place = index - 1 if backward_at is None else backward_at
-                    returns.setdefault(max(place, forward_at[unit] + 1), []).append(unit)
-                backward_at = index
-        return returns
-
     def _forward(self, unit: int, arrived: float) -> None:
         """Run a forward, and send off what it makes and what leaves the device."""
-        seconds = self.forward_s[unit]
-        leaves = self.leaves[unit]
-        start = max(self.free_s, arrived)
+        seconds, leaves, free = self.forward_s[unit], self.leaves[unit], self.free_s
+        start = arrived if arrived > free else free
         if leaves:
-            start = max(start, self._room_s(unit, start=start, seconds=seconds))
-        if start > self.free_s:
+            room_s = self.flow.forward_start_s(
+                start,
+                seconds=seconds,
+                copy_s=self.out_s[unit],
+                free_s=self._leaving_s,
+                block_before_s=self._block_out_s,
+            )
+            if room_s > start:
+                start = room_s
+        if start > free:
             self._wait(start, self.inbox.activation_made_s[unit], arrived)
         self.free_s = finish = start + seconds
         if self.above is not None:
@@ -165,43 +165,28 @@ class _Rank:
             self._block_out_s = copy_s / layers
             begin = max(self._leaving_s, finish - seconds * (layers - 1) / layers)
             self._leaving_s = max(begin + copy_s, finish + self._block_out_s)
+            self._gone_s[unit] = self._leaving_s
 
-    def _room_s(self, unit: int, *, start: float, seconds: float) -> float:
-        """When a forward can start and then never wait for blocks on their way out."""
-        return self.flow.forward_start_s(
-            start,
-            seconds=seconds,
-            copy_s=self.out_s[unit],
-            free_s=self._leaving_s,
-            block_before_s=self._block_out_s,
-        )
-
-    def _backward(self, unit: int, arrived: float, permitted: float | None) -> None:
-        """Run a backward, behind the copy back of its unit where that may begin at `permitted`."""
-        seconds = self.backward_s[unit]
-        layer_s = seconds / self.flow.layers
-        start = max(self.free_s, arrived)
-        if permitted is not None:
-            start = max(start, permitted)
-            start = self._returned_s(unit, permitted, start=start, layer_s=layer_s)
-        if start > self.free_s:
+    def _backward(self, unit: int, arrived: float, room_s: float) -> None:
+        """Run a backward, behind the copy back of its unit, for which there is room at `room_s`."""
+        seconds, free, flow = self.backward_s[unit], self.free_s, self.flow
+        layer_s = seconds / flow.layers
+        start = arrived if arrived > free else free
+        if self.leaves[unit]:
+            permitted, copy_s = max(self._gone_s[unit], room_s), self.back_s[unit]
+            first = max(permitted, self._returning_s, self._before_s - flow.back * self._layer_s)
+            start, last = flow.backward_start_s(
+                max(start, permitted), first=first, layer_s=layer_s, copy_s=copy_s
+            )
+            self._returning_s = first + copy_s
+            self._last_return_s = max(self._last_return_s, last)
+        if start > free:
             self._wait(start, self.inbox.gradient_made_s[unit], arrived)
-        self.free_s = finish = start + seconds
-        self._before = finish, layer_s
+        self.free_s = self._before_s = finish = start + seconds
+        self._layer_s = layer_s
         if self.below is not None:
             self.below.gradient_made_s[unit] = finish
             self.below.gradient_arrived_s[unit] = self.up.send(unit, ready=finish)
-
-    def _returned_s(self, unit: int, permitted: float, *, start: float, layer_s: float) -> float:
-        """When a backward can start and then never wait for blocks on their way back."""
-        flow, copy_s = self.flow, self.back_s[unit]
-        first = max(permitted, self._returning_s)
-        if self._before is not None:
-            first = max(first, self._before[0] - flow.back * self._before[1])
-        begin, last = flow.backward_start_s(start, first=first, layer_s=layer_s, copy_s=copy_s)
-        self._returning_s = first + copy_s
-        self._last_return_s = max(self._last_return_s, last)
-        return begin
 
     def _wait(self, start: float, made: float, arrived: float) -> None:
         """Book what compute that begins at `start` waited for."""
@@ -222,17 +207,17 @@ class _Wire:
 
     def send(self, unit: int, *, ready: float) -> float:
         """Send what belongs to a unit; return when it arrives."""
-        self.free_s = max(ready, self.free_s) + self.seconds[unit]
+        begin = ready if ready > self.free_s else self.free_s
+        self.free_s = begin + self.seconds[unit]
         self.last_s = self.free_s + self.latency_s
         return self.last_s
 
 
-def _compute(order: RankOrder, offsets: list[int]) -> list[tuple[int, int]]:
-    """Kind and unit, counted through all sequences, of each step of a rank."""
-    return [
-        (_CODES[kind], offsets[sequence] + subsequence)
-        for kind, (_, (sequence, subsequence)) in order
-    ]
+def _compute(order: RankOrder, offsets: list[int]) -> _Compute:
+    return _Compute(
+        [_CODES[kind] for kind, _ in order],
+        [offsets[sequence] + subsequence for _, (_, (sequence, subsequence)) in order],
+    )
 
 
 def _play(ranks: Sequence[_Rank]) -> None:
@@ -249,7 +234,7 @@ _ENDED = object()
 def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int64]) -> float:
     """Peak of what the units of a rank hold, from the order of its compute alone."""
     stage = rank.stage
-    codes, units = np.array(rank.order, dtype=np.int64).reshape(-1, 2).T
+    codes, units = np.array(rank.order.codes), np.array(rank.order.units)
     counts = np.diff(np.append(offsets, costs.num_units))
     is_first, is_last = np.zeros((2, costs.num_units), dtype=bool)
     is_first[offsets] = is_last[offsets + counts - 1] = True

@@ -17,9 +17,9 @@ import numpy as np
 
 from sppo.activations.activation_layout import SOURCES_HELD, BlockLayout
 from sppo.activations.placement import ActivationPlacement, CopySlots, Counts
-from sppo.activations.tensor_classes import ATTENTION, LINEAR, class_bytes_per_token
+from sppo.activations.tensor_classes import ATTENTION, CLASSES, LINEAR, class_bytes_per_token
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.stage_memory import StageMemory, stage_kind, with_activations
+from sppo.cost.memory.stage_memory import StageMemory, with_activations
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.schedule.costs import Table
 
@@ -117,7 +117,7 @@ def with_placement(
     found = []
     by_kind: dict[Hashable, _StageRoom] = {}
     for stage, memory in enumerate(held):
-        kind = stage_kind(candidate, placement, stage=stage)
+        kind = len(candidate.stages[stage]), placement.alike[stage]
         if kind not in by_kind:
             by_kind[kind] = _stage_room(candidate, placement, stage=stage)
         room, device = by_kind[kind], memory.device
@@ -168,21 +168,14 @@ def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
     the input itself only one of them saved. What is partly recomputed counts in the working set as
     if it were recomputed whole, but for queries and keys, which are then there sooner.
     """
-    parts = np.stack(
-        [placement.retained[stage], placement.offloaded[stage], placement.recomputed[stage]]
-    )
-    is_cut = (parts > 0).sum(axis=0) > 1
-    recomputes = placement.recomputed[stage] > 0
+    tables = (placement.retained, placement.offloaded, placement.recomputed)
+    retains, offloads, recomputes = (table[stage] > 0 for table in tables)
+    is_cut = (retains & offloads) | ((retains | offloads) & recomputes)
     # Of subsequences with the same classes cut and recomputed the longest needs most.
-    kinds = np.stack([is_cut, recomputes], axis=1)
-    longest: dict[bytes, int] = {}
-    lengths = placement.tokens
-    for index in np.flatnonzero(is_cut.any(axis=1)).tolist():
-        kind = kinds[index].tobytes()
-        if kind not in longest or lengths[index] > lengths[longest[kind]]:
-            longest[kind] = index
-    most = 0
-    for index in longest.values():
+    kinds = np.hstack([is_cut, recomputes]) @ (1 << np.arange(2 * len(CLASSES)))
+    lengths, most = placement.tokens, 0
+    for kind in np.unique(kinds[is_cut.any(axis=1)]):
+        index = int(np.argmax(np.where(kinds == kind, lengths, 0)))
         tokens = int(lengths[index])
         joined, completed = is_cut[index] & ~recomputes[index], is_cut[index] & recomputes[index]
         x_in, attention, linear = (tokens if joins else 0 for joins in joined.tolist())

@@ -7,6 +7,7 @@ All of it is gone when the unit is done, so it counts beside what is held at tha
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -40,8 +41,7 @@ def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Run
     running = Running(np.zeros(shape), np.zeros(shape))
     by_kind: dict[Hashable, tuple[Table, Table]] = {}
     for stage, layers in enumerate(candidate.stages):
-        recomputes = placement.recomputed[stage] > 0
-        kind = len(layers), recomputes.tobytes(), candidate.is_last_stage(stage)
+        kind = len(layers), placement.alike[stage], candidate.is_last_stage(stage)
         if kind not in by_kind:
             by_kind[kind] = _computing_of_stage(candidate, placement, stage=stage)
         running.forward[stage], running.backward[stage] = by_kind[kind]
@@ -50,21 +50,13 @@ def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Run
 
 def sent_bytes(candidate: Candidate) -> Running:
     """What units receive from neighbouring stages, send there, and exchange in their group."""
+    workload, last = candidate.workload, len(candidate.stages) - 1
     lengths = np.array(candidate.lengths, dtype=np.float64)
-    stages = range(len(candidate.stages))
-    sent = np.stack(
-        [message_bytes(candidate, lengths, stage=stage) for stage in stages]
-    ) + exchanged_bytes(candidate, lengths)
+    neighbours = np.array([[(stage > 0) + (stage < last)] for stage in range(last + 1)])
+    row_bytes = 2 * workload.model.hidden_size * workload.element_bytes  # one message each way
+    sent = neighbours * (lengths // workload.sequence_parallel_degree * row_bytes)
+    sent += exchanged_bytes(candidate, lengths)
     return Running(sent, sent)
-
-
-def message_bytes(candidate: Candidate, lengths: Table, *, stage: int) -> Table:
-    """What units of these lengths receive from neighbouring stages and send there: one each way."""
-    workload = candidate.workload
-    neighbours = (stage > 0) + (not candidate.is_last_stage(stage))
-    here = lengths // workload.sequence_parallel_degree
-    sent: Table = 2 * neighbours * here * workload.model.hidden_size * workload.element_bytes
-    return sent
 
 
 def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
@@ -100,7 +92,8 @@ def run_working_bytes(candidate: Candidate, run: UnitRun, *, stage: int) -> tupl
         prefix=run.prefix,
         recomputed=run.recomputed,
         input_every=candidate.input_every,
-        layers=len(candidate.stages[stage]),
+        # Further layers take what the first behind those that share an input does.
+        layers=min(len(candidate.stages[stage]), candidate.input_every + 1),
     )
     return forward.live_bytes, backward.live_bytes
 
@@ -121,18 +114,33 @@ def _computing_of_stage(
     candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> tuple[Table, Table]:
     """Working sets of one stage's forwards and backwards, [N] each."""
-    lengths = np.array(candidate.lengths, dtype=np.int64)
-    prefixes = np.minimum(np.cumsum(lengths) - lengths, PREFIX_KEYS)
     kinds = (placement.recomputed[stage] > 0) @ (1 << np.arange(len(CLASSES)))
-    forward, backward = np.zeros(len(lengths)), np.zeros(len(lengths))
-    for block in _blocks(candidate.lengths):
-        runs = list(_heaviest_runs(lengths[block], prefixes[block], kinds[block]))
+    forward, backward = np.zeros(len(kinds)), np.zeros(len(kinds))
+    for block, runs in _runs_of_blocks(candidate.lengths, kinds.tobytes()):
         sets = [run_working_bytes(candidate, run, stage=stage) for run in runs]
         forward[block], backward[block] = (max(bytes_) for bytes_ in zip(*sets, strict=True))
         if candidate.is_last_stage(stage):
             longest = max(run.tokens for run in runs)
             forward[block] = np.maximum(forward[block], loss_bytes(candidate, tokens=longest))
     return forward, backward
+
+
+@lru_cache(maxsize=256)
+def _runs_of_blocks(
+    lengths: tuple[int, ...], kinds: bytes
+) -> tuple[tuple[slice, tuple[UnitRun, ...]], ...]:
+    """Neighbouring subsequences of similar length, and the heaviest runs among them.
+
+    Args:
+        lengths: tokens of each.
+        kinds: tensor classes that backward recomputes of each, an int64 with a bit for each class.
+    """
+    tokens, recomputed = np.array(lengths, dtype=np.int64), np.frombuffer(kinds, dtype=np.int64)
+    prefixes = np.minimum(np.cumsum(tokens) - tokens, PREFIX_KEYS)
+    return tuple(
+        (block, tuple(_heaviest_runs(tokens[block], prefixes[block], recomputed[block])))
+        for block in _blocks(lengths)
+    )
 
 
 def _blocks(lengths: Sequence[int]) -> Sequence[slice]:

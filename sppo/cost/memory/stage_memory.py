@@ -6,7 +6,6 @@ heads, D head size, V vocabulary, g sequence-parallel degree.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from math import prod
 
@@ -217,12 +216,6 @@ def _most_working_bytes(candidate: Candidate) -> int:
         input_every=candidate.input_every,
         layers=max(len(stage) for stage in candidate.stages),
     ).live_bytes
-
-
-def stage_kind(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> Hashable:
-    """Return what is equal for stages of as many layers that place all rows alike."""
-    tables = (placement.retained, placement.offloaded, placement.recomputed)
-    return len(candidate.stages[stage]), *(table[stage].tobytes() for table in tables)
 
 
 def _longest(candidate: Candidate) -> int:

@@ -135,8 +135,11 @@ class UnitsInFlight:
         """What is held after each backward of a sequence, [stages, N+1]."""
         count = self._shape[1]
         before = np.pad(np.cumsum(weights, axis=1), ((0, 0), (1, 0)))
+        held: Table = before[:, ::-1]
+        if self.candidate.sequences == 1:
+            return held
         whole, rest = np.divmod(self._ahead, count)
-        held: Table = before[:, ::-1] + whole * before[:, -1:]
+        held = held + whole * before[:, -1:]
         return held + np.take_along_axis(before, rest, axis=1)
 
     def _peak_beside(self, moments: Table, held: Table, running: Running) -> Table:
@@ -147,15 +150,17 @@ class UnitsInFlight:
         backward behind it.
         """
         count = self._shape[1]
-        first = np.cumsum(held, axis=1) + running.forward
-        backward = moments[:, :count] + running.backward[:, ::-1]
-        ahead = self._ahead[:, :count]
-        newest = np.take_along_axis(running.forward, (ahead - 1) % count, axis=1)
-        # Those that are ahead before the first backward ran one after the other.
-        longest = running.forward.max(axis=1)
-        newest[:, 0] = np.where(ahead[:, 0] > 1, longest, newest[:, 0])
-        forward = np.where(ahead > 0, moments[:, :count] + newest, 0.0)
-        most: Table = np.concatenate([first, backward, forward], axis=1).max(axis=1)
+        first = (np.cumsum(held, axis=1) + running.forward).max(axis=1)
+        backward = (moments[:, :count] + running.backward[:, ::-1]).max(axis=1)
+        most: Table = np.maximum(first, backward)
+        if self.candidate.sequences > 1:
+            ahead = self._ahead[:, :count]
+            newest = np.take_along_axis(running.forward, (ahead - 1) % count, axis=1)
+            # Those that are ahead before the first backward ran one after the other.
+            longest = running.forward.max(axis=1)
+            newest[:, 0] = np.where(ahead[:, 0] > 1, longest, newest[:, 0])
+            forward = np.where(ahead > 0, moments[:, :count] + newest, 0.0)
+            most = np.maximum(most, forward.max(axis=1))
         return most
 
     def _counts_after(self, done: npt.NDArray[np.intp]) -> Counts:

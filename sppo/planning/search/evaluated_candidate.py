@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -73,29 +74,65 @@ class Shortfall:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class StepPrices:
+    """What a candidate's step costs under a placement, computed when it is asked for.
+
+    Attributes:
+        candidate: What is priced.
+        seconds: Of it, with everything retained.
+        placement: Of its activation policy.
+    """
+
+    candidate: Candidate
+    seconds: StageSeconds
+    placement: ActivationPlacement
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Tables to simulate it with."""
+        return stage_costs(self.candidate, seconds=self.seconds, placement=self.placement)
+
+    @cached_property
+    def time(self) -> StepTime:
+        """A step, in closed form."""
+        return step_time(self.costs, num_sequences=self.candidate.sequences)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluatedCandidate:
     """What a candidate comes to.
 
     Attributes:
         candidate: What was assessed.
-        placement: Of its activation policy.
+        prices: Of its step, under what its activation policy decided.
         memory: Of each stage.
-        time: Of a step, in closed form.
-        costs: Tables to simulate it with.
         shortfall: Why it does not fit; None where it does.
         played: Its simulation; None where only the closed form was computed.
         program: Its program, where that was made: with MSP only it tells what fits.
     """
 
     candidate: Candidate
-    placement: ActivationPlacement
+    prices: StepPrices
     memory: tuple[StageMemory, ...]
-    time: StepTime
-    costs: Costs
     shortfall: Shortfall | None
     played: PlayedStep | None = None
     program: Schedule | None = None
+
+    @property
+    def placement(self) -> ActivationPlacement:
+        """What its activation policy decided."""
+        return self.prices.placement
+
+    @property
+    def costs(self) -> Costs:
+        """Tables to simulate it with."""
+        return self.prices.costs
+
+    @property
+    def time(self) -> StepTime:
+        """A step, in closed form."""
+        return self.prices.time
 
     @property
     def step_s(self) -> float:
@@ -247,15 +284,14 @@ def _fastest(
             if _shortfall(candidate, memory_of(placement)) is None:
                 possible = [placement]
                 break
-    priced = []
-    for placement in possible:
-        costs = stage_costs(candidate, seconds=seconds, placement=placement)
-        priced.append((step_time(costs, num_sequences=candidate.sequences), placement, costs))
+    priced = [StepPrices(candidate, seconds, placement) for placement in possible]
+    if len(priced) > 1:
+        priced.sort(key=lambda prices: prices.time.step_s)
     found = []
-    for time, placement, costs in sorted(priced, key=lambda item: item[0].step_s):
-        memory = memory_of(placement)
+    for prices in priced:
+        memory = memory_of(prices.placement)
         shortfall = _shortfall(candidate, memory)
-        found.append(EvaluatedCandidate(candidate, placement, memory, time, costs, shortfall))
+        found.append(EvaluatedCandidate(candidate, prices, memory, shortfall))
         if shortfall is None:
             break
     return min(found, key=_short_bytes)
