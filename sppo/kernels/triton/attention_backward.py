@@ -1,9 +1,9 @@
-"""Attention of a span over its prefix, backward, in two kernels without atomics.
+"""Attention of a span over its prefix, backward, in two kernels.
 
 One program of the first owns a block of queries of one head and forms dq. One of the second owns a
 block of keys of one key/value head, walks over every query of the group that sees them, and adds
-dk and dv to the fp32 totals of the sequence by one read and one write: no gradient of the prefix
-exists beside those, and the result does not depend on the order in which programs run.
+dk and dv to the fp32 totals of the sequence once: no gradient of the prefix exists beside those, and
+the result does not depend on the order in which programs run.
 
 With p = exp(scale q.k - lse) and delta = sum_D(do o):
 ds = p (do.v - delta), dq = scale ds k, dk = scale ds^T q, dv = p^T do.
@@ -28,6 +28,7 @@ from sppo.kernels.triton.launch import (
     LOG2_E,
     accumulation_type,
     block_size,
+    compute_major,
     load_rows,
     must_upcast,
     on_device_of,
@@ -36,7 +37,7 @@ from sppo.kernels.triton.launch import (
 from sppo.kernels.triton.tiles import AttentionTiles, Tiles, attention_tiles
 from sppo.kernels.triton.visible_keys import VisibleKeys, visible_keys
 
-_DELTA_ROWS = 64
+_DELTA_ELEMENTS = 4096
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -80,9 +81,9 @@ def attention_backward(
     seen = slice(keys.earliest, None)
     do, q, k, v, o = (row_major(x) for x in (do_CND, q_CND, k_TKD[seen], v_TKD[seen], o_CND))
     block = block_size(q.shape[2])
-    cuts = tiles or attention_tiles(block, q.element_size())
     call = _Call(do, q, k, v, lse_NC.contiguous(), keys, scale, block)
     with on_device_of(q):
+        cuts = tiles or attention_tiles(block, q.element_size(), compute_major())
         delta_NC = _delta(do, o, block)
         dq_CND = call.query_gradient(delta_NC, cuts)
         call.add_key_gradients(delta_NC, dk_TKD[seen], dv_TKD[seen], cuts)
@@ -94,7 +95,8 @@ def _delta(do: Tensor, o: Tensor, block: int) -> Tensor:
     num_queries, heads, head_size = do.shape
     acc_dtype = torch.promote_types(do.dtype, torch.float32)
     delta_NC = torch.empty((heads, num_queries), dtype=acc_dtype, device=do.device)
-    _delta_kernel[(triton.cdiv(num_queries, _DELTA_ROWS), heads)](
+    rows = max(1, _DELTA_ELEMENTS // block)
+    _delta_kernel[(triton.cdiv(num_queries, rows), heads)](
         o,
         do,
         delta_NC,
@@ -103,7 +105,7 @@ def _delta(do: Tensor, o: Tensor, block: int) -> Tensor:
         *do.stride()[:2],
         SIZE=head_size,
         BLOCK=block,
-        QUERIES=_DELTA_ROWS,
+        QUERIES=rows,
         ACC_DTYPE=accumulation_type(do.dtype),
     )
     return delta_NC

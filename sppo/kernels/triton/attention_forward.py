@@ -20,6 +20,7 @@ from sppo.kernels.triton.launch import (
     LOG2_E,
     accumulation_type,
     block_size,
+    compute_major,
     dot,
     load_rows,
     must_upcast,
@@ -164,11 +165,11 @@ def attention_forward(
     )
     q, k, v = (row_major(x) for x in (q_CND, k_TKD[keys.earliest :], v_TKD[keys.earliest :]))
     block = block_size(head_size)
-    cut = (tiles or attention_tiles(block, q.element_size())).forward
     o_CND = torch.empty((num_queries, heads, head_size), dtype=q.dtype, device=q.device)
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     lse_NC = torch.empty((heads, num_queries), dtype=acc_dtype, device=q.device)
     with on_device_of(q):
+        cut = (tiles or attention_tiles(block, q.element_size(), compute_major())).forward
         _forward_kernel[(triton.cdiv(num_queries, cut.queries), heads)](
             q,
             k,

@@ -61,6 +61,18 @@ def store_rows(base_ptr, row_r, num_rows, row_stride, d_D, x_rD, SIZE: tl.conste
     tl.store(pointers, x_rD.to(base_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def add_rows(base_ptr, row_r, num_rows, row_stride, d_D, x_rD, SIZE: tl.constexpr):
+    """Adds to the rows and columns that exist, of the same type.
+
+    By reductions in the L2 cache, which take no registers as reading would. Where a program alone
+    adds to its rows, their order is not left to chance.
+    """
+    pointers = base_ptr + row_r.to(tl.int64)[:, None] * row_stride + d_D[None, :]
+    inside = (row_r[:, None] < num_rows) & (d_D[None, :] < SIZE)
+    tl.atomic_add(pointers, x_rD, mask=inside, sem="relaxed")
+
+
 INTERPRETED = not isinstance(dot, triton.runtime.JITFunction)
 """The kernels of this process run under the interpreter, on CPU tensors."""
 
@@ -73,6 +85,14 @@ def accumulation_type(dtype: torch.dtype) -> Any:
 def must_upcast(dtype: torch.dtype) -> bool:
     """Whether :func:`dot` must convert operands of this dtype."""
     return INTERPRETED and dtype == torch.bfloat16
+
+
+def compute_major() -> int:
+    """Major number of the compute capability that kernels on the current device are compiled for.
+
+    8, the oldest that there are tiles for, under the interpreter.
+    """
+    return 8 if INTERPRETED else triton.runtime.driver.active.get_current_target().arch // 10
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

@@ -25,23 +25,37 @@ class AttentionTiles:
 
 
 _TILES = {
-    (64, 2): AttentionTiles(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)),
-    (128, 2): AttentionTiles(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
-    (256, 2): AttentionTiles(Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2)),
+    (64, 2): AttentionTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)),
+    (128, 2): AttentionTiles(Tiles(128, 32, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+    (256, 2): AttentionTiles(Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 8, 2)),
     (64, 4): AttentionTiles(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
     (128, 4): AttentionTiles(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
     (64, 8): AttentionTiles(Tiles(32, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2)),
 }
 """Tiles by head size and bytes of an element. Kernels fit the shared memory of every device from
 compute capability 8.0 on, 99 KiB where there is least; what is not listed is cut finely."""
+_WARPGROUP_TILES = {
+    (128, 2): AttentionTiles(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 4, 2)),
+}
+"""The same where four warps multiply together and read operands from shared memory. Two such groups
+would both compute all scores of 64 keys."""
+_WARPGROUP_MAJORS = (9, 10, 11)
 _FINE = AttentionTiles(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1))
 _LEAST_HEAD = 64
 
 
-def attention_tiles(head_size: int, element_bytes: int) -> AttentionTiles:
+def attention_tiles(head_size: int, element_bytes: int, compute_major: int) -> AttentionTiles:
     """Tiles for heads of ``head_size`` (a power of two) elements.
 
-    Chosen by the shared memory and registers that a compilation for compute capabilities 8.0 and
-    9.0 reports; no GPU has timed them.
+    Chosen by the registers, spills and shared memory of compilations for compute capabilities 8.0,
+    9.0 and 10.0 (docs/results/compiled_kernels.json); no GPU has timed them.
+
+    Args:
+        head_size: elements of a head, as a power of two.
+        element_bytes: of queries, keys and values.
+        compute_major: major number of the device's compute capability.
     """
-    return _TILES.get((max(head_size, _LEAST_HEAD), element_bytes), _FINE)
+    case = (max(head_size, _LEAST_HEAD), element_bytes)
+    if compute_major in _WARPGROUP_MAJORS and case in _WARPGROUP_TILES:
+        return _WARPGROUP_TILES[case]
+    return _TILES.get(case, _FINE)

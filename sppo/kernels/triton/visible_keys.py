@@ -95,7 +95,7 @@ def key_runs(
 
 
 @triton.jit
-def query_runs(
+def query_run(
     first_ptr,
     key,
     num_queries,
@@ -104,18 +104,13 @@ def query_runs(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """``(a, b, c)``: queries ``[a, c)`` see some of a block of keys, ``[b, c)`` are past them all.
-
-    All but ``c`` are multiples of ``QUERIES``, unless ``b`` is ``c``.
-    """
-    start = num_keys - num_queries
-    last = tl.minimum(key + KEYS, num_keys) - 1
-    begin = tl.maximum(key - start, 0) // QUERIES * QUERIES
-    full_begin = (tl.maximum(last - start, 0) + QUERIES - 1) // QUERIES * QUERIES
+    """``(a, b)``: queries ``[a, b)`` see some of a block; ``a`` is a multiple of ``QUERIES``."""
+    begin = tl.maximum(key - (num_keys - num_queries), 0) // QUERIES * QUERIES
     end = num_queries
     if HAS_FIRST:
+        last = tl.minimum(key + KEYS, num_keys) - 1
         end = queries_from(first_ptr, last, num_queries)
-    return begin, tl.minimum(full_begin, end), end
+    return begin, end
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The kernels also compile for GPUs, which needs none; what they compute shows elsewhere."""
 
 import json
-import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts/compiled_kernels.py"
 KERNELS = {
     "forward_kernel",
     "delta_kernel",
@@ -28,31 +30,102 @@ KERNELS = {
 }
 SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 """Of one program, by compute capability without its point."""
+VECTOR_BITS = 128
 
 
-def compiled(tmp_path, *words):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compiled_launches", *words]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
+def compiled(tmp_path, capability, launches):
+    output = tmp_path / "kernels.json"
+    options = ["--capabilities", str(capability), "--launches", launches, "--json", str(output)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", SCRIPT, *options], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    (report,) = json.loads(output.read_text())
+    return report["kernels"]
 
 
-def assert_fit(launches, *, capability):
-    assert {launch["kernel"] for launch in launches} == KERNELS
+def assert_fit(kernels, *, capability):
+    assert {kernel["kernel"] for kernel in kernels} == KERNELS
     limit = SHARED_KIB[capability] << 10
-    assert [launch for launch in launches if launch["shared_bytes"] > limit] == []
+    assert [kernel for kernel in kernels if kernel["shared_bytes"] > limit] == []
 
 
 @pytest.mark.timeout(300)
 def test_kernels_compile_and_fit(tmp_path):
-    assert_fit(compiled(tmp_path, "90"), capability=90)
+    kernels = compiled(tmp_path, 90, "few")
+    assert_fit(kernels, capability=90)
+    read_whole_tiles = {"forward_kernel", "query_gradient_kernel", "key_gradient_kernel"}
+    for kernel in kernels:
+        if kernel["kernel"] in read_whole_tiles:
+            assert kernel["widest_load_bits"] == VECTOR_BITS
+            assert kernel["products"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_what_a_training_launches_spills_nothing(tmp_path, capability):
+    assert_fit(compiled(tmp_path, capability, "training"), capability=capability)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("capability", SHARED_KIB)
 def test_every_dtype_and_head_size_compiles_and_fits(tmp_path, capability):
-    launches = compiled(tmp_path, str(capability), "everything")
-    assert_fit(launches, capability=capability)
+    assert_fit(compiled(tmp_path, capability, "all"), capability=capability)
+
+
+def kernel_of(**changes):
+    values = {
+        "capability": 90,
+        "kernel": "forward_kernel",
+        "launch": "bfloat16, heads of 64",
+        "warps": 8,
+        "stages": 2,
+        "registers": 255,
+        "spill_store_bytes": 0,
+        "spill_load_bytes": 0,
+        "shared_bytes": 0,
+        "products": 0,
+        "widest_load_bits": 128,
+    }
+    return values | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "spills"),
+    [
+        ({}, False),
+        ({"spill_store_bytes": 4}, True),  # of a thread that has all it can have
+        ({"spill_store_bytes": 16, "registers": 80}, False),
+        ({"spill_store_bytes": 20, "registers": 80}, True),
+        ({"spill_store_bytes": 4, "warps": 16, "registers": 128}, True),
+    ],
+)
+def test_spills_end_the_script_with_an_error(monkeypatch, capsys, changes, spills):
+    monkeypatch.setattr(sys, "argv", ["compiled_kernels.py"])
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    names = runpy.run_path(str(SCRIPT))
+    kernel = names["CompiledKernel"](**kernel_of(**changes))
+    monkeypatch.setitem(names["main"].__globals__, "compiled_kernels", lambda *_: [kernel])
+    if spills:
+        with pytest.raises(SystemExit, match="registers spill: forward_kernel; give"):
+            names["main"]()
+    else:
+        names["main"]()
+    assert "forward_kernel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "bits"),
+    [
+        ("ld.global.v4.b32 {%r1}, [%rd1];", 128),
+        ("ld.global.L1::evict_first.v2.b32 {%r1}, [%rd1];", 64),
+        ("ld.global.b16 {%rs1}, [%rd1];", 16),
+        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;", 128),
+        ("st.global.v4.b32 [%rd1], {%r1};", 0),
+    ],
+)
+def test_the_width_of_a_load_is_read_from_ptx(monkeypatch, line, bits):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    assert runpy.run_path(str(SCRIPT))["_widest_load"](line) == bits

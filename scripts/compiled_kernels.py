@@ -1,0 +1,362 @@
+r"""What ptxas says of the Triton kernels: registers, spills, shared memory, products, loads.
+
+Compiles what the launchers launch, for GPUs that need not be there: tensors are on the CPU, and
+Triton does all that it does for a launch but the launch itself. A table goes to the terminal, the
+figures to ``--json``. Ends with 1 if a kernel that a training launches in bf16 needs more registers
+than a thread can have, and spills the rest.
+
+    python scripts/compiled_kernels.py --json docs/results/compiled_kernels.json
+    python scripts/compiled_kernels.py --capabilities 90 --launches few
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import io
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from option_types import one_of, output_file, positive, several  # beside this file
+
+from sppo.output_file import write_text
+
+CAPABILITIES = (80, 90, 100)
+"""Ampere, Hopper and Blackwell of data centres, without the point of the compute capability."""
+LAUNCHES = ("few", "training", "all")
+TRADED_BYTES = 16
+"""Spills up to this, with registers to spare, are a choice: one more program fits on a
+multiprocessor."""
+_THREAD_REGISTERS = 255
+_MULTIPROCESSOR_REGISTERS = 65536
+_WARP_THREADS = 32
+
+_SIZES = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_PRODUCT = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma")
+_LOAD = re.compile(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bsuf](\d+)")
+_COPY = re.compile(r"cp\.async\.c[ag][\w.:]*\s+\[[^]]+\],\s*\[[^]]+\],\s*(?:0x)?([0-9a-f]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """One kernel of one launch, compiled for one compute capability."""
+
+    capability: int
+    kernel: str
+    launch: str
+    """Dtype and sizes that it was compiled for."""
+    warps: int
+    stages: int
+    registers: int
+    """Of a thread; 255 at most."""
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+    products: int
+    """Instructions of tensor cores: wgmma, mma or tcgen05.mma."""
+    widest_load_bits: int
+    """Widest load from global memory, copies to shared memory included."""
+
+    @property
+    def spills(self) -> bool:
+        """Whether a thread needs more registers than it can have."""
+        program = _MULTIPROCESSOR_REGISTERS // (self.warps * _WARP_THREADS)
+        short = self.registers >= min(_THREAD_REGISTERS, program)
+        return self.spill_store_bytes > (0 if short else TRADED_BYTES)
+
+
+def main() -> None:
+    """Parse arguments, compile, report; ends with 1 if a kernel spills."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--capabilities",
+        type=several(positive),
+        default=list(CAPABILITIES),
+        help="compute capabilities without the point (default: 80,90,100)",
+    )
+    parser.add_argument(
+        "--launches",
+        type=one_of(*LAUNCHES),
+        default="training",
+        help="few: one launch of each kernel; training: what a bf16 training launches; all: every"
+        " dtype as well, where spills are reported and no failure",
+    )
+    parser.add_argument(
+        "--json",
+        type=output_file,
+        help="add the figures to this file, in place of those of the same triton",
+    )
+    arguments = parser.parse_args()
+    kernels = compiled_kernels(arguments.capabilities, arguments.launches)
+    if arguments.json is not None:
+        _add_report(arguments.json, _report(kernels))
+    print(_table(kernels))
+    spilled = [kernel for kernel in kernels if kernel.spills]
+    if arguments.launches != "all" and spilled:
+        raise SystemExit(
+            f"error: registers spill: {', '.join(dict.fromkeys(k.kernel for k in spilled))}; give"
+            " these kernels smaller tiles or more warps in sppo/kernels/triton"
+        )
+
+
+def compiled_kernels(capabilities: list[int], launches: str) -> list[CompiledKernel]:
+    """Compile ``launches`` for ``capabilities``, in a process that has not imported triton."""
+    recorder = _Recorder()
+    with tempfile.TemporaryDirectory() as cache:  # a kernel from a cache has no report of ptxas
+        os.environ |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+        recorder.compile_in_place_of_launches()
+        for capability in capabilities:
+            recorder.capability = capability
+            for name, launch in _launches(launches).items():
+                recorder.launch = name
+                launch()
+    return recorder.kernels
+
+
+@dataclass
+class _Recorder:
+    """What Triton asks a driver before it compiles, and what came of it."""
+
+    capability: int = 0
+    launch: str = ""
+    kernels: list[CompiledKernel] = field(default_factory=list)
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        """One device per compute capability: Triton remembers what it compiled for a device."""
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        del device
+        return 0
+
+    def compile_in_place_of_launches(self) -> None:
+        """From here on a launch compiles, and is recorded unless it was compiled before."""
+        import triton
+        from triton.runtime.jit import JITFunction
+
+        triton.runtime.driver.set_active(self)
+        triton.knobs.nvidia.dump_ptxas_log = True
+        run = JITFunction.run
+
+        def compile_only(
+            kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any
+        ) -> None:
+            del warmup
+            log = io.StringIO()
+            with contextlib.redirect_stdout(log):
+                compiled = run(kernel, *arguments, grid=grid, warmup=True, **options)
+            if log.getvalue():
+                self._record(kernel.__name__.strip("_"), compiled, log.getvalue())
+
+        JITFunction.run = compile_only
+
+    def _record(self, name: str, compiled: Any, log: str) -> None:
+        spills, registers = _SIZES.search(log), _REGISTERS.search(log)
+        assert spills is not None, f"ptxas reports no spills: {log}"
+        assert registers is not None, f"ptxas reports no registers: {log}"
+        ptx = compiled.asm["ptx"]
+        self.kernels.append(
+            CompiledKernel(
+                capability=self.capability,
+                kernel=name,
+                launch=self.launch,
+                warps=compiled.metadata.num_warps,
+                stages=compiled.metadata.num_stages,
+                registers=int(registers[1]),
+                spill_store_bytes=int(spills[1]),
+                spill_load_bytes=int(spills[2]),
+                shared_bytes=compiled.metadata.shared,
+                products=len(_PRODUCT.findall(ptx)),
+                widest_load_bits=_widest_load(ptx),
+            )
+        )
+
+
+def _widest_load(ptx: str) -> int:
+    """Bits of the widest load of a thread from global memory."""
+    loads = [int(match[1] or 1) * int(match[2]) for match in _LOAD.finditer(ptx)]
+    copies = [8 * int(match[1], 16) for match in _COPY.finditer(ptx)]
+    return max([0, *loads, *copies])
+
+
+def _launches(which: str) -> Mapping[str, Callable[[], None]]:
+    """What to launch, by name."""
+    import torch
+
+    if which == "few":
+        return _each([torch.bfloat16], heads=(64,), windows=(40,), widths=(4096,), words=(32000,))
+    if which == "training":
+        return _each(
+            [torch.bfloat16],
+            heads=(64, 128, 256),
+            windows=(None, 40),
+            widths=(2048, 4096, 8192),
+            words=(32000, 128256),
+        )
+    return _each(
+        [torch.bfloat16, torch.float16, torch.float32, torch.float64],
+        heads=(64, 96, 128, 256),
+        windows=(None, 40),
+        widths=(64, 4096, 16384),
+        words=(1, 50257, 262144),
+    )
+
+
+def _each(
+    dtypes: list[Any],
+    *,
+    heads: tuple[int, ...],
+    windows: tuple[int | None, ...],
+    widths: tuple[int, ...],
+    words: tuple[int, ...],
+) -> Mapping[str, Callable[[], None]]:
+    """Launches of every dtype, head size, with and without a window, width and vocabulary."""
+    launches: dict[str, Callable[[], None]] = {}
+    for dtype in dtypes:
+        named = str(dtype).removeprefix("torch.")
+        for size in heads:
+            for window in windows:
+                key = f"{named}, heads of {size}{', window' if window else ''}"
+                launches[key] = partial(_attention, dtype, size, window)
+        for width in widths:
+            launches[f"{named}, width {width}"] = partial(_elementwise, dtype, width)
+        for count in words:
+            launches[f"{named}, {count} words"] = partial(_cross_entropy, dtype, count)
+    launches["float32, gradients"] = _gradient_norm
+    return launches
+
+
+def _attention(dtype: Any, head_size: int, window: int | None) -> None:
+    import torch
+
+    from sppo.kernels.triton.attention_backward import attention_backward
+    from sppo.kernels.triton.attention_forward import attention_forward
+
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    q = torch.zeros(64, 4, head_size, dtype=dtype)
+    k = torch.zeros(128, 2, head_size, dtype=dtype)
+    options: dict[str, Any] = {"scale": 0.1, "window": window, "document_starts": (0,)}
+    o, lse = attention_forward(q, k, k, **options)
+    dk, dv = k.to(acc_dtype), k.to(acc_dtype)
+    attention_backward(q, q, k, k, o, lse, dk_TKD=dk, dv_TKD=dv, **options)
+
+
+def _elementwise(dtype: Any, width: int) -> None:
+    import torch
+
+    from sppo.kernels.triton import activations, merge, norms, rotary
+
+    acc_dtype = torch.promote_types(dtype, torch.float32)
+    x = torch.zeros(8, width, dtype=dtype)
+    norms.rms_norm(x, x[0], eps=1e-6)
+    norms.rms_norm_backward(x, x, x[0], eps=1e-6)
+    norms.layer_norm(x, x[0], x[0], eps=1e-6)
+    norms.layer_norm_backward(x, x, x[0], x[0], eps=1e-6)
+    norms.add_rms_norm_(x.clone(), x, x[0], eps=1e-6)
+    norms.rms_norm_backward(x, x, x[0], eps=1e-6, dresidual_CE=x)
+    norms.add_layer_norm_(x.clone(), x, x[0], x[0], eps=1e-6)
+    norms.layer_norm_backward(x, x, x[0], x[0], eps=1e-6, dresidual_CE=x)
+    heads, angles = x.view(8, -1, 64), torch.zeros(8, 1, 32, dtype=acc_dtype)
+    rotary.turn(heads, angles, angles, sign=1.0)
+    activations.activation(x, x.clone(), kind="swiglu")
+    activations.activation_backward_(x.clone(), x.clone(), x.clone(), kind="swiglu")
+    activations.activation_backward_(x.clone(), None, x.clone(), kind="gelu")
+    activations.activation_backward_(x.clone(), None, x.clone(), kind="gelu_tanh")
+    total = torch.zeros(heads.shape, dtype=acc_dtype)
+    merge.merge_(total, total[:, :, 0].contiguous(), heads, total[:, :, 0].contiguous())
+
+
+def _cross_entropy(dtype: Any, words: int) -> None:
+    import torch
+
+    from sppo.kernels.triton.cross_entropy import losses_to_gradient_, token_losses
+
+    logits, labels = torch.zeros(4, words, dtype=dtype), torch.zeros(4, dtype=torch.long)
+    for label_smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-4)):
+        token_losses(logits, labels, label_smoothing=label_smoothing, z_loss=z_loss)
+        losses_to_gradient_(
+            logits, labels, scale=1.0, label_smoothing=label_smoothing, z_loss=z_loss
+        )
+
+
+def _gradient_norm() -> None:
+    import torch
+
+    from sppo.kernels.triton.gradient_norm import scale_, total_norm
+
+    for begin in (0, 1):  # aligned, and not
+        tensors = [torch.zeros(100)[begin:], torch.zeros(70000)]
+        scale_(tensors, total_norm(tensors))
+
+
+def _report(kernels: list[CompiledKernel]) -> dict[str, Any]:
+    import triton
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", f"scripts/{Path(__file__).name}", *sys.argv[1:]]),
+        "triton": triton.__version__,
+        "kernels": [asdict(kernel) for kernel in kernels],
+    }
+
+
+def _add_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Add to the list in ``path``, a kernel to a line."""
+    older = json.loads(path.read_text()) if path.exists() else []
+    reports = [one for one in older if one["triton"] != report["triton"]] + [report]
+    text = json.dumps(sorted(reports, key=lambda one: one["triton"]), indent=1)
+    one_line = re.sub(r"\n {4,}|\n {3}(?=\})", lambda match: " ", text)
+    write_text(path, re.sub(r"\{ | \}", lambda match: match[0].strip(), one_line) + "\n")
+
+
+_COLUMNS = {
+    "sm": "capability",
+    "kernel": "kernel",
+    "launch": "launch",
+    "warps": "warps",
+    "stages": "stages",
+    "registers": "registers",
+    "spill stores": "spill_store_bytes",
+    "spill loads": "spill_load_bytes",
+    "shared": "shared_bytes",
+    "products": "products",
+    "widest load": "widest_load_bits",
+}
+
+
+def _table(kernels: list[CompiledKernel]) -> str:
+    """One line per kernel; numbers stand to the right."""
+    rows = [list(_COLUMNS)]
+    rows += [[str(getattr(kernel, name)) for name in _COLUMNS.values()] for kernel in kernels]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    text = ("kernel", "launch")
+    return "\n".join(
+        "  ".join(
+            word.ljust(width) if name in text else word.rjust(width)
+            for word, width, name in zip(row, widths, _COLUMNS, strict=True)
+        ).rstrip()
+        for row in rows
+    )
+
+
+if __name__ == "__main__":
+    main()
