@@ -7,7 +7,13 @@ from torch import Tensor
 
 
 class CudnnBlocks:
-    """Block kernel over ``aten::_scaled_dot_product_cudnn_attention``."""
+    """Block kernel over ``aten::_scaled_dot_product_cudnn_attention``.
+
+    Some versions of torch return lse with a last dimension of one; backward takes it as it came.
+    """
+
+    def __init__(self) -> None:
+        self._lse_columns = True
 
     def backward_unit(self, dtype: torch.dtype) -> int | None:
         """Return None: backward takes any number of tokens."""
@@ -20,6 +26,7 @@ class CudnnBlocks:
         o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, _dense(k), _dense(v), mask, True, 0.0, causal, False, scale=scale
         )
+        self._lse_columns = lse.dim() == q.dim()
         return o, lse.reshape(q.shape[:-1])
 
     def backward(
@@ -43,7 +50,7 @@ class CudnnBlocks:
             _dense(k),
             _dense(v),
             o,
-            lse.contiguous(),
+            lse.contiguous().unsqueeze(-1) if self._lse_columns else lse.contiguous(),
             no_dropout,
             no_dropout,
             mask,

@@ -2,8 +2,8 @@
 
 One program of the first owns a block of queries of one head and forms dq. One of the second owns a
 block of keys of one key/value head, walks over every query of the group that sees them, and adds
-dk and dv to the fp32 totals of the sequence once: no gradient of the prefix exists beside those, and
-the result does not depend on the order in which programs run.
+dk and dv to the fp32 totals of the sequence once: no gradient of the prefix exists beside those,
+and the result does not depend on the order in which programs run.
 
 With p = exp(scale q.k - lse) and delta = sum_D(do o):
 ds = p (do.v - delta), dq = scale ds k, dk = scale ds^T q, dv = p^T do.

@@ -213,7 +213,13 @@ def test_packages_compose_to_the_definition(package, max_keys, case, monkeypatch
 
 
 class Operators:
-    """``torch.ops.aten`` with the flash and cuDNN operators done by the definition."""
+    """``torch.ops.aten`` with the flash and cuDNN operators done by the definition.
+
+    ``lse_columns``: whether cuDNN's lse has a last dimension of one.
+    """
+
+    def __init__(self, *, lse_columns=True):
+        self.lse_columns = lse_columns
 
     def _flash_attention_forward(
         self, q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, debug, *,
@@ -243,7 +249,8 @@ class Operators:
             for b in range(q.shape[0])
         ]
         o = torch.cat([o for o, _ in results]).transpose(1, 2)
-        return o, torch.cat([lse for _, lse in results]), None, None, 0, 0, None, None, None
+        lse = torch.cat([lse for _, lse in results])
+        return o, lse.unsqueeze(-1) if self.lse_columns else lse, None, None, 0, 0, None, None, None
 
     def _scaled_dot_product_cudnn_attention_backward(
         self, do, q, k, v, o, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p,
@@ -252,6 +259,8 @@ class Operators:
         assert (bias, cum_q, cum_k, dropout_p) == (None, None, None, 0.0)
         assert (max_q, max_k) == (q.shape[2], k.shape[2])
         assert all(0 not in x.stride() for x in (q, k, v))
+        assert lse.shape == (*q.shape[:3], *[1] * self.lse_columns)
+        lse = lse.view(q.shape[:3])
         results = [
             gradients_by_definition(
                 *by_token(do[b], q[b], k[b], v[b], o[b]), lse[b : b + 1],
@@ -276,8 +285,9 @@ def test_torch_flash_composes_to_the_definition(max_keys, case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["plain", "documents"])
-def test_cudnn_composes_to_the_definition(case, monkeypatch):
-    monkeypatch.setattr(torch.ops, "aten", Operators())
+@pytest.mark.parametrize("lse_columns", [True, False])
+def test_cudnn_composes_to_the_definition(lse_columns, case, monkeypatch):
+    monkeypatch.setattr(torch.ops, "aten", Operators(lse_columns=lse_columns))
     assert_is_the_definition(OfBlocks(cudnn_blocks.CudnnBlocks()), case)
 
 
