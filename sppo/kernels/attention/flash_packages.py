@@ -6,7 +6,7 @@ interfaces of flash-attn 3 with ``window_size_left``, of flash-attn 4 with ``ret
 :mod:`sppo.kernels.attention.choice` tries each on a small case before it relies on it.
 
 Legend: c queries, t keys, N query heads, K key/value heads, D head size; kernels take a batch of
-one in front.
+one in front, and none where they take the offsets of documents.
 """
 
 from __future__ import annotations
@@ -17,31 +17,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sppo.kernels.attention.document_offsets import DocumentOffsets
+
 _Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class TorchFlash:
     """``aten::_flash_attention_forward``, which is flash-attn 2."""
 
+    takes_documents = True
+
     def forward(
-        self, q_cND: Tensor, k_tKD: Tensor, v_tKD: Tensor, *, window: int | None, scale: float
+        self,
+        q_cND: Tensor,
+        k_tKD: Tensor,
+        v_tKD: Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (o_cND, lse_Nc) of one rectangle by the flash-attn 2 inside torch."""
+        """Return (o_cND, lse_Nc) of one rectangle, or its documents, by torch's copy."""
         o, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q_cND.unsqueeze(0),
-            k_tKD.unsqueeze(0),
-            v_tKD.unsqueeze(0),
-            None,
-            None,
-            q_cND.shape[0],
-            k_tKD.shape[0],
+            *_batched(documents, q_cND, k_tKD, v_tKD),
+            *_torch_offsets(documents, q_cND, k_tKD),
             0.0,
             True,
             False,
             scale=scale,
             **_optional_window(window),
         )
-        return o[0], lse[0]
+        return _unbatched(documents, o), _unbatched(documents, lse)
 
     def backward(
         self,
@@ -55,15 +61,13 @@ class TorchFlash:
         causal: bool,
         window: int | None,
         scale: float,
+        documents: DocumentOffsets | None = None,
     ) -> _Gradients:
-        """Return (dq, dk, dv) of one rectangle by the flash-attn 2 inside torch."""
+        """Return (dq, dk, dv) of one rectangle, or its documents, by torch's copy."""
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q_cND.device)  # not looked at
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            *(x.unsqueeze(0) for x in (do_cND, q_cND, k_tKD, v_tKD, o_cND, lse_Nc)),
-            None,
-            None,
-            q_cND.shape[0],
-            k_tKD.shape[0],
+            *_batched(documents, do_cND, q_cND, k_tKD, v_tKD, o_cND, lse_Nc),
+            *_torch_offsets(documents, q_cND, k_tKD),
             0.0,
             causal,
             no_dropout,
@@ -71,18 +75,30 @@ class TorchFlash:
             scale=scale,
             **_optional_window(window),
         )
-        return dq[0], dk[0], dv[0]
+        dq, dk, dv = (_unbatched(documents, x) for x in (dq, dk, dv))
+        return dq, dk, dv
 
 
 class FlashAttn2:
     """Package ``flash_attn``."""
 
+    takes_documents = True
+
     def forward(
-        self, q_cND: Tensor, k_tKD: Tensor, v_tKD: Tensor, *, window: int | None, scale: float
+        self,
+        q_cND: Tensor,
+        k_tKD: Tensor,
+        v_tKD: Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (o_cND, lse_Nc) of one rectangle by flash-attn 2."""
-        o, lse, *_ = _function("flash_attn.flash_attn_interface", "_flash_attn_forward")(
-            *(x.unsqueeze(0) for x in (q_cND, k_tKD, v_tKD)),
+        """Return (o_cND, lse_Nc) of one rectangle, or its documents, by flash-attn 2."""
+        name = "_flash_attn_forward" if documents is None else "_flash_attn_varlen_forward"
+        o, lse, *_ = _function("flash_attn.flash_attn_interface", name)(
+            *_batched(documents, q_cND, k_tKD, v_tKD),
+            **_package_offsets(documents),
             dropout_p=0.0,
             softmax_scale=scale,
             causal=True,
@@ -91,7 +107,7 @@ class FlashAttn2:
             alibi_slopes=None,
             return_softmax=False,
         )
-        return o[0], lse[0]
+        return _unbatched(documents, o), _unbatched(documents, lse)
 
     def backward(
         self,
@@ -105,12 +121,14 @@ class FlashAttn2:
         causal: bool,
         window: int | None,
         scale: float,
+        documents: DocumentOffsets | None = None,
     ) -> _Gradients:
-        """Return (dq, dk, dv) of one rectangle by flash-attn 2."""
+        """Return (dq, dk, dv) of one rectangle, or its documents, by flash-attn 2."""
         gradients = _empty(q_cND, k_tKD, v_tKD)
-        _function("flash_attn.flash_attn_interface", "_flash_attn_backward")(
-            *(x.unsqueeze(0) for x in (do_cND, q_cND, k_tKD, v_tKD, o_cND, lse_Nc)),
-            *(x.unsqueeze(0) for x in gradients),
+        name = "_flash_attn_backward" if documents is None else "_flash_attn_varlen_backward"
+        _function("flash_attn.flash_attn_interface", name)(
+            *_batched(documents, do_cND, q_cND, k_tKD, v_tKD, o_cND, lse_Nc, *gradients),
+            **_package_offsets(documents),
             dropout_p=0.0,
             softmax_scale=scale,
             causal=causal,
@@ -125,17 +143,27 @@ class FlashAttn2:
 class FlashAttn3:
     """Package ``flash_attn_interface``, for compute capability 9.0."""
 
+    takes_documents = True
+
     def forward(
-        self, q_cND: Tensor, k_tKD: Tensor, v_tKD: Tensor, *, window: int | None, scale: float
+        self,
+        q_cND: Tensor,
+        k_tKD: Tensor,
+        v_tKD: Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (o_cND, lse_Nc) of one rectangle by flash-attn 3."""
+        """Return (o_cND, lse_Nc) of one rectangle, or its documents, by flash-attn 3."""
         o, lse, *_ = _function("flash_attn_interface", "_flash_attn_forward")(
-            *(x.unsqueeze(0) for x in (q_cND, k_tKD, v_tKD)),
+            *_batched(documents, q_cND, k_tKD, v_tKD),
+            **_package_offsets(documents),
             softmax_scale=scale,
             causal=True,
             **_signed_window(window),
         )
-        return o[0], lse[0]
+        return _unbatched(documents, o), _unbatched(documents, lse)
 
     def backward(
         self,
@@ -149,12 +177,14 @@ class FlashAttn3:
         causal: bool,
         window: int | None,
         scale: float,
+        documents: DocumentOffsets | None = None,
     ) -> _Gradients:
-        """Return (dq, dk, dv) of one rectangle by flash-attn 3."""
+        """Return (dq, dk, dv) of one rectangle, or its documents, by flash-attn 3."""
         gradients = _empty(q_cND, k_tKD, v_tKD)
-        dq, dk, dv = (x.unsqueeze(0) for x in gradients)
+        dq, dk, dv = _batched(documents, *gradients)
         _function("flash_attn_interface", "_flash_attn_backward")(
-            *(x.unsqueeze(0) for x in (do_cND, q_cND, k_tKD, v_tKD, o_cND, lse_Nc)),
+            *_batched(documents, do_cND, q_cND, k_tKD, v_tKD, o_cND, lse_Nc),
+            **_package_offsets(documents),
             dq=dq,
             dk=dk,
             dv=dv,
@@ -167,12 +197,25 @@ class FlashAttn3:
 
 
 class FlashAttn4:
-    """Package ``flash_attn.cute``, for compute capabilities 9 to 11."""
+    """Package ``flash_attn.cute``, for compute capabilities 9 to 11.
+
+    Its backward has learnt documents lately, and not on every device: here they take turns.
+    """
+
+    takes_documents = False
 
     def forward(
-        self, q_cND: Tensor, k_tKD: Tensor, v_tKD: Tensor, *, window: int | None, scale: float
+        self,
+        q_cND: Tensor,
+        k_tKD: Tensor,
+        v_tKD: Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (o_cND, lse_Nc) of one rectangle by flash-attn 4."""
+        assert documents is None, "takes one document at a time"
         o, lse, *_ = _function("flash_attn.cute.interface", "_flash_attn_fwd")(
             *(x.unsqueeze(0) for x in (q_cND, k_tKD, v_tKD)),
             softmax_scale=scale,
@@ -194,8 +237,10 @@ class FlashAttn4:
         causal: bool,
         window: int | None,
         scale: float,
+        documents: DocumentOffsets | None = None,
     ) -> _Gradients:
         """Return (dq, dk, dv) of one rectangle by flash-attn 4."""
+        assert documents is None, "takes one document at a time"
         dq, dk, dv, *_ = _function("flash_attn.cute.interface", "_flash_attn_bwd")(
             *(x.unsqueeze(0) for x in (q_cND, k_tKD, v_tKD, o_cND, do_cND, lse_Nc)),
             softmax_scale=scale,
@@ -208,6 +253,37 @@ class FlashAttn4:
 
 def _function(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
+
+
+def _batched(documents: DocumentOffsets | None, *operands: Tensor) -> tuple[Tensor, ...]:
+    """A batch of one, or the documents' tokens as they lie."""
+    return operands if documents is not None else tuple(x.unsqueeze(0) for x in operands)
+
+
+def _unbatched(documents: DocumentOffsets | None, result: Tensor) -> Tensor:
+    """Undo :func:`_batched`."""
+    return result if documents is not None else result[0]
+
+
+def _torch_offsets(
+    documents: DocumentOffsets | None, q_cND: Tensor, k_tKD: Tensor
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Arguments (cum_seq_q, cum_seq_k, max_q, max_k) of torch's operators."""
+    if documents is None:
+        return None, None, q_cND.shape[0], k_tKD.shape[0]
+    return documents.queries, documents.keys, documents.most_queries, documents.most_keys
+
+
+def _package_offsets(documents: DocumentOffsets | None) -> dict[str, Tensor | int]:
+    """Arguments by which the packages take documents; none for one rectangle."""
+    if documents is None:
+        return {}
+    return {
+        "cu_seqlens_q": documents.queries,
+        "cu_seqlens_k": documents.keys,
+        "max_seqlen_q": documents.most_queries,
+        "max_seqlen_k": documents.most_keys,
+    }
 
 
 def _signed_window(window: int | None) -> dict[str, int]:

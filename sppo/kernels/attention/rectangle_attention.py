@@ -1,9 +1,10 @@
 """Attention over a prefix by kernels that take it as one rectangle, as flash-attn does.
 
 Such a kernel knows a causal mask that is aligned at the bottom right, a sliding window and grouped
-queries, so forward is one call per document. Its backward returns dk and dv as long as the keys
-(several times that with grouped queries): a long prefix is therefore taken in parts, each with the
-*global* o and lse, which makes its gradients exact, and these are added to the totals at once.
+queries, so forward is one call per document, or one for all where the kernel takes their offsets.
+Its backward returns dk and dv as long as the keys (several times that with grouped queries): a long
+prefix is therefore taken in parts, each with the *global* o and lse, which makes its gradients
+exact, and these are added to the totals at once.
 
 Legend: C queries, T keys, N query heads, K key/value heads, D head size; c queries and t keys of a
 rectangle.
@@ -11,7 +12,7 @@ rectangle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,16 +20,32 @@ import torch
 from torch import Tensor
 
 from sppo.kernels.attention.blocks import documents_in_span
+from sppo.kernels.attention.document_offsets import DocumentOffsets, document_offsets
 
 MAX_BACKWARD_KEYS = 16384
 """Keys of one backward rectangle without a window."""
 
 
 class RectangleKernel(Protocol):
-    """One rectangle of attention; ``causal`` is aligned at the bottom right."""
+    """One rectangle of attention; ``causal`` is aligned at the bottom right.
+
+    With ``documents`` it is a call for several rectangles, one after another along rows and keys.
+    """
+
+    @property
+    def takes_documents(self) -> bool:
+        """Whether a call may have ``documents``."""
+        ...
 
     def forward(
-        self, q_cND: Tensor, k_tKD: Tensor, v_tKD: Tensor, *, window: int | None, scale: float
+        self,
+        q_cND: Tensor,
+        k_tKD: Tensor,
+        v_tKD: Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(o_cND, lse_Nc in fp32), causal."""
         ...
@@ -45,6 +62,7 @@ class RectangleKernel(Protocol):
         causal: bool,
         window: int | None,
         scale: float,
+        documents: DocumentOffsets | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) like q, k, v; rows use the given global ``o`` and ``lse``."""
         ...
@@ -59,6 +77,8 @@ class Rectangle:
     k0: int
     k1: int
     causal: bool
+    documents: tuple[Rectangle, ...] = ()
+    """What it joins, in order: its own queries and keys are those of all of them."""
 
 
 def rectangles(
@@ -69,10 +89,11 @@ def rectangles(
     document_starts: tuple[int, ...],
     max_keys: int | None = None,
 ) -> Iterator[Rectangle]:
-    """One per document with a query in the span, cut where it has more than ``max_keys`` keys.
+    """One per document with a query in the span; of keys before the span, ``max_keys`` at a time.
 
-    With a window keys before the reach of the first query are left out, and nothing is cut: what is
-    left is as long as the queries and the window.
+    The last one of each document is causal. All causal ones together have no more than ``max_keys``
+    keys either, or as many as there are queries. With a window keys before the reach of the first
+    query are left out, and nothing is cut: what is left is as long as the queries and the window.
     """
     start = num_keys - num_queries
     for first, last in documents_in_span(start, num_keys, document_starts):
@@ -81,10 +102,21 @@ def rectangles(
         if window is not None:
             yield Rectangle(q0, q1, max(first, begin - window + 1), last, causal=True)
             continue
-        cut = first if max_keys is None else max(first, min(begin, last - max_keys))
+        cut = first if max_keys is None else max(first, min(begin, num_keys - max_keys))
         for k0 in range(first, cut, max_keys or 1):
             yield Rectangle(q0, q1, k0, min(k0 + (max_keys or 1), cut), causal=False)
         yield Rectangle(q0, q1, cut, last, causal=True)
+
+
+def joined(parts: Iterable[Rectangle]) -> list[Rectangle]:
+    """Join all causal rectangles of a span, which lie next to each other, into one."""
+    parts = list(parts)
+    causal = tuple(part for part in parts if part.causal)
+    if len(causal) == 1:
+        return parts
+    first, last = causal[0], causal[-1]
+    all_of_them = Rectangle(first.q0, last.q1, first.k0, last.k1, causal=True, documents=causal)
+    return [*(part for part in parts if not part.causal), all_of_them]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +137,13 @@ class OfRectangles:
         window: int | None,
         document_starts: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
-        """Return (o_CND, lse_NC), one rectangle per document."""
+        """Return (o_CND, lse_NC), one rectangle per document or one for all."""
         parts = [
             self.kernel.forward(
                 q_CND[r.q0 : r.q1], k_TKD[r.k0 : r.k1], v_TKD[r.k0 : r.k1],
-                window=window, scale=scale,
+                window=window, scale=scale, **_documents(r, q_CND.device),
             )
-            for r in rectangles(
-                q_CND.shape[0], k_TKD.shape[0], window=window, document_starts=document_starts
-            )
+            for r in self._rectangles(q_CND, k_TKD, window, document_starts, max_keys=None)
         ]  # fmt: skip
         if len(parts) == 1:
             return parts[0]
@@ -135,15 +165,8 @@ class OfRectangles:
         document_starts: tuple[int, ...],
     ) -> Tensor:
         """Return dq_CND, rectangle by rectangle, and add dk and dv to their sums."""
-        parts = list(
-            rectangles(
-                q_CND.shape[0],
-                k_TKD.shape[0],
-                window=window,
-                document_starts=document_starts,
-                max_keys=self.max_backward_keys or MAX_BACKWARD_KEYS,
-            )
-        )
+        max_keys = self.max_backward_keys or MAX_BACKWARD_KEYS
+        parts = self._rectangles(q_CND, k_TKD, window, document_starts, max_keys=max_keys)
         dq_CND: Tensor | None = None
         for r in parts:
             rows, keys = slice(r.q0, r.q1), slice(r.k0, r.k1)
@@ -157,6 +180,7 @@ class OfRectangles:
                 causal=r.causal,
                 window=window,
                 scale=scale,
+                **_documents(r, q_CND.device),
             )
             dk_TKD[keys].add_(dk)
             dv_TKD[keys].add_(dv)
@@ -167,3 +191,30 @@ class OfRectangles:
             dq_CND[rows].add_(dq)
         assert dq_CND is not None, "every query sees at least itself"
         return dq_CND.to(q_CND.dtype)
+
+    def _rectangles(
+        self,
+        q_CND: Tensor,
+        k_TKD: Tensor,
+        window: int | None,
+        document_starts: tuple[int, ...],
+        *,
+        max_keys: int | None,
+    ) -> list[Rectangle]:
+        parts = rectangles(
+            q_CND.shape[0],
+            k_TKD.shape[0],
+            window=window,
+            document_starts=document_starts,
+            max_keys=max_keys,
+        )
+        return joined(parts) if self.kernel.takes_documents else list(parts)
+
+
+def _documents(part: Rectangle, device: torch.device) -> dict[str, DocumentOffsets]:
+    """The argument that a kernel gets for a rectangle of several documents."""
+    if not part.documents:
+        return {}
+    queries = [one.q1 - one.q0 for one in part.documents]
+    keys = [one.k1 - one.k0 for one in part.documents]
+    return {"documents": document_offsets(queries, keys, device)}

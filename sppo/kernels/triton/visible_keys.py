@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sppo.kernels.host_tables import on_device, stream_number
+
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
@@ -42,7 +44,7 @@ def visible_keys(
     inside = tuple(s for s in sorted(document_starts) if start < s < num_keys)
     if not inside and (window is None or num_keys - begin <= window):
         return VisibleKeys(begin, None)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = stream_number(device)
     return _bounded(num_queries, num_keys, window, (begin, *inside), device, stream)
 
 
@@ -63,10 +65,7 @@ def _bounded(
     if window is not None:
         first = torch.maximum(first, position - window + 1)
     earliest = int(first[0])
-    table = (first - earliest).to(torch.int32)
-    if device.type == "cuda":  # or the host would wait until the device has it
-        table = table.pin_memory()
-    return VisibleKeys(earliest, table.to(device, non_blocking=True))
+    return VisibleKeys(earliest, on_device((first - earliest).to(torch.int32), device))
 
 
 @triton.jit

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.kernels.attention import cudnn_blocks, flash_packages
+from sppo.kernels.attention.document_offsets import document_offsets
 from sppo.kernels.attention.kernel import OfBlocks, Reference
-from sppo.kernels.attention.rectangle_attention import OfRectangles, rectangles
+from sppo.kernels.attention.rectangle_attention import OfRectangles, joined, rectangles
 from sppo.kernels.attention.reference import visible_pairs
 
 
@@ -37,13 +38,17 @@ def spans(draw):
 def test_rectangles_cover_every_visible_pair_once(span):
     c, t = span["num_queries"], span["num_keys"]
     seen = torch.zeros(c, t, dtype=torch.int64)
-    for r in rectangles(
-        c,
-        t,
-        window=span["window"],
-        document_starts=span["document_starts"],
-        max_keys=span["max_keys"],
-    ):
+    parts = list(
+        rectangles(
+            c,
+            t,
+            window=span["window"],
+            document_starts=span["document_starts"],
+            max_keys=span["max_keys"],
+        )
+    )
+    assert_joined(parts, span)
+    for r in parts:
         rows, keys = r.q1 - r.q0, r.k1 - r.k0
         inside = torch.ones(rows, keys, dtype=torch.bool)
         if r.causal:
@@ -54,6 +59,23 @@ def test_rectangles_cover_every_visible_pair_once(span):
         seen[r.q0 : r.q1, r.k0 : r.k1] += inside
     expected = visible_pairs(c, t, window=span["window"], document_starts=span["document_starts"])
     assert torch.equal(seen, expected.long())
+
+
+def assert_joined(parts, span):
+    """All causal parts become one, which has their queries and keys and no others."""
+    causal = [part for part in parts if part.causal]
+    *others, last = joined(parts)
+    assert others == [part for part in parts if not part.causal]
+    assert [(last.q0, last.q1), (last.k0, last.k1)] == [
+        (0, span["num_queries"]),
+        (causal[0].k0, span["num_keys"]),
+    ]
+    assert list(last.documents) == (causal if len(causal) > 1 else [])
+    for names in (("q0", "q1"), ("k0", "k1")):
+        begins, ends = ([getattr(part, name) for part in causal] for name in names)
+        assert begins[1:] == ends[:-1]
+    if span["max_keys"] is not None and span["window"] is None:
+        assert last.k1 - last.k0 <= max(span["max_keys"], span["num_queries"])
 
 
 def mask_of(rows, keys, *, causal, left):
@@ -94,6 +116,35 @@ def gradients_by_definition(do, q, k, v, o, lse, *, causal, left, scale):
     return tuple(x.unsqueeze(0) for x in (dq, dk, dv))
 
 
+def one_by_one(compute, tensors, cu_q, cu_k, max_q, max_k, **options):
+    """What a call with offsets computes, each document by itself: a list of parts per result."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert max_q == int((cu_q[1:] - cu_q[:-1]).max())
+    assert max_k == int((cu_k[1:] - cu_k[:-1]).max())
+    results = []
+    for i in range(len(cu_q) - 1):
+        rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        cut = {
+            name: x[:, rows] if name == "lse" else x[keys] if name in ("k", "v") else x[rows]
+            for name, x in tensors.items()
+        }
+        results.append(compute(*(x.unsqueeze(0) for x in cut.values()), **options))
+    return [[x[0] for x in parts] for parts in zip(*results, strict=True)]
+
+
+def forward_one_by_one(q, k, v, *offsets, **options):
+    """(o, lse) without a batch."""
+    o, lse = one_by_one(by_definition, {"q": q, "k": k, "v": v}, *offsets, **options)
+    return torch.cat(o), torch.cat(lse, 1)
+
+
+def backward_one_by_one(do, q, k, v, o, lse, *offsets, **options):
+    """(dq, dk, dv) without a batch."""
+    tensors = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}
+    parts = one_by_one(gradients_by_definition, tensors, *offsets, **options)
+    return [torch.cat(part) for part in parts]
+
+
 def flash_attn_2():
     def _flash_attn_forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
@@ -115,21 +166,54 @@ def flash_attn_2():
             place.copy_(value)
         return torch.empty(0)
 
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None,
+    ):  # fmt: skip
+        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+        offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        options = {"causal": causal, "left": window_size_left, "scale": softmax_scale}
+        return *forward_one_by_one(q, k, v, *offsets, **options), torch.empty(0), torch.empty(2)
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+        softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        assert (dropout_p, softcap, alibi_slopes, deterministic) == (0.0, 0.0, None, False)
+        offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        options = {"causal": causal, "left": window_size_left, "scale": softmax_scale}
+        results = backward_one_by_one(dout, q, k, v, out, softmax_lse, *offsets, **options)
+        for place, value in zip((dq, dk, dv), results, strict=True):
+            place.copy_(value)
+        return torch.empty(0)
+
     return {
         "flash_attn": {},
         "flash_attn.flash_attn_interface": {
             "_flash_attn_forward": _flash_attn_forward,
             "_flash_attn_backward": _flash_attn_backward,
+            "_flash_attn_varlen_forward": _flash_attn_varlen_forward,
+            "_flash_attn_varlen_backward": _flash_attn_varlen_backward,
         },
     }
 
 
 def flash_attn_3():
     def _flash_attn_forward(
-        q, k, v, k_new=None, v_new=None, qv=None, out_=None, *, softmax_scale=None, causal=False,
-        window_size_left=-1, window_size_right=-1,
+        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, *, softmax_scale=None, causal=False, window_size_left=-1,
+        window_size_right=-1,
     ):  # fmt: skip
-        o, lse = by_definition(q, k, v, causal=causal, left=window_size_left, scale=softmax_scale)
+        options = {"causal": causal, "left": window_size_left, "scale": softmax_scale}
+        offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        if cu_seqlens_q is None:
+            assert offsets == (None,) * 4
+            o, lse = by_definition(q, k, v, **options)
+        else:
+            o, lse = forward_one_by_one(q, k, v, *offsets, **options)
         return o, lse, torch.empty(0), torch.empty(0)
 
     def _flash_attn_backward(
@@ -138,9 +222,14 @@ def flash_attn_3():
         softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
         softcap=0.0, deterministic=False, sm_margin=0,
     ):  # fmt: skip
-        assert cu_seqlens_q is None
         options = {"causal": is_causal, "left": window_size_left, "scale": softmax_scale}
-        results = gradients_by_definition(dout, q, k, v, out, softmax_lse, **options)
+        offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        operands = (dout, q, k, v, out, softmax_lse)
+        if cu_seqlens_q is None:
+            assert offsets == (None,) * 4
+            results = gradients_by_definition(*operands, **options)
+        else:
+            results = backward_one_by_one(*operands, *offsets, **options)
         for place, value in zip((dq, dk, dv), results, strict=True):
             place.copy_(value)
         return torch.empty(0)
@@ -220,24 +309,34 @@ class Operators:
 
     def __init__(self, *, lse_columns=True):
         self.lse_columns = lse_columns
+        self.calls = 0
 
     def _flash_attention_forward(
         self, q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, debug, *,
         scale, window_size_left, window_size_right,
     ):  # fmt: skip
-        assert (cum_q, cum_k, dropout_p, debug) == (None, None, 0.0, False)
-        assert (max_q, max_k) == (q.shape[1], k.shape[1])
-        o, lse = by_definition(q, k, v, causal=is_causal, left=window_size_left, scale=scale)
+        assert (dropout_p, debug) == (0.0, False)
+        options = {"causal": is_causal, "left": window_size_left, "scale": scale}
+        self.calls += 1
+        if cum_q is None:
+            assert (cum_k, max_q, max_k) == (None, q.shape[1], k.shape[1])
+            o, lse = by_definition(q, k, v, **options)
+        else:
+            o, lse = forward_one_by_one(q, k, v, cum_q, cum_k, max_q, max_k, **options)
         return o, lse, torch.empty(2), torch.empty(()), torch.empty(0)
 
     def _flash_attention_backward(
         self, do, q, k, v, o, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, rng_state,
         unused, *, scale, window_size_left, window_size_right,
     ):  # fmt: skip
-        assert (cum_q, cum_k, dropout_p) == (None, None, 0.0)
-        assert (max_q, max_k) == (q.shape[1], k.shape[1])
+        assert dropout_p == 0.0
         options = {"causal": is_causal, "left": window_size_left, "scale": scale}
-        return gradients_by_definition(do, q, k, v, o, lse, **options)
+        self.calls += 1
+        if cum_q is None:
+            assert (cum_k, max_q, max_k) == (None, q.shape[1], k.shape[1])
+            return gradients_by_definition(do, q, k, v, o, lse, **options)
+        offsets = (cum_q, cum_k, max_q, max_k)
+        return backward_one_by_one(do, q, k, v, o, lse, *offsets, **options)
 
     def _scaled_dot_product_cudnn_attention(
         self, q, k, v, bias, compute_log_sumexp, dropout_p, is_causal, debug, *, scale
@@ -282,6 +381,28 @@ def test_torch_flash_composes_to_the_definition(max_keys, case, monkeypatch):
     monkeypatch.setattr(torch.ops, "aten", Operators())
     kernel = OfRectangles(flash_packages.TorchFlash(), max_backward_keys=max_keys)
     assert_is_the_definition(kernel, case)
+
+
+@pytest.mark.parametrize("max_keys", [16, 1000])
+def test_documents_of_a_span_take_one_call(max_keys, monkeypatch):
+    operators = Operators()
+    monkeypatch.setattr(torch.ops, "aten", operators)
+    kernel = OfRectangles(flash_packages.TorchFlash(), max_backward_keys=max_keys)
+    q, k = torch.randn(40, 2, 8), torch.randn(100, 2, 8)
+    options = {"window": None, "document_starts": (0, 75, 76, 90), "scale": 1.0}
+    o, lse = kernel.forward(q, k, k, **options)
+    assert operators.calls == 1
+    kernel.backward(q, q, k, k, o, lse, dk_TKD=torch.zeros_like(k), dv_TKD=k.clone(), **options)
+    before_the_span = 4 if max_keys == 16 else 0  # keys that the first document has there
+    assert operators.calls == 2 + before_the_span
+
+
+def test_offsets_are_made_once_for_all_layers():
+    made = [document_offsets([3, 1], [7, 1], torch.device("cpu")) for _ in range(2)]
+    assert made[0] is made[1]
+    assert made[0].queries.tolist() == [0, 3, 4]
+    assert made[0].keys.tolist() == [0, 7, 8]
+    assert (made[0].most_queries, made[0].most_keys) == (3, 7)
 
 
 @pytest.mark.parametrize("case", ["plain", "documents"])
