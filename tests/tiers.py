@@ -157,6 +157,25 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             by=("engine/test_offload.py::test_any_offload_ratio_is_everything_kept",),
         ),
     },
+    "engine/test_nccl_rules.py": {
+        "test_every_schedule": only(
+            "4-interleaved_seq1f1b",
+            "3-seq_zb_h1",
+            why="stages taking turns, and weight halves; all programs are checked for deadlocks",
+            by=(
+                "parallel/test_nccl_rules.py::test_two_sends_of_one_communicator_in_another_order",
+            ),
+        ),
+        "test_every_axis": only(
+            "(1, 2, 2)-3-ulysses", why="gathers and reductions beside messages and exchanges"
+        ),
+        "test_shards_of_units": only(
+            "4-(1, 3, 1)", why="messages between ranks that are no neighbours"
+        ),
+        "test_an_order_that_blocks_over_nccl_alone_is_found": only(
+            "False-False", "True-False", why="separate communicators are what all other steps have"
+        ),
+    },
     "engine/test_shared_inputs.py": {
         "test_shared_inputs_change_no_bit": each("each model, type and interval once"),
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from tests.engine.models import random_sequence, random_weights, tiny_model
+from tests.nccl_rules import nccl_rules
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Case:
     shared: bool = True
     zero: int = 1
     """2: every rank keeps its own rows of the gradients only; 3: of the weights, too."""
+    nccl_rules: bool = False
+    """Let ranks talk as over NCCL (:mod:`tests.nccl_rules`)."""
     bucket_bytes: int = 2000
     """Of a reduction: some weights travel together, others alone."""
     sizes: dict[str, Any] = field(default_factory=lambda: {"num_layers": 4})
@@ -78,14 +82,16 @@ class Case:
         return [s for r in range(self.shape[0]) for s in self.sequences(step, r)]
 
 
+TIMEOUT_S = 30.0
 _LINKS: list[Any] = []
 """(world, what was made in it): communicators are made once for the cases of a shape."""
 
 
-def mesh_of(rank: int, shape: MeshShape, *, wraps: bool, cuts_units: bool):
-    key = (dist.group.WORLD, shape, wraps, cuts_units)
+def mesh_of(rank: int, case: Case):
+    wraps, cuts_units, shape = case.virtual > 1, case.schedule == "sppo_msp", case.mesh
+    key = (dist.group.WORLD, shape, wraps, cuts_units, case.nccl_rules)
     if not _LINKS or _LINKS[0] != key:
-        mesh = Mesh(shape, rank=rank, timeout_s=30.0)
+        mesh = Mesh(shape, rank=rank, timeout_s=TIMEOUT_S)
         mesh.connect(wraps=wraps, cuts_units=cuts_units, ties_ends=True)
         links = None
         if shape.pipeline_parallel > 1:
@@ -162,16 +168,16 @@ def disk_store(directory: str) -> OffloadStore:
 
 def run_case(rank: int, case: Case):
     """By step: losses, valid labels, own part of gradients, trace, program, peaks, memory."""
-    return list(_steps(rank, case))
+    with nccl_rules() if case.nccl_rules else nullcontext():
+        return list(_steps(rank, case))
 
 
 def _steps(rank: int, case: Case):
     torch.set_default_dtype(torch.float32)
     model = case.model()
-    cuts_units = case.schedule == "sppo_msp"
-    mesh, links = mesh_of(rank, case.mesh, wraps=case.virtual > 1, cuts_units=cuts_units)
+    mesh, links = mesh_of(rank, case)
     at = mesh.at
-    msp_links = MspLinks(mesh) if cuts_units else None
+    msp_links = MspLinks(mesh) if case.schedule == "sppo_msp" else None
     pipeline = Pipeline(
         case.schedule, case.shape[1], at.pipeline, case.virtual, p2p=links, msp_links=msp_links
     )
