@@ -159,6 +159,7 @@ class _Sides:
             timeout_s=TIMEOUT.total_seconds(),
         ).connect(cuts_units=True)
         links = PipelineLinks(self._mesh, device=torch.device("cpu"))
+        msp_links = MspLinks(self._mesh, device=torch.device("cpu"))
         schedules = {"off": "sppo", "on": "sppo_msp"}
         pipelines = {
             name: Pipeline(
@@ -166,7 +167,7 @@ class _Sides:
                 arguments.ranks,
                 rank,
                 p2p=links,
-                msp_links=MspLinks(self._mesh) if name == "on" else None,
+                msp_links=msp_links if name == "on" else None,
                 planned=self._msp_program(model) if name == "on" else None,
             )
             for name, schedule in schedules.items()

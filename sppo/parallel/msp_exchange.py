@@ -29,6 +29,7 @@ class MspExchange:
         ranks: global ranks of the shards, in order.
         place: index of this rank's shard.
         owner: index of the owner's shard.
+        token: one zero on the device, for :meth:`barrier`.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class MspExchange:
         ranks: Sequence[int],
         place: int,
         owner: int,
+        token: Tensor,
     ) -> None:
         self._group, self._ahead, self._ranks = group, ahead, tuple(ranks)
-        self.place, self.owner = place, owner
+        self.place, self.owner, self._token = place, owner, token
 
     @property
     def is_owner(self) -> bool:
@@ -54,9 +56,12 @@ class MspExchange:
         return len(self._ranks)
 
     def barrier(self) -> None:
-        """Return when all ranks are here: shards run at the same time."""
+        """Let compute go on when that of all ranks is here: shards run at the same time.
+
+        A sum of zeros within the stream; a barrier of NCCL would hold up the host, too.
+        """
         with peer_errors("meeting the other shards of a unit"):
-            dist.barrier(group=self._group)
+            dist.all_reduce(self._token, group=self._group)
 
     def send_ahead(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Begin to send the owner's ``tensors`` to all; on the others they are filled.
@@ -177,10 +182,15 @@ class TokenMembers:
 
 
 class MspLinks:
-    """Communicators of all ranges of a pipeline whose ranks run shards of the same units."""
+    """Communicators of all ranges of a pipeline whose ranks run shards of the same units.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    Args:
+        mesh: whose pipeline this rank belongs to.
+        device: where tensors live.
+    """
+
+    def __init__(self, mesh: Mesh, *, device: torch.device) -> None:
+        self._mesh, self._token = mesh, torch.zeros(1, device=device)
         self._groups: dict[tuple[int, int], tuple[ProcessGroup, ProcessGroup]] = {}
         self._known: set[tuple[int, int]] = set()
 
@@ -209,4 +219,5 @@ class MspLinks:
             ranks=[self._mesh.pipeline_ranks[position] for position in positions],
             place=positions.index(self._mesh.at.pipeline),
             owner=owner,
+            token=self._token,
         )

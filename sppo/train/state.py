@@ -85,7 +85,7 @@ def build_state(
         rank=mesh.at.pipeline,
         p2p=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
         planned=plan_program(plan),
-        msp_links=MspLinks(mesh) if cuts_units else None,
+        msp_links=MspLinks(mesh, device=place) if cuts_units else None,
     )
     sharded = ShardedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)
     dtype = DTYPES[run.train.dtype]

@@ -177,7 +177,8 @@ def _steps(rank: int, case: Case):
     model = case.model()
     mesh, links = mesh_of(rank, case)
     at = mesh.at
-    msp_links = MspLinks(mesh) if case.schedule == "sppo_msp" else None
+    cpu = torch.device("cpu")
+    msp_links = MspLinks(mesh, device=cpu) if case.schedule == "sppo_msp" else None
     pipeline = Pipeline(
         case.schedule, case.shape[1], at.pipeline, case.virtual, p2p=links, msp_links=msp_links
     )

@@ -83,8 +83,9 @@ class _Rank:
                 ties_ends=model.tie_embeddings,
             )
         self._mesh, self._peers = mesh, HostCollectives(mesh)
-        links = PipelineLinks(mesh, device=torch.device("cpu")) if mesh.groups.edges else None
-        msp_links = MspLinks(mesh) if leg.schedule == "sppo_msp" else None
+        cpu = torch.device("cpu")
+        links = PipelineLinks(mesh, device=cpu) if mesh.groups.edges else None
+        msp_links = MspLinks(mesh, device=cpu) if leg.schedule == "sppo_msp" else None
         pipeline = Pipeline(
             leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, p2p=links, msp_links=msp_links
         )

@@ -129,8 +129,7 @@ class MspAttention:
         dq, dk_TKD, dv_TKD = self._gradients(do_cND, q_cND, o_cND, lse_Nc)
         dk_unit, dv_unit = self._complete(dk_TKD, dv_TKD)
         self._let_go(dk_TKD, dv_TKD)
-        rows = shard.rows_of(shard.place).to(dk_unit.device)
-        dk, dv = dk_unit[rows], dv_unit[rows]
+        dk, dv = shard.take(dk_unit), shard.take(dv_unit)
         self.close()
         if self._heads is None:
             return dq, dk, dv
@@ -156,7 +155,7 @@ class MspAttention:
             self._exchange.all_gather(parts)
             unit = own.new_empty((span.end - span.start, *own.shape[1:]))
             for place, part in enumerate(parts):
-                unit[shard.rows_of(place).to(unit.device)] = part
+                shard.put(part, place=place, whole_C=unit)
             whole.append(unit)
         sequence = shard.sequence
         if self._store is not None:

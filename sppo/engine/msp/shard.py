@@ -66,10 +66,23 @@ class MspShard(Unit):
             for first, cuts in zip(firsts, self.cuts, strict=False)
         )
 
-    def rows_of(self, place: int) -> Tensor:
-        """The tokens of shard ``place`` among those of the whole unit, ``[C_k]`` indices."""
+    def take(self, whole_C: Tensor) -> Tensor:
+        """Return a copy of this shard's tokens of the whole unit's, ``[C_k, ...]``."""
+        return torch.cat([whole_C[rows] for rows in self._rows(self.place)])
+
+    def put(self, part_C: Tensor, *, place: int, whole_C: Tensor) -> None:
+        """Copy the tokens of shard ``place`` to where they are in the whole unit.
+
+        By slices: an index would be copied to the device first, for which the host would wait.
+        """
+        parts = torch.split(part_C, [rows.stop - rows.start for rows in self._rows(place)])
+        for part, rows in zip(parts, self._rows(place), strict=True):
+            whole_C[rows] = part
+
+    def _rows(self, place: int) -> list[slice]:
+        """Tokens of shard ``place`` among those of the whole unit, a slice for each run."""
         start = self.span.start
-        return torch.cat([torch.arange(a - start, b - start) for a, b in self.runs(place)])
+        return [slice(run.start - start, run.end - start) for run in self.runs(place)]
 
 
 def cut_shard(

@@ -1,7 +1,13 @@
 """Multiplexed sequence partitioning: shards of units on several ranks, in float64."""
 
-import pytest
+from unittest import mock
 
+import pytest
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sppo.engine.msp.attention import MspAttention
+from sppo.engine.msp.shard import MspShard
 from tests.engine.models import VARIANTS
 from tests.engine.offloading import RatioRows
 from tests.engine.pipelined import Case, run_case
@@ -93,6 +99,42 @@ def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio):
     )
     assert shards_of(ranks, case)
     check(ranks, case)
+
+
+class NoIndices(TorchDispatchMode):
+    """Refuses index tensors: a host would wait while they are copied to its device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("arange", "index", "index_put_", "_index_put_impl_"), name
+        return func(*args, **(kwargs or {}))
+
+
+def without_host_waits(rank, case):
+    """A step in which attention uses no indices and no rank holds up its host for the others."""
+
+    def attend(act):
+        def watched(self, *arguments):
+            with NoIndices():
+                return act(self, *arguments)
+
+        return watched
+
+    forward, backward = (attend(getattr(MspAttention, name)) for name in ("_share", "_complete"))
+    taken, barrier = attend(MspShard.take), mock.Mock(side_effect=AssertionError("a barrier"))
+    with (
+        mock.patch.object(MspAttention, "_share", forward),
+        mock.patch.object(MspAttention, "_complete", backward),
+        mock.patch.object(MspShard, "take", taken),
+        mock.patch.object(dist, "barrier", barrier),
+    ):
+        return len(run_case(rank, case))
+
+
+def test_no_host_waits_for_another(ranks):
+    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_size": 6}
+    case = Case(shape=(1, 2, 2), schedule="sppo_msp", cuts=((0, 17, 33, 49, 60),), sizes=sizes)
+    assert ranks.run(without_host_waits, case, ranks=4) == [1] * 4
 
 
 def test_the_file_holds_what_a_rank_runs_and_no_more(ranks, tmp_path):
