@@ -40,7 +40,7 @@ class FakeGpu(CudaDevice):
 def fake_gpu(*, free_bytes: int = TOTAL_BYTES) -> Iterator[tuple[FakeGpu, Any]]:
     """A device, and its runtime; ``runtime.waits`` counts how often the host waited for it."""
     runtime = runtime_without_a_gpu()
-    counts = SimpleNamespace(waits=0, set_to=[], trims=0)
+    counts = SimpleNamespace(waits=0, set_to=[], trims=0, near=[])
 
     class Event(EventOfNow):
         def synchronize(self) -> None:
@@ -68,7 +68,9 @@ def fake_gpu(*, free_bytes: int = TOTAL_BYTES) -> Iterator[tuple[FakeGpu, Any]]:
             "set_device": counts.set_to.append,
             "get_device_name": lambda device: NAME,
             "device_count": lambda: 1,
-            "get_device_properties": lambda device: SimpleNamespace(total_memory=TOTAL_BYTES),
+            "get_device_properties": lambda device: SimpleNamespace(
+                total_memory=TOTAL_BYTES, pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0
+            ),
             "mem_get_info": lambda device: (free_bytes, TOTAL_BYTES),
             "memory_reserved": lambda device: RESERVED_BYTES,
             "memory_allocated": lambda device: ALLOCATED_BYTES,
@@ -82,6 +84,7 @@ def fake_gpu(*, free_bytes: int = TOTAL_BYTES) -> Iterator[tuple[FakeGpu, Any]]:
         for module in (cuda_queues, cuda_device, trace):
             stack.enter_context(patch.object(module, "_cuda", found))
         stack.enter_context(patch.object(cuda_device, "_page_locked", lambda tensor: tensor))
+        stack.enter_context(patch.object(cuda_device, "stay_near", counts.near.append))
         measured = patch.object(
             cuda_device, "measure_matmul_flops_per_s", lambda dtype, device: 1e10
         )

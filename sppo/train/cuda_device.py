@@ -6,6 +6,7 @@ loss and the gradient norm are read, and the clock.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from torch import Tensor
 from sppo.engine.trace import CudaStopwatch, Stopwatch
 from sppo.engine.unit import SequenceData
 from sppo.hardware.description import HardwareSpec
+from sppo.hardware.numa import node_of_pci_device, stay_near
 from sppo.hardware.this_machine import Gpus, describe_gpus, usable_memory_bytes
 from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.peak import measure_matmul_flops_per_s
@@ -29,6 +31,7 @@ from sppo.train.device import Kind, PoolUse
 from sppo.units import format_bytes
 
 _cuda: Any = torch.cuda  # parts of it have no types
+_log = logging.getLogger(__name__)
 
 HOST_FRACTION = 0.85
 """Fraction of the free host memory that offloaded tensors may fill; the rest is for the processes
@@ -79,8 +82,12 @@ class CudaDevice:
         return self.torch_device
 
     def begin(self) -> None:
-        """Make it the device that this process computes on."""
+        """Make it the device that this process computes on, and keep the process next to it."""
         _cuda.set_device(self.torch_device)
+        node = node_of_pci_device(self._pci_address())
+        kept = None if node is None else stay_near(node)
+        if kept is not None:
+            _log.info("on %d cores of NUMA node %d, next to the GPU", len(kept.cores), kept.index)
 
     def describe(self) -> str:
         """Return the GPU's name and index."""
@@ -195,6 +202,11 @@ class CudaDevice:
     def _put(self, tensor: Tensor) -> Tensor:
         """Torch keeps the page-locked copy until the device has read it."""
         return _page_locked(tensor).to(self.torch_device, non_blocking=True)
+
+    def _pci_address(self) -> str:
+        """Return the address by which Linux names the GPU, e.g. ``0000:1b:00.0``."""
+        found = _cuda.get_device_properties(self.torch_device)
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
     def _total_bytes(self) -> int:
         return int(_cuda.get_device_properties(self.torch_device).total_memory)

@@ -16,12 +16,13 @@ from sppo.config import load_run
 from sppo.engine.engine import Engine
 from sppo.engine.trace import CudaStopwatch, Trace
 from sppo.hardware.file import hardware_json
+from sppo.hardware.numa import NumaNode
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.parallel.environment import RankEnvironment
 from sppo.schedule.actions import Action, ActionKind
 from sppo.train import choose_device as choose_device_module
-from sppo.train import cpu_device, preflight, trainer
+from sppo.train import cpu_device, cuda_device, preflight, trainer
 from sppo.train.choose_device import choose_device, device_kind
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.cuda_device import ALLOCATOR_VARIABLES, SETTINGS, CudaDevice, prepare_cuda
@@ -164,6 +165,17 @@ def test_the_stores_of_a_rank_share_two_streams():
         assert made.call_count == 2
         plan.offloads_anything = False
         assert device.offload_stores(plan, count=17, **options) == []
+
+
+def test_a_rank_stays_next_to_its_gpu(monkeypatch):
+    node = NumaNode(1, frozenset({4, 5}))
+    monkeypatch.setattr(
+        cuda_device, "node_of_pci_device", lambda address: {"0000:1b:00.0": node}[address]
+    )
+    with fake_gpu() as (device, runtime):
+        device.begin()
+    assert runtime.counts.set_to == [device.torch_device]
+    assert runtime.counts.near == [node]
 
 
 # What a run does with it
