@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 
 from sppo.engine import trace
+from sppo.hardware.numa import NumaNode
 from sppo.offload import cuda_queues
 from sppo.train import cuda_device
 from sppo.train.cuda_device import CudaDevice
@@ -54,6 +55,10 @@ def fake_gpu(*, free_bytes: int = TOTAL_BYTES) -> Iterator[tuple[FakeGpu, Any]]:
     def synchronize(device: Any) -> None:
         counts.waits += 1
 
+    def stay_near(node: NumaNode) -> NumaNode:
+        counts.near.append(node)
+        return node
+
     def empty_cache() -> None:
         counts.trims += 1
 
@@ -84,7 +89,7 @@ def fake_gpu(*, free_bytes: int = TOTAL_BYTES) -> Iterator[tuple[FakeGpu, Any]]:
         for module in (cuda_queues, cuda_device, trace):
             stack.enter_context(patch.object(module, "_cuda", found))
         stack.enter_context(patch.object(cuda_device, "_page_locked", lambda tensor: tensor))
-        stack.enter_context(patch.object(cuda_device, "stay_near", counts.near.append))
+        stack.enter_context(patch.object(cuda_device, "stay_near", stay_near))
         measured = patch.object(
             cuda_device, "measure_matmul_flops_per_s", lambda dtype, device: 1e10
         )

@@ -87,6 +87,7 @@ class CudaDevice:
         node = node_of_pci_device(self._pci_address())
         kept = None if node is None else stay_near(node)
         if kept is not None:
+            torch.set_num_threads(min(torch.get_num_threads(), len(kept.cores)))
             _log.info("on %d cores of NUMA node %d, next to the GPU", len(kept.cores), kept.index)
 
     def describe(self) -> str:

@@ -168,7 +168,9 @@ def test_the_stores_of_a_rank_share_two_streams():
 
 
 def test_a_rank_stays_next_to_its_gpu(monkeypatch):
-    node = NumaNode(1, frozenset({4, 5}))
+    node, threads = NumaNode(1, frozenset({4, 5})), [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(
         cuda_device, "node_of_pci_device", lambda address: {"0000:1b:00.0": node}[address]
     )
@@ -176,6 +178,7 @@ def test_a_rank_stays_next_to_its_gpu(monkeypatch):
         device.begin()
     assert runtime.counts.set_to == [device.torch_device]
     assert runtime.counts.near == [node]
+    assert threads == [8, 2], "no more than there are cores"
 
 
 # What a run does with it
