@@ -11,6 +11,10 @@ from tests.engine import pipelined
 from tests.engine.msp.test_msp import CUTS
 from tests.engine.pipelined import Case, run_case
 from tests.engine.test_pipeline import CUTS_FOR_TWO, SCHEDULES, check
+from tests.nccl_rules import RulesGroup
+
+LIMIT_S = 1.0
+"""For what must not end."""
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -98,7 +102,7 @@ def receives_first(rank, case, separate):
             mock.patch.object(PipelineLinks, "wait_all", after_sending(wait_all)),
             mock.patch.object(_Awaited, "wait", after_sending(wait)),
             mock.patch.object(Mesh, "_make_edges", edges),
-            mock.patch.object(pipelined, "TIMEOUT_S", 3.0),
+            mock.patch.object(RulesGroup, "longest_s", LIMIT_S if not separate else 30.0),
         ):
             run_case(rank, case)
     except PeerLostError as error:
@@ -118,5 +122,5 @@ def test_an_order_that_blocks_over_nccl_alone_is_found(ranks, nccl_rules, separa
     )
     said = ranks.run(receives_first, case, separate, ranks=2)
     blocks = nccl_rules and not separate
-    assert [("timed out after 3 s" in text) for text in said] == [blocks] * 2, said
+    assert [(f"timed out after {LIMIT_S:g} s" in text) for text in said] == [blocks] * 2, said
     assert blocks or said == ["", ""]

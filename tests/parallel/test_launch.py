@@ -236,9 +236,12 @@ if rank == 1:
         time.sleep(0.01)
     Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "1").touch()
     print("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(...)", flush=True)
+    Path("aborts").touch()
     os.abort()
 Path("ready").touch()
-time.sleep(1.5)
+while not Path("aborts").exists():
+    time.sleep(0.01)
+time.sleep(0.3)
 progress.state("failed", message="no such data")
 sys.exit(2)
 """
