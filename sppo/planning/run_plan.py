@@ -18,16 +18,22 @@ from sppo.planning.make_plan import make_plan
 from sppo.planning.partition import automatic_num_subsequences
 from sppo.planning.plan import ExecutionPlan, boundaries_of
 from sppo.planning.search.best_schedule import with_best_schedule
-from sppo.planning.search.candidates import candidate_of, workload_of
-from sppo.planning.search.choices import Degrees, cut_sequence
+from sppo.planning.search.candidate_search import best_of_degrees
+from sppo.planning.search.candidates import candidate_of, candidate_of_subsequences
+from sppo.planning.search.choices import (
+    Degrees,
+    cut_sequence,
+    lone_stage_problem,
+    subsequence_counts_to_try,
+)
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
-from sppo.schedule.generators import WHOLE_SEQUENCES
 from sppo.units import format_bytes
 
-TARGET_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Tokens of a subsequence for ``num_subsequences: auto``. On a CPU 1Ki and 2Ki took the same
-time; the larger makes fewer. On a GPU, not measured: the middle of the paper's 2K to 16K."""
+EVALUATION_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Tokens of a subsequence of an evaluation with ``num_subsequences: auto``. On a CPU 1Ki and 2Ki
+took the same time; the larger makes fewer. On a GPU, not measured: the middle of the paper's 2K to
+16K."""
 USABLE_FRACTION = 0.85
 """Fraction of the free memory that a policy left to ``auto`` fills."""
 
@@ -76,10 +82,11 @@ def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandida
 
 
 def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
-    """The run with the degrees it writes and the cuts it asks for.
+    """The run with the degrees it writes and the cuts it asks for; the solver's where it does not.
 
     Raises:
-        ValueError: sequences that cannot be divided evenly over the replicas.
+        ValueError: sequences that cannot be divided evenly over the replicas, or units sharded over
+            the ranks of one stage.
     """
     parallel = run.parallel
     degrees = Degrees(
@@ -92,25 +99,31 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
             f"train.sequences_per_step {run.train.sequences_per_step} on "
             f"{degrees.data_parallel} data-parallel replicas: must be a multiple of the replicas"
         )
-    workload = workload_of(run, hardware=hardware, degrees=degrees)
-    return candidate_of(run, workload, degrees, lengths=_lengths(run, workload))
+    problem = lone_stage_problem(run, stages=degrees.pipeline_parallel)
+    if problem is not None:
+        raise ValueError(problem)
+    counts = subsequence_counts_to_try(run, hardware=hardware)
+    if len(counts) == 1:
+        return candidate_of_subsequences(
+            run, hardware=hardware, degrees=degrees, num_subsequences=counts[0]
+        )
+    best = best_of_degrees(run, hardware=hardware, degrees=degrees).candidate
+    return candidate_of(run, best.workload, degrees, lengths=best.lengths)
 
 
-def run_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
-    """Cuts of a sequence as the run file asks."""
-    return boundaries_of(_lengths(run, Workload(run.model, hardware, dtype=run.train.dtype)))
-
-
-def _lengths(run: RunConfig, workload: Workload) -> tuple[int, ...]:
+def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:
+    """Cuts of a sequence of which only the forward is run, as the run file asks."""
     num_subsequences = run.sequence.num_subsequences
     if num_subsequences == "auto":
-        target = TARGET_TOKENS[workload.hardware.device.kind]
+        target = EVALUATION_TOKENS[hardware.device.kind]
         num_subsequences = automatic_num_subsequences(run.sequence.length, target_tokens=target)
-        num_subsequences = 1 if run.parallel.schedule in WHOLE_SEQUENCES else num_subsequences
-    stages = run.parallel.pipeline_parallel_degree
-    return cut_sequence(
-        run, num_subsequences=num_subsequences, workload=workload, num_stages=stages
+    lengths = cut_sequence(
+        run,
+        num_subsequences=num_subsequences,
+        workload=Workload(run.model, hardware, dtype=run.train.dtype),
+        num_stages=run.parallel.pipeline_parallel_degree,
     )
+    return boundaries_of(lengths)
 
 
 def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_bytes: int) -> NodeSpec:

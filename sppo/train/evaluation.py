@@ -26,7 +26,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.partition import lengths_of
-from sppo.planning.run_plan import run_boundaries
+from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device
@@ -101,7 +101,7 @@ def evaluate(
     hardware = hardware_for(
         run.hardware, this_machine=None if device.kind == "cpu" else device.machine()
     )
-    boundaries = run_boundaries(run, hardware=hardware)
+    boundaries = evaluation_boundaries(run, hardware=hardware)
     device.begin()
     _check_memory(run, hardware=hardware, boundaries=boundaries, device=device)
     source = None if found is None else checkpoint or Path(run.train.output)

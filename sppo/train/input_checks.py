@@ -20,7 +20,7 @@ from sppo.offload.disk import usable_directory
 from sppo.parallel.megatron import tensor_shard
 from sppo.parallel.ulysses import head_shard
 from sppo.planning.run_plan import plan_run
-from sppo.planning.search.choices import trains_msp
+from sppo.planning.search.choices import lone_stage_problem, trains_msp
 from sppo.quoting import quoted
 from sppo.train.choose_device import device_kind
 from sppo.train.run_directory import check_output
@@ -86,12 +86,9 @@ def _problems(run: RunConfig, check: _Check) -> Iterator[Problem]:
 def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield (key of ``parallel``, rule) for degrees that model or step cannot be divided by."""
     parallel, model = run.parallel, run.model
-    if parallel.multiplexed == "on" and parallel.pipeline_parallel_degree == 1:
-        yield (
-            "multiplexed",
-            "parallel.multiplexed=on shards units over pipeline ranks, and there is one: raise "
-            "parallel.pipeline_parallel_degree, or leave it out",
-        )
+    lone_stage = lone_stage_problem(run, stages=parallel.pipeline_parallel_degree)
+    if lone_stage is not None:
+        yield "multiplexed", lone_stage
     if parallel.multiplexed == "on" and not trains_msp(run):
         yield (
             "multiplexed",

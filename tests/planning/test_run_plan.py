@@ -11,7 +11,7 @@ from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.hardware.presets import PRESETS
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length
-from sppo.planning.run_plan import USABLE_FRACTION, plan_run, run_boundaries
+from sppo.planning.run_plan import USABLE_FRACTION, evaluation_boundaries, plan_run
 from sppo.units import MIB
 from tests.planning.cases import A100
 from tests.planning.cases import run_config as any_run
@@ -20,7 +20,9 @@ LAPTOP = PRESETS["laptop-cpu"]
 PLENTY = 1 << 40
 
 
-def run_config(*, policy="auto", dtype="bf16", **sequence):
+def run_config(*, policy="auto", dtype="bf16", num_subsequences=8, **sequence):
+    if "boundaries" not in sequence:
+        sequence["num_subsequences"] = num_subsequences
     return any_run(
         "tiny",
         length=sequence.pop("length", 16384),
@@ -74,10 +76,12 @@ def test_a_cpu_has_nowhere_else_to_keep_the_optimizer():
     assert offloaded.stages[0].memory.device.optimizer_bytes > 0
 
 
-def test_less_memory_is_never_faster():
+@pytest.mark.parametrize("num_subsequences", [8, "auto"])
+def test_less_memory_is_never_faster(num_subsequences):
     least, most = (peak_bytes(policy) for policy in ("recompute", "retain"))
+    run = run_config(num_subsequences=num_subsequences)
     steps = [
-        plan(available_bytes=int((least + share * (most - least)) / USABLE_FRACTION) + 5)
+        plan(run, available_bytes=int((least + share * (most - least)) / USABLE_FRACTION) + 5)
         for share in (0, 0.2, 0.4, 0.6, 0.8, 1)
     ]
     seconds = [each.predicted.step_s for each in steps]
@@ -148,13 +152,14 @@ def test_explicit_boundaries_are_kept():
 
 
 def cuts_of(run, *, hardware=LAPTOP):
-    return run_boundaries(run, hardware=hardware)
+    return evaluation_boundaries(run, hardware=hardware)
 
 
-def test_pieces_are_automatic_by_device():
-    assert len(cuts_of(run_config())) == 8 + 1
-    assert len(cuts_of(run_config(), hardware=A100)) == 2 + 1
-    assert len(cuts_of(run_config(length=100))) == 1 + 1
+def test_pieces_of_an_evaluation_are_automatic_by_device():
+    automatic = run_config(num_subsequences="auto")
+    assert len(cuts_of(automatic)) == 8 + 1
+    assert len(cuts_of(automatic, hardware=A100)) == 2 + 1
+    assert len(cuts_of(run_config(length=100, num_subsequences="auto"))) == 1 + 1
 
 
 def test_partition_by_length_and_alignment():

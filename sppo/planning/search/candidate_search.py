@@ -107,6 +107,17 @@ class CandidateSearch:
         return (*refused, *map(_rejection, nearest))
 
 
+def best_of_degrees(
+    run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees
+) -> EvaluatedCandidate:
+    """The fastest candidate with these degrees, of every N worth trying, that fits.
+
+    Where none does, the one short of least memory.
+    """
+    counts = subsequence_counts_to_try(run, hardware=hardware)
+    return _Way(run, hardware=hardware, degrees=degrees, counts=counts).best
+
+
 def rank_of(evaluated: EvaluatedCandidate) -> Rank:
     """Faster first; of equals the one with fewer devices, fewer stages, fewer subsequences."""
     degrees = evaluated.degrees
@@ -135,8 +146,10 @@ class _Way:
 
     @cached_property
     def _worth_trying(self) -> Sequence[int]:
-        """Values of N that may fit: only the last where what is recomputed decides."""
-        return self._counts if leaves_room(self._candidate(self._counts[-1])) else self._counts[-1:]
+        """Values of N that may fit: where the last does not, which needs least, no other does."""
+        last = self._counts[-1]
+        fits = leaves_room(self._candidate(last)) or self._whole(last).shortfall is None
+        return self._counts if fits else self._counts[-1:]
 
     @property
     def bound_s(self) -> float:

@@ -56,6 +56,16 @@ def trains_msp(run: RunConfig) -> bool:
     return not shards_weights and parallel.zero != 3
 
 
+def lone_stage_problem(run: RunConfig, *, stages: int) -> str | None:
+    """Say so if the run shards units over pipeline ranks (MSP) and there is one; None if not."""
+    if run.parallel.multiplexed != "on" or stages > 1:
+        return None
+    return (
+        "parallel.multiplexed=on shards units over pipeline ranks, and there is one: raise "
+        "parallel.pipeline_parallel_degree, or leave it out"
+    )
+
+
 def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec:
     """The machine with the tiers behind its devices that the run allows.
 
@@ -93,7 +103,8 @@ def degrees_to_try(
     too few sequences, to use them.
 
     Raises:
-        ValueError: degrees in the run that need more devices than there are.
+        ValueError: degrees in the run that need more devices than there are, or units sharded over
+            the ranks of one stage.
     """
     given, total = run.parallel.model_fields_set, hardware.num_devices
     fixed: dict[str, int] = {
@@ -118,7 +129,13 @@ def degrees_to_try(
                 possible.append(degrees)
             else:
                 refused.append(Refusal(degrees, reason))
-    return possible, refused
+    most = max((degrees.pipeline_parallel for degrees in possible), default=2)
+    problem = lone_stage_problem(run, stages=most)
+    if problem is not None:
+        raise ValueError(problem)
+    piped = {d: lone_stage_problem(run, stages=d.pipeline_parallel) for d in possible}
+    refused += [Refusal(degrees, reason) for degrees, reason in piped.items() if reason is not None]
+    return [degrees for degrees, reason in piped.items() if reason is None], refused
 
 
 def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:

@@ -1,0 +1,49 @@
+"""Units sharded over pipeline ranks (MSP), asked for where there is one stage, or may be more."""
+
+from __future__ import annotations
+
+import pytest
+
+from sppo.hardware.file import hardware_for
+from sppo.planning.estimate import estimate
+from sppo.planning.run_plan import plan_run
+from sppo.planning.search.solver import solve
+from sppo.planning.simulated_run import simulated_run
+from sppo.train.input_checks import degree_problems
+from tests.planning.cases import run_config
+
+
+def multiplexed(**parallel):
+    return run_config("llama-3.2-1b", length="32Ki", parallel={"multiplexed": "on", **parallel})
+
+
+def planned(run, *, hardware):
+    return plan_run(run, hardware=hardware, available_bytes=hardware.device.usable_bytes)
+
+
+@pytest.mark.parametrize("command", [solve, estimate, simulated_run, planned])
+def test_every_command_refuses_one_stage_alike(command):
+    run = multiplexed(
+        pipeline_parallel_degree=1, data_parallel_degree=1, sequence_parallel_degree=8
+    )
+    ((key, rule),) = degree_problems(run)
+    assert key == "multiplexed"
+    with pytest.raises(ValueError, match="and there is one: raise") as refused:
+        command(run, hardware=hardware_for(run.hardware))
+    assert str(refused.value) == rule
+
+
+def test_one_device_has_one_stage():
+    run = multiplexed()
+    with pytest.raises(ValueError, match="and there is one: raise"):
+        solve(run, hardware=hardware_for("auto"))
+
+
+def test_degrees_that_are_left_open_have_several_stages():
+    run = multiplexed()
+    solution = solve(run, hardware=hardware_for(run.hardware))
+    ways = [solution.best, *solution.runners_up]
+    assert all(way.degrees.pipeline_parallel > 1 for way in ways)
+    refused = [r for r in solution.rejected if r.degrees.pipeline_parallel == 1]
+    assert refused
+    assert all("and there is one" in rejection.reason for rejection in refused)
