@@ -14,12 +14,15 @@ LOGITS_TILE_BYTES = {"cpu": 48 * MIB, "cuda": 256 * MIB}
 """Bound of one tile of logits, by kind of device."""
 LEAST_TILE_TOKENS = 64
 """Tokens of a tile of logits, however large the vocabulary."""
+PRODUCT_TOKENS = {"cpu": 1, "cuda": 256}
+"""Tokens in whole multiples of which a tile is cut, where it has that many: a GPU multiplies tiles
+of 128 or 256 rows, and takes as long for one that is not full."""
 
 
 def tile_tokens(
     vocab_size: int, *, element_bytes: int, device: str = "cpu", tile_bytes: int | None = None
 ) -> int:
-    """Tokens of a tile of logits.
+    """Tokens of a tile of logits, at most; those of a subsequence that remain are one more tile.
 
     Args:
         vocab_size: logits of a token.
@@ -28,4 +31,5 @@ def tile_tokens(
         tile_bytes: bound of the tile; None for the device's.
     """
     bound = LOGITS_TILE_BYTES[device] if tile_bytes is None else tile_bytes
-    return max(LEAST_TILE_TOKENS, bound // (element_bytes * vocab_size))
+    tokens, multiple = bound // (element_bytes * vocab_size), PRODUCT_TOKENS[device]
+    return max(LEAST_TILE_TOKENS, tokens - tokens % multiple if tokens >= multiple else tokens)

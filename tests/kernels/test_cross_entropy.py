@@ -140,6 +140,19 @@ def test_a_tile_is_as_large_as_its_bytes_allow():
         assert most / 2 < 2 * 32000 * tokens <= most
 
 
+@pytest.mark.parametrize(
+    ("words", "device", "tokens"),
+    [
+        (128256, "cuda", 1024),  # of 1046 that fit
+        (32000, "cuda", 4096),
+        (10**6, "cuda", 134),  # fewer than a product's tile has
+        (128256, "cpu", 196),
+    ],
+)
+def test_a_tile_of_a_gpu_fills_tiles_of_products(words, device, tokens):
+    assert tile_tokens(words, element_bytes=2, device=device) == tokens
+
+
 class Tiles:
     """A stand-in for the projection that notes the tiles it makes and which are still alive."""
 
