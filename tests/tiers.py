@@ -620,7 +620,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
         "test_what_may_change_on_the_way": only("words1", "words4", why="two of five keys"),
         "test_only_the_newest_checkpoints_stay": only("1-left0", why="the fewest that may stay"),
-        "test_the_end_always_saves": replaced(
+        "test_the_end_saves": replaced(
             "train/test_resume.py::test_more_steps_go_on",
             why="it goes on from what the end has saved",
         ),

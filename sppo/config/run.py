@@ -174,10 +174,12 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When state is saved. The end of a run and SIGTERM always save."""
+    """When state is saved. SIGTERM always saves."""
 
     every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps between checkpoints; 0 saves at the end only."""
+    at_end: bool = True
+    """Save when all steps are done; false leaves it, as a benchmark wants it."""
     keep: Steps = 3
     """Newest checkpoints that stay on disk."""
     async_save: bool = False

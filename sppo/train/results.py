@@ -120,9 +120,11 @@ def _write(
             _say(f"warning: {path} cannot be written: {told}", console)
     if missing:
         writable = [name for name in missing if name in (SUMMARY_FILE, LOSS_PLOT)]
-        hint = f"; the same command writes {', '.join(writable)}" if writable else ""
+        again = writable and outcome.saved
+        hint = f"; the same command writes {', '.join(writable)}" if again else ""
+        done = "done and saved" if outcome.saved else "done"
         _say(
-            f"{outcome.output}: done and saved after step {outcome.done_steps}, without "
+            f"{outcome.output}: {done} after step {outcome.done_steps}, without "
             f"{', '.join(missing)}{hint}",
             console,
         )

@@ -17,7 +17,7 @@ from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf import open_hf_weights
-from sppo.model.initialize import initial_weight
+from sppo.model.initialize import made_ahead
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.host_transfers import CudaTransfers
@@ -185,12 +185,12 @@ def starting_weights(
         run: checked.
         names: of those to make; None for all.
     """
-    shapes = parameter_shapes(run.model)
-    stored = None
-    if run.model.from_hf is not None:
-        stored = open_hf_weights(Path(run.model.from_hf), run.model)
-    for name in shapes if names is None else names:
-        if stored is not None:
-            yield name, stored[name].float()
-        else:
-            yield name, initial_weight(name, shapes[name], model=run.model, seed=run.train.seed)
+    every = parameter_shapes(run.model)
+    shapes = every if names is None else {name: every[name] for name in names}
+    if run.model.from_hf is None:
+        threads = torch.get_num_threads()
+        yield from made_ahead(shapes, model=run.model, seed=run.train.seed, threads=threads)
+        return
+    stored = open_hf_weights(Path(run.model.from_hf), run.model)
+    for name in shapes:
+        yield name, stored[name].float()

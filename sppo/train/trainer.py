@@ -85,6 +85,8 @@ class TrainingOutcome:
     """Steps done in all."""
     interrupted_by: str | None = None
     """Name of the signal that ended the run early."""
+    saved: bool = True
+    """Whether a checkpoint has the state at the end."""
     wall_s: float = 0.0
     baseline_bytes: int = 0
     """Device memory that the process held before the model was built; on a CPU resident memory."""
@@ -270,7 +272,7 @@ class _Loop:
         self._unrecorded: OSError | None = None
 
     def run(self, console: Console) -> None:
-        """All remaining steps; saves at the end, also when interrupted.
+        """All remaining steps; saves when interrupted, and at the end unless told not to.
 
         Raises:
             NonFiniteError: too many steps failed, or the state at the end cannot be saved.
@@ -306,7 +308,8 @@ class _Loop:
                 self._save_if_first(display)
                 self._manager.wait()
                 raise
-            unsaved = self._save(display)
+            outcome.saved = self._saves_now()
+            unsaved = self._save(display) if outcome.saved else None
             self._manager.wait()
         if unsaved is not None:
             raise NonFiniteError(f"{unsaved}; {_START_ANEW}")
@@ -553,6 +556,12 @@ class _Loop:
         # saving it would push out checkpoints from before.
         if every and done % every == 0 and not self._guard.failing:
             self._save(display)
+
+    def _saves_now(self) -> bool:
+        """Return whether a run that ends here is to be saved; all ranks ask."""
+        if self._run.checkpoint.at_end or self._outcome.done_steps < self._run.train.steps:
+            return True
+        return any(self._peers.all_gather(self._unrecorded is not None))
 
     def _save_if_first(self, display: TrainingDisplay) -> None:
         """Save a run that ends badly where all of it would be lost otherwise."""

@@ -490,8 +490,23 @@ def test_only_the_newest_checkpoints_stay(work, keep, left):
     assert names == [f"step_{step:06d}" for step in left]
 
 
+def test_the_end_saves_unless_told_not_to(work):
+    succeed("train", "run.yaml", "checkpoint.every=3", "checkpoint.at_end=false")
+    assert [path.name for path in (work / "out/checkpoints").iterdir()] == ["step_000003"]
+    succeed("train", "run.yaml", "train.output=none", "checkpoint.at_end=false")
+    assert not (work / "none/checkpoints/step_000004").exists()
+    assert len((work / "none/metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_last_step_that_cannot_be_told_is_saved_in_any_case(work, monkeypatch):
+    full_at(monkeypatch, step=4)
+    result = call("train", "run.yaml", "checkpoint.at_end=false")
+    assert "all 4 steps are done and saved, the record of the last is missing" in result.stderr
+    assert (work / "out/checkpoints/step_000004").is_dir()
+
+
 @pytest.mark.parametrize("extra", [[], ["checkpoint.async_save=true"]])
-def test_the_end_always_saves(work, extra):
+def test_the_end_saves(work, extra):
     succeed("train", "run.yaml", "checkpoint.every=3", *extra)
     names = sorted(path.name for path in (work / "out/checkpoints").iterdir())
     assert names == ["step_000003", "step_000004"]

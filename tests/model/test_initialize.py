@@ -4,7 +4,8 @@ import torch
 from sppo.config import PRESETS
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
-from sppo.model.initialize import initial_weight, initial_weights
+from sppo.model import initialize
+from sppo.model.initialize import initial_weight, initial_weights, made_ahead
 
 
 def model(preset="tiny-test", **fields):
@@ -16,6 +17,34 @@ def test_every_parameter_in_fp32_and_order():
     assert {name: tuple(w.shape) for name, w in weights.items()} == parameter_shapes(model())
     assert list(weights) == list(parameter_shapes(model()))
     assert {w.dtype for w in weights.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("threads", [2, 3, 100])
+def test_threads_change_neither_values_nor_order(threads):
+    shapes = parameter_shapes(model())
+    made = list(made_ahead(shapes, model=model(), seed=0, threads=threads))
+    expected = initial_weights(model(), seed=0)
+    assert [name for name, _ in made] == list(expected)
+    assert all(torch.equal(weight, expected[name]) for name, weight in made)
+
+
+@pytest.mark.parametrize(("ahead_bytes", "most"), [(4 * 2000, 2), (1, 1), (10**9, 5)])
+def test_few_parameters_are_made_before_they_are_taken(monkeypatch, ahead_bytes, most):
+    monkeypatch.setattr(initialize, "AHEAD_BYTES", ahead_bytes)
+    begun = []
+    make = initialize.initial_weight
+
+    def counted(name, shape, **options):
+        begun.append(name)
+        return make(name, shape, **options)
+
+    monkeypatch.setattr(initialize, "initial_weight", counted)
+    shapes = {f"{i}.q.weight": (10, 100) for i in range(12)}
+    largest = 0
+    for taken, _ in enumerate(made_ahead(shapes, model=model(), seed=0, threads=5)):
+        largest = max(largest, len(begun) - taken)
+    assert len(begun) == 12
+    assert largest <= most
 
 
 def test_norms_are_one_and_biases_zero():
