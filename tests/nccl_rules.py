@@ -10,6 +10,8 @@ the order in which it is issued. Each communicator is a stream of its own.
 * ``wait()`` holds compute up until then. Only then is what was received there: whoever does not
   wait finds NaN.
 * What is sent is read when it is sent, and may not change until then.
+* Where asked for, all communicators of a rank share one stream. That is the worst that
+  ``NCCL_LAUNCH_ORDER_IMPLICIT`` can make of their order: what ends so ends in any other way.
 * A rank that has died does not answer, instead of being told. Whoever waits for too long is told
   that, as NCCL's watchdog would end it.
 """
@@ -79,8 +81,38 @@ class RulesWork:
         return RuntimeError(f"Timed out waiting {1e3 * self._limit_s:.0f}ms for {self.what}")
 
 
+class Stream:
+    """Runs what communicators are asked for, in turn; nothing more after something has failed."""
+
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[tuple[RulesWork, Callable[[], None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="communicator", daemon=True)
+        self._thread.start()
+
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+    def put(self, work: RulesWork, act: Callable[[], None]) -> None:
+        self._asked.put((work, act))
+
+    def end(self) -> None:
+        self._asked.put(None)
+
+    def _serve(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            work, act = asked
+            work.run(act)
+            if work.error is not None:
+                return
+
+
+_shared: list[Stream] = []
+"""The stream of this process that all its communicators share, where they share one."""
+
+
 class RulesGroup(dist.ProcessGroup):
-    """A communicator: a stream of its own, in which everything runs in turn."""
+    """A communicator: what is asked of it runs in a stream, in turn."""
 
     longest_s = float("inf")
     """Longest time for anything, in tests of what must not end."""
@@ -93,8 +125,8 @@ class RulesGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(
             dist.PrefixStore("under the rules", store), rank, size, timeout
         )
-        self._asked: SimpleQueue[tuple[RulesWork, Callable[[], None]] | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name="communicator", daemon=True).start()
+        self._shares = bool(_shared)
+        self._stream = _shared[0] if self._shares else Stream()
 
     def size(self) -> int:
         return self._size
@@ -106,7 +138,8 @@ class RulesGroup(dist.ProcessGroup):
         return NAME
 
     def shutdown(self) -> None:
-        self._asked.put(None)
+        if not self._shares:
+            self._stream.end()
 
     def die(self) -> None:
         """Drop all connections, as the end of the process would."""
@@ -246,25 +279,27 @@ class RulesGroup(dist.ProcessGroup):
         for target, _ in results if poison else ():
             target.fill_(float("nan") if target.is_floating_point() else -1)
         work = RulesWork(what, limit_s=self.limit_s, results=results)
-        self._asked.put((work, act))
+        self._stream.put(work, act)
         return work
-
-    def _serve(self) -> None:
-        """Do what is asked for, in turn; after something failed, nothing runs any more."""
-        while (asked := self._asked.get()) is not None:
-            work, act = asked
-            work.run(act)
-            if work.error is not None:
-                return
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> RulesGroup:
     return RulesGroup(store, rank, size, timeout)
 
 
+_kept: list[Stream] = []
+
+
 @contextmanager
-def nccl_rules() -> Any:
-    """Within, groups are made with NCCL's rules where no other backend is named."""
+def nccl_rules(*, one_stream: bool = False) -> Any:
+    """Within, groups are made with NCCL's rules where no other backend is named.
+
+    Args:
+        one_stream: all that are made so in this process share a stream.
+    """
+    if one_stream and not (_kept and _kept[0].runs):
+        _kept[:] = [Stream()]
+    _shared[:] = _kept if one_stream else []
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, devices=["cpu"])
     original = dist.new_group
@@ -272,5 +307,8 @@ def nccl_rules() -> Any:
     def new_group(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
         return original(*arguments, backend=backend or NAME, **options)
 
-    with mock.patch.object(dist, "new_group", new_group):
-        yield
+    try:
+        with mock.patch.object(dist, "new_group", new_group):
+            yield
+    finally:
+        _shared.clear()

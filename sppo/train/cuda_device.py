@@ -44,6 +44,9 @@ SETTINGS = {
     # A message that waits for its sender must never stand in front of compute in a hardware queue,
     # so every stream gets one: compute, two for copies, one for each direction of each edge.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Kernels of several communicators must come in one order on all devices, or they may wait for
+    # each other's room; with this it is the host's (tests/engine/test_nccl_rules.py: steps end).
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     # What NCCL was about when it timed out (sppo.parallel.environment says where that is written).
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,8 +51,9 @@ class Case:
     shared: bool = True
     zero: int = 1
     """2: every rank keeps its own rows of the gradients only; 3: of the weights, too."""
-    nccl_rules: bool = False
-    """Let ranks talk as over NCCL (:mod:`tests.nccl_rules`)."""
+    nccl_rules: Literal["streams", "one stream"] | None = None
+    """Let ranks talk as over NCCL (:mod:`tests.nccl_rules`), a stream for each communicator or one
+    for all."""
     bucket_bytes: int = 2000
     """Of a reduction: some weights travel together, others alone."""
     sizes: dict[str, Any] = field(default_factory=lambda: {"num_layers": 4})
@@ -168,7 +168,9 @@ def disk_store(directory: str) -> OffloadStore:
 
 def run_case(rank: int, case: Case):
     """By step: losses, valid labels, own part of gradients, trace, program, peaks, memory."""
-    with nccl_rules() if case.nccl_rules else nullcontext():
+    if case.nccl_rules is None:
+        return list(_steps(rank, case))
+    with nccl_rules(one_stream=case.nccl_rules == "one stream"):
         return list(_steps(rank, case))
 
 
