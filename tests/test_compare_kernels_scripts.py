@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
@@ -50,6 +51,32 @@ def test_one_side_joins_the_report_of_another_time(tmp_path, monkeypatch):
     run("compare_cross_entropy.py", *CROSS_ENTROPY, "--sides", "tiled")
     _, tiled = json.loads((tmp_path / "losses.json").read_text())
     assert set(tiled["sides"]) == {"tiled"}
+
+
+def test_fused_projections_beside_separate_ones(tmp_path):
+    output = tmp_path / "fused.json"
+    options = f"--hidden 1024 --tokens 16 --dtypes fp32 --output {output}"
+    said = run("compare_fused_projections.py", *options.split())
+    assert "q/k/v fp32 E=1024 C=16 forward" in said
+    rows = json.loads(output.read_text())["rows"]
+    passes = ["forward", "input gradient", "weight gradients"]
+    assert [row["pass"] for row in rows] == passes * 2
+    for row in rows:
+        ratio = row["one_storage_s"] / row["separate_s"]  # of the only turn
+        assert row["one_storage_ratio"] == pytest.approx(ratio)
+
+
+def test_fused_projections_are_the_separate_ones(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    names = runpy.run_path(str(SCRIPTS / "compare_fused_projections.py"))
+    case = {"dtype": "fp32", "hidden": 32, "tokens": 5}
+    passes = names["_passes"](case, (16, 8, 8), "cpu")
+    for way, call in passes["forward"].items():
+        parts = zip(call(), passes["forward"]["separate"](), strict=True)
+        assert all(torch.allclose(ours, apart, atol=1e-6) for ours, apart in parts), way
+    expected = passes["input gradient"]["separate"]()
+    for way, call in passes["input gradient"].items():
+        torch.testing.assert_close(call(), expected, rtol=1e-5, atol=1e-6, msg=way)
 
 
 @pytest.mark.parametrize(
