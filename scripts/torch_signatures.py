@@ -127,6 +127,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 CUDA_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "cuda.Stream": ("cuda_stream",),
     "_C._cudart": ("cudaHostRegister", "cudaHostUnregister", "cudaGetErrorString", "cudaError"),
+    "_C._CudaDeviceProperties": ("total_memory", "pci_domain_id", "pci_bus_id", "pci_device_id"),
     "distributed.ProcessGroupNCCL": ("Options",),
 }
 """The same, of builds for CUDA alone."""
