@@ -32,7 +32,11 @@ from sppo.cost.layer import (
 from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
 from sppo.cost.sharding.collectives import shard_seconds
-from sppo.cost.sharding.part_seconds import last_reduction_seconds, with_collectives
+from sppo.cost.sharding.part_seconds import (
+    last_reduction_seconds,
+    unit_collective_seconds,
+    with_collectives,
+)
 from sppo.cost.sharding.parts import layer_by_copies, outer_by_copies
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
@@ -117,6 +121,9 @@ def stage_costs(
         links=pipeline_links(candidate),
         copies=copy_engines(candidate),
         layer_copies=tuple(_layer_copies(candidate, stage) for stage in candidate.stages),
+        unit_collectives_s=unit_collective_seconds(candidate)
+        if candidate.zero == 2 and candidate.schedule == "sppo_msp"
+        else (),
     )
 
 

@@ -91,13 +91,16 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
     degree = workload.sequence_parallel_degree
     published = workload.dtype == "bf16" and not device.attention_points
     backend = device.attention_backend if published else ""
-    rows = [
+    rows: list[tuple[str, float, str, float | None]] = [
         ("matrix products", products / degree / products_s, "FLOP/s", peak),
         ("attention", attention / degree / attention_s, "FLOP/s", peak),
         ("memory bandwidth", device.memory_bytes_per_s, "B/s", None),
-        ("links inside a node", hardware.network.intra_node_bytes_per_s, "B/s", None),
-        ("links between nodes", hardware.network.inter_node_bytes_per_s, "B/s", None),
     ]
+    devices, of_node = evaluated.degrees.num_devices, hardware.node.num_devices
+    if min(devices, of_node) > 1:
+        rows.append(("links inside a node", hardware.network.intra_node_bytes_per_s, "B/s", None))
+    if devices > of_node:
+        rows.append(("links between nodes", hardware.network.inter_node_bytes_per_s, "B/s", None))
     if hardware.node.host_memory_bytes:
         rows.append(("copies to and from host memory", hardware.node.d2h_bytes_per_s, "B/s", None))
     return tuple(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.advice import without_keys
-from sppo.planning.search.best_schedule import with_best_schedule
+from sppo.planning.search.best_schedule import SCHEDULED_UNITS, with_best_schedule
 from sppo.planning.search.candidate_search import CandidateSearch
 from sppo.planning.search.choices import subsequence_counts_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -131,9 +131,11 @@ def _fastest(
     first = next(search.fastest_first(most_s=most_s), None)
     if first is None:
         return None
-    # Cutting units over ranks (MSP) takes seconds to decide.
-    whole = change.run.parallel.model_copy(update={"multiplexed": "off"})
-    run = change.run.model_copy(update={"parallel": whole})
+    run = change.run
+    if first.costs.forward_s.size > SCHEDULED_UNITS:
+        # There, cutting units over ranks (MSP) takes seconds to decide.
+        whole = run.parallel.model_copy(update={"multiplexed": "off"})
+        run = run.model_copy(update={"parallel": whole})
     return with_best_schedule(run, simulate_candidate(first))
 
 

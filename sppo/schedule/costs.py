@@ -148,6 +148,8 @@ class Costs:
         links: What carries messages between ranks.
         copies: What carries D2H and H2D.
         layer_copies: How copies flow on each stage; () for whole units that lag without limit.
+        unit_collectives_s: Of each stage, seconds of the collectives that go with every F and with
+            every B, which take as long where a unit is shared (MSP); () for none.
     """
 
     forward_s: Table
@@ -166,6 +168,7 @@ class Costs:
     links: Links = Links()
     copies: CopyEngines = CopyEngines()
     layer_copies: tuple[LayerCopies, ...] = ()
+    unit_collectives_s: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         stages, units = self.forward_s.shape

@@ -180,7 +180,8 @@ def msp_seconds(
     other direction; but a borrower has room for the K/V and their gradients of one layer only, so
     what comes (all K/V up to the unit) and what goes (its gradients, to be added up at the owner,
     and the unit's own complete ones back) is waited for. A broadcast and a sum are pipelined and
-    cost their bytes once.
+    cost their bytes once. Collectives of the owner's devices (ZeRO-2) are as long as for a whole
+    unit.
     """
     seconds = {}
     starts = np.concatenate([np.cumsum((0, *parts))[:-1] for parts in schedule.lengths])
@@ -200,15 +201,19 @@ def msp_seconds(
         weights = float(costs.weight_bytes[stage])
         stream = weights + before_kv
         forward = float(costs.forward_s[stage, unit]) * share
+        collectives = costs.unit_collectives_s[stage] if costs.unit_collectives_s else (0.0, 0.0)
+        streamed_s = latency_s + stream / bytes_per_s
         seconds[encoding.F, slot] = (
-            max(forward, latency_s + stream / bytes_per_s) + latency_s + own_kv / bytes_per_s
+            max(forward, streamed_s, collectives[0]) + latency_s + own_kv / bytes_per_s
         )
         own_gradients = float(costs.kv_gradient_bytes[stage, unit])
         waited = before_kv + own_kv + before_gradients + own_gradients + own_kv
         backward = float(costs.backward_s[stage, unit] + costs.weight_s[stage, unit]) * share
         behind = max(weights, float(costs.weight_gradient_bytes[stage]))
-        offloaded_s = latency_s + behind / bytes_per_s
-        seconds[encoding.B, slot] = max(backward, offloaded_s) + latency_s + waited / bytes_per_s
+        sent_s = latency_s + behind / bytes_per_s
+        seconds[encoding.B, slot] = (
+            max(backward, sent_s, collectives[1]) + latency_s + waited / bytes_per_s
+        )
     return seconds
 
 

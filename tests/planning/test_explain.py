@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sppo.cost.candidate import Candidate
@@ -65,3 +67,16 @@ def test_rates_name_the_back_end_and_who_measured_it():
     assert "FlashAttention-3 paper" in rates["attention (cudnn)"].source
     assert 0.2 < rates["attention (cudnn)"].value / rates["attention (cudnn)"].peak < 0.5
     assert "mamf-finder" in rates["matrix products"].source
+
+
+@pytest.mark.parametrize(
+    ("stages", "of_node", "named"),
+    [(1, 8, set()), (4, 8, {"inside a node"}), (4, 2, {"inside a node", "between nodes"})],
+)
+def test_links_are_named_where_they_are_used(stages, of_node, named):
+    node = replace(PRESETS["h100"].node, num_devices=of_node)
+    hardware = replace(PRESETS["h100"], node=node, num_nodes=2)
+    candidate = some_candidate("four stages", hardware=hardware)
+    evaluated = assess(replace(candidate, pipeline_parallel_degree=stages))
+    figures = [rate.figure for rate in rates_used(evaluated)]
+    assert {f.removeprefix("links ") for f in figures if f.startswith("links ")} == named

@@ -6,7 +6,7 @@ import pytest
 
 from sppo.config.run import RunConfig
 from sppo.hardware.file import hardware_for
-from sppo.planning.improvements import WORTH_IT, improvements
+from sppo.planning.improvements import WORTH_IT, _Change, _fastest, improvements
 from tests.planning.cases import run_config, solved
 
 
@@ -74,3 +74,13 @@ def test_the_best_is_listed_first_and_a_good_answer_has_none():
     gains = [improvement.gain for improvement in improvements(solved(request(nodes=2)))]
     assert gains == sorted(gains, reverse=True)
     assert improvements(solved(request(train={"sequences_per_step": 8}))) == ()
+
+
+def test_changes_are_priced_with_units_cut_over_ranks_as_the_answer_is():
+    run = run_config("llama-3.1-8b", length="256Ki", hardware={"preset": "a100-80g", "nodes": 2})
+    solution = solved(run)
+    assert solution.best.candidate.schedule == "sppo_msp"
+    same = _Change("nothing", run, solution.hardware)
+    again = _fastest(same, known=solution.best, most_s=solution.best.step_s * 2)
+    assert again.candidate.schedule == "sppo_msp"
+    assert again.step_s == pytest.approx(solution.best.step_s)

@@ -103,6 +103,19 @@ def test_every_chosen_msp_group_pays():
         assert seconds[0, slot] + seconds[1, slot] < 1 + 2
 
 
+def test_collectives_take_as_long_where_a_unit_is_shared():
+    costs = priced(4, 8, bandwidth=100)
+    schedule = make("sppo_msp", p=4, n=8, m=1, tokens=64, costs=costs)
+    groups = find_msp_groups(schedule, programs=encode(schedule))
+    alone, reducing = (
+        msp_seconds(schedule, groups=groups, costs=replace(costs, unit_collectives_s=each * 4))
+        for each in ((), ((0.0, 2.5),))
+    )
+    for slot in groups:
+        assert alone[0, slot] == reducing[0, slot]
+        assert alone[1, slot] < 2.5 < reducing[1, slot] < 2.5 + alone[1, slot]
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     st.integers(1, 4),

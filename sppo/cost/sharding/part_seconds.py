@@ -48,6 +48,21 @@ def with_collectives(candidate: Candidate, units: LayerSeconds) -> LayerSeconds:
     )
 
 
+def unit_collective_seconds(candidate: Candidate) -> tuple[tuple[float, float], ...]:
+    """Return how long the collectives of one unit take on each stage: those in its F, in its B.
+
+    Args:
+        candidate: with `zero` of 2 and weight halves that are not deferred, as MSP's.
+    """
+    found = []
+    for stage in range(len(candidate.stages)):
+        parts = sharded_parts(candidate, stage=stage)
+        layers_s = parts.num_layers * _reduction_s(candidate, parts.layer)
+        backward_s = layers_s + _reduction_s(candidate, parts.before)
+        found.append((_reduction_s(candidate, parts.behind), backward_s))
+    return tuple(found)
+
+
 def last_reduction_seconds(candidate: Candidate) -> Table:
     """Return how long the last reduction of each stage takes, which nothing hides, [stages]."""
     seconds = np.zeros(len(candidate.stages))

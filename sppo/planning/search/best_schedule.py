@@ -10,7 +10,7 @@ from sppo.planning.search.choices import trains_msp
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
-_SCHEDULED_UNITS = 1200
+SCHEDULED_UNITS = 1200
 """Stages x units up to which other schedules are tried: making and playing them takes a second."""
 _WORTH_IT = 0.99
 """Another schedule is taken if it leaves at most this fraction of the step: predictions are not so
@@ -30,7 +30,7 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
         return best
     may_cut = trains_msp(run)
     forced = run.parallel.multiplexed == "on" and may_cut
-    if size > _SCHEDULED_UNITS and not forced:
+    if size > SCHEDULED_UNITS and not forced:
         return best
     if best.played is None:
         best = simulate_candidate(best)

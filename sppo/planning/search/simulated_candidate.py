@@ -45,5 +45,8 @@ def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | N
 
 
 def steady_bytes(device: MemoryBuckets) -> int:
-    """What is on a device throughout a step, whatever runs."""
+    """What a simulation does not follow: state, room for copies, and what runs beside what is held.
+
+    Of what runs it counts as much as the peak of both together exceeds the peak of what is held.
+    """
     return device.total_bytes - sum(int(getattr(device, name)) for name in _IN_TIMELINES)

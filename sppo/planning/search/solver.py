@@ -89,8 +89,9 @@ def _short_bytes(rejection: Rejection) -> int:
 def _simulated(fastest_first: Iterator[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
     """Simulate the first few candidates and all that might be faster still; the fastest first.
 
-    The closed form is never above the simulation, so from the first one that is not below the best
-    simulated on, none can be faster.
+    The closed form is never above the simulation where units run whole, so from the first one that
+    is not below the best simulated on, none can be faster. With `parallel.schedule=sppo_msp` it is
+    that of whole units, up to a few percent above: of those only the first few are simulated.
     """
     played: list[EvaluatedCandidate] = []
     fastest_s = float("inf")

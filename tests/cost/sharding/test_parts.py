@@ -12,11 +12,12 @@ from sppo.config.loading import check_run
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import layer_shapes, outer_shapes
-from sppo.cost.stage_cost import stage_seconds
+from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.gradient_reduce_scatter import GradientMessage
 from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.planning.run_plan import plan_run, run_candidate
+from tests.planning.cases import run_config
 from tests.random_training.emulated_ranks import run_emulated
 from tests.train.test_one_program import execute
 
@@ -208,3 +209,23 @@ def test_ends_without_room_beside_a_layer_are_exposed():
     assert forward == pytest.approx([0.0, head], rel=0.01, abs=0.01 * head)
     backward, forward = found[32]
     assert (backward < layer).all()
+
+
+def test_collectives_of_a_unit_are_all_that_takes_time_on_slow_links():
+    network = replace(PRESETS["h100"].network, inter_node_bytes_per_s=1e6)
+    hardware = replace(PRESETS["h100"], network=network, num_nodes=4)
+    node = replace(hardware.node, num_devices=2)
+    candidate = Candidate(
+        Workload(run_config("llama-3.2-1b").model, replace(hardware, node=node)),
+        (2048, 1024),
+        pipeline_parallel_degree=2,
+        data_parallel_degree=4,
+        schedule="sppo_msp",
+        zero=2,
+    )
+    costs = stage_costs(candidate, seconds=stage_seconds(candidate))
+    for stage, (_, backward_s) in enumerate(costs.unit_collectives_s):
+        found = costs.backward_s[stage] + costs.weight_s[stage]
+        assert found == pytest.approx(np.full(2, backward_s), rel=1e-3)
+    whole = replace(candidate, schedule="sppo")
+    assert stage_costs(whole, seconds=stage_seconds(whole)).unit_collectives_s == ()
