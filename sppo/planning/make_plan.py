@@ -11,7 +11,8 @@ from sppo import __version__
 from sppo.activations.placement import SubsequencePlacement
 from sppo.config.run import RunConfig
 from sppo.cost.flops import step_flops
-from sppo.cost.memory.copy_room import block_layout, stage_blocks, staging_bytes
+from sppo.cost.memory.copy_room import stage_blocks, staging_bytes
+from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.plan import (

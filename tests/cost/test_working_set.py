@@ -8,6 +8,7 @@ import torch
 from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
+from sppo.cost import attention_live_sets, tensor_sizes
 from sppo.cost import working_set as planned
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import evaluation_bytes
@@ -16,7 +17,7 @@ from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.kernels import row_tiles
 from sppo.kernels.attention import blocks as attention_blocks
-from sppo.kernels.attention import cpu_flash
+from sppo.kernels.attention import cpu_flash, rectangle_attention
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
@@ -153,12 +154,13 @@ def test_many_query_heads_on_one_key_head():
 
 
 def test_constants_are_those_of_the_kernels():
-    assert planned.TILE_BYTES == row_tiles.TILE_BYTES
-    assert planned.ACCUMULATION_TILE_BYTES == row_tiles.ACCUMULATION_TILE_BYTES
-    assert planned.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
-    assert planned.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS
-    assert planned.HALF_TOKENS == cpu_flash.HALF_BACKWARD_TOKENS
-    assert planned.LEAST_PART_KEYS == cpu_flash._MIN_PART_TOKENS
+    assert tensor_sizes.TILE_BYTES == row_tiles.TILE_BYTES
+    assert tensor_sizes.ACCUMULATION_TILE_BYTES == row_tiles.ACCUMULATION_TILE_BYTES
+    assert attention_live_sets.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
+    assert attention_live_sets.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS
+    assert attention_live_sets.HALF_TOKENS == cpu_flash.HALF_BACKWARD_TOKENS
+    assert attention_live_sets.SPAN_KEYS == rectangle_attention.MAX_BACKWARD_KEYS
+    assert attention_live_sets.LEAST_PART_KEYS == cpu_flash._MIN_PART_TOKENS
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -17,23 +17,12 @@ import numpy as np
 
 from sppo.activations.activation_layout import SOURCES_HELD, BlockLayout
 from sppo.activations.placement import ActivationPlacement, CopySlots, Counts
-from sppo.activations.tensor_classes import ATTENTION, CLASSES, LINEAR, class_bytes_per_token
+from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
 from sppo.cost.candidate import Candidate
+from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
 from sppo.cost.memory.stage_memory import StageMemory, with_activations
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.schedule.costs import Table
-
-
-def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
-    """The blocks of one stage."""
-    workload = candidate.workload
-    return BlockLayout(
-        workload.model,
-        workload.element_bytes,
-        layers=candidate.stages[stage],
-        input_every=candidate.input_every,
-        shared_by=workload.sequence_parallel_degree,
-    )
 
 
 def _layouts(candidate: Candidate) -> list[BlockLayout]:
@@ -63,9 +52,22 @@ def stage_blocks(placement: ActivationPlacement, shape: BlockLayout, *, stage: i
 
 
 def slots_on_device(candidate: Candidate, layout: BlockLayout) -> int:
-    """Blocks that are on the device at once, on their way out, back, or in use."""
-    leaving = layout.staging_slots if passes_through_slots(candidate) else SOURCES_HELD
+    """Blocks that are on the device at once, on their way out, back, or in use.
+
+    Of the sources on their way out one is the running layer's, which its working set counts.
+    """
+    return reserved_slots(candidate, layout) + _sources_waiting(candidate)
+
+
+def reserved_slots(candidate: Candidate, layout: BlockLayout) -> int:
+    """Blocks that there is memory for all the time."""
+    leaving = layout.staging_slots if passes_through_slots(candidate) else 0
     return leaving + layout.ring_slots
+
+
+def _sources_waiting(candidate: Candidate) -> int:
+    """Blocks in memory of their own that leave while another layer runs."""
+    return 0 if passes_through_slots(candidate) else SOURCES_HELD - 1
 
 
 def copy_slots(candidate: Candidate) -> CopySlots:
@@ -78,7 +80,7 @@ def copy_slots(candidate: Candidate) -> CopySlots:
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     classes = classes / workload.sequence_parallel_degree
     longest = max(candidate.lengths)
-    queries = {layers: _queries_bytes(shape, longest) for layers, shape in by_layers.items()}
+    queries = {layers: queries_bytes(shape, longest) for layers, shape in by_layers.items()}
     return CopySlots(
         row_bytes=counts[:, None] * classes,
         padding_bytes=counts * np.array([shape.most_padding_bytes for shape in shapes]),
@@ -124,7 +126,7 @@ def with_placement(
         device = replace(
             device,
             copies_bytes=room.slots_bytes,
-            working_bytes=device.working_bytes + room.joined_bytes,
+            working_bytes=device.working_bytes + room.leaving_bytes + room.joined_bytes,
         )
         # Extents in the tier are assigned to whole sequences.
         tier = room.tier_bytes * int(units.sequences[stage])
@@ -136,6 +138,8 @@ class _StageRoom(NamedTuple):
     """Bytes that offloading takes on one stage."""
 
     slots_bytes: int
+    leaving_bytes: int
+    """Sources on their way out that are in no slot."""
     joined_bytes: int
     tier_bytes: int
     """Of one sequence."""
@@ -144,9 +148,11 @@ class _StageRoom(NamedTuple):
 def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> _StageRoom:
     layout = block_layout(candidate, stage=stage)
     blocks = stage_blocks(placement, layout, stage=stage)
+    on_gpu = candidate.workload.hardware.device.kind == "cuda"
     return _StageRoom(
-        slots_on_device(candidate, layout) * int(blocks.max()),
-        joined_bytes(placement, layout, stage=stage),
+        reserved_slots(candidate, layout) * int(blocks.max()),
+        _sources_waiting(candidate) * int(blocks.max()),
+        0 if on_gpu else int(joined_bytes(placement, layout, stage=stage).max()),
         int(blocks.sum()),
     )
 
@@ -159,37 +165,3 @@ def staging_bytes(candidate: Candidate, *, placement: ActivationPlacement) -> in
         blocks = stage_blocks(placement, shape, stage=stage)
         most = max(most, shape.staging_slots * int(blocks.max()))
     return most
-
-
-def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: int) -> int:
-    """Tensors that are put together again from parts, of all layers that are taken at once.
-
-    Those that share an input are, and what is joined of each stays until its own turn is over; but
-    the input itself only one of them saved. What is partly recomputed counts in the working set as
-    if it were recomputed whole, but for queries and keys, which are then there sooner.
-    """
-    tables = (placement.retained, placement.offloaded, placement.recomputed)
-    retains, offloads, recomputes = (table[stage] > 0 for table in tables)
-    is_cut = (retains & offloads) | ((retains | offloads) & recomputes)
-    # Of subsequences with the same classes cut and recomputed the longest needs most.
-    kinds = np.hstack([is_cut, recomputes]) @ (1 << np.arange(2 * len(CLASSES)))
-    lengths, most = placement.tokens, 0
-    for kind in np.unique(kinds[is_cut.any(axis=1)]):
-        index = int(np.argmax(np.where(kinds == kind, lengths, 0)))
-        tokens = int(lengths[index])
-        joined, completed = is_cut[index] & ~recomputes[index], is_cut[index] & recomputes[index]
-        x_in, attention, linear = (tokens if joins else 0 for joins in joined.tolist())
-        rows = (x_in, attention, linear)
-        first, other = (
-            sum(shape.tensor_bytes(rows, own_input=own).values()) for own in (True, False)
-        )
-        layers = shape.taken_at_once(attention_saved=not recomputes[index, ATTENTION])
-        sooner = _queries_bytes(shape, tokens) if completed[LINEAR] else 0
-        most = max(most, first + (layers - 1) * other + layers * sooner)
-    return most
-
-
-def _queries_bytes(shape: BlockLayout, tokens: int) -> int:
-    """Saved queries, and keys, of one layer."""
-    sizes = shape.tensor_bytes((0, 0, tokens), own_input=False)
-    return sum(size for name, size in sizes.items() if name in ("q", "k"))

@@ -24,7 +24,8 @@ from math import prod
 from sppo.activations.placement import ActivationPlacement, SubsequencePlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES
-from sppo.cost.memory.copy_room import block_layout, joined_bytes, slots_on_device, stage_blocks
+from sppo.cost.memory.copy_room import slots_on_device, stage_blocks
+from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.running_units import (
     UnitRun,
@@ -109,7 +110,9 @@ class _Rank:
         self._runs = unit_runs(candidate, placement, stage=rank)
         self._sent = sent_bytes(candidate).forward[rank]
         self._joined = {
-            stage: joined_bytes(placement, block_layout(candidate, stage=stage), stage=stage)
+            stage: int(
+                joined_bytes(placement, block_layout(candidate, stage=stage), stage=stage).max()
+            )
             for stage in {action.stage for action in self._program}
         }
         own = [a for a in self._program if a.stage == rank]

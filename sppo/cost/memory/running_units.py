@@ -6,7 +6,7 @@ All of it is gone when the unit is done, so it counts beside what is held at tha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -14,12 +14,17 @@ from typing import NamedTuple
 import numpy as np
 
 from sppo.activations.placement import ActivationPlacement, Counts
-from sppo.activations.tensor_classes import CLASSES
+from sppo.activations.tensor_classes import CLASSES, class_bytes_per_token
+from sppo.cost.attention_live_sets import SPAN_KEYS
 from sppo.cost.candidate import Candidate
+from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.units_in_flight import Running
-from sppo.cost.working_set import PREFIX_KEYS, loss_working_set, working_sets
+from sppo.cost.working_set import loss_working_set, working_sets
 from sppo.schedule.costs import Table
+from sppo.schedule.generators import DEFERRING_WEIGHTS
 
+_Units = Counts | slice
+"""Which of a block's subsequences."""
 _SIMILAR = 0.9
 """A subsequence at least so long, relative to the longest of its neighbours, counts as that."""
 
@@ -33,6 +38,8 @@ class UnitRun(NamedTuple):
     """All devices of a sequence-parallel group together."""
     prefix: int
     """Tokens of the sequence before it."""
+    retained: frozenset[int] = frozenset()
+    """Tensor classes of which every row stays on a GPU; empty on a CPU."""
 
 
 def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Running:
@@ -91,6 +98,8 @@ def run_working_bytes(candidate: Candidate, run: UnitRun, *, stage: int) -> tupl
         tokens=-(-run.tokens // candidate.workload.sequence_parallel_degree),
         prefix=run.prefix,
         recomputed=run.recomputed,
+        retained=run.retained,
+        defers=candidate.schedule in DEFERRING_WEIGHTS,
         input_every=candidate.input_every,
         # Further layers take what the first behind those that share an input does.
         layers=min(len(candidate.stages[stage]), candidate.input_every + 1),
@@ -103,42 +112,88 @@ def unit_runs(
 ) -> tuple[UnitRun, ...]:
     """What a stage computes for each subsequence."""
     starts = accumulate(candidate.lengths, initial=0)
-    rows = placement.recomputed[stage].tolist()
+    kinds = _kinds(candidate, placement, stage=stage).tolist()
     return tuple(
-        UnitRun(frozenset(index for index, count in enumerate(counts) if count), tokens, start)
-        for counts, tokens, start in zip(rows, candidate.lengths, starts, strict=False)
+        UnitRun(_recomputed(kind), tokens, start, _retained(kind))
+        for kind, tokens, start in zip(kinds, candidate.lengths, starts, strict=False)
     )
+
+
+def _kinds(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> Counts:
+    """Return of each subsequence a bit for each class recomputed, then for each retained, [N].
+
+    On a CPU what is retained is copied, to memory that is there before it and after it.
+    """
+    bits: Counts = 1 << np.arange(len(CLASSES))
+    kinds: Counts = (placement.recomputed[stage] > 0) @ bits
+    if candidate.workload.hardware.device.kind == "cuda":
+        whole = placement.retained[stage] == placement.tokens[:, None]
+        kinds = kinds + (whole @ bits << len(CLASSES))
+    return kinds
+
+
+def _recomputed(kind: int) -> frozenset[int]:
+    return frozenset(index for index in range(len(CLASSES)) if kind >> index & 1)
+
+
+def _retained(kind: int) -> frozenset[int]:
+    return _recomputed(kind >> len(CLASSES))
 
 
 def _computing_of_stage(
     candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> tuple[Table, Table]:
     """Working sets of one stage's forwards and backwards, [N] each."""
-    kinds = (placement.recomputed[stage] > 0) @ (1 << np.arange(len(CLASSES)))
+    kinds = _kinds(candidate, placement, stage=stage)
     forward, backward = np.zeros(len(kinds)), np.zeros(len(kinds))
-    for block, runs in _runs_of_blocks(candidate.lengths, kinds.tobytes()):
-        sets = [run_working_bytes(candidate, run, stage=stage) for run in runs]
-        forward[block], backward[block] = (max(bytes_) for bytes_ in zip(*sets, strict=True))
+    on_gpu = candidate.workload.hardware.device.kind == "cuda"
+    for block, runs in _runs_of_blocks(candidate.lengths, kinds.tobytes(), on_gpu=on_gpu):
+        for run, units in runs:
+            sets = run_working_bytes(candidate, run, stage=stage)
+            for table, live in zip((forward[block], backward[block]), sets, strict=True):
+                table[units] = np.maximum(table[units], live)
         if candidate.is_last_stage(stage):
-            longest = max(run.tokens for run in runs)
+            longest = max(candidate.lengths[block])
             forward[block] = np.maximum(forward[block], loss_bytes(candidate, tokens=longest))
+    if on_gpu:
+        backward = _with_joined(backward, candidate, placement, stage=stage)
     return forward, backward
+
+
+def _with_joined(
+    backward: Table, candidate: Candidate, placement: ActivationPlacement, *, stage: int
+) -> Table:
+    """Add tensors put together from parts, whose retained parts go then, [N]."""
+    layout = block_layout(candidate, stage=stage)
+    joined = joined_bytes(placement, layout, stage=stage)
+    sizes = class_bytes_per_token(layout.model, element_bytes=layout.element_bytes)
+    is_cut = (placement.retained[stage] > 0) & (placement.offloaded[stage] > 0)
+    parts = (placement.retained[stage] * is_cut) @ sizes / layout.shared_by
+    found: Table = np.maximum(joined, backward + np.maximum(0, joined - parts))
+    return found
 
 
 @lru_cache(maxsize=256)
 def _runs_of_blocks(
-    lengths: tuple[int, ...], kinds: bytes
-) -> tuple[tuple[slice, tuple[UnitRun, ...]], ...]:
-    """Neighbouring subsequences of similar length, and the heaviest runs among them.
+    lengths: tuple[int, ...], kinds: bytes, *, on_gpu: bool
+) -> tuple[tuple[slice, tuple[tuple[UnitRun, _Units], ...]], ...]:
+    """Neighbouring subsequences of similar length, and runs that outweigh all of them.
 
     Args:
         lengths: tokens of each.
-        kinds: tensor classes that backward recomputes of each, an int64 with a bit for each class.
+        kinds: of each, see :func:`_kinds`, as int64.
+        on_gpu: whether they run on a GPU.
+
+    Returns:
+        Pairs of a block of subsequences, and of runs with the subsequences, counted within the
+        block, for which they count.
     """
-    tokens, recomputed = np.array(lengths, dtype=np.int64), np.frombuffer(kinds, dtype=np.int64)
-    prefixes = np.minimum(np.cumsum(tokens) - tokens, PREFIX_KEYS)
+    tokens, of_each = np.array(lengths, dtype=np.int64), np.frombuffer(kinds, dtype=np.int64)
+    prefixes = np.minimum(np.cumsum(tokens) - tokens, SPAN_KEYS)
+    runs_of: Callable[[Counts, Counts, Counts], Iterator[tuple[UnitRun, _Units]]]
+    runs_of = _extreme_runs if on_gpu else _heaviest_runs
     return tuple(
-        (block, tuple(_heaviest_runs(tokens[block], prefixes[block], recomputed[block])))
+        (block, tuple(runs_of(tokens[block], prefixes[block], of_each[block])))
         for block in _blocks(lengths)
     )
 
@@ -154,8 +209,31 @@ def _blocks(lengths: Sequence[int]) -> Sequence[slice]:
     return [slice(a, b) for a, b in pairwise([*edges, len(lengths)])]
 
 
-def _heaviest_runs(lengths: Counts, prefixes: Counts, kinds: Counts) -> Iterator[UnitRun]:
-    """Yield the runs of neighbouring units that none other of them outweighs.
+def _extreme_runs(
+    lengths: Counts, prefixes: Counts, kinds: Counts
+) -> Iterator[tuple[UnitRun, Counts]]:
+    """Yield runs that together outweigh all neighbouring units of a kind on a GPU, and those units.
+
+    What backward has freed grows with the subsequence, and what attention takes with the prefix.
+    Both do so evenly, so the most is needed by the longest or by the shortest, behind the longest
+    prefix.
+
+    Args:
+        lengths: tokens of each.
+        prefixes: tokens before each, as far as they are read at once.
+        kinds: of each, see :func:`_kinds`.
+    """
+    for kind in np.unique(kinds).tolist():
+        which = np.flatnonzero(kinds == kind)
+        behind, tokens = int(prefixes[which].max()), lengths[which]
+        for extreme in {int(tokens.min()), int(tokens.max())}:
+            yield UnitRun(_recomputed(kind), extreme, behind, _retained(kind)), which
+
+
+def _heaviest_runs(
+    lengths: Counts, prefixes: Counts, kinds: Counts
+) -> Iterator[tuple[UnitRun, slice]]:
+    """Yield the runs of neighbouring units that none other of them outweighs, on a CPU.
 
     A longer one needs more, and so does one behind a longer prefix, up to the part of a prefix
     that is read at once.
@@ -163,11 +241,10 @@ def _heaviest_runs(lengths: Counts, prefixes: Counts, kinds: Counts) -> Iterator
     Args:
         lengths: tokens of each.
         prefixes: tokens before each, as far as they are read at once.
-        kinds: tensor classes that backward recomputes of each, a bit for each class.
+        kinds: of each, see :func:`_kinds`.
     """
     for kind in np.unique(kinds).tolist():
         which = np.flatnonzero(kinds == kind)[::-1]
-        recomputed = frozenset(index for index in range(len(CLASSES)) if kind >> index & 1)
         behind, longest = prefixes[which], np.maximum.accumulate(lengths[which])
         # The last of those with the same prefix has seen them all, and all behind a longer one.
         ends = np.flatnonzero(np.append(behind[1:] != behind[:-1], True))
@@ -175,4 +252,4 @@ def _heaviest_runs(lengths: Counts, prefixes: Counts, kinds: Counts) -> Iterator
         for tokens, prefix in zip(longest[ends].tolist(), behind[ends].tolist(), strict=True):
             if tokens > most:
                 most = tokens
-                yield UnitRun(recomputed, tokens, prefix)
+                yield UnitRun(_recomputed(kind), tokens, prefix), slice(None)

@@ -1,0 +1,59 @@
+"""Saved tensors that were divided by rows, and are put together again for backward."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sppo.activations.activation_layout import BlockLayout
+from sppo.activations.placement import ActivationPlacement, Counts
+from sppo.activations.tensor_classes import ATTENTION, CLASSES, LINEAR
+from sppo.cost.candidate import Candidate
+
+
+def block_layout(candidate: Candidate, *, stage: int) -> BlockLayout:
+    """The blocks of one stage."""
+    workload = candidate.workload
+    return BlockLayout(
+        workload.model,
+        workload.element_bytes,
+        layers=candidate.stages[stage],
+        input_every=candidate.input_every,
+        shared_by=workload.sequence_parallel_degree,
+    )
+
+
+def joined_bytes(placement: ActivationPlacement, shape: BlockLayout, *, stage: int) -> Counts:
+    """Bytes of tensors of each subsequence that are put together again from parts, [N].
+
+    Those of all layers that are taken at once; a subsequence counts as the longest one that is cut
+    in the same places.
+
+    Those that share an input are, and what is joined of each stays until its own turn is over; but
+    the input itself only one of them saved. What is partly recomputed counts in the working set as
+    if it were recomputed whole, but for queries and keys, which are then there sooner.
+    """
+    tables = (placement.retained, placement.offloaded, placement.recomputed)
+    retains, offloads, recomputes = (table[stage] > 0 for table in tables)
+    is_cut = (retains & offloads) | ((retains | offloads) & recomputes)
+    kinds = np.hstack([is_cut, recomputes]) @ (1 << np.arange(2 * len(CLASSES)))
+    lengths = placement.tokens
+    found = np.zeros(len(lengths), dtype=np.int64)
+    for kind in np.unique(kinds[is_cut.any(axis=1)]):
+        index = int(np.argmax(np.where(kinds == kind, lengths, 0)))
+        tokens = int(lengths[index])
+        joined, completed = is_cut[index] & ~recomputes[index], is_cut[index] & recomputes[index]
+        x_in, attention, linear = (tokens if joins else 0 for joins in joined.tolist())
+        rows = (x_in, attention, linear)
+        first, other = (
+            sum(shape.tensor_bytes(rows, own_input=own).values()) for own in (True, False)
+        )
+        layers = shape.taken_at_once(attention_saved=not recomputes[index, ATTENTION])
+        sooner = queries_bytes(shape, tokens) if completed[LINEAR] else 0
+        found[kinds == kind] = first + (layers - 1) * other + layers * sooner
+    return found
+
+
+def queries_bytes(shape: BlockLayout, tokens: int) -> int:
+    """Saved queries, and keys, of one layer."""
+    sizes = shape.tensor_bytes((0, 0, tokens), own_input=False)
+    return sum(size for name, size in sizes.items() if name in ("q", "k"))
