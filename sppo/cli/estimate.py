@@ -10,6 +10,7 @@ from sppo.cli.arguments import Json, Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes
 
 if TYPE_CHECKING:
+    from sppo.dry_run.traced_step import TracedStep
     from sppo.planning.baselines import Baseline
     from sppo.planning.estimate import Estimate
 
@@ -23,6 +24,23 @@ def estimate(
             "--baselines", help="Also the longest sequence that fits here, trained in other ways."
         ),
     ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="Also run two steps of the rank that holds most on a GPU that is not there, "
+            "tensor by tensor, and put what it held beside the plan.",
+        ),
+    ] = False,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            "--layers",
+            metavar="K",
+            help="Trace K and 2 K layers of each stage, and extrapolate.",
+            show_default=False,
+        ),
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Predict memory by bucket, as training would plan the run on this machine; nothing is run.
@@ -32,16 +50,39 @@ def estimate(
 
         sppo estimate configs/run/gpt_7b_512k_32gpu.yaml sequence.length=4Mi
         sppo estimate configs/run/gpt_7b_512k_32gpu.yaml --baselines
+        sppo estimate configs/run/llama_1b_1m_1gpu.yaml sequence.length=64Ki --trace
     """
     with exit_codes():
         from sppo.cli.run_hardware import run_hardware
         from sppo.config import load_run
         from sppo.planning.estimate import estimate as estimate_run
 
+        if layers is not None and not trace:
+            raise ValueError("--layers says what --trace traces: write both")
         run = load_run(run_file, overrides or ())
         found = estimate_run(run, hardware=run_hardware(run))
         rows = _baselines(found) if compare else ()
-    _print(found, baselines=rows, as_json=json_output)
+        traced = _trace(found, layers=layers) if trace else None
+    _print(found, baselines=rows, traced=traced, as_json=json_output)
+
+
+def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
+    """Trace the run's fullest rank, and show on stderr how far it is."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from sppo.dry_run.traced_run import RunTracer
+
+    tracer = RunTracer(found, layers)
+    console = Console(stderr=True)
+    console.print(
+        f"tracing {tracer.num_actions} actions of a rank", highlight=False, soft_wrap=True
+    )
+    if not console.is_terminal:
+        return tracer.trace()
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("tracing", total=tracer.num_actions)
+        return tracer.trace(on_action=lambda: bar.advance(task))
 
 
 def _baselines(found: Estimate) -> tuple[Baseline, ...]:
@@ -50,14 +91,23 @@ def _baselines(found: Estimate) -> tuple[Baseline, ...]:
     return baselines(found.run, hardware=found.hardware)
 
 
-def _print(found: Estimate, *, baselines: tuple[Baseline, ...], as_json: bool) -> None:
+def _print(
+    found: Estimate,
+    *,
+    baselines: tuple[Baseline, ...],
+    traced: TracedStep | None,
+    as_json: bool,
+) -> None:
     """One JSON object, or tables for people."""
     if as_json:
         import json
 
-        from sppo.cli.output.estimate_json import estimate_report
+        from sppo.cli.output.estimate_json import estimate_report, trace_report
 
-        typer.echo(json.dumps(estimate_report(found, baselines=baselines), allow_nan=False))
+        report = estimate_report(found, baselines=baselines)
+        if traced is not None:
+            report["trace"] = trace_report(traced)
+        typer.echo(json.dumps(report, allow_nan=False))
         return
     from rich.console import Console
 
@@ -65,5 +115,9 @@ def _print(found: Estimate, *, baselines: tuple[Baseline, ...], as_json: bool) -
 
     console = Console()
     print_estimate(found, console=console)
+    if traced is not None:
+        from sppo.cli.output.trace_table import print_trace
+
+        print_trace(traced, console=console)
     if baselines:
         print_baselines(baselines, console=console)

@@ -122,5 +122,11 @@ def document_positions(
 ) -> Tensor:
     """Return the position of each token counted from the start of its document, ``[S]``."""
     positions = torch.arange(length, device=device)
-    starts = torch.tensor(sorted({0, *document_starts}), device=device)
-    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+    edges = sorted({0, *document_starts})
+    if len(edges) == 1:
+        return positions
+    starts = torch.tensor(edges)
+    if positions.is_cuda:  # or the host would wait until the device has it
+        starts = starts.pin_memory()
+    starts = starts.to(device, non_blocking=True)
+    return positions - starts.take(torch.searchsorted(starts, positions, right=True) - 1)

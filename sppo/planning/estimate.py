@@ -69,13 +69,15 @@ class Estimate:
         hardware: The machine it is held against.
         counts: Of its model and one sequence.
         evaluated: Its memory by stage, and where it does not fit.
-        chosen: Keys that the run leaves out, as the solver chooses them.
+        whole: The run with the keys that it leaves out, as the solver chooses them.
+        chosen: Those keys.
     """
 
     run: RunConfig
     hardware: HardwareSpec
     counts: ModelCounts
     evaluated: EvaluatedCandidate
+    whole: RunConfig
     chosen: tuple[str, ...] = ()
 
 
@@ -90,7 +92,7 @@ def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
     """
     whole = with_chosen_degrees(run, hardware=hardware)
     evaluated = scheduled(whole.run, assess(run_candidate(whole.run, hardware=hardware)))
-    return Estimate(run, hardware, model_counts(run), evaluated, whole.chosen)
+    return Estimate(run, hardware, model_counts(run), evaluated, whole.run, whole.chosen)
 
 
 def model_counts(run: RunConfig) -> ModelCounts:

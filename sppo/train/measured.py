@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.engine.engine import EnginePeaks
 from sppo.offload.copy_report import CopyReport
 from sppo.train.device import PoolUse
@@ -54,11 +55,11 @@ class MeasuredBuckets:
         """Take in what does not change from step to step."""
         self.kept_weights_bytes = self.weights_bytes = _tensor_bytes(state.weights)
         self.kept_gradients_bytes = self.gradients_bytes = _tensor_bytes(state.gradients)
-        own = {t.untyped_storage().data_ptr() for t in state.weights.values()}
+        own = {t.untyped_storage()._cdata for t in state.weights.values()}
         # Of an optimizer in host memory nothing is on the device.
         place = next(iter(state.weights.values())).device
         saved = {n: t for n, t in state.optimizer.state().items() if t.device == place}
-        others = {n: t for n, t in saved.items() if t.untyped_storage().data_ptr() not in own}
+        others = {n: t for n, t in saved.items() if t.untyped_storage()._cdata not in own}
         self.optimizer_bytes = _tensor_bytes(others)
 
     def count_step(self, peaks: EnginePeaks) -> None:
@@ -89,6 +90,51 @@ class MeasuredBuckets:
         """
         working = memory.used_peak_bytes - memory.used_bytes - saved_bytes
         self.working_bytes = max(self.working_bytes or 0, working)
+
+
+def predicted_and_measured(
+    predicted: MemoryBuckets, measured: MeasuredBuckets, *, all_bytes: int
+) -> dict[str, tuple[int, int]]:
+    """Return pairs of bytes by bucket, as far as the device tells them apart.
+
+    Args:
+        predicted: of the plan.
+        measured: of the steps.
+        all_bytes: what the process held at most, beyond what it held before it trained.
+    """
+    if measured.working_bytes is None:
+        rest = {
+            "working set and heap": (
+                predicted.working_bytes + predicted.heap_bytes + predicted.growth_bytes,
+                all_bytes - measured.counted_bytes,
+            )
+        }
+    else:
+        rest = {
+            # What messages and exchanged tensors take is not told apart from it.
+            "working set": (
+                predicted.working_bytes + predicted.communication_bytes,
+                measured.working_bytes,
+            ),
+            "process growth": (
+                predicted.growth_bytes + predicted.heap_bytes,
+                all_bytes - measured.counted_bytes,
+            ),
+        }
+    copies = predicted.copies_bytes, measured.copies_bytes
+    return {
+        "weights": (predicted.weights_bytes, measured.weights_bytes),
+        "gradients": (predicted.gradients_bytes, measured.gradients_bytes),
+        "optimizer": (predicted.optimizer_bytes, measured.optimizer_bytes),
+        "K/V and gradients": (predicted.kv_bytes + predicted.kv_gradients_bytes, measured.kv_bytes),
+        "activations": (
+            predicted.activations_bytes + predicted.loss_gradient_bytes,
+            measured.activations_bytes,
+        ),
+        **({"copies": copies} if any(copies) else {}),
+        **rest,
+        "all": (predicted.total_bytes, all_bytes),
+    }
 
 
 def _tensor_bytes(tensors: Mapping[str, Tensor]) -> int:

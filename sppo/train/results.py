@@ -12,7 +12,6 @@ from rich.console import Console
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
-from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.planning.plan import Prediction
 from sppo.report.copies_summary import copies_summary
 from sppo.report.loss_plot import loss_plot
@@ -23,7 +22,7 @@ from sppo.train.executed_step import (
     timeline_summary,
     timeline_writers,
 )
-from sppo.train.measured import MeasuredBuckets, StepPhases
+from sppo.train.measured import StepPhases, predicted_and_measured
 from sppo.train.preflight import Preflight
 from sppo.train.run_directory import (
     LOSS_PLOT,
@@ -146,50 +145,15 @@ def _say(text: str, console: Console) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _memory(preflight: Preflight, outcome: TrainingOutcome) -> dict[str, Pair]:
+def _memory(preflight: Preflight, outcome: TrainingOutcome) -> Mapping[str, Pair]:
     """Buckets that were measured, beside their prediction."""
-    predicted, measured = preflight.plan.stages[0].memory.device, outcome.buckets
     if not outcome.phases:
         return {}
-    growth = outcome.peak_bytes - outcome.baseline_bytes + outcome.warm_up_bytes
-    if measured.working_bytes is None:
-        rest = {
-            "working set and heap": (
-                predicted.working_bytes + predicted.heap_bytes + predicted.growth_bytes,
-                growth - measured.counted_bytes,
-            )
-        }
-    else:
-        rest = {
-            # What messages and exchanged tensors take is not told apart from it.
-            "working set": (
-                predicted.working_bytes + predicted.communication_bytes,
-                measured.working_bytes,
-            ),
-            "process growth": (
-                predicted.growth_bytes + predicted.heap_bytes,
-                growth - measured.counted_bytes,
-            ),
-        }
-    return {
-        "weights": (predicted.weights_bytes, measured.weights_bytes),
-        "gradients": (predicted.gradients_bytes, measured.gradients_bytes),
-        "optimizer": (predicted.optimizer_bytes, measured.optimizer_bytes),
-        "K/V and gradients": (predicted.kv_bytes + predicted.kv_gradients_bytes, measured.kv_bytes),
-        "activations": (
-            predicted.activations_bytes + predicted.loss_gradient_bytes,
-            measured.activations_bytes,
-        ),
-        **_copies(predicted, measured),
-        **rest,
-        "all": (predicted.total_bytes, growth),
-    }
-
-
-def _copies(predicted: MemoryBuckets, measured: MeasuredBuckets) -> dict[str, Pair]:
-    """Slots of offloaded tensors, where there are any."""
-    pair = predicted.copies_bytes, measured.copies_bytes
-    return {"copies": pair} if any(pair) else {}
+    return predicted_and_measured(
+        preflight.plan.stages[0].memory.device,
+        outcome.buckets,
+        all_bytes=outcome.peak_bytes - outcome.baseline_bytes + outcome.warm_up_bytes,
+    )
 
 
 def _phases(predicted: Prediction, outcome: TrainingOutcome) -> dict[str, Pair]:

@@ -18,7 +18,7 @@ from sppo.engine.pipeline import Pipeline
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.model.hf import open_hf_weights
 from sppo.model.initialize import made_ahead
-from sppo.optim.adamw import AdamW
+from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.host_transfers import CudaTransfers
 from sppo.optim.sharded_state import ShardedState
@@ -53,6 +53,21 @@ class TrainingState:
     """Optimizer of the rows that are this rank's to update."""
     engine: Engine
     sharded: ShardedState
+
+    def update(
+        self, own: Mapping[str, Tensor], *, norm: Tensor, clip_norm: float, lr: float
+    ) -> None:
+        """Clip gradients, step the optimizer, and fetch the weights that other ranks updated.
+
+        Args:
+            own: gradients in the rows that this rank updates; scaled in place.
+            norm: of the gradients of all ranks.
+            clip_norm: 0 leaves them alone.
+            lr: of this step.
+        """
+        clip_(own, norm=norm, clip_norm=clip_norm)
+        self.optimizer.step(own, lr=lr)
+        self.sharded.gather(self.weights)
 
 
 def build_state(

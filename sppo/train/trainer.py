@@ -28,7 +28,6 @@ from sppo.data.tokens import TokenData
 from sppo.engine.engine import StepResult
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
-from sppo.optim.adamw import clip_
 from sppo.optim.learning_rate import learning_rate
 from sppo.output_file import write_json
 from sppo.parallel.failures import PeerLostError
@@ -382,9 +381,7 @@ class _Loop:
         else:
             problem = f"step {step + 1}: {self._data.why_no_labels(step)}. The update is skipped"
         if problem is None:
-            clip_(own, norm=norm, clip_norm=self._run.optimizer.clip_norm)
-            state.optimizer.step(own, lr=lr)
-            state.sharded.gather(state.weights)
+            state.update(own, norm=norm, clip_norm=self._run.optimizer.clip_norm, lr=lr)
         else:
             self._say(problem, display)
         self._device.synchronize()

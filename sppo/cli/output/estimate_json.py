@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sppo.cli.output.solve_json import (
     degrees_report,
@@ -15,6 +15,9 @@ from sppo.cli.output.solve_json import (
 from sppo.planning.baselines import Baseline
 from sppo.planning.estimate import Estimate, ModelCounts
 from sppo.planning.search.choices import Degrees
+
+if TYPE_CHECKING:
+    from sppo.dry_run.traced_step import TracedStep
 
 
 def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> dict[str, Any]:
@@ -43,6 +46,25 @@ def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> d
     if baselines:
         report["baselines"] = [_baseline_report(row) for row in baselines]
     return report
+
+
+def trace_report(traced: TracedStep) -> dict[str, Any]:
+    """Return a traced step as plain values."""
+    return {
+        "rank": traced.rank,
+        "num_layers": traced.num_layers,
+        "traced_layers": list(traced.traced_layers) or [traced.num_layers],
+        "buckets": {
+            name: {"predicted_bytes": predicted, "traced_bytes": held}
+            for name, (predicted, held) in traced.buckets.items()
+        },
+        "actions": {kind: asdict(counts) for kind, counts in traced.actions.items()},
+        "host_waits": dict(traced.host_waits),
+        "launches": dict(traced.kernels),
+        "attention_backend": traced.backend,
+        "streams": traced.num_streams,
+        "seconds": traced.seconds,
+    }
 
 
 def _counts_report(counts: ModelCounts) -> dict[str, Any]:

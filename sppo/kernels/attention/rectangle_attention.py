@@ -189,6 +189,7 @@ class OfRectangles:
             if dq_CND is None:
                 dq_CND = torch.zeros(q_CND.shape, dtype=lse_NC.dtype, device=q_CND.device)
             dq_CND[rows].add_(dq)
+            del dq, dk, dv  # or they would stay while the next part is computed
         assert dq_CND is not None, "every query sees at least itself"
         return dq_CND.to(q_CND.dtype)
 

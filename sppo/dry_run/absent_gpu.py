@@ -1,0 +1,160 @@
+"""A GPU that is not there, for as long as a context lasts: everything that a step asks of one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sppo.cost.attention_backend import planned_backend
+from sppo.cost.layer import Workload
+from sppo.dry_run.attention import absent_attention
+from sppo.dry_run.communication import REBOUND, AbsentRanks
+from sppo.dry_run.disk_threads import AbsentFile, InlineQueue
+from sppo.dry_run.orderings import OrderingCheck
+from sppo.dry_run.recorder import Recorder
+from sppo.dry_run.streams import Runtime, Wait
+from sppo.dry_run.tensor_functions import DevicelessFunctions
+from sppo.kernels import fused
+from sppo.kernels.attention import interface
+from sppo.kernels.attention.kernel import AttentionKernel
+from sppo.model import rope
+from sppo.offload import cuda_queues
+from sppo.train import cuda_device, state
+
+_RUNTIME_NAMES = (
+    "Stream", "Event", "stream", "current_stream", "synchronize", "set_device", "get_device_name",
+    "get_device_capability", "get_device_properties", "device_count", "mem_get_info",
+    "memory_reserved", "memory_allocated", "max_memory_reserved", "max_memory_allocated",
+    "reset_peak_memory_stats", "empty_cache", "cudart",
+)  # fmt: skip
+
+
+_CAPABILITY = (9, 0)
+"""Nothing that a step does depends on it: the attention back end is the planned one."""
+_CACHED_TENSORS = (rope._frequencies_on,)
+"""Functions that keep tensors of a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentGpu:
+    """One rank's GPU that is not there.
+
+    Attributes:
+        recorder: Sees all that is done on it.
+        backend: Name of the attention back end that stands for the real one.
+    """
+
+    recorder: Recorder
+    backend: str
+
+    @property
+    def runtime(self) -> Runtime:
+        """Its streams and its memory."""
+        return self.recorder.runtime
+
+
+@contextmanager
+def absent_gpu(
+    workload: Workload,
+    *,
+    rank: int = 0,
+    orderings: OrderingCheck | None = None,
+    lost: frozenset[Wait] = frozenset(),
+) -> Iterator[AbsentGpu]:
+    """Let this thread compute on a GPU that is not there.
+
+    Tensors have shapes and no data. Nothing is compiled, and no thread or file is made.
+
+    Args:
+        workload: what is trained, on whose device.
+        rank: of this process among those that train together.
+        orderings: takes in every access of memory; None: none is looked at.
+        lost: waits that are left out.
+    """
+    hardware, backend = workload.hardware, planned_backend(workload)
+    runtime = Runtime(
+        hardware.name,
+        memory_bytes=hardware.device.memory_bytes,
+        capability=_CAPABILITY,
+        lost=lost,
+    )
+    recorder = Recorder(runtime, orderings=orderings)
+    with ExitStack() as stack:
+        for name in _RUNTIME_NAMES:
+            stack.enter_context(patch.object(torch.cuda, name, getattr(runtime.module, name)))
+        stack.enter_context(patch.object(torch.cuda, "device", lambda _: nullcontext()))
+        _replace_ranks(stack, recorder, rank)
+        _replace_kernels(stack, recorder, absent_attention(backend))
+        _replace_host(stack, recorder)
+        for tables in _CACHED_TENSORS:
+            tables.cache_clear()
+            stack.callback(tables.cache_clear)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(recorder)
+        stack.enter_context(DevicelessFunctions(recorder))
+        yield AbsentGpu(recorder, backend)
+
+
+def _replace_ranks(stack: ExitStack, recorder: Recorder, rank: int) -> None:
+    functions = AbsentRanks(recorder, rank=rank).functions()
+    for name, function in functions.items():
+        stack.enter_context(patch.object(dist, name, function))
+    nccl = SimpleNamespace(Options=lambda **_: SimpleNamespace(config=SimpleNamespace()))
+    stack.enter_context(patch.object(dist, "ProcessGroupNCCL", nccl, create=True))
+    for module, names in REBOUND.items():
+        for name in names.split():
+            stack.enter_context(patch.object(import_module(module), name, functions[name]))
+
+
+def _replace_kernels(stack: ExitStack, recorder: Recorder, attention: AttentionKernel) -> None:
+    stack.enter_context(patch.object(interface, "choose", lambda backend, case: attention))
+    has_triton = find_spec("triton") is not None
+    stack.enter_context(patch.object(fused, "_triton_works", lambda device: has_triton))
+    if not has_triton:
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    from sppo.kernels.triton import visible_keys
+
+    visible_keys._bounded.cache_clear()
+    stack.callback(visible_keys._bounded.cache_clear)
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        recorder.launch(self, dict(zip(self.arg_names, args, strict=False)) | named)
+
+    for kind in (JITFunction, InterpretedFunction):
+        stack.enter_context(patch.object(kind, "run", run))
+
+
+def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
+    def host_memory(queues: Any, size_bytes: int) -> Tensor:
+        return recorder.ledger.page_lock(torch.empty(size_bytes, dtype=torch.uint8))
+
+    def made_ahead(shapes: Mapping[str, tuple[int, ...]], **_: Any) -> Iterator[tuple[str, Tensor]]:
+        return ((name, torch.empty(shape)) for name, shape in shapes.items())
+
+    replaced = (
+        (cuda_queues.CudaQueues, "host_memory", host_memory),
+        (cuda_queues, "WorkerQueue", partial(InlineQueue, runtime=recorder.runtime)),
+        (cuda_queues, "FileTier", partial(AbsentFile, recorder=recorder)),
+        (cuda_device, "_page_locked", recorder.ledger.page_lock),
+        (state, "made_ahead", made_ahead),
+    )
+    for where, name, other in replaced:
+        stack.enter_context(patch.object(where, name, other))

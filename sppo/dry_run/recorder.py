@@ -1,0 +1,174 @@
+"""What a step does on a GPU that is not there: operations, launches, accesses of memory, waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from sppo.dry_run.memory_ledger import MemoryLedger, byte_range, is_on_gpu, storage_key
+from sppo.dry_run.orderings import OrderingCheck
+from sppo.dry_run.streams import Runtime, Stream, Worker
+from sppo.dry_run.triton_kernels import pointer_use
+
+_aten: Any = torch.ops.aten
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+"""Operations that write nothing."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation on tensors; entered inside of a mode for fake tensors.
+
+    Args:
+        runtime: counts memory and has the current stream.
+        orderings: takes in every access of memory; None: none is looked at.
+    """
+
+    def __init__(self, runtime: Runtime, *, orderings: OrderingCheck | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.runtime, self.orderings = runtime, orderings
+        self.ledger = MemoryLedger(runtime, freed=self._freed)
+        self.num_operations = 0
+        self.launches: Counter[str] = Counter()
+        """Work given to the GPU, by name."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` and take in what it does."""
+        named = dict(kwargs or {})
+        out = self._run(func, args, named)
+        if _moves_nothing(func):
+            return out
+        self.num_operations += 1
+        made = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+        for tensor in made:
+            self.ledger.see(tensor)
+        if func.overloadpacket.__name__ not in _ALLOCATIONS:
+            self._take_in(func, args, named, made)
+        return out
+
+    def launch(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
+        """Take in the launch of a Triton kernel.
+
+        Args:
+            kernel: a ``triton.jit`` function.
+            arguments: by parameter.
+        """
+        use = pointer_use(kernel)
+        self.work(
+            kernel.__name__,
+            reads=[x for name, x in arguments.items() if is_on_gpu(x) and name in use.reads],
+            writes=[x for name, x in arguments.items() if is_on_gpu(x) and name in use.writes],
+        )
+
+    def work(self, what: str, *, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """Take in a piece of work of the current stream."""
+        self.launches[what] += 1
+        worker, number = self.runtime.issue()
+        for tensor in reads:
+            self._touch(tensor, worker, number, writes=False, what=what)
+        for tensor in writes:
+            self._touch(tensor, worker, number, writes=True, what=what)
+
+    def host_work(self, what: str, *, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """Take in a piece of work of the host on its own memory."""
+        worker = self.runtime.host
+        number = worker.work()
+        for tensor in reads:
+            self._touch(tensor, worker, number, writes=False, what=what)
+        for tensor in writes:
+            self._touch(tensor, worker, number, writes=True, what=what)
+
+    def _run(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if func is _aten.addmm.dtype_out:  # the one that fake tensors have no shape of
+            return named["out"]
+        if func is _aten._local_scalar_dense.default:
+            return 1
+        return func(*args, **named)
+
+    def _take_in(
+        self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any], made: list[Tensor]
+    ) -> None:
+        reads, writes = _operands(func, args, named)
+        given = {storage_key(x) for x in writes}
+        writes += [x for x in made if storage_key(x) not in given]
+        name = func.overloadpacket.__name__
+        if any(is_on_gpu(x) for x in (*reads, *writes)):
+            self._count_waits(name, args, named)
+            self.work(name, reads=reads, writes=writes)
+        else:
+            self.host_work(name, reads=reads, writes=writes)
+
+    def _count_waits(self, name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Let the host wait for a copy between host and GPU that cannot run, or may not, alone."""
+        if name == "copy_":
+            target_on_gpu, source = is_on_gpu(args[0]), args[1]
+            alone = args[2] if len(args) > 2 else named.get("non_blocking", False)
+        elif name == "_to_copy" and named.get("device") is not None:
+            target_on_gpu, source = torch.device(named["device"]).type == "cuda", args[0]
+            alone = named.get("non_blocking", False)
+        else:
+            return
+        if target_on_gpu == is_on_gpu(source):
+            return
+        if not target_on_gpu and not alone:
+            self.runtime.synchronize("copy to the host")
+        elif target_on_gpu and source.dim() and not self.ledger.is_page_locked(source):
+            self.runtime.count_host_wait("copy from pageable memory")
+
+    def _touch(
+        self, tensor: Tensor, worker: Worker, number: int, *, writes: bool, what: str
+    ) -> None:
+        if self.orderings is not None and tensor.numel():
+            self.orderings.touch(
+                storage_key(tensor),
+                byte_range(tensor),
+                worker=worker,
+                work=number,
+                writes=writes,
+                what=what,
+            )
+
+    def _freed(self, key: int, stream: Stream | None) -> None:
+        if self.orderings is None:
+            return
+        if stream is not None:
+            stream.learn(self.runtime.host.clock)
+        self.orderings.freed(key, stream)
+
+
+@lru_cache(maxsize=1024)
+def _moves_nothing(func: Any) -> bool:
+    """Return whether an operation makes a view, or asks for what the host knows."""
+    if func.namespace == "prim":
+        return True
+    schema = func._schema
+    lent = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+    return lent and not schema.is_mutable
+
+
+def _operands(
+    func: Any, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors among the arguments that are read, and those that are written."""
+    declared = func._schema.arguments
+    given = [*zip(declared, args, strict=False)]
+    given += [(a, named[a.name]) for a in declared[len(args) :] if a.name in named]
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for argument, value in given:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        found = writes if is_written else reads
+        found += [x for x in tree_iter(value) if isinstance(x, Tensor)]
+    return reads, writes

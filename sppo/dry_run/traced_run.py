@@ -1,0 +1,151 @@
+"""``sppo estimate --trace``: the rank of a run that holds most, on a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from sppo.config.run import RunConfig
+from sppo.dry_run.traced_step import TRACED_STEPS, ActionCounts, TracedStep, trace_step
+from sppo.planning.estimate import Estimate, estimate
+from sppo.planning.make_plan import make_plan
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.plan_program import plan_program
+from sppo.train.measured import MeasuredBuckets
+
+
+@dataclass(frozen=True)
+class RunTracer:
+    """Traces the first rank of the pipeline position with most memory.
+
+    Attributes:
+        found: The run as it is planned.
+        layers: Of each stage: so many and twice as many are traced, and the rest is extrapolated;
+            None traces all.
+
+    Raises:
+        ValueError: the run is not for a GPU, or fewer layers would not be planned alike.
+    """
+
+    found: Estimate
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        hardware = self.found.hardware
+        if hardware.device.kind != "cuda":
+            raise ValueError(
+                f"a trace is of a GPU's memory, and {hardware.name} is a CPU: name a machine with "
+                "GPUs, e.g. hardware.preset=h100"
+            )
+        fewest = min(stage.num_layers for stage in self.plan.stages)
+        if self.layers is not None and not 1 <= self.layers <= fewest // 2:
+            raise ValueError(
+                f"--layers {self.layers}: so many and twice as many layers of each stage are "
+                f"traced, and the smallest stage has {fewest}: "
+                + (f"write 1 to {fewest // 2}, or " if fewest > 1 else "")
+                + "leave it out"
+            )
+
+    @cached_property
+    def plan(self) -> ExecutionPlan:
+        """The run's plan."""
+        return make_plan(self.found.whole, self.found.evaluated)
+
+    @cached_property
+    def position(self) -> int:
+        """Position in the pipeline of the rank that is traced."""
+        memory = [stage.memory.device.total_bytes for stage in self.plan.stages]
+        return memory.index(max(memory)) % self.plan.pipeline_parallel_degree
+
+    @cached_property
+    def num_actions(self) -> int:
+        """How many actions a trace has."""
+        traces = 1 if self.layers is None else 2
+        return traces * TRACED_STEPS * len(plan_program(self.plan).programs[self.position])
+
+    def trace(self, on_action: Callable[[], None] = lambda: None) -> TracedStep:
+        """Trace the rank.
+
+        Args:
+            on_action: called before every action that is traced.
+        """
+        rank = self.position * self.plan.sequence_parallel_degree
+        if self.layers is None:
+            return trace_step(self.found.whole, self.plan, rank=rank, on_action=on_action)
+        few, more = (
+            trace_step(*self._with_layers(count), rank=rank, on_action=on_action)
+            for count in (self.layers, 2 * self.layers)
+        )
+        stages = self.plan.stages[self.position :: self.plan.pipeline_parallel_degree]
+        whole = _extrapolated(few, more, layers=sum(stage.num_layers for stage in stages))
+        return replace(whole, predicted=stages[0].memory.device)
+
+    def _with_layers(self, layers: int) -> tuple[RunConfig, ExecutionPlan]:
+        """Return the run with so many layers in each stage, and its plan.
+
+        Raises:
+            ValueError: it places other rows than the whole run.
+        """
+        whole, plan = self.found.whole, self.plan
+        changes: dict[str, dict[str, object]] = {
+            "model": {"num_layers": layers * len(plan.stages)},
+            "sequence": {"boundaries": plan.boundaries},
+            "parallel": {"schedule": plan.schedule},
+            "activations": {"policy": plan.policy},
+        }
+        run = whole.model_copy(
+            update={
+                section: getattr(whole, section).model_copy(update=values)
+                for section, values in changes.items()
+            }
+        )
+        fewer = make_plan(run, estimate(run, hardware=self.found.hardware).evaluated)
+        if _placed_rows(fewer) != _placed_rows(plan):
+            raise ValueError(
+                f"--layers {self.layers}: with {layers} layers in each stage the policy "
+                f"{plan.policy} retains, offloads or recomputes other parts of subsequences "
+                "than with all of them: leave --layers out"
+            )
+        return run, fewer
+
+
+def _placed_rows(plan: ExecutionPlan) -> list[object]:
+    return [
+        [(part.retained, part.offloaded, part.recomputed) for part in stage.subsequences]
+        for stage in plan.stages
+    ]
+
+
+def _extrapolated(few: TracedStep, more: TracedStep, *, layers: int) -> TracedStep:
+    """Return the trace of so many layers that lies on a line with two of fewer layers."""
+    times = (layers - few.num_layers) / (more.num_layers - few.num_layers)
+
+    def on_line(a: float, b: float) -> float:
+        return a + times * (b - a)
+
+    measured = MeasuredBuckets(
+        **{
+            field.name: round(
+                on_line(getattr(few.measured, field.name), getattr(more.measured, field.name))
+            )
+            for field in fields(MeasuredBuckets)
+        }
+    )
+    actions = {
+        kind: ActionCounts(
+            counts.num_actions,
+            on_line(few.actions[kind].operations, counts.operations),
+            on_line(few.actions[kind].launches, counts.launches),
+        )
+        for kind, counts in more.actions.items()
+    }
+    return replace(
+        more,
+        measured=measured,
+        peak_bytes=round(on_line(few.peak_bytes, more.peak_bytes)),
+        actions=actions,
+        num_layers=layers,
+        traced_layers=(few.num_layers, more.num_layers),
+        seconds=few.seconds + more.seconds,
+    )

@@ -1,0 +1,264 @@
+"""A training step of one rank on a GPU that is not there, beside what was planned for it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from sppo.config.run import RunConfig
+from sppo.cost.layer import Workload
+from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.dry_run.absent_gpu import AbsentGpu, absent_gpu
+from sppo.dry_run.communication import AbsentPeers
+from sppo.dry_run.orderings import OrderingCheck
+from sppo.dry_run.streams import Wait
+from sppo.engine.unit import SequenceData
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.mesh import Mesh, alone
+from sppo.planning.plan import ExecutionPlan
+from sppo.schedule.actions import Action
+from sppo.train.cuda_device import CudaDevice
+from sppo.train.measured import MeasuredBuckets, predicted_and_measured
+from sppo.train.ranks import mesh_shape
+from sppo.train.state import TrainingState, build_state
+
+TRACED_STEPS = 2
+"""Buffers that a first step makes and keeps are there in the second, which is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionCounts:
+    """What actions of one kind make the host do, each on average.
+
+    Attributes:
+        num_actions: Of that kind in the step.
+        operations: Calls of torch.
+        launches: Kernels, copies and communication given to the GPU.
+    """
+
+    num_actions: int
+    operations: float
+    launches: float
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """What one rank's step took.
+
+    Attributes:
+        rank: Which.
+        predicted: Memory that the plan has for it.
+        measured: Memory that it held, by bucket.
+        peak_bytes: Most bytes of all its tensors at once.
+        actions: By kind, and what is not part of the program under "update".
+        host_waits: How often the host waited for the GPU, by where.
+        waits: Of streams and hosts in all steps.
+        kernels: Launches by name, most first.
+        backend: Attention back end that stood for the real one.
+        num_streams: Streams of the rank, communicators included.
+        num_layers: Layers of the rank's stages.
+        seconds: That it took here.
+        traced_layers: Numbers of layers that were traced where these are extrapolated; () where
+            all were.
+    """
+
+    rank: int
+    predicted: MemoryBuckets
+    measured: MeasuredBuckets
+    peak_bytes: int
+    actions: Mapping[str, ActionCounts]
+    host_waits: Mapping[str, int]
+    waits: Mapping[Wait, int]
+    kernels: Mapping[str, int]
+    backend: str
+    num_streams: int
+    num_layers: int
+    seconds: float
+    traced_layers: tuple[int, ...] = ()
+
+    @property
+    def buckets(self) -> dict[str, tuple[int, int]]:
+        """Predicted and traced bytes by bucket; "all" is the peak."""
+        return predicted_and_measured(self.predicted, self.measured, all_bytes=self.peak_bytes)
+
+
+@dataclass(slots=True)
+class _Counting:
+    """Operations and launches by kind of action."""
+
+    gpu: AbsentGpu
+    kind: str = "update"
+    operations: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    actions: Counter[str] = field(default_factory=Counter)
+    seen: tuple[int, int] = (0, 0)
+
+    def begin(self, kind: str) -> None:
+        """Count what follows as of ``kind``."""
+        recorder = self.gpu.recorder
+        now = recorder.num_operations, recorder.launches.total()
+        self.operations[self.kind] += now[0] - self.seen[0]
+        self.launches[self.kind] += now[1] - self.seen[1]
+        self.kind, self.seen = kind, now
+        self.actions[kind] += 1
+
+    def result(self) -> dict[str, ActionCounts]:
+        """Return averages by kind."""
+        return {
+            kind: ActionCounts(count, self.operations[kind] / count, self.launches[kind] / count)
+            for kind, count in self.actions.items()
+        }
+
+
+def trace_step(
+    run: RunConfig,
+    plan: ExecutionPlan,
+    *,
+    rank: int = 0,
+    steps: int = TRACED_STEPS,
+    orderings: OrderingCheck | None = None,
+    lost: frozenset[Wait] = frozenset(),
+    on_action: Callable[[], None] = lambda: None,
+) -> TracedStep:
+    """Build the state of one rank of ``run`` and train for a few steps, without data.
+
+    Args:
+        run: with all degrees.
+        plan: of it.
+        rank: which.
+        steps: of which the last one is returned.
+        orderings: takes in every access of memory in all steps; None: none is looked at.
+        lost: waits that are left out, to see what finds that.
+        on_action: called before every action of every step.
+    """
+    begin = time.perf_counter()
+    parallel = run.parallel
+    workload = Workload(
+        run.model,
+        plan.hardware,
+        dtype=run.train.dtype,
+        sequence_parallel_degree=parallel.sequence_parallel_degree,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+    with absent_gpu(workload, rank=rank, orderings=orderings, lost=lost) as gpu:
+        step = _Steps(run, plan, gpu=gpu, rank=rank, on_action=on_action).run(steps)
+    seconds = time.perf_counter() - begin
+    return TracedStep(**step, backend=gpu.backend, rank=rank, seconds=seconds)
+
+
+class _Steps:
+    """The steps of one rank."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        plan: ExecutionPlan,
+        *,
+        gpu: AbsentGpu,
+        rank: int,
+        on_action: Callable[[], None],
+    ) -> None:
+        self._run, self._plan, self._gpu, self._on_action = run, plan, gpu, on_action
+        device = torch.device("cuda", 0)
+        shape = mesh_shape(run)
+        self._mesh = alone()
+        self._peers = HostCollectives(self._mesh)
+        if shape.num_ranks > 1:
+            self._mesh = Mesh(shape, rank=rank, timeout_s=run.parallel.timeout_s, device=device)
+            self._peers = cast(HostCollectives, AbsentPeers())
+        self._device = CudaDevice(device)
+        self._state = build_state(run, plan=plan, mesh=self._mesh, device=self._device)
+        self._buckets = MeasuredBuckets()
+        self._buckets.count_state(self._state)
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Train, and return what of :class:`TracedStep` the last step says."""
+        gpu, state = self._gpu, self._state
+        for _ in range(steps):
+            gpu.runtime.host_waits.clear()
+            gpu.recorder.launches.clear()
+            gpu.recorder.num_operations = 0
+            self._device.reset_peak()
+            counting = self._step(state)
+            self._measure(state)
+        memory = self._plan.stages[self._mesh.at.pipeline].memory.device
+        pool = self._device.pool()
+        assert pool is not None, "a GPU's tensors come from a pool"
+        host_waits = dict(gpu.runtime.host_waits)
+        state.engine.close()
+        return {
+            "predicted": memory,
+            "measured": self._buckets,
+            "peak_bytes": pool.used_peak_bytes,
+            "actions": counting.result(),
+            "host_waits": host_waits,
+            "waits": dict(gpu.runtime.waits),
+            "kernels": dict(gpu.recorder.launches.most_common()),
+            "num_streams": gpu.runtime.num_streams,
+            "num_layers": self._num_layers,
+        }
+
+    def _step(self, state: TrainingState) -> _Counting:
+        """One optimizer step, as the trainer does it."""
+        run, gradients = self._run, state.gradients
+        counting = _Counting(self._gpu)
+        counting.begin("update")
+
+        def before_action(position: int, action: Action) -> None:
+            counting.begin(action.kind.value)
+            self._on_action()
+
+        torch._foreach_zero_(list(gradients.values()))
+        sequences = [self._sequence() for _ in range(self._sequences_per_replica)]
+        result = state.engine.accumulate(
+            [self._device.put(sequence) for sequence in sequences],
+            [self._plan.boundaries] * len(sequences),
+            num_valid=run.sequence.length,
+            before_action=before_action,
+        )
+        counting.begin("update")
+        counting.actions["update"] = 1
+        state.sharded.finish(gradients)
+        norm = state.sharded.norm(gradients, self._peers)
+        float(result.total_loss)
+        float(norm)
+        own = state.sharded.own(gradients)
+        state.update(own, norm=norm, clip_norm=run.optimizer.clip_norm, lr=run.optimizer.lr)
+        self._device.synchronize()
+        counting.begin("update")
+        counting.actions["update"] = 1
+        return counting
+
+    def _measure(self, state: TrainingState) -> None:
+        """Take in the step's peaks, as the trainer does."""
+        peaks = state.engine.take_peaks()
+        self._buckets.count_step(peaks)
+        pool = self._device.pool()
+        if pool is not None:
+            self._buckets.count_pool(
+                pool,
+                saved_bytes=peaks.pooled_activations_bytes
+                + peaks.gathered_bytes
+                + peaks.whole_gradients_bytes,
+            )
+        self._buckets.count_copies(state.engine.take_copies(), host_is_device=False)
+
+    def _sequence(self) -> SequenceData:
+        tokens = torch.empty(self._run.sequence.length, dtype=torch.long)
+        return SequenceData(tokens, tokens)
+
+    @property
+    def _num_layers(self) -> int:
+        stages = range(
+            self._mesh.at.pipeline, len(self._plan.stages), len(self._mesh.pipeline_ranks)
+        )
+        return sum(self._plan.stages[s].num_layers for s in stages)
+
+    @property
+    def _sequences_per_replica(self) -> int:
+        return self._run.train.sequences_per_step // self._mesh.shape.data_parallel

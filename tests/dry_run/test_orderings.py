@@ -1,0 +1,155 @@
+"""Streams of the whole engine: all work on the same memory is ordered, and a lost wait is seen."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+
+from sppo.dry_run.orderings import OrderingCheck
+from sppo.dry_run.streams import Wait, Worker
+from sppo.dry_run.traced_step import trace_step
+from sppo.optim import host_adamw
+from tests.dry_run.cases import CASES, plan_for_gpu, planned, small_run
+from tests.planning.cases import run_config
+
+IMPLIED = {
+    ("stream 1", "stream 2"): "compute has used what came back before it makes what goes there",
+    ("host", "stream 2"): "another wait of compute for the last copy up, and of the host for the "
+    "first one down, come to the same",
+    ("compute", "stream 2", "finish"): "the host itself waits for the last copies up",
+    ("sppo write", "sppo out"): "nothing is issued late where threads work at once",
+    ("host", "sppo"): "nothing is issued late where threads work at once",
+    ("sppo read", "sppo back"): "nothing is issued late where threads work at once",
+    ("sppo out", "sppo back"): "nothing is issued late where threads work at once",
+    ("compute", "stream 1", "_compute_waits", "multiplexed"): "a shard's tensors come back through "
+    "the stream that sent them out before anything else takes their memory",
+    ("compute", "communicator MSP shards", "scatter"): "what is sent is part of a tensor that "
+    "outlives the shard",
+}
+"""Waits whose loss changes no order in these runs, by the beginnings of their parts; and why."""
+
+
+def trace(name, *, lost=frozenset()):
+    run, plan = planned(name)
+    check = OrderingCheck()
+    # More buckets than slots, so that slots of the optimizer on the host are used again.
+    with patch.object(host_adamw, "_BUCKET_ELEMENTS", 1 << 12):
+        return trace_step(run, plan, orderings=check, lost=lost), check
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_work_on_the_same_memory_is_ordered(name):
+    step, check = trace(name)
+    assert not check.unordered
+    assert check.num_accesses > 1000
+    assert any(wait.worker == "compute" for wait in step.waits) or name == "optimizer on the host"
+
+
+@pytest.mark.parametrize("name", ["to the host", "pipeline"])
+def test_a_lost_wait_of_compute_is_found(name):
+    step, _ = trace(name)
+    waits = [wait for wait in step.waits if wait.worker == "compute"]
+    assert len(waits) >= 2
+    for wait in waits:
+        _, check = trace(name, lost=frozenset((wait,)))
+        assert check.unordered, wait
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_lost_wait_is_found(name):
+    """Without the host's waits for the whole device, behind which any other wait would hide."""
+    step, _ = trace(name)
+    device = frozenset(wait for wait in step.waits if wait.awaited == "all streams")
+    _, check = trace(name, lost=device)
+    values = set(check.unordered)
+    assert {unordered.second for unordered in values} == {"reading a value on host (reads)"}
+    for wait in step.waits.keys() - device:
+        _, check = trace(name, lost=device | {wait})
+        assert check.unordered.keys() - values or is_implied(wait, name), wait
+
+
+def is_implied(wait: Wait, name: str) -> bool:
+    for worker, awaited, *rest in IMPLIED:
+        begins = wait.worker.startswith(worker) and wait.awaited.startswith(awaited)
+        if begins and all(part in wait.where or part == name for part in rest):
+            return True
+    return False
+
+
+def test_a_whole_model_is_ordered():
+    """Llama-3.2-1B at 64Ki tokens, offloaded by the adaptive policy."""
+    run = run_config(
+        "llama-3.2-1b",
+        length="64Ki",
+        hardware={"preset": "h200", "devices_per_node": 1},
+        activations={"policy": "sppo"},
+    )
+    check = OrderingCheck()
+    trace_step(run, plan_for_gpu(run), orderings=check)
+    assert not check.unordered
+    assert check.num_accesses > 100_000
+
+
+class TestOrderingCheck:
+    def setup_method(self):
+        self.check, self.one, self.two = OrderingCheck(), Worker("one"), Worker("two")
+
+    def touch(self, worker, begin=0, end=4, *, writes=False, key=7):
+        self.check.touch(
+            key, (begin, end), worker=worker, work=worker.work(), writes=writes, what="work"
+        )
+
+    @property
+    def found(self):
+        return self.check.unordered.total()
+
+    def test_reads_need_no_order(self):
+        self.touch(self.one)
+        self.touch(self.two)
+        assert self.found == 0
+
+    @pytest.mark.parametrize("writer", [0, 1])
+    def test_a_write_needs_one(self, writer):
+        for index, worker in enumerate((self.one, self.two)):
+            self.touch(worker, writes=index == writer)
+        assert self.found == 1
+
+    def test_other_bytes_and_other_memory_need_none(self):
+        self.touch(self.one, 0, 4, writes=True)
+        self.touch(self.two, 4, 8, writes=True)
+        self.touch(self.two, 0, 4, writes=True, key=8)
+        assert self.found == 0
+
+    def test_what_was_learnt_is_ordered_and_what_came_after_is_not(self):
+        self.touch(self.one, writes=True)
+        self.two.learn(self.one.clock)
+        self.touch(self.two)
+        assert self.found == 0
+        self.touch(self.one, writes=True)
+        assert self.found == 1
+
+    def test_an_access_is_not_forgotten_for_a_later_one_elsewhere(self):
+        self.touch(self.one, 0, 8, writes=True)
+        self.touch(self.one, 0, 4, writes=True)
+        self.touch(self.two, 4, 8)
+        assert self.found == 1
+
+    def test_freed_memory_is_written_next(self):
+        self.touch(self.two)
+        self.check.freed(7, self.one)
+        assert self.found == 1
+
+    def test_memory_that_is_used_again_begins_anew(self):
+        self.touch(self.one, writes=True)
+        self.check.freed(7, self.one)
+        self.touch(self.two, writes=True)
+        assert self.found == 0
+
+
+def test_plans_of_several_kinds_are_meant():
+    """The cases do what their names say."""
+    assert planned("to the host")[1].tier == "host"
+    assert planned("to a disk")[1].tier == "disk"
+    assert planned("multiplexed")[1].schedule == "sppo_msp"
+    assert small_run().activations.policy == "keep_attention"

@@ -1,0 +1,184 @@
+"""Memory of a traced step beside its plan's, for back ends, policies, models and layouts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sppo.cli.app import app
+from sppo.cost.attention_backend import planned_backend
+from sppo.cost.layer import Workload
+from sppo.dry_run.memory_ledger import ROUNDING_BYTES
+from sppo.dry_run.traced_run import RunTracer
+from sppo.dry_run.traced_step import trace_step
+from sppo.hardware.file import hardware_for
+from sppo.hardware.presets import PRESETS
+from sppo.kernels.attention.choice import CAPABILITIES
+from sppo.planning.estimate import estimate
+from sppo.units import MIB
+from tests.dry_run.cases import CASES, plan_for_gpu, planned
+from tests.planning.cases import run_config
+
+TWO_LAYERS = {
+    "llama": {
+        "vocab_size": 1024, "hidden_size": 2048, "num_layers": 2, "num_heads": 32,
+        "num_kv_heads": 8, "mlp_size": 8192,
+    },
+    "qwen3": {
+        "vocab_size": 1024, "hidden_size": 1024, "num_layers": 2, "num_heads": 16,
+        "num_kv_heads": 8, "head_size": 128, "mlp_size": 3072, "qk_norm": True,
+    },
+    "gpt": {
+        "vocab_size": 1024, "hidden_size": 1024, "num_layers": 2, "num_heads": 16,
+        "mlp_size": 4096, "mlp": "gelu", "norm": "layernorm", "position": "learned",
+        "max_positions": 32768, "qkv_bias": True, "output_bias": True, "mlp_bias": True,
+    },
+    "large vocabulary": {
+        "vocab_size": 128256, "hidden_size": 512, "num_layers": 2, "num_heads": 8, "mlp_size": 1024,
+    },
+}  # fmt: skip
+POLICIES = ("retain", "keep_attention", "recompute", "sppo", "offload_all", "hybrid")
+BETWEEN = 0.97, 1.001
+"""Traced over planned bytes of one rank alone, where nothing is exchanged."""
+ALL_OFFLOADED = 0.95, 1.001
+"""The same where every layer's gradient comes while the block of another layer leaves."""
+UNCOUNTED_BYTES = 8 * MIB
+"""Tokens, positions, losses, tables of addresses."""
+
+
+def run_of(model, policy, *, preset="h100", length=24001, pieces=3, **sections):
+    return run_config(
+        TWO_LAYERS[model],
+        length=length,
+        sequence={"num_subsequences": pieces},
+        hardware={"preset": preset, "devices_per_node": 1},
+        activations={"policy": policy},
+        **sections,
+    )
+
+
+def assert_as_planned(step, between=BETWEEN):
+    for name, (planned_bytes, held) in step.buckets.items():
+        if name == "process growth":
+            assert held < UNCOUNTED_BYTES
+        elif planned_bytes:
+            low, high = between
+            slack = UNCOUNTED_BYTES if name == "all" else 0
+            assert low * planned_bytes <= held <= high * planned_bytes + slack, name
+
+
+@pytest.mark.parametrize("preset", ["h100", "a100-80g"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("model", TWO_LAYERS)
+def test_one_rank_holds_what_is_planned(model, policy, preset):
+    run = run_of(model, policy, preset=preset)
+    between = ALL_OFFLOADED if policy == "offload_all" else BETWEEN
+    assert_as_planned(trace_step(run, plan_for_gpu(run)), between)
+
+
+@pytest.mark.parametrize("policy", ["retain", "recompute"])
+def test_fp32_holds_what_is_planned(policy):
+    run = run_of("llama", policy, train={"dtype": "fp32"})
+    step = trace_step(run, plan_for_gpu(run))
+    assert step.backend == "triton"
+    assert_as_planned(step)
+
+
+@pytest.mark.parametrize("name", [*CASES])
+def test_no_layout_holds_more_than_planned(name):
+    """Up to rounding: these tensors are as small as what the allocator rounds up to."""
+    run, plan = planned(name)
+    step = trace_step(run, plan)
+    planned_bytes, held = step.buckets["all"]
+    tensors = sum(counts.operations for counts in step.actions.values())
+    assert 0.6 * planned_bytes <= held <= planned_bytes + tensors * ROUNDING_BYTES
+
+
+def test_one_step_waits_for_the_gpu_only_at_its_end():
+    run, plan = planned("to the host")
+    step = trace_step(run, plan)
+    assert sum(step.host_waits.values()) == 4
+    assert not any("engine" in where for where in step.host_waits)
+
+
+def test_launches_grow_with_layers():
+    run = run_of("llama", "retain", preset="a100-80g")
+    found = estimate(run, hardware=hardware_for(run.hardware))
+    whole = RunTracer(found).trace()
+    extrapolated = RunTracer(found, layers=1).trace()
+    assert extrapolated.traced_layers == (1, 2)
+    for name, pair in whole.buckets.items():
+        assert extrapolated.buckets[name] == pytest.approx(pair, rel=0.01), name
+    for kind, counts in whole.actions.items():
+        assert extrapolated.actions[kind].launches == pytest.approx(counts.launches, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_the_planned_back_end_can_do_the_case(preset, dtype):
+    hardware = PRESETS[preset]
+    if hardware.device.kind != "cuda":
+        return
+    for size, window in ((64, None), (128, None), (256, None), (80, None), (128, 512)):
+        model = run_config({**TWO_LAYERS["llama"], "head_size": size, "sliding_window": window})
+        name = planned_backend(Workload(model.model, hardware, dtype=dtype))
+        able = CAPABILITIES[name]
+        assert {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype] in able.dtypes
+        assert able.max_head_size is None or size <= able.max_head_size
+        assert size % able.head_size_multiple == 0
+        assert window is None or able.window
+
+
+@pytest.mark.parametrize(
+    ("policy", "length"), [(policy, "64Ki") for policy in ("retain", "keep_attention", "sppo")]
+)
+def test_a_whole_model_holds_what_is_planned(policy, length):
+    run = run_config(
+        "llama-3.2-1b",
+        length=length,
+        hardware={"preset": "h200", "devices_per_node": 1},
+        activations={"policy": policy},
+    )
+    assert_as_planned(trace_step(run, plan_for_gpu(run)))
+
+
+def invoke(tmp_path, *args):
+    run = tmp_path / "run.yaml"
+    sections = {"model": TWO_LAYERS["qwen3"], "data": {"tokens": "data"}}
+    run.write_text(json.dumps({**sections, "hardware": {"devices_per_node": 1}}))
+    words = ["estimate", str(run), "sequence.length=8Ki", "sequence.num_subsequences=2", *args]
+    return CliRunner().invoke(app, words)
+
+
+def test_prints_what_was_traced(tmp_path):
+    result = invoke(tmp_path, "hardware.preset=a100-80g", "--trace", "--json")
+    assert result.exit_code == 0, result.output
+    traced = json.loads(result.stdout)["trace"]
+    working = traced["buckets"]["working set"]
+    assert 0.97 * working["predicted_bytes"] <= working["traced_bytes"]
+    assert traced["attention_backend"] == "flash_attn_2"
+    assert traced["actions"]["B"]["launches"] > traced["actions"]["F"]["launches"]
+
+
+def test_prints_a_table(tmp_path):
+    result = invoke(tmp_path, "hardware.preset=a100-80g", "--trace", "--layers", "1")
+    assert result.exit_code == 0, result.output
+    assert "2 layers, extrapolated from 1 and 2" in result.stdout
+    assert "the host waits for the GPU: 2 x __float__() in the step's end" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["hardware.preset=laptop-cpu", "--trace"], "is a CPU: name a machine with GPUs"),
+        (["hardware.preset=h100", "--trace", "--layers", "2"], "write 1 to 1, or leave it out"),
+        (["hardware.preset=h100", "--layers", "1"], "--layers says what --trace traces"),
+    ],
+)
+def test_refuses_what_it_cannot_trace(tmp_path, args, message):
+    result = invoke(tmp_path, *args)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr

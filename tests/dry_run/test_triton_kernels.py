@@ -1,0 +1,46 @@
+"""What Triton kernels read and write, found in their sources."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+triton_package = pytest.importorskip("sppo.kernels.triton")
+launch = pytest.importorskip("sppo.kernels.triton.launch")
+
+from sppo.dry_run.triton_kernels import pointer_use  # noqa: E402
+
+
+def kernels():
+    for info in pkgutil.iter_modules(triton_package.__path__):
+        module = importlib.import_module(f"sppo.kernels.triton.{info.name}")
+        for name, value in vars(module).items():
+            named = name.endswith("_kernel") and hasattr(value, "fn")
+            if named and value.fn.__module__ == module.__name__:
+                yield value
+
+
+@pytest.mark.parametrize("kernel", [*kernels()], ids=lambda kernel: kernel.fn.__name__)
+def test_every_pointer_is_read_or_written(kernel):
+    use = pointer_use(kernel)
+    pointers = {name for name in kernel.arg_names if name.endswith("_ptr")}
+    assert pointers <= use.reads | use.writes
+    assert pointers & use.writes
+
+
+def test_kernels_in_detail():
+    from sppo.kernels.triton.attention_forward import _forward_kernel
+    from sppo.kernels.triton.attention_key_gradient import key_gradient_kernel
+
+    forward = pointer_use(_forward_kernel)
+    assert pointers_of(forward.writes) == {"o_ptr", "lse_ptr"}
+    assert pointers_of(forward.reads) == {"q_ptr", "k_ptr", "v_ptr", "first_ptr"}
+    added = pointer_use(key_gradient_kernel)
+    assert pointers_of(added.writes) == {"dk_ptr", "dv_ptr"}
+    assert added.writes <= added.reads
+
+
+def pointers_of(names):
+    return {name for name in names if name.endswith("_ptr")}
