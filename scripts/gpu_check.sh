@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# What can only be tried on a GPU, in under nine minutes: the tests marked gpu, training beside a CPU's, the
-# benchmarks. Their results go to OUT (default: docs/results/gpu), each with date, device and command; what came of
-# all of it to report.json there.
+# What can only be tried on a GPU, in under nine minutes, what matters most first: offloading, the attention back ends,
+# copies, training beside a CPU's and of a billion parameters, the tests marked gpu, all benchmarks. Their results go to
+# OUT (default: docs/results/gpu), each with date, device and command; what came of all of it to report.json there.
 #
 #   SPPO_PYTHON  the interpreter with torch for CUDA (default: python3); nothing is installed
 #   SPPO_GPU_CHECK_QUICK  set: fewer points
@@ -61,14 +61,18 @@ trap 'rm -rf "$runs"' EXIT
 try build 40 "$python" -c 'import pathlib, runpy
 build = runpy.run_path("csrc/build_native.py")["build_native"]
 build(pathlib.Path("sppo/kernels/_native"))'
-try tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider
-try training 240 "$python" scripts/gpu_training.py "$out/training.json" --directory "$runs" --seconds 230 $quick
-try bench 150 "$python" -c 'from sppo.__main__ import main; main()' bench all $quick \
-    -o "$out/hardware.json"
+# Offloading brings back every bit, whatever is late; then the same with every access of memory checked for its order.
+try offload 60 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/offload
+TORCH_CUDA_SANITIZER=1 try sanitizer 60 "$python" -m pytest -q -m gpu -p no:cacheprovider \
+    tests/offload/test_cuda_queues.py -k "bring_back and none"
 try attention 60 "$python" -c 'from sppo.__main__ import main; main()' bench attention --queries 8Ki \
     --keys 128Ki --heads 32/8 --head-size 128 --dtype bf16 --png "$out/attention.png" --json
-try pcie 60 "$python" -c 'from sppo.__main__ import main; main()' bench pcie $quick --json
-try overlap 60 "$python" -c 'from sppo.__main__ import main; main()' bench overlap $quick --json
+try pcie 40 "$python" -c 'from sppo.__main__ import main; main()' bench pcie $quick --json
+try overlap 40 "$python" -c 'from sppo.__main__ import main; main()' bench overlap $quick --json
+try training 240 "$python" scripts/gpu_training.py "$out/training.json" --directory "$runs" --seconds 230 $quick
+try tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider
+try bench 150 "$python" -c 'from sppo.__main__ import main; main()' bench all $quick \
+    -o "$out/hardware.json"
 for name in attention pcie overlap; do
     if grep -qs '^{' "$out/$name.log"; then sed -n '/^{/,$p' "$out/$name.log" >"$out/$name.json"; fi
 done
