@@ -32,6 +32,8 @@ from sppo.kernels.attention import interface
 from sppo.kernels.attention.kernel import AttentionKernel
 from sppo.model import rope
 from sppo.offload import cuda_queues
+from sppo.optim import host_adamw
+from sppo.optim.adamw import MOMENTS
 from sppo.train import cuda_device, state
 
 _RUNTIME_NAMES = (
@@ -146,6 +148,9 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
     def host_memory(queues: Any, size_bytes: int) -> Tensor:
         return recorder.ledger.page_lock(torch.empty(size_bytes, dtype=torch.uint8))
 
+    def rows(elements: int) -> list[Tensor]:
+        return [torch.empty(elements) for _ in range(1 + len(MOMENTS))]
+
     def made_ahead(shapes: Mapping[str, tuple[int, ...]], **_: Any) -> Iterator[tuple[str, Tensor]]:
         return ((name, torch.empty(shape)) for name, shape in shapes.items())
 
@@ -153,6 +158,7 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
         (cuda_queues.CudaQueues, "host_memory", host_memory),
         (cuda_queues, "WorkerQueue", partial(InlineQueue, runtime=recorder.runtime)),
         (cuda_queues, "FileTier", partial(AbsentFile, recorder=recorder)),
+        (host_adamw, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
         (state, "made_ahead", made_ahead),
     )
