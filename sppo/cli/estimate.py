@@ -68,9 +68,17 @@ def estimate(
 
 def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
     """Trace the run's fullest rank, and show on stderr how far it is."""
+    from importlib.util import find_spec
+
     from rich.console import Console
     from rich.progress import Progress
 
+    for package in ("torch", "triton"):
+        if find_spec(package) is None:
+            raise ValueError(
+                f"--trace runs the engine, whose kernels are {package}'s, and {package} is not "
+                f"installed: pip install {package}, or leave --trace out"
+            )
     from sppo.dry_run.traced_run import RunTracer
 
     tracer = RunTracer(found, layers)

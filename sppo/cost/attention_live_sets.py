@@ -56,8 +56,12 @@ def attention_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
 
 def _spans_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     """A flash-attn call for each part of the keys: dq, dk and dv of its own, and their sum."""
-    keys = min(s.seen_keys, SPAN_KEYS)
-    is_cut = s.seen_keys > SPAN_KEYS
+    rows = s.tokens * s.degree
+    if s.model.sliding_window is not None:
+        keys, is_cut = min(s.seen_keys, rows + s.model.sliding_window), False
+    else:  # the causal part is not cut
+        keys = min(s.seen_keys, max(SPAN_KEYS, rows))
+        is_cut = s.seen_keys > keys
     part = s.query + 2 * keys * s.key_row + s.attention_scratch(s.tokens * s.degree, keys)
     yield "a part of the keys", (s.fp32_query if is_cut else 0) + part
     if is_cut:
@@ -72,11 +76,15 @@ def _gpu_blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     of_square = s.query * square // rows
     # dq, dk, dv and dense k and v of every query head.
     yield "a causal square", base + 5 * of_square + s.folded_scratch(square)
-    keys = min(s.prefix or rows // 2, PREFIX_KEYS)
-    if s.prefix or rows > CAUSAL_TOKENS:
-        seen = rows if s.prefix else rows // 2
-        part = (s.query + s.folded_scratch(rows)) * seen // rows
-        yield "the prefix", base + part + 2 * keys * s.key_row
+    if s.prefix:
+        keys = min(s.prefix, PREFIX_KEYS)
+        taken = s.query + s.folded_scratch(rows) + 2 * keys * s.key_row
+        yield "the prefix", base + taken
+    if rows > CAUSAL_TOKENS:
+        half = -(-rows // 2)
+        # dq and copies of q, o and do of the later half of the rows.
+        taken = 4 * s.query * half // rows + s.folded_scratch(half)
+        yield "half of a square", base + taken + 2 * half * s.key_row
     yield "output", s.fp32_query + s.query
 
 

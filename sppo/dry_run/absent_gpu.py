@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +27,7 @@ from sppo.dry_run.recorder import Recorder
 from sppo.dry_run.streams import Runtime, Wait
 from sppo.dry_run.tensor_functions import DevicelessFunctions
 from sppo.kernels import fused
-from sppo.kernels.attention import interface
+from sppo.kernels.attention import document_offsets, interface
 from sppo.kernels.attention.kernel import AttentionKernel
 from sppo.model import rope
 from sppo.offload import cuda_queues
@@ -46,7 +45,7 @@ _RUNTIME_NAMES = (
 
 _CAPABILITY = (9, 0)
 """Nothing that a step does depends on it: the attention back end is the planned one."""
-_CACHED_TENSORS = (rope._frequencies_on,)
+_CACHED_TENSORS = (rope._frequencies_on, document_offsets._offsets)
 """Functions that keep tensors of a device."""
 
 
@@ -76,7 +75,7 @@ def absent_gpu(
     orderings: OrderingCheck | None = None,
     lost: frozenset[Wait] = frozenset(),
 ) -> Iterator[AbsentGpu]:
-    """Let this thread compute on a GPU that is not there.
+    """Let this process compute on a GPU that is not there; no other thread may use torch then.
 
     Tensors have shapes and no data. Nothing is compiled, and no thread or file is made.
 
@@ -125,17 +124,21 @@ def _replace_ranks(stack: ExitStack, recorder: Recorder, rank: int) -> None:
 
 def _replace_kernels(stack: ExitStack, recorder: Recorder, attention: AttentionKernel) -> None:
     stack.enter_context(patch.object(interface, "choose", lambda backend, case: attention))
-    has_triton = find_spec("triton") is not None
-    stack.enter_context(patch.object(fused, "_triton_works", lambda device: has_triton))
-    if not has_triton:
-        return
+    stack.enter_context(patch.object(fused, "_triton_works", lambda device: True))
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    from sppo.kernels.triton import visible_keys
+    major, minor = _CAPABILITY
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    asked = SimpleNamespace(get_current_target=lambda: target)
+    stack.enter_context(patch.object(driver, "_active", asked, create=True))
+    from sppo.kernels.triton import gradient_norm, visible_keys
 
-    visible_keys._bounded.cache_clear()
-    stack.callback(visible_keys._bounded.cache_clear)
+    for tables in (gradient_norm._cached_table, visible_keys._bounded):
+        tables.cache_clear()
+        stack.callback(tables.cache_clear)
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         recorder.launch(self, dict(zip(self.arg_names, args, strict=False)) | named)

@@ -6,7 +6,6 @@ call here, as :mod:`sppo.cost.attention_scratch` counts it.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,24 +16,16 @@ from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
 from sppo.kernels.attention.flash_packages import TorchFlash
 from sppo.kernels.attention.kernel import AttentionKernel, OfBlocks
 from sppo.kernels.attention.rectangle_attention import OfRectangles
-from sppo.kernels.attention.torch_blocks import TorchBlocks
 
 
 def absent_attention(backend: str) -> AttentionKernel:
     """Return what stands for a back end that :func:`sppo.cost.attention_backend` may name."""
     if backend == "triton":
-        if find_spec("triton") is None:
-            return OfBlocks(TorchBlocks())
         from sppo.kernels.attention.triton_blocks import TritonAttention
 
         return TritonAttention()
-    if backend == "cudnn":
-        return OfBlocks(_with_scratch(CudnnBlocks(), backend))
-    return OfRectangles(_with_scratch(TorchFlash(), backend))
-
-
-def _with_scratch(kernel: Any, backend: str) -> Any:
-    return _WithScratch(kernel, backend)
+    kernel: Any = _WithScratch(CudnnBlocks() if backend == "cudnn" else TorchFlash(), backend)
+    return OfBlocks(kernel) if backend == "cudnn" else OfRectangles(kernel)
 
 
 class _WithScratch:

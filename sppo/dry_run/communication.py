@@ -91,7 +91,7 @@ class AbsentRanks:
         return AbsentGroup(ranks, rank=self._rank, stream=stream)
 
     def _barrier(self, group: Any = None, **_options: Any) -> None:
-        self._recorder.runtime.synchronize("torch.distributed.barrier")
+        self._recorder.runtime.wait_for_current("torch.distributed.barrier")
 
     def _call(
         self, name: str, *, reads: Sequence[int] = (), writes: Sequence[int] = ()

@@ -105,8 +105,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes += [x for x in made if storage_key(x) not in given]
         name = func.overloadpacket.__name__
         if any(is_on_gpu(x) for x in (*reads, *writes)):
-            self._count_waits(name, args, named)
             self.work(name, reads=reads, writes=writes)
+            self._count_waits(name, args, named)
         else:
             self.host_work(name, reads=reads, writes=writes)
 
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target_on_gpu == is_on_gpu(source):
             return
         if not target_on_gpu and not alone:
-            self.runtime.synchronize("copy to the host")
+            self.runtime.wait_for_current("copy to the host")
         elif target_on_gpu and source.dim() and not self.ledger.is_page_locked(source):
             self.runtime.count_host_wait("copy from pageable memory")
 

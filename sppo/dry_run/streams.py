@@ -64,8 +64,7 @@ class Worker:
 class Runtime:
     """What :mod:`torch.cuda` offers to the CUDA path, of one GPU that is not there.
 
-    The modules of the CUDA path reach CUDA through an attribute ``_cuda``, which is set to
-    :attr:`module`.
+    Functions of :attr:`module` stand in for those of :mod:`torch.cuda` with their names.
 
     Args:
         name: of the GPU.
@@ -186,6 +185,11 @@ class Runtime:
             for number, work in stream.clock.items():
                 done[number] = max(work, done.get(number, 0))
         self.wait(self.host, done, awaited="all streams")
+
+    def wait_for_current(self, why: str) -> None:
+        """Let the host wait for what the current stream has been given."""
+        self.count_host_wait(why)
+        self.wait(self.host, self.current.clock, awaited="the current stream")
 
     def count_host_wait(self, why: str) -> None:
         """Count a wait of the host."""

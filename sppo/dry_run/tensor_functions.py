@@ -70,7 +70,7 @@ class DevicelessFunctions(TorchFunctionMode):
         """Carry out ``func``, another way where it needs one."""
         named = dict(kwargs or {})
         if func in _VALUES and _is_fake(args[0]):
-            self._runtime.synchronize(f"{func.__name__}()")
+            self._runtime.wait_for_current(f"{func.__name__}()")
             self._recorder.host_work("reading a value", reads=args[:1], writes=[])
             return _VALUES[func]
         if func in _CASTS and _is_fake(args[0]):

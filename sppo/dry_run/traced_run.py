@@ -38,6 +38,12 @@ class RunTracer:
                 f"a trace is of a GPU's memory, and {hardware.name} is a CPU: name a machine with "
                 "GPUs, e.g. hardware.preset=h100"
             )
+        every = self.found.whole.activations.input_every
+        if self.layers is not None and every > 1:
+            raise ValueError(
+                f"--layers {self.layers} with activations.input_every={every}: what layers that "
+                "share an input take does not grow evenly with their number; leave --layers out"
+            )
         fewest = min(stage.num_layers for stage in self.plan.stages)
         if self.layers is not None and not 1 <= self.layers <= fewest // 2:
             raise ValueError(
@@ -145,6 +151,14 @@ def _extrapolated(few: TracedStep, more: TracedStep, *, layers: int) -> TracedSt
         measured=measured,
         peak_bytes=round(on_line(few.peak_bytes, more.peak_bytes)),
         actions=actions,
+        kernels={
+            name: round(on_line(few.kernels.get(name, 0), count))
+            for name, count in more.kernels.items()
+        },
+        host_waits={
+            where: round(on_line(few.host_waits.get(where, 0), count))
+            for where, count in more.host_waits.items()
+        },
         num_layers=layers,
         traced_layers=(few.num_layers, more.num_layers),
         seconds=few.seconds + more.seconds,

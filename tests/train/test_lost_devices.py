@@ -18,7 +18,7 @@ from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.failures import PeerLostError, RankEnd, RankProgress, read_progress
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import alone
-from sppo.train import cpu_device, ranks, trainer
+from sppo.train import cpu_device, ranks, state, trainer
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.cuda_device import CudaDevice
 from sppo.train.preflight import check_before_training
@@ -72,7 +72,7 @@ def test_what_fails_in_a_step_is_noted_before_the_step_is_given_up(run, work, mo
 
 def test_what_fails_between_steps_is_noted_before_the_engine_is_closed(run, work, monkeypatch):
     found = noted_when(monkeypatch, Engine, "close", work / "record")
-    monkeypatch.setattr(trainer, "clip_", fail)
+    monkeypatch.setattr(state, "clip_", fail)
     with pytest.raises(OddError):
         train(run, work / "record")
     assert [(note.state, note.message) for note in found] == [("failed", "OddError: at odds")]

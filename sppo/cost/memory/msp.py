@@ -24,7 +24,7 @@ from math import prod
 from sppo.activations.placement import ActivationPlacement, SubsequencePlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES
-from sppo.cost.memory.copy_room import slots_on_device, stage_blocks
+from sppo.cost.memory.copy_room import reserved_slots, slots_on_device, stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.running_units import (
@@ -144,7 +144,7 @@ class _Rank:
             held: by its stage if it ran all its units whole.
             overlapping: sequences of which it would hold anything at once then.
         """
-        copies, tier = self._room()
+        copies, leaving, tier = self._room()
         retained, working, sent, running = self._peaks()
         workload = self._candidate.workload
         code = code_bytes(workload, lengths=self._lengths())
@@ -154,7 +154,7 @@ class _Rank:
             kv_bytes=held.device.kv_bytes // overlapping * self._sequences,
             activations_bytes=retained,
             copies_bytes=copies,
-            working_bytes=working,
+            working_bytes=working + leaving,
             heap_bytes=round(running * workload.hardware.device.heap_share),
             communication_bytes=collective_bytes(self._candidate, stage=self._rank) + sent,
             growth_bytes=held.device.growth_bytes + code,
@@ -194,12 +194,14 @@ class _Rank:
         shard = self._shards[action.stage, *action.unit]
         return shard.tokens / self._candidate.lengths[shard.subsequence]
 
-    def _room(self) -> tuple[int, int]:
-        """Return the bytes of slots on the device, and those in the tier."""
+    def _room(self) -> tuple[int, int, int]:
+        """Return the bytes of slots on the device, of sources beside them, and of the tier."""
         own = stage_blocks(
             self._placement, block_layout(self._candidate, stage=self._rank), stage=self._rank
         ).tolist()
-        copies, tier = self._room_of(self._rank, {unit: own[unit[1]] for unit in self._whole})
+        copies, leaving, tier = self._room_of(
+            self._rank, {unit: own[unit[1]] for unit in self._whole}
+        )
         tier *= self._sequences
         for stage in sorted({shard.stage for shard in self._shards.values()}):
             blocks = {
@@ -207,21 +209,22 @@ class _Rank:
                 for shard in self._shards.values()
                 if shard.stage == stage
             }
-            slots, room = self._room_of(stage, blocks)
-            copies, tier = copies + slots, tier + room
-        return copies, tier
+            slots, sources, room = self._room_of(stage, blocks)
+            copies, leaving, tier = copies + slots, leaving + sources, tier + room
+        return copies, leaving, tier
 
     def _room_of(
         self, stage: int, blocks: Mapping[tuple[int, int], Sequence[int]]
-    ) -> tuple[int, int]:
-        """Bytes of slots for blocks of one stage, and of the sequence that has most of them."""
+    ) -> tuple[int, int, int]:
+        """Return the same for blocks of one stage; the tier's of the sequence that has most."""
         largest = max((max(sizes) for sizes in blocks.values()), default=0)
         by_sequence: dict[int, int] = {}
         for (sequence, _), sizes in blocks.items():
             by_sequence[sequence] = by_sequence.get(sequence, 0) + sum(sizes)
         layout = block_layout(self._candidate, stage=stage)
-        slots = slots_on_device(self._candidate, layout) * largest
-        return slots, max(by_sequence.values(), default=0)
+        slots = reserved_slots(self._candidate, layout)
+        sources = slots_on_device(self._candidate, layout) - slots
+        return slots * largest, sources * largest, max(by_sequence.values(), default=0)
 
     def _shard_blocks(self, shard: _Shard) -> tuple[int, ...]:
         """Bytes of the block of every layer of a shard."""
