@@ -88,6 +88,7 @@ class Runtime:
         self.waits: Counter[Wait] = Counter()
         """All waits of streams and hosts."""
         self._lost = lost
+        self._made_by: Counter[str] = Counter()
         self._current = [self.compute]
         self._streams: list[Stream] = [self.compute]
         self.used_bytes = self.used_peak_bytes = 0
@@ -95,7 +96,9 @@ class Runtime:
 
         class OwnStream(Stream):
             def __init__(self, device: object = None, priority: int = 0) -> None:
-                super().__init__(runtime, name=f"stream {len(runtime._streams)}")
+                _, module, *_ = calling_function().split(".")
+                runtime._made_by[module] += 1
+                super().__init__(runtime, name=f"{module} {runtime._made_by[module]}")
                 runtime._streams.append(self)
 
         class OwnEvent(Event):
