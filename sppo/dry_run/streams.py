@@ -112,7 +112,6 @@ class Runtime:
             current_stream=lambda device=None: self.current,
             synchronize=lambda device=None: self.synchronize("torch.cuda.synchronize"),
             set_device=lambda device: None,
-            is_available=lambda: True,
             device_count=lambda: 1,
             get_device_name=lambda device=None: name,
             get_device_capability=lambda device=None: capability,

@@ -236,16 +236,7 @@ class _Steps:
 
     def _measure(self, state: TrainingState) -> None:
         """Take in the step's peaks, as the trainer does."""
-        peaks = state.engine.take_peaks()
-        self._buckets.count_step(peaks)
-        pool = self._device.pool()
-        if pool is not None:
-            self._buckets.count_pool(
-                pool,
-                saved_bytes=peaks.pooled_activations_bytes
-                + peaks.gathered_bytes
-                + peaks.whole_gradients_bytes,
-            )
+        self._buckets.count_step(state.engine.take_peaks(), pool=self._device.pool())
         self._buckets.count_copies(state.engine.take_copies(), host_is_device=False)
 
     def _sequence(self) -> SequenceData:

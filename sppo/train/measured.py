@@ -62,14 +62,25 @@ class MeasuredBuckets:
         others = {n: t for n, t in saved.items() if t.untyped_storage()._cdata not in own}
         self.optimizer_bytes = _tensor_bytes(others)
 
-    def count_step(self, peaks: EnginePeaks) -> None:
-        """Take in the peaks of one step."""
+    def count_step(self, peaks: EnginePeaks, *, pool: PoolUse | None) -> None:
+        """Take in the peaks of one step.
+
+        Args:
+            peaks: of the engine.
+            pool: of torch's memory at the end of the step; what its peak has beyond that and what
+                the engine counts is the working set. None where nobody counts it.
+        """
         weights = self.kept_weights_bytes + peaks.gathered_bytes
         self.weights_bytes = max(self.weights_bytes, weights)
         gradients = self.kept_gradients_bytes + peaks.whole_gradients_bytes
         self.gradients_bytes = max(self.gradients_bytes, gradients)
         self.kv_bytes = max(self.kv_bytes, peaks.kv_bytes)
         self.activations_bytes = max(self.activations_bytes, peaks.activations_bytes)
+        if pool is not None:
+            counted = peaks.pooled_activations_bytes + peaks.gathered_bytes
+            counted += peaks.whole_gradients_bytes
+            working = pool.used_peak_bytes - pool.used_bytes - counted
+            self.working_bytes = max(self.working_bytes or 0, working)
 
     def count_copies(self, copies: CopyReport, *, host_is_device: bool) -> None:
         """Take in the device memory that one step's copies passed through.
@@ -80,16 +91,6 @@ class MeasuredBuckets:
         """
         passed = copies.ring_bytes + (copies.host_bytes if host_is_device else 0)
         self.copies_bytes = max(self.copies_bytes, passed)
-
-    def count_pool(self, memory: PoolUse, *, saved_bytes: int) -> None:
-        """Take in one step's peak of torch's memory beyond what outlives the step.
-
-        Args:
-            memory: of the pool, at the end of the step.
-            saved_bytes: of the peak, what other buckets count.
-        """
-        working = memory.used_peak_bytes - memory.used_bytes - saved_bytes
-        self.working_bytes = max(self.working_bytes or 0, working)
 
 
 def predicted_and_measured(

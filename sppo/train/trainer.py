@@ -455,16 +455,7 @@ class _Loop:
         what host and disk hold, is added up over all ranks.
         """
         outcome = self._outcome
-        peaks = self._state.engine.take_peaks()
-        outcome.buckets.count_step(peaks)
-        pool = self._device.pool()
-        if pool is not None:
-            outcome.buckets.count_pool(
-                pool,
-                saved_bytes=peaks.pooled_activations_bytes
-                + peaks.gathered_bytes
-                + peaks.whole_gradients_bytes,
-            )
+        outcome.buckets.count_step(self._state.engine.take_peaks(), pool=self._device.pool())
         copies = self._state.engine.take_copies()
         outcome.copies.append(copies)
         on_cpu = self._device.kind == "cpu"
