@@ -86,6 +86,14 @@ def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
     console.print(
         f"tracing {tracer.num_actions} actions of a rank", highlight=False, soft_wrap=True
     )
+    if found.evaluated.shortfall is not None:
+        reason = found.evaluated.shortfall.reason
+        console.print(
+            f"the plan does not fit and is traced all the same: {reason}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     if not console.is_terminal:
         return tracer.trace()
     with Progress(console=console, transient=True) as bar:
