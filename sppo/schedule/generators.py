@@ -61,7 +61,7 @@ def generate(
         num_ranks: Pipeline ranks (p).
         lengths: Tokens of every subsequence of every sequence. Sequences may differ in length and
             in number of subsequences.
-        num_virtual: Stages per rank (v); more than 1 only for the interleaved schedules.
+        num_virtual: Stages per rank (v); more than 1 only for `WITH_VIRTUAL_STAGES`.
         hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides message
             latency at the price of one more unit in flight per rank. Only without interleaving.
         forward_only: Leave out backwards and reductions (evaluation).
@@ -189,6 +189,26 @@ def interleaved_order(
     return orders.pair_up(forward, backward=backward, warmup=least + hops_behind)
 
 
+def _looped_bfs(request: _Request, rank: int) -> RankOrder:
+    """Looped breadth-first: all units of a group pass one stage of the rank, then the next one.
+
+    Backward takes the stages in reverse, before the next group begins, so K/V and their gradients
+    are in use on one stage of the rank at a time. A pipeline idles (p - 1) / (v * N + p - 1) of a
+    sequence of N subsequences, with v stages on each of p ranks (Lamy-Poirier, Breadth-First
+    Pipeline Parallelism, section 4, there over micro-batches). A group is one sequence, or as many
+    as give every rank a unit.
+    """
+    order: RankOrder = []
+    for group in orders.sequence_groups(request.lengths, num_ranks=request.num_ranks):
+        forward, backward = (
+            steps(request.lengths, groups=[group], num_chunks=request.num_virtual)
+            for steps in (orders.forward_steps, orders.backward_steps)
+        )
+        order.extend(("F", step) for step in forward)
+        order.extend(("B", step) for step in backward)
+    return order
+
+
 def _zero_bubble(request: _Request, rank: int) -> RankOrder:
     """ZB-H1 over subsequences: 1F1B with each weight half run `rank` backwards late."""
     if request.forward_only:
@@ -202,6 +222,7 @@ _GENERATORS: dict[str, Callable[[_Request, int], RankOrder]] = {
     "interleaved_1f1b": _interleaved,
     "seq1f1b": _seq1f1b,
     "interleaved_seq1f1b": _interleaved,
+    "looped_bfs": _looped_bfs,
     "zb_h1": _zero_bubble,
     "seq_zb_h1": _zero_bubble,
     "sppo": _sppo,
@@ -210,6 +231,8 @@ _GENERATORS: dict[str, Callable[[_Request, int], RankOrder]] = {
 _WITH_HOP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
 # Schedules that run the weight half of a backward as an action of its own.
 DEFERRING_WEIGHTS = ("zb_h1", "seq_zb_h1")
+# Schedules that may hold several stages on a rank.
+WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", "looped_bfs")
 # Schedules for whole sequences, and the one that does the same with subsequences.
 WHOLE_SEQUENCES = {
     "1f1b": "seq1f1b",
@@ -235,10 +258,10 @@ def _checked(name: str, request: _Request) -> _Request:
             f"hop {request.hop} lengthens the warm-up of {', '.join(_WITH_HOP)}, not of "
             f"{quoted(name)}: set hop to 1, or use one of those"
         )
-    if request.num_virtual > 1 and not name.startswith("interleaved"):
+    if request.num_virtual > 1 and name not in WITH_VIRTUAL_STAGES:
         raise ValueError(
             f"schedule {quoted(name)} holds one stage per rank, got num_virtual "
-            f"{request.num_virtual}: use interleaved_1f1b or interleaved_seq1f1b, or set "
+            f"{request.num_virtual}: use one of {', '.join(WITH_VIRTUAL_STAGES)}, or set "
             "num_virtual to 1"
         )
     _check_lengths(name, request.lengths)

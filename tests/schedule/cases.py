@@ -8,7 +8,15 @@ from sppo.schedule.generators import generate
 from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline import Timeline
 
-SUBSEQUENCE_SCHEDULES = ("gpipe", "seq1f1b", "interleaved_seq1f1b", "seq_zb_h1", "sppo", "sppo_msp")
+SUBSEQUENCE_SCHEDULES = (
+    "gpipe",
+    "seq1f1b",
+    "interleaved_seq1f1b",
+    "looped_bfs",
+    "seq_zb_h1",
+    "sppo",
+    "sppo_msp",
+)
 
 
 def make(name, *, p, n, m, v=1, tokens=16, **rest) -> Schedule:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.communication import place_messages
-from sppo.schedule.generators import generate, schedule_names
+from sppo.schedule.generators import WITH_VIRTUAL_STAGES, generate, schedule_names
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
 
 ragged = st.lists(
@@ -35,7 +35,7 @@ def test_interleaved_is_valid_on_the_whole_grid():
 @settings(deadline=None, max_examples=150)
 @given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 6), st.integers(1, 3), ragged)
 def test_any_ragged_request_gives_a_valid_program(name, p, v, lengths):
-    v = v if name.startswith("interleaved") else 1
+    v = v if name in WITH_VIRTUAL_STAGES else 1
     schedule = generate(name, num_ranks=p, num_virtual=v, lengths=lengths)
     validate(schedule)
     validate(place_messages(schedule))
@@ -48,7 +48,7 @@ def test_any_ragged_request_gives_a_valid_program(name, p, v, lengths):
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 5), st.integers(1, 3), ragged)
 def test_forward_only_programs_are_valid_and_hold_only_forwards(name, p, v, lengths):
-    v = v if name.startswith("interleaved") else 1
+    v = v if name in WITH_VIRTUAL_STAGES else 1
     schedule = generate(name, num_ranks=p, num_virtual=v, lengths=lengths, forward_only=True)
     validate(place_messages(schedule))
     assert {a.kind for program in schedule.programs for a in program} == {ActionKind.F}
@@ -83,6 +83,28 @@ def test_sppo_on_one_rank_runs_sequence_after_sequence():
     assert in_flight(play(schedule)) == [2]
 
 
+def test_the_looped_order_ends_one_stage_before_it_begins_the_next():
+    schedule = make("looped_bfs", p=2, v=2, n=2, m=1)
+    assert order(schedule, 0) == [
+        "0F0.0",
+        "0F0.1",
+        "2F0.0",
+        "2F0.1",
+        "2B0.1",
+        "2B0.0",
+        "0B0.1",
+        "0B0.0",
+    ]
+    assert order(schedule, 1, "F") == ["1F0.0", "1F0.1", "3F0.0", "3F0.1"]
+
+
+def test_the_looped_order_takes_sequences_together_only_to_fill_the_ranks():
+    for p, n, groups in ((2, 2, 2), (3, 2, 1), (1, 1, 2), (4, 1, 1)):
+        schedule = make("looped_bfs", p=p, v=2, n=n, m=2)
+        kinds = "".join(a.kind.value for a in schedule.programs[0] if a.kind.value in "FB")
+        assert kinds == ("F" * (4 * n // groups) + "B" * (4 * n // groups)) * groups
+
+
 def test_a_reduction_stands_behind_the_last_gradient_of_its_stage():
     schedule = make("interleaved_seq1f1b", p=2, v=2, n=2, m=2)
     for program in schedule.programs:
@@ -109,7 +131,7 @@ def test_zero_bubble_delays_the_weights_of_later_ranks():
         ("1f1b", {"n": 4}, "use seq1f1b, or 1 subsequence"),
         ("zb_h1", {"n": 2}, "use seq_zb_h1"),
         ("interleaved_1f1b", {"n": 2}, "use interleaved_seq1f1b"),
-        ("seq1f1b", {"v": 2}, "num_virtual 2: use interleaved"),
+        ("seq1f1b", {"v": 2}, "num_virtual 2: use one of interleaved"),
         ("seq1f1b", {"v": 0}, "at least 1 stage"),
         ("seq1f1b", {"p": 0}, "at least 1 rank"),
         ("seq1f1b", {"hop": 3}, "hop is 3: must be 1, or 2"),

@@ -100,6 +100,22 @@ def test_time_of_interleaving_when_the_groups_divide_the_sequences(p, v, n, grou
 
 
 @settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
+def test_time_and_units_in_flight_of_the_looped_order(p, v, n, m):
+    """Sequences of at least one subsequence for each rank follow one another."""
+    assume(n >= p)
+    timeline = play(make("looped_bfs", p=p, v=v, n=n, m=m))
+    assert timeline.makespan_s == 3 * m * (v * n + p - 1)
+    assert in_flight(timeline) == [v * n] * p
+
+
+def test_the_looped_order_idles_less_the_more_stages_a_rank_has():
+    for v, share in ((1, 0.179), (5, 0.042)):
+        timeline = play(make("looped_bfs", p=8, v=v, n=32, m=1))
+        assert sum(idle(timeline)) / (8 * timeline.makespan_s) == pytest.approx(share, abs=5e-4)
+
+
+@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.sampled_from((1.0, 0.6, 1 / 3)))
 def test_time_of_the_zero_bubble_schedule(p, n, m, weight):
     units = n * m
