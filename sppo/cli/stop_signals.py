@@ -9,20 +9,26 @@ before every other import of the command.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from types import FrameType
 
 from sppo.parallel.failures import STOP_SIGNALS, stopped_exit_code
+from sppo.parallel.taken_signals import listen, stop_listening
 
 _UNHEARD_S = 5.0
 """How long the main thread may be inside a library, where it hears no signal."""
 _REPEATED_S = 0.2
 """Signals this close to each other count as one."""
+_TAKEN = 0
+"""Byte behind those of signals that another handler has taken; no signal has this number."""
+_MOST_BYTES = 4096
 
 
 class Stopped(BaseException):
@@ -83,11 +89,14 @@ class _Watch:
         self._previous_fd = -1
 
     def begin(self) -> None:
-        os.set_blocking(self._writer, False)
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        listen(self._taken)
         threading.Thread(target=self._see_to_it, name="stop signals", daemon=True).start()
 
     def end(self) -> None:
+        stop_listening(self._taken)
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._writer)  # which ends the thread
 
@@ -101,23 +110,43 @@ class _Watch:
             self.number, self._heard_s = number, time.monotonic()
             raise Stopped(number)
 
+    def _taken(self) -> None:
+        """Mark all signals so far as taken by another handler."""
+        os.write(self._writer, bytes((_TAKEN,)))
+
     def _see_to_it(self) -> None:
         """Repeat each signal until the main thread has heard it; for a thread."""
         with os.fdopen(self._reader, "rb", buffering=0) as arrivals:
-            while byte := arrivals.read(1):
-                # A training loop hears signals between its actions, however long these take.
-                if byte[0] in STOP_SIGNALS and signal.getsignal(byte[0]) == self.stop:
-                    self._insist(byte[0])
+            while arrived := _read(arrivals, timeout_s=None):
+                if number := self._unheard(arrivals, arrived):
+                    self._insist(number, arrivals)
 
-    def _insist(self, number: int) -> None:
+    def _unheard(self, arrivals: FileIO, arrived: bytes) -> int:
+        """Return the number of a signal that no other handler took or is going to take; or 0.
+
+        A training loop hears signals between its actions, however long these take. Its handler
+        says what it took before this watch's handler is back, so that is read after looking.
+        """
+        handled_here = {n for n in STOP_SIGNALS if signal.getsignal(n) == self.stop}
+        arrived += _read(arrivals, timeout_s=0)
+        untaken = arrived.rpartition(bytes((_TAKEN,)))[2]
+        return next((number for number in untaken if number in handled_here), 0)
+
+    def _insist(self, number: int, arrivals: FileIO) -> None:
         until_s = time.monotonic() + _UNHEARD_S
         while time.monotonic() < until_s:
             time.sleep(_REPEATED_S / 4)
-            if self.number is not None:
+            if self.number is not None or not self._unheard(arrivals, bytes((number,))):
                 return
             os.kill(os.getpid(), number)
         os.write(2, f"{_line(number, '')}\n".encode())
         os._exit(stopped_exit_code(number))
+
+
+def _read(arrivals: FileIO, *, timeout_s: float | None) -> bytes:
+    """Return the bytes that are there or come in time; none, too, once the writer has closed."""
+    ready, _, _ = select.select([arrivals], [], [], timeout_s)
+    return (arrivals.read(_MOST_BYTES) or b"") if ready else b""
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -44,6 +44,7 @@ from sppo.parallel.failures import (
     signal_name,
     was_said_by_rank_0,
 )
+from sppo.parallel.taken_signals import signal_taken
 
 _LOOK_EVERY_S = 0.05
 _TERMINATE_S = 5.0
@@ -240,6 +241,7 @@ class _Job:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.asked.append(signal_name(number))
+        signal_taken()
 
     def _stop(self, since_s: float) -> bool:
         """Stop the others ``since_s`` after a failure; return False if nothing is left to try."""

@@ -6,6 +6,8 @@ import os
 import signal
 from types import FrameType
 
+from sppo.parallel.taken_signals import signal_taken
+
 
 class Interrupted(Exception):  # noqa: N818 - a wish, not an error
     """The step under way was given up because the process was asked to stop."""
@@ -43,6 +45,7 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is None:
             self.signal_name = signal.Signals(number).name
+            signal_taken()
             return
         previous = self._previous[signal.Signals(number)]
         if callable(previous):

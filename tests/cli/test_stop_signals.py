@@ -103,6 +103,55 @@ with stop_signals():
     assert ended(code)[0] == -signal.SIGINT
 
 
+_LATE = {
+    "the watch reads": "Watch._see_to_it, see = lambda watch: left.wait() and see(watch), "
+    "Watch._see_to_it",
+    "the watch looks": "Watch._unheard, look = lambda *of: left.wait() and look(*of), "
+    "Watch._unheard",
+}
+_TAKERS = {
+    "a training loop": "from sppo.train.interruption import StopRequest as Taker",
+    "a launcher": "from sppo.parallel.launch import _Job\nTaker = lambda: _Job(grace_s=1)",
+}
+
+
+@pytest.mark.parametrize("late", _LATE)
+@pytest.mark.parametrize("taker", _TAKERS)
+def test_a_signal_that_was_taken_is_no_more_repeated(taker, late):
+    """The watch's thread gets to a signal when the handler that took it is gone."""
+    code = f"""
+import threading
+from sppo.cli import stop_signals
+{_TAKERS[taker]}
+Watch, left = stop_signals._Watch, threading.Event()
+{_LATE[late]}
+with stop_signals.stop_signals():
+    with Taker():
+        os.kill(os.getpid(), signal.SIGTERM)
+    left.set()
+    time.sleep(0.4)
+print("ended well")
+"""
+    assert ended(code) == (0, "ended well\n", "")
+
+
+def test_a_deaf_main_thread_is_ended_behind_a_signal_that_was_taken():
+    code = """
+import ctypes, threading
+from sppo.cli import stop_signals
+from sppo.train.interruption import StopRequest
+stop_signals._UNHEARD_S = 0.2
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+with stop_signals.stop_signals():
+    with StopRequest():
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    lock(mutex)
+    lock(mutex)
+"""
+    assert ended(code) == (143, "", "error: stopped by SIGTERM\n")
+
+
 def test_handlers_come_back():
     from sppo.cli.stop_signals import stop_signals
 
