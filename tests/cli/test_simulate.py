@@ -180,7 +180,7 @@ def test_a_program_with_copies_is_offloaded(tmp_path):
             ["--schedule", "sppo", *SHAPE, "--hop", "4"],
             "--hop 4: must be a whole number from 1",
         ),
-        (["--schedule", "sppo", *SHAPE, "--virtual", "2"], "use interleaved_1f1b"),
+        (["--schedule", "sppo", *SHAPE, "--virtual", "2"], "use one of interleaved_1f1b"),
         (["--schedule", "sppo", *SHAPE, "seq1f"], "'seq1f' is neither a run file"),
         (["--schedule", "sppo", *SHAPE, "--compare", "x"], "--compare 'x': not one of"),
         (["--schedule", "sppo", *SHAPE, "a.b=1"], "'a.b=1' changes a run file, but none"),
