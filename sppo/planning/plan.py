@@ -36,8 +36,10 @@ class StagePlan:
     Attributes:
         first_layer: Its first layer.
         num_layers: How many it has.
-        subsequences: What it does with each subsequence's saved tensors.
-        memory: Predicted, of one of its devices.
+        subsequences: What it does with each subsequence's saved tensors. Their
+            `slot_offset_bytes` are within the stage's own part of its rank's tier.
+        memory: Predicted, of one device of the rank that has the stage. A rank with several
+            virtual stages has them all in it, and each of them says the same.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -99,7 +101,7 @@ class ExecutionPlan:
         hardware: The machine it is for.
         hardware_digest: Of the same.
         data_parallel_degree: Replicas.
-        pipeline_parallel_degree: Stages.
+        pipeline_parallel_degree: Ranks of a pipeline.
         sequence_parallel_degree: Devices that share each subsequence.
         sequence_parallel: "ulysses" or "megatron".
         zero: How much of the state replicas shard.
@@ -107,10 +109,13 @@ class ExecutionPlan:
         boundaries: Cuts of a sequence.
         schedule: Name of the schedule.
         policy: Activation policy, by what it does.
-        stages: Each stage.
+        stages: Each stage, in the order of their layers. Stage `s` is on pipeline rank
+            `s % pipeline_parallel_degree`.
         predicted: What a step takes.
         program_digest: Of the program of a step, `schedule.program.step_program`; None in plans
             that were made before it stood there.
+        virtual_stages: Stages on each pipeline rank; 1 in plans that were made before it stood
+            there.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -133,6 +138,7 @@ class ExecutionPlan:
     stages: tuple[StagePlan, ...]
     predicted: Prediction
     program_digest: str | None = None
+    virtual_stages: int = 1
 
     @property
     def model(self) -> ModelConfig:
@@ -144,6 +150,11 @@ class ExecutionPlan:
         """Tokens of each subsequence."""
         cuts = self.boundaries
         return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+
+    @property
+    def rank_memory(self) -> tuple[StageMemory, ...]:
+        """Predicted memory of one device of each pipeline rank."""
+        return tuple(stage.memory for stage in self.stages[: self.pipeline_parallel_degree])
 
     @property
     def offloads_anything(self) -> bool:
@@ -301,8 +312,11 @@ def _faults(plan: ExecutionPlan) -> Iterator[str]:
         yield "its hardware does not match its digest"
     if plan.boundaries[:1] != (0,) or any(tokens < 1 for tokens in plan.lengths):
         yield f"its boundaries {quoted(list(plan.boundaries))} do not rise from 0"
-    if len(plan.stages) != plan.pipeline_parallel_degree:
-        yield f"{len(plan.stages)} stages for {plan.pipeline_parallel_degree} ranks"
+    if len(plan.stages) != plan.pipeline_parallel_degree * plan.virtual_stages:
+        yield (
+            f"{len(plan.stages)} stages for {plan.pipeline_parallel_degree} ranks with "
+            f"{plan.virtual_stages} stages each"
+        )
     layers = 0
     for number, stage in enumerate(plan.stages):
         if stage.first_layer != layers:

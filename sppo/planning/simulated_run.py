@@ -77,8 +77,7 @@ def simulated_run(
 
 def simulated_plan(plan: ExecutionPlan) -> SimulatedRun:
     """What one step of one data-parallel replica does under `plan`."""
-    memory = [stage.memory for stage in plan.stages]
-    return _simulated(plan_candidate(plan), costs=plan_costs(plan), memory=memory)
+    return _simulated(plan_candidate(plan), costs=plan_costs(plan), memory=plan.rank_memory)
 
 
 def _simulated(
