@@ -271,8 +271,6 @@ def calling_function() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")
-        if module == "sppo.dry_run.traced_step":
-            return "the step's end"
         if module.startswith("sppo.") and not module.startswith("sppo.dry_run."):
             return f"{module.removeprefix('sppo.')}.{frame.f_code.co_qualname}"
         frame = frame.f_back

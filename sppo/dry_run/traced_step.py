@@ -26,6 +26,7 @@ from sppo.train.cuda_device import CudaDevice
 from sppo.train.measured import MeasuredBuckets, predicted_and_measured
 from sppo.train.ranks import mesh_shape
 from sppo.train.state import TrainingState, build_state
+from sppo.train.step import StepHooks, run_step
 
 TRACED_STEPS = 2
 """Buffers that a first step makes and keeps are there in the second, which is reported."""
@@ -183,9 +184,7 @@ class _Steps:
             gpu.runtime.host_waits.clear()
             gpu.recorder.launches.clear()
             gpu.recorder.num_operations = 0
-            self._device.reset_peak()
             counting = self._step(state)
-            self._measure(state)
         memory = self._plan.stages[self._mesh.at.pipeline].memory.device
         pool = self._device.pool()
         assert pool is not None, "a GPU's tensors come from a pool"
@@ -204,8 +203,7 @@ class _Steps:
         }
 
     def _step(self, state: TrainingState) -> _Counting:
-        """One optimizer step, as the trainer does it."""
-        run, gradients = self._run, state.gradients
+        """Run one step, and count what it makes the host do."""
         counting = _Counting(self._gpu)
         counting.begin("update")
 
@@ -213,35 +211,29 @@ class _Steps:
             counting.begin(action.kind.value)
             self._on_action()
 
-        torch._foreach_zero_(list(gradients.values()))
-        sequences = [self._sequence() for _ in range(self._sequences_per_replica)]
-        result = state.engine.accumulate(
-            [self._device.put(sequence) for sequence in sequences],
-            [self._plan.boundaries] * len(sequences),
-            num_valid=run.sequence.length,
-            before_action=before_action,
+        run_step(
+            state,
+            StepHooks(
+                read=self._read,
+                before_action=before_action,
+                accumulated=lambda: counting.begin("update"),
+                learning_rate=lambda sums: self._run.optimizer.lr,
+            ),
+            boundaries=self._plan.boundaries,
+            clip_norm=self._run.optimizer.clip_norm,
+            device=self._device,
+            peers=self._peers,
+            buckets=self._buckets,
         )
-        counting.begin("update")
-        counting.actions["update"] = 1
-        state.sharded.finish(gradients)
-        norm = state.sharded.norm(gradients, self._peers)
-        float(result.total_loss)
-        float(norm)
-        own = state.sharded.own(gradients)
-        state.update(own, norm=norm, clip_norm=run.optimizer.clip_norm, lr=run.optimizer.lr)
-        self._device.synchronize()
         counting.begin("update")
         counting.actions["update"] = 1
         return counting
 
-    def _measure(self, state: TrainingState) -> None:
-        """Take in the step's peaks, as the trainer does."""
-        self._buckets.count_step(state.engine.take_peaks(), pool=self._device.pool())
-        self._buckets.count_copies(state.engine.take_copies(), host_is_device=False)
-
-    def _sequence(self) -> SequenceData:
-        tokens = torch.empty(self._run.sequence.length, dtype=torch.long)
-        return SequenceData(tokens, tokens)
+    def _read(self) -> tuple[list[SequenceData], int]:
+        """Return sequences without data."""
+        length = self._run.sequence.length
+        tokens = [torch.empty(length, dtype=torch.long) for _ in range(self._num_sequences)]
+        return [SequenceData(tokens_S, tokens_S) for tokens_S in tokens], length
 
     @property
     def _num_layers(self) -> int:
@@ -251,5 +243,5 @@ class _Steps:
         return sum(self._plan.stages[s].num_layers for s in stages)
 
     @property
-    def _sequences_per_replica(self) -> int:
+    def _num_sequences(self) -> int:
         return self._run.train.sequences_per_step // self._mesh.shape.data_parallel

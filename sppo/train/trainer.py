@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
@@ -60,6 +58,7 @@ from sppo.train.run_directory import (
     require_output,
 )
 from sppo.train.state import DTYPES, TrainingState, build_state
+from sppo.train.step import DoneStep, StepHooks, StepSums, run_step
 from sppo.train.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
@@ -351,57 +350,43 @@ class _Loop:
             progress.note(step=step + 1, position=position, action=str(action))
             display.action()
 
-        start = time.perf_counter()
-        self._device.reset_peak()
-        state, gradients = self._state, self._state.gradients
-        torch._foreach_zero_(list(gradients.values()))
-        sequences = self._own_sequences(step)
-        (num_valid,) = self._peers.total([self._counted_labels(sequences)])
-        accumulating = time.perf_counter()
-        result = state.engine.accumulate(
-            [self._device.put(sequence) for sequence in sequences],
-            [self._plan.boundaries] * len(sequences),
-            num_valid=int(num_valid),
-            before_action=before_action,
-            on_failure=progress.failed,
+        done = run_step(
+            self._state,
+            StepHooks(
+                read=lambda: self._read(step),
+                before_action=before_action,
+                on_failure=progress.failed,
+                reduced=lambda result: self._await_device(step, result),
+                learning_rate=lambda sums: self._learning_rate(step, sums, display),
+            ),
+            boundaries=self._plan.boundaries,
+            clip_norm=self._run.optimizer.clip_norm,
+            device=self._device,
+            peers=self._peers,
+            buckets=self._outcome.buckets,
         )
-        accumulated_at = time.perf_counter()
-        state.sharded.finish(gradients)
-        self._await_device(step, result)
-        norm = state.sharded.norm(gradients, self._peers)
-        (total_loss,) = self._peers.total([float(result.total_loss)])
-        loss = total_loss / num_valid if num_valid else math.nan
-        grad_norm = float(norm)
-        lr = learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
-        own = state.sharded.own(gradients)
-        if num_valid:
+        self._outcome.last_step = done.result
+        return self._measure(step, done)
+
+    def _learning_rate(self, step: int, sums: StepSums, display: TrainingDisplay) -> float | None:
+        """Return the step's learning rate; None, and say why, where nothing is to be updated."""
+        if sums.num_valid:
             problem = self._guard.problem(
-                step=step + 1, loss=loss, norm=grad_norm, gradients=own, all_gather=self._names
+                step=step + 1,
+                loss=sums.loss,
+                norm=sums.norm,
+                gradients=sums.gradients,
+                all_gather=self._names,
             )
         else:
             problem = f"step {step + 1}: {self._data.why_no_labels(step)}. The update is skipped"
         if problem is None:
-            state.update(own, norm=norm, clip_norm=self._run.optimizer.clip_norm, lr=lr)
-        else:
-            self._say(problem, display)
-        self._device.synchronize()
-        seconds = time.perf_counter() - start
-        rest_s = seconds - (accumulated_at - accumulating)
-        self._outcome.last_step = result
-        return self._measure(
-            step,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            phases=StepPhases(
-                forward_s=result.forward_s,
-                backward_s=result.backward_s,
-                rest_s=rest_s,
-            ),
-            seconds=seconds,
-            labels=int(num_valid),
-            skipped=problem is not None,
-        )
+            return self._scheduled_lr(step)
+        self._say(problem, display)
+        return None
+
+    def _scheduled_lr(self, step: int) -> float:
+        return learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
 
     def _await_device(self, step: int, result: StepResult) -> None:
         """Wait for the device, which waits for the devices of other ranks.
@@ -420,6 +405,12 @@ class _Loop:
                 f"timed out after {still_s:g} s"
             )
 
+    def _read(self, step: int) -> tuple[list[SequenceData], int]:
+        """Read this replica's sequences of the step, and count the valid labels of all replicas."""
+        sequences = self._own_sequences(step)
+        (num_valid,) = self._peers.total([self._counted_labels(sequences)])
+        return sequences, int(num_valid)
+
     def _own_sequences(self, step: int) -> list[SequenceData]:
         """Read this replica's sequences of the step."""
         mesh = self._ranks.mesh
@@ -437,37 +428,22 @@ class _Loop:
         """What any rank names."""
         return sorted({name for names in self._peers.all_gather(own) for name in names})
 
-    def _measure(
-        self,
-        step: int,
-        *,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        phases: StepPhases,
-        seconds: float,
-        labels: int,
-        skipped: bool,
-    ) -> StepMetrics:
+    def _measure(self, step: int, done: DoneStep) -> StepMetrics:
         """The figures of a step, the same on every rank.
 
         Times, memory and waits are those of the rank with most of each; what was offloaded, and
         what host and disk hold, is added up over all ranks.
         """
-        outcome = self._outcome
-        outcome.buckets.count_step(self._state.engine.take_peaks(), pool=self._device.pool())
-        copies = self._state.engine.take_copies()
+        outcome, result, copies = self._outcome, done.result, done.copies
         outcome.copies.append(copies)
-        on_cpu = self._device.kind == "cpu"
-        outcome.buckets.count_copies(copies, host_is_device=on_cpu)
         own_peak = self._device.peak_bytes()
         outcome.peak_bytes = max(outcome.peak_bytes, own_peak)
         forward_s, backward_s, rest_s, seconds, peak, exposed_s = self._peers.largest(
             [
-                phases.forward_s,
-                phases.backward_s,
-                phases.rest_s,
-                seconds,
+                result.forward_s,
+                result.backward_s,
+                done.rest_s,
+                done.seconds,
                 own_peak,
                 copies.exposed_s,
             ]
@@ -479,11 +455,11 @@ class _Loop:
         tokens = self._sequences * self._run.sequence.length
         return StepMetrics(
             step=step + 1,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
+            loss=done.sums.loss,
+            grad_norm=done.sums.norm,
+            lr=self._scheduled_lr(step),
             tokens=tokens,
-            labels=labels,
+            labels=done.sums.num_valid,
             step_s=seconds,
             tokens_per_s=tokens / seconds,
             mfu=self._model_flops / seconds / self._peak_flops_per_s,
@@ -496,7 +472,7 @@ class _Loop:
             copy_out_bytes_per_s=copies.out_bytes_per_s or None,
             copy_back_bytes_per_s=copies.back_bytes_per_s or None,
             disk_peak_bytes=int(disk_bytes),
-            skipped=skipped,
+            skipped=done.lr is None,
         )
 
     def _line(self, metrics: StepMetrics, started: float) -> str:
