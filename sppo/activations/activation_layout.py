@@ -242,7 +242,7 @@ class ActivationLayout:
     def offload_schedule(
         self, backward_order: Sequence[UnitKey], *, sequences_in_flight: int
     ) -> OffloadSchedule:
-        """Assign extents to all blocks, those of a sequence one behind the other.
+        """Assign extents to all blocks of the stage, those of a sequence one behind the other.
 
         Args:
             backward_order: the units in the order of their backwards.
@@ -279,6 +279,28 @@ class ActivationLayout:
             attention_saved=placement.attention_saved,
             residual=self.shards[unit][self.rank].offloaded,
         )
+
+
+def joint_schedule(
+    stages: Sequence[OffloadSchedule], *, order: Sequence[ActivationKey]
+) -> OffloadSchedule:
+    """Return the blocks of all stages of a rank: one stage's part of the tier behind the other's.
+
+    Args:
+        stages: the blocks of each.
+        order: all keys in the order in which backward takes them.
+    """
+    extents: dict[ActivationKey, Extent] = {}
+    begin = 0
+    for stage in stages:
+        extents |= {key: Extent(begin + at, size) for key, (at, size) in stage.extents.items()}
+        begin += stage.tier_bytes
+    return OffloadSchedule(
+        extents,
+        order,
+        staging_slots=max(stage.staging_slots for stage in stages),
+        ring_slots=max(stage.ring_slots for stage in stages),
+    )
 
 
 def packed_offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:

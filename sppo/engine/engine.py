@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sppo.activations.activation_layout import OffloadSchedule, joint_schedule
 from sppo.activations.placement import PlacementOf
 from sppo.activations.policy import policy_placement
 from sppo.config.model import ModelConfig
@@ -31,6 +32,7 @@ from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
+from sppo.schedule.generators import ONE_SEQUENCE_AFTER_ANOTHER
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import find_msp_groups
 from sppo.schedule.program import equal_costs, step_program
@@ -100,7 +102,7 @@ class Engine:
         policy: activation policy, see :mod:`sppo.activations.policy`.
         placements: what to retain, offload and recompute instead, by stage: of all stages, for
             every rank must make the same program.
-        offloaded: where each stage's offloaded tensors go; closed with the engine.
+        offloaded: where offloaded tensors of this rank's stages go; closed with the engine.
         offloaded_shards: where those of this rank's MSP shards of each stage go; likewise.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
@@ -121,7 +123,7 @@ class Engine:
         gradients: Mapping[str, Tensor] | GradientProvider | None,
         policy: str = "retain",
         placements: Mapping[int, PlacementOf] | None = None,
-        offloaded: Mapping[int, OffloadStore] | None = None,
+        offloaded: OffloadStore | None = None,
         offloaded_shards: Mapping[int, OffloadStore] | None = None,
         input_every: int = 1,
         pipeline: Pipeline = ALONE,
@@ -137,10 +139,8 @@ class Engine:
         self._shard = (
             SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
         )
-        self._offloaded, self._offloaded_shards = (
-            dict(offloaded or {}),
-            dict(offloaded_shards or {}),
-        )
+        self._offloaded, self._offloaded_shards = offloaded, dict(offloaded_shards or {})
+        self._offloads: tuple[Schedule, OffloadSchedule] | None = None
         self._stores: dict[int, ActivationStore] = {}
         self._stages: dict[int, Stage] = {}
         self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
@@ -150,11 +150,11 @@ class Engine:
         placement_of = placements or dict.fromkeys(
             range(len(pipeline.all_layers(model.num_layers))), policy_placement(policy)
         )
-        on_cpu = self._weights.device.type == "cpu"
+        # One rank alone runs one sequence after another: what was saved last is taken first.
+        in_turn = pipeline.num_ranks == 1 and pipeline.schedule in ONE_SEQUENCE_AFTER_ANOTHER
+        stacked = in_turn and self._weights.device.type == "cpu"
+        kv = None
         for index, layers in pipeline.layers(model.num_layers).items():
-            # One rank alone runs one sequence after another: what was saved last is taken first.
-            alone = pipeline.num_ranks * pipeline.num_virtual == 1
-            stacked = on_cpu and alone and pipeline.schedule == ALONE.schedule
             self._stores[index] = LifoArenaStore(poison=debug) if stacked else DeviceStore()
             self._stages[index] = Stage(
                 model,
@@ -162,7 +162,8 @@ class Engine:
                 gradients=self._gradients,
                 activations=self._stores[index],
                 placement_of=placement_of[index],
-                offloaded=self._offloaded.get(index),
+                offloaded=offloaded,
+                kv=kv,
                 input_every=input_every,
                 layers=layers,
                 exchange=exchange,
@@ -171,6 +172,9 @@ class Engine:
                 sends_keys=pipeline.msp_links is not None,
                 debug=debug,
             )
+            kv = self._stages[index].kv
+        assert kv is not None, "a rank has a stage"
+        self._kv = kv
         self._programs: dict[object, Schedule] = {}
         self._shard_store = DeviceStore()
         self._msp_stages: dict[int, MspStage] = {}
@@ -260,9 +264,9 @@ class Engine:
     def take_peaks(self) -> EnginePeaks:
         """Return the peaks since the last call, and start counting anew.
 
-        Peaks of several stages are added up, to more than there may have been at any one time.
+        Saved tensors of several stages are added up at the peak of each, which may be more than
+        there was at any one time.
         """
-        caches = [stage.kv for stage in self._stages.values()]
         shards = self._shard_store
         held = {
             index: max(store.peak_bytes, self._stages[index].held_peak_bytes)
@@ -273,7 +277,7 @@ class Engine:
         ]
         peaks = EnginePeaks(
             sum(held.values()) + shards.peak_bytes,
-            sum(kv.peak_bytes for kv in caches),
+            self._kv.peak_bytes,
             sum(pooled) + shards.peak_bytes,
             self._weights.take_peak_bytes(),
             0 if self._gradients is None else self._gradients.take_peak_bytes(),
@@ -282,8 +286,7 @@ class Engine:
             stage.reset_peak()
         for store in (*self._stores.values(), shards):
             store.peak_bytes = store.device_bytes
-        for kv in caches:
-            kv.peak_bytes = kv.device_bytes
+        self._kv.peak_bytes = self._kv.device_bytes
         return peaks
 
     @property
@@ -302,7 +305,8 @@ class Engine:
 
     @property
     def _offload_stores(self) -> list[OffloadStore]:
-        return [*self._offloaded.values(), *self._offloaded_shards.values()]
+        own = [] if self._offloaded is None else [self._offloaded]
+        return [*own, *self._offloaded_shards.values()]
 
     def _run(
         self,
@@ -400,17 +404,40 @@ class Engine:
 
     def _prepare(self, schedule: Schedule, units: Mapping[tuple[int, int], Unit]) -> None:
         """Make room on each stage for the units that it runs whole."""
-        program = schedule.programs[self._pipeline.rank]
         lengths = dict(enumerate(schedule.lengths))
         for index, stage in self._stages.items():
-            own = [a for a in program if a.stage == index and a.num_shards == 1]
-            backwards = [action.unit for action in own if action.kind is ActionKind.B]
+            own = self._whole_units(schedule, index)
             stage.prepare(
-                {unit: units[unit] for unit in backwards},
+                {a.unit: units[a.unit] for a in own if a.kind is ActionKind.B},
                 lengths=lengths,
-                backward_order=backwards,
                 sequences_in_flight=sequences_in_flight(own),
             )
+        if self._offloaded is None:
+            return
+        if self._offloads is None or self._offloads[0] is not schedule:
+            self._offloads = schedule, self._offload_schedule(schedule)
+        self._offloaded.prepare(self._offloads[1])  # the same object for the same step
+
+    def _offload_schedule(self, schedule: Schedule) -> OffloadSchedule:
+        """Return the blocks of all stages that leave the device, in the order of their use."""
+        parts, order = [], []
+        for index, stage in self._stages.items():
+            own = self._whole_units(schedule, index)
+            parts.append(
+                stage.offload_schedule(
+                    [action.unit for action in own if action.kind is ActionKind.B],
+                    sequences_in_flight=sequences_in_flight(own),
+                )
+            )
+        for action in schedule.programs[self._pipeline.rank]:
+            if action.kind is ActionKind.B and action.num_shards == 1:
+                order += self._stages[action.stage].saved_keys(action.unit)
+        return joint_schedule(parts, order=order)
+
+    def _whole_units(self, schedule: Schedule, stage: int) -> list[Action]:
+        """Return the actions on one of this rank's stages that run units whole."""
+        program = schedule.programs[self._pipeline.rank]
+        return [a for a in program if a.stage == stage and a.num_shards == 1]
 
 
 _PROGRAMS_KEPT = 8

@@ -166,11 +166,12 @@ class Executor:
 
     def _work(self, action: Action) -> tuple[Stage, Unit, int]:
         """Return the stage, the unit and the first of this rank's tokens of an F or B."""
+        stage = self._stage_of(action)
         if action.num_shards == 1:
-            return self._stages[action.stage], self._units[action.unit], 0
+            return stage, self._units[action.unit], 0
         assert self._msp is not None, "a program with shards has an MSP executor"
         shard = self._msp.shard(action)
-        return self._msp.stage(action), shard, shard.first_token
+        return stage, shard, shard.first_token
 
     def _weight_gradients(self, action: Action) -> None:
         self._stages[action.stage].weight_gradients(self._units[action.unit])
@@ -184,21 +185,19 @@ class Executor:
 
     def _finish_offload(self, action: Action) -> None:
         """Run D2H: check that all layers of the unit are with the copy queues since F."""
-        self._offloading(action).finish_offload(action.unit)
+        stage = self._stage_of(action)
+        _offloaded(stage, action).finish_offload(stage.saved_keys(action.unit))
 
     def _start_reload(self, action: Action) -> None:
         """Run H2D: allow the unit's layers to come back, as far ahead of B as there is room."""
-        self._offloading(action).start_reload(action.unit)
+        stage = self._stage_of(action)
+        _offloaded(stage, action).start_reload(stage.saved_keys(action.unit))
 
-    def _offloading(self, action: Action) -> OffloadStore:
-        stage: Stage
-        if action.num_shards > 1:
-            assert self._msp is not None, "a program with shards has an MSP executor"
-            stage = self._msp.stage(action)
-        else:
-            stage = self._stages[action.stage]
-        assert stage.offloaded is not None, f"{action} on a stage without another tier"
-        return stage.offloaded
+    def _stage_of(self, action: Action) -> Stage:
+        if action.num_shards == 1:
+            return self._stages[action.stage]
+        assert self._msp is not None, "a program with shards has an MSP executor"
+        return self._msp.stage(action)
 
     def _reduce(self, action: Action) -> None:
         if self._reduce_stage is not None:
@@ -232,6 +231,11 @@ class Executor:
             for i, action in enumerate(shown)
         ]
         return f"failed in action {position + 1} of {len(self._program)}: {' '.join(names)}"
+
+
+def _offloaded(stage: Stage, action: Action) -> OffloadStore:
+    assert stage.offloaded is not None, f"{action} on a stage without another tier"
+    return stage.offloaded
 
 
 def _own_tokens(units: Mapping[tuple[int, int], Unit]) -> LocalTokens:

@@ -15,6 +15,7 @@ Legend: S tokens of the sequence, C of a span, K key/value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ class _Entry:
 
 
 class KVStore:
-    """K, V and their gradients for every layer of a stage and every sequence in flight.
+    """K, V and their gradients for every layer of a rank and every sequence in flight.
 
     Args:
         model: the shape.
@@ -113,13 +114,16 @@ class KVStore:
         entry.finished = start
         return entry.dk[:end], entry.dv[:end]
 
-    def release(self, sequence: int) -> None:
-        """Free a sequence whose backward is complete (or that needs none).
+    def release(self, sequence: int, *, layers: Iterable[int]) -> None:
+        """Free what some layers hold of a sequence whose backward is complete (or needs none).
 
-        Its buffers serve the next sequence of the same length, so that no step allocates anew.
+        The buffers serve other layers, and the next sequence of the same length, so that no step
+        allocates anew.
         """
-        for key in [key for key in self._entries if key[1] == sequence]:
-            entry = self._entries.pop(key)
+        for layer in layers:
+            entry = self._entries.pop((layer, sequence), None)
+            if entry is None:
+                continue
             for buffer in (entry.k, entry.v, entry.dk, entry.dv):
                 if buffer is not None:
                     if self._poison:

@@ -58,7 +58,8 @@ class Stage:
         weights: gives the parameters of the stage, in the compute dtype.
         gradients: gives fp32 (float64) buffers to add gradients to; None for forward only.
         activations: store of saved tensors that stay on the device.
-        offloaded: store of those that leave it; None if none does.
+        offloaded: store of those that leave it, of all stages of the rank; None if none does.
+        kv: store of keys and values of all stages of the rank; None makes one for this stage.
         placement_of: gives what is retained, offloaded and recomputed of each subsequence.
         input_every: layers that keep their attention output save their input only in every so
             manyth layer; the others get it from the layer below, see :meth:`_recompute_input`.
@@ -80,6 +81,7 @@ class Stage:
         activations: ActivationStore,
         placement_of: PlacementOf,
         offloaded: OffloadStore | None = None,
+        kv: KVStore | None = None,
         input_every: int = 1,
         layers: range | None = None,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
@@ -101,13 +103,11 @@ class Stage:
             self.model, weights.dtype.itemsize, layers=self._layers, input_every=input_every
         )
         self._layout = ActivationLayout(self._blocks, {})
-        self._offloads: tuple[object, OffloadSchedule] | None = None
-        heads = None if self._heads is None else self._heads.shard.keys
-        self.kv = KVStore(
+        self.kv = kv or KVStore(
             self.model,
             dtype=weights.dtype,
             device=weights.device,
-            heads=heads,
+            heads=None if self._heads is None else self._heads.shard.keys,
             sent=sends_keys,
             poison=debug,
         )
@@ -135,38 +135,41 @@ class Stage:
         units: Mapping[UnitKey, Unit],
         *,
         lengths: Mapping[int, tuple[int, ...]],
-        backward_order: Sequence[UnitKey],
         sequences_in_flight: int = 1,
     ) -> None:
-        """Make room for what ``units`` save, before the first of them runs.
+        """Make room for what ``units`` retain, before the first of them runs.
 
         Args:
             units: of one training step that may run here.
             lengths: tokens of the subsequences of every sequence.
-            backward_order: the units in the order of their backwards.
             sequences_in_flight: sequences that hold saved tensors at once, always those that began
                 one after another.
 
         Raises:
             MemoryError: there is not that much memory.
-            OSError: the disk cannot take what is offloaded.
         """
         self._layout = self._step_layout(units, lengths)
         by_sequence = dict.fromkeys(lengths, 0)
         for unit in units.values():
             by_sequence[unit.sequence] += self._retained_bytes(unit)
         self._saved.retained.reserve(max(by_sequence.values()) * sequences_in_flight)
-        if self._saved.offloaded is None:
-            return
-        step = (self._layout.shards, tuple(backward_order), sequences_in_flight)
-        if self._offloads is None or self._offloads[0] != step:
-            self._offloads = (
-                step,
-                self._layout.offload_schedule(
-                    backward_order, sequences_in_flight=sequences_in_flight
-                ),
-            )
-        self._saved.offloaded.prepare(self._offloads[1])  # the same object for the same step
+
+    def offload_schedule(
+        self, backward_order: Sequence[UnitKey], *, sequences_in_flight: int = 1
+    ) -> OffloadSchedule:
+        """Return the blocks of this stage that leave the device in the step prepared for.
+
+        Args:
+            backward_order: the units in the order of their backwards.
+            sequences_in_flight: see :meth:`prepare`.
+        """
+        return self._layout.offload_schedule(
+            backward_order, sequences_in_flight=sequences_in_flight
+        )
+
+    def saved_keys(self, unit: UnitKey) -> list[ActivationKey]:
+        """Return the keys under which a unit is saved, in the order of backward."""
+        return [ActivationKey(*unit, layer) for layer in reversed(self._layers)]
 
     def _step_layout(
         self, units: Mapping[UnitKey, Unit], lengths: Mapping[int, tuple[int, ...]]
@@ -289,7 +292,7 @@ class Stage:
                     )
             self._saved.release(ActivationKey(*unit.key, index))
         if unit.span.start == 0:
-            self.kv.release(unit.sequence)
+            self.release_sequence(unit.sequence)
         if not self.is_first:
             return dx
         self.embed_backward(unit, dx)
@@ -368,8 +371,8 @@ class Stage:
         return self._token_losses.pop((sequence, subsequence))
 
     def release_sequence(self, sequence: int) -> None:
-        """Free a sequence's K/V after a forward-only pass."""
-        self.kv.release(sequence)
+        """Free K/V that this stage holds of a sequence."""
+        self.kv.release(sequence, layers=self._layers)
 
     def assert_idle(self) -> None:
         """Check that nothing is left after a step: every saved tensor was used exactly once."""

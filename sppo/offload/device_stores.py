@@ -158,10 +158,10 @@ class LifoArenaStore:
     def save(self, key: ActivationKey, tensors: dict[str, Tensor]) -> None:
         """Copy ``tensors`` onto the stack."""
         assert key not in self._entries, f"{key} is saved already"
-        assert self._arena is not None, "reserve() comes before save()"
         start = self._top_bytes
         slots = {}
         for name, tensor in tensors.items():
+            assert self._arena is not None, "reserve() comes before save()"
             slots[name] = self._arena.tensor(self._top_bytes, tuple(tensor.shape), tensor.dtype)
             slots[name].copy_(tensor)
             self._top_bytes += slot_bytes(tensor.shape, tensor.element_size())

@@ -16,6 +16,7 @@ for each other.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -136,16 +137,15 @@ class OffloadStore:
                 self._checksums.note(key, tensors, step=self._step)
             self._send(block, tensors)
         self._blocks[key] = block
-        self._unsaved[key[:2]] -= 1
 
-    def finish_offload(self, unit: tuple[int, int]) -> None:
-        """Check that all layers of ``unit`` are saved; its copies out may still be under way."""
-        missing = self._unsaved[unit]
-        assert not missing, f"{missing} layers of unit {unit} are not saved yet"
+    def finish_offload(self, keys: Iterable[ActivationKey]) -> None:
+        """Check that all of ``keys`` are saved; their copies out may still be under way."""
+        missing = [key for key in keys if key not in self._blocks]
+        assert not missing, f"{missing} are not saved yet"
 
-    def start_reload(self, unit: tuple[int, int]) -> None:
-        """Allow the blocks of ``unit`` to come back from now on, as the ring has room."""
-        self._reloading.add(unit)
+    def start_reload(self, keys: Iterable[ActivationKey]) -> None:
+        """Allow the blocks of ``keys`` to come back from now on, as the ring has room."""
+        self._reloading.update(keys)
         self._bring_back()
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
@@ -263,7 +263,7 @@ class OffloadStore:
             if block is None:
                 break  # not saved yet: another sequence
             if block.tensors:
-                if order[self._next_back][:2] not in self._reloading:
+                if order[self._next_back] not in self._reloading:
                     break
                 slot = self._slots.ring[self._brought_back % len(self._slots.ring)]
                 if not slot.can_be_filled:
@@ -300,8 +300,7 @@ class OffloadStore:
         self._blocks: dict[ActivationKey, _PackedBlock] = {}
         self._in_use: dict[ActivationKey, Slot] = {}
         self._occupied: dict[int, ActivationKey] = {}
-        self._unsaved = Counter(key[:2] for key in self._offloads.extents)
-        self._reloading: set[tuple[int, int]] = set()
+        self._reloading: set[ActivationKey] = set()
         self._copied: deque[Event] = deque()
         self._next_take = self._next_back = self._brought_back = 0
 

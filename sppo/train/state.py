@@ -90,6 +90,7 @@ def build_state(
     timeouts = device_timeouts(run.parallel.timeout_s, predicted_step_s=plan.predicted.step_s)
     mesh.connect(
         timeout_s=timeouts.issued_s if device.group_device is not None else None,
+        wraps=plan.virtual_stages > 1,
         cuts_units=cuts_units,
         ties_ends=run.model.tie_embeddings,
     )
@@ -98,6 +99,7 @@ def build_state(
         schedule=plan.schedule,
         num_ranks=mesh.shape.pipeline_parallel,
         rank=mesh.at.pipeline,
+        num_virtual=plan.virtual_stages,
         p2p=PipelineLinks(mesh, device=place) if mesh.groups.edges else None,
         planned=plan_program(plan),
         msp_links=MspLinks(mesh, device=place) if cuts_units else None,
@@ -117,12 +119,11 @@ def build_state(
         for name, shape in sharded.gradient_shapes.items()
     }
     optimizer = build_optimizer(run, sharded.own(weights), masters=masters or None)
-    stages = pipeline.placement.stages_of(pipeline.rank)
     disk = None if run.activations.disk is None else Path(run.activations.disk)
     shard_stages = range(len(plan.stages) if cuts_units else 0)
     stores = device.offload_stores(
         plan,
-        count=len(stages) + len(shard_stages),
+        count=1 + len(shard_stages),
         disk=disk,
         debug=run.activations.debug,
         give_up_s=GIVE_UP_S if mesh.is_distributed else None,
@@ -132,8 +133,8 @@ def build_state(
         weights=sharded.provider(weights),
         gradients=sharded.gradient_provider(gradients),
         placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
-        offloaded=dict(zip(stages, stores, strict=False)),
-        offloaded_shards=dict(zip(shard_stages, stores[len(stages) :], strict=False)),
+        offloaded=stores[0] if stores else None,
+        offloaded_shards=dict(zip(shard_stages, stores[1:], strict=False)),
         input_every=run.activations.input_every,
         pipeline=pipeline,
         exchange=_exchange(run, mesh),

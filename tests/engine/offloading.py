@@ -93,4 +93,5 @@ def queues_of(name, *, directory=None, poison=True):
 def offloading_trained(model, weights, rows, *, directory=None, queues="threads", lag=1, **options):
     """An engine that moves what ``rows`` says, to a disk if there is a directory."""
     store = OffloadStore(queues_of(queues), disk=directory, source_lag=lag, checksums=True)
-    return Trained(model, weights, placements={0: rows}, offloaded={0: store}, **options)
+    options.setdefault("placements", {0: rows})
+    return Trained(model, weights, offloaded=store, **options)

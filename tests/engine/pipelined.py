@@ -229,7 +229,7 @@ def _steps(rank: int, case: Case):
         gradients=provider,
         policy=case.policy,
         placements=case.placement_of and dict.fromkeys(range(num_stages), case.placement_of),
-        offloaded={stage: disk_store(case.directory) for stage in of_stage if case.directory},
+        offloaded=disk_store(case.directory) if case.directory else None,
         offloaded_shards={
             stage: disk_store(case.directory)
             for stage in range(num_stages)

@@ -103,7 +103,7 @@ def test_bytes_are_counted_and_given_back(dtype, narrow, wide):
     assert dk.element_size() == wide
     assert store.device_bytes == elements * (narrow + wide)
     write(store, 0, 10, sequence=1)
-    store.release(0)
+    store.release(0, layers=[0])
     assert store.device_bytes == elements * narrow
     assert store.num_sequences == 1
     store.abort()
@@ -115,5 +115,5 @@ def test_a_released_sequence_is_poisoned_for_debugging():
     store = KVStore(MODEL, dtype=torch.float32, poison=True)
     write(store, 0, 10)
     lent = [*store.prefix(0, 0, end=10), *store.prefix_gradients(0, 0, start=0, end=10)]
-    store.release(0)
+    store.release(0, layers=[0])
     assert all(tensor.isnan().all() for tensor in lent)

@@ -297,13 +297,13 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
         stage.prepare(
             units,
             lengths=dict.fromkeys(range(5), (4, 5, 8, 6)),
-            backward_order=backwards,
             sequences_in_flight=3,
         )
+        store.prepare(stage.offload_schedule(backwards, sequences_in_flight=3))
         for key in forwards[:6]:
             stage.forward(units[key], None, loss_scale=scale)
         for i, key in enumerate(backwards):
-            store.start_reload(key)
+            store.start_reload(stage.saved_keys(key))
             stage.backward(units[key], None)
             for later in forwards[6 + i : 7 + i]:
                 stage.forward(units[later], None, loss_scale=scale)

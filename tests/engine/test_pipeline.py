@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sppo.engine.engine import Engine
+from sppo.schedule.generators import WITH_VIRTUAL_STAGES
 from tests.engine.models import VARIANTS, assert_same_step, autograd_step, random_weights
 from tests.engine.offloading import RatioRows
 from tests.engine.pipelined import Case, run_case
@@ -51,6 +52,7 @@ SCHEDULES = {
     "seq1f1b": UNEVEN,
     "seq_zb_h1": UNEVEN,
     "interleaved_seq1f1b": UNEVEN,
+    "looped_bfs": UNEVEN,
     "gpipe": UNEVEN,
     "1f1b": UNCUT,
     "interleaved_1f1b": UNCUT,
@@ -62,7 +64,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_gradients_of_a_pipeline(ranks, schedule, num_ranks, sequences):
-    virtual = 2 if schedule.startswith("interleaved") else 1
+    virtual = 2 if schedule in WITH_VIRTUAL_STAGES else 1
     layers = {"num_layers": num_ranks * virtual + 1}
     check(
         ranks,

@@ -48,7 +48,7 @@ def saved(tmp_path):
             retained_rows={"x_in": rest} if (rest := len(X_IN) - offloaded_rows) else {},
         )
         for store in on_disk:
-            store.start_reload((KEY.sequence, KEY.subsequence))
+            store.start_reload([KEY])
         return stores
 
     yield save

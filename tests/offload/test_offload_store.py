@@ -107,12 +107,12 @@ def run_step(store, *, interleaved, step=0, staging_slots=3, alter=lambda key, t
                 assert torch.equal(taken[name], tensor), f"{key} {name}"
             store.release(key)
         if is_forward:
-            store.finish_offload((sequence, subsequence))
+            store.finish_offload(unit_keys(sequence, subsequence))
             done.add((sequence, subsequence))
         else:
             backwards.remove([sequence, subsequence])
         for unit in done.intersection(map(tuple, backwards[:2])):  # one ahead, as in a program
-            store.start_reload(unit)
+            store.start_reload(unit_keys(*unit))
     assert store.num_entries == 0
 
 
@@ -167,7 +167,7 @@ def test_a_corrupted_tensor_is_named():
     store.prepare(schedule(order))
     for key in unit_keys(0, 0):
         store.save(key, tensors_of(key))
-    store.start_reload((0, 0))
+    store.start_reload(unit_keys(0, 0))
     queues.force(queues._pending["write"][-1])
     queues._file[3] ^= 1
     for key in order[:-1]:
@@ -254,11 +254,11 @@ def test_a_unit_has_left_once_all_of_its_layers_are_saved():
     first, *others = unit_keys(0, 0)
     store.prepare(schedule(unit_keys(0, 0, backward=True)))
     store.save(first, tensors_of(first))
-    with pytest.raises(AssertionError, match=r"2 layers of unit \(0, 0\) are not saved yet"):
-        store.finish_offload((0, 0))
+    with pytest.raises(AssertionError, match=r"layer=1\), .*layer=2\)\] are not saved yet"):
+        store.finish_offload(unit_keys(0, 0))
     for key in others:
         store.save(key, tensors_of(key))
-    store.finish_offload((0, 0))
+    store.finish_offload(unit_keys(0, 0))
 
 
 def test_nothing_comes_back_before_it_may():
@@ -267,7 +267,7 @@ def test_nothing_comes_back_before_it_may():
     store.prepare(schedule(order))
     for key in sorted(order):
         store.save(key, tensors_of(key))
-    store.start_reload((0, 1))
+    store.start_reload(unit_keys(0, 1))
     for key in order[:LAYERS]:
         assert torch.equal(store.take(key).get("lse", LONE), tensors_of(key).get("lse", LONE))
         store.release(key)
@@ -302,7 +302,7 @@ def test_the_ring_takes_as_many_layers_as_may_be_in_use_at_once():
     for key in reversed(order):
         store.save(key, tensors_of(key))
     for n in (3, 2, 1, 0):
-        store.start_reload((0, n))
+        store.start_reload(unit_keys(0, n))
     for first in range(0, 6, 3):
         for key in order[first : first + 3]:
             wanted = tensors_of(key)
@@ -339,7 +339,7 @@ def test_slots_go_round_in_one_direction():
     for key in unit_keys(0, 0):
         store.save(key, tensors_of(key))
     assert slot.state == "free"
-    store.start_reload((0, 0))
+    store.start_reload(unit_keys(0, 0))
     assert slot.state == "filling"
     with pytest.raises(AssertionError, match="nobody has read yet"):
         slot.before_filling()

@@ -105,14 +105,13 @@ class _Rank:
         )
         self._resume(shared, state)
         self._shared = shared
-        stages = pipeline.placement.stages_of(pipeline.rank)
         lent = range(leg.num_stages) if msp_links is not None else ()
         self._engine = Engine(
             model,
             weights=shared.provider(self._weights),
             gradients=shared.gradient_provider(self._gradients),
             placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
-            offloaded={stage: _store(leg, disk) for stage in stages if leg.tier},
+            offloaded=_store(leg, disk) if leg.tier else None,
             offloaded_shards={stage: _store(leg, disk) for stage in lent if leg.tier},
             input_every=leg.input_every,
             pipeline=pipeline,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from sppo.activations.activation_layout import OffloadSchedule
 from sppo.engine.msp.shard import MspShard, cut_shard, local_tokens
 from sppo.engine.msp.stage import MspStage
 from sppo.engine.unit import Unit
@@ -47,6 +48,7 @@ class MspExecutor:
             if action.kind is ActionKind.B and action.num_shards > 1
         ]
         self._units: Mapping[UnitKey, Unit] = {}
+        self._offloads: dict[int, OffloadSchedule] = {}
 
     def begin(self, units: Mapping[UnitKey, Unit], *, training: bool) -> None:
         """Start a step with these units."""
@@ -56,11 +58,12 @@ class MspExecutor:
         lengths = dict(enumerate(self._schedule.lengths))
         for index, stage in self._stages.items():
             own = [action for action in self._backwards if action.stage == index]
-            stage.prepare(
-                {action.unit: self.shard(action) for action in own},
-                lengths=lengths,
-                backward_order=[action.unit for action in own],
-            )
+            stage.prepare({action.unit: self.shard(action) for action in own}, lengths=lengths)
+            if stage.offloaded is None:
+                continue
+            if index not in self._offloads:
+                self._offloads[index] = stage.offload_schedule([action.unit for action in own])
+            stage.offloaded.prepare(self._offloads[index])
 
     def barrier(self, action: Action) -> None:
         """Wait for the other ranks of the MSP group."""

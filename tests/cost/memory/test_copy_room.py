@@ -168,7 +168,7 @@ def test_cut_tensors_take_the_memory_that_is_predicted(fate, tensor_class, every
                 with_offsets(model, [rows] * 2, element_bytes=2, input_every=every)
             )
         },
-        offloaded={0: OffloadStore(ThreadQueues(), disk=tmp_path, source_lag=0)},
+        offloaded=OffloadStore(ThreadQueues(), disk=tmp_path, source_lag=0),
         input_every=every,
     )
     tokens = torch.arange(1025) % 512

@@ -1,0 +1,103 @@
+"""The looped order on one rank: stage by stage, in float64, against autograd on whole sequences."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.engine.pipeline import Pipeline
+from tests.engine.models import (
+    Trained,
+    assert_equal_bits,
+    assert_same_step,
+    autograd_step,
+    random_sequence,
+    random_weights,
+    tiny_model,
+)
+from tests.engine.offloading import RatioRows, offloading_trained
+
+VARIANTS = ("gqa, q/k-norm", "mqa, window, biases", "tied, yarn, all biases")
+
+
+def looped(virtual):
+    return Pipeline("looped_bfs", num_virtual=virtual)
+
+
+@st.composite
+def cut_sequences(draw):
+    """Cuts of one to three sequences of different lengths."""
+    cuts = []
+    for _ in range(draw(st.integers(1, 3))):
+        inner = draw(st.sets(st.integers(1, 22), max_size=5))
+        cuts.append((0, *sorted(inner), 23 + len(cuts)))
+    return cuts
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    variant=st.sampled_from(VARIANTS),
+    layers=st.integers(1, 5),
+    data=st.data(),
+    policy=st.sampled_from(("retain", "keep_attention", "recompute")),
+    cuts=cut_sequences(),
+)
+def test_gradients_stage_by_stage(variant, layers, data, policy, cuts):
+    virtual = data.draw(st.integers(1, layers))
+    every = data.draw(st.integers(1, 3))
+    starts = data.draw(st.sampled_from([(0,), (0, 5, 11)]))
+    model = tiny_model(variant, num_layers=layers)
+    weights = random_weights(model)
+    sequences = [random_sequence(model, c[-1], seed=n, starts=starts) for n, c in enumerate(cuts)]
+    trained = Trained(model, weights, policy=policy, pipeline=looped(virtual), input_every=every)
+    found = trained.step(sequences, cuts)
+    assert_same_step(found, autograd_step(model, weights, sequences), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("queues", ["lazy", "random 1", "threads"])
+@pytest.mark.parametrize("ratio", [0.4, 1.0])
+@pytest.mark.parametrize("virtual", [2, 4])
+def test_offloading_changes_no_bit(virtual, ratio, queues, tmp_path):
+    model = tiny_model("gqa, q/k-norm", num_layers=5)
+    weights = random_weights(model)
+    data = [random_sequence(model, length, seed=length) for length in (23, 17)]
+    cuts = [(0, 4, 9, 17, 23), (0, 8, 17)]
+    rows = RatioRows(model, 8, ratio, last_too=True, alignment=1)
+    pipeline = looped(virtual)
+    placements = dict.fromkeys(range(virtual), rows)
+    offloading = offloading_trained(
+        model,
+        weights,
+        rows,
+        placements=placements,
+        directory=tmp_path,
+        queues=queues,
+        pipeline=pipeline,
+    )
+    for _ in range(2):
+        assert_equal_bits(
+            offloading.step(data, cuts),
+            Trained(model, weights, pipeline=pipeline).step(data, cuts),
+        )
+    offloading.engine.close()
+
+
+def test_gradients_of_keys_exist_on_one_stage_at_a_time():
+    model = tiny_model("gqa, q/k-norm", num_layers=4)
+    weights = random_weights(model)
+    data, cuts = [random_sequence(model, 24)], [(0, 8, 16, 24)]
+    peaks = {}
+    for virtual in (1, 2, 4):
+        trained = Trained(model, weights, pipeline=looped(virtual))
+        trained.step(data, cuts)
+        peaks[virtual] = trained.engine.take_peaks().kv_bytes
+    of_a_layer = 2 * 24 * model.kv_heads * model.head_dim * 8
+    assert peaks == {v: (4 + 4 // v) * of_a_layer for v in peaks}
+
+
+def test_evaluation_takes_the_same_order():
+    model = tiny_model("gqa, q/k-norm", num_layers=3)
+    weights = random_weights(model)
+    data, cuts = random_sequence(model, 23), (0, 4, 9, 23)
+    found = Trained(model, weights, pipeline=looped(3)).engine.evaluate(data, cuts)
+    assert torch.equal(found, Trained(model, weights).engine.evaluate(data, cuts))
