@@ -57,6 +57,7 @@ PHRASES = {
     r"(?:runs?|ranks of the other|MSP) pieces": "MSP shards",
     r"tickets?": "transfer, or future",
     r"(?:keeps?|the) books": "account",
+    r"GPUs? that (?:is|are) not there": "fake GPU",
     r"worker lanes?|lane's thread": "worker queue",
 }
 """Phrases of prose and messages, without case, and what is said today."""

@@ -28,7 +28,7 @@ def estimate(
         bool,
         typer.Option(
             "--trace",
-            help="Also run two steps of the rank that holds most on a GPU that is not there, "
+            help="Also run two steps of the rank that holds most on a fake GPU, "
             "tensor by tensor, and put what it held beside the plan.",
         ),
     ] = False,

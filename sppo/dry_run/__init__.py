@@ -1,1 +1,1 @@
-"""Training steps on a GPU that is not there: the real engine on tensors without data."""
+"""Training steps on a fake GPU: the real engine on torch's fake tensors."""

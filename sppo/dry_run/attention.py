@@ -1,4 +1,4 @@
-"""Attention back ends on a GPU that is not there: torch's shapes, and the memory kernels take.
+"""Attention back ends on a fake GPU: torch's shapes, and the memory kernels take.
 
 What a back end's package allocates inside a call no fake tensor shows; it is allocated beside the
 call here, as :mod:`sppo.cost.attention_scratch` counts it.
@@ -18,7 +18,7 @@ from sppo.kernels.attention.kernel import AttentionKernel, OfBlocks
 from sppo.kernels.attention.rectangle_attention import OfRectangles
 
 
-def absent_attention(backend: str) -> AttentionKernel:
+def fake_attention(backend: str) -> AttentionKernel:
     """Return what stands for a back end that :func:`sppo.cost.attention_backend` may name."""
     if backend == "triton":
         from sppo.kernels.attention.triton_blocks import TritonAttention

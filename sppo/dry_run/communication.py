@@ -1,4 +1,4 @@
-"""Ranks that are not there: communicators with the rules of NCCL, and no one at their other ends.
+"""Fake ranks: communicators with the rules of NCCL, and no one at their other ends.
 
 What is asked of a communicator runs in its own stream, behind what the asking stream has been given
 so far; waiting for it makes a stream wait, and never the host. A barrier waits for the device, as
@@ -18,7 +18,7 @@ from sppo.dry_run.recorder import Recorder
 from sppo.dry_run.streams import Event, Stream
 
 
-class AbsentGroup:
+class FakeGroup:
     """A communicator, as :class:`torch.distributed.ProcessGroup`.
 
     Args:
@@ -39,7 +39,7 @@ class AbsentGroup:
         return self._ranks.index(self._rank)
 
 
-class AbsentWork:
+class FakeWork:
     """Communication under way, as :class:`torch.distributed.Work`."""
 
     def __init__(self, recorder: Recorder, done: Event, tensors: Sequence[Tensor]) -> None:
@@ -56,7 +56,7 @@ class AbsentWork:
         return False
 
 
-class AbsentRanks:
+class FakeRanks:
     """The functions of :mod:`torch.distributed` that the engine calls, for one rank of many.
 
     Args:
@@ -84,11 +84,11 @@ class AbsentRanks:
             "reduce_scatter": self._call("reduce_scatter", reads=(1,), writes=(0,)),
         }
 
-    def _new_group(self, ranks: Sequence[int], **options: Any) -> AbsentGroup:
+    def _new_group(self, ranks: Sequence[int], **options: Any) -> FakeGroup:
         is_alone = len(ranks) == 1
         name = f"communicator {options.get('group_desc', '')}"
         stream = None if is_alone else self._recorder.runtime.new_stream(name)
-        return AbsentGroup(ranks, rank=self._rank, stream=stream)
+        return FakeGroup(ranks, rank=self._rank, stream=stream)
 
     def _barrier(self, group: Any = None, **_options: Any) -> None:
         self._recorder.runtime.wait_for_current("torch.distributed.barrier")
@@ -98,7 +98,7 @@ class AbsentRanks:
     ) -> Callable[..., Any]:
         is_asynchronous = name in ("isend", "irecv")
 
-        def function(*args: Any, **options: Any) -> AbsentWork | None:
+        def function(*args: Any, **options: Any) -> FakeWork | None:
             read = [x for i in reads for x in _tensors(args[i])]
             written = [x for i in writes for x in _tensors(args[i])]
             work = self._begin(name, options["group"], read, written)
@@ -110,8 +110,8 @@ class AbsentRanks:
         return function
 
     def _begin(
-        self, name: str, group: AbsentGroup, reads: list[Tensor], writes: list[Tensor]
-    ) -> AbsentWork:
+        self, name: str, group: FakeGroup, reads: list[Tensor], writes: list[Tensor]
+    ) -> FakeWork:
         runtime = self._recorder.runtime
         assert group.stream is not None, f"{name} among one rank"
         group.stream.learn(runtime.current.clock)  # as NCCL does by itself
@@ -119,10 +119,10 @@ class AbsentRanks:
             self._recorder.work(name, reads=reads, writes=writes)
             done = Event(runtime)
             done.record()
-        return AbsentWork(self._recorder, done, [*reads, *writes])
+        return FakeWork(self._recorder, done, [*reads, *writes])
 
 
-class AbsentPeers:
+class FakeHostCollectives:
     """:class:`sppo.parallel.host_collectives.HostCollectives` without the other ranks."""
 
     def total(self, values: Sequence[float]) -> list[float]:

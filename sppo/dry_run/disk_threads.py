@@ -1,4 +1,4 @@
-"""Host threads and files that are not there: work is done at once, in the order it is submitted."""
+"""Fake host threads and files: work is done at once, in the order it is submitted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class InlineQueue:
         return 0.0
 
 
-class AbsentFile:
+class FakeFile:
     """:class:`sppo.offload.file_tier.FileTier` without a file.
 
     Args:
@@ -76,12 +76,12 @@ class AbsentFile:
     def __init__(self, directory: Path, size_bytes: int, *, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def write(self, offset_bytes: int, data: HostBytes) -> AbsentFile:
+    def write(self, offset_bytes: int, data: HostBytes) -> FakeFile:
         """Read host memory."""
         self._recorder.host_work("write to the file", reads=[data.tensor], writes=[])
         return self
 
-    def read(self, offset_bytes: int, data: HostBytes) -> AbsentFile:
+    def read(self, offset_bytes: int, data: HostBytes) -> FakeFile:
         """Write host memory."""
         self._recorder.host_work("read from the file", reads=[], writes=[data.tensor])
         return self

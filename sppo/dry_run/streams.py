@@ -1,4 +1,4 @@
-"""Streams, events and hosts of a GPU that is not there: what comes before what, and nothing else.
+"""Streams, events and hosts of a fake GPU: what comes before what, and nothing else.
 
 Whoever does work, a stream or a host thread, counts it, and knows of all others how much of their
 work was done before (a vector clock: Mattern, "Virtual time and global states of distributed
@@ -62,7 +62,7 @@ class Worker:
 
 
 class Runtime:
-    """What :mod:`torch.cuda` offers to the CUDA path, of one GPU that is not there.
+    """What :mod:`torch.cuda` offers to the CUDA path, of one fake GPU.
 
     Functions of :attr:`module` stand in for those of :mod:`torch.cuda` with their names.
 

@@ -82,7 +82,7 @@ class DevicelessFunctions(TorchFunctionMode):
 
 
 class HostBytes:
-    """A NumPy array of host memory that is not there: it can be cut and overwritten.
+    """A fake NumPy array of host memory: it can be cut and overwritten.
 
     Attributes:
         tensor: the memory.

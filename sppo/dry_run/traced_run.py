@@ -1,4 +1,4 @@
-"""``sppo estimate --trace``: the rank of a run that holds most, on a GPU that is not there."""
+"""``sppo estimate --trace``: the rank of a run that holds most, on a fake GPU."""
 
 from __future__ import annotations
 

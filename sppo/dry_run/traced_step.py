@@ -1,4 +1,4 @@
-"""A training step of one rank on a GPU that is not there, beside what was planned for it."""
+"""A training step of one rank on a fake GPU, beside what was planned for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from sppo.config.run import RunConfig
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import MemoryBuckets
-from sppo.dry_run.absent_gpu import AbsentGpu, absent_gpu
-from sppo.dry_run.communication import AbsentPeers
+from sppo.dry_run.communication import FakeHostCollectives
+from sppo.dry_run.fake_gpu import FakeGpu, fake_gpu
 from sppo.dry_run.orderings import OrderingCheck
 from sppo.dry_run.streams import Wait
 from sppo.engine.unit import SequenceData
@@ -92,7 +92,7 @@ class TracedStep:
 class _Counting:
     """Operations and launches by kind of action."""
 
-    gpu: AbsentGpu
+    gpu: FakeGpu
     kind: str = "update"
     operations: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
@@ -146,7 +146,7 @@ def trace_step(
         sequence_parallel_degree=parallel.sequence_parallel_degree,
         sequence_parallel=parallel.sequence_parallel,
     )
-    with absent_gpu(workload, rank=rank, orderings=orderings, lost=lost) as gpu:
+    with fake_gpu(workload, rank=rank, orderings=orderings, lost=lost) as gpu:
         step = _Steps(run, plan, gpu=gpu, rank=rank, on_action=on_action).run(steps)
     seconds = time.perf_counter() - begin
     return TracedStep(**step, backend=gpu.backend, rank=rank, seconds=seconds)
@@ -160,7 +160,7 @@ class _Steps:
         run: RunConfig,
         plan: ExecutionPlan,
         *,
-        gpu: AbsentGpu,
+        gpu: FakeGpu,
         rank: int,
         on_action: Callable[[], None],
     ) -> None:
@@ -171,7 +171,7 @@ class _Steps:
         self._peers = HostCollectives(self._mesh)
         if shape.num_ranks > 1:
             self._mesh = Mesh(shape, rank=rank, timeout_s=run.parallel.timeout_s, device=device)
-            self._peers = cast(HostCollectives, AbsentPeers())
+            self._peers = cast(HostCollectives, FakeHostCollectives())
         self._device = CudaDevice(device)
         self._state = build_state(run, plan=plan, mesh=self._mesh, device=self._device)
         self._buckets = MeasuredBuckets()

@@ -1,4 +1,4 @@
-"""One training step of a rank, the same on a GPU, on a CPU and on tensors without data."""
+"""One training step of a rank, the same on a GPU, on a CPU and on fake tensors."""
 
 from __future__ import annotations
 

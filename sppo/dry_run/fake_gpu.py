@@ -1,4 +1,4 @@
-"""A GPU that is not there, for as long as a context lasts: everything that a step asks of one."""
+"""A fake GPU, for as long as a context lasts: everything that a step asks of one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import Workload
-from sppo.dry_run.attention import absent_attention
-from sppo.dry_run.communication import REBOUND, AbsentRanks
-from sppo.dry_run.disk_threads import AbsentFile, InlineQueue
+from sppo.dry_run.attention import fake_attention
+from sppo.dry_run.communication import REBOUND, FakeRanks
+from sppo.dry_run.disk_threads import FakeFile, InlineQueue
 from sppo.dry_run.orderings import OrderingCheck
 from sppo.dry_run.recorder import Recorder
 from sppo.dry_run.streams import Runtime, Wait
@@ -50,8 +50,8 @@ _CACHED_TENSORS = (rope._frequencies_on, document_offsets._offsets)
 
 
 @dataclass(frozen=True, slots=True)
-class AbsentGpu:
-    """One rank's GPU that is not there.
+class FakeGpu:
+    """One rank's fake GPU.
 
     Attributes:
         recorder: Sees all that is done on it.
@@ -68,16 +68,17 @@ class AbsentGpu:
 
 
 @contextmanager
-def absent_gpu(
+def fake_gpu(
     workload: Workload,
     *,
     rank: int = 0,
     orderings: OrderingCheck | None = None,
     lost: frozenset[Wait] = frozenset(),
-) -> Iterator[AbsentGpu]:
-    """Let this process compute on a GPU that is not there; no other thread may use torch then.
+) -> Iterator[FakeGpu]:
+    """Let this process compute on a fake GPU; no other thread may use torch then.
 
-    Tensors have shapes and no data. Nothing is compiled, and no thread or file is made.
+    Tensors are torch's fake tensors, which have shapes and no data. Nothing is compiled, and no
+    thread or file is made.
 
     Args:
         workload: what is trained, on whose device.
@@ -98,7 +99,7 @@ def absent_gpu(
             stack.enter_context(patch.object(torch.cuda, name, getattr(runtime.module, name)))
         stack.enter_context(patch.object(torch.cuda, "device", lambda _: nullcontext()))
         _replace_ranks(stack, recorder, rank)
-        _replace_kernels(stack, recorder, absent_attention(backend))
+        _replace_kernels(stack, recorder, fake_attention(backend))
         _replace_host(stack, recorder)
         for tables in _CACHED_TENSORS:
             tables.cache_clear()
@@ -108,11 +109,11 @@ def absent_gpu(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(recorder)
         stack.enter_context(DevicelessFunctions(recorder))
-        yield AbsentGpu(recorder, backend)
+        yield FakeGpu(recorder, backend)
 
 
 def _replace_ranks(stack: ExitStack, recorder: Recorder, rank: int) -> None:
-    functions = AbsentRanks(recorder, rank=rank).functions()
+    functions = FakeRanks(recorder, rank=rank).functions()
     for name, function in functions.items():
         stack.enter_context(patch.object(dist, name, function))
     nccl = SimpleNamespace(Options=lambda **_: SimpleNamespace(config=SimpleNamespace()))
@@ -160,7 +161,7 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
     replaced = (
         (cuda_queues.CudaQueues, "host_memory", host_memory),
         (cuda_queues, "WorkerQueue", partial(InlineQueue, runtime=recorder.runtime)),
-        (cuda_queues, "FileTier", partial(AbsentFile, recorder=recorder)),
+        (cuda_queues, "FileTier", partial(FakeFile, recorder=recorder)),
         (host_adamw, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
         (state, "made_ahead", made_ahead),
