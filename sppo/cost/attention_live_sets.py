@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sppo.cost.attention_scratch import backward_scratch_bytes
+from sppo.cost.cpu_scratch import cast_bytes, flash_bytes, group_sum_bytes, key_parts
 from sppo.cost.tensor_sizes import TensorSizes
 
 CAUSAL_TOKENS = 2048
@@ -36,9 +38,9 @@ def attention_forward(s: TensorSizes) -> Iterator[tuple[str, int]]:
         return
     # Queries by head, the running output, a block's output.
     merged, block = s.fp32_query + s.lse, s.query + s.lse
-    yield "a block", s.query + merged + block + s.flash_scratch(s.tokens, buffers=1)
+    yield "a block", s.query + merged + block + flash_bytes(s, s.tokens, buffers=1)
     if s.threads:
-        yield "merging", s.query + merged + block + 3 * s.lse + s.cast(s.query)
+        yield "merging", s.query + merged + block + 3 * s.lse + cast_bytes(s, s.query)
     yield "output", merged + s.query
 
 
@@ -62,7 +64,7 @@ def _spans_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     else:  # the causal part is not cut
         keys = min(s.seen_keys, max(SPAN_KEYS, rows))
         is_cut = s.seen_keys > keys
-    part = s.query + 2 * keys * s.key_row + s.attention_scratch(s.tokens * s.degree, keys)
+    part = s.query + 2 * keys * s.key_row + _scratch(s, s.tokens * s.degree, keys)
     yield "a part of the keys", (s.fp32_query if is_cut else 0) + part
     if is_cut:
         yield "sum of dq", s.fp32_query + s.query
@@ -75,15 +77,15 @@ def _gpu_blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     square = min(rows, CAUSAL_TOKENS)
     of_square = s.query * square // rows
     # dq, dk, dv and dense k and v of every query head.
-    yield "a causal square", base + 5 * of_square + s.folded_scratch(square)
+    yield "a causal square", base + 5 * of_square + _folded_scratch(s, square)
     if s.prefix:
         keys = min(s.prefix, PREFIX_KEYS)
-        taken = s.query + s.folded_scratch(rows) + 2 * keys * s.key_row
+        taken = s.query + _folded_scratch(s, rows) + 2 * keys * s.key_row
         yield "the prefix", base + taken
     if rows > CAUSAL_TOKENS:
         half = -(-rows // 2)
         # dq and copies of q, o and do of the later half of the rows.
-        taken = 4 * s.query * half // rows + s.folded_scratch(half)
+        taken = 4 * s.query * half // rows + _folded_scratch(s, half)
         yield "half of a square", base + taken + 2 * half * s.key_row
     yield "output", s.fp32_query + s.query
 
@@ -94,21 +96,46 @@ def _blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
     square = min(s.tokens, CAUSAL_TOKENS)
     of_square = s.query * square // s.tokens
     # dq, dk and dv of every query head, and the product of o and do.
-    yield "a causal square", base + 4 * of_square + s.flash_scratch(square, buffers=2)
+    yield "a causal square", base + 4 * of_square + flash_bytes(s, square, buffers=2)
     rows = s.tokens % HALF_TOKENS if s.is_half and s.threads else 0
     if rows:
         # Beside the same four: q, o, do, k and v cast.
         operands = (7 * s.fp32_query + 2 * s.cast_key) * rows // s.tokens
-        yield "a small causal square", base + operands + s.flash_scratch(rows, buffers=2)
-    yield "adding a causal square", base + 3 * of_square + s.group_sum(of_square)
+        yield "a small causal square", base + operands + flash_bytes(s, rows, buffers=2)
+    yield "adding a causal square", base + 3 * of_square + group_sum_bytes(s, of_square)
     if s.prefix:
         keys = min(s.prefix, PREFIX_KEYS)
-        parts = max(1, min(s.key_parts, keys // LEAST_PART_KEYS))
+        parts = max(1, min(key_parts(s), keys // LEAST_PART_KEYS))
         key_gradients = 2 * keys * (s.key // s.tokens)
         of_parts = parts * s.query + key_gradients
         # And the product of o and do.
-        in_kernel = of_parts + parts * s.query + s.flash_scratch(s.tokens, buffers=2)
+        in_kernel = of_parts + parts * s.query + flash_bytes(s, s.tokens, buffers=2)
         yield "the prefix", base + in_kernel
-        yield "adding to the prefix", base + of_parts + s.cast(max(s.query, key_gradients // 2))
+        yield (
+            "adding to the prefix",
+            base + of_parts + cast_bytes(s, max(s.query, key_gradients // 2)),
+        )
         if parts > 1:
             yield "parts of the prefix put together", base + of_parts + s.fp32_query + key_gradients
+
+
+def _scratch(s: TensorSizes, rows: int, keys: int) -> int:
+    """Return what a back end's backward call allocates inside."""
+    return _scratch_of_heads(s, rows, keys, kv_heads=max(1, s.model.kv_heads // s.degree))
+
+
+def _folded_scratch(s: TensorSizes, rows: int) -> int:
+    """Return the same of a call that has all query heads as key heads."""
+    return _scratch_of_heads(s, rows, rows, kv_heads=max(1, s.model.num_heads // s.degree))
+
+
+def _scratch_of_heads(s: TensorSizes, rows: int, keys: int, *, kv_heads: int) -> int:
+    return backward_scratch_bytes(
+        s.backend,
+        rows=rows,
+        keys=keys,
+        heads=max(1, s.model.num_heads // s.degree),
+        kv_heads=kv_heads,
+        head_size=s.model.head_dim,
+        element_bytes=s.element,
+    )

@@ -7,27 +7,10 @@ MLP width, e element bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 
 from sppo.config.model import ModelConfig
 from sppo.cost.attention_backend import planned_backend
-from sppo.cost.attention_scratch import backward_scratch_bytes
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
-from sppo.cost.parameters import layer_shapes
-from sppo.cost.product_tile import product_rows
-from sppo.units import MIB
-
-TILE_BYTES = MIB
-"""Bytes of a tile of one fp32 operand of an element-wise chain on a CPU, as in
-:mod:`sppo.kernels.row_tiles`."""
-ACCUMULATION_TILE_BYTES = 8 * MIB
-"""Bytes of a tile that is cast for a single step, as in :mod:`sppo.kernels.row_tiles`."""
-_FLASH_KEYS = 512
-_FLASH_ROWS = ((768, 256), (192, 64), (1, 32))
-"""Rows that torch's CPU flash kernels take at once, by the rows there are at least."""
-PRODUCT_BYTES = 400 << 10
-WEIGHT_PRODUCT_BYTES = 2 * MIB
-"""Scratch of oneDNN's bf16 products, ours and those with transposed operands; the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +71,6 @@ class TensorSizes:
         heads = max(1, self.model.kv_heads // self.degree)
         return heads * self.model.head_dim * self.element
 
-    def attention_scratch(self, rows: int, keys: int) -> int:
-        """What a back end's backward call allocates inside."""
-        return self._scratch(rows, keys, self._heads, max(1, self.model.kv_heads // self.degree))
-
-    def folded_scratch(self, rows: int) -> int:
-        """The same of a call that has all query heads as key heads."""
-        return self._scratch(rows, rows, self._heads, self._heads)
-
-    @property
-    def _heads(self) -> int:
-        return max(1, self.model.num_heads // self.degree)
-
-    def _scratch(self, rows: int, keys: int, heads: int, kv_heads: int) -> int:
-        return backward_scratch_bytes(
-            self.backend,
-            rows=rows,
-            keys=keys,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_size=self.model.head_dim,
-            element_bytes=self.element,
-        )
-
     @property
     def cast_key(self) -> int:
         """K or v in fp32."""
@@ -136,52 +96,6 @@ class TensorSizes:
         """Cosines and sines."""
         rotary = self.model.position == "rotary"
         return self.tokens * self.model.head_dim * ACCUMULATION_BYTES if rotary else 0
-
-    def tiles(self, count: int, *, width: int) -> int:
-        """``count`` fp32 tiles of a tensor ``[C, width]``."""
-        return (
-            count * min(TILE_BYTES, self.tokens * width * ACCUMULATION_BYTES) if self.threads else 0
-        )
-
-    def cast(self, compute_bytes: int) -> int:
-        """A tile of a tensor in fp32, made where it joins one in the accumulation dtype."""
-        fp32_bytes = compute_bytes // self.element * ACCUMULATION_BYTES
-        return min(ACCUMULATION_TILE_BYTES, fp32_bytes) if self.threads and self.is_half else 0
-
-    def group_sum(self, compute_bytes: int) -> int:
-        """Key gradients of every query head while they become those of key heads."""
-        group = self.model.num_heads // self.model.kv_heads
-        cast = self.cast(compute_bytes)
-        return cast + cast // group if group > 1 else cast
-
-    def product(self, name: str) -> int:
-        """Scratch bytes of the product ``name`` (:meth:`weight_gradient`)."""
-        return self.weight_gradient(*layer_shapes(self.model)[f"{name}.weight"])
-
-    def weight_gradient(self, outputs: int, inputs: int) -> int:
-        """A tile of one before it joins its fp32 sum; fp32 ones and a GPU's are added in place."""
-        if not (self.threads and self.is_half):
-            return 0
-        rows = min(outputs, product_rows(inputs, element_bytes=self.element))
-        return rows * inputs * self.element + WEIGHT_PRODUCT_BYTES
-
-    def scratch(self, size: int) -> int:
-        """Scratch bytes of a bf16 product on a CPU."""
-        return size if self.threads and self.is_half else 0
-
-    @property
-    def key_parts(self) -> int:
-        """Parts of a prefix that give every thread the same work, as in its kernel."""
-        heads = self.model.kv_heads
-        return self.threads // gcd(heads, self.threads) if self.threads else 1
-
-    def flash_scratch(self, rows: int, *, buffers: int) -> int:
-        """Scratch bytes of torch's CPU flash kernels: per thread, ``buffers`` tiles of scores."""
-        if not self.threads:
-            return 0
-        at_once = next(size for least, size in _FLASH_ROWS if rows >= least)
-        widths = ACCUMULATION_BYTES + (self.element if self.is_half else 0)
-        return self.threads * buffers * min(at_once, rows) * _FLASH_KEYS * widths
 
 
 def tensor_sizes(

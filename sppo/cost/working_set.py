@@ -20,9 +20,15 @@ from itertools import starmap
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost import gpu_live_sets
 from sppo.cost.attention_live_sets import attention_backward, attention_forward
+from sppo.cost.cpu_scratch import (
+    layer_weight_gradient_bytes,
+    product_bytes,
+    tiles_bytes,
+    weight_gradient_bytes,
+)
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.logits_tile import tile_tokens
-from sppo.cost.tensor_sizes import PRODUCT_BYTES, TensorSizes, tensor_sizes
+from sppo.cost.tensor_sizes import TensorSizes, tensor_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +107,16 @@ def _forward(s: TensorSizes, *, recomputed: frozenset[int]) -> Iterator[LiveSet]
     retained_outputs = 0 if ATTENTION in recomputed else s.query + s.lse
     base = s.rotary + s.hidden
     inputs = s.query + 2 * s.key
-    yield LiveSet("projections", base + s.hidden + inputs + s.scratch(PRODUCT_BYTES))
+    yield LiveSet("projections", base + s.hidden + inputs + product_bytes(s))
     normed = 1 if s.model.qk_norm else 0
-    turned = base + inputs + (1 + normed) * s.query + s.tiles(2, width=s.model.hidden_size)
+    turned = base + inputs + (1 + normed) * s.query + tiles_bytes(s, 2, width=s.model.hidden_size)
     yield LiveSet("rotation", turned)
     base_attention = base + inputs + (retained_queries if s.model.qk_norm else 0)
     for name, live in attention_forward(s):
         yield LiveSet(f"attention forward, {name}", base_attention + live)
     base += retained_queries + retained_outputs + s.hidden
-    yield LiveSet("MLP inputs", base + s.hidden + s.gates + s.scratch(PRODUCT_BYTES))
-    yield LiveSet("MLP output", base + s.gates + s.mlp + s.hidden + s.scratch(PRODUCT_BYTES))
+    yield LiveSet("MLP inputs", base + s.hidden + s.gates + product_bytes(s))
+    yield LiveSet("MLP output", base + s.gates + s.mlp + s.hidden + product_bytes(s))
 
 
 def _backward(
@@ -129,7 +135,8 @@ def _backward(
         base += s.hidden
     queries = s.query if own_linear or s.model.qk_norm else 0
     if own_linear:
-        yield LiveSet("rotation recomputed", base + 2 * s.query + s.tiles(2, width=_query_width(s)))
+        tiles = tiles_bytes(s, 2, width=_query_width(s))
+        yield LiveSet("rotation recomputed", base + 2 * s.query + tiles)
     queries += s.query if own_linear and s.model.qk_norm else 0
     if own_attention:
         for name, live in attention_forward(s):
@@ -138,9 +145,10 @@ def _backward(
     base += queries + outputs
     inner = s.hidden + (s.hidden + s.gates if own_linear else 0)  # n2; x_mid, gate and up
     inner += s.mlp  # dhidden
-    tiles = s.tiles(3, width=s.model.mlp_size) * s.element // ACCUMULATION_BYTES
+    tiles = tiles_bytes(s, 3, width=s.model.mlp_size) * s.element // ACCUMULATION_BYTES
     yield LiveSet("activation backward", base + inner + tiles)
-    yield LiveSet("MLP backward", base + inner + s.hidden + s.product("down"))  # and dn2
+    dn2_and_tile = s.hidden + layer_weight_gradient_bytes(s, "down")
+    yield LiveSet("MLP backward", base + inner + dn2_and_tile)
     base += 2 * s.hidden  # dx_mid, do
     base += s.query - s.hidden
     for name, live in attention_backward(s):
@@ -165,6 +173,6 @@ def _loss(s: TensorSizes) -> Iterator[LiveSet]:
     logits = min(s.tokens, of_tile) * vocabulary * s.element
     base = 3 * s.hidden  # the last layer's output, its norm, and that one's gradient
     if s.is_half:
-        yield LiveSet("logits", base + logits + s.tiles(1, width=vocabulary))
-    yield LiveSet("logit gradients", base + logits + s.weight_gradient(vocabulary, hidden))
-    yield LiveSet("final norm", base + s.hidden + s.tiles(5, width=s.model.hidden_size))
+        yield LiveSet("logits", base + logits + tiles_bytes(s, 1, width=vocabulary))
+    yield LiveSet("logit gradients", base + logits + weight_gradient_bytes(s, vocabulary, hidden))
+    yield LiveSet("final norm", base + s.hidden + tiles_bytes(s, 5, width=s.model.hidden_size))

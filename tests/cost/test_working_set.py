@@ -8,7 +8,7 @@ import torch
 from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
-from sppo.cost import attention_live_sets, tensor_sizes
+from sppo.cost import attention_live_sets, cpu_scratch
 from sppo.cost import working_set as planned
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import evaluation_bytes
@@ -154,8 +154,8 @@ def test_many_query_heads_on_one_key_head():
 
 
 def test_constants_are_those_of_the_kernels():
-    assert tensor_sizes.TILE_BYTES == row_tiles.TILE_BYTES
-    assert tensor_sizes.ACCUMULATION_TILE_BYTES == row_tiles.ACCUMULATION_TILE_BYTES
+    assert cpu_scratch.TILE_BYTES == row_tiles.TILE_BYTES
+    assert cpu_scratch.ACCUMULATION_TILE_BYTES == row_tiles.ACCUMULATION_TILE_BYTES
     assert attention_live_sets.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
     assert attention_live_sets.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS
     assert attention_live_sets.HALF_TOKENS == cpu_flash.HALF_BACKWARD_TOKENS

@@ -27,14 +27,10 @@ from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.copy_room import reserved_slots, slots_on_device, stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.process_growth import code_bytes
-from sppo.cost.memory.running_units import (
-    UnitRun,
-    loss_bytes,
-    run_working_bytes,
-    sent_bytes,
-    unit_runs,
-)
 from sppo.cost.memory.stage_memory import StageMemory, collective_bytes, two_layers_bytes
+from sppo.cost.memory.unit_messages import sent_bytes
+from sppo.cost.memory.unit_runs import UnitRun, unit_runs
+from sppo.cost.memory.unit_working_sets import loss_bytes, run_working_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import layer_shapes
 from sppo.cost.stage_cost import kv_bytes_per_token, placed_bytes

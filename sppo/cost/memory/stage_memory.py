@@ -15,7 +15,8 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.memory.process_growth import process_growth_bytes
-from sppo.cost.memory.running_units import computing_bytes, loss_bytes, sent_bytes
+from sppo.cost.memory.unit_messages import sent_bytes
+from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.sharding.parts import ShardedParts, sharded_parts

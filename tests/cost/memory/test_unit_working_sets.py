@@ -9,13 +9,9 @@ from hypothesis import strategies as st
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.memory.running_units import (
-    computing_bytes,
-    loss_bytes,
-    run_working_bytes,
-    sent_bytes,
-    unit_runs,
-)
+from sppo.cost.memory.unit_messages import sent_bytes
+from sppo.cost.memory.unit_runs import unit_runs
+from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes, run_working_bytes
 from tests.planning.cases import machine, run_config
 
 MODEL = run_config("llama-3.2-1b").model

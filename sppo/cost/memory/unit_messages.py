@@ -1,0 +1,39 @@
+"""What a unit receives, sends and exchanges: memory of its messages while it runs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sppo.cost.candidate import Candidate
+from sppo.cost.memory.units_in_flight import Running
+from sppo.schedule.costs import Table
+
+
+def sent_bytes(candidate: Candidate) -> Running:
+    """What units receive from neighbouring stages, send there, and exchange in their group."""
+    workload, last = candidate.workload, len(candidate.stages) - 1
+    lengths = np.array(candidate.lengths, dtype=np.float64)
+    neighbours = np.array([[(stage > 0) + (stage < last)] for stage in range(last + 1)])
+    row_bytes = 2 * workload.model.hidden_size * workload.element_bytes  # one message each way
+    sent = neighbours * (lengths // workload.sequence_parallel_degree * row_bytes)
+    sent += exchanged_bytes(candidate, lengths)
+    return Running(sent, sent)
+
+
+def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:
+    """What a sequence-parallel group exchanges for units: with Ulysses q, k, v and o, twice.
+
+    With Megatron what has all tokens where the working set counts a device's own: in the backward
+    of the MLP both normed inputs, gathered again, this rank's part of their gradient, and all
+    ranks' parts of its own tokens.
+    """
+    workload = candidate.workload
+    model, degree = workload.model, workload.sequence_parallel_degree
+    if degree == 1:
+        return np.zeros(len(lengths))
+    if workload.sequence_parallel == "megatron":
+        gathered: Table = 4 * lengths * model.hidden_size * workload.element_bytes
+        return gathered
+    heads = 2 * (2 * model.num_heads + 2 * model.kv_heads) * model.head_dim
+    exchanged: Table = (lengths // degree) * workload.element_bytes * heads
+    return exchanged

@@ -1,0 +1,90 @@
+"""Working sets of the units of a candidate, while their forwards and backwards run.
+
+All of it is gone when the unit is done, so it counts beside what is held at that moment
+(:meth:`sppo.cost.memory.units_in_flight.UnitsInFlight.peak`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from sppo.activations.placement import ActivationPlacement
+from sppo.activations.tensor_classes import class_bytes_per_token
+from sppo.cost.candidate import Candidate
+from sppo.cost.memory.heaviest_runs import runs_of_blocks
+from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
+from sppo.cost.memory.unit_runs import UnitRun, unit_kinds
+from sppo.cost.memory.units_in_flight import Running
+from sppo.cost.working_set import loss_working_set, working_sets
+from sppo.schedule.costs import Table
+from sppo.schedule.generators import DEFERRING_WEIGHTS
+
+
+def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Running:
+    """Working sets of all units, not below the truth: neighbours of similar length share one."""
+    shape = len(candidate.stages), len(candidate.lengths)
+    running = Running(np.zeros(shape), np.zeros(shape))
+    by_kind: dict[Hashable, tuple[Table, Table]] = {}
+    for stage, layers in enumerate(candidate.stages):
+        kind = len(layers), placement.alike[stage], candidate.is_last_stage(stage)
+        if kind not in by_kind:
+            by_kind[kind] = _computing_of_stage(candidate, placement, stage=stage)
+        running.forward[stage], running.backward[stage] = by_kind[kind]
+    return running
+
+
+def loss_bytes(candidate: Candidate, *, tokens: int) -> int:
+    """Working set of the loss of a subsequence of `tokens`."""
+    here = -(-tokens // candidate.workload.sequence_parallel_degree)
+    return loss_working_set(candidate.workload, tokens=here).live_bytes
+
+
+def run_working_bytes(candidate: Candidate, run: UnitRun, *, stage: int) -> tuple[int, int]:
+    """Bytes of the largest working sets of a stage's layers in a forward and in a backward."""
+    forward, backward = working_sets(
+        candidate.workload,
+        tokens=-(-run.tokens // candidate.workload.sequence_parallel_degree),
+        prefix=run.prefix,
+        recomputed=run.recomputed,
+        retained=run.retained,
+        defers=candidate.schedule in DEFERRING_WEIGHTS,
+        input_every=candidate.input_every,
+        # Further layers take what the first behind those that share an input does.
+        layers=min(len(candidate.stages[stage]), candidate.input_every + 1),
+    )
+    return forward.live_bytes, backward.live_bytes
+
+
+def _computing_of_stage(
+    candidate: Candidate, placement: ActivationPlacement, *, stage: int
+) -> tuple[Table, Table]:
+    """Working sets of one stage's forwards and backwards, [N] each."""
+    kinds = unit_kinds(candidate, placement, stage=stage)
+    forward, backward = np.zeros(len(kinds)), np.zeros(len(kinds))
+    on_gpu = candidate.workload.hardware.device.kind == "cuda"
+    for block, runs in runs_of_blocks(candidate.lengths, kinds.tobytes(), on_gpu=on_gpu):
+        for run, units in runs:
+            sets = run_working_bytes(candidate, run, stage=stage)
+            for table, live in zip((forward[block], backward[block]), sets, strict=True):
+                table[units] = np.maximum(table[units], live)
+        if candidate.is_last_stage(stage):
+            longest = max(candidate.lengths[block])
+            forward[block] = np.maximum(forward[block], loss_bytes(candidate, tokens=longest))
+    if on_gpu:
+        backward = _with_joined(backward, candidate, placement, stage=stage)
+    return forward, backward
+
+
+def _with_joined(
+    backward: Table, candidate: Candidate, placement: ActivationPlacement, *, stage: int
+) -> Table:
+    """Add tensors put together from parts, whose retained parts go then, [N]."""
+    layout = block_layout(candidate, stage=stage)
+    joined = joined_bytes(placement, layout, stage=stage)
+    sizes = class_bytes_per_token(layout.model, element_bytes=layout.element_bytes)
+    is_cut = (placement.retained[stage] > 0) & (placement.offloaded[stage] > 0)
+    parts = (placement.retained[stage] * is_cut) @ sizes / layout.shared_by
+    found: Table = np.maximum(joined, backward + np.maximum(0, joined - parts))
+    return found
