@@ -99,6 +99,7 @@ class _EventLoop:
         self.rank_of = [schedule.placement.rank_of(s) for s in range(schedule.num_stages)]
         self.first = encoding.first_subsequence(schedule).tolist()
         self.last = encoding.last_subsequence(schedule).tolist()
+        self.sequence_of = [m for m, s in enumerate(schedule.lengths) for _ in s]
         self._load_programs(programs)
         self._load_costs(costs)
         self._load_msp_groups(programs, costs)
@@ -428,8 +429,8 @@ class _EventLoop:
     def _bring_kv_back(self, rank: int, slot: int, start: float, seconds: float) -> float:
         """Play the copies back of K and V that stand in front of a backward.
 
-        They follow those of its own blocks, and are there when it ends; where it is of the same
-        stage, when it starts.
+        They follow those of its own blocks, and are there when it ends; those that it reads, of
+        its own stage and sequence, when it starts.
 
         Args:
             rank: that runs the backward.
@@ -440,12 +441,14 @@ class _EventLoop:
         Returns:
             When the backward can start and then never wait for them.
         """
-        queue, stage = self.engine_free[H2D], slot // self.units
+        queue, sequence_of = self.engine_free[H2D], self.sequence_of
+        reader = slot // self.units, sequence_of[slot % self.units]
         for index, copied, permitted in self.kv_back[rank]:
             begin = max(queue[rank], permitted)
             queue[rank] = finish = begin + self.seconds[H2D_KV][copied]
             self.starts[rank][index], self.finishes[rank][index] = begin, finish
-            start = max(start, finish if copied // self.units == stage else finish - seconds)
+            is_read = (copied // self.units, sequence_of[copied % self.units]) == reader
+            start = max(start, finish if is_read else finish - seconds)
         self.kv_back[rank].clear()
         return start
 
