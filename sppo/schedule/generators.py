@@ -81,19 +81,20 @@ def generate(
 
 
 def rank_orders(
-    name: str, *, num_ranks: int, lengths: Sequence[Sequence[int]]
+    name: str, *, num_ranks: int, lengths: Sequence[Sequence[int]], num_virtual: int = 1
 ) -> Iterator[RankOrder]:
-    """The order of each rank's compute with one stage per rank, where every unit runs whole.
+    """The order of each rank's compute, where every unit runs whole.
 
     Args:
         name: One of `schedule_names()`; of sppo_msp, its order before units are cut.
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
+        num_virtual: Stages per rank; more than 1 only for `WITH_VIRTUAL_STAGES`.
 
     Raises:
         ValueError: an unknown name, or a request the schedule cannot serve, with what to change.
     """
-    request = _checked(name, _Request(num_ranks, 1, tuple(map(tuple, lengths)), 1, False))
+    request = _checked(name, _Request(num_ranks, num_virtual, tuple(map(tuple, lengths)), 1, False))
     generator = _GENERATORS["sppo" if name == "sppo_msp" else name]
     return (generator(request, rank) for rank in range(num_ranks))
 
@@ -198,10 +199,16 @@ def _looped_bfs(request: _Request, rank: int) -> RankOrder:
     Pipeline Parallelism, section 4, there over micro-batches). A group is one sequence, or as many
     as give every rank a unit.
     """
+    return _breadth_first(request.lengths, request.num_ranks, request.num_virtual)
+
+
+@lru_cache(maxsize=2)
+def _breadth_first(lengths: Lengths, num_ranks: int, num_chunks: int) -> RankOrder:
+    """The looped breadth-first order, which is the same list on all ranks."""
     order: RankOrder = []
-    for group in orders.sequence_groups(request.lengths, num_ranks=request.num_ranks):
+    for group in orders.sequence_groups(lengths, num_ranks=num_ranks):
         forward, backward = (
-            steps(request.lengths, groups=[group], num_chunks=request.num_virtual)
+            steps(lengths, groups=[group], num_chunks=num_chunks)
             for steps in (orders.forward_steps, orders.backward_steps)
         )
         order.extend(("F", step) for step in forward)

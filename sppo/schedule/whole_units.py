@@ -1,4 +1,4 @@
-"""Simulates a step in which every unit runs whole on the rank of its stage, one stage per rank.
+"""Simulates a step in which every unit runs whole on the rank of its stage.
 
 What such a program does follows from the order of each rank's compute, so it is played without the
 actions for messages and copies, and without a check: ten times as fast as
@@ -13,18 +13,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sppo.schedule.costs import Costs, Link
+from sppo.schedule.costs import Costs, Link, Table
 from sppo.schedule.encoding import B, F, W
 from sppo.schedule.generators import RankOrder, rank_orders
 from sppo.schedule.played_step import PlayedStep
-from sppo.schedule.timeline import Floats
 
 _CODES = {"F": F, "B": B, "W": W}
 _UNKNOWN = -1.0
 
 
 def play_whole_units(
-    name: str, *, num_ranks: int, lengths: Sequence[Sequence[int]], costs: Costs
+    name: str,
+    *,
+    num_ranks: int,
+    lengths: Sequence[Sequence[int]],
+    costs: Costs,
+    num_virtual: int = 1,
 ) -> PlayedStep:
     """Simulate a step of the schedule `name`.
 
@@ -33,6 +37,7 @@ def play_whole_units(
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         costs: Of as many stages and units; copies flow layer by layer.
+        num_virtual: Stages per rank.
 
     Raises:
         ValueError: a schedule that cannot serve the request.
@@ -40,12 +45,14 @@ def play_whole_units(
     assert costs.layer_copies, "copies of whole units are simulated by schedule.simulate"
     counts = [len(sequence) for sequence in lengths]
     offsets = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)
-    inbox = [_Inbox(costs.num_units) for _ in range(num_ranks)]
+    inbox = [_Inbox(costs.num_units) for _ in range(num_ranks * num_virtual)]
     ranks: list[_Rank] = []
     before = None
-    for stage, order in enumerate(rank_orders(name, num_ranks=num_ranks, lengths=lengths)):
+    orders = rank_orders(name, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual)
+    for place, order in enumerate(orders):
         compute = ranks[-1].order if order is before else _compute(order, offsets.tolist())
-        ranks.append(_Rank(stage, compute, costs=costs, inbox=inbox))
+        stages = range(place, num_ranks * num_virtual, num_ranks)
+        ranks.append(_Rank(stages, compute, costs=costs, inbox=inbox))
         before = order
     _play(ranks)
     step_s = max(rank.last_s for rank in ranks)
@@ -55,14 +62,15 @@ def play_whole_units(
 
 
 class _Compute(NamedTuple):
-    """The compute of one rank in order: kinds, and units counted through all sequences."""
+    """The compute of one rank in order: kinds, chunks, units counted through all sequences."""
 
     codes: list[int]
+    chunks: list[int]
     units: list[int]
 
 
 class _Inbox:
-    """When inputs of each unit of one stage were computed by a neighbour, and when they arrived."""
+    """When inputs of each unit of one stage were computed before, and when they arrived."""
 
     def __init__(self, num_units: int) -> None:
         self.activation_made_s = [_UNKNOWN] * num_units
@@ -71,29 +79,25 @@ class _Inbox:
         self.gradient_arrived_s = [_UNKNOWN] * num_units
 
 
-class _Rank:
-    """The clock of one rank; `run` waits, by yielding, for what a neighbour has yet to compute."""
+class _Chunk:
+    """One stage of a rank: what its units cost, where their inputs come from and results go."""
 
-    def __init__(
-        self, stage: int, order: _Compute, *, costs: Costs, inbox: Sequence[_Inbox]
-    ) -> None:
-        self.stage, self.order = stage, order
+    def __init__(self, stage: int, *, costs: Costs, defers: bool, inbox: Sequence[_Inbox]) -> None:
         self.inbox = inbox[stage]
         self.below = inbox[stage - 1] if stage else None
         self.above = inbox[stage + 1] if stage + 1 < len(inbox) else None
-        self.free_s = self._last_return_s = 0.0
-        self.bubble_s = self.message_s = self.copy_s = 0.0
-        self._load_costs(costs)
-        self._leaving_s = self._returning_s = self._block_out_s = 0.0
-        self._before_s = self._layer_s = 0.0
-        self._gone_s = [0.0] * costs.num_units
-
-    def _load_costs(self, costs: Costs) -> None:
-        stage = self.stage
+        self.activations, self.gradients = (
+            self.inbox.activation_arrived_s,
+            self.inbox.gradient_arrived_s,
+        )
+        if self.below is None:
+            self.activations = [0.0] * costs.num_units
+        if self.above is None:
+            self.gradients = [0.0] * costs.num_units
         self.forward_s: list[float] = costs.forward_s[stage].tolist()
         self.weight_s: list[float] = costs.weight_s[stage].tolist()
         backward = costs.backward_s[stage]
-        if W not in self.order.codes:
+        if not defers:
             backward = backward + costs.weight_s[stage]
         self.backward_s: list[float] = backward.tolist()
         self.reduce_s = float(costs.reduce_s[stage])
@@ -101,79 +105,102 @@ class _Rank:
         self.out_s: list[float] = (offloaded / costs.copies.d2h_bytes_per_s).tolist()
         self.back_s: list[float] = (offloaded / costs.copies.h2d_bytes_per_s).tolist()
         self.leaves: list[bool] = (offloaded > 0).tolist()
+        self.gone_s = [0.0] * costs.num_units
         self.flow = costs.layer_copies[stage]
-        self.down, self.up = (
-            _Wire(costs.links.link(stage, receiver=other), costs=costs)
-            for other in (stage + 1, stage - 1)
-        )
+        self.last_s = 0.0
+        """When the last B or W of the stage has ended."""
+
+
+class _Rank:
+    """The clock of one rank; `run` waits, by yielding, for what a neighbour has yet to compute."""
+
+    def __init__(
+        self, stages: range, order: _Compute, *, costs: Costs, inbox: Sequence[_Inbox]
+    ) -> None:
+        self.stages, self.order = stages, order
+        self.chunks = [
+            _Chunk(stage, costs=costs, defers=W in order.codes, inbox=inbox) for stage in stages
+        ]
+        self.free_s = self._last_return_s = 0.0
+        self.bubble_s = self.message_s = self.copy_s = 0.0
+        rank, num_ranks = stages.start, stages.step
+        self._wires = {
+            other: _Wire(costs.links.link(rank, receiver=other), costs=costs)
+            for other in {(rank + 1) % num_ranks, (rank - 1) % num_ranks} - {rank}
+        }
+        self._down = self._wires.get((rank + 1) % num_ranks)
+        self._up = self._wires.get((rank - 1) % num_ranks)
+        self._leaving_s = self._returning_s = self._block_out_s = 0.0
+        self._before_s = self._layer_s = 0.0
 
     @property
     def last_s(self) -> float:
         """When its last action has ended."""
-        reduced = self.free_s + self.reduce_s
-        arrived = max(self.down.last_s, self.up.last_s)
+        reduced = 0.0
+        for chunk in sorted(self.chunks, key=lambda chunk: chunk.last_s):
+            reduced = max(reduced, chunk.last_s) + chunk.reduce_s
+        arrived = max((wire.last_s for wire in self._wires.values()), default=0.0)
         return max(reduced, arrived, self._leaving_s, self._last_return_s)
 
     def run(self) -> Iterator[None]:
         """Walk the order of the rank to its end."""
-        activations = self.inbox.activation_arrived_s
-        gradients = self.inbox.gradient_arrived_s
-        if self.below is None:
-            activations = [0.0] * len(activations)
-        if self.above is None:
-            gradients = [0.0] * len(gradients)
         # The room for a unit that comes back is free when the backward two in front of its own has
         # ended: when that in front of it might begin.
         begun_s = room_s = 0.0
         first_backward = True
-        for code, unit in zip(*self.order, strict=True):
+        for code, place, unit in zip(*self.order, strict=True):
+            chunk = self.chunks[place]
             begun_before_s, begun_s = begun_s, self.free_s
             if code == F:
-                while activations[unit] < 0:
+                while chunk.activations[unit] < 0:
                     yield
-                self._forward(unit, activations[unit])
-            elif code == B:
-                while gradients[unit] < 0:
+                self._forward(chunk, unit, chunk.activations[unit])
+                continue
+            if code == B:
+                while chunk.gradients[unit] < 0:
                     yield
-                self._backward(unit, gradients[unit], begun_before_s if first_backward else room_s)
+                permitted_s = begun_before_s if first_backward else room_s
+                self._backward(chunk, unit, chunk.gradients[unit], permitted_s)
                 first_backward, room_s = False, begun_s
             else:
-                self.free_s += self.weight_s[unit]
+                self.free_s += chunk.weight_s[unit]
+            chunk.last_s = self.free_s
 
-    def _forward(self, unit: int, arrived: float) -> None:
+    def _forward(self, chunk: _Chunk, unit: int, arrived: float) -> None:
         """Run a forward, and send off what it makes and what leaves the device."""
-        seconds, leaves, free = self.forward_s[unit], self.leaves[unit], self.free_s
+        seconds, leaves, free = chunk.forward_s[unit], chunk.leaves[unit], self.free_s
         start = arrived if arrived > free else free
         if leaves:
-            room_s = self.flow.forward_start_s(
+            room_s = chunk.flow.forward_start_s(
                 start,
                 seconds=seconds,
-                copy_s=self.out_s[unit],
+                copy_s=chunk.out_s[unit],
                 free_s=self._leaving_s,
                 block_before_s=self._block_out_s,
             )
             if room_s > start:
                 start = room_s
         if start > free:
-            self._wait(start, self.inbox.activation_made_s[unit], arrived)
+            self._wait(start, chunk.inbox.activation_made_s[unit], arrived)
         self.free_s = finish = start + seconds
-        if self.above is not None:
-            self.above.activation_made_s[unit] = finish
-            self.above.activation_arrived_s[unit] = self.down.send(unit, ready=finish)
+        if chunk.above is not None:
+            chunk.above.activation_made_s[unit] = finish
+            sent = finish if self._down is None else self._down.send(unit, ready=finish)
+            chunk.above.activation_arrived_s[unit] = sent
         if leaves:
-            copy_s, layers = self.out_s[unit], self.flow.layers
+            copy_s, layers = chunk.out_s[unit], chunk.flow.layers
             self._block_out_s = copy_s / layers
             begin = max(self._leaving_s, finish - seconds * (layers - 1) / layers)
             self._leaving_s = max(begin + copy_s, finish + self._block_out_s)
-            self._gone_s[unit] = self._leaving_s
+            chunk.gone_s[unit] = self._leaving_s
 
-    def _backward(self, unit: int, arrived: float, room_s: float) -> None:
+    def _backward(self, chunk: _Chunk, unit: int, arrived: float, room_s: float) -> None:
         """Run a backward, behind the copy back of its unit, for which there is room at `room_s`."""
-        seconds, free, flow = self.backward_s[unit], self.free_s, self.flow
+        seconds, free, flow = chunk.backward_s[unit], self.free_s, chunk.flow
         layer_s = seconds / flow.layers
         start = arrived if arrived > free else free
-        if self.leaves[unit]:
-            permitted, copy_s = max(self._gone_s[unit], room_s), self.back_s[unit]
+        if chunk.leaves[unit]:
+            permitted, copy_s = max(chunk.gone_s[unit], room_s), chunk.back_s[unit]
             first = max(permitted, self._returning_s, self._before_s - flow.back * self._layer_s)
             start, last = flow.backward_start_s(
                 max(start, permitted), first=first, layer_s=layer_s, copy_s=copy_s
@@ -181,12 +208,13 @@ class _Rank:
             self._returning_s = first + copy_s
             self._last_return_s = max(self._last_return_s, last)
         if start > free:
-            self._wait(start, self.inbox.gradient_made_s[unit], arrived)
+            self._wait(start, chunk.inbox.gradient_made_s[unit], arrived)
         self.free_s = self._before_s = finish = start + seconds
         self._layer_s = layer_s
-        if self.below is not None:
-            self.below.gradient_made_s[unit] = finish
-            self.below.gradient_arrived_s[unit] = self.up.send(unit, ready=finish)
+        if chunk.below is not None:
+            chunk.below.gradient_made_s[unit] = finish
+            sent = finish if self._up is None else self._up.send(unit, ready=finish)
+            chunk.below.gradient_arrived_s[unit] = sent
 
     def _wait(self, start: float, made: float, arrived: float) -> None:
         """Book what compute that begins at `start` waited for."""
@@ -216,6 +244,7 @@ class _Wire:
 def _compute(order: RankOrder, offsets: list[int]) -> _Compute:
     return _Compute(
         [_CODES[kind] for kind, _ in order],
+        [chunk for _, (chunk, _) in order],
         [offsets[sequence] + subsequence for _, (_, (sequence, subsequence)) in order],
     )
 
@@ -233,33 +262,34 @@ _ENDED = object()
 
 def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int64]) -> float:
     """Peak of what the units of a rank hold, from the order of its compute alone."""
-    stage = rank.stage
-    codes, units = np.array(rank.order.codes), np.array(rank.order.units)
+    own = list(rank.stages)
+    codes, chunks, units = (np.array(column) for column in rank.order)
     counts = np.diff(np.append(offsets, costs.num_units))
     is_first, is_last = np.zeros((2, costs.num_units), dtype=bool)
     is_first[offsets] = is_last[offsets + counts - 1] = True
 
-    def of_sequences(sizes: Floats) -> Floats:
-        whole: Floats = np.repeat(np.add.reduceat(sizes, offsets), counts)
+    def of_sequences(sizes: Table) -> Table:
+        whole: Table = np.repeat(np.add.reduceat(sizes, offsets, axis=1), counts, axis=1)
         return whole
 
     kv, gradients = (
-        of_sequences(table[stage]) for table in (costs.kv_bytes, costs.kv_gradient_bytes)
+        of_sequences(table[own]) for table in (costs.kv_bytes, costs.kv_gradient_bytes)
     )
-    kept = costs.activation_bytes[stage] - costs.offload_bytes[stage]
-    operands = costs.operand_bytes[stage] * bool((codes == W).any())
+    kept = costs.activation_bytes[own] - costs.offload_bytes[own]
+    operands = costs.operand_bytes[own] * bool((codes == W).any())
+    at = chunks, units
     taken = np.select(
         [codes == F, codes == B],
-        [(kept + is_first * kv)[units], (is_last * gradients)[units]],
+        [(kept + is_first * kv)[at], (is_last * gradients)[at]],
         0.0,
     )
     released = np.select(
         [codes == B, codes == W],
-        [(kept + is_first * (kv + gradients))[units], operands[units]],
+        [(kept + is_first * (kv + gradients))[at], operands[at]],
         0.0,
     )
     # Operands of a weight half come as what its backward ends to hold goes.
-    change = taken - released + np.where(codes == B, operands[units], 0.0)
+    change = taken - released + np.where(codes == B, operands[at], 0.0)
     after = np.cumsum(change)
     held = np.maximum(after, after - change + taken)
     return max(0.0, float(held.max(initial=0.0)))

@@ -8,13 +8,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links
-from sppo.schedule.generators import WHOLE_SEQUENCES
+from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.played_step import played_step
 from sppo.schedule.program import step_program
 from sppo.schedule.simulate import simulate
 from sppo.schedule.whole_units import play_whole_units
 
-SCHEDULES = ("sppo", "seq1f1b", "seq_zb_h1", "gpipe", "1f1b", "zb_h1", "interleaved_seq1f1b")
+SCHEDULES = (
+    "sppo",
+    "seq1f1b",
+    "seq_zb_h1",
+    "gpipe",
+    "1f1b",
+    "zb_h1",
+    "interleaved_seq1f1b",
+    "looped_bfs",
+)
 
 
 def some_costs(*, stages: int, units: int, copies: float, seed: int) -> Costs:
@@ -33,7 +42,6 @@ def some_costs(*, stages: int, units: int, copies: float, seed: int) -> Costs:
         reduce_s=dice.uniform(0, 3, stages),
         message_bytes=dice.uniform(0.5, 2.0, units),
         activation_bytes=kept,
-        kv_offload_bytes=np.zeros(kept.shape),
         offload_bytes=kept
         * dice.uniform(0.2, 1.0, kept.shape)
         * (dice.random(kept.shape) < copies),
@@ -57,20 +65,28 @@ def some_costs(*, stages: int, units: int, copies: float, seed: int) -> Costs:
 @given(
     schedule=st.sampled_from(SCHEDULES),
     ranks=st.integers(1, 5),
+    virtual=st.integers(1, 3),
     counts=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     copies=st.sampled_from([0.0, 0.6, 1.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(schedule="sppo", ranks=4, counts=[6, 6, 6], copies=1.0, seed=1)
-@example(schedule="seq_zb_h1", ranks=3, counts=[5, 2], copies=0.6, seed=2)
-@example(schedule="sppo", ranks=1, counts=[4, 3], copies=1.0, seed=3)
-def test_a_step_is_that_of_its_program(schedule, ranks, counts, copies, seed):
+@example(schedule="sppo", ranks=4, virtual=1, counts=[6, 6, 6], copies=1.0, seed=1)
+@example(schedule="seq_zb_h1", ranks=3, virtual=1, counts=[5, 2], copies=0.6, seed=2)
+@example(schedule="sppo", ranks=1, virtual=1, counts=[4, 3], copies=1.0, seed=3)
+@example(schedule="looped_bfs", ranks=2, virtual=3, counts=[4, 3], copies=0.6, seed=4)
+@example(schedule="looped_bfs", ranks=1, virtual=3, counts=[4, 3], copies=1.0, seed=5)
+@example(schedule="interleaved_seq1f1b", ranks=3, virtual=2, counts=[4, 3], copies=0.6, seed=6)
+def test_a_step_is_that_of_its_program(schedule, ranks, virtual, counts, copies, seed):
     whole = schedule in WHOLE_SEQUENCES
+    virtual = virtual if schedule in WITH_VIRTUAL_STAGES else 1
     lengths = [[16] * (1 if whole else count) for count in counts]
-    costs = some_costs(stages=ranks, units=sum(map(len, lengths)), copies=copies, seed=seed)
-    program = step_program(schedule, num_ranks=ranks, lengths=lengths, costs=costs)
+    costs = some_costs(
+        stages=ranks * virtual, units=sum(map(len, lengths)), copies=copies, seed=seed
+    )
+    shape = {"num_ranks": ranks, "num_virtual": virtual, "lengths": lengths}
+    program = step_program(schedule, **shape, costs=costs)
     expected = played_step(simulate(program, costs=costs))
-    found = play_whole_units(schedule, num_ranks=ranks, lengths=lengths, costs=costs)
+    found = play_whole_units(schedule, **shape, costs=costs)
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-12)
     assert found.idle_s == pytest.approx(expected.idle_s, abs=1e-9)
     assert found.held_bytes == pytest.approx(expected.held_bytes, rel=1e-12)
