@@ -7,7 +7,8 @@ running maximum. For equal units it gives the paper's (N + p - 1) / N * F(N), an
 without copies exactly what the simulator does.
 
 Several sequences overlap: then the step is at least the longest way through one stage, the ramp of
-the first unit down to it, all its work, and the ramp of the last backward up from it.
+the first unit down to it, all its work, and the ramp of the last backward up from it. In the looped
+order they do not overlap (:mod:`sppo.cost.looped_step`).
 
 A copy out that outlasts the forward behind its own holds up the one after that, for which there
 would be no room; a copy back that outlasts the backward in front of its own holds up that. So in
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sppo.cost.looped_step import looped_parts, queue
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import Costs, Link, Links, Table
 
@@ -75,24 +77,39 @@ class StageLinks:
         return hops
 
 
-def step_time(costs: Costs, *, num_sequences: int) -> StepTime:
-    """The step of a schedule of the SPPO family, one stage per rank."""
+def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = None) -> StepTime:
+    """The step of a schedule of the SPPO family, one stage per rank, or of the looped order.
+
+    Args:
+        costs: of every stage and unit.
+        num_sequences: of the step, all cut alike.
+        looped_ranks: pipeline ranks of the looped order; None for one stage per rank.
+    """
     forward, backward = costs.forward_s, costs.backward_s + costs.weight_s
-    wires = _wires(costs.links, message_bytes=costs.message_bytes, num_stages=costs.num_stages)
 
     def parts(forward: Table, backward: Table) -> tuple[float, float, float]:
         return _parts(
             forward,
             backward,
-            wires=wires,
+            message_bytes=costs.message_bytes,
+            links=costs.links,
             reduce_s=costs.reduce_s,
             num_sequences=num_sequences,
+            looped_ranks=looped_ranks,
         )
 
     computed = parts(forward, backward)
     exposed = 0.0
     if costs.offload_bytes.any():
-        slowed = parts(*_beside_copies(forward, backward, costs=costs, num_sequences=num_sequences))
+        slowed = parts(
+            *_beside_copies(
+                forward,
+                backward,
+                costs=costs,
+                num_sequences=num_sequences,
+                num_ranks=looped_ranks or costs.num_stages,
+            )
+        )
         exposed = max(0.0, sum(slowed) - sum(computed))
     return StepTime(*computed, exposed_copy_s=exposed, busy_s=float(forward.sum() + backward.sum()))
 
@@ -105,6 +122,7 @@ def least_step_s(
     links: Links,
     reduce_s: Floats,
     num_sequences: int,
+    looped_ranks: int | None = None,
 ) -> float:
     """Seconds of a step that retains everything: no activation policy makes for a faster one.
 
@@ -112,12 +130,20 @@ def least_step_s(
         forward: of each unit on each stage, [stages, units].
         backward: both halves of the same.
         message_bytes: between stages, [units].
-        links: between stages.
+        links: between ranks.
         reduce_s: reducing gradients and the update, [stages].
         num_sequences: of the step.
+        looped_ranks: pipeline ranks of the looped order; None for one stage per rank.
     """
-    wires = _wires(links, message_bytes=message_bytes, num_stages=len(forward))
-    parts = _parts(forward, backward, wires=wires, reduce_s=reduce_s, num_sequences=num_sequences)
+    parts = _parts(
+        forward,
+        backward,
+        message_bytes=message_bytes,
+        links=links,
+        reduce_s=reduce_s,
+        num_sequences=num_sequences,
+        looped_ranks=looped_ranks,
+    )
     return sum(parts)
 
 
@@ -132,50 +158,67 @@ def flow_ends(seconds: Table, *, links: StageLinks) -> Floats:
     done = np.zeros(seconds.shape[1])
     for stage, row in enumerate(seconds):
         if stage:
-            done = _queue(done, links.wire_s[stage - 1]) + links.latency_s[stage - 1]
-        done = _queue(done, row)
+            done = queue(done, links.wire_s[stage - 1]) + links.latency_s[stage - 1]
+        done = queue(done, row)
         ends[stage] = done[-1]
     return ends
 
 
-def _queue(ready: Floats, seconds: Floats) -> Floats:
-    """When a machine that serves units in order ends each of them."""
-    work = np.cumsum(seconds)
-    ends: Floats = work + np.maximum.accumulate(ready - (work - seconds))
-    return ends
-
-
 def _beside_copies(
-    forward: Table, backward: Table, *, costs: Costs, num_sequences: int
+    forward: Table, backward: Table, *, costs: Costs, num_sequences: int, num_ranks: int
 ) -> tuple[Table, Table]:
     """Seconds of each unit, or of the copy beside it if that is longer.
 
     A unit leaves during the forward behind its own, and is back after the backward in front of its
-    own. Behind the last of a sequence there is none: it is gone and back before its backward.
+    own. Behind the last of a sequence on a rank there is none: it is gone and back before its
+    backward. A sequence passes all stages of a rank, each behind the one before.
     """
-    offloaded = costs.offload_bytes.reshape(costs.num_stages, num_sequences, -1)
+
+    def by_sequence(table: Table) -> Table:
+        """[ranks, sequences, stages of a rank, N], one view of the table."""
+        view: Table = table.reshape(-1, num_ranks, num_sequences, count).transpose(1, 2, 0, 3)
+        return view
+
+    count = costs.num_units // num_sequences
+    num_virtual = costs.num_stages // num_ranks
+    offloaded = by_sequence(costs.offload_bytes).reshape(num_ranks, num_sequences, -1)
     out, back = offloaded / costs.copies.d2h_bytes_per_s, offloaded / costs.copies.h2d_bytes_per_s
     forward, backward = (
-        forward.reshape(offloaded.shape).copy(),
-        backward.reshape(offloaded.shape).copy(),
+        by_sequence(table).reshape(offloaded.shape).copy() for table in (forward, backward)
     )
     forward[:, :, 1:] = np.maximum(forward[:, :, 1:], out[:, :, :-1])
     backward[:, :, 1:] = np.maximum(backward[:, :, 1:], back[:, :, :-1])
     backward[:, :, -1] += out[:, :, -1] + back[:, :, -1]
-    shape = costs.offload_bytes.shape
-    return forward.reshape(shape), backward.reshape(shape)
+
+    def by_stage(table: Table) -> Table:
+        table = table.reshape(num_ranks, num_sequences, num_virtual, count)
+        return table.transpose(2, 0, 1, 3).reshape(costs.offload_bytes.shape)
+
+    return by_stage(forward), by_stage(backward)
 
 
 def _parts(
     forward: Table,
     backward: Table,
     *,
-    wires: tuple[StageLinks, StageLinks],
+    message_bytes: Floats,
+    links: Links,
     reduce_s: Floats,
     num_sequences: int,
+    looped_ranks: int | None,
 ) -> tuple[float, float, float]:
     """Forward, backward and update one after the other."""
-    down, up = wires
+    if looped_ranks is not None:
+        return looped_parts(
+            forward,
+            backward,
+            message_bytes=message_bytes,
+            links=links,
+            reduce_s=reduce_s,
+            num_sequences=num_sequences,
+            num_ranks=looped_ranks,
+        )
+    down, up = _wires(links, message_bytes=message_bytes, num_stages=len(forward))
     if num_sequences > 1:
         return _overlapped(forward, backward, down=down, up=up, reduce_s=reduce_s)
     forward_s = float(flow_ends(forward, links=down)[-1])

@@ -118,3 +118,55 @@ def test_the_update_waits_for_the_slowest_stage_only_where_that_is_last():
     costs = replace(abstract_costs(2, num_units=1), reduce_s=np.array([0.25, 5.0]))
     assert step_time(costs, num_sequences=1).update_s == pytest.approx(5 - 2)
     assert step_time(costs, num_sequences=1).step_s == pytest.approx(1 + 1 + 2 + 5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6)),
+    st.integers(1, 4),
+    seeds,
+    links,
+)
+def test_the_looped_order_takes_what_the_simulator_says(shape, sequences, seed, wires):
+    """Uneven stages and units, fewer units than ranks, several groups of sequences."""
+    ranks, virtual, pieces = shape
+    costs = random_costs((ranks * virtual, pieces), seed=seed, sequences=sequences, wires=wires)
+    timeline = play(
+        costs,
+        lengths=((16,) * pieces,) * sequences,
+        schedule="looped_bfs",
+        num_virtual=virtual,
+    )
+    found = step_time(costs, num_sequences=sequences, looped_ranks=ranks)
+    assert found.step_s == pytest.approx(timeline.makespan_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("p", "v", "n"), [(1, 4, 3), (4, 2, 16), (8, 5, 32), (4, 3, 2)])
+def test_equal_units_idle_as_breadth_first_pipelines_do(p, v, n):
+    """Idle (p - 1) / (v N + p - 1) of the time where N >= p (Lamy-Poirier, section 4)."""
+    time = step_time(abstract_costs(p * v, num_units=n), num_sequences=1, looped_ranks=p)
+    passed = max(n, p) * (v - 1) + n + p - 1
+    assert (time.forward_s, time.backward_s) == (passed, 2 * passed)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 6)),
+    seeds,
+    st.floats(0, 1),
+    st.sampled_from([0.2, 1.0, 5.0]),
+)
+def test_a_simulated_copy_of_the_looped_order_never_waits_longer(shape, seed, ratio, rate):
+    ranks, virtual, pieces = shape
+    costs = random_costs((ranks * virtual, pieces), seed=seed)
+    costs = replace(
+        costs, offload_bytes=costs.activation_bytes * ratio, copies=CopyEngines(rate, rate)
+    )
+    timeline = play(
+        costs,
+        lengths=((16,) * pieces,),
+        schedule="looped_bfs",
+        num_virtual=virtual,
+    )
+    time = step_time(costs, num_sequences=1, looped_ranks=ranks)
+    assert timeline.makespan_s <= time.step_s * (1 + 1e-9)

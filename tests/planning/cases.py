@@ -67,7 +67,13 @@ def price(candidate: Candidate, *, placement=None) -> Costs:
     return stage_costs(candidate, seconds=stage_seconds(candidate), placement=placement)
 
 
-def play(costs: Costs, *, lengths, schedule: str = "sppo") -> Timeline:
-    """Simulate a step of `lengths` with one stage per rank."""
-    programs = generate(schedule, num_ranks=costs.num_stages, lengths=lengths, costs=costs)
+def play(costs: Costs, *, lengths, schedule: str = "sppo", num_virtual: int = 1) -> Timeline:
+    """Simulate a step of `lengths` with so many stages per rank."""
+    programs = generate(
+        schedule,
+        num_ranks=costs.num_stages // num_virtual,
+        num_virtual=num_virtual,
+        lengths=lengths,
+        costs=costs,
+    )
     return simulate(lower(programs, costs=costs), costs=costs)
