@@ -21,11 +21,14 @@ SCHEDULES = (
     "interleaved_1f1b",
     "seq1f1b",
     "interleaved_seq1f1b",
+    "looped_bfs",
     "zb_h1",
     "seq_zb_h1",
     "sppo",
     "sppo_msp",
 )
+WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", "looped_bfs")
+"""Schedules that may hold several stages on a rank."""
 
 
 def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
@@ -37,6 +40,9 @@ def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
     model, sequence = sections.get("model"), sections.get("sequence")
     if model is not None and sequence is not None:
         yield from _positions_reach(model, sequence)
+    parallel = sections.get("parallel")
+    if model is not None and parallel is not None:
+        yield from _layers_suffice(model, parallel)
 
 
 def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
@@ -85,6 +91,38 @@ def _multiplexing_agrees(parallel: ParallelConfig) -> Iterator[Problem]:
         yield Problem("parallel.multiplexed", "off", rule)
 
 
+def _virtual_stages_are_served(parallel: ParallelConfig) -> Iterator[Problem]:
+    """Several stages on a rank need a schedule that knows of them, which MSP does not."""
+    virtual, schedule = parallel.virtual_stages, parallel.schedule
+    if virtual in ("auto", 1):
+        return
+    if schedule not in ("auto", *WITH_VIRTUAL_STAGES) and schedule in SCHEDULES:
+        rule = (
+            f"parallel.schedule={schedule} holds one stage on a rank; write auto or one of "
+            f"{', '.join(WITH_VIRTUAL_STAGES)}, or leave parallel.virtual_stages out"
+        )
+        yield Problem("parallel.virtual_stages", str(virtual), rule)
+    elif parallel.multiplexed == "on":
+        rule = (
+            "parallel.multiplexed=on shards units of ranks with one stage; leave one of the two "
+            "keys out"
+        )
+        yield Problem("parallel.virtual_stages", str(virtual), rule)
+
+
+def _layers_suffice(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+    """Every virtual stage needs a layer."""
+    virtual, ranks = parallel.virtual_stages, parallel.pipeline_parallel_degree
+    if virtual not in ("auto", 1) and ranks * int(virtual) > model.num_layers:
+        on_ranks = "" if ranks == 1 else f" on each of {ranks} pipeline ranks"
+        yield Problem(
+            "parallel.virtual_stages",
+            str(virtual),
+            f"so many stages{on_ranks} need a layer each, and there are {model.num_layers}; lower "
+            f"it to at most {max(1, model.num_layers // ranks)}",
+        )
+
+
 def _window_fits(model: ModelConfig) -> Iterator[Problem]:
     if model.sliding_window_first_layer > model.num_layers:
         yield Problem(
@@ -109,4 +147,5 @@ _RULES = (
     ("sequence", _cuts_tile),
     ("parallel", _schedule_exists),
     ("parallel", _multiplexing_agrees),
+    ("parallel", _virtual_stages_are_served),
 )

@@ -63,7 +63,11 @@ class ParallelConfig(Section):
     data_parallel_degree: Degree = 1
     """Replicas that train on other sequences of the same step; gradients are added up."""
     pipeline_parallel_degree: Degree = 1
-    """Stages of layers, through which subsequences flow; at most the number of layers."""
+    """Ranks through which subsequences flow; at most the number of layers."""
+    virtual_stages: Auto | Degree = "auto"
+    """Stages of layers on each pipeline rank: subsequences pass the ranks so many times, which
+    divides the pipeline's idle time by it. auto: with schedule auto or looped_bfs as many as solve
+    finds fastest in the memory there is, else 1."""
     sequence_parallel_degree: Degree = 1
     """Ranks over which the tokens of every subsequence are sharded."""
     sequence_parallel: Literal["ulysses", "megatron"] = "ulysses"
@@ -73,7 +77,7 @@ class ParallelConfig(Section):
     gradients and optimizer states for more traffic."""
     schedule: str = "auto"
     """Order in which stages run: gpipe, 1f1b, interleaved_1f1b, seq1f1b, interleaved_seq1f1b,
-    zb_h1, seq_zb_h1, sppo or sppo_msp. auto: the fastest one simulated."""
+    looped_bfs, zb_h1, seq_zb_h1, sppo or sppo_msp. auto: the fastest one simulated."""
     multiplexed: Literal["auto", "on", "off"] = "auto"
     """Multiplexed sequence partitioning: cut the units next to pipeline bubbles once more, over the
     ranks that would idle. auto: where that is faster, with its messages priced."""

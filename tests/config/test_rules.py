@@ -1,8 +1,9 @@
 import pytest
 
 from sppo.activations.policy import OFFLOADING_POLICIES, POLICIES
-from sppo.config import ConfigError, check_run
+from sppo.config import ConfigError, check_run, rules
 from sppo.config.rules import SCHEDULES
+from sppo.schedule import generators
 from sppo.schedule.generators import schedule_names
 
 
@@ -102,6 +103,29 @@ def test_pieces_of_units_that_contradict_the_rest(parallel, told):
 
 def test_every_schedule_there_is_may_be_written_and_no_other():
     assert set(SCHEDULES) == {"auto", *schedule_names()}
+    assert rules.WITH_VIRTUAL_STAGES == generators.WITH_VIRTUAL_STAGES
+
+
+@pytest.mark.parametrize("schedule", ["auto", "looped_bfs", "interleaved_1f1b"])
+def test_virtual_stages(schedule):
+    assert problems(parallel={"virtual_stages": 2, "schedule": schedule}) == []
+    assert problems(parallel={"virtual_stages": "auto", "schedule": "gpipe"}) == []
+    assert problems(parallel={"virtual_stages": 1, "multiplexed": "on"}) == []
+
+
+@pytest.mark.parametrize(
+    ("parallel", "told"),
+    [
+        ({"schedule": "sppo"}, "parallel.schedule=sppo holds one stage on a rank; write auto or"),
+        ({"schedule": "sppo_msp"}, "parallel.schedule=sppo_msp holds one stage on a rank"),
+        ({"multiplexed": "on"}, "parallel.multiplexed=on shards units of ranks with one stage"),
+        ({"pipeline_parallel_degree": 2}, "2 pipeline ranks need a layer each, and there are 2"),
+    ],
+)
+def test_virtual_stages_that_contradict_the_rest(parallel, told):
+    path, value, rule = only(parallel={"virtual_stages": 2, **parallel})
+    assert (path, value) == ("parallel.virtual_stages", "2")
+    assert told in rule
 
 
 @pytest.mark.parametrize("policy", ["auto", *POLICIES, *OFFLOADING_POLICIES])
