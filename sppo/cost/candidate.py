@@ -27,6 +27,7 @@ class Candidate:
         allow_partial: Whether the policy may cut a tensor class.
         spare_bytes: Device memory that activation policies leave free for shards (MSP).
         background_saves: Checkpoints are copied in memory, then written while training goes on.
+        virtual_stages: Stages on each rank of the pipeline (v).
     """
 
     workload: Workload
@@ -43,6 +44,7 @@ class Candidate:
     allow_partial: bool = True
     spare_bytes: int = 0
     background_saves: bool = False
+    virtual_stages: int = 1
 
     @property
     def budget_bytes(self) -> int:
@@ -59,15 +61,35 @@ class Candidate:
         )
 
     @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.pipeline_parallel_degree * self.virtual_stages
+
+    @property
     def stages(self) -> tuple[range, ...]:
-        """The layers of each stage; every rank of the pipeline has one."""
-        return layers_of_stages(
-            self.workload.model.num_layers, num_stages=self.pipeline_parallel_degree
+        """The layers of each stage; stage s is on rank s mod `pipeline_parallel_degree`."""
+        return layers_of_stages(self.workload.model.num_layers, num_stages=self.num_stages)
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Return the pipeline rank that has a stage."""
+        return stage % self.pipeline_parallel_degree
+
+    def stages_of_rank(self, rank: int) -> range:
+        """Return the stages of a pipeline rank, in the order of their layers."""
+        return range(rank, self.num_stages, self.pipeline_parallel_degree)
+
+    @property
+    def layers_of_ranks(self) -> tuple[int, ...]:
+        """Number of layers on each pipeline rank, all its stages together."""
+        stages = self.stages
+        return tuple(
+            sum(len(stages[stage]) for stage in self.stages_of_rank(rank))
+            for rank in range(self.pipeline_parallel_degree)
         )
 
     def is_last_stage(self, stage: int) -> bool:
         """Whether a stage holds the head and the loss."""
-        return stage == self.pipeline_parallel_degree - 1
+        return stage == self.num_stages - 1
 
 
 @cache

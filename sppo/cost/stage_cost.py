@@ -112,7 +112,6 @@ def stage_costs(
         message_bytes=message_bytes(candidate),
         activation_bytes=retained + offloaded,
         offload_bytes=offloaded,
-        kv_offload_bytes=np.zeros_like(offloaded),
         operand_bytes=_of_units(weight_operand_bytes(candidate), candidate.sequences),
         kv_bytes=layers * lengths * kv_bytes,
         kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
@@ -252,8 +251,8 @@ def stage_parameters(candidate: Candidate) -> Table:
     counts = np.array([float(layer * len(layers)) for layers in stages])
     for name, shape in outer_shapes(model).items():
         counts[0 if name.startswith(("embed.", "positions.")) else -1] += prod(shape)
-    if model.tie_embeddings and len(stages) > 1:
-        # The last stage projects with its own copy of the embedding.
+    if model.tie_embeddings and candidate.pipeline_parallel_degree > 1:
+        # The last stage is on another rank than the first, with a copy of the embedding.
         counts[-1] += model.vocab_size * model.hidden_size
     return counts
 
@@ -268,6 +267,30 @@ def _streamed_parameters(candidate: Candidate) -> Table:
     layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
     counts = np.array([float(layer * len(layers)) for layers in candidate.stages])
     return counts / workload.sequence_parallel_degree
+
+
+def of_ranks(candidate: Candidate, of_stages: Table) -> Table:
+    """Sum what the stages of each pipeline rank have, [ranks, ...].
+
+    Args:
+        candidate: whose.
+        of_stages: of each stage, [stages, ...].
+    """
+    shape = (candidate.virtual_stages, candidate.pipeline_parallel_degree, *of_stages.shape[1:])
+    sums: Table = of_stages.reshape(shape).sum(axis=0)
+    return sums
+
+
+def most_of_ranks(candidate: Candidate, of_stages: Table) -> Table:
+    """Return the most that a stage of each pipeline rank has, [ranks, ...].
+
+    Args:
+        candidate: whose.
+        of_stages: of each stage, [stages, ...].
+    """
+    shape = (candidate.virtual_stages, candidate.pipeline_parallel_degree, *of_stages.shape[1:])
+    most: Table = of_stages.reshape(shape).max(axis=0)
+    return most
 
 
 def device_parameters(candidate: Candidate) -> Table:
@@ -315,7 +338,8 @@ def pipeline_links(candidate: Candidate) -> Links:
     network = hardware.network
     inside = Link(network.intra_node_latency_s, network.intra_node_bytes_per_s)
     outside = Link(network.inter_node_latency_s, network.inter_node_bytes_per_s)
-    node_of = [rank * width // hardware.node.num_devices for rank in range(len(candidate.stages))]
+    ranks = range(candidate.pipeline_parallel_degree)
+    node_of = [rank * width // hardware.node.num_devices for rank in ranks]
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(node_of):
         members.setdefault(node, []).append(rank)

@@ -24,6 +24,7 @@ def candidate_program(
     return step_program(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
+        num_virtual=candidate.virtual_stages,
         lengths=(candidate.lengths,) * candidate.sequences,
         forward_only=forward_only,
         costs=costs,

@@ -18,7 +18,8 @@ class ChosenRun:
     """A run with all its degrees.
 
     Attributes:
-        run: The request; with degrees of the solver, so are the schedule and N that it left open.
+        run: The request; with degrees of the solver, so are the schedule, N and the
+            number of virtual stages that it left open.
         chosen: Its keys that are the solver's; () where it writes all degrees itself.
     """
 
@@ -42,18 +43,29 @@ def with_chosen_degrees(run: RunConfig, *, hardware: HardwareSpec) -> ChosenRun:
         return ChosenRun(run)
     if isinstance(found, Rejection):
         assert found.num_subsequences is not None, "memory is short at some N"
-        return _written(run, found.degrees, num_subsequences=found.num_subsequences)
+        return _written(
+            run,
+            found.degrees,
+            num_subsequences=found.num_subsequences,
+            virtual_stages=found.virtual_stages,
+        )
     candidate = found.candidate
     return _written(
         run,
         found.degrees,
         num_subsequences=len(candidate.lengths),
+        virtual_stages=candidate.virtual_stages,
         schedule=candidate.schedule,
     )
 
 
 def _written(
-    run: RunConfig, degrees: Degrees, *, num_subsequences: int, schedule: str | None = None
+    run: RunConfig,
+    degrees: Degrees,
+    *,
+    num_subsequences: int,
+    virtual_stages: int,
+    schedule: str | None = None,
 ) -> ChosenRun:
     """Write the solver's choice over what the run leaves open."""
     numbers = dict(
@@ -68,6 +80,8 @@ def _written(
         for name, number in numbers.items()
         if name not in run.parallel.model_fields_set
     }
+    if virtual_stages > 1 and run.parallel.virtual_stages == "auto":
+        parallel["virtual_stages"] = virtual_stages
     if schedule is not None and run.parallel.schedule == "auto":
         parallel["schedule"] = schedule
     sequence: dict[str, object] = {}

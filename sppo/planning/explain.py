@@ -1,8 +1,8 @@
-"""Where the seconds of a step go, stage by stage, and how fast the machine was taken to be."""
+"""Where the seconds of a step go, rank by rank, and how fast the machine was taken to be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sppo.cost.candidate import Candidate
@@ -22,14 +22,14 @@ PARTS: Mapping[str, str] = {
     "recompute": "recomputation",
     "zero_collectives": "weights and gradients of ZeRO, not hidden",
     "beside_copies": "compute slowed by copies",
-    "borrowed": "other stages' units less own (MSP)",
+    "borrowed": "other ranks' units less own (MSP)",
     "communication": "waits for messages",
     "copy": "waits for copies",
-    "bubble": "waits for other stages",
+    "bubble": "waits for other ranks",
     "reduce": "gradient reduction",
     "update": "optimizer update",
 }
-"""What a stage's step consists of, in the order of tables, by the name in JSON."""
+"""What a rank's step consists of, in the order of tables, by the name in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RateUsed:
 
 
 def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]:
-    """Seconds of each of :data:`PARTS` for every stage; those of a stage sum to the step."""
+    """Seconds of each of :data:`PARTS` for every pipeline rank; those of a rank sum to the step."""
     candidate, costs = evaluated.candidate, evaluated.costs
     seconds = stage_seconds(candidate)
     plain = stage_parts(candidate)
@@ -65,14 +65,15 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
     beside_copies = 2 * per_byte * costs.offload_bytes.sum(axis=1)
     own = (costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)
     found = []
-    for stage, passes in enumerate(plain):
-        parts = _summed(passes, sequences=candidate.sequences)
-        parts["zero_collectives"] = float(nothing_recomputed[stage]) - sum(parts.values())
-        parts["beside_copies"] = float(beside_copies[stage])
-        parts["recompute"] = float(own[stage]) - sum(parts.values())
-        parts |= _waits(evaluated, stage=stage, own_s=float(own[stage]))
-        parts["reduce"] = float(seconds.reduce_s[stage])
-        parts["update"] = float(seconds.update_s[stage])
+    for rank in range(candidate.pipeline_parallel_degree):
+        stages = list(candidate.stages_of_rank(rank))
+        parts = _summed([plain[stage] for stage in stages], sequences=candidate.sequences)
+        parts["zero_collectives"] = float(nothing_recomputed[stages].sum()) - sum(parts.values())
+        parts["beside_copies"] = float(beside_copies[stages].sum())
+        parts["recompute"] = float(own[stages].sum()) - sum(parts.values())
+        parts |= _waits(evaluated, rank=rank, own_s=float(own[stages].sum()))
+        parts["reduce"] = float(seconds.reduce_s[stages].sum())
+        parts["update"] = float(seconds.update_s[stages].sum())
         parts["bubble"] = evaluated.step_s - sum(parts.values())
         found.append({name: parts[name] for name in PARTS})
     return tuple(found)
@@ -115,23 +116,24 @@ def rates_used(evaluated: EvaluatedCandidate) -> tuple[RateUsed, ...]:
     )
 
 
-def _summed(passes: Mapping[str, PassParts], *, sequences: int) -> dict[str, float]:
-    """Seconds of each part of a stage over all its passes and sequences."""
+def _summed(stages: Sequence[Mapping[str, PassParts]], *, sequences: int) -> dict[str, float]:
+    """Seconds of each part over all passes of some stages and all sequences."""
     return {
-        name: sequences * sum(float(getattr(parts, name).sum()) for parts in passes.values())
+        name: sequences
+        * sum(float(getattr(parts, name).sum()) for passes in stages for parts in passes.values())
         for name in PART_NAMES
     }
 
 
-def _waits(evaluated: EvaluatedCandidate, *, stage: int, own_s: float) -> dict[str, float]:
+def _waits(evaluated: EvaluatedCandidate, *, rank: int, own_s: float) -> dict[str, float]:
     """What a simulation tells of a rank beyond its own compute; in closed form only its copies."""
     played = evaluated.played
     if played is None:
         return {"borrowed": 0.0, "communication": 0.0, "copy": evaluated.time.exposed_copy_s}
     return {
-        "borrowed": played.step_s - played.waited_s(stage) - own_s,
-        "communication": played.waited_s(stage, "communication"),
-        "copy": played.waited_s(stage, "copy"),
+        "borrowed": played.step_s - played.waited_s(rank) - own_s,
+        "communication": played.waited_s(rank, "communication"),
+        "copy": played.waited_s(rank, "copy"),
     }
 
 

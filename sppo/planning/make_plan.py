@@ -13,7 +13,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.flops import step_flops
 from sppo.cost.memory.copy_room import stage_blocks, staging_bytes
 from sppo.cost.memory.joined_tensors import block_layout
-from sppo.cost.stage_cost import row_bytes_of
+from sppo.cost.stage_cost import of_ranks, row_bytes_of
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.plan import (
     PLAN_VERSION,
@@ -52,6 +52,7 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
         stages=_stages(evaluated),
         predicted=predict(run, evaluated),
         program_digest=program.digest(),
+        virtual_stages=candidate.virtual_stages,
     )
 
 
@@ -65,8 +66,11 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
     on_host = hardware.node.host_memory_bytes > 0
     tier = evaluated.tier_peak_bytes
     costs = evaluated.costs
-    busiest = int(np.argmax((costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)))
-    backward = (costs.backward_s + costs.weight_s)[busiest]
+    forward_s, backward_s = (
+        of_ranks(candidate, seconds.sum(axis=1))
+        for seconds in (costs.forward_s, costs.backward_s + costs.weight_s)
+    )
+    busiest = int(np.argmax(forward_s + backward_s))
     exposed = time.exposed_copy_s
     if evaluated.played is not None:
         exposed = evaluated.played.exposed_copy_s
@@ -74,8 +78,8 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
         provenance=hardware.provenance,
         simulated=evaluated.played is not None,
         step_s=evaluated.step_s,
-        forward_s=float(costs.forward_s[busiest].sum()),
-        backward_s=float(backward.sum()),
+        forward_s=float(forward_s[busiest]),
+        backward_s=float(backward_s[busiest]),
         update_s=time.update_s,
         exposed_copy_s=exposed,
         tokens_per_s_per_gpu=length * sequences / evaluated.step_s / candidate.num_devices,
@@ -117,7 +121,7 @@ def _stages(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
                 first_layer=layers.start,
                 num_layers=len(layers),
                 subsequences=_subsequences(evaluated, stage=stage),
-                memory=evaluated.memory[stage],
+                memory=evaluated.memory[candidate.rank_of_stage(stage)],
             )
         )
     return tuple(stages)

@@ -58,7 +58,7 @@ class Prediction:
         provenance: Of the machine's figures it rests on.
         simulated: Whether the step was simulated, rather than computed in closed form.
         step_s: The whole step.
-        forward_s: Forwards of the busiest stage.
+        forward_s: Forwards of the busiest rank.
         backward_s: Its backwards, with what they recompute.
         update_s: Reducing gradients and the optimizer step.
         exposed_copy_s: Waiting for copies.
@@ -187,6 +187,7 @@ _PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
     "parallel": (
         "data_parallel_degree",
         "pipeline_parallel_degree",
+        "virtual_stages",
         "sequence_parallel_degree",
         "sequence_parallel",
         "schedule",
@@ -283,12 +284,22 @@ def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:
     Raises:
         ValueError: names every key that differs, with both values.
     """
-    differences = list(_differences(plan.run, planned_part(run)))
+    differences = list(_differences(_with_later_keys(plan.run, run), planned_part(run)))
     if differences:
         raise ValueError(
             f"the plan was made for another run: {'; '.join(differences)}. Make it again with "
             "sppo solve, or undo the change"
         )
+
+
+def _with_later_keys(planned: Mapping[str, Any], run: RunConfig) -> Mapping[str, Any]:
+    """The keys of a plan, with those that plans had not yet when it was made.
+
+    Those had one stage on each rank, which serves a run that asks for that or leaves it open.
+    """
+    virtual = run.parallel.virtual_stages
+    had = "auto" if virtual == "auto" else 1
+    return {**planned, "parallel": {"virtual_stages": had, **planned["parallel"]}}
 
 
 def _differences(

@@ -25,6 +25,7 @@ from sppo.planning.search.choices import (
     cut_sequence,
     lone_stage_problem,
     subsequence_counts_to_try,
+    virtual_stages_to_try,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
@@ -103,12 +104,23 @@ def run_candidate(run: RunConfig, *, hardware: HardwareSpec) -> Candidate:
     if problem is not None:
         raise ValueError(problem)
     counts = subsequence_counts_to_try(run, hardware=hardware)
-    if len(counts) == 1:
+    virtual = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
+    if len(counts) == len(virtual) == 1:
         return candidate_of_subsequences(
-            run, hardware=hardware, degrees=degrees, num_subsequences=counts[0]
+            run,
+            hardware=hardware,
+            degrees=degrees,
+            num_subsequences=counts[0],
+            virtual_stages=virtual[0],
         )
     best = best_of_degrees(run, hardware=hardware, degrees=degrees).candidate
-    return candidate_of(run, best.workload, degrees, lengths=best.lengths)
+    return candidate_of(
+        run,
+        best.workload,
+        degrees,
+        lengths=best.lengths,
+        virtual_stages=best.virtual_stages,
+    )
 
 
 def evaluation_boundaries(run: RunConfig, *, hardware: HardwareSpec) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from sppo.planning.run_plan import run_candidate, scheduled
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.search.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
-from sppo.schedule.generators import WHOLE_SEQUENCES
+from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import Case
 
 
@@ -67,7 +67,8 @@ def simulated_run(
     if shape.schedule is None:
         evaluated = scheduled(run, assess(candidate))
     else:
-        candidate = replace(candidate, schedule=shape.schedule)
+        virtual = candidate.virtual_stages if shape.schedule in WITH_VIRTUAL_STAGES else 1
+        candidate = replace(candidate, schedule=shape.schedule, virtual_stages=virtual)
         if shape.schedule in WHOLE_SEQUENCES:
             candidate = replace(candidate, lengths=(sum(candidate.lengths),))
         evaluated = assess(candidate)

@@ -84,7 +84,7 @@ def test_every_stage_by_bucket():
     assert [stage["device"]["kv_gradients_bytes"] for stage in found["stages"]] == [4 * kv] * 4
     text = one_line(succeed("estimate", EXAMPLE, *AS_IN_THE_PAPER))
     assert "as it stands: SP 8 · PP 4 · DP 1" in text
-    assert "stage 0 stages 1-2 stage 3" in text
+    assert "rank 0 ranks 1-2 rank 3" in text
     assert " fits memory of one device" in text
 
 
@@ -132,14 +132,14 @@ def test_what_does_not_fit_is_said_and_is_no_error():
     assert found["fits"] is False
     assert found["shortfall"]["bucket"] == "kv_gradients"
     text = one_line(succeed("estimate", EXAMPLE, *ALONE))
-    assert "does not fit: stage 0 needs" in text
+    assert "does not fit: rank 0 needs" in text
     assert "sppo solve says what would" in text
 
 
 def test_cut_stages_of_a_deep_pipeline(run):
     words = (run, "parallel.pipeline_parallel_degree=8", "train.sequences_per_step=8")
     assert len(report(*words)["stages"]) == 8
-    assert "more kinds of stages; --json lists all" in succeed("estimate", *words)
+    assert "more kinds of ranks; --json lists all" in succeed("estimate", *words)
 
 
 def test_fp32_has_no_masters(run):

@@ -206,7 +206,7 @@ def test_rejections_are_grouped_for_people_and_listed_for_programs():
         shortfall = rejection["shortfall"]
         assert shortfall["bucket"] == "kv_gradients"
         assert shortfall["short_bytes"] > 0
-        assert f"stage {shortfall['stage']} needs" in rejection["reason"]
+        assert f"rank {shortfall['rank']} needs" in rejection["reason"]
 
 
 def test_degrees_that_cannot_work_are_said(run):
@@ -320,7 +320,7 @@ def test_json_says_the_same_where_nothing_fits(run):
     nearest = found["nearest"]
     short = [rejection["shortfall"]["short_bytes"] for rejection in found["rejected"]]
     assert nearest["shortfall"]["short_bytes"] == min(short) > 0
-    assert {"place", "stage", "bucket", "bucket_bytes"} <= nearest["shortfall"].keys()
+    assert {"place", "rank", "bucket", "bucket_bytes"} <= nearest["shortfall"].keys()
     assert all(advice["change"] and advice["effect"] for advice in found["advice"])
 
 

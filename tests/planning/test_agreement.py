@@ -30,7 +30,11 @@ def some_request(dice: random.Random) -> RunConfig:
     if dice.random() < 0.3:
         parallel["zero"] = dice.choice([0, 1, 3])
     if dice.random() < 0.4:
-        parallel["schedule"] = dice.choice(["sppo", "seq1f1b", "1f1b", "seq_zb_h1", "sppo_msp"])
+        parallel["schedule"] = dice.choice(
+            ["sppo", "seq1f1b", "1f1b", "seq_zb_h1", "sppo_msp", "looped_bfs"]
+        )
+    if parallel.get("schedule", "auto") in ("auto", "looped_bfs") and dice.random() < 0.4:
+        parallel["virtual_stages"] = dice.choice([1, 2, 4])
     hardware = {"preset": dice.choice(["a100-80g", "h100", "h200"]), "nodes": dice.choice([1, 2])}
     if dice.random() < 0.3:
         hardware["margin"] = dice.choice([0.0, 0.1])
@@ -65,6 +69,7 @@ def as_recommended(run: RunConfig, best: EvaluatedCandidate) -> RunConfig:
         "pipeline_parallel_degree": degrees.pipeline_parallel,
         "sequence_parallel_degree": degrees.sequence_parallel,
         "schedule": candidate.schedule,
+        "virtual_stages": candidate.virtual_stages,
     }
     cut = {"num_subsequences": len(candidate.lengths)}
     return run.model_copy(

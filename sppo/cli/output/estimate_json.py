@@ -37,6 +37,7 @@ def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> d
         "num_subsequences": len(candidate.lengths),
         "subsequence_lengths": list(candidate.lengths),
         "schedule": candidate.schedule,
+        "virtual_stages": candidate.virtual_stages,
         "policy": evaluated.effective_policy,
         "device_peak_bytes": evaluated.device_peak_bytes,
         "model": _counts_report(found.counts),

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from sppo.cli.output.memory_table import print_memory
 from sppo.cli.output.solve_tables import run_line
-from sppo.cli.output.solve_text import degrees_text, policy_text
+from sppo.cli.output.solve_text import degrees_text, policy_text, schedule_text
 from sppo.cli.run_hardware import hardware_line
 from sppo.cost.memory.plot import bucket_text
 from sppo.planning.baselines import Baseline
@@ -38,7 +38,7 @@ def print_estimate(found: Estimate, *, console: Console) -> None:
     whose = "as solve chooses" if found.chosen else "as it stands"
     say(
         f"{whose}: {degrees_text(degrees)}, N={len(candidate.lengths)}, schedule "
-        f"{candidate.schedule}, policy {evaluated.effective_policy}: {policy_text(evaluated)}"
+        f"{schedule_text(candidate)}, policy {evaluated.effective_policy}: {policy_text(evaluated)}"
     )
     if found.chosen:
         say(f"chosen by solve: {', '.join(found.chosen)}")

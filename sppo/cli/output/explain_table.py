@@ -15,44 +15,42 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.units import format_duration
 
 _LEAST_SHOWN = 5e-5
-"""Parts below this share of the step on every stage are left out of the table."""
+"""Parts below this share of the step on every rank are left out of the table."""
 
 
 def explanation_report(evaluated: EvaluatedCandidate) -> dict[str, Any]:
-    """Seconds of every stage by part, and the rates that they come from."""
+    """Seconds of every rank by part, and the rates that they come from."""
     return {
-        "stages": [
-            {f"{name}_s": s for name, s in parts.items()} for parts in step_parts(evaluated)
-        ],
+        "ranks": [{f"{name}_s": s for name, s in parts.items()} for parts in step_parts(evaluated)],
         "rates": [asdict(rate) for rate in rates_used(evaluated)],
     }
 
 
 def print_explanation(evaluated: EvaluatedCandidate, *, console: Console) -> None:
-    """A table with a column for some of the stages, and the rates."""
-    stages = step_parts(evaluated)
+    """A table with a column for some of the ranks, and the rates."""
+    ranks = step_parts(evaluated)
     console.print()
     _say(console, f"where the {format_duration(evaluated.step_s)} of a step go on each rank")
-    console.print(_parts_table(stages, step_s=evaluated.step_s))
+    console.print(_parts_table(ranks, step_s=evaluated.step_s))
     _say(console, "how fast the machine was taken to be, and who says so")
     _print_rates(rates_used(evaluated), console=console)
 
 
-def _parts_table(stages: Sequence[Mapping[str, float]], *, step_s: float) -> Table:
-    """First, busiest and last stage, and the mean share of all."""
+def _parts_table(ranks: Sequence[Mapping[str, float]], *, step_s: float) -> Table:
+    """First, busiest and last rank, and the mean share of all."""
     waits = ("communication", "copy", "bubble")
-    busiest = min(range(len(stages)), key=lambda stage: sum(stages[stage][w] for w in waits))
-    shown = sorted({0, busiest, len(stages) - 1})
+    busiest = min(range(len(ranks)), key=lambda rank: sum(ranks[rank][w] for w in waits))
+    shown = sorted({0, busiest, len(ranks) - 1})
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for stage in shown:
-        table.add_column(f"stage {stage}", justify="right")
+    for rank in shown:
+        table.add_column(f"rank {rank}", justify="right")
     table.add_column("share of all", justify="right")
     for name, text in PARTS.items():
-        if all(abs(parts[name]) < _LEAST_SHOWN * step_s for parts in stages):
+        if all(abs(parts[name]) < _LEAST_SHOWN * step_s for parts in ranks):
             continue
-        mean = sum(parts[name] for parts in stages) / len(stages) / step_s
-        table.add_row(text, *(_seconds(stages[stage][name]) for stage in shown), f"{mean:.1%}")
+        mean = sum(parts[name] for parts in ranks) / len(ranks) / step_s
+        table.add_row(text, *(_seconds(ranks[rank][name]) for rank in shown), f"{mean:.1%}")
     table.add_section()
     table.add_row("step", *(_seconds(step_s) for _ in shown), "100.0%")
     return table

@@ -1,4 +1,4 @@
-"""Memory of the stages for people: a bar for each, and a table of its buckets."""
+"""Memory of the pipeline ranks for people: a bar for each, and a table of its buckets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.text import Text
 from sppo.cost.memory.plot import (
     BUCKETS,
     FREE,
-    StageGroup,
+    RankGroup,
     memory_bar,
+    rank_groups,
     shown_groups,
-    stage_groups,
 )
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
@@ -41,12 +41,12 @@ _COLOURS = {
 def print_memory(
     memory: Sequence[StageMemory], *, hardware: HardwareSpec, console: Console
 ) -> None:
-    """Bars and buckets of one device of each stage, stages with equal memory together."""
-    groups = stage_groups(memory)
+    """Bars and buckets of one device of each rank, ranks with equal memory together."""
+    groups = rank_groups(memory)
     shown = shown_groups(groups, most=_MOST_GROUPS)
     budget = hardware.device.usable_bytes
     console.print(
-        f"memory of one device of each stage; the line is its budget, {format_bytes(budget)}",
+        f"memory of one device of each rank; the line is its budget, {format_bytes(budget)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -62,7 +62,7 @@ def print_memory(
     console.print(_bucket_table(shown, hardware=hardware))
     hidden = len(groups) - len(shown)
     if hidden:
-        console.print(f"and {hidden} more kinds of stages; --json lists all", highlight=False)
+        console.print(f"and {hidden} more kinds of ranks; --json lists all", highlight=False)
 
 
 def _coloured(bar: str) -> Text:
@@ -72,7 +72,7 @@ def _coloured(bar: str) -> Text:
     return text
 
 
-def _bucket_table(groups: Sequence[StageGroup], *, hardware: HardwareSpec) -> Table:
+def _bucket_table(groups: Sequence[RankGroup], *, hardware: HardwareSpec) -> Table:
     """A row per bucket that anything is in, then totals and what lies elsewhere."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")

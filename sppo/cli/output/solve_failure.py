@@ -63,7 +63,7 @@ def _nearest_lines(solution: Solution, nearest: Rejection) -> list[str]:
     lines = [
         f"nearest: {degrees_text(nearest.degrees)}, N={nearest.num_subsequences}, policy "
         f"{nearest.policy}",
-        f" stage {shortfall.stage} is short by {format_bytes(shortfall.short_bytes)} of "
+        f" rank {shortfall.rank} is short by {format_bytes(shortfall.short_bytes)} of "
         f"{shortfall.place} memory: needs {format_bytes(shortfall.needed_bytes)}, "
         f"{format_bytes(shortfall.available_bytes)} are there",
     ]
@@ -74,8 +74,9 @@ def _nearest_lines(solution: Solution, nearest: Rejection) -> list[str]:
         hardware=solution.hardware,
         degrees=nearest.degrees,
         num_subsequences=nearest.num_subsequences,
+        virtual_stages=nearest.virtual_stages,
     )
-    return [*lines, f" {_largest_buckets(assess(candidate).memory[shortfall.stage].device)}"]
+    return [*lines, f" {_largest_buckets(assess(candidate).memory[shortfall.rank].device)}"]
 
 
 def _largest_buckets(device: MemoryBuckets) -> str:

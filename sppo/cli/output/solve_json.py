@@ -100,6 +100,7 @@ def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str,
         "subsequence_lengths": list(candidate.lengths),
         "offload_ratios": list(predicted.pop("offload_ratios")),
         "schedule": candidate.schedule,
+        "virtual_stages": candidate.virtual_stages,
         "policy": evaluated.effective_policy,
         "sequences_per_replica": candidate.sequences,
         "predicted": predicted,
@@ -110,16 +111,21 @@ def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str,
 
 
 def stage_reports(evaluated: EvaluatedCandidate) -> list[dict[str, Any]]:
-    """Memory of every stage."""
-    layers = evaluated.candidate.stages
+    """Layers of every stage, and the memory of the pipeline rank that has it."""
+    candidate, reports = evaluated.candidate, [memory_report(held) for held in evaluated.memory]
     return [
-        {"first_layer": part.start, "num_layers": len(part), **memory_report(held)}
-        for part, held in zip(layers, evaluated.memory, strict=True)
+        {
+            "first_layer": layers.start,
+            "num_layers": len(layers),
+            "rank": candidate.rank_of_stage(stage),
+            **reports[candidate.rank_of_stage(stage)],
+        }
+        for stage, layers in enumerate(candidate.stages)
     ]
 
 
 def memory_report(held: StageMemory) -> dict[str, Any]:
-    """One device of a stage, bucket by bucket, and what it has elsewhere."""
+    """One device of a rank, bucket by bucket, and what it has elsewhere."""
     return {
         "device": asdict(held.device),
         "device_bytes": held.device.total_bytes,

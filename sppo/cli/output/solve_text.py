@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
+from sppo.cost.candidate import Candidate
 from sppo.cost.memory.plot import bucket_text
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec
@@ -49,6 +50,13 @@ def sampled_ratios(ratios: Sequence[float]) -> str:
 def tier_text(hardware: HardwareSpec) -> str:
     """Name the tier that offloaded activations go to."""
     return "host memory" if hardware.node.host_memory_bytes else "disk"
+
+
+def schedule_text(candidate: Candidate) -> str:
+    """Name the schedule, and the stages on a rank where these are several."""
+    if candidate.virtual_stages == 1:
+        return candidate.schedule
+    return f"{candidate.schedule} with {candidate.virtual_stages} stages on a rank"
 
 
 def policy_text(evaluated: EvaluatedCandidate) -> str:
@@ -124,7 +132,7 @@ def _example(members: Sequence[Rejection]) -> str:
     if shortfall is None:
         return f"{where}: {nearest.reason}"
     return (
-        f"nearest {where}, N={nearest.num_subsequences}: stage {shortfall.stage} is short by "
+        f"nearest {where}, N={nearest.num_subsequences}: rank {shortfall.rank} is short by "
         f"{format_bytes(shortfall.short_bytes)} ({bucket_text(shortfall.bucket)} "
         f"{format_bytes(shortfall.bucket_bytes)} of {format_bytes(shortfall.needed_bytes)} needed, "
         f"{format_bytes(shortfall.available_bytes)} there)"

@@ -4,7 +4,8 @@ Blocks of one layer each come back into a ring of slots on the device, reserved 
 whose device memory is RAM and whose next tier is a disk, they leave through slots that are reserved
 too. On an accelerator a tensor on its way out is its own source: compute waits as soon as two
 blocks are still on their way. Either way there is room for a number of blocks, whatever is copied
-when, so nothing here depends on time.
+when, so nothing here depends on time. The stages of a rank take turns with one set of slots: as
+many as the longest of them needs, each as large as the largest block of all.
 """
 
 from __future__ import annotations
@@ -70,13 +71,22 @@ def _sources_waiting(candidate: Candidate) -> int:
     return 0 if passes_through_slots(candidate) else SOURCES_HELD - 1
 
 
-def copy_slots(candidate: Candidate) -> CopySlots:
-    """What slots take, from the rows that are offloaded."""
+def copy_slots(candidate: Candidate, *, shares: Table) -> CopySlots:
+    """What slots take, from the rows that are offloaded.
+
+    Args:
+        candidate: whose.
+        shares: of each stage in the one set of slots of its rank, [stages].
+    """
     workload = candidate.workload
     # Nothing here depends on which layers a stage has, only on how many.
     by_layers = {len(shape.layers): shape for shape in _layouts(candidate)}
-    shapes = [by_layers[len(layers)] for layers in candidate.stages]
-    counts = np.array([slots_on_device(candidate, shape) for shape in shapes], dtype=float)
+    longest_of_ranks = [
+        by_layers[len(candidate.stages[_longest_stage(candidate, rank=rank)])]
+        for rank in range(candidate.pipeline_parallel_degree)
+    ]
+    shapes = longest_of_ranks * candidate.virtual_stages
+    counts = shares * [slots_on_device(candidate, shape) for shape in shapes]
     classes = class_bytes_per_token(workload.model, element_bytes=workload.element_bytes)
     classes = classes / workload.sequence_parallel_degree
     longest = max(candidate.lengths)
@@ -84,12 +94,17 @@ def copy_slots(candidate: Candidate) -> CopySlots:
     return CopySlots(
         row_bytes=counts[:, None] * classes,
         padding_bytes=counts * np.array([shape.most_padding_bytes for shape in shapes]),
-        joined_bytes=np.full(len(shapes), longest * float(classes.max())),
-        queries_bytes=np.array([queries[len(shape.layers)] for shape in shapes], dtype=float),
+        joined_bytes=shares * longest * float(classes.max()),
+        queries_bytes=shares * [queries[len(shape.layers)] for shape in shapes],
         taken_at_once=np.array(
             [shape.taken_at_once(attention_saved=True) for shape in shapes], dtype=float
         ),
     )
+
+
+def _longest_stage(candidate: Candidate, *, rank: int) -> int:
+    """Return the stage of a rank that has most layers."""
+    return max(candidate.stages_of_rank(rank), key=lambda stage: len(candidate.stages[stage]))
 
 
 def tier_padding_bytes(candidate: Candidate, *, units: UnitsInFlight) -> Table:
@@ -107,7 +122,7 @@ def with_placement(
     placement: ActivationPlacement,
     units: UnitsInFlight,
 ) -> tuple[StageMemory, ...]:
-    """Memory of each stage with what a placement retains, offloads and recomputes.
+    """Memory of each rank with what a placement retains, offloads and recomputes.
 
     Args:
         states: without any saved activation.
@@ -116,33 +131,40 @@ def with_placement(
         units: in flight.
     """
     held = with_activations(states, candidate=candidate, placement=placement, units=units)
-    found = []
     by_kind: dict[Hashable, _StageRoom] = {}
-    for stage, memory in enumerate(held):
-        kind = len(candidate.stages[stage]), placement.alike[stage]
+    rooms: list[_StageRoom] = []
+    for stage, layers in enumerate(candidate.stages):
+        kind = len(layers), placement.alike[stage]
         if kind not in by_kind:
             by_kind[kind] = _stage_room(candidate, placement, stage=stage)
-        room, device = by_kind[kind], memory.device
+        rooms.append(by_kind[kind])
+    found = []
+    for rank, memory in enumerate(held):
+        own, device = candidate.stages_of_rank(rank), memory.device
+        layout = block_layout(candidate, stage=_longest_stage(candidate, rank=rank))
+        block_bytes = max(rooms[stage].block_bytes for stage in own)
+        leaving_bytes = _sources_waiting(candidate) * block_bytes
+        joined_bytes = max(rooms[stage].joined_bytes for stage in own)
         device = replace(
             device,
-            copies_bytes=room.slots_bytes,
-            working_bytes=device.working_bytes + room.leaving_bytes + room.joined_bytes,
+            copies_bytes=reserved_slots(candidate, layout) * block_bytes,
+            working_bytes=device.working_bytes + leaving_bytes + joined_bytes,
         )
-        # Extents in the tier are assigned to whole sequences.
-        tier = room.tier_bytes * int(units.sequences[stage])
+        # Extents in the tier are assigned to whole sequences, stage after stage.
+        tier = sum(rooms[stage].tier_bytes * int(units.sequences[stage]) for stage in own)
         found.append(replace(memory, device=device, tier_activations_bytes=tier))
     return tuple(found)
 
 
 class _StageRoom(NamedTuple):
-    """Bytes that offloading takes on one stage."""
+    """Bytes of what one stage offloads."""
 
-    slots_bytes: int
-    leaving_bytes: int
-    """Sources on their way out that are in no slot."""
+    block_bytes: int
+    """Of the largest block."""
     joined_bytes: int
+    """Of tensors that are put together from parts."""
     tier_bytes: int
-    """Of one sequence."""
+    """Of one sequence in the tier."""
 
 
 def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: int) -> _StageRoom:
@@ -150,18 +172,20 @@ def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: 
     blocks = stage_blocks(placement, layout, stage=stage)
     on_gpu = candidate.workload.hardware.device.kind == "cuda"
     return _StageRoom(
-        reserved_slots(candidate, layout) * int(blocks.max()),
-        _sources_waiting(candidate) * int(blocks.max()),
+        int(blocks.max()),
         0 if on_gpu else int(joined_bytes(placement, layout, stage=stage).max()),
         int(blocks.sum()),
     )
 
 
 def staging_bytes(candidate: Candidate, *, placement: ActivationPlacement) -> int:
-    """Host memory of the slots in front of a disk, of the stage with most."""
+    """Host memory of the slots in front of a disk, of the rank with most."""
     most = 0
-    for stage in range(candidate.pipeline_parallel_degree):
-        shape = block_layout(candidate, stage=stage)
-        blocks = stage_blocks(placement, shape, stage=stage)
-        most = max(most, shape.staging_slots * int(blocks.max()))
+    for rank in range(candidate.pipeline_parallel_degree):
+        blocks = [
+            int(stage_blocks(placement, block_layout(candidate, stage=stage), stage=stage).max())
+            for stage in candidate.stages_of_rank(rank)
+        ]
+        layout = block_layout(candidate, stage=_longest_stage(candidate, rank=rank))
+        most = max(most, layout.staging_slots * max(blocks))
     return most

@@ -152,7 +152,7 @@ class _Rank:
             copies_bytes=copies,
             working_bytes=working + leaving,
             heap_bytes=round(running * workload.hardware.device.heap_share),
-            communication_bytes=collective_bytes(self._candidate, stage=self._rank) + sent,
+            communication_bytes=collective_bytes(self._candidate, rank=self._rank) + sent,
             growth_bytes=held.device.growth_bytes + code,
         )
         return replace(held, device=device, tier_activations_bytes=tier)

@@ -1,4 +1,4 @@
-"""Memory of the stages as something to look at: groups of equal stages, and a bar of letters.
+"""Memory of the ranks as something to look at: groups of equal ranks, and a bar of letters.
 
 Every bucket has a letter, so a bar reads the same with and without colour.
 """
@@ -59,8 +59,8 @@ def bucket_text(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class StageGroup:
-    """Neighbouring stages with the same memory.
+class RankGroup:
+    """Neighbouring pipeline ranks with the same memory.
 
     Attributes:
         first: First of them.
@@ -74,24 +74,24 @@ class StageGroup:
 
     @property
     def name(self) -> str:
-        """``stage 0`` or ``stages 1-6``."""
+        """``rank 0`` or ``ranks 1-6``."""
         if self.first == self.last:
-            return f"stage {self.first}"
-        return f"stages {self.first}-{self.last}"
+            return f"rank {self.first}"
+        return f"ranks {self.first}-{self.last}"
 
 
-def stage_groups(memory: Sequence[StageMemory]) -> tuple[StageGroup, ...]:
-    """Neighbouring stages with equal memory, together."""
-    groups: list[StageGroup] = []
-    for stage, held in enumerate(memory):
+def rank_groups(memory: Sequence[StageMemory]) -> tuple[RankGroup, ...]:
+    """Neighbouring ranks with equal memory, together."""
+    groups: list[RankGroup] = []
+    for rank, held in enumerate(memory):
         if groups and groups[-1].memory == held:
-            groups[-1] = StageGroup(groups[-1].first, stage, held)
+            groups[-1] = RankGroup(groups[-1].first, rank, held)
         else:
-            groups.append(StageGroup(stage, stage, held))
+            groups.append(RankGroup(rank, rank, held))
     return tuple(groups)
 
 
-def shown_groups(groups: Sequence[StageGroup], *, most: int) -> tuple[StageGroup, ...]:
+def shown_groups(groups: Sequence[RankGroup], *, most: int) -> tuple[RankGroup, ...]:
     """Return at most `most` groups, in order: the first, the last, and the fullest of the rest."""
     if len(groups) <= most:
         return tuple(groups)

@@ -43,7 +43,7 @@ def process_growth_bytes(candidate: Candidate, *, background_save_bytes: int) ->
         return 0
     step = step_bytes(
         tokens=sequences * sum(lengths),
-        units=sequences * len(lengths),
+        units=sequences * len(lengths) * candidate.virtual_stages,
         is_pipeline=candidate.pipeline_parallel_degree > 1,
     )
     return STEPS_BYTES + code_bytes(workload, lengths=lengths) + step + background_save_bytes

@@ -19,10 +19,12 @@ from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import layer_shapes, num_parameters
-from sppo.cost.sharding.parts import ShardedParts, sharded_parts
+from sppo.cost.sharding.parts import ShardedParts, rank_parts
 from sppo.cost.stage_cost import (
     device_parameters,
     kv_bytes_per_token,
+    most_of_ranks,
+    of_ranks,
     placed_bytes,
     same_weights_degree,
     updated_parameters,
@@ -56,7 +58,7 @@ class MemoryBuckets:
     kv_bytes: int
     """K and V of all layers and of every sequence in flight."""
     kv_gradients_bytes: int
-    """Their fp32 gradients, of the sequence in backward."""
+    """Their fp32 gradients, of the sequence and the stage in backward."""
     activations_bytes: int
     """Saved tensors that stay on the device."""
     copies_bytes: int
@@ -69,7 +71,8 @@ class MemoryBuckets:
     heap_bytes: int
     """What a C heap holds beyond that."""
     communication_bytes: int
-    """Messages between stages, and what a sequence-parallel group exchanges."""
+    """Messages between stages, the residual stream that waits between two stages of a rank, and
+    what a sequence-parallel group exchanges."""
     growth_bytes: int = 0
     """What the process takes beside tensors, see :mod:`sppo.cost.memory.process_growth`."""
 
@@ -86,7 +89,7 @@ class MemoryBuckets:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """One device of a stage and what it puts elsewhere."""
+    """One device of a pipeline rank, with all stages of the rank, and what it puts elsewhere."""
 
     device: MemoryBuckets
     tier_activations_bytes: int
@@ -96,23 +99,26 @@ class StageMemory:
 
 
 def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMemory, ...]:
-    """Memory of each stage without any saved activation, whatever will be recomputed."""
+    """Memory of each rank without any saved activation, whatever will be recomputed."""
     workload = candidate.workload
-    parameters, updated = device_parameters(candidate), updated_parameters(candidate)
+    parameters, updated = (
+        of_ranks(candidate, of_stages(candidate))
+        for of_stages in (device_parameters, updated_parameters)
+    )
     element = workload.element_bytes
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     kv, kv_gradients = _kv_bytes(candidate, units=units)
     layer = _most_working_bytes(candidate)
     loss = loss_bytes(candidate, tokens=max(candidate.lengths))
     heap_share = workload.hardware.device.heap_share
-    sent = np.rint(sent_bytes(candidate).most).astype(np.int64).tolist()
-    stages = []
-    for stage, (count, own) in enumerate(zip(parameters.tolist(), updated.tolist(), strict=True)):
-        is_last = candidate.is_last_stage(stage)
+    sent = np.rint(most_of_ranks(candidate, sent_bytes(candidate).most)).astype(np.int64).tolist()
+    ranks = []
+    for rank, (count, own) in enumerate(zip(parameters.tolist(), updated.tolist(), strict=True)):
+        is_last = rank == candidate.rank_of_stage(candidate.num_stages - 1)
         working = max(layer, loss) if is_last else layer
         optimizer = int((own if candidate.zero else count) * (2 * ACCUMULATION_BYTES + masters))
         saved = int((own if candidate.zero else count) * 3 * ACCUMULATION_BYTES)
-        parts = sharded_parts(candidate, stage=stage)
+        parts = rank_parts(candidate, rank=rank)
         whole = own + parts.room_elements
         weights = whole if candidate.zero >= 3 else count
         gradients = whole if candidate.zero >= 2 else count
@@ -120,21 +126,21 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
             weights_bytes=int(weights * element),
             gradients_bytes=int(gradients * ACCUMULATION_BYTES),
             optimizer_bytes=0 if candidate.offload_optimizer else optimizer,
-            kv_bytes=int(kv[stage]),
-            kv_gradients_bytes=int(kv_gradients[stage]),
+            kv_bytes=int(kv[rank]),
+            kv_gradients_bytes=int(kv_gradients[rank]),
             activations_bytes=0,
             copies_bytes=0,
             loss_gradient_bytes=_loss_gradient_bytes(candidate, units) if is_last else 0,
             working_bytes=working,
             heap_bytes=round(working * heap_share),
-            communication_bytes=sent[stage] + _collective_bytes(candidate, parts, parameters=count),
+            communication_bytes=sent[rank] + _collective_bytes(candidate, parts, parameters=count),
             growth_bytes=process_growth_bytes(
                 candidate,
                 background_save_bytes=saved if candidate.background_saves else 0,
             ),
         )
-        stages.append(StageMemory(buckets, 0, optimizer if candidate.offload_optimizer else 0))
-    return tuple(stages)
+        ranks.append(StageMemory(buckets, 0, optimizer if candidate.offload_optimizer else 0))
+    return tuple(ranks)
 
 
 def with_activations(
@@ -144,25 +150,28 @@ def with_activations(
     placement: ActivationPlacement,
     units: UnitsInFlight,
 ) -> tuple[StageMemory, ...]:
-    """Memory of each stage with what the activation policy retains and recomputes."""
+    """Memory of each rank with what the activation policy retains and recomputes."""
     retained = placed_bytes(
         placement.retained, recomputed=placement.recomputed, candidate=candidate
     )
     deferred = weight_operand_bytes(candidate)
     computing, sent = computing_bytes(candidate, placement), sent_bytes(candidate)
     held = units.peak(retained, deferred=deferred)
+    most_computing, most_sent = (
+        most_of_ranks(candidate, running.most) for running in (computing, sent)
+    )
     if keeps_a_stack(candidate):
-        beside = held + computing.most
-        together = beside + sent.most
+        beside = held + most_computing
+        together = beside + most_sent
     else:
         beside = units.peak(retained, deferred=deferred, running=computing)
         together = units.peak(retained, deferred=deferred, running=computing + sent)
     heap_share = candidate.workload.hardware.device.heap_share
-    tables = [held, beside, together, sent.most, computing.most * heap_share]
+    tables = [held, beside, together, most_sent, most_computing * heap_share]
     peaks = np.rint(tables).astype(np.int64).T.tolist()
-    stages = []
-    for state, (saved, computed, everything, most_sent, heap) in zip(states, peaks, strict=True):
-        collective = state.device.communication_bytes - most_sent
+    ranks = []
+    for state, (saved, computed, everything, in_states, heap) in zip(states, peaks, strict=True):
+        collective = state.device.communication_bytes - in_states
         device = replace(
             state.device,
             activations_bytes=saved,
@@ -170,14 +179,15 @@ def with_activations(
             heap_bytes=heap,
             communication_bytes=collective + everything - computed,
         )
-        stages.append(replace(state, device=device))
-    return tuple(stages)
+        ranks.append(replace(state, device=device))
+    return tuple(ranks)
 
 
 def keeps_a_stack(candidate: Candidate) -> bool:
     """Whether retained tensors lie in room set aside once, whatever is held (a CPU's lone rank)."""
     on_cpu = candidate.workload.hardware.device.kind == "cpu"
-    return on_cpu and candidate.pipeline_parallel_degree == 1 and candidate.schedule == "sppo"
+    last_in_first_out = candidate.schedule in ("sppo", "looped_bfs")
+    return on_cpu and candidate.pipeline_parallel_degree == 1 and last_in_first_out
 
 
 def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
@@ -193,17 +203,25 @@ def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
 
 
 def _kv_bytes(candidate: Candidate, *, units: UnitsInFlight) -> tuple[Table, Table]:
-    """K/V buffers hold a whole sequence each, from its first forward to its last backward."""
+    """Bytes of K and V on each rank, and of their gradients, [ranks] each.
+
+    Buffers hold one layer of a whole sequence each, from its first forward to its last backward on
+    the layer's stage; those of gradients from its first backward there, so the stages of a rank
+    take turns with them.
+    """
     tokens = sum(candidate.lengths)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
-    return layers * tokens * kv_bytes * units.sequences, layers * tokens * gradient_bytes
+    return (
+        units.peak_of_sequences(layers * tokens * kv_bytes),
+        most_of_ranks(candidate, layers * tokens * gradient_bytes),
+    )
 
 
 def _loss_gradient_bytes(candidate: Candidate, units: UnitsInFlight) -> int:
-    lengths = np.array(candidate.lengths, dtype=np.float64)
-    held = units.peak(np.tile(lengths, (len(candidate.stages), 1)))
-    tokens = int(held[-1]) // candidate.workload.sequence_parallel_degree
+    on_last_stage = np.zeros((candidate.num_stages, len(candidate.lengths)))
+    on_last_stage[-1] = candidate.lengths
+    tokens = int(units.peak(on_last_stage)[-1]) // candidate.workload.sequence_parallel_degree
     return tokens * candidate.workload.model.hidden_size * candidate.workload.element_bytes
 
 
@@ -234,10 +252,10 @@ def two_layers_bytes(candidate: Candidate) -> int:
     return 2 * layer * workload.element_bytes // degree
 
 
-def collective_bytes(candidate: Candidate, *, stage: int) -> int:
-    """Bytes of gradients and weights on their way on a device of a stage."""
-    parameters = float(device_parameters(candidate)[stage])
-    parts = sharded_parts(candidate, stage=stage)
+def collective_bytes(candidate: Candidate, *, rank: int) -> int:
+    """Bytes of gradients and weights on their way on a device of a rank."""
+    parameters = float(of_ranks(candidate, device_parameters(candidate))[rank])
+    parts = rank_parts(candidate, rank=rank)
     return _collective_bytes(candidate, parts, parameters=parameters)
 
 

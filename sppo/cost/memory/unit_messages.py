@@ -6,18 +6,23 @@ import numpy as np
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.units_in_flight import Running
+from sppo.cost.memory.waiting_stream import waiting_bytes
 from sppo.schedule.costs import Table
 
 
 def sent_bytes(candidate: Candidate) -> Running:
-    """What units receive from neighbouring stages, send there, and exchange in their group."""
-    workload, last = candidate.workload, len(candidate.stages) - 1
+    """What units receive from neighbouring stages, send there, and exchange in their group.
+
+    With it what waits on the rank of a unit for another of its stages.
+    """
+    workload, last = candidate.workload, candidate.num_stages - 1
     lengths = np.array(candidate.lengths, dtype=np.float64)
+    crosses_ranks = candidate.pipeline_parallel_degree > 1
     neighbours = np.array([[(stage > 0) + (stage < last)] for stage in range(last + 1)])
     row_bytes = 2 * workload.model.hidden_size * workload.element_bytes  # one message each way
-    sent = neighbours * (lengths // workload.sequence_parallel_degree * row_bytes)
-    sent += exchanged_bytes(candidate, lengths)
-    return Running(sent, sent)
+    sent = crosses_ranks * neighbours * (lengths // workload.sequence_parallel_degree * row_bytes)
+    sent = sent + exchanged_bytes(candidate, lengths)
+    return Running(sent, sent) + waiting_bytes(candidate)
 
 
 def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:

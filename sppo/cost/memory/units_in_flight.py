@@ -1,37 +1,42 @@
-"""What a stage holds at once: units between their forward and the end of their backward.
+"""What a rank holds at once: units between their forward and the end of their backward.
 
 Only the order of a rank's compute decides that, no time, so peaks of a candidate are exact before
 anything is simulated. A schedule of the SPPO family holds N + p - 1 - r units on rank r of p
 (Seq1F1B, section 3): after j backwards of a sequence its first N - j units, and the first p - 1 - r
-+ j of the sequences that follow it. Other schedules are walked along their programs.
++ j of the sequences that follow it. Other schedules are walked along their programs, where a rank
+may have several stages; of the looped order one group of sequences is walked, as each group ends
+before the next one begins.
 
 Legend: N subsequences of a sequence, p pipeline ranks, r one of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
-from sppo.schedule.actions import Action, ActionKind
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import generate
-from sppo.schedule.in_flight import sequences_in_flight
+from sppo.schedule.generators import RankOrder, rank_orders
+from sppo.schedule.orders import sequence_groups
+
+Places = npt.NDArray[np.intp]
 
 OVERLAPPING = ("sppo", "sppo_msp", "seq1f1b", "1f1b")
 """Schedules that hold N + p - 1 - r units on rank r; of MSP's the units that a rank owns."""
 _ONE_BEHIND_THE_OTHER = ("sppo", "sppo_msp")
 """Schedules in which a single rank ends a sequence before it begins the next."""
+LOOPED = "looped_bfs"
+"""The schedule in which a group of sequences ends before the next one begins."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Running:
-    """What runs on a stage beside what it holds, [stages, N]: bytes of a unit's F and of its B."""
+    """What runs beside what is held, [stages, N]: bytes of a unit's F and of its B."""
 
     forward: Table
     backward: Table
@@ -49,14 +54,14 @@ class Running:
 
 @dataclass(frozen=True)
 class UnitsInFlight:
-    """Units that each stage of a candidate holds at once."""
+    """Units that each pipeline rank of a candidate holds at once."""
 
     candidate: Candidate
 
     def peak(
         self, held: Table, *, deferred: Table | None = None, running: Running | None = None
     ) -> Table:
-        """Return the most bytes that each stage holds, [stages].
+        """Return the most bytes that each rank holds, [ranks].
 
         Args:
             held: of a unit from its forward to the end of its backward, [stages, N].
@@ -71,24 +76,24 @@ class UnitsInFlight:
             most: Table = moments.max(axis=1)
             return most
         peaks = []
-        for stage, events in enumerate(self._events):
-            units = events.subsequences
-            change = held[stage][units] * events.held
+        for events in self._events:
+            at = events.stages, events.subsequences
+            change = held[at] * events.held
             if deferred is not None:
-                change = change + deferred[stage][units] * events.deferred
+                change = change + deferred[at] * events.deferred
             total = np.cumsum(change)
             if running is not None:
                 # Operands of a weight half come while what backward ends to hold goes.
                 during = np.maximum(total, total - change)
                 total = np.maximum(
-                    (total + running.forward[stage][units]) * events.is_forward,
-                    (during + running.backward[stage][units]) * events.is_backward,
+                    (total + running.forward[at]) * events.is_forward,
+                    (during + running.backward[at]) * events.is_backward,
                 )
             peaks.append(total.max(initial=0.0))
         return np.array(peaks)
 
     def counts(self, weights: Table) -> Counts:
-        """Return how often each subsequence is held when what is held weighs most, [stages, N].
+        """Return how often each subsequence is held when its rank holds most, [stages, N].
 
         Args:
             weights: of a unit, [stages, N].
@@ -96,22 +101,44 @@ class UnitsInFlight:
         if self._is_overlapping:
             return self._counts_after(self._moments(weights).argmax(axis=1))
         counts = np.zeros(weights.shape, dtype=np.int64)
-        for stage, events in enumerate(self._events):
-            change = weights[stage][events.subsequences] * events.held
-            end = int(np.argmax(np.cumsum(change))) + 1
-            np.add.at(counts[stage], events.subsequences[:end], events.held[:end])
+        for events in self._events:
+            at = events.stages, events.subsequences
+            end = int(np.argmax(np.cumsum(weights[at] * events.held))) + 1
+            np.add.at(counts, (at[0][:end], at[1][:end]), events.held[:end])
         return counts
 
     @cached_property
     def sequences(self) -> Counts:
         """Sequences of which each stage holds anything at once, at most, [stages]."""
         if not self._is_overlapping:
-            return np.array([sequences_in_flight(program) for program in self._programs])
+            found = np.zeros(self.candidate.num_stages, dtype=np.int64)
+            for events in self._events:
+                for stage in set(events.stages.tolist()):
+                    found[stage] = _most_at_once(events.spans[events.spans[:, 0] == stage, 1:])
+            return found
         # The first subsequence of a sequence is held as long as any other.
         first = np.zeros(self._shape)
         first[:, 0] = 1.0
         peaks: Counts = np.rint(self.peak(first)).astype(np.int64)
         return peaks
+
+    def peak_of_sequences(self, held: Table) -> Table:
+        """Return the most bytes that each rank holds of whole sequences, [ranks].
+
+        Args:
+            held: of a sequence from its first forward to its last backward on a stage, [stages].
+        """
+        if self.candidate.virtual_stages == 1:
+            most: Table = held * self.sequences
+            return most
+        return np.array([_peak(events.spans, held) for events in self._events])
+
+    @property
+    def group_sequences(self) -> int:
+        """Sequences that pass a stage together before the next stage of its rank, at most."""
+        lengths = (self.candidate.lengths,) * self.candidate.sequences
+        groups = sequence_groups(lengths, num_ranks=self.candidate.pipeline_parallel_degree)
+        return len(groups[0])
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -173,41 +200,111 @@ class UnitsInFlight:
         return counts
 
     @cached_property
-    def _programs(self) -> tuple[tuple[Action, ...], ...]:
+    def _events(self) -> tuple[_Events, ...]:
+        """What each rank begins and ends to hold, in the order of its program."""
         candidate = self.candidate
-        schedule = generate(
+        sequences, virtual = candidate.sequences, candidate.virtual_stages
+        if candidate.schedule == LOOPED:
+            sequences = self.group_sequences
+            one = _looped_events(len(candidate.lengths), sequences, virtual)
+            return tuple(
+                one.on(candidate.stages_of_rank(rank))
+                for rank in range(candidate.pipeline_parallel_degree)
+            )
+        orders = rank_orders(
             candidate.schedule,
             num_ranks=candidate.pipeline_parallel_degree,
-            lengths=(candidate.lengths,) * candidate.sequences,
+            lengths=(candidate.lengths,) * sequences,
+            num_virtual=virtual,
         )
-        return schedule.programs
-
-    @cached_property
-    def _events(self) -> tuple[_Events, ...]:
-        """What each stage begins and ends to hold, in the order of its program."""
-        return tuple(_events(program) for program in self._programs)
+        return tuple(
+            _events(order).on(candidate.stages_of_rank(rank)) for rank, order in enumerate(orders)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Events:
-    """What one stage begins (1) or ends (-1) to hold, in program order, and what runs then."""
+    """What one rank begins (1) or ends (-1) to hold, in program order, and what runs then.
 
-    subsequences: npt.NDArray[np.intp]
+    Attributes:
+        stages: Of each event; positions on the rank until :meth:`on` is called.
+        subsequences: Of each event.
+        held: Of what is held from a forward to the end of its backward.
+        deferred: Of what is held from a backward to the end of its deferred weight half.
+        is_forward: 1 where a forward runs.
+        is_backward: 1 where a backward runs.
+        spans: Rows (stage, first event, last event) of each sequence on each stage.
+    """
+
+    stages: Places
+    subsequences: Places
     held: Counts
     deferred: Counts
     is_forward: Counts
     is_backward: Counts
+    spans: Places
+
+    def on(self, stages: range) -> _Events:
+        """Return the same events with the stages of a rank by their positions there."""
+        spans = self.spans.copy()
+        spans[:, 0] = stages.start + stages.step * spans[:, 0]
+        return replace(self, stages=stages.start + stages.step * self.stages, spans=spans)
 
 
-def _events(program: tuple[Action, ...]) -> _Events:
-    deferred = {action.unit for action in program if action.kind is ActionKind.W}
+def _events(order: RankOrder) -> _Events:
+    """Return what a rank holds that runs `order`."""
+    deferred = {step for kind, step in order if kind == "W"}
     rows = []
-    for action in program:
-        index = action.subsequence
-        if action.kind is ActionKind.F:
-            rows.append((index, 1, 0, 1, 0))
-        elif action.kind is ActionKind.B:
-            rows.append((index, -1, int(action.unit in deferred), 0, 1))
-        elif action.kind is ActionKind.W:
-            rows.append((index, 0, -1, 0, 0))
-    return _Events(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
+    spans: dict[tuple[int, int], list[int]] = {}
+    for place, (kind, (chunk, (sequence, index))) in enumerate(order):
+        if kind == "F":
+            rows.append((chunk, index, 1, 0, 1, 0))
+        elif kind == "B":
+            rows.append((chunk, index, -1, int((chunk, (sequence, index)) in deferred), 0, 1))
+        else:
+            rows.append((chunk, index, 0, -1, 0, 0))
+        spans.setdefault((chunk, sequence), [place, place])[1] = place
+    table = np.array([(chunk, *ends) for (chunk, _), ends in spans.items()], dtype=np.intp)
+    chunks, indices, held, deferred_halves, is_forward, is_backward = (
+        np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    )
+    return _Events(chunks, indices, held, deferred_halves, is_forward, is_backward, table)
+
+
+@lru_cache(maxsize=16)
+def _looped_events(num_subsequences: int, sequences: int, virtual_stages: int) -> _Events:
+    """Return what a rank holds that runs one group of the looped order."""
+    count = sequences * num_subsequences
+    chunks = np.repeat(np.arange(virtual_stages), count)
+    forward = np.tile(np.arange(num_subsequences), virtual_stages * sequences)
+    is_forward = np.repeat([1, 0], len(chunks))
+    first = np.arange(virtual_stages)[:, None] * count + np.arange(0, count, num_subsequences)
+    last = 2 * len(chunks) - 1 - first[:, ::-1]
+    spans = np.stack([np.repeat(np.arange(virtual_stages), sequences), first.ravel(), last.ravel()])
+    return _Events(
+        stages=np.concatenate([chunks, chunks[::-1]]),
+        subsequences=np.concatenate([forward, forward[::-1]]),
+        held=2 * is_forward - 1,
+        deferred=np.zeros_like(is_forward),
+        is_forward=is_forward,
+        is_backward=1 - is_forward,
+        spans=spans.T,
+    )
+
+
+def _most_at_once(spans: Places) -> int:
+    """Return how many of some spans (first event, last event) go on at once."""
+    rows = np.column_stack([np.zeros(len(spans), dtype=np.intp), spans])
+    return round(_peak(rows, np.ones(1)))
+
+
+def _peak(spans: Places, held: Table) -> float:
+    """Return the most that spans (stage, first event, last event) hold at once.
+
+    Args:
+        spans: no two of which begin or end at the same event.
+        held: by each of a stage.
+    """
+    size = held[spans[:, 0]]
+    order = np.argsort(np.concatenate([spans[:, 1], spans[:, 2]]))
+    return float(np.cumsum(np.concatenate([size, -size])[order]).max(initial=0.0))

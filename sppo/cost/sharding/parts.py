@@ -22,10 +22,10 @@ ElementsByCopies = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True)
 class ShardedParts:
-    """Elements of what a stage's devices shard, part by part; not those that one device has alone.
+    """Elements of what devices shard, part by part; not those that one device has alone.
 
     Attributes:
-        num_layers: Of the stage.
+        num_layers: Of the stage, or of the rank.
         layer: One layer.
         before: Embedding and learned positions; empty but on the first stage.
         behind: Last norm and projection to the vocabulary; empty but on the last stage.
@@ -66,6 +66,15 @@ def sharded_parts(candidate: Candidate, *, stage: int) -> ShardedParts:
         _sharded(outer_by_copies(workload, behind), candidate)
         if candidate.is_last_stage(stage)
         else {},
+    )
+
+
+def rank_parts(candidate: Candidate, *, rank: int) -> ShardedParts:
+    """Return the parts of all stages of a pipeline rank, which use the same room in turn."""
+    stages = [sharded_parts(candidate, stage=stage) for stage in candidate.stages_of_rank(rank)]
+    first, last = stages[0], stages[-1]
+    return ShardedParts(
+        sum(stage.num_layers for stage in stages), first.layer, first.before, last.behind
     )
 
 

@@ -20,9 +20,9 @@ exact that less would count, and the plain program is the simplest to run."""
 def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCandidate:
     """`best` with the schedule that makes it fastest, where the run leaves the choice.
 
-    Tried are the zero-bubble program and multiplexed sequence partitioning (MSP), each with the
-    memory it needs. MSP is taken however little it gains where the run asks for it, and never
-    where training could not run it.
+    Tried are the zero-bubble program and multiplexed sequence partitioning (MSP), or the
+    interleaved program where ranks have several stages, each with the memory it needs. MSP is taken
+    however little it gains where the run asks for it, and never where training could not run it.
     """
     candidate = best.candidate
     size = best.costs.forward_s.size
@@ -37,6 +37,8 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
     if forced:
         return _scheduled(candidate, "sppo_msp") or best
     names = ["seq_zb_h1"] + (["sppo_msp"] if may_cut and run.parallel.multiplexed == "auto" else [])
+    if candidate.virtual_stages > 1:
+        names = ["interleaved_seq1f1b"]
     for name in names:
         other = _scheduled(candidate, name)
         if other is not None and other.step_s <= best.step_s * _WORTH_IT:

@@ -19,16 +19,22 @@ from sppo.cost.stage_cost import message_bytes, pipeline_links, stage_seconds
 from sppo.cost.step_time import least_step_s
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.candidates import candidate_of_subsequences
-from sppo.planning.search.choices import Degrees, degrees_to_try, subsequence_counts_to_try
+from sppo.planning.search.choices import (
+    Degrees,
+    degrees_to_try,
+    subsequence_counts_to_try,
+    virtual_stages_to_try,
+)
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
     Shortfall,
     assess,
     leaves_room,
+    looped_ranks,
     may_fit,
 )
 
-Rank = tuple[float, int, int, int]
+Rank = tuple[float, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class Rejection:
         degrees: Which.
         num_subsequences: N that came nearest to fitting; None where it does not depend on N.
         policy: Activation policy that came nearest.
+        virtual_stages: Stages on each rank with which it did.
         reason: Text that says why.
         shortfall: Where memory is short.
     """
@@ -48,6 +55,7 @@ class Rejection:
     num_subsequences: int | None = None
     policy: str | None = None
     shortfall: Shortfall | None = None
+    virtual_stages: int = 1
 
 
 class CandidateSearch:
@@ -72,7 +80,7 @@ class CandidateSearch:
         possible, self._refused = degrees_to_try(run, hardware=hardware)
         counts = subsequence_counts or subsequence_counts_to_try(run, hardware=hardware)
         self._ways = {
-            degrees: _Way(run, hardware=hardware, degrees=degrees, counts=counts)
+            degrees: _WaysOfDegrees(run, hardware=hardware, degrees=degrees, counts=counts)
             for degrees in possible
         }
 
@@ -82,8 +90,8 @@ class CandidateSearch:
         Args:
             most_s: Seconds of a step above which nobody wants it: bounds rule it out.
         """
-        heap: list[tuple[Rank, int, _Way, EvaluatedCandidate | None]] = [
-            ((_rounded(way.bound_s), 0, 0, 0), place, way, None)
+        heap: list[tuple[Rank, int, _WaysOfDegrees, EvaluatedCandidate | None]] = [
+            ((_rounded(way.bound_s), 0, 0, 0, 0), place, way, None)
             for place, way in enumerate(self._ways.values())
             if way.may_fit and way.bound_s <= most_s
         ]
@@ -95,9 +103,11 @@ class CandidateSearch:
             elif way.best.shortfall is None:
                 heapq.heappush(heap, (rank_of(way.best), place, way, way.best))
 
-    def by_num_subsequences(self, degrees: Degrees) -> tuple[EvaluatedCandidate, ...]:
-        """Candidates with these degrees and every N that fits, by N."""
-        found = self._ways[degrees].every_candidate()
+    def by_num_subsequences(
+        self, degrees: Degrees, *, virtual_stages: int
+    ) -> tuple[EvaluatedCandidate, ...]:
+        """Candidates with these degrees, so many stages on a rank, and every N that fits, by N."""
+        found = self._ways[degrees].every_candidate(virtual_stages)
         return tuple(evaluated for evaluated in found if evaluated.shortfall is None)
 
     def rejections(self) -> tuple[Rejection, ...]:
@@ -110,33 +120,94 @@ class CandidateSearch:
 def best_of_degrees(
     run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees
 ) -> EvaluatedCandidate:
-    """The fastest candidate with these degrees, of every N worth trying, that fits.
+    """The fastest candidate with these degrees, of every N and v worth trying, that fits.
 
     Where none does, the one short of least memory.
     """
     counts = subsequence_counts_to_try(run, hardware=hardware)
-    return _Way(run, hardware=hardware, degrees=degrees, counts=counts).best
+    return _WaysOfDegrees(run, hardware=hardware, degrees=degrees, counts=counts).best
 
 
 def rank_of(evaluated: EvaluatedCandidate) -> Rank:
-    """Faster first; of equals the one with fewer devices, fewer stages, fewer subsequences."""
+    """Faster first; of equals the one with fewer devices, ranks, stages, subsequences."""
     degrees = evaluated.degrees
     return (
         _rounded(evaluated.step_s),
         degrees.num_devices,
         degrees.pipeline_parallel,
+        evaluated.candidate.virtual_stages,
         len(evaluated.candidate.lengths),
     )
 
 
-class _Way:
-    """One way to divide the devices, with every number of subsequences worth trying."""
+class _WaysOfDegrees:
+    """One way to divide the devices, with every number of virtual stages worth trying.
+
+    Several stages on a rank are looked at only where they promise to be faster by enough, or where
+    one does not fit.
+    """
 
     def __init__(
         self, run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, counts: Sequence[int]
     ) -> None:
+        self._run, self._hardware, self._degrees = run, hardware, degrees
+        self._counts = counts
+        self._simplest, *self._further = virtual_stages_to_try(
+            run, num_ranks=degrees.pipeline_parallel
+        )
+        self._ways: dict[int, _Way] = {}
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether any candidate may fit."""
+        return any(self._way(virtual).may_fit for virtual in (self._simplest, *self._further))
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds that none of its candidates is faster than."""
+        return self._way(self._simplest).bound_s
+
+    @cached_property
+    def best(self) -> EvaluatedCandidate:
+        """The fastest that fits; the one short of least if none does."""
+        return self._way(self._simplest).best
+
+    @property
+    def fits(self) -> bool:
+        """Whether any of its candidates fits."""
+        return self._way(self._simplest).fits
+
+    def every_candidate(self, virtual_stages: int) -> list[EvaluatedCandidate]:
+        """All candidates with so many stages on a rank, by N, with whole units."""
+        return self._way(virtual_stages).every_candidate()
+
+    def _way(self, virtual_stages: int) -> _Way:
+        if virtual_stages not in self._ways:
+            self._ways[virtual_stages] = _Way(
+                self._run,
+                hardware=self._hardware,
+                degrees=self._degrees,
+                counts=self._counts,
+                virtual_stages=virtual_stages,
+            )
+        return self._ways[virtual_stages]
+
+
+class _Way:
+    """One way to divide devices and layers, with every number of subsequences worth trying."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        hardware: HardwareSpec,
+        degrees: Degrees,
+        counts: Sequence[int],
+        virtual_stages: int,
+    ) -> None:
         self._run, self._hardware = run, hardware
         self._degrees, self._counts = degrees, counts
+        self._virtual_stages = virtual_stages
         self._assessed: dict[int, EvaluatedCandidate] = {}
 
     @cached_property
@@ -215,6 +286,7 @@ class _Way:
                 links=pipeline_links(candidate),
                 reduce_s=seconds.reduce_s + seconds.update_s,
                 num_sequences=candidate.sequences,
+                looped_ranks=looped_ranks(candidate),
             )
             bounds.append((bound_s, num_subsequences))
         return sorted(bounds)
@@ -237,6 +309,7 @@ class _Way:
             hardware=self._hardware,
             degrees=self._degrees,
             num_subsequences=num_subsequences,
+            virtual_stages=self._virtual_stages,
         )
 
 
@@ -258,4 +331,5 @@ def _rejection(nearest: EvaluatedCandidate) -> Rejection:
         num_subsequences=len(candidate.lengths),
         policy=candidate.policy,
         shortfall=nearest.shortfall,
+        virtual_stages=candidate.virtual_stages,
     )

@@ -5,14 +5,20 @@ from __future__ import annotations
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
+from sppo.cost.memory.units_in_flight import LOOPED
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import Degrees, cut_sequence, machine_asked_for
 
 
 def candidate_of_subsequences(
-    run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, num_subsequences: int
+    run: RunConfig,
+    *,
+    hardware: HardwareSpec,
+    degrees: Degrees,
+    num_subsequences: int,
+    virtual_stages: int = 1,
 ) -> Candidate:
-    """The run with these degrees and so many subsequences."""
+    """The run with these degrees, so many subsequences, and so many stages on each rank."""
     workload = workload_of(run, hardware=hardware, degrees=degrees)
     lengths = cut_sequence(
         run,
@@ -20,7 +26,7 @@ def candidate_of_subsequences(
         workload=workload,
         num_stages=degrees.pipeline_parallel,
     )
-    return candidate_of(run, workload, degrees, lengths=lengths)
+    return candidate_of(run, workload, degrees, lengths=lengths, virtual_stages=virtual_stages)
 
 
 def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> Workload:
@@ -35,10 +41,16 @@ def workload_of(run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees) -> 
 
 
 def candidate_of(
-    run: RunConfig, workload: Workload, degrees: Degrees, *, lengths: tuple[int, ...]
+    run: RunConfig,
+    workload: Workload,
+    degrees: Degrees,
+    *,
+    lengths: tuple[int, ...],
+    virtual_stages: int = 1,
 ) -> Candidate:
     """The run with these degrees and cuts, everything else as it asks."""
     schedule, policy = run.parallel.schedule, run.activations.policy
+    automatic = "sppo" if virtual_stages == 1 else LOOPED
     ratio = run.activations.offload_ratio
     return Candidate(
         workload,
@@ -46,7 +58,7 @@ def candidate_of(
         sequences=run.train.sequences_per_step // degrees.data_parallel,
         pipeline_parallel_degree=degrees.pipeline_parallel,
         data_parallel_degree=degrees.data_parallel,
-        schedule="sppo" if schedule == "auto" else schedule,
+        schedule=automatic if schedule == "auto" else schedule,
         policy="hybrid" if policy == "auto" else policy,
         offload_ratio=None if ratio == "auto" else ratio,
         zero=run.parallel.zero,
@@ -56,4 +68,5 @@ def candidate_of(
         background_saves=run.checkpoint.async_save,
         # Where weights are sharded, tensors are recomputed whole or not at all.
         allow_partial=workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1,
+        virtual_stages=virtual_stages,
     )

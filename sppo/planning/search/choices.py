@@ -154,6 +154,12 @@ def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tupl
     return tuple(sorted(chosen | {min(fewest, most)}))
 
 
+def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
+    """Numbers of stages on each of `num_ranks` pipeline ranks worth trying, ascending."""
+    asked = run.parallel.virtual_stages
+    return (1,) if asked == "auto" else (asked,)
+
+
 def cut_sequence(
     run: RunConfig, *, num_subsequences: int, workload: Workload, num_stages: int
 ) -> tuple[int, ...]:
@@ -215,6 +221,12 @@ def _refusal(run: RunConfig, *, degrees: Degrees, total: int) -> str | None:
     if degrees.pipeline_parallel > model.num_layers:
         return (
             f"{model.num_layers} layers cannot be divided into {degrees.pipeline_parallel} stages"
+        )
+    virtual = run.parallel.virtual_stages
+    if virtual != "auto" and degrees.pipeline_parallel * virtual > model.num_layers:
+        return (
+            f"{model.num_layers} layers cannot be divided into {virtual} stages on each of "
+            f"{degrees.pipeline_parallel} ranks"
         )
     if model.num_heads % degrees.sequence_parallel:
         return (

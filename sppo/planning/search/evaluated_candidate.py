@@ -16,7 +16,7 @@ from sppo.cost.layer import exchange_seconds
 from sppo.cost.memory.copy_room import copy_slots, tier_padding_bytes, with_placement
 from sppo.cost.memory.msp import with_msp
 from sppo.cost.memory.stage_memory import StageMemory, state_memory
-from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.memory.units_in_flight import LOOPED, UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
     copy_bytes_per_s,
@@ -40,11 +40,11 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """The stage that lacks most memory, and of what.
+    """The pipeline rank that lacks most memory, and of what.
 
     Attributes:
         place: "device", "host" or "disk".
-        stage: Which stage.
+        rank: Which.
         bucket: The largest bucket there, without "_bytes".
         bucket_bytes: What it takes.
         needed_bytes: All buckets together.
@@ -52,7 +52,7 @@ class Shortfall:
     """
 
     place: str
-    stage: int
+    rank: int
     bucket: str
     bucket_bytes: int
     needed_bytes: int
@@ -67,7 +67,7 @@ class Shortfall:
     def reason(self) -> str:
         """Why something does not fit, in one line."""
         return (
-            f"stage {self.stage} needs {format_bytes(self.needed_bytes)} of {self.place} memory "
+            f"rank {self.rank} needs {format_bytes(self.needed_bytes)} of {self.place} memory "
             f"and {format_bytes(self.available_bytes)} are there: short by "
             f"{format_bytes(self.short_bytes)}; most of it is {self.bucket.replace('_', ' ')} "
             f"({format_bytes(self.bucket_bytes)})"
@@ -96,7 +96,21 @@ class StepPrices:
     @cached_property
     def time(self) -> StepTime:
         """A step, in closed form."""
-        return step_time(self.costs, num_sequences=self.candidate.sequences)
+        return step_time(
+            self.costs,
+            num_sequences=self.candidate.sequences,
+            looped_ranks=looped_ranks(self.candidate),
+        )
+
+
+def looped_ranks(candidate: Candidate) -> int | None:
+    """Return the pipeline ranks of a candidate that runs in the looped order; None of others.
+
+    An interleaved schedule with several stages on a rank counts as looped: of one group of
+    sequences it takes as long, of several it lets them overlap.
+    """
+    looped = candidate.schedule == LOOPED or candidate.virtual_stages > 1
+    return candidate.pipeline_parallel_degree if looped else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +120,7 @@ class EvaluatedCandidate:
     Attributes:
         candidate: What was assessed.
         prices: Of its step, under what its activation policy decided.
-        memory: Of each stage.
+        memory: Of each pipeline rank.
         shortfall: Why it does not fit; None where it does.
         played: Its simulation; None where only the closed form was computed.
         program: Its program, where that was made: with MSP only it tells what fits.
@@ -152,7 +166,7 @@ class EvaluatedCandidate:
     @property
     def device_peak_bytes(self) -> int:
         """Peak bytes of the fullest device."""
-        return max(stage.device.total_bytes for stage in self.memory)
+        return max(rank.device.total_bytes for rank in self.memory)
 
     @property
     def tier_peak_bytes(self) -> int:
@@ -243,7 +257,8 @@ def _assess_whole(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
         )
     units = UnitsInFlight(candidate)
     states = state_memory(candidate, units=units)
-    tokens = np.tile(np.array(candidate.lengths, dtype=np.float64), (len(states), 1))
+    lengths = np.array(candidate.lengths, dtype=np.float64)
+    tokens = np.tile(lengths, (candidate.num_stages, 1))
     # Even what is not held at that moment is held at another.
     in_flight = np.maximum(units.counts(tokens), 1)
     for _ in range(_ATTEMPTS):
@@ -355,7 +370,10 @@ def _inputs(
     units: UnitsInFlight,
     states: tuple[StageMemory, ...],
 ) -> PolicyInputs:
-    """What the activation policy decides from."""
+    """What the activation policy decides from.
+
+    A stage has its share of its rank's room, by its layers.
+    """
     hardware = candidate.workload.hardware
     count = len(candidate.lengths)
     tokens = np.array(candidate.lengths, dtype=np.int64)
@@ -372,7 +390,10 @@ def _inputs(
     host = np.array([state.host_optimizer_bytes for state in states], dtype=np.float64)
     on_host = hardware.node.host_memory_bytes > 0
     tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
-    tier_used = tier_padding_bytes(candidate, units=units) + (host if on_host else 0)
+    virtual = candidate.virtual_stages
+    shares = layers / np.tile(np.array(candidate.layers_of_ranks, dtype=np.float64), virtual)
+    device_room = shares * np.tile(np.maximum(0.0, candidate.budget_bytes - used), virtual)
+    tier_room = shares * np.tile(tier - (host if on_host else np.zeros_like(host)), virtual)
     return PolicyInputs(
         tokens=tokens,
         row_bytes=row_bytes_of(candidate),
@@ -383,10 +404,10 @@ def _inputs(
         linear_recompute_s=seconds.units.linear_recompute[:, :count],
         attention_recompute_s=seconds.units.attention_recompute[:, :count],
         copy_bytes_per_s=min(out, back),
-        device_bytes=np.maximum(0.0, candidate.budget_bytes - used),
-        tier_bytes=np.maximum(0.0, tier - tier_used),
+        device_bytes=device_room,
+        tier_bytes=np.maximum(0.0, tier_room - tier_padding_bytes(candidate, units=units)),
         allow_partial=candidate.allow_partial,
-        slots=copy_slots(candidate),
+        slots=copy_slots(candidate, shares=shares),
     )
 
 
@@ -399,13 +420,13 @@ def _following(seconds: Table) -> Table:
 def _shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfall | None:
     hardware = candidate.workload.hardware
     found = []
-    for stage, held in enumerate(memory):
+    for rank, held in enumerate(memory):
         device = held.device
         bucket = device.largest
         found.append(
             Shortfall(
                 "device",
-                stage,
+                rank,
                 bucket.removesuffix("_bytes"),
                 getattr(device, bucket),
                 device.total_bytes,
@@ -418,7 +439,7 @@ def _shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfa
         found.append(
             Shortfall(
                 "host" if on_host else "disk",
-                stage,
+                rank,
                 "offloaded activations",
                 held.tier_activations_bytes,
                 tier,

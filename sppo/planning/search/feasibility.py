@@ -10,7 +10,12 @@ from sppo.hardware.description import HardwareSpec
 from sppo.planning.longest import longest_tokens, with_length
 from sppo.planning.search.candidate_search import CandidateSearch
 from sppo.planning.search.candidates import candidate_of_subsequences
-from sppo.planning.search.choices import degrees_to_try, subsequence_counts_to_try
+from sppo.planning.search.choices import (
+    Degrees,
+    degrees_to_try,
+    subsequence_counts_to_try,
+    virtual_stages_to_try,
+)
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess, may_fit
 
 
@@ -39,9 +44,14 @@ def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
         possible.sort(key=lambda d: (d.num_devices, d.sequence_parallel), reverse=True)
         candidates = (
             candidate_of_subsequences(
-                run, hardware=hardware, degrees=degrees, num_subsequences=num_subsequences
+                run,
+                hardware=hardware,
+                degrees=degrees,
+                num_subsequences=num_subsequences,
+                virtual_stages=virtual_stages,
             )
             for degrees in possible
+            for virtual_stages in _fewest_and_most(run, degrees)
         )
         return any(
             may_fit(candidate) and assess(candidate).shortfall is None for candidate in candidates
@@ -53,6 +63,12 @@ def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
 def longest_sequence(run: RunConfig, hardware: HardwareSpec) -> int:
     """Tokens of the longest sequence that fits under the other conditions of `run`, in whole Ki."""
     return longest_tokens(lambda tokens: fits_at_all(with_length(run, tokens), hardware))
+
+
+def _fewest_and_most(run: RunConfig, degrees: Degrees) -> tuple[int, ...]:
+    """Numbers of stages on a rank: the simplest, and the one with least gradients of K and V."""
+    virtual = virtual_stages_to_try(run, num_ranks=degrees.pipeline_parallel)
+    return tuple(dict.fromkeys((virtual[0], virtual[-1])))
 
 
 def _few(counts: tuple[int, ...]) -> tuple[int, ...]:

@@ -27,12 +27,13 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
         num_ranks=candidate.pipeline_parallel_degree,
         lengths=(candidate.lengths,) * candidate.sequences,
         costs=costs,
+        num_virtual=candidate.virtual_stages,
     )
     return replace(evaluated, played=played)
 
 
 def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | None:
-    """Peak of one device of each stage as simulated; None where nothing was simulated.
+    """Peak of one device of each rank as simulated; None where nothing was simulated.
 
     Never above the memory of the evaluated candidate, which adds up the peaks of all buckets.
     """

@@ -57,7 +57,9 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
         hardware,
         best=with_best_schedule(run, leaders[0]),
         runners_up=tuple(leaders[1 : 1 + RUNNERS_UP]),
-        by_num_subsequences=search.by_num_subsequences(leaders[0].degrees),
+        by_num_subsequences=search.by_num_subsequences(
+            leaders[0].degrees, virtual_stages=leaders[0].candidate.virtual_stages
+        ),
         rejected=search.rejections(),
     )
 

@@ -15,14 +15,24 @@ from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.generators import WHOLE_SEQUENCES, generate
+from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, generate
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
 
-SCHEDULES = ("sppo", "sppo_msp", "seq1f1b", "seq_zb_h1", "1f1b", "gpipe", "zb_h1")
-ONE_BUCKET_ONLY = ("gpipe", "1f1b", "sppo", "seq1f1b")
+SCHEDULES = (
+    "sppo",
+    "sppo_msp",
+    "seq1f1b",
+    "seq_zb_h1",
+    "1f1b",
+    "gpipe",
+    "zb_h1",
+    "looped_bfs",
+    "interleaved_seq1f1b",
+)
+ONE_BUCKET_ONLY = ("gpipe", "1f1b", "sppo", "seq1f1b", "looped_bfs")
 """Schedules whose ranks reach the peaks of all buckets in the same moment if they retain all."""
 
 
@@ -54,6 +64,9 @@ def candidates(draw, schedules=SCHEDULES, policies=("auto", "retain", "recompute
         hardware=hardware,
         degrees=Degrees(1, pipeline, group),
         num_subsequences=1 if schedule in WHOLE_SEQUENCES else draw(st.integers(1, 17)),
+        virtual_stages=draw(st.integers(1, min(5, 16 // pipeline)))
+        if schedule in WITH_VIRTUAL_STAGES
+        else 1,
     )
 
 
@@ -77,6 +90,8 @@ def test_what_retains_everything_holds_exactly_what_the_plan_says(candidate: Can
         held = {name: track.memory[name].peak_bytes for name in ("activations", "kv")}
         assert held["activations"] == pytest.approx(stage.device.activations_bytes, abs=8)
         assert held["kv"] == pytest.approx(stage.device.kv_bytes, abs=8)
+        gradients = track.memory["kv_gradients"].peak_bytes
+        assert gradients == pytest.approx(stage.device.kv_gradients_bytes, abs=8)
 
 
 def test_without_a_simulation_nothing_is_said():
@@ -93,8 +108,12 @@ def test_without_a_simulation_nothing_is_said():
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_units_in_flight_are_those_of_the_program(data):
-    schedule = data.draw(st.sampled_from([*OVERLAPPING[:1], *OVERLAPPING[2:], "seq_zb_h1"]))
+    several = ("looped_bfs", "interleaved_seq1f1b")
+    schedule = data.draw(
+        st.sampled_from([*OVERLAPPING[:1], *OVERLAPPING[2:], "seq_zb_h1", *several])
+    )
     ranks, sequences = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
+    virtual = data.draw(st.integers(1, 4)) if schedule in several else 1
     count = 1 if schedule in WHOLE_SEQUENCES else data.draw(st.integers(1, 8))
     candidate = candidate_of_subsequences(
         run_config(
@@ -106,45 +125,74 @@ def test_units_in_flight_are_those_of_the_program(data):
         hardware=machine(),
         degrees=Degrees(1, ranks, 1),
         num_subsequences=count,
+        virtual_stages=virtual,
     )
     seed = data.draw(st.integers(0, 2**32 - 1))
-    weights, operands = np.random.default_rng(seed).random((2, ranks, count))
+    weights, operands = np.random.default_rng(seed).random((2, ranks * virtual, count))
     units = UnitsInFlight(candidate)
     programs = generate(
-        schedule, num_ranks=ranks, lengths=(candidate.lengths,) * sequences
+        schedule,
+        num_ranks=ranks,
+        num_virtual=virtual,
+        lengths=(candidate.lengths,) * sequences,
     ).programs
     most = _walked(programs, weights)
     assert units.peak(weights) == pytest.approx(most)
-    assert (units.counts(weights) * weights).sum(axis=1) == pytest.approx(most)
+    counted = (units.counts(weights) * weights).sum(axis=1)
+    assert counted.reshape(virtual, ranks).sum(axis=0) == pytest.approx(most)
     assert units.peak(weights, deferred=operands) == pytest.approx(
         _walked(programs, weights, operands)
     )
-    forward, backward = np.random.default_rng(seed + 1).random((2, ranks, count))
+    forward, backward = np.random.default_rng(seed + 1).random((2, ranks * virtual, count))
     beside = units.peak(weights, deferred=operands, running=Running(forward, backward))
     walked = np.array(_walked(programs, weights, operands, running=(forward, backward)))
     assert (beside >= walked - 1e-9).all()
     # Several forwards ahead of the first backward count as the one that takes most.
     one_ahead = np.arange(ranks) >= ranks - 2
-    exact = one_ahead | (schedule == "seq_zb_h1") | (sequences == 1)
+    exact = one_ahead | (schedule not in OVERLAPPING) | (sequences == 1)
     assert beside[exact] == pytest.approx(walked[exact])
-    assert units.sequences.tolist() == [sequences_in_flight(program) for program in programs]
+    assert units.sequences.tolist() == [
+        sequences_in_flight(a for a in programs[stage % ranks] if a.stage == stage)
+        for stage in range(ranks * virtual)
+    ]
+    whole = np.random.default_rng(seed + 2).random(ranks * virtual)
+    if virtual > 1:
+        assert units.peak_of_sequences(whole) == pytest.approx(_walked_sequences(programs, whole))
+
+
+def _walked_sequences(programs, weights):
+    """Most that each program holds of whole sequences, from first F to last B on a stage."""
+    peaks = []
+    for program in programs:
+        firsts, lasts = {}, {}
+        for place, action in enumerate(program):
+            if action.kind in (ActionKind.F, ActionKind.B):
+                firsts.setdefault((action.stage, action.sequence), place)
+                lasts[action.stage, action.sequence] = place
+        peaks.append(
+            max(
+                sum(weights[s] for s, m in firsts if firsts[s, m] <= at <= lasts[s, m])
+                for at in range(len(program))
+            )
+        )
+    return peaks
 
 
 def _walked(programs, weights, operands=None, *, running=None):
     """Most that is held along each program: weights from F to B, then operands to W."""
     peaks = []
-    for rank, program in enumerate(programs):
+    for program in programs:
         split = any(action.kind is ActionKind.W for action in program)
-        kept = np.zeros_like(weights[0]) if operands is None or not split else operands[rank]
-        forward, backward = (table[rank] for table in running or np.zeros((2, *weights.shape)))
+        kept = np.zeros_like(weights) if operands is None or not split else operands
+        forward, backward = running or np.zeros((2, *weights.shape))
         held, peak = 0.0, 0.0
         for action in program:
-            unit, before = action.subsequence, held
+            unit, before = (action.stage, action.subsequence), held
             if action.kind is ActionKind.F:
-                held += weights[rank, unit]
+                held += weights[unit]
                 peak = max(peak, held + forward[unit])
             elif action.kind is ActionKind.B:
-                held += kept[unit] - weights[rank, unit]
+                held += kept[unit] - weights[unit]
                 peak = max(peak, max(before, held) + backward[unit])
             elif action.kind is ActionKind.W:
                 held -= kept[unit]

@@ -1,0 +1,55 @@
+"""Residual stream, and its gradient, that waits on a rank between two of its stages.
+
+All units of a group pass one stage of a rank before the first of them enters the next one (groups:
+:func:`sppo.schedule.orders.sequence_groups`). While a unit runs forward, inputs of the units behind
+it have arrived, and outputs of the units in front of it have come back from the last rank; all wait
+on the rank of the first stage. Gradients wait likewise on the rank of the last stage.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sppo.cost.candidate import Candidate
+from sppo.cost.memory.units_in_flight import LOOPED, Running, UnitsInFlight
+
+
+def waiting_bytes(candidate: Candidate) -> Running:
+    """Return the bytes that wait at most while a unit runs; 0 where ranks have one stage.
+
+    Which of them have arrived depends on time; here all have. In the looped order no activation
+    waits while backwards run, and no gradient while forwards do; in other orders both may.
+    """
+    shape = candidate.num_stages, len(candidate.lengths)
+    waiting = Running(np.zeros(shape), np.zeros(shape))
+    if candidate.virtual_stages == 1:
+        return waiting
+    first, last = (
+        list(candidate.stages_of_rank(rank)) for rank in (0, candidate.pipeline_parallel_degree - 1)
+    )
+    tokens = _waiting_tokens(candidate)
+    if candidate.schedule == LOOPED:
+        waiting.forward[first] = tokens
+        waiting.backward[last] = tokens
+    else:
+        for own in (first, last):
+            for table in (waiting.forward, waiting.backward):
+                table[own] += tokens.max()
+    workload = candidate.workload
+    whole_row_bytes = workload.model.hidden_size * workload.element_bytes
+    row_bytes = whole_row_bytes / workload.sequence_parallel_degree
+    return Running(waiting.forward * row_bytes, waiting.backward * row_bytes)
+
+
+def _waiting_tokens(candidate: Candidate) -> np.typing.NDArray[np.float64]:
+    """Tokens that wait while a unit runs on each stage of a rank, [virtual stages, N].
+
+    Nothing waits in front of the first stage or behind the last one. Of the sequences of a group
+    the one counts that has most of the others on the side where they wait.
+    """
+    lengths = np.array(candidate.lengths, dtype=np.float64)
+    others = (UnitsInFlight(candidate).group_sequences - 1) * lengths.sum()
+    in_front, behind = np.cumsum(lengths) - lengths, np.cumsum(lengths[::-1])[::-1] - lengths
+    tokens = np.tile(in_front + behind + others, (candidate.virtual_stages, 1))
+    tokens[0], tokens[-1] = in_front + others, behind + others
+    return tokens
