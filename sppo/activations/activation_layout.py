@@ -41,11 +41,13 @@ compute waits: the one just saved and the one before it."""
 
 
 class ActivationKey(NamedTuple):
-    """One layer of one unit; the head counts as the layer after the last."""
+    """Saved tensors of one layer of one unit; the head counts as the layer after the last."""
 
     sequence: int
     subsequence: int
     layer: int
+    is_kv: bool = False
+    """Whether it names K and V, where they leave the device between forward and backward."""
 
 
 class Extent(NamedTuple):
@@ -240,12 +242,18 @@ class ActivationLayout:
         )
 
     def offload_schedule(
-        self, backward_order: Sequence[UnitKey], *, sequences_in_flight: int
+        self,
+        backward_order: Sequence[UnitKey],
+        *,
+        sequences_in_flight: int,
+        kv_row_bytes: int = 0,
     ) -> OffloadSchedule:
         """Assign extents to all blocks of the stage, those of a sequence one behind the other.
 
         Args:
             backward_order: the units in the order of their backwards.
+            kv_row_bytes: bytes of K, and of V, of one token and layer, where they leave the device
+                too; 0 where they stay.
             sequences_in_flight: sequences that have blocks in the tier at once, always those that
                 began one after another.
         """
@@ -256,6 +264,13 @@ class ActivationLayout:
             *offsets, ends[unit[0]] = accumulate(sizes, initial=ends[unit[0]])
             for layer, offset, size in zip(layers, offsets, sizes, strict=True):
                 starts[ActivationKey(*unit, layer)] = Extent(offset, size)
+            if not kv_row_bytes:
+                continue
+            part_bytes = sum(shard.tokens for shard in self.shards[unit]) * kv_row_bytes
+            size = packed_bytes([part_bytes, part_bytes])
+            for layer in layers:
+                starts[ActivationKey(*unit, layer, is_kv=True)] = Extent(ends[unit[0]], size)
+                ends[unit[0]] += size
         stride = max(ends.values(), default=0)
         return OffloadSchedule(
             {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from sppo.activations.policy import policy_placement
 from sppo.config.model import ModelConfig
 from sppo.engine.executor import Executor, StepOutput
 from sppo.engine.gradients import GradientProvider, ResidentGradients
+from sppo.engine.kv_returns import take_order
 from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.msp.stage import MspMemory, MspStage
 from sppo.engine.pipeline import ALONE, Pipeline
@@ -103,6 +104,8 @@ class Engine:
         placements: what to retain, offload and recompute instead, by stage: of all stages, for
             every rank must make the same program.
         offloaded: where offloaded tensors of this rank's stages go; closed with the engine.
+        kv_offloaded: stages, of all ranks, whose K and V leave the device between forward and
+            backward.
         offloaded_shards: where those of this rank's MSP shards of each stage go; likewise.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
@@ -125,6 +128,7 @@ class Engine:
         placements: Mapping[int, PlacementOf] | None = None,
         offloaded: OffloadStore | None = None,
         offloaded_shards: Mapping[int, OffloadStore] | None = None,
+        kv_offloaded: Collection[int] = (),
         input_every: int = 1,
         pipeline: Pipeline = ALONE,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
@@ -134,7 +138,7 @@ class Engine:
         debug: bool = False,
     ) -> None:
         self._pipeline = pipeline
-        self._placements = dict(placements or {})
+        self._placements, self._kv_offloaded = dict(placements or {}), kv_offloaded
         self._stopwatch = stopwatch
         self._shard = (
             SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
@@ -379,7 +383,9 @@ class Engine:
             num_virtual=pipeline.num_virtual,
             lengths=lengths,
             forward_only=forward_only,
-            costs=equal_costs(offloaded=offloaded),
+            costs=equal_costs(
+                offloaded=offloaded, kv_offloaded=() if forward_only else self._kv_offloaded
+            ),
         )
 
     def _msp_executor(self, schedule: Schedule) -> MspExecutor | None:
@@ -411,6 +417,7 @@ class Engine:
                 {a.unit: units[a.unit] for a in own if a.kind is ActionKind.B},
                 lengths=lengths,
                 sequences_in_flight=sequences_in_flight(own),
+                offloads_kv=any(a.wire == "kv" for a in own),
             )
         if self._offloaded is None:
             return
@@ -420,7 +427,7 @@ class Engine:
 
     def _offload_schedule(self, schedule: Schedule) -> OffloadSchedule:
         """Return the blocks of all stages that leave the device, in the order of their use."""
-        parts, order = [], []
+        parts = []
         for index, stage in self._stages.items():
             own = self._whole_units(schedule, index)
             parts.append(
@@ -429,9 +436,7 @@ class Engine:
                     sequences_in_flight=sequences_in_flight(own),
                 )
             )
-        for action in schedule.programs[self._pipeline.rank]:
-            if action.kind is ActionKind.B and action.num_shards == 1:
-                order += self._stages[action.stage].saved_keys(action.unit)
+        order = take_order(schedule.programs[self._pipeline.rank], self._stages)
         return joint_schedule(parts, order=order)
 
     def _whole_units(self, schedule: Schedule, stage: int) -> list[Action]:

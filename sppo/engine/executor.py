@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sppo.engine.kv_returns import KVReturns
 from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import LocalTokens, StageBuffers
@@ -68,6 +69,7 @@ class Executor:
         self._buffers = StageBuffers(schedule, rank=rank, p2p=p2p)
         self._msp = msp
         self._stages, self._reduce_stage = stages, reduce
+        self._kv_returns = KVReturns(stages)
         self._training = schedule.is_training
         self._stopwatch = stopwatch or HostStopwatch()
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
@@ -113,6 +115,7 @@ class Executor:
         """
         assert self._training == (loss_scale is not None), "training programs need a loss scale"
         self._units, self._loss_scale, self._losses = units, loss_scale, {}
+        self._kv_returns.begin(units)
         self._begin()
         trace, mark = Trace(self._stopwatch), self._stopwatch.mark
         for position, action in enumerate(self._program):
@@ -160,7 +163,13 @@ class Executor:
     def _backward(self, action: Action) -> None:
         stage, unit, first = self._work(action)
         deferred = (action.stage, action.unit) in self._deferred
-        dx = stage.backward(unit, self._buffers.take(action), defer_weights=deferred)
+        dx = stage.backward(
+            unit,
+            self._buffers.take(action),
+            defer_weights=deferred,
+            between_layers=self._kv_returns.before(action),
+        )
+        self._kv_returns.restore_all()
         if dx is not None:
             self._buffers.put("grad", action, dx, first=first)
 
@@ -186,10 +195,14 @@ class Executor:
     def _finish_offload(self, action: Action) -> None:
         """Run D2H: check that all layers of the unit are with the copy queues since F."""
         stage = self._stage_of(action)
-        _offloaded(stage, action).finish_offload(stage.saved_keys(action.unit))
+        keys = stage.kv_keys if action.wire == "kv" else stage.saved_keys
+        _offloaded(stage, action).finish_offload(keys(action.unit))
 
     def _start_reload(self, action: Action) -> None:
         """Run H2D: allow the unit's layers to come back, as far ahead of B as there is room."""
+        if action.wire == "kv":
+            self._kv_returns.permit(action)
+            return
         stage = self._stage_of(action)
         _offloaded(stage, action).start_reload(stage.saved_keys(action.unit))
 
@@ -218,6 +231,7 @@ class Executor:
 
     def _abort(self) -> None:
         self._buffers.abort()
+        self._kv_returns.abort()
         if self._msp is not None:
             self._msp.abort()
         for stage in self._stages.values():

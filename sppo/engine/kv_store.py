@@ -138,6 +138,12 @@ class KVStore:
         self._bytes = 0
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of K, and of V, of one token and layer."""
+        heads, head_size = self._tail
+        return heads * head_size * self._dtype.itemsize
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that hold K and V now."""
         return len({sequence for _, sequence in self._entries})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 from torch.nn import functional
@@ -29,7 +29,7 @@ from sppo.engine.kv_store import KVStore
 from sppo.engine.saved_tensors import SavedTensors
 from sppo.engine.subsequence_attention import KVCacheAttention
 from sppo.engine.ulysses_attention import UlyssesAttention
-from sppo.engine.unit import Unit
+from sppo.engine.unit import TokenSpan, Unit
 from sppo.engine.weights import WeightPart, WeightProvider, visit
 from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import (
@@ -111,6 +111,7 @@ class Stage:
             sent=sends_keys,
             poison=debug,
         )
+        self._offloads_kv = False
         self._token_losses: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[tuple[int, DeferredGradients]]] = {}
         self._deferred_bytes = self._held_peak_bytes = 0
@@ -136,6 +137,7 @@ class Stage:
         *,
         lengths: Mapping[int, tuple[int, ...]],
         sequences_in_flight: int = 1,
+        offloads_kv: bool = False,
     ) -> None:
         """Make room for what ``units`` retain, before the first of them runs.
 
@@ -144,10 +146,12 @@ class Stage:
             lengths: tokens of the subsequences of every sequence.
             sequences_in_flight: sequences that hold saved tensors at once, always those that began
                 one after another.
+            offloads_kv: whether K and V leave the device between forward and backward.
 
         Raises:
             MemoryError: there is not that much memory.
         """
+        self._offloads_kv = offloads_kv
         self._layout = self._step_layout(units, lengths)
         by_sequence = dict.fromkeys(lengths, 0)
         for unit in units.values():
@@ -164,12 +168,37 @@ class Stage:
             sequences_in_flight: see :meth:`prepare`.
         """
         return self._layout.offload_schedule(
-            backward_order, sequences_in_flight=sequences_in_flight
+            backward_order,
+            sequences_in_flight=sequences_in_flight,
+            kv_row_bytes=self.kv.row_bytes if self._offloads_kv else 0,
         )
 
     def saved_keys(self, unit: UnitKey) -> list[ActivationKey]:
         """Return the keys under which a unit is saved, in the order of backward."""
         return [ActivationKey(*unit, layer) for layer in reversed(self._layers)]
+
+    def kv_keys(self, unit: UnitKey) -> list[ActivationKey]:
+        """Return the keys under which K and V of a unit leave, in the order of their return."""
+        return [ActivationKey(*unit, layer, is_kv=True) for layer in self._layers]
+
+    def restore_kv(self, key: ActivationKey, span: TokenSpan) -> None:
+        """Put K and V of a unit that left the device back into the store they are read from.
+
+        Args:
+            key: of the unit's layer; units come in ascending order.
+            span: of the unit.
+        """
+        assert self.offloaded is not None, "K and V come back from another tier"
+        kv = self.offloaded.take(key)
+        self.kv.write(
+            key.layer,
+            key.sequence,
+            start=span.start,
+            length=span.length,
+            k_CKD=kv["keys"],
+            v_CKD=kv["values"],
+        )
+        self.offloaded.release(key)
 
     def _step_layout(
         self, units: Mapping[UnitKey, Unit], lengths: Mapping[int, tuple[int, ...]]
@@ -235,7 +264,7 @@ class Stage:
                     x,
                     weights,
                     rotary=rotary,
-                    attention=self._attention(unit, index),
+                    attention=self._attention(unit, index, saves_kv=training),
                     keep=frozenset(offloaded | retained),
                 )
             if training:
@@ -248,13 +277,20 @@ class Stage:
                 if self._deferred_bytes:
                     self._count_held()
             del saved  # or it would stay while the next layer runs
+        if training and self._offloads_kv and unit.span.end == unit.span.length:
+            self.release_sequence(unit.sequence)
         if not self.is_last:
             return x
         self.loss(unit, x, loss_scale)
         return None
 
     def backward(
-        self, unit: Unit, dy_CE: Tensor | None, *, defer_weights: bool = False
+        self,
+        unit: Unit,
+        dy_CE: Tensor | None,
+        *,
+        defer_weights: bool = False,
+        between_layers: Callable[[], None] | None = None,
     ) -> Tensor | None:
         """Run one unit backward.
 
@@ -264,6 +300,7 @@ class Stage:
             defer_weights: leave the products that make weight gradients to
                 :meth:`weight_gradients`. Their operands stay until then, so saved tensors that
                 the stores lend are copied.
+            between_layers: called before saved tensors are taken of any layer but the first.
 
         Returns:
             Gradient of the input ``[C, E]``, None on the first stage.
@@ -272,7 +309,10 @@ class Stage:
             dy_CE = self.take_loss_gradient(unit)
         dx = dy_CE
         rotary = self._rotary(unit)
+        take: Callable[[ActivationKey], Saved]
         take = self._saved.take_owned if defer_weights else self._saved.take
+        if between_layers is not None:
+            take = _with_calls_between(take, between_layers)
         taken: dict[int, Saved] = {}
         for index in reversed(self._layers):
             saved = taken.pop(index, None) or take(ActivationKey(*unit.key, index))
@@ -421,9 +461,16 @@ class Stage:
             return Layer(self.model)
         return Layer(self.model, ShardedTokens(self._tensor, unit.parts))
 
-    def _attention(self, unit: Unit, index: int) -> SubsequenceAttention:
+    def _attention(self, unit: Unit, index: int, *, saves_kv: bool = False) -> SubsequenceAttention:
         window = self.model.window_of(index)
-        stored = KVCacheAttention(self.kv, index, unit.sequence, unit.span, window, self._backend)
+        offload = None
+        if saves_kv and self._offloads_kv:
+            assert self.offloaded is not None, "K and V go to another tier"
+            key = ActivationKey(*unit.key, index, is_kv=True)
+            offload = partial(self.offloaded.save, key)
+        stored = KVCacheAttention(
+            self.kv, index, unit.sequence, unit.span, window, self._backend, offload
+        )
         if self._heads is None:
             return stored
         return UlyssesAttention(stored, self._heads, unit.parts, self._without_attention(unit))
@@ -482,3 +529,19 @@ class Stage:
             dx = norm_backward(self.model, "final_norm", dhidden, x_CE, weights, sink)
         self._saved.retained.save(self._head_key(unit), {"dx": dx})
         return losses
+
+
+def _with_calls_between(
+    take: Callable[[ActivationKey], Saved], call: Callable[[], None]
+) -> Callable[[ActivationKey], Saved]:
+    """Return ``take`` with a ``call`` before every time but the first."""
+    taken = False
+
+    def take_next(key: ActivationKey) -> Saved:
+        nonlocal taken
+        if taken:
+            call()
+        taken = True
+        return take(key)
+
+    return take_next

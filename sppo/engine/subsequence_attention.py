@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,6 +23,8 @@ class KVCacheAttention:
     span: TokenSpan
     window: int | None
     backend: Backend = "auto"
+    offload: Callable[[dict[str, Tensor]], None] | None = None
+    """Takes K and V of the subsequence, which leave the device after forward; None: they stay."""
 
     def forward(self, q_CND: Tensor, k_CKD: Tensor, v_CKD: Tensor) -> tuple[Tensor, Tensor]:
         """Store K and V of the subsequence, and attend with its queries; (o, lse)."""
@@ -33,6 +36,8 @@ class KVCacheAttention:
             k_CKD=k_CKD,
             v_CKD=v_CKD,
         )
+        if self.offload is not None:
+            self.offload({"keys": k_CKD, "values": v_CKD})
         return self.recompute(q_CND)
 
     def recompute(self, q_CND: Tensor) -> tuple[Tensor, Tensor]:

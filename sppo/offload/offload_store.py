@@ -132,7 +132,7 @@ class OffloadStore:
         if tensors:
             occupant = self._occupied.setdefault(extent.offset_bytes, key)
             assert occupant == key, f"{key} is saved where {occupant} still lies"
-            _count(self._out_bytes, block)
+            _count(self._out_bytes, key, block)
             if self._checksums is not None:
                 self._checksums.note(key, tensors, step=self._step)
             self._send(block, tensors)
@@ -172,7 +172,7 @@ class OffloadStore:
         block.ring.begin_reading()
         del self._occupied[block.extent.offset_bytes]
         self._in_use[key] = block.ring
-        _count(self._back_bytes, block)
+        _count(self._back_bytes, key, block)
         tensors = block.unpack(block.ring.region.data)
         if self._checksums is not None:
             self._checksums.check(key, tensors)
@@ -305,7 +305,7 @@ class OffloadStore:
         self._next_take = self._next_back = self._brought_back = 0
 
 
-def _count(counts: Counter[str], block: _PackedBlock) -> None:
-    """Add the bytes of a block's tensors to those of their classes."""
+def _count(counts: Counter[str], key: ActivationKey, block: _PackedBlock) -> None:
+    """Add the bytes of a block's tensors to those of their classes; K and V are another class."""
     for name, (part, _, _) in block.tensors.items():
-        counts[CLASSES[class_of(name)]] += part.stop - part.start
+        counts["kv" if key.is_kv else CLASSES[class_of(name)]] += part.stop - part.start

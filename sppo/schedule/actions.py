@@ -10,6 +10,8 @@ Conventions, all counted from 0:
   stages, as the `Placement` says.
 * `B` is the whole backward of a unit on a stage, unless the program also holds a `W` for the same
   stage and unit; then `B` is the input-gradient half and `W` the weight-gradient half.
+* `D2H` and `H2D` copy the saved tensors of a unit, or with wire "kv" its K and V, where a stage
+  does without them between its forward and its backward: `0D2H_KV2.1`, `0H2D_KV2.1`.
 * `SEND` names the stage that produced the tensor and `RECV` the stage that consumes it. The
   activation of stage 0 is therefore `0SEND_ACT2.1` on its sender and `1RECV_ACT2.1` on its
   receiver; its gradient is `1SEND_GRAD2.1` and `0RECV_GRAD2.1`.
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-Wire = Literal["act", "grad"]
+Wire = Literal["act", "grad", "kv"]
 PlacementStyle = Literal["loop", "v"]
 
 
@@ -57,7 +59,7 @@ class Action:
         stage: The stage it is done for.
         sequence: The sequence of the unit; None only for REDUCE.
         subsequence: The subsequence of the unit; None only for REDUCE.
-        wire: What a message carries, "act" or "grad"; None for everything but SEND and RECV.
+        wire: What a message carries, "act" or "grad"; "kv" for copies of K and V; else None.
         shard: Which shard of the unit (which message, for SEND and RECV).
         num_shards: How many shards the unit is cut into on this stage; 1 is the whole unit.
     """
@@ -78,7 +80,7 @@ class Action:
         return self.sequence, self.subsequence
 
     def __str__(self) -> str:
-        """The text form: `0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`, `0D2H2.1`, `0REDUCE`."""
+        """The text form: `0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`, `0D2H_KV2.1`, `0REDUCE`."""
         wire = f"_{self.wire.upper()}" if self.wire else ""
         if self.sequence is None:
             return f"{self.stage}{self.kind}"

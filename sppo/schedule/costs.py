@@ -138,6 +138,8 @@ class Costs:
         message_bytes: One activation or gradient between stages [num_units].
         activation_bytes: What F of (stage, unit) leaves for its backward, without K/V.
         offload_bytes: How much of that a D2H moves away and an H2D brings back.
+        kv_offload_bytes: What a D2H of K and V moves away and an H2D brings back; 0 where K and V
+            stay from F to B.
         operand_bytes: What B of (stage, unit) keeps for a W, where one takes the weight half.
         kv_bytes: K/V of (stage, unit), kept from F to B and read by all later subsequences.
         kv_gradient_bytes: dK/dV of (stage, unit), alive for a whole sequence's backward.
@@ -159,6 +161,7 @@ class Costs:
     message_bytes: Table
     activation_bytes: Table
     offload_bytes: Table
+    kv_offload_bytes: Table
     operand_bytes: Table
     kv_bytes: Table
     kv_gradient_bytes: Table
@@ -213,6 +216,7 @@ _STAGE_UNIT_TABLES = (
     "weight_s",
     "activation_bytes",
     "offload_bytes",
+    "kv_offload_bytes",
     "operand_bytes",
     "kv_bytes",
     "kv_gradient_bytes",
@@ -265,6 +269,7 @@ def abstract_costs(
         message_bytes=np.zeros(num_units),
         activation_bytes=np.broadcast_to(retained, shape),
         offload_bytes=zeros,
+        kv_offload_bytes=zeros,
         operand_bytes=np.broadcast_to(retained, shape),
         kv_bytes=zeros,
         kv_gradient_bytes=zeros,

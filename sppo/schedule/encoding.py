@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
 # The order matters: compute kinds come first, so that `code < NUM_COMPUTE` tells them.
-F, B, W, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, REDUCE = range(10)
+F, B, W, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, D2H_KV, H2D_KV, REDUCE = range(12)
 NUM_COMPUTE = 3
 _OPCODES = {
     (ActionKind.F, None): F,
@@ -24,6 +24,8 @@ _OPCODES = {
     (ActionKind.W, None): W,
     (ActionKind.D2H, None): D2H,
     (ActionKind.H2D, None): H2D,
+    (ActionKind.D2H, "kv"): D2H_KV,
+    (ActionKind.H2D, "kv"): H2D_KV,
     (ActionKind.SEND, "act"): SEND_ACT,
     (ActionKind.SEND, "grad"): SEND_GRAD,
     (ActionKind.RECV, "act"): RECV_ACT,
@@ -117,7 +119,7 @@ def _problem(action: Action, schedule: Schedule) -> str | None:
     if not 0 <= action.stage < schedule.num_stages:
         return f"stage {action.stage} does not exist: there are {schedule.num_stages}"
     if (action.kind, action.wire) not in _OPCODES:
-        return "only SEND and RECV carry something, and each either 'act' or 'grad'"
+        return "SEND and RECV carry 'act' or 'grad', D2H and H2D may carry 'kv', others nothing"
     if action.kind is ActionKind.REDUCE:
         whole = action.sequence is None and action.subsequence is None and action.num_shards == 1
         return None if whole else "REDUCE names only a stage"

@@ -11,7 +11,7 @@ What an action waits for, beside its resource:
 * B: its F, the B of the subsequence behind it (dK/dV), the gradient from the stage behind it, and
   its H2D if the program has one; W: its B;
 * D2H: its F; H2D: its D2H, and the compute in front of it in the program, which frees its room;
-  where copies flow layer by layer, see `_wait_for_copies`;
+  where copies flow layer by layer, see `_wait_for_copies`; those of K and V: see `_bring_kv_back`;
 * SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
   costs nothing: the message has arrived or it has not.
 * a shard of an MSP group: all that its unit waits for, on all ranks of the MSP group.
@@ -27,7 +27,9 @@ from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import (
     D2H,
+    D2H_KV,
     H2D,
+    H2D_KV,
     NUM_COMPUTE,
     RECV_ACT,
     RECV_GRAD,
@@ -97,11 +99,12 @@ class _EventLoop:
         self.rank_of = [schedule.placement.rank_of(s) for s in range(schedule.num_stages)]
         self.first = encoding.first_subsequence(schedule).tolist()
         self.last = encoding.last_subsequence(schedule).tolist()
+        self.sequence_of = [m for m, s in enumerate(schedule.lengths) for _ in s]
         self._load_programs(programs)
         self._load_costs(costs)
         self._load_msp_groups(programs, costs)
-        # Results: F B W D2H H2D, then activation arrivals (5) and gradient arrivals (6).
-        self.at = [_NEVER] * (7 * self.size)
+        # Results by opcode; at those of SEND the arrivals of activations and gradients.
+        self.at = [_NEVER] * (H2D_KV * self.size)
         for unit in range(self.units):
             self.at[SEND_ACT * self.size + unit] = 0.0
             self.at[SEND_GRAD * self.size + self.size - self.units + unit] = 0.0
@@ -109,6 +112,7 @@ class _EventLoop:
         self.engine_free = {D2H: [0.0] * self.num_ranks, H2D: [0.0] * self.num_ranks}
         self.block_out_s = [0.0] * self.num_ranks
         self.reload: dict[tuple[int, int], tuple[int, float]] = {}
+        self.kv_back: list[list[tuple[int, int, float]]] = [[] for _ in range(self.num_ranks)]
         self.last_backward: dict[int, tuple[float, float]] = {}
         self.reduce_free = [0.0] * self.num_ranks
         self.link_free: dict[int, float] = {}
@@ -125,7 +129,7 @@ class _EventLoop:
         self.shards = [program.shards.tolist() for program in programs]
         self.starts = [[0.0] * len(codes) for codes in self.codes]
         self.finishes = [[0.0] * len(codes) for codes in self.codes]
-        self.present = {code: bytearray(self.size) for code in (W, D2H, H2D)}
+        self.present = {code: bytearray(self.size) for code in (W, D2H, H2D, D2H_KV)}
         sends = False
         for program in programs:
             for code, table in self.present.items():
@@ -149,6 +153,8 @@ class _EventLoop:
             W: weight.tolist(),
             D2H: (costs.offload_bytes / costs.copies.d2h_bytes_per_s).ravel().tolist(),
             H2D: (costs.offload_bytes / costs.copies.h2d_bytes_per_s).ravel().tolist(),
+            D2H_KV: (costs.kv_offload_bytes / costs.copies.d2h_bytes_per_s).ravel().tolist(),
+            H2D_KV: (costs.kv_offload_bytes / costs.copies.h2d_bytes_per_s).ravel().tolist(),
             REDUCE: costs.reduce_s.tolist(),
         }
         self.message_bytes = costs.message_bytes.tolist()
@@ -170,7 +176,8 @@ class _EventLoop:
         """Walk every rank to the end of its program."""
         handlers: list[Callable[[int, int, int, int], bool]] = [self._compute] * NUM_COMPUTE
         handlers += [self._copy, self._copy, self._send, self._send]
-        handlers += [self._receive, self._receive, self._reduce]
+        handlers += [self._receive, self._receive, self._copy_kv_out, self._permit_kv_back]
+        handlers += [self._reduce]
         self.woken = list(range(self.num_ranks - 1, -1, -1))
         while self.woken:
             rank = self.woken.pop()
@@ -199,6 +206,9 @@ class _EventLoop:
         if self.layer_copies:
             start = max(self.free[rank], *ready)
             waited = self._wait_for_copies(rank, code, slot, start, seconds, 1)
+            ready = (ready[0], ready[1], max(ready[2], waited))
+        if self.kv_back[rank]:
+            waited = self._bring_kv_back(rank, slot, max(self.free[rank], *ready), seconds)
             ready = (ready[0], ready[1], max(ready[2], waited))
         finish = self._occupy(rank, index, ready, seconds)
         self._finished(rank, code, slot, finish)
@@ -394,6 +404,54 @@ class _EventLoop:
         self._publish(key, max(finish, self.at[key]))
         return True
 
+    def _copy_kv_out(self, rank: int, index: int, code: int, slot: int) -> bool:
+        """D2H of K and V: behind the copies of the unit's saved tensors, in the same queue."""
+        queue, made = self.engine_free[D2H], self.at[slot]
+        seconds, block_s, ready = self.seconds[code][slot], 0.0, made
+        if self.layer_copies:
+            layers = self.layer_copies[slot // self.units].layers
+            block_s = seconds / layers
+            ready -= self.seconds[F][slot] * (layers - 1) / layers
+            own = self.present[D2H][slot]
+            self.block_out_s[rank] = block_s + (self.block_out_s[rank] if own else 0.0)
+        start = max(queue[rank], ready)
+        queue[rank] = finish = max(start + seconds, made + block_s)
+        self.starts[rank][index], self.finishes[rank][index] = start, finish
+        self.at[code * self.size + slot] = finish
+        return True
+
+    def _permit_kv_back(self, rank: int, index: int, code: int, slot: int) -> bool:
+        """H2D of K and V: from now on, beside the backward that follows."""
+        permitted = max(self.free[rank], self.at[D2H_KV * self.size + slot])
+        self.kv_back[rank].append((index, slot, permitted))
+        return True
+
+    def _bring_kv_back(self, rank: int, slot: int, start: float, seconds: float) -> float:
+        """Play the copies back of K and V that stand in front of a backward.
+
+        They follow those of its own blocks, and are there when it ends; those that it reads, of
+        its own stage and sequence, when it starts.
+
+        Args:
+            rank: that runs the backward.
+            slot: of the backward.
+            start: when everything else is there.
+            seconds: of compute.
+
+        Returns:
+            When the backward can start and then never wait for them.
+        """
+        queue, sequence_of = self.engine_free[H2D], self.sequence_of
+        reader = slot // self.units, sequence_of[slot % self.units]
+        for index, copied, permitted in self.kv_back[rank]:
+            begin = max(queue[rank], permitted)
+            queue[rank] = finish = begin + self.seconds[H2D_KV][copied]
+            self.starts[rank][index], self.finishes[rank][index] = begin, finish
+            is_read = (copied // self.units, sequence_of[copied % self.units]) == reader
+            start = max(start, finish if is_read else finish - seconds)
+        self.kv_back[rank].clear()
+        return start
+
     def _wait_for_copies(
         self, rank: int, code: int, slot: int, start: float, seconds: float, width: int
     ) -> float:
@@ -414,11 +472,12 @@ class _EventLoop:
         """
         flow = self.layer_copies[slot // self.units]
         layer_s = seconds / flow.layers
-        if code == F and self.present[D2H][slot]:
+        out_s = sum(self.seconds[c][slot] for c in (D2H, D2H_KV) if self.present[c][slot])
+        if code == F and out_s:
             return flow.forward_start_s(
                 start,
                 seconds=seconds,
-                copy_s=self.seconds[D2H][slot] / width,
+                copy_s=out_s / width,
                 free_s=self.engine_free[D2H][rank],
                 block_before_s=self.block_out_s[rank],
             )

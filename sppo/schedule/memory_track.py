@@ -8,7 +8,7 @@ Buckets:
   them and is not part of these tracks, only what stays counts, to the end of B; and what a deferred
   W keeps, from the start of its B to its end.
 * "kv": K/V of a whole sequence, from its first F on the stage to its last B, because every later
-  subsequence reads them.
+  subsequence reads them; where they leave the device, not from the last F to the first H2D.
 * "kv_gradients": dK/dV of a whole sequence, from its first B on the stage to its last.
 
 A borrower's shard of an MSP unit counts its part of the activations there, not on the owner; K/V
@@ -69,7 +69,10 @@ def memory_tracks(
     if (played.program.codes == encoding.B).any():
         buckets = {
             "activations": _activation_events(played, slots=slots, shares=shares, costs=costs),
-            "kv": _sequence_events(schedule, played=played, first=encoding.F, sizes=costs.kv_bytes),
+            "kv": _concatenate(
+                _sequence_events(schedule, played=played, first=encoding.F, sizes=costs.kv_bytes),
+                _absent_kv(schedule, played=played, sizes=costs.kv_bytes),
+            ),
             "kv_gradients": _sequence_events(
                 schedule, played=played, first=encoding.B, sizes=costs.kv_gradient_bytes
             ),
@@ -144,27 +147,39 @@ def _sequence_events(
         first: kind of action that the first one has, F or B.
         sizes: bytes of every unit, [stages, units].
     """
-    program = played.program
-    units, offsets = schedule.num_units, np.array(schedule.unit_offsets())
-    rank_of = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
-    of_sequences = np.add.reduceat(sizes, offsets, axis=1)
-
-    def groups_of(code: int) -> tuple[Codes, Codes]:
-        """Actions of one kind on the rank's own stages, and their (stage, sequence)."""
-        which = np.flatnonzero(program.codes == code)
-        stages, unit = np.divmod(program.slots[which], units)
-        sequence = np.searchsorted(offsets, unit, side="right") - 1
-        own = rank_of[stages] == played.rank
-        return which[own], (stages * len(offsets) + sequence)[own]
-
+    of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets()), axis=1)
     begins, ends = np.full(of_sequences.size, np.inf), np.zeros(of_sequences.size)
-    which, group = groups_of(first)
+    which, group = _by_sequence(schedule, played, first)
     np.minimum.at(begins, group, played.start_s[which])
-    which, group = groups_of(encoding.B)
+    which, group = _by_sequence(schedule, played, encoding.B)
     np.maximum.at(ends, group, played.finish_s[which])
     held = np.isfinite(begins)
     total = of_sequences.ravel()[held]
     return _concatenate((begins[held], total), (ends[held], -total))
+
+
+def _absent_kv(schedule: Schedule, *, played: PlayedProgram, sizes: Table) -> _Events:
+    """K/V of sequences that leave the device: gone with the last F, back from the first H2D on."""
+    of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets()), axis=1)
+    gone, back = np.zeros(of_sequences.size), np.full(of_sequences.size, np.inf)
+    which, group = _by_sequence(schedule, played, encoding.F)
+    np.maximum.at(gone, group, played.finish_s[which])
+    which, group = _by_sequence(schedule, played, encoding.H2D_KV)
+    np.minimum.at(back, group, played.start_s[which])
+    leaves = np.isfinite(back)
+    total = of_sequences.ravel()[leaves]
+    return _concatenate((gone[leaves], -total), (back[leaves], total))
+
+
+def _by_sequence(schedule: Schedule, played: PlayedProgram, code: int) -> tuple[Codes, Codes]:
+    """Positions of actions of one kind on the rank's own stages, and their (stage, sequence)."""
+    offsets = np.array(schedule.unit_offsets())
+    rank_of = np.array([schedule.placement.rank_of(s) for s in range(schedule.num_stages)])
+    which = np.flatnonzero(played.program.codes == code)
+    stages, unit = np.divmod(played.program.slots[which], schedule.num_units)
+    sequence = np.searchsorted(offsets, unit, side="right") - 1
+    own = rank_of[stages] == played.rank
+    return which[own], (stages * len(offsets) + sequence)[own]
 
 
 def _concatenate(*events: _Events) -> _Events:

@@ -12,7 +12,7 @@ form the gradients, and run behind the compute of the next layer; REDUCE waits f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from sppo.schedule.communication import place_messages
 from sppo.schedule.copies import place_copies
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
 from sppo.schedule.generators import generate
+from sppo.schedule.kv_copies import place_kv_copies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +53,9 @@ def step_program(
         name: One of `generators.schedule_names()`.
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
-        costs: Units with `offload_bytes` above 0 get copies; times order the messages, and
-            schedules that cut units weigh their choice with them.
+        costs: Units with `offload_bytes` above 0 get copies, and so do K and V with
+            `kv_offload_bytes`; times order the messages, and schedules that cut units weigh their
+            choice with them.
         num_virtual: Stages per rank.
         hop: Extra warm-up forwards, see `generators.generate`.
         forward_only: Leave out backwards, copies and reductions (evaluation).
@@ -74,7 +76,8 @@ def step_program(
         costs=costs,
     )
     if forward_only:
-        costs = replace(costs, offload_bytes=np.zeros_like(costs.offload_bytes))
+        nothing = np.zeros_like(costs.offload_bytes)
+        costs = replace(costs, offload_bytes=nothing, kv_offload_bytes=nothing)
     return lower(schedule, costs=costs, prefetch=prefetch)
 
 
@@ -83,7 +86,8 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
 
     Args:
         schedule: Compute actions only.
-        costs: Units with `offload_bytes` above 0 get copies; times order the messages.
+        costs: Units with `offload_bytes` above 0 get copies, and so do K and V with
+            `kv_offload_bytes`; times order the messages.
         prefetch: How many backwards ahead a unit may come back from the next tier.
 
     Raises:
@@ -92,6 +96,8 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
     """
     validate(schedule)
     schedule = place_copies(schedule, offloaded=costs.offload_bytes > 0, prefetch=prefetch)
+    kv_stages = np.unique(np.nonzero(costs.kv_offload_bytes)[0]).tolist()
+    schedule = place_kv_copies(schedule, stages=kv_stages)
     if schedule.num_ranks > 1:
         schedule = place_messages(schedule, costs=costs)
     validate(schedule)
@@ -99,15 +105,19 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
     return schedule
 
 
-def equal_costs(*, offloaded: npt.NDArray[np.bool_]) -> Costs:
+def equal_costs(*, offloaded: npt.NDArray[np.bool_], kv_offloaded: Collection[int] = ()) -> Costs:
     """Return the costs of a step that nobody planned: equal units, messages and copies free.
 
     Args:
         offloaded: Whether a unit leaves the device, [num_stages, num_units].
+        kv_offloaded: Stages whose K and V leave it between forward and backward.
     """
     stages, units = offloaded.shape
     costs = abstract_costs(stages, num_units=units, backward_s=1.0, weight_s=1.0)
-    return with_offload(costs, ratios=offloaded.astype(np.float64), copies=CopyEngines())
+    leaves = np.zeros((stages, units))
+    leaves[list(kv_offloaded)] = 1.0
+    costs = with_offload(costs, ratios=offloaded.astype(np.float64), copies=CopyEngines())
+    return replace(costs, kv_bytes=np.ones((stages, units)), kv_offload_bytes=leaves)
 
 
 def forward_part(schedule: Schedule) -> Schedule:

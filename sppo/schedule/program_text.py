@@ -8,7 +8,8 @@
     rank 1: 1F0.0 1F0.1 1B0.1 1B0.0
 
 One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`,
-`0D2H2.1`, `0REDUCE`). `#` starts a comment. Everything above the programs may be left out:
+`0D2H2.1`, `0D2H_KV2.1`, `0REDUCE`). `#` starts a comment. Everything above the programs may be
+left out:
 
 * `name TEXT`: what plots call it.
 * `ranks P`, `virtual V`, `style loop|v`: the placement. Without them: as many ranks as there are
@@ -35,7 +36,7 @@ from sppo.schedule.checks.violations import Violation
 
 _ACTION = re.compile(
     r"(?P<stage>[0-9]{1,9})"
-    r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H|H2D|F|B|W)"
+    r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H_KV|H2D_KV|D2H|H2D|F|B|W)"
     r"(?:(?P<sequence>[0-9]{1,9})\.(?P<subsequence>[0-9]{1,9})"
     r"(?:\[(?P<shard>[0-9]{1,9})/(?P<num_shards>[0-9]{1,9})\])?)?"
 )
@@ -82,7 +83,7 @@ def parse_action(text: str) -> Action:
     if (match["sequence"] is None) != (kind is ActionKind.REDUCE):
         rule = "names only a stage" if kind is ActionKind.REDUCE else "names its unit"
         raise ValueError(f"{quoted(text)} is not an action: {name} {rule}, as in 0REDUCE or 0F2.1")
-    carried: dict[str, Wire] = {"ACT": "act", "GRAD": "grad"}
+    carried: dict[str, Wire] = {"ACT": "act", "GRAD": "grad", "KV": "kv"}
     if kind is ActionKind.REDUCE:
         return Action(kind, int(match["stage"]))
     return Action(

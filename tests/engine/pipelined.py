@@ -46,6 +46,8 @@ class Case:
     """What every stage retains, offloads and recomputes instead; what is offloaded goes to
     :attr:`directory`."""
     directory: str | None = None
+    kv_offloaded: tuple[int, ...] = ()
+    """Stages whose K and V go there between forward and backward."""
     input_every: int = 1
     steps: int = 1
     shared: bool = True
@@ -235,6 +237,7 @@ def _steps(rank: int, case: Case):
             for stage in range(num_stages)
             if case.directory and msp_links is not None
         },
+        kv_offloaded=case.kv_offloaded,
         input_every=case.input_every,
         pipeline=pipeline,
         exchange=exchange,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sppo.engine.pipeline import Pipeline
@@ -82,6 +82,53 @@ def test_offloading_changes_no_bit(virtual, ratio, queues, tmp_path):
     offloading.engine.close()
 
 
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    variant=st.sampled_from(VARIANTS),
+    layers=st.integers(1, 5),
+    data=st.data(),
+    policy=st.sampled_from(("retain", "keep_attention", "recompute")),
+    cuts=cut_sequences(),
+)
+def test_keys_that_leave_and_come_back_change_no_bit(variant, layers, data, policy, cuts, tmp_path):
+    virtual = data.draw(st.integers(1, layers))
+    leaving = data.draw(st.sets(st.integers(0, virtual - 1), min_size=1))
+    every = data.draw(st.integers(1, 3))
+    ratio = data.draw(st.sampled_from((0.0, 0.5, 1.0)))
+    starts = data.draw(st.sampled_from([(0,), (0, 5, 11)]))
+    queues = data.draw(st.sampled_from(("lazy", "random 0", "random 1", "eager")))
+    model = tiny_model(variant, num_layers=layers)
+    weights = random_weights(model)
+    sequences = [random_sequence(model, c[-1], seed=n, starts=starts) for n, c in enumerate(cuts)]
+    rows = RatioRows(model, 8, ratio, rest=policy, last_too=True, alignment=1, input_every=every)
+    how = {
+        "placements": dict.fromkeys(range(virtual), rows),
+        "directory": tmp_path,
+        "queues": queues,
+        "pipeline": looped(virtual),
+        "input_every": every,
+    }
+    away = offloading_trained(model, weights, rows, kv_offloaded=leaving, **how)
+    kept = offloading_trained(model, weights, rows, **how)
+    for _ in range(2):
+        assert_equal_bits(away.step(sequences, cuts), kept.step(sequences, cuts))
+        report = away.engine.take_copies()
+        layers_away = sum(
+            len(held)
+            for stage, held in looped(virtual).layers(model.num_layers).items()
+            if stage in leaving
+        )
+        of_a_token = 2 * model.kv_heads * model.head_dim * 8
+        whole = layers_away * of_a_token * sum(c[-1] for c in cuts)
+        assert report.out_bytes["kv"] == report.back_bytes["kv"] == whole
+    found = away.step(sequences, cuts)
+    assert_same_step(found, autograd_step(model, weights, sequences), tolerance=1e-10)
+    away.engine.close()
+    kept.engine.close()
+
+
 def test_gradients_of_keys_exist_on_one_stage_at_a_time():
     model = tiny_model("gqa, q/k-norm", num_layers=4)
     weights = random_weights(model)
@@ -93,6 +140,26 @@ def test_gradients_of_keys_exist_on_one_stage_at_a_time():
         peaks[virtual] = trained.engine.take_peaks().kv_bytes
     of_a_layer = 2 * 24 * model.kv_heads * model.head_dim * 8
     assert peaks == {v: (4 + 4 // v) * of_a_layer for v in peaks}
+
+
+def test_two_stages_have_their_keys_on_the_device_at_once(tmp_path):
+    model = tiny_model("gqa, q/k-norm", num_layers=4)
+    weights = random_weights(model)
+    data, cuts = [random_sequence(model, 24)], [(0, 8, 16, 24)]
+    rows = RatioRows(model, 8, 0.0, rest="recompute")
+    trained = offloading_trained(
+        model,
+        weights,
+        rows,
+        placements=dict.fromkeys(range(4), rows),
+        kv_offloaded=range(3),
+        directory=tmp_path,
+        pipeline=looped(4),
+    )
+    trained.step(data, cuts)
+    trained.engine.close()
+    of_a_layer = 2 * 24 * model.kv_heads * model.head_dim * 8
+    assert trained.engine.take_peaks().kv_bytes == 3 * of_a_layer
 
 
 def test_evaluation_takes_the_same_order():

@@ -155,3 +155,33 @@ def test_tensors_moved_to_a_disk_in_every_stage(ranks, tmp_path, schedule, shape
         steps=2,
     )
     check(ranks, case)
+
+
+LOOPED = {
+    "one sequence": ((1, 2, 1), 3, {}),
+    "three ranks": ((1, 3, 1), 2, {}),
+    "shared tokens": ((1, 2, 2), 2, {}),
+    "shared weights": ((1, 2, 2), 2, {"sequence_parallel": "megatron"}),
+    "replicas": ((2, 2, 1), 2, {"zero": 3}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_keys_of_a_looped_pipeline_leave_and_come_back(ranks, tmp_path, name):
+    shape, virtual, how = LOOPED[name]
+    sizes = {"num_layers": shape[1] * virtual + 1}
+    model = Case(sizes=sizes).model()
+    whole = "sequence_parallel" in how  # such ranks cut no class
+    case = Case(
+        shape=shape,
+        schedule="looped_bfs",
+        virtual=virtual,
+        cuts=((0, 6, 9, 16, 19), (0, 4, 9)) if name != "one sequence" else ((0, 6, 9, 16, 19),),
+        placement_of=RatioRows(model, 8, 0.0 if whole else 0.5, alignment=1, last_too=True),
+        directory=tmp_path,
+        kv_offloaded=tuple(range(shape[1] * (virtual - 1))),
+        sizes=sizes,
+        steps=2,
+        **how,
+    )
+    check(ranks, case)

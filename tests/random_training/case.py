@@ -119,6 +119,8 @@ class Leg(_Short):
     input_every: int = 1
     tier: str = ""
     """host or disk, where tensors move."""
+    kv_offloaded: tuple[int, ...] = ()
+    """Stages whose K and V go there, too, between forward and backward."""
     queues: str = "threads"
     lag: int = 0
     """Packed tensors that compute may be ahead of the copies out."""

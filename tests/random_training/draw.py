@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from sppo.schedule.generators import WHOLE_SEQUENCES
+from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from tests.offload.emulated_queues import SCHEDULERS
 from tests.random_training.case import FAMILIES, ROPES, Case, Leg, Shape
 
 T = TypeVar("T")
 
-_SEQUENCE_SCHEDULES = ("sppo", "seq1f1b", "seq_zb_h1", "gpipe", "interleaved_seq1f1b")
+_SEQUENCE_SCHEDULES = ("sppo", "seq1f1b", "seq_zb_h1", "gpipe", "interleaved_seq1f1b", "looped_bfs")
 _SCHEDULES = (*_SEQUENCE_SCHEDULES, *WHOLE_SEQUENCES)
 _GRIDS = tuple(
     (dp, pp, sp) for dp in (1, 2, 3) for pp in (1, 2, 3, 4) for sp in (1, 2, 3, 4)
@@ -93,15 +93,15 @@ class _Draw:
             evaluates=chance(0.3),
             debug=chance(0.3),
         )
-        if leg.schedule.startswith("interleaved") and shape.layers >= 2 * pp and chance(0.7):
-            leg = replace(leg, virtual=2)
+        if leg.schedule in WITH_VIRTUAL_STAGES and shape.layers >= 2 * pp and chance(0.8):
+            leg = replace(leg, virtual=self._random.randint(2, shape.layers // pp))
         megatron = sp > 1 and leg.sequence_parallel == "megatron"
         if pp > 1 and not megatron and leg.zero != 3 and chance(0.3):
             leg = replace(leg, schedule="sppo_msp", virtual=1)
         leg = replace(leg, cuts=self._cuts(leg))
         if leg.replica_sequences > 1 and chance(0.2):
             leg = replace(leg, other_cuts=self._cuts(leg))
-        return self._with_rows(leg, megatron=megatron)
+        return self._with_keys_away(self._with_rows(leg, megatron=megatron))
 
     def _grid(self, shape: Shape) -> tuple[int, int, int]:
         """Degrees that the model can be divided by; few ranks more often, and pipelines."""
@@ -152,6 +152,17 @@ class _Draw:
             queues=self._pick(["threads", *SCHEDULERS]),
             lag=self._pick([0, 1, 2]),
         )
+
+    def _with_keys_away(self, leg: Leg) -> Leg:
+        """K and V of some stages leave: often where a rank has several, and never with MSP."""
+        if leg.schedule == "sppo_msp" or not self._chance(0.5 if leg.virtual > 1 else 0.15):
+            return leg
+        away = tuple(s for s in range(leg.num_stages) if self._chance(0.7)) or (0,)
+        if not leg.tier:
+            rest = "kept" if leg.policy == "retain" else "rebuilt"
+            leg = replace(leg, policy=rest, tier=self._pick(["host", "disk"]))
+            leg = replace(leg, queues=self._pick(["threads", *SCHEDULERS]))
+        return replace(leg, kv_offloaded=away)
 
     def _chance(self, share: float) -> bool:
         return self._random.random() < share

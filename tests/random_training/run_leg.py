@@ -113,6 +113,7 @@ class _Rank:
             placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
             offloaded=_store(leg, disk) if leg.tier else None,
             offloaded_shards={stage: _store(leg, disk) for stage in lent if leg.tier},
+            kv_offloaded=leg.kv_offloaded,
             input_every=leg.input_every,
             pipeline=pipeline,
             exchange=_exchange(leg, model, mesh),

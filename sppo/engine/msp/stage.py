@@ -8,7 +8,7 @@ the first stage's input and collects those of the last stage's output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -118,11 +118,17 @@ class MspStage(Stage):
         return super().forward(unit, x_CE, loss_scale=loss_scale)
 
     def backward(
-        self, unit: Unit, dy_CE: Tensor | None, *, defer_weights: bool = False
+        self,
+        unit: Unit,
+        dy_CE: Tensor | None,
+        *,
+        defer_weights: bool = False,
+        between_layers: Callable[[], None] | None = None,
     ) -> Tensor | None:
         """Run one shard backward, together with the others.
 
-        See :meth:`sppo.engine.stage.Stage.backward`; weight gradients are never deferred.
+        See :meth:`sppo.engine.stage.Stage.backward`; weight gradients are never deferred, and K and
+        V never leave the device.
         """
         self._msp_weights.connect(_shard(unit).exchange)
         self._msp_weights.begin(reversed(self._layers))
@@ -168,7 +174,7 @@ class MspStage(Stage):
         parts = None if whole_CE is None else list(torch.split(whole_CE, list(shard.sizes)))
         return shard.exchange.scatter(parts, own)
 
-    def _attention(self, unit: Unit, index: int) -> MspAttention:
+    def _attention(self, unit: Unit, index: int, *, saves_kv: bool = False) -> MspAttention:
         if index in self._ahead:  # in forward
             return self._ahead.pop(index)
         attention = self._piece_attention(_shard(unit), index)

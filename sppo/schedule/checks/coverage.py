@@ -12,7 +12,9 @@ from sppo.schedule.actions import Schedule
 from sppo.schedule.checks.violations import Violation
 from sppo.schedule.encoding import (
     D2H,
+    D2H_KV,
     H2D,
+    H2D_KV,
     RECV_ACT,
     RECV_GRAD,
     SEND_ACT,
@@ -25,7 +27,7 @@ from sppo.schedule.encoding import (
 from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
 
 _LIMIT = 8
-_NAMES = {F: "F", B: "B", W: "W", D2H: "D2H", H2D: "H2D"}
+_NAMES = {F: "F", B: "B", W: "W", D2H: "D2H", H2D: "H2D", D2H_KV: "D2H_KV", H2D_KV: "H2D_KV"}
 _Ints = npt.NDArray[np.int64]
 
 
@@ -51,9 +53,11 @@ def coverage_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram])
         found += _placement_problems(schedule, actions=by_code[code])
     if found:
         return found
-    for code in (B, W, D2H, H2D):
+    for code in (B, W, D2H, H2D, D2H_KV, H2D_KV):
         found += _mismatches(schedule, actions=by_code[code], forward=by_code[F])
-    found += _copy_problems(schedule, out=by_code[D2H], back=by_code[H2D])
+    for out, back in ((D2H, H2D), (D2H_KV, H2D_KV)):
+        found += _copy_problems(schedule, out=by_code[out], back=by_code[back])
+    found += _kv_problems(schedule, actions=by_code[D2H_KV])
     return found + _cut_problems(schedule, programs=programs)
 
 
@@ -161,12 +165,34 @@ def _mismatches(schedule: Schedule, *, actions: _Found, forward: _Found) -> list
 def _copy_problems(schedule: Schedule, *, out: _Found, back: _Found) -> list[Violation]:
     """D2H and H2D come in pairs."""
     found = []
-    for here, there, missing in ((out, back, "H2D"), (back, out, "D2H")):
+    for here, there in ((out, back), (back, out)):
         lonely = ~np.isin(here.slots, there.slots)
         for place in np.flatnonzero(lonely)[:_LIMIT].tolist():
+            missing = "H2D" if here is out else "D2H"
             text = f"{_text(schedule, here, place)} has no {missing}"
             found.append(_violation("copy order", text, here, place))
     return found
+
+
+def _kv_problems(schedule: Schedule, *, actions: _Found) -> list[Violation]:
+    """K and V leave for all units of a sequence on a stage or for none, and never for shards."""
+    found = []
+    for place in np.flatnonzero(actions.widths > 1)[:_LIMIT].tolist():
+        text = f"{_text(schedule, actions, place)}: K and V of a unit that is cut stay"
+        found.append(_violation("copy order", text, actions, place))
+    stages, units = np.divmod(actions.slots, schedule.num_units)
+    sequence_of = np.repeat(np.arange(schedule.num_sequences), [*map(len, schedule.lengths)])
+    groups = stages * schedule.num_sequences + sequence_of[units]
+    _, first, counts = np.unique(groups, return_index=True, return_counts=True)
+    for place, count in zip(first.tolist(), counts.tolist(), strict=True):
+        whole = len(schedule.lengths[int(sequence_of[units[place]])])
+        if count < whole:
+            text = (
+                f"{_text(schedule, actions, place)}: K and V of {count} of {whole} units of the "
+                "sequence leave the device"
+            )
+            found.append(_violation("copy order", text, actions, place))
+    return found[:_LIMIT]
 
 
 def _cut_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> list[Violation]:

@@ -9,7 +9,8 @@ Rules, each with the failure it prevents:
 * forward order: F of subsequence i after F of i - 1 on the same stage, whose K/V it reads.
 * backward order: B after its F, and after B of subsequence i + 1, which completes its dK/dV.
 * weight order: W after its B.
-* copy order: D2H after F, H2D after D2H and before B, none without the other.
+* copy order: D2H after F, H2D after D2H and before B, none without the other; of K and V for all
+  units of a sequence on a stage or for none, and all H2Ds before the first B that reads them.
 * message coverage: with any message in the schedule, exactly the needed ones.
 * message place: SEND behind what makes the tensor, RECV before what needs it.
 * message order: sends and receives of a directed edge in the same order; anything else delivers a
@@ -33,7 +34,9 @@ from sppo.schedule.checks.violations import ScheduleError, Violation
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.encoding import (
     D2H,
+    D2H_KV,
     H2D,
+    H2D_KV,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
@@ -91,6 +94,15 @@ class _Positions:
     first: dict[int, npt.NDArray[np.int64]]
     last: dict[int, npt.NDArray[np.int64]]
 
+    def sequence_ends(self) -> npt.NDArray[np.int64]:
+        """Of each slot, where the slot of its sequence's last unit on the same stage stands."""
+        schedule = self.schedule
+        ends = np.cumsum([len(parts) for parts in schedule.lengths]) - 1
+        stages, units = np.divmod(self.slots, schedule.num_units)
+        last = stages * schedule.num_units + ends[np.searchsorted(ends, units)]
+        found = np.searchsorted(self.slots, last)
+        return np.where(np.isin(last, self.slots), found, np.arange(self.slots.size))
+
     def index(self, code: int, slot_index: int) -> int:
         """Position of the last action of a kind for one of the slots."""
         return int(self.last[code][slot_index])
@@ -123,6 +135,8 @@ def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -
     if pairs.size:
         found += _must_follow(at, "forward order", F, pairs, F, pairs - 1)
         found += _must_follow(at, "backward order", B, pairs - 1, B, pairs)
+    last = at.sequence_ends()
+    found += _must_follow(at, "copy order", B, last, H2D_KV, np.arange(at.slots.size))
     every = np.arange(at.slots.size)
     for rule, later, earlier in (
         ("backward order", B, F),
@@ -130,6 +144,8 @@ def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -
         ("copy order", D2H, F),
         ("copy order", H2D, D2H),
         ("copy order", B, H2D),
+        ("copy order", D2H_KV, F),
+        ("copy order", H2D_KV, D2H_KV),
         ("message place", SEND_ACT, F),
         ("message place", SEND_GRAD, B),
         ("message place", F, RECV_ACT),
