@@ -31,6 +31,15 @@ class Wait(NamedTuple):
     """Function that asks for it."""
 
 
+class Moment(NamedTuple):
+    """A part of a step, in which most memory is used at some point."""
+
+    action: str
+    """Item of the program, as in program text; "update" outside of it."""
+    function: str
+    """Function that asks for memory."""
+
+
 class Worker:
     """A stream or a host thread, whose work is done in order.
 
@@ -92,6 +101,10 @@ class Runtime:
         self._current = [self.compute]
         self._streams: list[Stream] = [self.compute]
         self.used_bytes = self.used_peak_bytes = 0
+        self.action = ""
+        """What the program does now."""
+        self.peaks: dict[Moment, int] = {}
+        """Most bytes used in each moment since peaks are counted."""
         runtime, total = self, memory_bytes
 
         class OwnStream(Stream):
@@ -200,11 +213,15 @@ class Runtime:
     def reset_peak(self) -> None:
         """Count the peak of used memory from here on."""
         self.used_peak_bytes = self.used_bytes
+        self.peaks.clear()
 
     def use(self, size_bytes: int) -> None:
         """Count memory that is used from now on, or is not any more where it is negative."""
         self.used_bytes += size_bytes
         self.used_peak_bytes = max(self.used_peak_bytes, self.used_bytes)
+        if size_bytes > 0:
+            moment = Moment(self.action, calling_function())
+            self.peaks[moment] = max(self.peaks.get(moment, 0), self.used_bytes)
 
 
 class Stream(Worker):

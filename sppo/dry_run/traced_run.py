@@ -8,10 +8,12 @@ from functools import cached_property
 
 from sppo.config.run import RunConfig
 from sppo.dry_run.traced_step import TRACED_STEPS, ActionCounts, TracedStep, trace_step
-from sppo.planning.estimate import Estimate, estimate
+from sppo.planning.estimate import Estimate
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
+from sppo.planning.run_plan import run_candidate
+from sppo.planning.search.evaluated_candidate import assess_placement
 from sppo.train.measured import MeasuredBuckets
 
 
@@ -25,7 +27,7 @@ class RunTracer:
             None traces all.
 
     Raises:
-        ValueError: the run is not for a GPU, or fewer layers would not be planned alike.
+        ValueError: the run is not for a GPU, or what fewer layers hold does not tell of more.
     """
 
     found: Estimate
@@ -88,11 +90,7 @@ class RunTracer:
         return replace(whole, predicted=stages[0].memory.device)
 
     def _with_layers(self, layers: int) -> tuple[RunConfig, ExecutionPlan]:
-        """Return the run with so many layers in each stage, and its plan.
-
-        Raises:
-            ValueError: it places other rows than the whole run.
-        """
+        """Return the run with so many layers in each stage, and a plan that places rows alike."""
         whole, plan = self.found.whole, self.plan
         changes: dict[str, dict[str, object]] = {
             "model": {"num_layers": layers * len(plan.stages)},
@@ -106,38 +104,38 @@ class RunTracer:
                 for section, values in changes.items()
             }
         )
-        fewer = make_plan(run, estimate(run, hardware=self.found.hardware).evaluated)
-        if _placed_rows(fewer) != _placed_rows(plan):
-            raise ValueError(
-                f"--layers {self.layers}: with {layers} layers in each stage the policy "
-                f"{plan.policy} retains, offloads or recomputes other parts of subsequences "
-                "than with all of them: leave --layers out"
-            )
-        return run, fewer
-
-
-def _placed_rows(plan: ExecutionPlan) -> list[object]:
-    return [
-        [(part.retained, part.offloaded, part.recomputed) for part in stage.subsequences]
-        for stage in plan.stages
-    ]
+        fewer = assess_placement(
+            run_candidate(run, hardware=self.found.hardware), self.found.evaluated.placement
+        )
+        return run, make_plan(run, fewer)
 
 
 def _extrapolated(few: TracedStep, more: TracedStep, *, layers: int) -> TracedStep:
-    """Return the trace of so many layers that lies on a line with two of fewer layers."""
+    """Return the trace of so many layers that lies on a line with two of fewer layers.
+
+    What is used in each moment of a step lies on a line; the most of all moments may not, for
+    another moment may be the fullest where there are more layers. What stores hold is most after
+    the same action whatever the layers are, for all layers place their rows alike.
+    """
     times = (layers - few.num_layers) / (more.num_layers - few.num_layers)
 
     def on_line(a: float, b: float) -> float:
         return a + times * (b - a)
 
-    measured = MeasuredBuckets(
-        **{
-            field.name: round(
-                on_line(getattr(few.measured, field.name), getattr(more.measured, field.name))
-            )
-            for field in fields(MeasuredBuckets)
-        }
-    )
+    measured = {
+        field.name: round(
+            on_line(getattr(few.measured, field.name), getattr(more.measured, field.name))
+        )
+        for field in fields(MeasuredBuckets)
+    }
+    peaks = {
+        moment: round(on_line(few.peaks[moment], peak))
+        for moment, peak in more.peaks.items()
+        if moment in few.peaks
+    }
+    peak_bytes = max(peaks.values())
+    # The working set is what the peak has beyond tensors that are counted one by one.
+    measured["working_bytes"] += peak_bytes - round(on_line(few.peak_bytes, more.peak_bytes))
     actions = {
         kind: ActionCounts(
             counts.num_actions,
@@ -148,8 +146,9 @@ def _extrapolated(few: TracedStep, more: TracedStep, *, layers: int) -> TracedSt
     }
     return replace(
         more,
-        measured=measured,
-        peak_bytes=round(on_line(few.peak_bytes, more.peak_bytes)),
+        measured=MeasuredBuckets(**measured),
+        peak_bytes=peak_bytes,
+        peaks=peaks,
         actions=actions,
         kernels={
             name: round(on_line(few.kernels.get(name, 0), count))
@@ -161,5 +160,6 @@ def _extrapolated(few: TracedStep, more: TracedStep, *, layers: int) -> TracedSt
         },
         num_layers=layers,
         traced_layers=(few.num_layers, more.num_layers),
+        traced_fullest=(few.fullest, more.fullest),
         seconds=few.seconds + more.seconds,
     )

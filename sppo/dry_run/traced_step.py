@@ -16,7 +16,7 @@ from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.dry_run.communication import FakeHostCollectives
 from sppo.dry_run.fake_gpu import FakeGpu, fake_gpu
 from sppo.dry_run.orderings import OrderingCheck
-from sppo.dry_run.streams import Wait
+from sppo.dry_run.streams import Moment, Wait
 from sppo.engine.unit import SequenceData
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh, alone
@@ -56,6 +56,7 @@ class TracedStep:
         predicted: Memory that the plan has for it.
         measured: Memory that it held, by bucket.
         peak_bytes: Most bytes of all its tensors at once.
+        peaks: The same of each moment of the step.
         actions: By kind, and what is not part of the program under "update".
         host_waits: How often the host waited for the GPU, by where.
         waits: Of streams and hosts in all steps.
@@ -66,12 +67,14 @@ class TracedStep:
         seconds: That it took here.
         traced_layers: Numbers of layers that were traced where these are extrapolated; () where
             all were.
+        traced_fullest: The fullest moments with so many layers.
     """
 
     rank: int
     predicted: MemoryBuckets
     measured: MeasuredBuckets
     peak_bytes: int
+    peaks: Mapping[Moment, int]
     actions: Mapping[str, ActionCounts]
     host_waits: Mapping[str, int]
     waits: Mapping[Wait, int]
@@ -81,6 +84,12 @@ class TracedStep:
     num_layers: int
     seconds: float
     traced_layers: tuple[int, ...] = ()
+    traced_fullest: tuple[Moment, ...] = ()
+
+    @property
+    def fullest(self) -> Moment:
+        """The moment with most bytes."""
+        return max(self.peaks, key=lambda moment: self.peaks[moment])
 
     @property
     def buckets(self) -> dict[str, tuple[int, int]]:
@@ -99,8 +108,9 @@ class _Counting:
     actions: Counter[str] = field(default_factory=Counter)
     seen: tuple[int, int] = (0, 0)
 
-    def begin(self, kind: str) -> None:
-        """Count what follows as of ``kind``."""
+    def begin(self, kind: str, action: str | None = None) -> None:
+        """Count what follows as of ``kind``, and its memory as of ``action``."""
+        self.gpu.runtime.action = action or kind
         recorder = self.gpu.recorder
         now = recorder.num_operations, recorder.launches.total()
         self.operations[self.kind] += now[0] - self.seen[0]
@@ -194,6 +204,7 @@ class _Steps:
             "predicted": memory,
             "measured": self._buckets,
             "peak_bytes": pool.used_peak_bytes,
+            "peaks": dict(gpu.runtime.peaks),
             "actions": counting.result(),
             "host_waits": host_waits,
             "waits": dict(gpu.runtime.waits),
@@ -208,7 +219,7 @@ class _Steps:
         counting.begin("update")
 
         def before_action(position: int, action: Action) -> None:
-            counting.begin(action.kind.value)
+            counting.begin(action.kind.value, str(action))
             self._on_action()
 
         run_step(

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from typer.testing import CliRunner
 
 from sppo.cli.app import app
+from sppo.cli.output.trace_table import _fullest
 from sppo.cost.attention_backend import planned_backend
 from sppo.cost.layer import Workload
-from sppo.dry_run.traced_run import RunTracer
+from sppo.dry_run.streams import Moment
+from sppo.dry_run.traced_run import RunTracer, _extrapolated
 from sppo.dry_run.traced_step import trace_step
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
@@ -55,7 +58,7 @@ UNCOUNTED_BYTES = 8 * MIB
 
 def run_of(model, policy, *, preset="h100", length=24001, pieces=3, **sections):
     return run_config(
-        TWO_LAYERS[model],
+        TWO_LAYERS[model] if isinstance(model, str) else model,
         length=length,
         sequence={"num_subsequences": pieces},
         hardware={"preset": preset, "devices_per_node": 1},
@@ -156,16 +159,52 @@ def test_one_step_waits_for_the_gpu_only_at_its_end():
     assert not any("engine" in where for where in step.host_waits)
 
 
-def test_launches_grow_with_layers():
-    run = run_of("llama", "retain", preset="a100-80g")
+@pytest.mark.parametrize("policy", ["retain", "sppo"])
+def test_launches_grow_with_layers(policy):
+    run = run_of({**TWO_LAYERS["llama"], "num_layers": 6}, policy, preset="a100-80g")
     found = estimate(run, hardware=hardware_for(run.hardware))
     whole = RunTracer(found).trace()
-    extrapolated = RunTracer(found, layers=1).trace()
-    assert extrapolated.traced_layers == (1, 2)
+    extrapolated = RunTracer(found, layers=2).trace()
+    assert extrapolated.traced_layers == (2, 4)
+    assert extrapolated.fullest == whole.fullest
     for name, pair in whole.buckets.items():
-        assert extrapolated.buckets[name] == pytest.approx(pair, rel=0.01), name
+        slack = UNCOUNTED_BYTES if name == "process growth" else 0
+        assert extrapolated.buckets[name] == pytest.approx(pair, rel=0.01, abs=slack), name
     for kind, counts in whole.actions.items():
-        assert extrapolated.actions[kind].launches == pytest.approx(counts.launches, rel=0.01)
+        launches = extrapolated.actions[kind].launches
+        assert launches == pytest.approx(counts.launches, rel=0.01), kind
+
+
+def test_fewer_layers_place_the_rows_of_all():
+    """The policy would offload other rows of them, for a layer less is computed in less time."""
+    run = run_of({**TWO_LAYERS["llama"], "num_layers": 6}, "sppo", preset="a100-80g")
+    tracer = RunTracer(estimate(run, hardware=hardware_for(run.hardware)), layers=1)
+    fewer_run, fewer = tracer._with_layers(1)
+    assert [stage.num_layers for stage in fewer.stages] == [1]
+    assert rows(fewer) == rows(tracer.plan) != rows(plan_for_gpu(fewer_run))
+    assert any(offloaded for _, offloaded, _ in rows(fewer))
+
+
+def rows(plan):
+    return [
+        (part.retained, part.offloaded, part.recomputed)
+        for stage in plan.stages
+        for part in stage.subsequences
+    ]
+
+
+def test_another_moment_may_be_fullest_with_more_layers():
+    step = trace_step(*planned("to the host"))
+    loss, layer = Moment("0F0.3", "loss"), Moment("0B0.3", "layer")
+    few = replace(step, num_layers=2, peaks={loss: 100, layer: 60}, peak_bytes=100)
+    more = replace(step, num_layers=4, peaks={loss: 110, layer: 100}, peak_bytes=110)
+    whole = _extrapolated(few, more, layers=8)
+    assert whole.peaks == {loss: 130, layer: 180}
+    assert whole.peak_bytes == 180
+    assert whole.measured.working_bytes == step.measured.working_bytes + 180 - 130
+    assert _fullest(whole) == (
+        "most is used in 0B0.3, layer; with 2 layers in 0F0.3, loss; with 4 layers in 0F0.3, loss"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

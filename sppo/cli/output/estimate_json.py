@@ -59,6 +59,8 @@ def trace_report(traced: TracedStep) -> dict[str, Any]:
             name: {"predicted_bytes": predicted, "traced_bytes": held}
             for name, (predicted, held) in traced.buckets.items()
         },
+        "fullest": traced.fullest._asdict(),
+        "traced_fullest": [moment._asdict() for moment in traced.traced_fullest],
         "actions": {kind: asdict(counts) for kind, counts in traced.actions.items()},
         "host_waits": dict(traced.host_waits),
         "launches": dict(traced.kernels),

@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from sppo.dry_run.streams import Moment
 from sppo.dry_run.traced_step import TracedStep
 from sppo.units import MIB, format_bytes, format_duration
 
@@ -30,9 +31,23 @@ def print_trace(traced: TracedStep, *, console: Console) -> None:
         f"{format_duration(traced.seconds)}"
     )
     console.print(_memory_table(traced))
+    say(_fullest(traced))
     console.print(_actions_table(traced))
     waits = ", ".join(f"{count} x {where}" for where, count in traced.host_waits.items())
     say(f"the host waits for the GPU: {waits or 'never'}; streams: {traced.num_streams}")
+
+
+def _fullest(traced: TracedStep) -> str:
+    """Say when most memory is used, and when it is with the layers that were traced."""
+    text = f"most is used in {_moment(traced.fullest)}"
+    for layers, moment in zip(traced.traced_layers, traced.traced_fullest, strict=True):
+        if moment != traced.fullest:
+            text += f"; with {layers} layers in {_moment(moment)}"
+    return text
+
+
+def _moment(moment: Moment) -> str:
+    return f"{moment.action}, {moment.function}"
 
 
 def _memory_table(traced: TracedStep) -> Table:

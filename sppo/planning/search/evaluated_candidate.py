@@ -218,6 +218,23 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
     return found
 
 
+def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> EvaluatedCandidate:
+    """Price a candidate whose activations are placed as given; its policy is not asked.
+
+    Args:
+        candidate: what to assess.
+        placement: of the activations of as many stages and subsequences.
+    """
+    units = UnitsInFlight(candidate)
+    states = state_memory(candidate, units=units)
+    memory = with_placement(states, candidate=candidate, placement=placement, units=units)
+    prices = StepPrices(candidate, stage_seconds(candidate), placement)
+    found = EvaluatedCandidate(candidate, prices, memory, _shortfall(candidate, memory))
+    if candidate.schedule != "sppo_msp":
+        return found
+    return with_program(found, program=candidate_program(candidate, costs=found.costs))
+
+
 def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> EvaluatedCandidate:
     """Return a candidate with what its ranks hold under a program that cuts units (MSP).
 
