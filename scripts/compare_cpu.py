@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from option_types import output_file
+from transformers_training import TransformersTraining
 from turns import take_turns  # beside this file
 
 from sppo.output_file import write_text
@@ -131,7 +132,7 @@ def _build(side: str, length: int) -> Trainer:
     tokens = torch.randint(VOCAB, (length + 1,), generator=torch.Generator().manual_seed(0))
     if side.startswith("sppo"):
         return _Sppo(tokens, policy=side.split()[1])
-    return _Transformers(tokens, checkpointing=side.endswith("checkpointing"))
+    return _transformers(tokens, checkpointing=side.endswith("checkpointing"))
 
 
 class _Sppo:
@@ -183,77 +184,20 @@ class _Sppo:
         return float(done.total_loss) / done.num_valid
 
 
-class _Transformers:
-    def __init__(self, tokens: Any, *, checkpointing: bool) -> None:
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+def _transformers(tokens: Any, *, checkpointing: bool) -> Trainer:
+    from transformers import LlamaConfig
 
-        from sppo.config.run import OptimizerConfig
-        from sppo.optim.adamw import AdamW
-
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            intermediate_size=MLP,
-            max_position_embeddings=len(tokens),
-            tie_word_embeddings=False,
-        )
-        torch.manual_seed(0)
-        self._model = LlamaForCausalLM._from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation="sdpa", dtype=torch.bfloat16
-        )
-        self._model.train()
-        if checkpointing:
-            self._model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
-        self._inputs, self._labels = tokens[None, :-1], tokens[1:]
-        self._weights = {n: p.data for n, p in self._model.named_parameters()}
-        self._gradients = {
-            n: torch.zeros_like(w, dtype=torch.float32) for n, w in self._weights.items()
-        }
-        self._optimizer = AdamW(self._weights, config=OptimizerConfig())
-
-    def step(self) -> float:
-        loss = self._loss()
-        loss.backward()
-        for name, parameter in self._model.named_parameters():
-            assert parameter.grad is not None, f"{name} got no gradient"
-            self._gradients[name].copy_(parameter.grad)
-            parameter.grad = None
-        self._optimizer.step(self._gradients, lr=3e-4)
-        return float(loss.detach())
-
-    def _loss(self) -> Any:
-        hidden = self._model.model(self._inputs, use_cache=False).last_hidden_state[0]
-        return _tiled_loss(hidden, self._model.lm_head.weight, self._labels)
-
-
-def _tiled_loss(hidden: Any, weight: Any, labels: Any) -> Any:
-    """The engine's tiled loss as an autograd function, so that both sides share it."""
-    import torch
-
-    from sppo.kernels.cross_entropy import linear_cross_entropy_with_gradient
-
-    class TiledLoss(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, hidden: Any, weight: Any) -> Any:
-            dweight = torch.zeros_like(weight, dtype=torch.float32)
-            losses, dhidden = linear_cross_entropy_with_gradient(
-                hidden, weight, labels, scale=1.0 / len(labels), dweight_VE=dweight
-            )
-            context.save_for_backward(dhidden, dweight.to(weight.dtype))
-            return losses.mean()
-
-        @staticmethod
-        def backward(context: Any, dloss: Any) -> Any:
-            dhidden, dweight = context.saved_tensors
-            return dhidden * dloss.to(dhidden.dtype), dweight * dloss.to(dweight.dtype)
-
-    return TiledLoss.apply(hidden, weight)  # type: ignore[no-untyped-call]
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        intermediate_size=MLP,
+        max_position_embeddings=len(tokens),
+        tie_word_embeddings=False,
+    )
+    return TransformersTraining(config, tokens, checkpointing=checkpointing)
 
 
 def _print_table(measurements: list[Measurement]) -> None:

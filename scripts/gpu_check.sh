@@ -3,14 +3,33 @@
 # copies, training beside a CPU's and of a billion parameters, the tests marked gpu, all benchmarks. Their results go to
 # OUT (default: docs/results/gpu), each with date, device and command; what came of all of it to report.json there.
 #
-#   SPPO_PYTHON  the interpreter with torch for CUDA (default: python3); nothing is installed
+#   SPPO_PYTHON  the interpreter with torch for CUDA (default: python3)
+#   SPPO_WHEELS  a directory of wheels, for a machine that reaches no package index: they are installed first, without
+#                what they depend on, into a directory that goes with the check. Carry what the machine lacks, e.g.
+#                pip download --only-binary=:all: --dest wheels triton pydantic numpy pytest rich typer transformers
+#                Nothing else is installed, and the interpreter's own packages stay as they are.
 #   SPPO_GPU_CHECK_QUICK  set: fewer points
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${SPPO_PYTHON:-python3}
 out=$(realpath -m "${1:-$repository/docs/results/gpu}")
+wheels=${SPPO_WHEELS:+$(realpath -m "$SPPO_WHEELS")}
 cd "$repository"
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+if [ -n "$wheels" ]; then
+    if ! compgen -G "$wheels/*.whl" >/dev/null; then
+        echo "error: SPPO_WHEELS=$SPPO_WHEELS holds no wheel (*.whl): name a directory that does, or leave it out" >&2
+        exit 2
+    fi
+    if ! "$python" -m pip install --quiet --no-index --no-deps --target "$scratch/packages" "$wheels"/*.whl; then
+        echo "error: the wheels of SPPO_WHEELS=$SPPO_WHEELS cannot be installed: carry those of this interpreter" >&2
+        exit 2
+    fi
+    export PYTHONPATH="$PYTHONPATH:$scratch/packages"
+fi
 
 if ! device=$("$python" -c '
 import sys
@@ -56,8 +75,8 @@ try() { # NAME MOST_SECONDS COMMAND...
     fi
     steps+=("$name:$how:$((SECONDS - begin))")
 }
-runs=$(mktemp -d)
-trap 'rm -rf "$runs"' EXIT
+runs=$scratch/runs
+mkdir "$runs"
 try build 40 "$python" -c 'import pathlib, runpy
 build = runpy.run_path("csrc/build_native.py")["build_native"]
 build(pathlib.Path("sppo/kernels/_native"))'

@@ -1,13 +1,15 @@
 """What training on one GPU comes to: losses beside a CPU's, memory beside its prediction, offload.
 
 Trains small models on the CPU and on the GPU, keeping and moving what is saved, and a model of a
-billion parameters with and without moving. All through ``sppo train``. Run by
-``scripts/gpu_check.sh``; what is done so far is in the result at any time.
+billion parameters with and without moving, all through ``sppo train``; that model also with
+transformers and activation checkpointing, where it is installed. Run by ``scripts/gpu_check.sh``;
+what is done so far is in the result at any time.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import shlex
@@ -48,6 +50,8 @@ class Case:
     """Whether the CPU trains it too."""
     policies: tuple[str, ...] = ("retain", "offload_all")
     """Activation policies of the runs on the GPU."""
+    with_transformers: bool = False
+    """Whether transformers trains it too, with activation checkpointing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,16 @@ class Place:
         Raises:
             RuntimeError: with the end of its output.
         """
+        return self.python("-m", "sppo", *words, timeout_s=timeout_s)
+
+    def python(self, *words: str, timeout_s: float) -> str:
+        """Output of one call of the interpreter.
+
+        Raises:
+            RuntimeError: with the end of its output.
+        """
         done = subprocess.run(
-            [sys.executable, "-m", "sppo", *words],
+            [sys.executable, *words],
             cwd=self.directory,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -72,7 +84,7 @@ class Place:
             timeout=timeout_s,
         )
         if done.returncode:
-            raise RuntimeError(f"sppo {shlex.join(words)}\n{done.stdout[-_SHOWN:]}")
+            raise RuntimeError(f"python {shlex.join(words)}\n{done.stdout[-_SHOWN:]}")
         return done.stdout
 
     def train(self, case: Case, *, policy: str, device: str, timeout_s: float) -> dict[str, Any]:
@@ -107,7 +119,9 @@ class Place:
 def cases(*, rehearse: bool, quick: bool) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
     """(those that are compared with the CPU, those that are timed), what matters most first."""
     if rehearse:
-        return (), (Case("rehearsal", {"preset": "tiny-test"}, 256, 4, "fp32", 2),)
+        return (), (
+            Case("rehearsal", {"preset": "tiny-test"}, 256, 4, "fp32", 2, with_transformers=True),
+        )
     compared = (
         Case("tiny", {"preset": "tiny"}, 4096, 4, "fp32", 4),
         Case("llama-4-layers", LLAMA, 4096, 4, "bf16", 4),
@@ -124,6 +138,7 @@ def cases(*, rehearse: bool, quick: bool) -> tuple[tuple[Case, ...], tuple[Case,
             3,
             on_cpu=False,
             policies=of_length,
+            with_transformers=length == min(lengths),
         )
         for length, of_length in lengths.items()
     )
@@ -191,6 +206,25 @@ def times_beside(case: Case, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def transformers_beside(case: Case, place: Place, *, timeout_s: float) -> dict[str, Any]:
+    """What a case takes with transformers and activation checkpointing, or why it was left out.
+
+    Raises:
+        RuntimeError: it failed, e.g. for lack of memory.
+        subprocess.TimeoutExpired: there was no time for it.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        reason = f"transformers is not installed for {sys.executable}"
+        print(f"{case.name} with transformers: left out, {reason}", flush=True)
+        return {"case": case.name, "left_out": reason}
+    script = Path(__file__).with_name("transformers_training.py")
+    words = (case.model["preset"], "--tokens", "tokens", "--length", str(case.length))
+    output = place.python(str(script), *words, "--steps", str(case.steps), timeout_s=timeout_s)
+    found = json.loads(output.splitlines()[-1])
+    seconds = statistics.median(found["step_s"][1:])
+    return {"case": case.name, **found, "step_s": seconds}
+
+
 def _step_s(run: dict[str, Any]) -> float:
     return float(statistics.median(step["step_s"] for step in run["steps"][1:]))
 
@@ -204,6 +238,7 @@ def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
         "losses": [],
         "memory": [],
         "times": [],
+        "transformers": [],
         "failed": [],
     }
 
@@ -223,16 +258,23 @@ def check(place: Place, *, quick: bool, seconds: float, out: Path) -> bool:
 
     compared, timed = cases(rehearse=place.rehearse, quick=quick)
     prepare_tokens(place)
+    failures = (RuntimeError, subprocess.TimeoutExpired)
     for case in (*compared, *timed):
         try:
             runs = run_case(case)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except failures as error:
             result["failed"].append({"case": case.name, "why": str(error)})
         else:
             result["losses"].append(losses_beside(case, runs))
             result["memory"].extend(memory_beside(case, runs))
             if case in timed:
                 result["times"].append(times_beside(case, runs))
+        if case.with_transformers:
+            try:
+                beside = transformers_beside(case, place, timeout_s=left())
+            except failures as error:
+                beside = {"case": case.name, "failed": str(error)}
+            result["transformers"].append(beside)
         write_text(out, json.dumps(result, indent=1) + "\n")
     return not result["failed"] and all(row["within_tolerance"] for row in result["losses"])
 

@@ -33,6 +33,9 @@ def test_the_rehearsal_fills_the_report(tmp_path):
     (times,) = found["times"]
     assert times["step_time_ratio"] > 0
     assert times["copies"]["exposed_s"]["measured"] >= 0
+    (beside,) = found["transformers"]
+    assert beside["step_s"] > 0
+    assert len(beside["loss"]) == 2
 
 
 def test_what_fails_is_in_the_report_with_its_words(tmp_path):
@@ -50,3 +53,16 @@ def test_what_fails_is_in_the_report_with_its_words(tmp_path):
     (failed,) = json.loads((tmp_path / "report.json").read_text())["failed"]
     assert failed["case"] == "rehearsal"
     assert "runs is a file, not a directory" in failed["why"]
+
+
+def test_absent_transformers_are_left_out_in_words(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import gpu_training
+
+    monkeypatch.setattr(gpu_training.importlib.util, "find_spec", lambda name: None)
+    case = gpu_training.Case("1b 64Ki", {"preset": "llama-3.2-1b"}, 65536, 8, "bf16", 3)
+    place = gpu_training.Place(tmp_path, rehearse=False)
+    found = gpu_training.transformers_beside(case, place, timeout_s=1)
+    reason = f"transformers is not installed for {sys.executable}"
+    assert found == {"case": "1b 64Ki", "left_out": reason}
+    assert reason in capsys.readouterr().out

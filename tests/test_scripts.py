@@ -170,3 +170,30 @@ def test_the_gpu_check_puts_everything_into_one_report(tmp_path):
     assert report["attention"] == {"attention_backends": []}
     assert (report["tests"], report["training"]) == ("7 passed", {"times": 1})
     assert (report["pcie"], report["overlap"]) == ({"copies": 2}, None)
+
+
+def test_the_gpu_check_installs_carried_wheels_first(tmp_path):
+    calls = """
+echo "$PYTHONPATH: $*" >>"$(dirname "$0")/log"
+case "$*" in *"pip install"*) exit 0 ;; *) exit 1 ;; esac
+"""
+    python, wheels = fake_python(tmp_path / "python", calls), tmp_path / "wheels"
+    wheels.mkdir()
+    command = ["bash", ROOT / "scripts/gpu_check.sh", tmp_path / "out"]
+    env = {**os.environ, "SPPO_PYTHON": python, "SPPO_WHEELS": "wheels", "PYTHONPATH": ""}
+
+    def check():
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2
+        return done.stderr
+
+    assert check() == (
+        "error: SPPO_WHEELS=wheels holds no wheel (*.whl): name a directory that does, or leave it "
+        "out\n"
+    )
+    (wheels / "carried-1-py3-none-any.whl").touch()
+    assert "needs a CUDA device" in check()
+    installed, looked = (tmp_path / "log").read_text().splitlines()[:2]
+    target = re.search(r"--no-index --no-deps --target (\S+) ", installed)[1]
+    assert installed.endswith(f" {wheels}/carried-1-py3-none-any.whl")
+    assert looked.startswith(f"{ROOT}:{target}: -c ")
