@@ -113,6 +113,7 @@ def stage_costs(
         activation_bytes=retained + offloaded,
         offload_bytes=offloaded,
         kv_offload_bytes=np.zeros_like(offloaded),
+        kv_recompute_s=np.zeros_like(offloaded),
         operand_bytes=_of_units(weight_operand_bytes(candidate), candidate.sequences),
         kv_bytes=layers * lengths * kv_bytes,
         kv_gradient_bytes=layers * lengths * kv_gradient_bytes,

@@ -31,10 +31,11 @@ from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.generators import ONE_SEQUENCE_AFTER_ANOTHER
 from sppo.schedule.in_flight import sequences_in_flight
+from sppo.schedule.kv_placement import kv_placement
 from sppo.schedule.msp_groups import find_msp_groups
 from sppo.schedule.program import equal_costs, step_program
 
@@ -87,8 +88,8 @@ class StepResult:
 
     @property
     def backward_s(self) -> float:
-        """Time of all backwards."""
-        return self.executed.seconds(ActionKind.B, ActionKind.W)
+        """Time of all backwards, recomputation included."""
+        return self.executed.seconds(ActionKind.KV, ActionKind.B, ActionKind.W)
 
 
 class Engine:
@@ -106,6 +107,8 @@ class Engine:
         offloaded: where offloaded tensors of this rank's stages go; closed with the engine.
         kv_offloaded: stages, of all ranks, whose K and V leave the device between forward and
             backward.
+        kv_recomputed: stages, of all ranks, that recompute theirs before their backward; their
+            layers keep their inputs on the device.
         offloaded_shards: where those of this rank's MSP shards of each stage go; likewise.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
@@ -129,6 +132,7 @@ class Engine:
         offloaded: OffloadStore | None = None,
         offloaded_shards: Mapping[int, OffloadStore] | None = None,
         kv_offloaded: Collection[int] = (),
+        kv_recomputed: Collection[int] = (),
         input_every: int = 1,
         pipeline: Pipeline = ALONE,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
@@ -138,7 +142,8 @@ class Engine:
         debug: bool = False,
     ) -> None:
         self._pipeline = pipeline
-        self._placements, self._kv_offloaded = dict(placements or {}), kv_offloaded
+        self._placements = dict(placements or {})
+        self._kv_offloaded, self._kv_recomputed = kv_offloaded, kv_recomputed
         self._stopwatch = stopwatch
         self._shard = (
             SequenceShard() if exchange is None else SequenceShard(exchange.rank, exchange.degree)
@@ -350,7 +355,7 @@ class Engine:
         """Yield the parts of the weights that this rank computes with, in order."""
         for action in program:
             # MSP shards fetch their weights themselves: not all of their ranks have them.
-            if action.kind in (ActionKind.F, ActionKind.B) and action.num_shards == 1:
+            if action.kind in COMPUTE_KINDS and action.num_shards == 1:
                 yield from self._stages[action.stage].visits(action.kind, units[action.unit])
 
     def _program(self, lengths: tuple[tuple[int, ...], ...], *, forward_only: bool) -> Schedule:
@@ -384,7 +389,9 @@ class Engine:
             lengths=lengths,
             forward_only=forward_only,
             costs=equal_costs(
-                offloaded=offloaded, kv_offloaded=() if forward_only else self._kv_offloaded
+                offloaded=offloaded,
+                kv_offloaded=() if forward_only else self._kv_offloaded,
+                kv_recomputed=() if forward_only else self._kv_recomputed,
             ),
         )
 
@@ -417,7 +424,7 @@ class Engine:
                 {a.unit: units[a.unit] for a in own if a.kind is ActionKind.B},
                 lengths=lengths,
                 sequences_in_flight=sequences_in_flight(own),
-                offloads_kv=any(a.wire == "kv" for a in own),
+                kv_placement=kv_placement(own),
             )
         if self._offloaded is None:
             return

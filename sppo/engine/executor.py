@@ -74,6 +74,7 @@ class Executor:
         self._stopwatch = stopwatch or HostStopwatch()
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
+            ActionKind.KV: self._recompute_kv,
             ActionKind.B: self._backward,
             ActionKind.W: self._weight_gradients,
             ActionKind.D2H: self._finish_offload,
@@ -172,6 +173,9 @@ class Executor:
         self._kv_returns.restore_all()
         if dx is not None:
             self._buffers.put("grad", action, dx, first=first)
+
+    def _recompute_kv(self, action: Action) -> None:
+        self._stages[action.stage].recompute_kv(self._units[action.unit])
 
     def _work(self, action: Action) -> tuple[Stage, Unit, int]:
         """Return the stage, the unit and the first of this rank's tokens of an F or B."""

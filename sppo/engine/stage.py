@@ -47,6 +47,7 @@ from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.schedule.actions import ActionKind
+from sppo.schedule.kv_placement import KVPlacement
 from sppo.schedule.orders import UnitKey
 
 
@@ -111,7 +112,7 @@ class Stage:
             sent=sends_keys,
             poison=debug,
         )
-        self._offloads_kv = False
+        self._kv_placement: KVPlacement = "retained"
         self._token_losses: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[tuple[int, DeferredGradients]]] = {}
         self._deferred_bytes = self._held_peak_bytes = 0
@@ -137,7 +138,7 @@ class Stage:
         *,
         lengths: Mapping[int, tuple[int, ...]],
         sequences_in_flight: int = 1,
-        offloads_kv: bool = False,
+        kv_placement: KVPlacement = "retained",
     ) -> None:
         """Make room for what ``units`` retain, before the first of them runs.
 
@@ -146,12 +147,12 @@ class Stage:
             lengths: tokens of the subsequences of every sequence.
             sequences_in_flight: sequences that hold saved tensors at once, always those that began
                 one after another.
-            offloads_kv: whether K and V leave the device between forward and backward.
+            kv_placement: what becomes of K and V between forward and backward.
 
         Raises:
             MemoryError: there is not that much memory.
         """
-        self._offloads_kv = offloads_kv
+        self._kv_placement = kv_placement
         self._layout = self._step_layout(units, lengths)
         by_sequence = dict.fromkeys(lengths, 0)
         for unit in units.values():
@@ -170,7 +171,7 @@ class Stage:
         return self._layout.offload_schedule(
             backward_order,
             sequences_in_flight=sequences_in_flight,
-            kv_row_bytes=self.kv.row_bytes if self._offloads_kv else 0,
+            kv_row_bytes=self.kv.row_bytes if self._kv_placement == "offloaded" else 0,
         )
 
     def saved_keys(self, unit: UnitKey) -> list[ActivationKey]:
@@ -190,14 +191,7 @@ class Stage:
         """
         assert self.offloaded is not None, "K and V come back from another tier"
         kv = self.offloaded.take(key)
-        self.kv.write(
-            key.layer,
-            key.sequence,
-            start=span.start,
-            length=span.length,
-            k_CKD=kv["keys"],
-            v_CKD=kv["values"],
-        )
+        self._store_kv(key.layer, key.sequence, span, kv["keys"], kv["values"])
         self.offloaded.release(key)
 
     def _step_layout(
@@ -227,6 +221,8 @@ class Stage:
             yield from self._layers
             if self.is_last:
                 yield "head"
+        elif kind is ActionKind.KV:
+            yield from self._layers
         elif kind is ActionKind.B:
             yield from self._backward_visits(unit)
 
@@ -277,7 +273,7 @@ class Stage:
                 if self._deferred_bytes:
                     self._count_held()
             del saved  # or it would stay while the next layer runs
-        if training and self._offloads_kv and unit.span.end == unit.span.length:
+        if training and self._kv_placement != "retained" and unit.span.end == unit.span.length:
             self.release_sequence(unit.sequence)
         if not self.is_last:
             return x
@@ -337,6 +333,31 @@ class Stage:
             return dx
         self.embed_backward(unit, dx)
         return None
+
+    def recompute_kv(self, unit: Unit) -> None:
+        """Recompute K and V of a unit, whose layers' inputs are all on the device.
+
+        Args:
+            unit: units of a sequence come in ascending order, all before the first backward.
+        """
+        rotary = self._rotary(unit)
+        for index in self._layers:
+            x = self._saved.retained.look_up(ActivationKey(*unit.key, index), "x_in")
+            assert x is not None, f"layer {index} has not retained its input"
+            assert x.shape[0] == unit.tokens_C.shape[0], f"layer {index} lacks rows of its input"
+            with visit(self._weights, index) as weights:
+                k, v = self._layer(unit).recompute_kv(x, weights, rotary=rotary)
+            if self._heads is not None:
+                k, v = self._heads.keys_to_heads(k, v, unit.parts)
+            self._store_kv(index, unit.sequence, unit.span, k, v)
+
+    def _store_kv(
+        self, layer: int, sequence: int, span: TokenSpan, k_CKD: Tensor, v_CKD: Tensor
+    ) -> None:
+        """Store K and V of a unit where attention reads them."""
+        self.kv.write(
+            layer, sequence, start=span.start, length=span.length, k_CKD=k_CKD, v_CKD=v_CKD
+        )
 
     def weight_gradients(self, unit: Unit) -> None:
         """Run the deferred half of a unit's backward; once per unit."""
@@ -464,7 +485,7 @@ class Stage:
     def _attention(self, unit: Unit, index: int, *, saves_kv: bool = False) -> SubsequenceAttention:
         window = self.model.window_of(index)
         offload = None
-        if saves_kv and self._offloads_kv:
+        if saves_kv and self._kv_placement == "offloaded":
             assert self.offloaded is not None, "K and V go to another tier"
             key = ActivationKey(*unit.key, index, is_kv=True)
             offload = partial(self.offloaded.save, key)

@@ -230,6 +230,14 @@ class Layer:
         else:
             saved["o"], saved["lse"] = o_CND.flatten(1), lse_NC
 
+    def recompute_kv(
+        self, x_CE: Tensor, weights: Weights, *, rotary: RotaryTable | None
+    ) -> tuple[Tensor, Tensor]:
+        """(k_CKD, v_CKD) with the bits that :meth:`forward` gave them."""
+        n1 = self._gathered_norm("attention_norm", x_CE, weights)
+        k, v = (self._heads(name, n1, weights) for name in ("k", "v"))
+        return self._norm_and_rotate("k", k, weights, rotary), v
+
     def recompute_output(self, saved: Saved, weights: Weights) -> Tensor:
         """Output ``[C, E]`` from the saved x_in and o, without recomputing attention.
 

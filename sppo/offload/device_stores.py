@@ -47,6 +47,10 @@ class ActivationStore(Protocol):
         """Return the saved tensors on the device, bit for bit, valid until :meth:`release`."""
         ...
 
+    def look_up(self, key: ActivationKey, name: str) -> Tensor | None:
+        """Return one saved tensor, which stays in the store; None if it is not saved there."""
+        ...
+
     def release(self, key: ActivationKey) -> None:
         """Allow the memory of taken tensors to be reused: compute has read them."""
         ...
@@ -93,6 +97,10 @@ class DeviceStore:
         tensors = self._entries.pop(key)
         self._bytes -= _total_bytes(tensors)
         return tensors
+
+    def look_up(self, key: ActivationKey, name: str) -> Tensor | None:
+        """Return one saved tensor, which stays in the store; None if it is not saved."""
+        return self._entries[key].get(name)
 
     def release(self, key: ActivationKey) -> None:
         """Do nothing: taken tensors belong to the caller."""
@@ -179,6 +187,10 @@ class LifoArenaStore:
         if self._poison:
             self._lent[key] = dict(slots)
         return slots
+
+    def look_up(self, key: ActivationKey, name: str) -> Tensor | None:
+        """Return a view of one saved tensor, which stays on the stack; None if it is not saved."""
+        return self._entries[key][1].get(name)
 
     def release(self, key: ActivationKey) -> None:
         """Allow the next save to overwrite taken tensors; with ``poison``, overwrite them now."""

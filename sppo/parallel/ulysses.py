@@ -85,6 +85,13 @@ class UlyssesAllToAll:
         q, k, v = self._to_heads(sent, parts)
         return q, k, v
 
+    def keys_to_heads(
+        self, k_cKD: Tensor, v_cKD: Tensor, parts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """(k_CkD, v_CkD), in one exchange."""
+        k, v = self._to_heads([self._split_keys(k_cKD), self._split_keys(v_cKD)], parts)
+        return k, v
+
     def queries_to_tokens(self, o_CnD: Tensor, parts: Sequence[int]) -> Tensor:
         """``[C, n, D]`` as ``[c, N, D]``."""
         (o,) = self._to_tokens([o_CnD], parts)

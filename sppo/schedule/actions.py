@@ -12,6 +12,8 @@ Conventions, all counted from 0:
   stage and unit; then `B` is the input-gradient half and `W` the weight-gradient half.
 * `D2H` and `H2D` copy the saved tensors of a unit, or with wire "kv" its K and V, where a stage
   does without them between its forward and its backward: `0D2H_KV2.1`, `0H2D_KV2.1`.
+* `KV` recomputes K and V of a unit from its saved input, where a stage does without them between
+  its forward and its backward and they are not copied.
 * `SEND` names the stage that produced the tensor and `RECV` the stage that consumes it. The
   activation of stage 0 is therefore `0SEND_ACT2.1` on its sender and `1RECV_ACT2.1` on its
   receiver; its gradient is `1SEND_GRAD2.1` and `0RECV_GRAD2.1`.
@@ -35,12 +37,14 @@ PlacementStyle = Literal["loop", "v"]
 class ActionKind(StrEnum):
     """What an action does; the value is its spelling in the text form.
 
-    F forward; B backward (or its input-gradient half), recomputation included; W weight gradients;
+    F forward; KV recomputation of K and V ahead of a stage's backward; B backward (or its
+    input-gradient half), all other recomputation included; W weight gradients;
     SEND, RECV messages between stages; D2H, H2D copies to and from the host tier; REDUCE the
     reduction of a stage's gradients over the data-parallel ranks.
     """
 
     F = "F"
+    KV = "KV"
     B = "B"
     W = "W"
     SEND = "SEND"
@@ -48,6 +52,10 @@ class ActionKind(StrEnum):
     D2H = "D2H"
     H2D = "H2D"
     REDUCE = "REDUCE"
+
+
+COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.KV)
+"""Kinds that occupy a rank's compute."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sppo.schedule import encoding
-from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
+from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule, Wire
 from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.encoding import EncodedProgram, encode
 from sppo.schedule.event_loop import run_clock
 from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes
 
-_COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.W)
 _MESSAGES = (ActionKind.SEND, ActionKind.RECV)
 
 
@@ -131,7 +130,7 @@ def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedul
 def _take_through_compute(program: Sequence[Action], *, begin: int, placed: list[Action]) -> int:
     """Append `program` from `begin` through its next compute action; where to go on."""
     index = begin
-    while program[index].kind not in _COMPUTE:
+    while program[index].kind not in COMPUTE_KINDS:
         placed.append(program[index])
         index += 1
     placed.append(program[index])

@@ -140,6 +140,7 @@ class Costs:
         offload_bytes: How much of that a D2H moves away and an H2D brings back.
         kv_offload_bytes: What a D2H of K and V moves away and an H2D brings back; 0 where K and V
             stay from F to B.
+        kv_recompute_s: KV of (stage, unit); 0 where K and V are kept or copied.
         operand_bytes: What B of (stage, unit) keeps for a W, where one takes the weight half.
         kv_bytes: K/V of (stage, unit), kept from F to B and read by all later subsequences.
         kv_gradient_bytes: dK/dV of (stage, unit), alive for a whole sequence's backward.
@@ -162,6 +163,7 @@ class Costs:
     activation_bytes: Table
     offload_bytes: Table
     kv_offload_bytes: Table
+    kv_recompute_s: Table
     operand_bytes: Table
     kv_bytes: Table
     kv_gradient_bytes: Table
@@ -217,6 +219,7 @@ _STAGE_UNIT_TABLES = (
     "activation_bytes",
     "offload_bytes",
     "kv_offload_bytes",
+    "kv_recompute_s",
     "operand_bytes",
     "kv_bytes",
     "kv_gradient_bytes",
@@ -270,6 +273,7 @@ def abstract_costs(
         activation_bytes=np.broadcast_to(retained, shape),
         offload_bytes=zeros,
         kv_offload_bytes=zeros,
+        kv_recompute_s=zeros,
         operand_bytes=np.broadcast_to(retained, shape),
         kv_bytes=zeros,
         kv_gradient_bytes=zeros,

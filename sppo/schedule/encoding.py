@@ -16,12 +16,13 @@ import numpy.typing as npt
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
 # The order matters: compute kinds come first, so that `code < NUM_COMPUTE` tells them.
-F, B, W, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, D2H_KV, H2D_KV, REDUCE = range(12)
-NUM_COMPUTE = 3
+F, B, W, KV, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, D2H_KV, H2D_KV, REDUCE = range(13)
+NUM_COMPUTE = 4
 _OPCODES = {
     (ActionKind.F, None): F,
     (ActionKind.B, None): B,
     (ActionKind.W, None): W,
+    (ActionKind.KV, None): KV,
     (ActionKind.D2H, None): D2H,
     (ActionKind.H2D, None): H2D,
     (ActionKind.D2H, "kv"): D2H_KV,

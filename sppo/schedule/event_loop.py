@@ -9,7 +9,7 @@ What an action waits for, beside its resource:
 
 * F: the F of the subsequence before it (K/V), and the activation from the stage before it;
 * B: its F, the B of the subsequence behind it (dK/dV), the gradient from the stage behind it, and
-  its H2D if the program has one; W: its B;
+  its H2D if the program has one; W: its B; KV: its F;
 * D2H: its F; H2D: its D2H, and the compute in front of it in the program, which frees its room;
   where copies flow layer by layer, see `_wait_for_copies`; those of K and V: see `_bring_kv_back`;
 * SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
@@ -30,6 +30,7 @@ from sppo.schedule.encoding import (
     D2H_KV,
     H2D,
     H2D_KV,
+    KV,
     NUM_COMPUTE,
     RECV_ACT,
     RECV_GRAD,
@@ -151,6 +152,7 @@ class _EventLoop:
             F: costs.forward_s.ravel().tolist(),
             B: [b if s else t for b, s, t in zip(backward.tolist(), split, fused, strict=True)],
             W: weight.tolist(),
+            KV: costs.kv_recompute_s.ravel().tolist(),
             D2H: (costs.offload_bytes / costs.copies.d2h_bytes_per_s).ravel().tolist(),
             H2D: (costs.offload_bytes / costs.copies.h2d_bytes_per_s).ravel().tolist(),
             D2H_KV: (costs.kv_offload_bytes / costs.copies.d2h_bytes_per_s).ravel().tolist(),
@@ -255,7 +257,7 @@ class _EventLoop:
             if slot < size - units:
                 needs.append(size + slot + units)
         else:
-            needs.append(size + slot)
+            needs.append(slot if code == KV else size + slot)
         return needs
 
     def _occupy(
@@ -552,7 +554,7 @@ class _EventLoop:
             return f"waits for the activation of {stage - 1}F{name}"
         if code == SEND_GRAD:
             return f"waits for the gradient of {stage + 1}B{name}"
-        return f"waits for {stage}{('F', 'B', 'W', 'D2H', 'H2D')[code]}{name}"
+        return f"waits for {stage}{('F', 'B', 'W', 'KV', 'D2H', 'H2D')[code]}{name}"
 
 
-assert (SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD) == (5, 6, 7, 8), "results are indexed by opcode"
+assert (SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD) == (6, 7, 8, 9), "results are indexed by opcode"

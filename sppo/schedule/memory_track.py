@@ -8,7 +8,8 @@ Buckets:
   them and is not part of these tracks, only what stays counts, to the end of B; and what a deferred
   W keeps, from the start of its B to its end.
 * "kv": K/V of a whole sequence, from its first F on the stage to its last B, because every later
-  subsequence reads them; where they leave the device, not from the last F to the first H2D.
+  subsequence reads them; where they are copied or recomputed, not from the last F to the first
+  H2D or KV.
 * "kv_gradients": dK/dV of a whole sequence, from its first B on the stage to its last.
 
 A borrower's shard of an MSP unit counts its part of the activations there, not on the owner; K/V
@@ -159,13 +160,14 @@ def _sequence_events(
 
 
 def _absent_kv(schedule: Schedule, *, played: PlayedProgram, sizes: Table) -> _Events:
-    """K/V of sequences that leave the device: gone with the last F, back from the first H2D on."""
+    """K/V of sequences that do not stay: gone with the last F, there from the first H2D or KV."""
     of_sequences = np.add.reduceat(sizes, np.array(schedule.unit_offsets()), axis=1)
     gone, back = np.zeros(of_sequences.size), np.full(of_sequences.size, np.inf)
     which, group = _by_sequence(schedule, played, encoding.F)
     np.maximum.at(gone, group, played.finish_s[which])
-    which, group = _by_sequence(schedule, played, encoding.H2D_KV)
-    np.minimum.at(back, group, played.start_s[which])
+    for code in (encoding.H2D_KV, encoding.KV):
+        which, group = _by_sequence(schedule, played, code)
+        np.minimum.at(back, group, played.start_s[which])
     leaves = np.isfinite(back)
     total = of_sequences.ravel()[leaves]
     return _concatenate((gone[leaves], -total), (back[leaves], total))

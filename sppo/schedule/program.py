@@ -25,7 +25,7 @@ from sppo.schedule.communication import place_messages
 from sppo.schedule.copies import place_copies
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
 from sppo.schedule.generators import generate
-from sppo.schedule.kv_copies import place_kv_copies
+from sppo.schedule.kv_placement import place_kv
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +54,8 @@ def step_program(
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         costs: Units with `offload_bytes` above 0 get copies, and so do K and V with
-            `kv_offload_bytes`; times order the messages, and schedules that cut units weigh their
-            choice with them.
+            `kv_offload_bytes`; those with `kv_recompute_s` are recomputed. Times order the
+            messages, and schedules that cut units weigh their choice with them.
         num_virtual: Stages per rank.
         hop: Extra warm-up forwards, see `generators.generate`.
         forward_only: Leave out backwards, copies and reductions (evaluation).
@@ -77,7 +77,9 @@ def step_program(
     )
     if forward_only:
         nothing = np.zeros_like(costs.offload_bytes)
-        costs = replace(costs, offload_bytes=nothing, kv_offload_bytes=nothing)
+        costs = replace(
+            costs, offload_bytes=nothing, kv_offload_bytes=nothing, kv_recompute_s=nothing
+        )
     return lower(schedule, costs=costs, prefetch=prefetch)
 
 
@@ -87,7 +89,8 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
     Args:
         schedule: Compute actions only.
         costs: Units with `offload_bytes` above 0 get copies, and so do K and V with
-            `kv_offload_bytes`; times order the messages.
+            `kv_offload_bytes`; those with `kv_recompute_s` are recomputed. Times order the
+            messages.
         prefetch: How many backwards ahead a unit may come back from the next tier.
 
     Raises:
@@ -96,8 +99,11 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
     """
     validate(schedule)
     schedule = place_copies(schedule, offloaded=costs.offload_bytes > 0, prefetch=prefetch)
-    kv_stages = np.unique(np.nonzero(costs.kv_offload_bytes)[0]).tolist()
-    schedule = place_kv_copies(schedule, stages=kv_stages)
+    offloaded, recomputed = (
+        frozenset(np.nonzero(table)[0].tolist())
+        for table in (costs.kv_offload_bytes, costs.kv_recompute_s)
+    )
+    schedule = place_kv(schedule, offloaded=offloaded, recomputed=recomputed)
     if schedule.num_ranks > 1:
         schedule = place_messages(schedule, costs=costs)
     validate(schedule)
@@ -105,19 +111,31 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
     return schedule
 
 
-def equal_costs(*, offloaded: npt.NDArray[np.bool_], kv_offloaded: Collection[int] = ()) -> Costs:
+def equal_costs(
+    *,
+    offloaded: npt.NDArray[np.bool_],
+    kv_offloaded: Collection[int] = (),
+    kv_recomputed: Collection[int] = (),
+) -> Costs:
     """Return the costs of a step that nobody planned: equal units, messages and copies free.
 
     Args:
         offloaded: Whether a unit leaves the device, [num_stages, num_units].
         kv_offloaded: Stages whose K and V leave it between forward and backward.
+        kv_recomputed: Stages that recompute theirs before their backward.
     """
     stages, units = offloaded.shape
     costs = abstract_costs(stages, num_units=units, backward_s=1.0, weight_s=1.0)
-    leaves = np.zeros((stages, units))
+    leaves, recomputed = np.zeros((2, stages, units))
     leaves[list(kv_offloaded)] = 1.0
+    recomputed[list(kv_recomputed)] = 1.0
     costs = with_offload(costs, ratios=offloaded.astype(np.float64), copies=CopyEngines())
-    return replace(costs, kv_bytes=np.ones((stages, units)), kv_offload_bytes=leaves)
+    return replace(
+        costs,
+        kv_bytes=np.ones((stages, units)),
+        kv_offload_bytes=leaves,
+        kv_recompute_s=recomputed,
+    )
 
 
 def forward_part(schedule: Schedule) -> Schedule:

@@ -36,7 +36,7 @@ from sppo.schedule.checks.violations import Violation
 
 _ACTION = re.compile(
     r"(?P<stage>[0-9]{1,9})"
-    r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H_KV|H2D_KV|D2H|H2D|F|B|W)"
+    r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H_KV|H2D_KV|D2H|H2D|KV|F|B|W)"
     r"(?:(?P<sequence>[0-9]{1,9})\.(?P<subsequence>[0-9]{1,9})"
     r"(?:\[(?P<shard>[0-9]{1,9})/(?P<num_shards>[0-9]{1,9})\])?)?"
 )

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import peak_in_flight
 from sppo.schedule.msp_groups import find_msp_groups
@@ -23,7 +23,6 @@ IdleCause = Literal["bubble", "communication", "copy"]
 Provenance = Literal["simulated", "measured"]
 Floats = npt.NDArray[np.float64]
 
-COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W)
 _LANES: dict[ActionKind, Lane] = {
     **dict.fromkeys(COMPUTE_KINDS, "compute"),
     ActionKind.D2H: "d2h",

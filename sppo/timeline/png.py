@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sppo.output_file import write_figure
-from sppo.schedule.actions import Action, ActionKind
-from sppo.schedule.timeline import COMPUTE_KINDS, IdleCause, Span, Timeline
+from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind
+from sppo.schedule.timeline import IdleCause, Span, Timeline
 from sppo.timeline import style
 from sppo.units import MIB, format_bytes
 

@@ -19,6 +19,7 @@ KIND_COLOURS: dict[ActionKind, str] = {
     ActionKind.F: "#4477AA",
     ActionKind.B: "#228833",
     ActionKind.W: "#B8A21F",
+    ActionKind.KV: "#AA3377",
     ActionKind.D2H: "#66CCEE",
     ActionKind.H2D: "#EE6677",
     ActionKind.REDUCE: "#777777",
@@ -28,6 +29,7 @@ KIND_NAMES: dict[ActionKind, str] = {
     ActionKind.F: "forward",
     ActionKind.B: "backward",
     ActionKind.W: "weight gradients",
+    ActionKind.KV: "K and V recomputed",
     ActionKind.D2H: "copy to host",
     ActionKind.H2D: "copy back",
     ActionKind.REDUCE: "reduce gradients",
@@ -38,6 +40,7 @@ LATER_STAGE_COLOURS: dict[ActionKind, str] = {
     ActionKind.F: "#8FB4D9",
     ActionKind.B: "#7BBF87",
     ActionKind.W: "#D9CC7A",
+    ActionKind.KV: "#CC7FA6",
 }
 PHASE_COLOURS: dict[tuple[ActionKind, Phase], str] = {
     (ActionKind.F, "left"): "#23B5A6",

@@ -48,6 +48,8 @@ class Case:
     directory: str | None = None
     kv_offloaded: tuple[int, ...] = ()
     """Stages whose K and V go there between forward and backward."""
+    kv_recomputed: tuple[int, ...] = ()
+    """Stages that recompute theirs before their backward."""
     input_every: int = 1
     steps: int = 1
     shared: bool = True
@@ -238,6 +240,7 @@ def _steps(rank: int, case: Case):
             if case.directory and msp_links is not None
         },
         kv_offloaded=case.kv_offloaded,
+        kv_recomputed=case.kv_recomputed,
         input_every=case.input_every,
         pipeline=pipeline,
         exchange=exchange,

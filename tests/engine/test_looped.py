@@ -129,6 +129,29 @@ def test_keys_that_leave_and_come_back_change_no_bit(variant, layers, data, poli
     kept.engine.close()
 
 
+@settings(deadline=None, max_examples=25)
+@given(
+    variant=st.sampled_from(VARIANTS),
+    layers=st.integers(1, 5),
+    data=st.data(),
+    policy=st.sampled_from(("retain", "keep_attention", "recompute")),
+    cuts=cut_sequences(),
+)
+def test_recomputed_keys_change_no_bit(variant, layers, data, policy, cuts):
+    virtual = data.draw(st.integers(1, layers))
+    stages = data.draw(st.sets(st.integers(0, virtual - 1), min_size=1))
+    starts = data.draw(st.sampled_from([(0,), (0, 5, 11)]))
+    model = tiny_model(variant, num_layers=layers)
+    weights = random_weights(model)
+    sequences = [random_sequence(model, c[-1], seed=n, starts=starts) for n, c in enumerate(cuts)]
+    how = {"policy": policy, "pipeline": looped(virtual)}
+    again = Trained(model, weights, kv_recomputed=stages, **how)
+    kept = Trained(model, weights, **how)
+    for _ in range(2):
+        assert_equal_bits(again.step(sequences, cuts), kept.step(sequences, cuts))
+    assert again.engine.take_peaks().kv_bytes <= kept.engine.take_peaks().kv_bytes
+
+
 def test_gradients_of_keys_exist_on_one_stage_at_a_time():
     model = tiny_model("gqa, q/k-norm", num_layers=4)
     weights = random_weights(model)

@@ -185,3 +185,19 @@ def test_keys_of_a_looped_pipeline_leave_and_come_back(ranks, tmp_path, name):
         **how,
     )
     check(ranks, case)
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_keys_of_a_looped_pipeline_are_recomputed(ranks, name):
+    shape, virtual, how = LOOPED[name]
+    case = Case(
+        shape=shape,
+        schedule="looped_bfs",
+        virtual=virtual,
+        cuts=((0, 6, 9, 16, 19), (0, 4, 9)) if name != "one sequence" else ((0, 6, 9, 16, 19),),
+        kv_recomputed=tuple(range(shape[1] * (virtual - 1))),
+        sizes={"num_layers": shape[1] * virtual + 1},
+        steps=2,
+        **how,
+    )
+    check(ranks, case)

@@ -121,6 +121,8 @@ class Leg(_Short):
     """host or disk, where tensors move."""
     kv_offloaded: tuple[int, ...] = ()
     """Stages whose K and V go there, too, between forward and backward."""
+    kv_recomputed: tuple[int, ...] = ()
+    """Stages that recompute theirs before their backward."""
     queues: str = "threads"
     lag: int = 0
     """Packed tensors that compute may be ahead of the copies out."""

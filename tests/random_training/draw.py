@@ -101,7 +101,7 @@ class _Draw:
         leg = replace(leg, cuts=self._cuts(leg))
         if leg.replica_sequences > 1 and chance(0.2):
             leg = replace(leg, other_cuts=self._cuts(leg))
-        return self._with_keys_away(self._with_rows(leg, megatron=megatron))
+        return self._with_keys(self._with_rows(leg, megatron=megatron))
 
     def _grid(self, shape: Shape) -> tuple[int, int, int]:
         """Degrees that the model can be divided by; few ranks more often, and pipelines."""
@@ -153,11 +153,17 @@ class _Draw:
             lag=self._pick([0, 1, 2]),
         )
 
-    def _with_keys_away(self, leg: Leg) -> Leg:
-        """K and V of some stages leave: often where a rank has several, and never with MSP."""
-        if leg.schedule == "sppo_msp" or not self._chance(0.5 if leg.virtual > 1 else 0.15):
+    def _with_keys(self, leg: Leg) -> Leg:
+        """K and V of some stages do not stay: often where a rank has several, never with MSP."""
+        if leg.schedule == "sppo_msp" or not self._chance(0.6 if leg.virtual > 1 else 0.2):
             return leg
         away = tuple(s for s in range(leg.num_stages) if self._chance(0.7)) or (0,)
+        if not leg.tier and leg.input_every == 1:
+            again = tuple(s for s in away if self._chance(0.6))
+            leg = replace(leg, kv_recomputed=again)
+            away = tuple(s for s in away if s not in again)
+        if not away:
+            return leg
         if not leg.tier:
             rest = "kept" if leg.policy == "retain" else "rebuilt"
             leg = replace(leg, policy=rest, tier=self._pick(["host", "disk"]))

@@ -114,6 +114,7 @@ class _Rank:
             offloaded=_store(leg, disk) if leg.tier else None,
             offloaded_shards={stage: _store(leg, disk) for stage in lent if leg.tier},
             kv_offloaded=leg.kv_offloaded,
+            kv_recomputed=leg.kv_recomputed,
             input_every=leg.input_every,
             pipeline=pipeline,
             exchange=_exchange(leg, model, mesh),

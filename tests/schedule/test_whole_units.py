@@ -43,6 +43,7 @@ def some_costs(*, stages: int, units: int, copies: float, seed: int) -> Costs:
         message_bytes=dice.uniform(0.5, 2.0, units),
         activation_bytes=kept,
         kv_offload_bytes=np.zeros(kept.shape),
+        kv_recompute_s=np.zeros(kept.shape),
         offload_bytes=kept
         * dice.uniform(0.2, 1.0, kept.shape)
         * (dice.random(kept.shape) < copies),

@@ -15,6 +15,7 @@ from sppo.schedule.encoding import (
     D2H_KV,
     H2D,
     H2D_KV,
+    KV,
     RECV_ACT,
     RECV_GRAD,
     SEND_ACT,
@@ -27,7 +28,16 @@ from sppo.schedule.encoding import (
 from sppo.schedule.msp_groups import Route, find_msp_groups, msp_routes
 
 _LIMIT = 8
-_NAMES = {F: "F", B: "B", W: "W", D2H: "D2H", H2D: "H2D", D2H_KV: "D2H_KV", H2D_KV: "H2D_KV"}
+_NAMES = {
+    F: "F",
+    B: "B",
+    W: "W",
+    KV: "KV",
+    D2H: "D2H",
+    H2D: "H2D",
+    D2H_KV: "D2H_KV",
+    H2D_KV: "H2D_KV",
+}
 _Ints = npt.NDArray[np.int64]
 
 
@@ -53,11 +63,16 @@ def coverage_problems(schedule: Schedule, *, programs: Sequence[EncodedProgram])
         found += _placement_problems(schedule, actions=by_code[code])
     if found:
         return found
-    for code in (B, W, D2H, H2D, D2H_KV, H2D_KV):
+    for code in (B, W, KV, D2H, H2D, D2H_KV, H2D_KV):
         found += _mismatches(schedule, actions=by_code[code], forward=by_code[F])
     for out, back in ((D2H, H2D), (D2H_KV, H2D_KV)):
         found += _copy_problems(schedule, out=by_code[out], back=by_code[back])
-    found += _kv_problems(schedule, actions=by_code[D2H_KV])
+    for code in (D2H_KV, KV):
+        found += _kv_problems(schedule, actions=by_code[code])
+    both = np.isin(by_code[KV].slots, by_code[D2H_KV].slots)
+    for place in np.flatnonzero(both)[:_LIMIT].tolist():
+        text = f"{_text(schedule, by_code[KV], place)} recomputes K and V that are copied, too"
+        found.append(_violation("copy order", text, by_code[KV], place))
     return found + _cut_problems(schedule, programs=programs)
 
 
@@ -175,7 +190,7 @@ def _copy_problems(schedule: Schedule, *, out: _Found, back: _Found) -> list[Vio
 
 
 def _kv_problems(schedule: Schedule, *, actions: _Found) -> list[Violation]:
-    """K and V leave for all units of a sequence on a stage or for none, and never for shards."""
+    """K and V go for all units of a sequence on a stage or for none, and never for shards."""
     found = []
     for place in np.flatnonzero(actions.widths > 1)[:_LIMIT].tolist():
         text = f"{_text(schedule, actions, place)}: K and V of a unit that is cut stay"
@@ -189,7 +204,7 @@ def _kv_problems(schedule: Schedule, *, actions: _Found) -> list[Violation]:
         if count < whole:
             text = (
                 f"{_text(schedule, actions, place)}: K and V of {count} of {whole} units of the "
-                "sequence leave the device"
+                "sequence do not stay"
             )
             found.append(_violation("copy order", text, actions, place))
     return found[:_LIMIT]

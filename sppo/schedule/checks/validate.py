@@ -10,7 +10,8 @@ Rules, each with the failure it prevents:
 * backward order: B after its F, and after B of subsequence i + 1, which completes its dK/dV.
 * weight order: W after its B.
 * copy order: D2H after F, H2D after D2H and before B, none without the other; of K and V for all
-  units of a sequence on a stage or for none, and all H2Ds before the first B that reads them.
+  units of a sequence on a stage or for none, and all H2Ds (or KVs, where they are recomputed)
+  before the first B that reads them.
 * message coverage: with any message in the schedule, exactly the needed ones.
 * message place: SEND behind what makes the tensor, RECV before what needs it.
 * message order: sends and receives of a directed edge in the same order; anything else delivers a
@@ -37,6 +38,7 @@ from sppo.schedule.encoding import (
     D2H_KV,
     H2D,
     H2D_KV,
+    KV,
     RECV_ACT,
     RECV_GRAD,
     REDUCE,
@@ -136,7 +138,8 @@ def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -
         found += _must_follow(at, "forward order", F, pairs, F, pairs - 1)
         found += _must_follow(at, "backward order", B, pairs - 1, B, pairs)
     last = at.sequence_ends()
-    found += _must_follow(at, "copy order", B, last, H2D_KV, np.arange(at.slots.size))
+    for code in (H2D_KV, KV):
+        found += _must_follow(at, "copy order", B, last, code, np.arange(at.slots.size))
     every = np.arange(at.slots.size)
     for rule, later, earlier in (
         ("backward order", B, F),
@@ -146,6 +149,7 @@ def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -
         ("copy order", B, H2D),
         ("copy order", D2H_KV, F),
         ("copy order", H2D_KV, D2H_KV),
+        ("copy order", KV, F),
         ("message place", SEND_ACT, F),
         ("message place", SEND_GRAD, B),
         ("message place", F, RECV_ACT),

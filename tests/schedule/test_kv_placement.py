@@ -1,4 +1,4 @@
-"""K and V that leave the device between a stage's forward and its backward."""
+"""K and V that are copied or recomputed between a stage's forward and its backward."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from hypothesis import strategies as st
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import find_violations
 from sppo.schedule.costs import CopyEngines, LayerCopies, abstract_costs
-from sppo.schedule.kv_copies import place_kv_copies
+from sppo.schedule.kv_placement import place_kv
 from sppo.schedule.program import step_program
 from sppo.schedule.program_text import format_program, parse_program
 from sppo.schedule.simulate import simulate
 from tests.schedule.cases import make, peaks
 
 
-def costs(stages, units, *, leaving, copy_s=0.5, layers=1, saved_s=0.0):
-    """Forwards of 1 s and backwards of 2 s beside copies of K and V that take ``copy_s`` each."""
+def costs(stages, units, *, leaving, recomputed=(), copy_s=0.5, layers=1, saved_s=0.0):
+    """Forwards of 1 s and backwards of 2 s beside copies of K and V that take ``copy_s`` each.
+
+    Recomputing K and V takes a quarter of a second.
+    """
     found = abstract_costs(stages, num_units=units)
-    kv = np.zeros((stages, units))
+    kv, again = np.zeros((2, stages, units))
     kv[list(leaving)] = copy_s
+    again[list(recomputed)] = 0.25
     return replace(
         found,
         kv_bytes=np.ones((stages, units)),
         kv_offload_bytes=kv,
+        kv_recompute_s=again,
         activation_bytes=np.full((stages, units), saved_s),
         offload_bytes=np.full((stages, units), saved_s),
         copies=CopyEngines(1.0, 1.0),
@@ -68,20 +73,29 @@ def test_without_a_backward_before_they_come_back_at_once():
 )
 def test_copies_of_keys_fit_every_order(name, p, v, counts, data):
     v = 1 if name == "sppo" else v
-    leaving = data.draw(st.sets(st.integers(0, p * v - 1)))
+    fates = data.draw(st.lists(st.sampled_from(["keep", "copy", "again"]), min_size=p * v))
+    leaving, recomputed = (
+        {s for s, f in enumerate(fates[: p * v]) if f == fate} for fate in ("copy", "again")
+    )
     saved_s = data.draw(st.sampled_from((0.0, 0.3)))
-    step = costs(p * v, sum(counts), leaving=leaving, saved_s=saved_s, layers=2)
+    step = costs(
+        p * v, sum(counts), leaving=leaving, recomputed=recomputed, saved_s=saved_s, layers=2
+    )
     lengths = [(16,) * n for n in counts]
     schedule = step_program(name, num_ranks=p, num_virtual=v, lengths=lengths, costs=step)
     assert not find_violations(schedule)
     copied = [a for q in schedule.programs for a in q if a.wire == "kv"]
     assert len(copied) == 2 * len(leaving) * sum(counts)
     assert {a.stage for a in copied} == leaving
+    again = [a for q in schedule.programs for a in q if a.kind is ActionKind.KV]
+    assert len(again) == len(recomputed) * sum(counts)
+    assert {a.stage for a in again} == recomputed
     timeline = simulate(schedule, costs=step)
     for rank, track in enumerate(timeline.ranks):
         finish = dict(zip(track.actions, track.finish_s, strict=True))
         start = dict(zip(track.actions, track.start_s, strict=True))
-        for action in (a for a in copied if a in finish and a.kind is ActionKind.H2D):
+        returned = [*(a for a in copied if a.kind is ActionKind.H2D), *again]
+        for action in (a for a in returned if a in finish):
             last = len(lengths[action.sequence]) - 1
             first_reader = replace(action, kind=ActionKind.B, subsequence=last, wire=None)
             assert finish[action] <= start[first_reader] + 1e-9, (rank, action)
@@ -97,6 +111,15 @@ def test_on_one_rank_two_stages_have_their_keys_on_the_device_at_once():
         assert peaks(simulate(kept, costs=step), "kv") == [v * n]
 
 
+def test_keys_that_are_recomputed_take_time_and_no_memory():
+    schedule, step = program(v=3, n=4, leaving=(), recomputed=(0, 1))
+    text = " ".join(map(str, schedule.programs[0]))
+    assert "2B0.0 2REDUCE 1KV0.0 1KV0.1 1KV0.2 1KV0.3 1B0.3" in text
+    timeline = simulate(schedule, costs=step)
+    assert timeline.makespan_s == 3 * 3 * 4 + 2 * 4 * 0.25
+    assert peaks(timeline, "kv") == [4]
+
+
 def test_slow_copies_are_waited_for():
     schedule, step = program(v=3, n=4, leaving=(0, 1), copy_s=2.5)
     timeline = simulate(schedule, costs=step)
@@ -105,7 +128,7 @@ def test_slow_copies_are_waited_for():
 
 
 def test_rules():
-    whole = place_kv_copies(make("looped_bfs", p=1, v=2, n=2, m=1), stages=[0])
+    whole = place_kv(make("looped_bfs", p=1, v=2, n=2, m=1), offloaded=[0])
     (actions,) = whole.programs
     texts = [str(a) for a in actions]
 
@@ -118,6 +141,16 @@ def test_rules():
     assert "0D2H_KV0.1 has no H2D" in str(found)
     (found, *_) = broken(*[i for i in every if i not in (out, back)])
     assert "K and V of 1 of 2 units" in str(found)
+    again = place_kv(make("looped_bfs", p=1, v=2, n=2, m=1), recomputed=[0])
+    (ordered,) = again.programs
+    swapped = [a for a in ordered if str(a) != "0KV0.0"]
+    (found, *_) = find_violations(replace(again, programs=(tuple(swapped),)))
+    assert "0KV0.1: K and V of 1 of 2 units" in str(found)
+    late = [*swapped, next(a for a in ordered if str(a) == "0KV0.0")]
+    (found, *_) = find_violations(replace(again, programs=(tuple(late),)))
+    assert "0B0.1 stands before 0KV0.0" in str(found)
+    with pytest.raises(ValueError, match="both copied and recomputed"):
+        place_kv(make("looped_bfs", p=1, v=2, n=2, m=1), offloaded=[0], recomputed=[0, 1])
     late = [i for i in every if i != back]
     late.insert(texts.index("0B0.1"), back)
     (found, *_) = broken(*late)
@@ -127,10 +160,10 @@ def test_rules():
 def test_units_that_are_cut_keep_their_keys():
     schedule = make("sppo_msp", p=2, n=4, m=1)
     with pytest.raises(ValueError, match="keep K and V"):
-        place_kv_copies(schedule, stages=[0, 1])
+        place_kv(schedule, offloaded=[0, 1])
 
 
 def test_evaluation_keeps_its_keys():
     schedule = make("looped_bfs", p=1, v=2, n=2, m=1, forward_only=True)
     with pytest.raises(ValueError, match="has no backward"):
-        place_kv_copies(schedule, stages=[0])
+        place_kv(schedule, offloaded=[0])
