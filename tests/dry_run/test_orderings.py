@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -33,6 +34,7 @@ IMPLIED = {
 """Waits whose loss changes no order in these runs, by case, who waits, and for whom (patterns)."""
 
 
+@cache
 def trace(name, *, lost=frozenset()):
     run, plan = planned(name)
     check = OrderingCheck()
@@ -63,14 +65,38 @@ def test_a_lost_wait_of_compute_is_found(name):
 def test_every_lost_wait_is_found(name):
     """Without the host's waits for the whole device, behind which any other wait would hide."""
     step, _ = trace(name)
-    whole = ("all streams", "the current stream")
-    device = frozenset(wait for wait in step.waits if wait.awaited in whole)
+    device = whole_device(step)
     _, check = trace(name, lost=device)
     values = set(check.unordered)
-    assert {unordered.second for unordered in values} == {"reading a value on host (reads)"}
+    assert {unordered.second for unordered in values} == {VALUE}
     for wait in step.waits.keys() - device:
         _, check = trace(name, lost=device | {wait})
         assert check.unordered.keys() - values or is_implied(wait, name), wait
+
+
+def whole_device(step):
+    """The host's waits for the whole device, without which only values that it reads are early."""
+    return frozenset(w for w in step.waits if w.awaited in ("all streams", "the current stream"))
+
+
+VALUE = "reading a value on host (reads)"
+KINDS = {
+    "copy": ("to a disk", OUT, "compute"),
+    "host thread": ("to a disk", "sppo write", OUT),
+    "message": ("multiplexed", "compute", "communicator pipeline 1 to 0"),
+    "collective": ("zero 3", "compute", "communicator gathers of stage"),
+}
+"""Waits by what they are about: case, who waits, and for whom."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lost_wait_of_each_kind_is_found(kind):
+    name, *wait = KINDS[kind]
+    step, _ = trace(name)
+    lost = frozenset(w for w in step.waits if [w.worker, w.awaited] == wait)
+    assert lost
+    _, check = trace(name, lost=whole_device(step) | lost)
+    assert {unordered.second for unordered in check.unordered} - {VALUE}
 
 
 def is_implied(wait: Wait, name: str) -> bool:
