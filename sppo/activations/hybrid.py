@@ -24,7 +24,7 @@ from sppo.activations.placement import (
     CopySlots,
     Counts,
     PolicyInputs,
-    alike_neighbours,
+    alike_stages,
     prefix_rows,
 )
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
@@ -67,7 +67,7 @@ class StageProblem:
 
 def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
     """Placements worth pricing; all fit, or the only one needs the least memory of all."""
-    keys = alike_neighbours(
+    keys = alike_stages(
         *(inputs.row_bytes, inputs.in_flight, inputs.sequences, inputs.next_forward_s),
         *(inputs.hidden_bytes, inputs.device_bytes, inputs.tier_bytes, inputs.slots.row_bytes),
     )

@@ -141,8 +141,8 @@ class ActivationPlacement:
 
     @cached_property
     def alike(self) -> Sequence[int]:
-        """For each stage the first of the neighbours with the same rows, [stages]."""
-        return alike_neighbours(self.retained, self.offloaded, self.recomputed)
+        """For each stage the first one with the same rows, [stages]."""
+        return alike_stages(self.retained, self.offloaded, self.recomputed)
 
     @property
     def offloads_anything(self) -> bool:
@@ -150,8 +150,8 @@ class ActivationPlacement:
         return bool(self.offloaded.any())
 
 
-def alike_neighbours(*tables: npt.NDArray[Any]) -> list[int]:
-    """Return for each stage the first of the neighbours with equal rows, [stages].
+def alike_stages(*tables: npt.NDArray[Any]) -> list[int]:
+    """Return for each stage the first one with equal rows, [stages].
 
     Args:
         tables: [stages, ...] each.
@@ -159,8 +159,13 @@ def alike_neighbours(*tables: npt.NDArray[Any]) -> list[int]:
     first = np.arange(len(tables[0]))
     differs = [(t[1:] != t[:-1]).any(axis=tuple(range(1, t.ndim))) for t in tables]
     first[1:] *= np.any(differs, axis=0)
-    found: list[int] = np.maximum.accumulate(first).tolist()
-    return found
+    of_neighbours: list[int] = np.maximum.accumulate(first).tolist()
+    by_rows: dict[tuple[bytes, ...], int] = {}
+    found = {
+        stage: by_rows.setdefault(tuple(table[stage].tobytes() for table in tables), stage)
+        for stage in dict.fromkeys(of_neighbours)
+    }
+    return [found[stage] for stage in of_neighbours]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

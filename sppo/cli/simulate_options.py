@@ -28,8 +28,8 @@ ScheduleName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="gpipe, 1f1b, interleaved_1f1b, seq1f1b, interleaved_seq1f1b, zb_h1, seq_zb_h1, "
-        "sppo or sppo_msp, with abstract costs; with RUN.yaml, instead of the run's.",
+        help="gpipe, 1f1b, interleaved_1f1b, seq1f1b, interleaved_seq1f1b, looped_bfs, zb_h1, "
+        "seq_zb_h1, sppo or sppo_msp, with abstract costs; with RUN.yaml, instead of the run's.",
         rich_help_panel=_WHAT,
     ),
 ]

@@ -19,6 +19,7 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess,
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
 from sppo.schedule.costs import Links
+from sppo.schedule.generators import LOOPED
 from sppo.schedule.played_step import played_step
 from sppo.schedule.simulate import simulate
 
@@ -65,7 +66,7 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
             "nothing fits, so there is nothing to compare: sppo solve without --ablation says what "
             "is short"
         )
-    plain = replace(best.candidate, schedule="sppo", offload_ratio=None)
+    plain = replace(best.candidate, schedule="sppo", virtual_stages=1, offload_ratio=None)
     rows: list[AblationRow] = []
     rows.append(_row("none", _option(plain, "recompute"), rows, "no offload, layers recomputed"))
     kept = _option(plain, "retain")
@@ -78,6 +79,13 @@ def ablation(run: RunConfig, *, hardware: HardwareSpec) -> tuple[AblationRow, ..
     rows.append(
         _row("hybrid", hybrid, rows, "retains what fits, offloads what hides, recomputes the rest")
     )
+    virtual = best.candidate.virtual_stages
+    if virtual > 1:
+        looped = replace(plain, schedule=LOOPED, virtual_stages=virtual)
+        note = "passes the ranks so many times, stage after stage"
+        rows.append(
+            _row(f"hybrid, {virtual} stages on a rank", _option(looped, "hybrid"), rows, note)
+        )
     if plain.pipeline_parallel_degree > 1:
         rows += _multiplexed_rows(adaptive, rows)
     return tuple(rows)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.estimate import model_counts
+from sppo.planning.search.choices import virtual_stages_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.feasibility import fits_at_all, longest_sequence, quick_best
 from sppo.units import format_bytes, format_duration, format_tokens
@@ -59,15 +60,18 @@ def what_would_fit(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Advice, .
 def too_long_for(run: RunConfig, *, hardware: HardwareSpec) -> str | None:
     """Say so if K and V alone take more than all devices have; None if they do not.
 
-    They stay on the devices, those of all layers, with their gradients, whatever else is chosen.
+    They stay on the devices, those of all layers, whatever else is chosen, and so do the gradients
+    of one stage of each rank.
     """
     counts = model_counts(run)
-    needed = counts.kv_bytes + counts.kv_gradients_bytes
+    most = virtual_stages_to_try(run, num_ranks=1)[-1]
+    needed = counts.kv_bytes + counts.kv_gradients_bytes // most
     there = hardware.num_devices * hardware.device.usable_bytes
     if needed <= there:
         return None
+    whose = "" if most == 1 else f"of one of {most} stages "
     return (
-        f"K and V of all layers stay on the devices, with gradients in fp32: "
+        f"K and V of all layers stay on the devices, with gradients {whose}in fp32: "
         f"{format_bytes(needed)} for one sequence, and {hardware.num_devices} devices have "
         f"{format_bytes(there)} together; no cuts, degrees or policy change that"
     )

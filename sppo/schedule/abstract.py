@@ -25,7 +25,7 @@ from sppo.schedule.costs import (
     per_unit,
     with_offload,
 )
-from sppo.schedule.generators import WHOLE_SEQUENCES
+from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.program import Case, step_program
 
 # About four times a step of 1024 ranks and 512 subsequences; each takes about a kilobyte.
@@ -160,7 +160,7 @@ def compared_case(request: AbstractCase, *, name: str) -> Case:
             kv_bytes=request.kv_bytes * count,
             offload=AbstractOffload(),
         )
-    if request.num_virtual > 1 and not name.startswith("interleaved"):
+    if request.num_virtual > 1 and name not in WITH_VIRTUAL_STAGES:
         merged = request.num_virtual
         other = replace(
             other,

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "configs/run/gpt_7b_512k_32gpu.yaml"
 GIB = 1 << 30
 AS_IN_THE_PAPER = (
+    "parallel.virtual_stages=1",
     "parallel.sequence_parallel_degree=8",
     "parallel.pipeline_parallel_degree=4",
     "parallel.data_parallel_degree=1",
@@ -29,7 +30,7 @@ def run(tmp_path, monkeypatch):
         "model": {"preset": "llama-3.2-1b"},
         "data": {"tokens": "there/is/no/such/directory"},
         "sequence": {"length": "64Ki"},
-        "parallel": {"multiplexed": "off"},
+        "parallel": {"multiplexed": "off", "virtual_stages": 1},
         "hardware": {"preset": "h100", "nodes": 1},
     }
     Path("run.yaml").write_text(yaml.safe_dump(values))

@@ -27,7 +27,7 @@ RUN = {
     "sequence": {"length": "128Ki"},
     "hardware": {"preset": "h100", "nodes": 1},
 }
-TOO_LONG = ("sequence.length=2Mi", "hardware.devices_per_node=2")
+TOO_LONG = ("sequence.length=2Mi", "hardware.devices_per_node=2", "parallel.virtual_stages=1")
 PROMISED = {
     "sequence_parallel_degree",
     "pipeline_parallel_degree",
@@ -110,7 +110,7 @@ def test_what_is_reported_hangs_together(run):
         assert 0 < predicted["mfu"] < 1
         assert predicted["provenance"] == "analytic"
         stages = option["stages"]
-        assert len(stages) == option["pipeline_parallel_degree"]
+        assert len(stages) == option["pipeline_parallel_degree"] * option["virtual_stages"]
         assert sum(stage["num_layers"] for stage in stages) == 16
         for stage in stages:
             assert sum(stage["device"].values()) == stage["device_bytes"]
@@ -197,10 +197,10 @@ def test_the_example_is_the_configuration_of_the_paper():
 
 
 def test_rejections_are_grouped_for_people_and_listed_for_programs():
-    text = example_text()
+    text = example_text("parallel.virtual_stages=1")
     assert "10 other ways do not work (--json lists them):" in text
     assert "10 short of device memory, most of it dK and dV nearest SP 1 · PP 8 · DP 1" in text
-    rejected = example()["rejected"]
+    rejected = example("parallel.virtual_stages=1")["rejected"]
     assert len(rejected) == 10
     for rejection in rejected:
         shortfall = rejection["shortfall"]
@@ -336,6 +336,7 @@ def test_advice_that_is_followed_helps(run):
 
 def test_conditions_that_rule_everything_out_are_named(run):
     words = (run, "sequence.length=1Mi", "parallel.sequence_parallel_degree=1")
+    words += ("parallel.virtual_stages=1",)
     words += ("parallel.pipeline_parallel_degree=1", "sequence.num_subsequences=2")
     changes = [advice["change"] for advice in report(*words, code=3)["advice"]]
     assert changes[0].startswith("leave out parallel.")
@@ -426,9 +427,9 @@ def test_the_screens_are_screens(run):
     )
 
 
-def test_what_was_simulated_is_reported_by_stage_and_fits(run):
+def test_what_was_simulated_is_reported_by_rank_and_fits(run):
     found = report(run)["best"]
-    assert len(found["simulated_device_bytes"]) == len(found["stages"])
+    assert len(found["simulated_device_bytes"]) == found["pipeline_parallel_degree"]
     assert max(found["simulated_device_bytes"]) <= found["predicted"]["device_peak_bytes"]
 
 

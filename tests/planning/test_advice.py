@@ -30,7 +30,7 @@ def advised(run):
     }
 
 
-@pytest.mark.parametrize("length", [1300 * KIB, 2048 * KIB])
+@pytest.mark.parametrize("length", [3072 * KIB, 4096 * KIB])
 def test_the_longest_is_the_same_whoever_asks(length):
     run = request(length=length)
     hardware = hardware_for(run.hardware)
@@ -70,7 +70,14 @@ def test_the_smallest_cluster_is_the_smallest():
 def test_what_no_choice_can_hold_is_said_plainly():
     run = request("llama-3.1-8b", length="3700Ki", devices=8)
     hardware = hardware_for(run.hardware)
-    text = too_long_for(run, hardware=hardware)
     # K and V of 8 heads of 128 in bf16 and their gradients in fp32, of 32 layers.
+    assert too_long_for(run, hardware=hardware) is None
+    one_stage = run.model_copy(
+        update={"parallel": run.parallel.model_copy(update={"virtual_stages": 1})}
+    )
+    text = too_long_for(one_stage, hardware=hardware)
     assert f"{3700 * KIB * 32 * 2 * 8 * 128 * 6 / GIB / 1024:.1f} TiB for one sequence" in text
+    text = too_long_for(with_length(run, 5120 * KIB), hardware=hardware)
+    assert "with gradients of one of 32 stages in fp32" in text
+    assert f"{5120 * KIB * 2 * 8 * 128 * (32 * 2 + 4) / GIB:.1f} GiB for one sequence" in text
     assert too_long_for(with_length(run, 512 * KIB), hardware=hardware) is None

@@ -21,14 +21,21 @@ from sppo.planning.baselines import (
     baselines,
 )
 from sppo.planning.search.choices import Degrees
+from sppo.planning.search.feasibility import fits_at_all
 from sppo.planning.search.solver import solve
 
 A100S = replace(PRESETS["a100-80g"], num_nodes=4)
 KIB = 1 << 10
 
 
-def run_of(preset="gpt-7b", *, length=512 * KIB, **sections):
-    raw = {"model": {"preset": preset}, "data": {"tokens": "none"}, "sequence": {"length": length}}
+def run_of(preset="gpt-7b", *, length=512 * KIB, virtual_stages=1, **sections):
+    """A run whose ranks have one stage, as in the paper, unless more are asked for."""
+    raw = {
+        "model": {"preset": preset},
+        "data": {"tokens": "none"},
+        "sequence": {"length": length},
+        "parallel": {"virtual_stages": virtual_stages},
+    }
     return check_run({**raw, **sections}, source="test")
 
 
@@ -92,6 +99,13 @@ def test_claims_of_the_paper_stand_beside_its_model_and_machine_only(paper):
 def test_sppo_reaches_what_the_paper_claims(nodes, claimed):
     found = of_the_paper(nodes)[SPPO].longest_tokens
     assert claimed <= found <= 1.4 * claimed
+
+
+def test_several_stages_on_a_rank_reach_twice_as_far():
+    """Gradients of K and V of one stage at a time leave room that the paper's program does not."""
+    run = run_of(length=2048 * KIB, virtual_stages="auto")
+    assert fits_at_all(run, A100S)
+    assert not fits_at_all(run_of(length=2048 * KIB), A100S)
 
 
 def test_the_solver_agrees_with_the_longest_of_sppo(paper):

@@ -77,7 +77,12 @@ def test_the_best_is_listed_first_and_a_good_answer_has_none():
 
 
 def test_changes_are_priced_with_units_cut_over_ranks_as_the_answer_is():
-    run = run_config("llama-3.1-8b", length="256Ki", hardware={"preset": "a100-80g", "nodes": 2})
+    run = run_config(
+        "llama-3.1-8b",
+        length="256Ki",
+        hardware={"preset": "a100-80g", "nodes": 2},
+        parallel={"virtual_stages": 1},
+    )
     solution = solved(run)
     assert solution.best.candidate.schedule == "sppo_msp"
     same = _Change("nothing", run, solution.hardware)

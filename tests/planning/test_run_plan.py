@@ -20,7 +20,8 @@ LAPTOP = PRESETS["laptop-cpu"]
 PLENTY = 1 << 40
 
 
-def run_config(*, policy="auto", dtype="bf16", num_subsequences=8, **sequence):
+def run_config(*, policy="auto", dtype="bf16", num_subsequences=8, virtual_stages=1, **sequence):
+    """A run whose ranks have one stage, unless more are asked for."""
     if "boundaries" not in sequence:
         sequence["num_subsequences"] = num_subsequences
     return any_run(
@@ -28,6 +29,7 @@ def run_config(*, policy="auto", dtype="bf16", num_subsequences=8, **sequence):
         length=sequence.pop("length", 16384),
         sequence=sequence,
         activations={"policy": policy},
+        parallel={"virtual_stages": virtual_stages},
         train={"dtype": dtype},
         hardware="auto",
     )
@@ -66,6 +68,22 @@ def test_linear_layers_are_recomputed_before_attention(share):
     assert between.recomputed_fractions(LINEAR) == (1.0,) * 8
     assert 0 < sum(between.recomputed_fractions(ATTENTION)) < 8
     assert set(between.recomputed_fractions(ATTENTION)) == {0.0, 1.0}
+
+
+def test_stages_after_one_another_fit_where_one_does_not():
+    """One stage's gradients of K and V are there at a time."""
+    least = int(peak_bytes("recompute") / USABLE_FRACTION)
+    made = plan(run_config(virtual_stages="auto"), available_bytes=least - 5)
+    assert made.schedule == "looped_bfs"
+    assert made.virtual_stages == len(made.stages) > 1
+    layers = [stage.num_layers for stage in made.stages]
+    whole = plan(run_config(policy="recompute")).stages[0].memory.device
+    held = made.stages[0].memory.device
+    assert held.kv_bytes == whole.kv_bytes
+    assert held.kv_gradients_bytes * sum(layers) == whole.kv_gradients_bytes * max(layers)
+    everything = int(peak_bytes("retain") / USABLE_FRACTION) + 5
+    simplest = plan(run_config(virtual_stages="auto"), available_bytes=everything)
+    assert (simplest.schedule, simplest.virtual_stages) == ("sppo", 1)
 
 
 def test_a_cpu_has_nowhere_else_to_keep_the_optimizer():

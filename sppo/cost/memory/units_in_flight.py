@@ -12,6 +12,7 @@ Legend: N subsequences of a sequence, p pipeline ranks, r one of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import RankOrder, rank_orders
+from sppo.schedule.generators import LOOPED, RankOrder, rank_orders
 from sppo.schedule.orders import sequence_groups
 
 Places = npt.NDArray[np.intp]
@@ -30,8 +31,8 @@ OVERLAPPING = ("sppo", "sppo_msp", "seq1f1b", "1f1b")
 """Schedules that hold N + p - 1 - r units on rank r; of MSP's the units that a rank owns."""
 _ONE_BEHIND_THE_OTHER = ("sppo", "sppo_msp")
 """Schedules in which a single rank ends a sequence before it begins the next."""
-LOOPED = "looped_bfs"
-"""The schedule in which a group of sequences ends before the next one begins."""
+
+_FIRST: Places = np.zeros(1, dtype=np.intp)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +82,7 @@ class UnitsInFlight:
             change = held[at] * events.held
             if deferred is not None:
                 change = change + deferred[at] * events.deferred
-            total = np.cumsum(change)
+            total = np.cumsum(change, axis=1)
             if running is not None:
                 # Operands of a weight half come while what backward ends to hold goes.
                 during = np.maximum(total, total - change)
@@ -89,8 +90,8 @@ class UnitsInFlight:
                     (total + running.forward[at]) * events.is_forward,
                     (during + running.backward[at]) * events.is_backward,
                 )
-            peaks.append(total.max(initial=0.0))
-        return np.array(peaks)
+            peaks.append(total.max(axis=1, initial=0.0))
+        return np.concatenate(peaks)
 
     def counts(self, weights: Table) -> Counts:
         """Return how often each subsequence is held when its rank holds most, [stages, N].
@@ -102,9 +103,10 @@ class UnitsInFlight:
             return self._counts_after(self._moments(weights).argmax(axis=1))
         counts = np.zeros(weights.shape, dtype=np.int64)
         for events in self._events:
-            at = events.stages, events.subsequences
-            end = int(np.argmax(np.cumsum(weights[at] * events.held))) + 1
-            np.add.at(counts, (at[0][:end], at[1][:end]), events.held[:end])
+            change = weights[events.stages, events.subsequences] * events.held
+            ends = np.argmax(np.cumsum(change, axis=1), axis=1) + 1
+            for stages, end in zip(events.stages, ends.tolist(), strict=True):
+                np.add.at(counts, (stages[:end], events.subsequences[:end]), events.held[:end])
         return counts
 
     @cached_property
@@ -113,8 +115,8 @@ class UnitsInFlight:
         if not self._is_overlapping:
             found = np.zeros(self.candidate.num_stages, dtype=np.int64)
             for events in self._events:
-                for stage in set(events.stages.tolist()):
-                    found[stage] = _most_at_once(events.spans[events.spans[:, 0] == stage, 1:])
+                for place, spans in enumerate(events.spans_of_stages):
+                    found[events.ranks + place * self._shape[0]] = _peak(spans, np.ones(1))
             return found
         # The first subsequence of a sequence is held as long as any other.
         first = np.zeros(self._shape)
@@ -131,7 +133,14 @@ class UnitsInFlight:
         if self.candidate.virtual_stages == 1:
             most: Table = held * self.sequences
             return most
-        return np.array([_peak(events.spans, held) for events in self._events])
+        by_rank = held.reshape(-1, self._shape[0]).T
+        return np.array(
+            [
+                _peak(events.spans, by_rank[rank])
+                for events in self._events
+                for rank in events.ranks.tolist()
+            ]
+        )
 
     @property
     def group_sequences(self) -> int:
@@ -201,16 +210,12 @@ class UnitsInFlight:
 
     @cached_property
     def _events(self) -> tuple[_Events, ...]:
-        """What each rank begins and ends to hold, in the order of its program."""
-        candidate = self.candidate
+        """What ranks begin and end to hold, in the order of their programs; all ranks, in order."""
+        candidate, ranks = self.candidate, np.arange(self._shape[0])
         sequences, virtual = candidate.sequences, candidate.virtual_stages
         if candidate.schedule == LOOPED:
             sequences = self.group_sequences
-            one = _looped_events(len(candidate.lengths), sequences, virtual)
-            return tuple(
-                one.on(candidate.stages_of_rank(rank))
-                for rank in range(candidate.pipeline_parallel_degree)
-            )
+            return (_looped_events(len(candidate.lengths), sequences, virtual).on(ranks, ranks),)
         orders = rank_orders(
             candidate.schedule,
             num_ranks=candidate.pipeline_parallel_degree,
@@ -218,22 +223,23 @@ class UnitsInFlight:
             num_virtual=virtual,
         )
         return tuple(
-            _events(order).on(candidate.stages_of_rank(rank)) for rank, order in enumerate(orders)
+            _events(order).on(ranks[rank : rank + 1], ranks) for rank, order in enumerate(orders)
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Events:
-    """What one rank begins (1) or ends (-1) to hold, in program order, and what runs then.
+    """What some ranks begin (1) or end (-1) to hold, in program order, and what runs then.
 
     Attributes:
-        stages: Of each event; positions on the rank until :meth:`on` is called.
-        subsequences: Of each event.
+        stages: Of each event on each of the ranks, [ranks, events].
+        subsequences: Of each event, and so on, [events] each.
         held: Of what is held from a forward to the end of its backward.
         deferred: Of what is held from a backward to the end of its deferred weight half.
         is_forward: 1 where a forward runs.
         is_backward: 1 where a backward runs.
-        spans: Rows (stage, first event, last event) of each sequence on each stage.
+        spans: Rows (position of a stage on its rank, first event, last event) of each sequence.
+        ranks: Which.
     """
 
     stages: Places
@@ -243,16 +249,23 @@ class _Events:
     is_forward: Counts
     is_backward: Counts
     spans: Places
+    ranks: Places
 
-    def on(self, stages: range) -> _Events:
-        """Return the same events with the stages of a rank by their positions there."""
-        spans = self.spans.copy()
-        spans[:, 0] = stages.start + stages.step * spans[:, 0]
-        return replace(self, stages=stages.start + stages.step * self.stages, spans=spans)
+    @property
+    def spans_of_stages(self) -> Iterator[Places]:
+        """Spans of each stage of a rank, as those of a first one."""
+        for place in range(int(self.spans[:, 0].max()) + 1):
+            own = self.spans[self.spans[:, 0] == place].copy()
+            own[:, 0] = 0
+            yield own
+
+    def on(self, ranks: Places, every: Places) -> _Events:
+        """Return the events of the first rank as those of some others of `every`."""
+        return replace(self, stages=ranks[:, None] + len(every) * self.stages, ranks=ranks)
 
 
 def _events(order: RankOrder) -> _Events:
-    """Return what a rank holds that runs `order`."""
+    """Return what a rank holds that runs `order`, its stages by their positions on it."""
     deferred = {step for kind, step in order if kind == "W"}
     rows = []
     spans: dict[tuple[int, int], list[int]] = {}
@@ -268,12 +281,14 @@ def _events(order: RankOrder) -> _Events:
     chunks, indices, held, deferred_halves, is_forward, is_backward = (
         np.array(rows, dtype=np.int64).reshape(-1, 6).T
     )
-    return _Events(chunks, indices, held, deferred_halves, is_forward, is_backward, table)
+    return _Events(
+        chunks[None], indices, held, deferred_halves, is_forward, is_backward, table, _FIRST
+    )
 
 
 @lru_cache(maxsize=16)
 def _looped_events(num_subsequences: int, sequences: int, virtual_stages: int) -> _Events:
-    """Return what a rank holds that runs one group of the looped order."""
+    """Return what a rank holds that runs one group of the looped order, likewise."""
     count = sequences * num_subsequences
     chunks = np.repeat(np.arange(virtual_stages), count)
     forward = np.tile(np.arange(num_subsequences), virtual_stages * sequences)
@@ -282,20 +297,15 @@ def _looped_events(num_subsequences: int, sequences: int, virtual_stages: int) -
     last = 2 * len(chunks) - 1 - first[:, ::-1]
     spans = np.stack([np.repeat(np.arange(virtual_stages), sequences), first.ravel(), last.ravel()])
     return _Events(
-        stages=np.concatenate([chunks, chunks[::-1]]),
+        stages=np.concatenate([chunks, chunks[::-1]])[None],
         subsequences=np.concatenate([forward, forward[::-1]]),
         held=2 * is_forward - 1,
         deferred=np.zeros_like(is_forward),
         is_forward=is_forward,
         is_backward=1 - is_forward,
         spans=spans.T,
+        ranks=_FIRST,
     )
-
-
-def _most_at_once(spans: Places) -> int:
-    """Return how many of some spans (first event, last event) go on at once."""
-    rows = np.column_stack([np.zeros(len(spans), dtype=np.intp), spans])
-    return round(_peak(rows, np.ones(1)))
 
 
 def _peak(spans: Places, held: Table) -> float:
@@ -303,7 +313,7 @@ def _peak(spans: Places, held: Table) -> float:
 
     Args:
         spans: no two of which begin or end at the same event.
-        held: by each of a stage.
+        held: by each of a stage, by its position on the rank.
     """
     size = held[spans[:, 0]]
     order = np.argsort(np.concatenate([spans[:, 1], spans[:, 2]]))

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.units_in_flight import LOOPED, Running, UnitsInFlight
+from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
+from sppo.schedule.generators import LOOPED
 
 
 def waiting_bytes(candidate: Candidate) -> Running:

@@ -6,15 +6,13 @@ from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
+from sppo.planning.search.candidate_search import WORTH_IT
 from sppo.planning.search.choices import trains_msp
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
 SCHEDULED_UNITS = 1200
 """Stages x units up to which other schedules are tried: making and playing them takes a second."""
-_WORTH_IT = 0.99
-"""Another schedule is taken if it leaves at most this fraction of the step: predictions are not so
-exact that less would count, and the plain program is the simplest to run."""
 
 
 def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCandidate:
@@ -35,18 +33,20 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
     if best.played is None:
         best = simulate_candidate(best)
     if forced:
-        return _scheduled(candidate, "sppo_msp") or best
-    names = ["seq_zb_h1"] + (["sppo_msp"] if may_cut and run.parallel.multiplexed == "auto" else [])
-    if candidate.virtual_stages > 1:
-        names = ["interleaved_seq1f1b"]
-    for name in names:
-        other = _scheduled(candidate, name)
-        if other is not None and other.step_s <= best.step_s * _WORTH_IT:
+        return _simulated(replace(candidate, schedule="sppo_msp")) or best
+    virtual = candidate.virtual_stages
+    others = [replace(candidate, schedule="interleaved_seq1f1b")] if virtual > 1 else []
+    if virtual == 1 or run.parallel.virtual_stages == "auto":
+        names = ("seq_zb_h1", "sppo_msp")[: 1 + (may_cut and run.parallel.multiplexed == "auto")]
+        others += [replace(candidate, schedule=name, virtual_stages=1) for name in names]
+    for candidate in others:
+        other = _simulated(candidate)
+        if other is not None and other.step_s <= best.step_s * WORTH_IT:
             best = other
     return best
 
 
-def _scheduled(candidate: Candidate, name: str) -> EvaluatedCandidate | None:
-    """The candidate under another schedule, None where it does not fit."""
-    evaluated = assess(replace(candidate, schedule=name))
+def _simulated(candidate: Candidate) -> EvaluatedCandidate | None:
+    """The candidate and its simulation, None where it does not fit."""
+    evaluated = assess(candidate)
     return simulate_candidate(evaluated) if evaluated.shortfall is None else None

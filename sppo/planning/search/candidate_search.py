@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.stage_cost import message_bytes, pipeline_links, stage_seconds
+from sppo.cost.stage_cost import StageSeconds, message_bytes, pipeline_links, stage_seconds
 from sppo.cost.step_time import least_step_s
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.candidates import candidate_of_subsequences
@@ -34,6 +36,11 @@ from sppo.planning.search.evaluated_candidate import (
     may_fit,
 )
 
+WORTH_IT = 0.99
+"""Another schedule is taken if it leaves at most this fraction of the step: predictions are not so
+exact that less would count, and the simplest program is the best to run."""
+_FEW = 4
+"""Values of N that are tried with several stages on a rank."""
 Rank = tuple[float, int, int, int, int]
 
 
@@ -155,42 +162,79 @@ class _WaysOfDegrees:
         self._simplest, *self._further = virtual_stages_to_try(
             run, num_ranks=degrees.pipeline_parallel
         )
-        self._ways: dict[int, _Way] = {}
+        self._ways: dict[tuple[int, tuple[int, ...]], _Way] = {}
 
     @property
     def may_fit(self) -> bool:
         """Whether any candidate may fit."""
         return any(self._way(virtual).may_fit for virtual in (self._simplest, *self._further))
 
-    @property
+    @cached_property
     def bound_s(self) -> float:
         """Seconds that none of its candidates is faster than."""
-        return self._way(self._simplest).bound_s
+        way = self._way(self._simplest)
+        if not self._further:
+            return way.bound_s
+        return min(way.bound_s, way.looped_bound_s(max(self._further)))
 
     @cached_property
     def best(self) -> EvaluatedCandidate:
-        """The fastest that fits; the one short of least if none does."""
-        return self._way(self._simplest).best
+        """The fastest that fits; the one short of least if none does.
+
+        Of several stages on a rank most are looked at first: they idle least, and their gradients
+        of K and V are the least. Fewer are taken where they are faster still.
+        """
+        best = self._way(self._simplest).best
+        for virtual in reversed(self._further):
+            if best.shortfall is not None:
+                way = self._way(virtual, counts=self._counts[-_FEW:])
+                # Where most stages do not fit, fewer do not either.
+                return min(best, way.best, key=_short_first) if way.may_fit else best
+            counts = self._counts_beside(best, virtual)
+            found = self._faster(self._way(virtual, counts=counts), than=best)
+            best = found or best
+        return best
 
     @property
     def fits(self) -> bool:
         """Whether any of its candidates fits."""
-        return self._way(self._simplest).fits
+        return self._way(self._simplest).fits or (
+            bool(self._further) and self.best.shortfall is None
+        )
+
+    def _faster(self, way: _Way, *, than: EvaluatedCandidate) -> EvaluatedCandidate | None:
+        """Return the best of a way that is faster by enough; None if it has none."""
+        least_s = self._way(self._simplest).looped_bound_s(way.virtual_stages)
+        most_s = than.time.step_s * WORTH_IT
+        if least_s > most_s or not way.may_fit or way.bound_s > most_s:
+            return None
+        found = way.best
+        return found if found.shortfall is None and found.time.step_s <= most_s else None
+
+    def _counts_beside(self, found: EvaluatedCandidate, virtual_stages: int) -> Sequence[int]:
+        """Values of N to try: fewer subsequences fill a pipeline that they pass several times."""
+        most = len(found.candidate.lengths) * found.candidate.virtual_stages
+        least = most // virtual_stages
+        counts = [n for n in self._counts if least <= n <= most] or [self._counts[-1]]
+        last = len(counts) - 1
+        return sorted({counts[last * step // (_FEW - 1)] for step in range(_FEW)})
 
     def every_candidate(self, virtual_stages: int) -> list[EvaluatedCandidate]:
         """All candidates with so many stages on a rank, by N, with whole units."""
         return self._way(virtual_stages).every_candidate()
 
-    def _way(self, virtual_stages: int) -> _Way:
-        if virtual_stages not in self._ways:
-            self._ways[virtual_stages] = _Way(
+    def _way(self, virtual_stages: int, *, counts: Sequence[int] = ()) -> _Way:
+        """Return the way with so many stages on a rank; with every N unless `counts` are given."""
+        key = virtual_stages, tuple(counts or self._counts)
+        if key not in self._ways:
+            self._ways[key] = _Way(
                 self._run,
                 hardware=self._hardware,
                 degrees=self._degrees,
-                counts=self._counts,
+                counts=key[1],
                 virtual_stages=virtual_stages,
             )
-        return self._ways[virtual_stages]
+        return self._ways[key]
 
 
 class _Way:
@@ -207,7 +251,7 @@ class _Way:
     ) -> None:
         self._run, self._hardware = run, hardware
         self._degrees, self._counts = degrees, counts
-        self._virtual_stages = virtual_stages
+        self.virtual_stages = virtual_stages
         self._assessed: dict[int, EvaluatedCandidate] = {}
 
     @cached_property
@@ -226,6 +270,10 @@ class _Way:
     def bound_s(self) -> float:
         """Seconds that none of its candidates is faster than."""
         return self._bounds[0][0]
+
+    def looped_bound_s(self, virtual_stages: int) -> float:
+        """Seconds that so many stages on each of its ranks are hardly faster than."""
+        return min(work_s + ramp_s / virtual_stages for work_s, ramp_s in self._work)
 
     @cached_property
     def best(self) -> EvaluatedCandidate:
@@ -276,9 +324,8 @@ class _Way:
     def _bounds(self) -> list[tuple[float, int]]:
         """Seconds that no policy is faster than, and N; the least first."""
         bounds = []
-        for num_subsequences in self._worth_trying:
+        for num_subsequences, seconds in self._seconds.items():
             candidate = self._candidate(num_subsequences)
-            seconds = stage_seconds(candidate)
             bound_s = least_step_s(
                 seconds.units.forward,
                 seconds.units.backward + seconds.units.weight,
@@ -290,6 +337,24 @@ class _Way:
             )
             bounds.append((bound_s, num_subsequences))
         return sorted(bounds)
+
+    @property
+    def _work(self) -> Iterator[tuple[float, float]]:
+        """For each N, seconds of compute of a mean rank, and of a unit's way to the last and back.
+
+        With one stage on each rank.
+        """
+        for seconds in self._seconds.values():
+            units = seconds.units
+            passes = units.forward + units.backward + units.weight
+            work_s = float(passes.sum()) / len(passes)
+            updated_s = float(np.min(seconds.reduce_s + seconds.update_s))
+            yield work_s + updated_s, float(passes[:-1, 0].sum())
+
+    @cached_property
+    def _seconds(self) -> Mapping[int, StageSeconds]:
+        """Seconds of the units for each N that may fit."""
+        return {n: stage_seconds(self._candidate(n)) for n in self._worth_trying}
 
     def _assess(self, num_subsequences: int) -> EvaluatedCandidate:
         if num_subsequences not in self._assessed:
@@ -309,8 +374,15 @@ class _Way:
             hardware=self._hardware,
             degrees=self._degrees,
             num_subsequences=num_subsequences,
-            virtual_stages=self._virtual_stages,
+            virtual_stages=self.virtual_stages,
         )
+
+
+def _short_first(evaluated: EvaluatedCandidate) -> tuple[int, float]:
+    """What fits in front of what does not, by time; then what is short of least."""
+    if evaluated.shortfall is None:
+        return 0, evaluated.time.step_s
+    return _short(evaluated), 0.0
 
 
 def _rounded(seconds: float) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.memory.units_in_flight import LOOPED
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import Degrees, cut_sequence, machine_asked_for
+from sppo.schedule.generators import LOOPED
 
 
 def candidate_of_subsequences(

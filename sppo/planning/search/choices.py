@@ -13,12 +13,14 @@ from sppo.cost.flops import partition_costs
 from sppo.cost.layer import Workload, seconds_per_token_and_pair
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.partition import boundaries_by_flops, boundaries_by_length, lengths_of
-from sppo.schedule.generators import WHOLE_SEQUENCES
+from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
 
 SUBSEQUENCE_TOKENS = {"cuda": (2048, 16384), "cpu": (1024, 4096)}
 """Mean tokens of a subsequence worth trying. On accelerators the paper's sweet spot: below 2K
 kernels are too small, above 16K nothing is gained."""
 _MANTISSAS = (4, 5, 6, 7)
+_MOST_VIRTUAL_STAGES = 4
+"""Numbers of stages on a rank that are tried beside one."""
 _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 
 
@@ -155,9 +157,19 @@ def subsequence_counts_to_try(run: RunConfig, *, hardware: HardwareSpec) -> tupl
 
 
 def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
-    """Numbers of stages on each of `num_ranks` pipeline ranks worth trying, ascending."""
-    asked = run.parallel.virtual_stages
-    return (1,) if asked == "auto" else (asked,)
+    """Numbers of stages on each of `num_ranks` pipeline ranks worth trying, ascending.
+
+    Those with equally many layers: one stage, then some of the divisors of a rank's layers.
+    """
+    asked, parallel = run.parallel.virtual_stages, run.parallel
+    if asked != "auto":
+        return (asked,)
+    if parallel.schedule not in ("auto", LOOPED) or parallel.multiplexed == "on":
+        return (1,)
+    divisors = _divisors(run.model.num_layers // num_ranks)[1:]
+    last, steps = len(divisors) - 1, _MOST_VIRTUAL_STAGES - 1
+    chosen = {divisors[last * step // steps] for step in range(steps + 1) if divisors}
+    return (1, *sorted(chosen))
 
 
 def cut_sequence(

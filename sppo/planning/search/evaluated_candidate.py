@@ -16,7 +16,7 @@ from sppo.cost.layer import exchange_seconds
 from sppo.cost.memory.copy_room import copy_slots, tier_padding_bytes, with_placement
 from sppo.cost.memory.msp import with_msp
 from sppo.cost.memory.stage_memory import StageMemory, state_memory
-from sppo.cost.memory.units_in_flight import LOOPED, UnitsInFlight
+from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
     copy_bytes_per_s,
@@ -31,11 +31,14 @@ from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.choices import Degrees
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
+from sppo.schedule.generators import LOOPED
 from sppo.schedule.played_step import PlayedStep
 from sppo.units import format_bytes
 
 _ATTEMPTS = 3
 """Times that policies decide anew by a worse moment than the one before."""
+_SLOTS_SHARE = 1 / 16
+"""Share of a device's room up to which stages of a rank that lack memory decide anew with less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +207,8 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
     """
     seconds = seconds or stage_seconds(candidate)
     if candidate.schedule != "sppo_msp":
-        return _assess_whole(candidate, seconds=seconds)
+        found = _assess_whole(candidate, seconds=seconds)
+        return _with_room_for_slots(found, seconds=seconds)
     spare, before = 0, None
     for _ in range(_ATTEMPTS):
         whole = _assess_whole(replace(candidate, spare_bytes=spare), seconds=seconds)
@@ -233,6 +237,25 @@ def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> Ev
     if candidate.schedule != "sppo_msp":
         return found
     return with_program(found, program=candidate_program(candidate, costs=found.costs))
+
+
+def _with_room_for_slots(
+    evaluated: EvaluatedCandidate, *, seconds: StageSeconds
+) -> EvaluatedCandidate:
+    """Return a candidate again whose stages decided with a little too much room, if it fits then.
+
+    Slots of a rank are as large as the largest block of any of its stages, and each stage decides
+    with its share of slots that are as large as its own.
+    """
+    candidate, short = evaluated.candidate, evaluated.shortfall
+    if candidate.virtual_stages == 1 or short is None or short.place != "device":
+        return evaluated
+    if short.short_bytes > candidate.budget_bytes * _SLOTS_SHARE:
+        return evaluated
+    spare = candidate.spare_bytes + short.short_bytes * 5 // 4
+    less = _assess_whole(replace(candidate, spare_bytes=spare), seconds=seconds)
+    shortfall = _shortfall(candidate, less.memory)
+    return evaluated if shortfall else replace(less, candidate=candidate, shortfall=None)
 
 
 def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> EvaluatedCandidate:

@@ -49,6 +49,7 @@ def run_of(*, length=8192, pieces=8, **activations):
         length=length,
         sequence={"num_subsequences": pieces},
         activations={"disk": "spill", **activations},
+        parallel={"virtual_stages": 1},
         hardware="auto",
     )
 
