@@ -2,8 +2,8 @@ r"""What ptxas says of the Triton kernels: registers, spills, shared memory, pro
 
 Compiles what the launchers launch, for GPUs that need not be there: tensors are on the CPU, and
 Triton does all that it does for a launch but the launch itself. A table goes to the terminal, the
-figures to ``--json``. Ends with 1 if a kernel that a training launches in bf16 needs more registers
-than a thread can have, and spills the rest.
+figures to ``--json``. Ends with 1 if a kernel spills registers that a training launches in bf16,
+or attention in fp32 or fp64; two may spill a few bytes by choice (TRADED_BYTES).
 
     python scripts/compiled_kernels.py --json docs/results/compiled_kernels.json
     python scripts/compiled_kernels.py --capabilities 90 --launches few
@@ -91,8 +91,8 @@ def main() -> None:
         "--launches",
         type=one_of(*LAUNCHES),
         default="training",
-        help="few: one launch of each kernel; training: what a bf16 training launches; all: every"
-        " dtype as well, where spills are reported and no failure",
+        help="few: one launch of each kernel; training: what a bf16 training launches, and"
+        " attention in fp32 and fp64; all: every dtype, where spills are reported and no failure",
     )
     parser.add_argument(
         "--json",
@@ -205,13 +205,15 @@ def _launches(which: str) -> Mapping[str, Callable[[], None]]:
     if which == "few":
         return _each([torch.bfloat16], heads=(64,), windows=(40,), widths=(4096,), words=(32000,))
     if which == "training":
-        return _each(
+        bf16 = _each(
             [torch.bfloat16],
             heads=(64, 128, 256),
             windows=(None, 40),
             widths=(2048, 4096, 8192),
             words=(32000, 128256),
         )
+        others = [torch.float32, torch.float64]
+        return {**bf16, **_attention_launches(others, heads=(64, 128), windows=(None, 40))}
     return _each(
         [torch.bfloat16, torch.float16, torch.float32, torch.float64],
         heads=(64, 96, 128, 256),
@@ -230,19 +232,32 @@ def _each(
     words: tuple[int, ...],
 ) -> Mapping[str, Callable[[], None]]:
     """Launches of every dtype, head size, with and without a window, width and vocabulary."""
-    launches: dict[str, Callable[[], None]] = {}
+    launches = _attention_launches(dtypes, heads=heads, windows=windows)
     for dtype in dtypes:
-        named = str(dtype).removeprefix("torch.")
-        for size in heads:
-            for window in windows:
-                key = f"{named}, heads of {size}{', window' if window else ''}"
-                launches[key] = partial(_attention, dtype, size, window)
+        named = _name(dtype)
         for width in widths:
             launches[f"{named}, width {width}"] = partial(_elementwise, dtype, width)
         for count in words:
             launches[f"{named}, {count} words"] = partial(_cross_entropy, dtype, count)
     launches["float32, gradients"] = _gradient_norm
     return launches
+
+
+def _attention_launches(
+    dtypes: list[Any], *, heads: tuple[int, ...], windows: tuple[int | None, ...]
+) -> dict[str, Callable[[], None]]:
+    return {
+        f"{_name(dtype)}, heads of {size}{', window' if window else ''}": partial(
+            _attention, dtype, size, window
+        )
+        for dtype in dtypes
+        for size in heads
+        for window in windows
+    }
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _attention(dtype: Any, head_size: int, window: int | None) -> None:

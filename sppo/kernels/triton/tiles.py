@@ -28,9 +28,9 @@ _TILES = {
     (64, 2): AttentionTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)),
     (128, 2): AttentionTiles(Tiles(128, 32, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
     (256, 2): AttentionTiles(Tiles(64, 32, 8, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 8, 2)),
-    (64, 4): AttentionTiles(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
-    (128, 4): AttentionTiles(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
-    (64, 8): AttentionTiles(Tiles(32, 32, 8, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2)),
+    (64, 4): AttentionTiles(Tiles(64, 16, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2)),
+    (128, 4): AttentionTiles(Tiles(32, 16, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 2)),
+    (64, 8): AttentionTiles(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
 }
 """Tiles by head size and bytes of an element. Kernels fit the shared memory of every device from
 compute capability 8.0 on, 99 KiB where there is least; what is not listed is cut finely."""
