@@ -27,10 +27,11 @@ from rich.table import Table
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import saved_bytes_per_token
+from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.memory.stage_memory import state_memory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.pass_parts import PART_NAMES
-from sppo.cost.stage_cost import kv_bytes_per_token, stage_costs, stage_parts, stage_seconds
+from sppo.cost.stage_cost import stage_costs, stage_parts, stage_seconds
 from sppo.cost.step_time import step_time
 from sppo.output_file import write_text
 from sppo.schedule.generators import generate

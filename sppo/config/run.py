@@ -98,6 +98,10 @@ class ActivationsConfig(Section):
     lse), recompute the linear parts; recompute: retain the layer input only; offload_all:
     offload everything; sppo: offload what hides behind compute; hybrid, and auto: retain what
     fits, offload what hides, recompute the rest."""
+    kv: Literal["auto", "retain", "offload", "recompute"] = "auto"
+    """K and V between a stage's forward and its backward, in the looped order, where a rank has
+    several stages: retain them, offload them to the further tier, or recompute them from the
+    layers' inputs, which the policy must then retain. auto: the fastest that fits."""
     input_every: Degree = 1
     """Interval in layers between saved inputs: the other layers recompute theirs from the layer
     below, whose attention output is retained, at the price of one product of the MLP."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from sppo.cost.layer import Workload
+from sppo.schedule.generators import LOOPED
+from sppo.schedule.kv_placement import KVPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class Candidate:
         spare_bytes: Device memory that activation policies leave free for shards (MSP).
         background_saves: Checkpoints are copied in memory, then written while training goes on.
         virtual_stages: Stages on each rank of the pipeline (v).
+        kv: What becomes of K and V between a stage's forward and its backward, in the looped order,
+            on all stages of a rank but its last; None leaves it open.
     """
 
     workload: Workload
@@ -45,6 +49,7 @@ class Candidate:
     spare_bytes: int = 0
     background_saves: bool = False
     virtual_stages: int = 1
+    kv: KVPlacement | None = "retained"
 
     @property
     def budget_bytes(self) -> int:
@@ -86,6 +91,13 @@ class Candidate:
             sum(len(stages[stage]) for stage in self.stages_of_rank(rank))
             for rank in range(self.pipeline_parallel_degree)
         )
+
+    def kv_of_stage(self, stage: int) -> KVPlacement:
+        """What becomes of K and V of a stage between its forward and its backward."""
+        is_last_of_rank = stage >= self.num_stages - self.pipeline_parallel_degree
+        if self.schedule != LOOPED or is_last_of_rank:
+            return "retained"
+        return self.kv or "retained"
 
     def is_last_stage(self, stage: int) -> bool:
         """Whether a stage holds the head and the loss."""

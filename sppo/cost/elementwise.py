@@ -126,6 +126,14 @@ def linear_recompute_work(model: ModelConfig) -> Iterator[Work]:
     yield Work("add", e)
 
 
+def kv_work(model: ModelConfig) -> Iterator[Work]:
+    """What recomputing K and V from a layer's input adds beside matrix products."""
+    e, _, key = _widths(model)
+    yield Work(model.norm, e)
+    yield from _towards_attention(model, key)
+    yield from (Work("copy", key),) * 2
+
+
 def saving_work(model: ModelConfig, *, names: Iterable[str]) -> Iterator[Work]:
     """Copies of the saved tensors `names` onto the stack where a CPU run keeps them."""
     elements = tensor_bytes_per_token(model, element_bytes=1)

@@ -27,6 +27,7 @@ from sppo.cost.elementwise import (
     Work,
     backward_work,
     forward_work,
+    kv_work,
     linear_recompute_work,
     saving_work,
     work_seconds,
@@ -163,6 +164,25 @@ def layer_parts(
             exchange=exchange * times.attention_recompute,
         ),
     )
+
+
+def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
+    """Seconds of recomputing K and V of one layer from its input."""
+    model, times = workload.model, _EXCHANGES[workload.sequence_parallel]
+    shapes = layer_shapes(model)
+    # Ulysses exchanges k and v of what it exchanges in a forward; Megatron gathers the tokens.
+    if workload.sequence_parallel == "megatron":
+        share = times.linear_recompute
+    else:
+        share = model.kv_heads / (model.num_heads + model.kv_heads)
+    seconds: Table = (
+        _product_seconds(
+            workload, [shapes["k.weight"], shapes["v.weight"]], tokens=tokens, product="forward"
+        )
+        + _elementwise_seconds(workload, kv_work(model), tokens=tokens)
+        + exchange_seconds(workload, tokens=tokens) * share
+    )
+    return seconds
 
 
 def head_parts(workload: Workload, *, tokens: Floats) -> PassParts:

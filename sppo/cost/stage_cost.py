@@ -21,6 +21,7 @@ from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs, recomputed_linear_flops
+from sppo.cost.kv import kv_bytes_per_token, kv_offload_bytes, kv_recompute_seconds
 from sppo.cost.layer import (
     ACCUMULATION_BYTES,
     Workload,
@@ -102,7 +103,9 @@ def stage_costs(
         placed_bytes(table, recomputed=rows.recomputed, candidate=candidate)
         for table in (rows.retained, rows.offloaded)
     )
-    disturbed_s = offloaded * workload.hardware.node.copy_compute_s_per_byte
+    kv_offloaded = _of_units(kv_offload_bytes(candidate), candidate.sequences)
+    copied = offloaded + kv_offloaded
+    disturbed_s = copied * workload.hardware.node.copy_compute_s_per_byte
     recomputed_s = _recompute_seconds(candidate, units=units, recomputed=rows.recomputed)
     return Costs(
         forward_s=units.forward + disturbed_s,
@@ -112,8 +115,8 @@ def stage_costs(
         message_bytes=message_bytes(candidate),
         activation_bytes=retained + offloaded,
         offload_bytes=offloaded,
-        kv_offload_bytes=np.zeros_like(offloaded),
-        kv_recompute_s=np.zeros_like(offloaded),
+        kv_offload_bytes=kv_offloaded,
+        kv_recompute_s=_of_units(kv_recompute_seconds(candidate), candidate.sequences),
         operand_bytes=_of_units(weight_operand_bytes(candidate), candidate.sequences),
         kv_bytes=layers * lengths * kv_bytes,
         kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
@@ -216,17 +219,6 @@ def weight_operand_bytes(candidate: Candidate) -> Table:
     row_bytes = (inputs + outputs) * workload.element_bytes
     result: Table = layers[:, None] * tokens * row_bytes
     return result
-
-
-def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
-    """Bytes per token and layer on one device: K and V, and their fp32 gradients.
-
-    A group larger than the K/V heads holds each head several times.
-    """
-    model = workload.model
-    degree = min(workload.sequence_parallel_degree, model.kv_heads)
-    elements = 2 * model.kv_heads * model.head_dim / degree
-    return elements * workload.element_bytes, elements * ACCUMULATION_BYTES
 
 
 def copy_bytes_per_s(candidate: Candidate) -> tuple[float, float]:

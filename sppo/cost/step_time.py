@@ -85,7 +85,8 @@ def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = No
         num_sequences: of the step, all cut alike.
         looped_ranks: pipeline ranks of the looped order; None for one stage per rank.
     """
-    forward, backward = costs.forward_s, costs.backward_s + costs.weight_s
+    forward = costs.forward_s
+    backward = costs.backward_s + costs.weight_s + costs.kv_recompute_s
 
     def parts(forward: Table, backward: Table) -> tuple[float, float, float]:
         return _parts(
@@ -100,7 +101,7 @@ def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = No
 
     computed = parts(forward, backward)
     exposed = 0.0
-    if costs.offload_bytes.any():
+    if costs.offload_bytes.any() or costs.kv_offload_bytes.any():
         slowed = parts(
             *_beside_copies(
                 forward,
@@ -181,7 +182,9 @@ def _beside_copies(
 
     count = costs.num_units // num_sequences
     num_virtual = costs.num_stages // num_ranks
-    offloaded = by_sequence(costs.offload_bytes).reshape(num_ranks, num_sequences, -1)
+    # K and V come back beside the stage behind their own, which takes about as long.
+    copied = costs.offload_bytes + costs.kv_offload_bytes
+    offloaded = by_sequence(copied).reshape(num_ranks, num_sequences, -1)
     out, back = offloaded / costs.copies.d2h_bytes_per_s, offloaded / costs.copies.h2d_bytes_per_s
     forward, backward = (
         by_sequence(table).reshape(offloaded.shape).copy() for table in (forward, backward)

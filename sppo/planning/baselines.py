@@ -22,11 +22,11 @@ from sppo.activations.policy import saved_bytes_per_token
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import Mechanism, Workload
 from sppo.cost.memory.stage_memory import MemoryBuckets, state_memory
 from sppo.cost.memory.unit_messages import exchanged_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.stage_cost import kv_bytes_per_token
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.longest import longest_tokens
 from sppo.planning.search.choices import Degrees

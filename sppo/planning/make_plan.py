@@ -122,6 +122,7 @@ def _stages(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
                 num_layers=len(layers),
                 subsequences=_subsequences(evaluated, stage=stage),
                 memory=evaluated.memory[candidate.rank_of_stage(stage)],
+                kv=candidate.kv_of_stage(stage),
             )
         )
     return tuple(stages)

@@ -24,6 +24,7 @@ from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec, Provenance
 from sppo.quoting import one_line, quoted
+from sppo.schedule.kv_placement import KVPlacement
 
 PLAN_VERSION = 1
 """Raised whenever the meaning of a field changes; other versions are refused."""
@@ -40,6 +41,7 @@ class StagePlan:
             `slot_offset_bytes` are within the stage's own part of its rank's tier.
         memory: Predicted, of one device of the rank that has the stage. A rank with several
             virtual stages has them all in it, and each of them says the same.
+        kv: What becomes of its K and V between its forward and its backward.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -48,6 +50,7 @@ class StagePlan:
     num_layers: int
     subsequences: tuple[SubsequencePlacement, ...]
     memory: StageMemory
+    kv: KVPlacement = "retained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +161,11 @@ class ExecutionPlan:
 
     @property
     def offloads_anything(self) -> bool:
-        """Whether any saved tensor leaves the device."""
-        return any(any(part.offloaded) for stage in self.stages for part in stage.subsequences)
+        """Whether any saved tensor, or K and V of any stage, leave the device."""
+        return any(
+            stage.kv == "offloaded" or any(any(part.offloaded) for part in stage.subsequences)
+            for stage in self.stages
+        )
 
     @property
     def tier(self) -> Literal["host", "disk"]:
@@ -196,6 +202,7 @@ _PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
     ),
     "activations": (
         "policy",
+        "kv",
         "input_every",
         "offload_ratio",
         "tier",
@@ -299,7 +306,11 @@ def _with_later_keys(planned: Mapping[str, Any], run: RunConfig) -> Mapping[str,
     """
     virtual = run.parallel.virtual_stages
     had = "auto" if virtual == "auto" else 1
-    return {**planned, "parallel": {"virtual_stages": had, **planned["parallel"]}}
+    return {
+        **planned,
+        "parallel": {"virtual_stages": had, **planned["parallel"]},
+        "activations": {"kv": "auto", **planned["activations"]},
+    }
 
 
 def _differences(

@@ -46,6 +46,7 @@ def plan_candidate(plan: ExecutionPlan) -> Candidate:
         offload_optimizer=plan.run["optimizer"]["offload"] and plan.hardware.device.kind != "cpu",
         input_every=plan.run["activations"]["input_every"],
         virtual_stages=plan.virtual_stages,
+        kv=plan.stages[0].kv,
     )
 
 

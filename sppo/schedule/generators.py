@@ -238,11 +238,11 @@ _GENERATORS: dict[str, Callable[[_Request, int], RankOrder]] = {
 _WITH_HOP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
 # Schedules that run the weight half of a backward as an action of its own.
 DEFERRING_WEIGHTS = ("zb_h1", "seq_zb_h1")
-# Schedules that may hold several stages on a rank.
-WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", "looped_bfs")
-# The one in which a group of sequences passes one stage of a rank after the other, and ends before
-# the next group begins.
 LOOPED = "looped_bfs"
+"""The schedule in which a group of sequences passes one stage of a rank before the next, and ends
+before the next group begins."""
+# Schedules that may hold several stages on a rank.
+WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", LOOPED)
 # Schedules in which a single rank ends a sequence before it begins the next.
 ONE_SEQUENCE_AFTER_ANOTHER = ("sppo", LOOPED)
 # Schedules for whole sequences, and the one that does the same with subsequences.

@@ -17,13 +17,10 @@ from sppo.cost.flops import (
     head_flops,
     recomputed_linear_flops,
 )
+from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import Workload, layer_seconds
 from sppo.cost.parameters import layer_shapes, num_parameters
-from sppo.cost.stage_cost import (
-    kv_bytes_per_token,
-    stage_parameters,
-    stage_seconds,
-)
+from sppo.cost.stage_cost import stage_parameters, stage_seconds
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluated_candidate import assess

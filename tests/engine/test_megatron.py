@@ -4,8 +4,9 @@ import pytest
 
 from sppo.activations.policy import classes_retained
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import Workload
-from sppo.cost.stage_cost import kv_bytes_per_token, row_bytes_of
+from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.presets import PRESETS
 from tests.engine.models import VARIANTS, tiny_model
 from tests.engine.offloading import FixedRows, RatioRows

@@ -20,6 +20,7 @@ from sppo.activations.activation_layout import SOURCES_HELD, BlockLayout
 from sppo.activations.placement import ActivationPlacement, CopySlots, Counts
 from sppo.activations.tensor_classes import ATTENTION, class_bytes_per_token
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes, queries_bytes
 from sppo.cost.memory.stage_memory import StageMemory, with_activations
 from sppo.cost.memory.units_in_flight import UnitsInFlight
@@ -139,10 +140,11 @@ def with_placement(
             by_kind[kind] = _stage_room(candidate, placement, stage=stage)
         rooms.append(by_kind[kind])
     found = []
+    kv_block_bytes, kv_bytes = largest_kv_block(candidate), kv_tier_bytes(candidate)
     for rank, memory in enumerate(held):
         own, device = candidate.stages_of_rank(rank), memory.device
         layout = block_layout(candidate, stage=_longest_stage(candidate, rank=rank))
-        block_bytes = max(rooms[stage].block_bytes for stage in own)
+        block_bytes = max(kv_block_bytes, *(rooms[stage].block_bytes for stage in own))
         leaving_bytes = _sources_waiting(candidate) * block_bytes
         joined_bytes = max(rooms[stage].joined_bytes for stage in own)
         device = replace(
@@ -151,7 +153,10 @@ def with_placement(
             working_bytes=device.working_bytes + leaving_bytes + joined_bytes,
         )
         # Extents in the tier are assigned to whole sequences, stage after stage.
-        tier = sum(rooms[stage].tier_bytes * int(units.sequences[stage]) for stage in own)
+        tier = sum(
+            (rooms[stage].tier_bytes + int(kv_bytes[stage])) * int(units.sequences[stage])
+            for stage in own
+        )
         found.append(replace(memory, device=device, tier_activations_bytes=tier))
     return tuple(found)
 
@@ -187,5 +192,6 @@ def staging_bytes(candidate: Candidate, *, placement: ActivationPlacement) -> in
             for stage in candidate.stages_of_rank(rank)
         ]
         layout = block_layout(candidate, stage=_longest_stage(candidate, rank=rank))
+        blocks.append(largest_kv_block(candidate))
         most = max(most, layout.staging_slots * max(blocks))
     return most

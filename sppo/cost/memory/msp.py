@@ -23,6 +23,7 @@ from math import prod
 
 from sppo.activations.placement import ActivationPlacement, SubsequencePlacement
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.memory.copy_room import reserved_slots, slots_on_device, stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
@@ -33,7 +34,7 @@ from sppo.cost.memory.unit_runs import UnitRun, unit_runs
 from sppo.cost.memory.unit_working_sets import loss_bytes, run_working_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import layer_shapes
-from sppo.cost.stage_cost import kv_bytes_per_token, placed_bytes
+from sppo.cost.stage_cost import placed_bytes
 from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight

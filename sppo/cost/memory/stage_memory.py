@@ -13,6 +13,7 @@ import numpy as np
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
@@ -22,7 +23,6 @@ from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.sharding.parts import ShardedParts, rank_parts
 from sppo.cost.stage_cost import (
     device_parameters,
-    kv_bytes_per_token,
     most_of_ranks,
     of_ranks,
     placed_bytes,
@@ -207,14 +207,14 @@ def _kv_bytes(candidate: Candidate, *, units: UnitsInFlight) -> tuple[Table, Tab
     """Bytes of K and V on each rank, and of their gradients, [ranks] each.
 
     Buffers hold one layer of a whole sequence each, from its first forward to its last backward on
-    the layer's stage; those of gradients from its first backward there, so the stages of a rank
-    take turns with them.
+    the layer's stage unless they leave in between; those of gradients from its first backward
+    there, so the stages of a rank take turns with them.
     """
     tokens = sum(candidate.lengths)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
     return (
-        units.peak_of_sequences(layers * tokens * kv_bytes),
+        units.peak_of_kv(layers * tokens * kv_bytes),
         most_of_ranks(candidate, layers * tokens * gradient_bytes),
     )
 

@@ -124,23 +124,40 @@ class UnitsInFlight:
         peaks: Counts = np.rint(self.peak(first)).astype(np.int64)
         return peaks
 
-    def peak_of_sequences(self, held: Table) -> Table:
-        """Return the most bytes that each rank holds of whole sequences, [ranks].
+    def peak_of_kv(self, held: Table) -> Table:
+        """Return the most bytes of K and V that each rank holds, [ranks].
 
         Args:
-            held: of a sequence from its first forward to its last backward on a stage, [stages].
+            held: of a sequence on a stage, [stages]: from its first forward to its last backward
+                there, without the time between where they are offloaded or recomputed.
         """
-        if self.candidate.virtual_stages == 1:
+        candidate = self.candidate
+        if candidate.virtual_stages == 1:
             most: Table = held * self.sequences
             return most
         by_rank = held.reshape(-1, self._shape[0]).T
         return np.array(
             [
-                _peak(events.spans, by_rank[rank])
+                _peak(self._kv_spans(events.spans), by_rank[rank])
                 for events in self._events
                 for rank in events.ranks.tolist()
             ]
         )
+
+    def _kv_spans(self, spans: Places) -> Places:
+        """Return when K and V of each sequence are on the device, from when anything of it is."""
+        candidate, count = self.candidate, len(self.candidate.lengths)
+        turn = candidate.virtual_stages * self.group_sequences * count
+        found = []
+        for position, first, last in spans.tolist():
+            placement = candidate.kv_of_stage(position * candidate.pipeline_parallel_degree)
+            if placement == "retained":
+                found.append((position, first, last))
+                continue
+            backward = last - count + 1
+            back = max(turn, backward - count) if placement == "offloaded" else backward
+            found += [(position, first, first + count - 1), (position, back, last)]
+        return np.array(found, dtype=np.intp)
 
     @property
     def group_sequences(self) -> int:
@@ -312,9 +329,9 @@ def _peak(spans: Places, held: Table) -> float:
     """Return the most that spans (stage, first event, last event) hold at once.
 
     Args:
-        spans: no two of which begin or end at the same event.
+        spans: what begins at an event is there when something ends at it.
         held: by each of a stage, by its position on the rank.
     """
     size = held[spans[:, 0]]
-    order = np.argsort(np.concatenate([spans[:, 1], spans[:, 2]]))
+    order = np.argsort(np.concatenate([spans[:, 1], spans[:, 2]]), kind="stable")
     return float(np.cumsum(np.concatenate([size, -size])[order]).max(initial=0.0))

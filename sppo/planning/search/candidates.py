@@ -8,6 +8,14 @@ from sppo.cost.layer import Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import Degrees, cut_sequence, machine_asked_for
 from sppo.schedule.generators import LOOPED
+from sppo.schedule.kv_placement import KVPlacement
+
+_KV_PLACEMENTS: dict[str, KVPlacement | None] = {
+    "auto": None,
+    "retain": "retained",
+    "offload": "offloaded",
+    "recompute": "recomputed",
+}
 
 
 def candidate_of_subsequences(
@@ -51,6 +59,7 @@ def candidate_of(
     """The run with these degrees and cuts, everything else as it asks."""
     schedule, policy = run.parallel.schedule, run.activations.policy
     automatic = "sppo" if virtual_stages == 1 else LOOPED
+    in_loop = (automatic if schedule == "auto" else schedule) == LOOPED and virtual_stages > 1
     ratio = run.activations.offload_ratio
     return Candidate(
         workload,
@@ -69,4 +78,5 @@ def candidate_of(
         # Where weights are sharded, tensors are recomputed whole or not at all.
         allow_partial=workload.sequence_parallel == "ulysses" or degrees.sequence_parallel == 1,
         virtual_stages=virtual_stages,
+        kv=_KV_PLACEMENTS[run.activations.kv] if in_loop else "retained",
     )

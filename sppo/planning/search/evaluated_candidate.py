@@ -11,9 +11,17 @@ import numpy as np
 from sppo.activations.hybrid import choices
 from sppo.activations.placement import ActivationPlacement, Counts, PolicyInputs
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
+from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_tier_bytes, largest_kv_block
 from sppo.cost.layer import exchange_seconds
-from sppo.cost.memory.copy_room import copy_slots, tier_padding_bytes, with_placement
+from sppo.cost.memory.copy_room import (
+    copy_slots,
+    slots_on_device,
+    tier_padding_bytes,
+    with_placement,
+)
+from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.memory.msp import with_msp
 from sppo.cost.memory.stage_memory import StageMemory, state_memory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
@@ -32,6 +40,7 @@ from sppo.planning.search.choices import Degrees
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.generators import LOOPED
+from sppo.schedule.kv_placement import KVPlacement
 from sppo.schedule.played_step import PlayedStep
 from sppo.units import format_bytes
 
@@ -206,9 +215,14 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
         ValueError: more stages than layers, or a policy the machine cannot serve.
     """
     seconds = seconds or stage_seconds(candidate)
+    if candidate.kv is None:
+        return _best_of_kv(candidate, seconds=seconds)
+    _check_kv(candidate)
     if candidate.schedule != "sppo_msp":
         found = _assess_whole(candidate, seconds=seconds)
-        return _with_room_for_slots(found, seconds=seconds)
+        found = _with_room_for_slots(found, seconds=seconds)
+        _check_inputs_retained(found)
+        return found
     spare, before = 0, None
     for _ in range(_ATTEMPTS):
         whole = _assess_whole(replace(candidate, spare_bytes=spare), seconds=seconds)
@@ -220,6 +234,59 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
             break
         spare, before = spare + found.shortfall.short_bytes * 5 // 4, whole
     return found
+
+
+def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
+    """Assess what may become of K and V; the fastest that fits, else the one short of least."""
+    found = [
+        assess(replace(candidate, kv=placement), seconds=seconds)
+        for placement in kv_choices(candidate)
+    ]
+    return min(found, key=lambda one: (_short_bytes(one), one.time.step_s))
+
+
+def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
+    """What may become of K and V under a candidate that leaves it open, the simplest first."""
+    if copy_bytes_per_s(candidate)[0] > 0:
+        return ("retained", "offloaded")
+    return ("retained", "recomputed") if candidate.input_every == 1 else ("retained",)
+
+
+def _check_kv(candidate: Candidate) -> None:
+    """Refuse K and V that cannot be placed as asked.
+
+    Raises:
+        ValueError: no tier to offload them to, or no inputs to recompute them from.
+    """
+    if candidate.kv == "offloaded" and not copy_bytes_per_s(candidate)[0]:
+        raise ValueError(
+            "activations.kv=offload, and there is no tier to offload K and V to: name a directory "
+            "(activations.disk=DIR), or write activations.kv=recompute or auto"
+        )
+    if candidate.kv == "recomputed" and candidate.input_every > 1:
+        raise ValueError(
+            f"activations.kv=recompute with activations.input_every={candidate.input_every}: K and "
+            "V are recomputed from every layer's input; write activations.input_every=1, or "
+            "another activations.kv"
+        )
+
+
+def _check_inputs_retained(evaluated: EvaluatedCandidate) -> None:
+    """Refuse to recompute K and V from inputs that are offloaded.
+
+    Raises:
+        ValueError: the policy offloads some.
+    """
+    candidate = evaluated.candidate
+    recomputes = [
+        candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)
+    ]
+    if evaluated.placement.offloaded[recomputes, :, X_IN].any():
+        raise ValueError(
+            f"activations.kv=recompute with activations.policy={candidate.policy}, which offloads "
+            "the layers' inputs, from which K and V are recomputed: write activations.policy="
+            "keep_attention or recompute, or activations.kv=offload"
+        )
 
 
 def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> EvaluatedCandidate:
@@ -379,6 +446,8 @@ def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[Activati
 
 def leaves_room(candidate: Candidate) -> bool:
     """Whether it fits without any saved activation, whatever is recomputed: quick to tell."""
+    if candidate.kv is None:
+        return any(leaves_room(replace(candidate, kv=kv)) for kv in kv_choices(candidate))
     states = state_memory(candidate, units=UnitsInFlight(candidate))
     budget = candidate.budget_bytes
     return all(state.device.total_bytes <= budget for state in states)
@@ -386,6 +455,8 @@ def leaves_room(candidate: Candidate) -> bool:
 
 def may_fit(candidate: Candidate) -> bool:
     """Whether any activation policy may make it fit: quick to tell, and most do not."""
+    if candidate.kv is None:
+        return any(may_fit(replace(candidate, kv=kv)) for kv in kv_choices(candidate))
     if candidate.schedule == "sppo_msp":
         # Sequences of a program that cuts units follow one another.
         candidate = replace(candidate, sequences=1)
@@ -427,6 +498,7 @@ def _inputs(
     used = np.array([state.device.total_bytes for state in states], dtype=np.float64)
     operands = weight_operand_bytes(candidate)
     used += units.peak(np.zeros_like(operands), deferred=operands)
+    used += _kv_slots_bytes(candidate)
     host = np.array([state.host_optimizer_bytes for state in states], dtype=np.float64)
     on_host = hardware.node.host_memory_bytes > 0
     tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
@@ -434,6 +506,7 @@ def _inputs(
     shares = layers / np.tile(np.array(candidate.layers_of_ranks, dtype=np.float64), virtual)
     device_room = shares * np.tile(np.maximum(0.0, candidate.budget_bytes - used), virtual)
     tier_room = shares * np.tile(tier - (host if on_host else np.zeros_like(host)), virtual)
+    tier_room = tier_room - kv_tier_bytes(candidate) * units.sequences
     return PolicyInputs(
         tokens=tokens,
         row_bytes=row_bytes_of(candidate),
@@ -449,6 +522,16 @@ def _inputs(
         allow_partial=candidate.allow_partial,
         slots=copy_slots(candidate, shares=shares),
     )
+
+
+def _kv_slots_bytes(candidate: Candidate) -> Table:
+    """What slots for blocks of K and V take of each rank's memory, [ranks]."""
+    block_bytes = largest_kv_block(candidate)
+    slots = [
+        slots_on_device(candidate, block_layout(candidate, stage=rank))
+        for rank in range(candidate.pipeline_parallel_degree)
+    ]
+    return np.array(slots, dtype=np.float64) * block_bytes
 
 
 def _following(seconds: Table) -> Table:

@@ -1,0 +1,77 @@
+"""K and V of a stage between its forward and its backward: what may become of them, and its price.
+
+In the looped order only one stage of a rank reads its K and V at a time, so those of the others
+may leave the device or be recomputed. The last stage of each rank retains them: its backward
+follows its forward.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sppo.activations.activation_layout import BLOCK_ALIGNMENT_BYTES, TENSOR_ALIGNMENT_BYTES
+from sppo.activations.placement import Counts
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import ACCUMULATION_BYTES, Workload, kv_seconds
+from sppo.schedule.costs import Table
+from sppo.schedule.kv_placement import KVPlacement
+
+
+def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:
+    """Bytes per token and layer on one device: K and V, and their fp32 gradients.
+
+    A group larger than the K/V heads holds each head several times.
+    """
+    model = workload.model
+    degree = min(workload.sequence_parallel_degree, model.kv_heads)
+    elements = 2 * model.kv_heads * model.head_dim / degree
+    return elements * workload.element_bytes, elements * ACCUMULATION_BYTES
+
+
+def kv_offload_bytes(candidate: Candidate) -> Table:
+    """Bytes of K and V that each stage offloads of each subsequence, [stages, N]."""
+    row_bytes, _ = kv_bytes_per_token(candidate.workload)
+    result: Table = _layers(candidate, "offloaded")[:, None] * np.array(candidate.lengths)
+    return result * row_bytes
+
+
+def kv_recompute_seconds(candidate: Candidate) -> Table:
+    """Seconds that each stage takes to recompute K and V of each subsequence, [stages, N]."""
+    tokens = np.array(candidate.lengths, dtype=np.float64)
+    recomputed = _layers(candidate, "recomputed")
+    if not recomputed.any():
+        return np.zeros((len(recomputed), len(tokens)))
+    seconds: Table = recomputed[:, None] * kv_seconds(candidate.workload, tokens=tokens)
+    return seconds
+
+
+def kv_blocks(candidate: Candidate) -> Counts:
+    """Bytes of a block of K and V, of one layer of each subsequence, [N]."""
+    row_bytes, _ = kv_bytes_per_token(candidate.workload)
+    parts = np.array(candidate.lengths) * int(row_bytes) // 2
+    aligned = -(-parts // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES
+    blocks: Counts = -(-2 * aligned // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES
+    return blocks
+
+
+def largest_kv_block(candidate: Candidate) -> int:
+    """Bytes of the largest block of K and V that leaves the device; 0 where none does."""
+    leaves = _layers(candidate, "offloaded").any()
+    return int(kv_blocks(candidate).max()) if leaves else 0
+
+
+def kv_tier_bytes(candidate: Candidate) -> Counts:
+    """Bytes in the next tier of the K and V that each stage offloads of a sequence, [stages]."""
+    whole: Counts = _layers(candidate, "offloaded") * kv_blocks(candidate).sum()
+    return whole
+
+
+def _layers(candidate: Candidate, placement: KVPlacement) -> Counts:
+    """Layers of each stage if its K and V are placed so, else 0, [stages]."""
+    return np.array(
+        [
+            len(layers) * (candidate.kv_of_stage(stage) == placement)
+            for stage, layers in enumerate(candidate.stages)
+        ],
+        dtype=np.int64,
+    )
