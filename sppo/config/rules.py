@@ -11,7 +11,7 @@ from typing import Any
 
 from sppo.config.model import ModelConfig
 from sppo.config.problems import Problem, nearest
-from sppo.config.run import ParallelConfig, SequenceConfig
+from sppo.config.run import ActivationsConfig, ParallelConfig, SequenceConfig
 from sppo.quoting import quoted
 
 SCHEDULES = (
@@ -43,6 +43,9 @@ def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
     parallel = sections.get("parallel")
     if model is not None and parallel is not None:
         yield from _layers_suffice(model, parallel)
+    activations = sections.get("activations")
+    if parallel is not None and activations is not None:
+        yield from _kv_agrees(parallel, activations)
 
 
 def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
@@ -121,6 +124,25 @@ def _layers_suffice(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Pr
             f"so many stages{on_ranks} need a layer each, and there are {model.num_layers}; lower "
             f"it to at most {max(1, model.num_layers // ranks)}",
         )
+
+
+def _kv_agrees(parallel: ParallelConfig, activations: ActivationsConfig) -> Iterator[Problem]:
+    """K and V stay in orders that read those of all layers of a rank at a time."""
+    asked, schedule = activations.kv, parallel.schedule
+    if asked not in ("offload", "recompute"):
+        return
+    if parallel.virtual_stages == 1:
+        rule = (
+            "parallel.virtual_stages=1 uses K and V of all layers at once; raise it, or leave one "
+            "of the two keys out"
+        )
+        yield Problem("activations.kv", asked, rule)
+    elif schedule not in ("auto", "looped_bfs") and schedule in SCHEDULES:
+        rule = (
+            f"parallel.schedule={schedule} uses K and V of several stages at once; write "
+            "looped_bfs or auto, or leave activations.kv out"
+        )
+        yield Problem("activations.kv", asked, rule)
 
 
 def _window_fits(model: ModelConfig) -> Iterator[Problem]:

@@ -23,7 +23,12 @@ from sppo.planning.run_plan import plan_run
 from sppo.planning.search.solver import solve
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.generators import WHOLE_SEQUENCES, schedule_names
+from sppo.schedule.generators import (
+    LOOPED,
+    WHOLE_SEQUENCES,
+    WITH_VIRTUAL_STAGES,
+    schedule_names,
+)
 from sppo.train.ranks import mesh_shape
 from sppo.train.state import build_state
 from tests.random_training.emulated_ranks import run_emulated
@@ -50,6 +55,18 @@ class Setting:
     policy: str
     tier: str
     sequences: int
+
+    @property
+    def virtual_stages(self):
+        fits = 2 * self.degrees[1] <= MODEL["num_layers"]
+        return 2 if self.schedule in WITH_VIRTUAL_STAGES and fits else 1
+
+    @property
+    def kv(self):
+        """What becomes of K and V where ranks have several stages."""
+        if self.schedule != LOOPED or self.virtual_stages == 1:
+            return "auto"
+        return "recompute" if self.tier == "device" else "offload"
 
     @property
     def is_possible(self):
@@ -100,8 +117,9 @@ def run_of(setting, disk):
             "sequence_parallel": "megatron" if setting.sharding == "megatron" else "ulysses",
             "zero": {"zero 2": 2, "zero 3": 3}.get(setting.sharding, 1),
             "schedule": setting.schedule,
+            "virtual_stages": setting.virtual_stages,
         },
-        "activations": {"policy": setting.policy},
+        "activations": {"policy": setting.policy, "kv": setting.kv},
         "train": {"dtype": "fp32", "sequences_per_step": data * setting.sequences},
     }
     if setting.tier != "device":
@@ -158,6 +176,7 @@ def test_planned_simulated_and_executed_programs_are_one(setting, tmp_path):
     simulated = simulated_plan(read).case.schedule
     kinds = {action.kind for program in simulated.programs for action in program}
     assert (ActionKind.D2H in kinds) == (ActionKind.H2D in kinds) == plan.offloads_anything
+    assert (ActionKind.KV in kinds) == (setting.kv == "recompute")
     assert simulated.digest() == plan.program_digest == executed_digests(run, read)
 
 
@@ -165,6 +184,7 @@ def test_enough_settings_are_tried():
     chosen = settings()
     assert len({*chosen}) == NUM_PLANS >= 40
     assert {setting.schedule for setting in chosen} == {*schedule_names()}
+    assert {setting.kv for setting in chosen} == {"auto", "offload", "recompute"}
     for name, count in {
         "degrees": 7,
         "sharding": 4,

@@ -18,7 +18,8 @@ _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
 def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return the evaluated candidate with its simulated step."""
     candidate, costs = evaluated.candidate, evaluated.costs
-    if candidate.schedule == "sppo_msp" or costs.kv_offload_bytes.any():
+    places_kv = costs.kv_offload_bytes.any() or costs.kv_recompute_s.any()
+    if candidate.schedule == "sppo_msp" or places_kv:
         program = evaluated.program or candidate_program(candidate, costs=costs)
         timeline = simulate(program, costs=costs)
         return replace(evaluated, played=played_step(timeline), program=program)

@@ -52,12 +52,17 @@ def candidates(draw, schedules=SCHEDULES, policies=("auto", "retain", "recompute
         h2d_bytes_per_s=draw(st.floats(1e9, 4e10)),
         nodes=4,
     )
+    policy = draw(st.sampled_from(policies))
+    recomputes = ["recompute"] if policy in ("retain", "recompute") else []
     run = run_config(
         name,
         length=length,
         train={"sequences_per_step": draw(st.integers(1, 5))},
         parallel={"schedule": schedule},
-        activations={"policy": draw(st.sampled_from(policies))},
+        activations={
+            "policy": policy,
+            "kv": draw(st.sampled_from(["auto", "retain", "offload", *recomputes])),
+        },
     )
     return candidate_of_subsequences(
         run,
@@ -157,7 +162,7 @@ def test_units_in_flight_are_those_of_the_program(data):
     ]
     whole = np.random.default_rng(seed + 2).random(ranks * virtual)
     if virtual > 1:
-        assert units.peak_of_sequences(whole) == pytest.approx(_walked_sequences(programs, whole))
+        assert units.peak_of_kv(whole) == pytest.approx(_walked_sequences(programs, whole))
 
 
 def _walked_sequences(programs, weights):
