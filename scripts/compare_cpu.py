@@ -25,9 +25,41 @@ from transformers_training import TransformersTraining
 from turns import take_turns  # beside this file
 
 from sppo.output_file import write_text
+from sppo.schedule.kv_placement import KVPlacement
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 4096, 512, 6, 8, 2, 1792
 SIDES = ("sppo retain", "transformers", "sppo keep_attention", "transformers checkpointing")
+
+
+@dataclass(frozen=True, slots=True)
+class SppoSide:
+    """How SPPO runs on one side."""
+
+    policy: str
+    """Activation policy; offload_all needs a disk."""
+    input_every: int = 1
+    """Layers that share a saved input."""
+    virtual_stages: int = 1
+    """Stages of the one rank, run one after another (looped order)."""
+    kv: KVPlacement = "retained"
+    """K and V between a stage's forward and its backward."""
+
+
+PAIRS = (
+    ("sppo retain", "transformers"),
+    ("sppo keep_attention", "transformers checkpointing"),
+    ("sppo looped", "sppo keep_attention"),
+    ("sppo looped disk", "sppo disk"),
+    ("sppo looped disk", "transformers checkpointing"),
+)
+"""Sides whose ratios are printed."""
+SPPO_SIDES = {
+    "sppo retain": SppoSide("retain"),
+    "sppo keep_attention": SppoSide("keep_attention", input_every=3),
+    "sppo looped": SppoSide("keep_attention", virtual_stages=LAYERS, kv="recomputed"),
+    "sppo disk": SppoSide("offload_all"),
+    "sppo looped disk": SppoSide("offload_all", virtual_stages=LAYERS, kv="offloaded"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +92,23 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--sides", default=",".join(SIDES), help="which sides, comma-separated")
+    parser.add_argument("--disk", type=Path, help="directory on a disk, for sides that offload")
     parser.add_argument("--output", type=output_file, help="write the measurements here as JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        _serve(arguments.worker, int(arguments.lengths), arguments.threads)
+        import torch
+
+        torch.set_num_threads(arguments.threads)
+        _serve(_build(arguments.worker, int(arguments.lengths), disk=arguments.disk))
         return
     sides = arguments.sides.split(",")
+    _check_sides(sides, disk=arguments.disk)
     measurements: list[Measurement] = []
     for length in (int(text) for text in arguments.lengths.split(",")):
-        measurements += compare(sides, length, steps=arguments.steps, threads=arguments.threads)
+        measurements += compare(
+            sides, length, steps=arguments.steps, threads=arguments.threads, disk=arguments.disk
+        )
         _print_table([m for m in measurements if m.length_tokens == length])
         if arguments.output is not None:
             _write_report(arguments.output, measurements, threads=arguments.threads)
@@ -88,12 +127,25 @@ def _write_report(path: Path, measurements: list[Measurement], *, threads: int) 
     write_text(path, json.dumps(report, indent=1) + "\n")
 
 
-def compare(sides: list[str], length: int, *, steps: int, threads: int) -> list[Measurement]:
+def _check_sides(sides: list[str], *, disk: Path | None) -> None:
+    """End with an error if a side does not exist or lacks its disk."""
+    known = [*SPPO_SIDES, *(side for side in SIDES if side not in SPPO_SIDES)]
+    for side in sides:
+        if side not in known:
+            sys.exit(f"error: side {side!r} is not one of: {', '.join(known)}")
+        offloads = side in SPPO_SIDES and SPPO_SIDES[side].policy == "offload_all"
+        if offloads and (disk is None or not disk.is_dir()):
+            sys.exit(f"error: side {side!r} offloads: name a directory with --disk DIR")
+
+
+def compare(
+    sides: list[str], length: int, *, steps: int, threads: int, disk: Path | None = None
+) -> list[Measurement]:
     """Start every side, then let them take turns; the first warms up, unless it is the only one."""
-    commands = {
-        side: [__file__, "--worker", side, "--lengths", str(length), "--threads", str(threads)]
-        for side in sides
-    }
+    options = ["--lengths", str(length), "--threads", str(threads)]
+    if disk is not None:
+        options += ["--disk", str(disk)]
+    commands = {side: [__file__, "--worker", side, *options] for side in sides}
     results = take_turns(commands, turns=steps + 1, threads=threads, label=f"{length} ")
     return [
         Measurement(
@@ -107,14 +159,10 @@ def compare(sides: list[str], length: int, *, steps: int, threads: int) -> list[
     ]
 
 
-def _serve(side: str, length: int, threads: int) -> None:
-    """Worker: build one side, then answer each line on stdin with one measured step."""
-    import torch
-
+def _serve(trainer: Trainer) -> None:
+    """Worker: answer each line on stdin with one measured step."""
     from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 
-    torch.set_num_threads(threads)
-    trainer = _build(side, length)
     idle = resident_bytes()
     print("ready", flush=True)
     for _ in sys.stdin:
@@ -126,26 +174,32 @@ def _serve(side: str, length: int, threads: int) -> None:
         print(json.dumps({"step_s": seconds, "peak_bytes": peak, "loss": loss}), flush=True)
 
 
-def _build(side: str, length: int) -> Trainer:
+def _build(side: str, length: int, *, disk: Path | None) -> Trainer:
+    """Build one side: its model, optimizer and engine."""
     import torch
 
     tokens = torch.randint(VOCAB, (length + 1,), generator=torch.Generator().manual_seed(0))
-    if side.startswith("sppo"):
-        return _Sppo(tokens, policy=side.split()[1])
+    if side in SPPO_SIDES:
+        return _Sppo(tokens, SPPO_SIDES[side], disk=disk)
     return _transformers(tokens, checkpointing=side.endswith("checkpointing"))
 
 
 class _Sppo:
-    def __init__(self, tokens: Any, *, policy: str) -> None:
+    def __init__(self, tokens: Any, side: SppoSide, *, disk: Path | None) -> None:
         import torch
 
+        from sppo.activations.placement import SubsequencePlacement
+        from sppo.activations.policy import policy_placement
         from sppo.config import ModelConfig
         from sppo.config.run import OptimizerConfig
         from sppo.engine.engine import Engine
+        from sppo.engine.pipeline import Pipeline
         from sppo.engine.unit import SequenceData
         from sppo.kernels.native.cpu_allocator import install_cpu_allocator
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
+        from sppo.offload.offload_store import OffloadStore
+        from sppo.offload.thread_queues import ThreadQueues
         from sppo.optim.adamw import AdamW
         from sppo.planning.partition import automatic_num_subsequences, boundaries_by_length
 
@@ -166,13 +220,26 @@ class _Sppo:
             name: weight.bfloat16() for name, weight in initial_weights(model, seed=0).items()
         }
         self._gradients = zero_gradients(weights)
+
+        def offload_all(lengths: tuple[int, ...]) -> tuple[SubsequencePlacement, ...]:
+            nothing = (0, 0, 0)
+            return tuple(SubsequencePlacement(nothing, (n, n, n), nothing) for n in lengths)
+
+        offloads = side.policy == "offload_all"
+        placement = offload_all if offloads else policy_placement(side.policy)
+        # Compute waits for each copy out, as `sppo train` does on a CPU.
+        store = OffloadStore(ThreadQueues(), disk=disk, source_lag=0) if offloads else None
+        looped, others = side.virtual_stages > 1, range(side.virtual_stages - 1)
         self._engine = Engine(
             model,
             weights=weights,
             gradients=self._gradients,
-            policy=policy,
-            # Three layers share a saved input; `retain` keeps everything.
-            input_every=3 if policy == "keep_attention" else 1,
+            placements=dict.fromkeys(range(side.virtual_stages), placement),
+            offloaded=store,
+            kv_offloaded=others if side.kv == "offloaded" else (),
+            kv_recomputed=others if side.kv == "recomputed" else (),
+            input_every=side.input_every,
+            pipeline=Pipeline("looped_bfs" if looped else "sppo", num_virtual=side.virtual_stages),
         )
         self._optimizer = AdamW(weights, config=OptimizerConfig())
         self._torch = torch
@@ -206,7 +273,7 @@ def _print_table(measurements: list[Measurement]) -> None:
         row = f"{m.step_s:>8.2f} {m.peak_bytes / 2**20:>9.0f} {m.loss:>7.3f}"
         print(f"{m.side:<28} {m.length_tokens:>8} {row}")
     by_side = {m.side: m for m in measurements}
-    for ours, theirs in zip(SIDES[::2], SIDES[1::2], strict=True):
+    for ours, theirs in PAIRS:
         if ours in by_side and theirs in by_side:
             a, b = by_side[ours], by_side[theirs]
             print(

@@ -33,7 +33,6 @@ from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
 from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
-from sppo.schedule.generators import ONE_SEQUENCE_AFTER_ANOTHER
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.kv_placement import kv_placement
 from sppo.schedule.msp_groups import find_msp_groups
@@ -159,9 +158,10 @@ class Engine:
         placement_of = placements or dict.fromkeys(
             range(len(pipeline.all_layers(model.num_layers))), policy_placement(policy)
         )
-        # One rank alone runs one sequence after another: what was saved last is taken first.
-        in_turn = pipeline.num_ranks == 1 and pipeline.schedule in ONE_SEQUENCE_AFTER_ANOTHER
-        stacked = in_turn and self._weights.device.type == "cpu"
+        # One stage alone runs one sequence after another: what was saved last is taken first. Of
+        # several stages the residual stream of one is the saved input of the next, in place.
+        alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
+        stacked = alone and self._weights.device.type == "cpu"
         kv = None
         for index, layers in pipeline.layers(model.num_layers).items():
             self._stores[index] = LifoArenaStore(poison=debug) if stacked else DeviceStore()

@@ -243,8 +243,6 @@ LOOPED = "looped_bfs"
 before the next group begins."""
 # Schedules that may hold several stages on a rank.
 WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", LOOPED)
-# Schedules in which a single rank ends a sequence before it begins the next.
-ONE_SEQUENCE_AFTER_ANOTHER = ("sppo", LOOPED)
 # Schedules for whole sequences, and the one that does the same with subsequences.
 WHOLE_SEQUENCES = {
     "1f1b": "seq1f1b",

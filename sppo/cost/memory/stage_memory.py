@@ -36,7 +36,6 @@ from sppo.cost.working_set import (
     most_working_set,
 )
 from sppo.schedule.costs import Table
-from sppo.schedule.generators import ONE_SEQUENCE_AFTER_ANOTHER
 from sppo.units import MIB
 
 REDUCE_BUCKET_BYTES = 32 * MIB
@@ -185,10 +184,9 @@ def with_activations(
 
 
 def keeps_a_stack(candidate: Candidate) -> bool:
-    """Whether retained tensors lie in room set aside once, whatever is held (a CPU's lone rank)."""
+    """Whether retained tensors lie in room set aside once, whatever is held (a CPU's lone stage)."""
     on_cpu = candidate.workload.hardware.device.kind == "cpu"
-    is_last_in_first_out = candidate.schedule in ONE_SEQUENCE_AFTER_ANOTHER
-    return on_cpu and candidate.pipeline_parallel_degree == 1 and is_last_in_first_out
+    return on_cpu and candidate.num_stages == 1 and candidate.schedule == "sppo"
 
 
 def evaluation_bytes(workload: Workload, *, lengths: tuple[int, ...]) -> int:
