@@ -184,7 +184,7 @@ def with_activations(
 
 
 def keeps_a_stack(candidate: Candidate) -> bool:
-    """Whether retained tensors lie in room set aside once, whatever is held (a CPU's lone stage)."""
+    """Whether retained tensors lie in room set aside once, whatever is held: a CPU's lone stage."""
     on_cpu = candidate.workload.hardware.device.kind == "cpu"
     return on_cpu and candidate.num_stages == 1 and candidate.schedule == "sppo"
 

@@ -53,7 +53,9 @@ def candidates(draw, schedules=SCHEDULES, policies=("auto", "retain", "recompute
         nodes=4,
     )
     policy = draw(st.sampled_from(policies))
-    recomputes = ["recompute"] if policy in ("retain", "recompute") else []
+    kv = ["auto", "retain"]
+    if schedule == "looped_bfs":
+        kv += ["offload", *(["recompute"] if policy in ("retain", "recompute") else [])]
     run = run_config(
         name,
         length=length,
@@ -61,7 +63,7 @@ def candidates(draw, schedules=SCHEDULES, policies=("auto", "retain", "recompute
         parallel={"schedule": schedule},
         activations={
             "policy": policy,
-            "kv": draw(st.sampled_from(["auto", "retain", "offload", *recomputes])),
+            "kv": draw(st.sampled_from(kv)),
         },
     )
     return candidate_of_subsequences(
