@@ -74,7 +74,7 @@ class OffloadStore:
     Args:
         queues: carry out the copies; closed with the store.
         disk: directory of a disk that blocks are written to; None leaves them in host memory.
-        source_lag: blocks whose tensors may still be on the device, being copied out, when the
+        source_lag: layers whose tensors may still be on the device, being copied out, when the
             next one is saved: how far compute may run ahead of the copies out.
         checksums: verify all tensors that come back; slow.
     """
@@ -247,7 +247,7 @@ class OffloadStore:
         else:
             block.host = host
         self._copied.append(copied)
-        self._let_go(self._source_lag)
+        self._let_go(self._source_lag * self._blocks_of_layer)
 
     def _let_go(self, still_held: int) -> None:
         """Let compute reuse the memory of all tensors copied out but those of the last blocks."""
@@ -303,6 +303,8 @@ class OffloadStore:
         self._reloading: set[ActivationKey] = set()
         self._copied: deque[Event] = deque()
         self._next_take = self._next_back = self._brought_back = 0
+        # K and V leave in a block of their own, in front of their layer's.
+        self._blocks_of_layer = 1 + any(key.is_kv for key in self._offloads.extents)
 
 
 def _count(counts: Counter[str], key: ActivationKey, block: _PackedBlock) -> None:

@@ -60,18 +60,21 @@ def what_would_fit(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Advice, .
 def too_long_for(run: RunConfig, *, hardware: HardwareSpec) -> str | None:
     """Say so if K and V alone take more than all devices have; None if they do not.
 
-    They stay on the devices, those of all layers, whatever else is chosen, and so do the gradients
-    of one stage of each rank.
+    Of several stages on a rank the gradients of one are there at a time, and K and V of two, one in
+    use and one on its way back, unless those of all layers are to stay.
     """
     counts = model_counts(run)
     most = virtual_stages_to_try(run, num_ranks=1)[-1]
-    needed = counts.kv_bytes + counts.kv_gradients_bytes // most
+    stay = most == 1 or run.activations.kv == "retain"
+    kv_bytes = counts.kv_bytes if stay else counts.kv_bytes * 2 // most
+    needed = kv_bytes + counts.kv_gradients_bytes // most
     there = hardware.num_devices * hardware.device.usable_bytes
     if needed <= there:
         return None
     whose = "" if most == 1 else f"of one of {most} stages "
+    layers = "all layers" if stay else f"two of {most} stages"
     return (
-        f"K and V of all layers stay on the devices, with gradients {whose}in fp32: "
+        f"K and V of {layers} are on the devices at once, with gradients {whose}in fp32: "
         f"{format_bytes(needed)} for one sequence, and {hardware.num_devices} devices have "
         f"{format_bytes(there)} together; no cuts, degrees or policy change that"
     )

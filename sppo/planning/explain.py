@@ -62,8 +62,9 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
         + seconds.units.weight.sum(axis=1)
     )
     per_byte = candidate.workload.hardware.node.copy_compute_s_per_byte
-    beside_copies = 2 * per_byte * costs.offload_bytes.sum(axis=1)
-    own = (costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)
+    copied_bytes = costs.offload_bytes + costs.kv_offload_bytes
+    beside_copies = 2 * per_byte * copied_bytes.sum(axis=1)
+    own = (costs.forward_s + costs.backward_s + costs.weight_s + costs.kv_recompute_s).sum(axis=1)
     found = []
     for rank in range(candidate.pipeline_parallel_degree):
         stages = list(candidate.stages_of_rank(rank))

@@ -68,7 +68,10 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
     costs = evaluated.costs
     forward_s, backward_s = (
         of_ranks(candidate, seconds.sum(axis=1))
-        for seconds in (costs.forward_s, costs.backward_s + costs.weight_s)
+        for seconds in (
+            costs.forward_s,
+            costs.backward_s + costs.weight_s + costs.kv_recompute_s,
+        )
     )
     busiest = int(np.argmax(forward_s + backward_s))
     exposed = time.exposed_copy_s

@@ -209,7 +209,7 @@ class _EventLoop:
             start = max(self.free[rank], *ready)
             waited = self._wait_for_copies(rank, code, slot, start, seconds, 1)
             ready = (ready[0], ready[1], max(ready[2], waited))
-        if self.kv_back[rank]:
+        if code == B and self.kv_back[rank]:
             waited = self._bring_kv_back(rank, slot, max(self.free[rank], *ready), seconds)
             ready = (ready[0], ready[1], max(ready[2], waited))
         finish = self._occupy(rank, index, ready, seconds)

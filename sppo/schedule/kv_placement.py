@@ -21,7 +21,7 @@ from sppo.schedule.actions import Action, ActionKind, Schedule
 
 KVPlacement = Literal["retained", "offloaded", "recomputed"]
 """What becomes of a stage's K and V between its forward and its backward of a sequence."""
-_Sequence = tuple[int, int | None]
+_StageSequence = tuple[int, int | None]
 """(stage, sequence)."""
 
 
@@ -97,9 +97,9 @@ def _before_backwards(
     program: Sequence[Action], *, offloaded: Collection[int], recomputed: Collection[int]
 ) -> dict[int, list[Action]]:
     """H2Ds of K and V, and KVs, by the position of the backward in front of which they stand."""
-    forwards: dict[_Sequence, list[Action]] = {}
-    first_backward: dict[_Sequence, int] = {}
-    last_forward: dict[_Sequence, int] = {}
+    forwards: dict[_StageSequence, list[Action]] = {}
+    first_backward: dict[_StageSequence, int] = {}
+    last_forward: dict[_StageSequence, int] = {}
     backwards = []
     for index, action in enumerate(program):
         key = action.stage, action.sequence

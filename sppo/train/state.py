@@ -134,6 +134,8 @@ def build_state(
         gradients=sharded.gradient_provider(gradients),
         placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
         offloaded=stores[0] if stores else None,
+        kv_offloaded=[n for n, s in enumerate(plan.stages) if s.kv == "offloaded"],
+        kv_recomputed=[n for n, s in enumerate(plan.stages) if s.kv == "recomputed"],
         offloaded_shards=dict(zip(shard_stages, stores[1:], strict=False)),
         input_every=run.activations.input_every,
         pipeline=pipeline,

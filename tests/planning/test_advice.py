@@ -30,7 +30,7 @@ def advised(run):
     }
 
 
-@pytest.mark.parametrize("length", [3072 * KIB, 4096 * KIB])
+@pytest.mark.parametrize("length", [8192 * KIB, 12288 * KIB])
 def test_the_longest_is_the_same_whoever_asks(length):
     run = request(length=length)
     hardware = hardware_for(run.hardware)
@@ -59,7 +59,7 @@ def test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it():
 
 
 def test_the_smallest_cluster_is_the_smallest():
-    run = request(length="4Mi")
+    run = request(length="8Mi")
     hardware = hardware_for(run.hardware)
     change = next(change for change in advised(run) if change.startswith("hardware.nodes="))
     nodes = int(change.partition("=")[2])
@@ -77,7 +77,14 @@ def test_what_no_choice_can_hold_is_said_plainly():
     )
     text = too_long_for(one_stage, hardware=hardware)
     assert f"{3700 * KIB * 32 * 2 * 8 * 128 * 6 / GIB / 1024:.1f} TiB for one sequence" in text
-    text = too_long_for(with_length(run, 5120 * KIB), hardware=hardware)
+    stays = run.model_copy(
+        update={"activations": run.activations.model_copy(update={"kv": "retain"})}
+    )
+    text = too_long_for(with_length(stays, 5120 * KIB), hardware=hardware)
+    assert "K and V of all layers are on the devices" in text
     assert "with gradients of one of 32 stages in fp32" in text
     assert f"{5120 * KIB * 2 * 8 * 128 * (32 * 2 + 4) / GIB:.1f} GiB for one sequence" in text
+    text = too_long_for(with_length(run, 40960 * KIB), hardware=hardware)
+    assert "K and V of two of 32 stages are on the devices at once" in text
+    assert f"{40960 * KIB * 2 * 8 * 128 * (2 * 2 + 4) / GIB:.1f} GiB for one sequence" in text
     assert too_long_for(with_length(run, 512 * KIB), hardware=hardware) is None

@@ -145,7 +145,7 @@ def with_placement(
         own, device = candidate.stages_of_rank(rank), memory.device
         layout = block_layout(candidate, stage=_longest_stage(candidate, rank=rank))
         block_bytes = max(kv_block_bytes, *(rooms[stage].block_bytes for stage in own))
-        leaving_bytes = _sources_waiting(candidate) * block_bytes
+        leaving_bytes = _sources_waiting(candidate) * (block_bytes + kv_block_bytes)
         joined_bytes = max(rooms[stage].joined_bytes for stage in own)
         device = replace(
             device,

@@ -56,7 +56,7 @@ class MemoryBuckets:
     optimizer_bytes: int
     """AdamW's two moments, and fp32 masters where the weights have another compute dtype."""
     kv_bytes: int
-    """K and V of all layers and of every sequence in flight."""
+    """K and V of every sequence in flight, of layers that have theirs on the device at once."""
     kv_gradients_bytes: int
     """Their fp32 gradients, of the sequence and the stage in backward."""
     activations_bytes: int

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
 from sppo.planning.search.candidate_search import WORTH_IT
-from sppo.planning.search.choices import trains_msp
+from sppo.planning.search.choices import places_kv, trains_msp
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
@@ -26,6 +26,8 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
     size = best.costs.forward_s.size
     if run.parallel.schedule != "auto" or candidate.pipeline_parallel_degree == 1:
         return best
+    if places_kv(run):  # what no other schedule does
+        return best if best.played is not None else simulate_candidate(best)
     may_cut = trains_msp(run)
     forced = run.parallel.multiplexed == "on" and may_cut
     if size > SCHEDULED_UNITS and not forced:

@@ -189,7 +189,7 @@ class _WaysOfDegrees:
             if best.shortfall is not None:
                 way = self._way(virtual, counts=self._counts[-_FEW:])
                 # Where most stages do not fit, fewer do not either.
-                return min(best, way.best, key=_short_first) if way.may_fit else best
+                return min(best, way.best, key=_short_first)
             counts = self._counts_beside(best, virtual)
             found = self._faster(self._way(virtual, counts=counts), than=best)
             best = found or best

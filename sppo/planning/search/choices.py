@@ -169,7 +169,14 @@ def virtual_stages_to_try(run: RunConfig, *, num_ranks: int) -> tuple[int, ...]:
     divisors = _divisors(run.model.num_layers // num_ranks)[1:]
     last, steps = len(divisors) - 1, _MOST_VIRTUAL_STAGES - 1
     chosen = {divisors[last * step // steps] for step in range(steps + 1) if divisors}
-    return (1, *sorted(chosen))
+    # With one stage on a rank nobody could do without K and V.
+    fewest = [] if chosen and places_kv(run) else [1]
+    return (*fewest, *sorted(chosen))
+
+
+def places_kv(run: RunConfig) -> bool:
+    """Whether the run writes that K and V do not stay on the device between two uses."""
+    return run.activations.kv in ("offload", "recompute")
 
 
 def cut_sequence(

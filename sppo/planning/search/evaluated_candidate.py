@@ -13,7 +13,7 @@ from sppo.activations.placement import ActivationPlacement, Counts, PolicyInputs
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
 from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
-from sppo.cost.kv import kv_tier_bytes, largest_kv_block
+from sppo.cost.kv import kv_offload_bytes, kv_tier_bytes, largest_kv_block
 from sppo.cost.layer import exchange_seconds
 from sppo.cost.memory.copy_room import (
     copy_slots,
@@ -247,9 +247,13 @@ def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCand
 
 def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
     """What may become of K and V under a candidate that leaves it open, the simplest first."""
+    found: list[KVPlacement] = ["retained"]
     if copy_bytes_per_s(candidate)[0] > 0:
-        return ("retained", "offloaded")
-    return ("retained", "recomputed") if candidate.input_every == 1 else ("retained",)
+        found.append("offloaded")
+    moves_inputs = candidate.policy in ("offload_all", "sppo") or candidate.offload_ratio
+    if candidate.input_every == 1 and not moves_inputs:
+        found.append("recomputed")
+    return tuple(found)
 
 
 def _check_kv(candidate: Candidate) -> None:
@@ -284,7 +288,7 @@ def _check_inputs_retained(evaluated: EvaluatedCandidate) -> None:
     if evaluated.placement.offloaded[recomputes, :, X_IN].any():
         raise ValueError(
             f"activations.kv=recompute with activations.policy={candidate.policy}, which offloads "
-            "the layers' inputs, from which K and V are recomputed: write activations.policy="
+            "the layers' inputs, from which K and V are recomputed: write activations.policy=auto, "
             "keep_attention or recompute, or activations.kv=offload"
         )
 
@@ -507,18 +511,24 @@ def _inputs(
     device_room = shares * np.tile(np.maximum(0.0, candidate.budget_bytes - used), virtual)
     tier_room = shares * np.tile(tier - (host if on_host else np.zeros_like(host)), virtual)
     tier_room = tier_room - kv_tier_bytes(candidate) * units.sequences
+    tier_room = np.maximum(0.0, tier_room - tier_padding_bytes(candidate, units=units))
+    hidden = np.minimum(forward * out, backward * back)
+    if candidate.kv == "recomputed" and candidate.policy == "hybrid":
+        # Inputs are what a policy offloads first, and K and V are recomputed from them.
+        out = back = 0.0
+        tier_room, hidden = np.zeros_like(tier_room), np.zeros_like(hidden)
     return PolicyInputs(
         tokens=tokens,
         row_bytes=row_bytes_of(candidate),
         in_flight=in_flight,
         sequences=units.sequences,
         next_forward_s=forward,
-        hidden_bytes=np.minimum(forward * out, backward * back),
+        hidden_bytes=np.maximum(0.0, hidden - kv_offload_bytes(candidate)),
         linear_recompute_s=seconds.units.linear_recompute[:, :count],
         attention_recompute_s=seconds.units.attention_recompute[:, :count],
         copy_bytes_per_s=min(out, back),
         device_bytes=device_room,
-        tier_bytes=np.maximum(0.0, tier_room - tier_padding_bytes(candidate, units=units)),
+        tier_bytes=tier_room,
         allow_partial=candidate.allow_partial,
         slots=copy_slots(candidate, shares=shares),
     )

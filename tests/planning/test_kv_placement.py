@@ -1,0 +1,73 @@
+"""What a run writes of K and V is a condition; what it leaves open is the fastest that fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from sppo.hardware.file import hardware_for
+from sppo.planning.explain import step_parts
+from sppo.planning.search.candidates import candidate_of_subsequences
+from sppo.planning.search.choices import Degrees, virtual_stages_to_try
+from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.solver import solve
+from sppo.units import GIB
+from tests.planning.cases import machine, run_config
+
+
+def candidate(*, length=262144, virtual_stages=4, pipeline=2, hardware=None, **activations):
+    run = run_config("llama-3.2-1b", length=length, activations=activations)
+    return candidate_of_subsequences(
+        run,
+        hardware=hardware or machine(),
+        degrees=Degrees(1, pipeline, 1),
+        num_subsequences=16,
+        virtual_stages=virtual_stages,
+    )
+
+
+@pytest.mark.parametrize("kv", ["offload", "recompute"])
+def test_with_one_stage_on_a_rank_nobody_does_without_keys(kv):
+    free = run_config("llama-3.2-1b", length=65536)
+    asked = run_config("llama-3.2-1b", length=65536, activations={"kv": kv})
+    assert virtual_stages_to_try(free, num_ranks=2)[0] == 1
+    assert virtual_stages_to_try(asked, num_ranks=2)[0] > 1
+    best = solve(asked, hardware=hardware_for(asked.hardware)).best
+    assert best.candidate.schedule == "looped_bfs"
+    placed = {"offload": "offloaded", "recompute": "recomputed"}[kv]
+    assert best.candidate.kv_of_stage(0) == placed
+    assert best.costs.kv_offload_bytes.any() == (kv == "offload")
+    assert best.costs.kv_recompute_s.any() == (kv == "recompute")
+
+
+def test_an_open_placement_takes_what_fits():
+    roomy = assess(candidate(kv="auto"))
+    assert (roomy.candidate.kv, roomy.shortfall) == ("retained", None)
+    found = {}
+    for gib in range(10, 80, 4):
+        small = machine(memory_bytes=gib * GIB, reserved_bytes=0, host_memory_bytes=64 * GIB)
+        how = {"hardware": small, "length": 524288, "policy": "recompute"}
+        each = {kv: assess(candidate(kv=kv, **how)) for kv in ("retain", "offload", "recompute")}
+        best = assess(candidate(kv="auto", **how))
+        fitting = [one.time.step_s for one in each.values() if one.shortfall is None]
+        assert (best.shortfall is None) == bool(fitting)
+        if fitting:
+            assert best.time.step_s == min(fitting)
+            found[best.candidate.kv] = gib
+    assert {"retained", "recomputed"} <= {*found}
+
+
+def test_recomputed_keys_come_from_inputs_that_stay():
+    small = machine(memory_bytes=24 * GIB, reserved_bytes=0)
+    hybrid = assess(candidate(kv="recompute", hardware=small))
+    assert not hybrid.placement.offloaded.any()
+    with pytest.raises(ValueError, match="offloads the layers' inputs"):
+        assess(candidate(kv="recompute", policy="offload_all"))
+
+
+@pytest.mark.parametrize("kv", ["retain", "offload", "recompute"])
+def test_the_seconds_of_a_step_add_up(kv):
+    found = simulate_candidate(assess(candidate(kv=kv, policy="recompute")))
+    for parts in step_parts(found):
+        assert sum(parts.values()) == pytest.approx(found.step_s)
+        assert parts["borrowed"] == pytest.approx(0, abs=1e-9)
