@@ -188,7 +188,10 @@ class BlockLayout:
 
     @property
     def staging_slots(self) -> int:
-        """Slots for the blocks of one subsequence, written to a disk while the next computes."""
+        """Slots for the blocks of one subsequence, written to a disk while the next computes.
+
+        Where K and V leave too, in blocks of their own, it is half of a subsequence's.
+        """
         return max(2, len(self.layers))
 
 

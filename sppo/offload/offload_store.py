@@ -5,8 +5,8 @@ in the tier, and the order in which backward takes them, are planned before the 
 (:mod:`sppo.activations.activation_layout`); the store only starts the copies. In a host tier each
 block has its own slot in host memory. Before a disk it passes through one of a few staging slots to
 its extent of the file, and through another slot back. On the device, blocks come back into a ring
-of slots, a few layers ahead of their use. A layer that offloads nothing counts as one of these
-layers, so that the prefetch distance is the same everywhere.
+of slots, a few blocks ahead of their use. A layer that offloads nothing counts as one of these
+blocks. Where K and V leave too, in blocks of their own, the distance is half as many layers.
 
 :class:`sppo.offload.queues.Ordering` says what must come before what, and every copy below names
 the events it waits for. All of them belong to copies enqueued earlier, so no two copies can wait

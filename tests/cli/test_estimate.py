@@ -131,7 +131,8 @@ def test_grouped_queries_need_less_for_keys_and_values(run):
 def test_what_does_not_fit_is_said_and_is_no_error():
     found = report(EXAMPLE, *ALONE)
     assert found["fits"] is False
-    assert found["shortfall"]["bucket"] == "kv_gradients"
+    assert found["virtual_stages"] > 1  # what is short of least
+    assert found["shortfall"]["bucket"] == "activations"
     text = one_line(succeed("estimate", EXAMPLE, *ALONE))
     assert "does not fit: rank 0 needs" in text
     assert "sppo solve says what would" in text
