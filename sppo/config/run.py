@@ -101,7 +101,8 @@ class ActivationsConfig(Section):
     kv: Literal["auto", "retain", "offload", "recompute"] = "auto"
     """K and V between a stage's forward and its backward, in the looped order, where a rank has
     several stages: retain them, offload them to the further tier, or recompute them from the
-    layers' inputs, which the policy must then retain. auto: the fastest that fits."""
+    layers' inputs, which the policy must then retain. auto: the faster of the first two that fits,
+    or else recompute."""
     input_every: Degree = 1
     """Interval in layers between saved inputs: the other layers recompute theirs from the layer
     below, whose attention output is retained, at the price of one product of the MLP."""

@@ -71,7 +71,7 @@ def test_linear_layers_are_recomputed_before_attention(share):
 
 
 def test_stages_after_one_another_fit_where_one_does_not():
-    """One stage's K and V are there at a time, recomputed before its backward, and gradients."""
+    """One stage's gradients of K and V are there at a time."""
     least = int(peak_bytes("recompute") / USABLE_FRACTION)
     made = plan(run_config(virtual_stages="auto"), available_bytes=least - 5)
     assert made.schedule == "looped_bfs"
@@ -79,8 +79,7 @@ def test_stages_after_one_another_fit_where_one_does_not():
     layers = [stage.num_layers for stage in made.stages]
     whole = plan(run_config(policy="recompute")).stages[0].memory.device
     held = made.stages[0].memory.device
-    assert [stage.kv for stage in made.stages[:-1]] == ["recomputed"] * (len(layers) - 1)
-    assert held.kv_bytes * sum(layers) == whole.kv_bytes * max(layers)
+    assert held.kv_bytes == whole.kv_bytes
     assert held.kv_gradients_bytes * sum(layers) == whole.kv_gradients_bytes * max(layers)
     everything = int(peak_bytes("retain") / USABLE_FRACTION) + 5
     simplest = plan(run_config(virtual_stages="auto"), available_bytes=everything)

@@ -237,12 +237,26 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
 
 
 def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
-    """Assess what may become of K and V; the fastest that fits, else the one short of least."""
-    found = [
-        assess(replace(candidate, kv=placement), seconds=seconds)
-        for placement in kv_choices(candidate)
-    ]
+    """Assess what may become of K and V: the faster of retaining and offloading them that fits.
+
+    Recomputing is tried where neither fits. Where nothing does, the one short of least is found
+    among those that need little memory.
+    """
+    choices = [replace(candidate, kv=placement) for placement in kv_choices(candidate)]
+    found: list[EvaluatedCandidate] = []
+    for choice in [one for one in choices if may_fit(one)] or choices[-1:]:
+        fits = any(one.shortfall is None for one in found)
+        if fits and (choice.kv == "recomputed" or _loses_no_time(found[-1])):
+            break
+        found.append(assess(choice, seconds=seconds))
     return min(found, key=lambda one: (_short_bytes(one), one.time.step_s))
+
+
+def _loses_no_time(evaluated: EvaluatedCandidate) -> bool:
+    """Whether nothing is recomputed, no copy is waited for, and none slows compute."""
+    costs = evaluated.costs
+    copies = costs.offload_bytes.any() or costs.kv_offload_bytes.any()
+    return not (copies or evaluated.placement.recomputed.any() or costs.kv_recompute_s.any())
 
 
 def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
