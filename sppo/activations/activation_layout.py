@@ -167,9 +167,9 @@ class BlockLayout:
         sizes = np.zeros((2, len(rows)), dtype=np.int64)
         for name, index, row_bytes in self._tensors:
             of_tensor = -(-rows[:, index] * row_bytes // self.shared_by)
-            aligned = _aligned(of_tensor, TENSOR_ALIGNMENT_BYTES)
+            aligned = aligned_counts(of_tensor, TENSOR_ALIGNMENT_BYTES)
             sizes += np.stack([aligned * (name != "x_in"), aligned])
-        return _aligned(sizes, BLOCK_ALIGNMENT_BYTES)
+        return aligned_counts(sizes, BLOCK_ALIGNMENT_BYTES)
 
     @property
     def most_padding_bytes(self) -> int:
@@ -335,8 +335,8 @@ def packed_bytes(sizes: Iterable[int]) -> int:
     return aligned_bytes(sum(map(aligned_bytes, sizes)), BLOCK_ALIGNMENT_BYTES)
 
 
-def _aligned(sizes: Counts, alignment: int) -> Counts:
-    """`sizes` rounded up to multiples of `alignment`."""
+def aligned_counts(sizes: Counts, alignment: int) -> Counts:
+    """Return `sizes` rounded up to multiples of `alignment`."""
     return -(-sizes // alignment) * alignment
 
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from sppo.activations.activation_layout import BLOCK_ALIGNMENT_BYTES, TENSOR_ALIGNMENT_BYTES
+from sppo.activations.activation_layout import (
+    BLOCK_ALIGNMENT_BYTES,
+    TENSOR_ALIGNMENT_BYTES,
+    aligned_counts,
+)
 from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload, kv_seconds
@@ -49,9 +53,8 @@ def kv_blocks(candidate: Candidate) -> Counts:
     """Bytes of a block of K and V, of one layer of each subsequence, [N]."""
     row_bytes, _ = kv_bytes_per_token(candidate.workload)
     parts = np.array(candidate.lengths) * int(row_bytes) // 2
-    aligned = -(-parts // TENSOR_ALIGNMENT_BYTES) * TENSOR_ALIGNMENT_BYTES
-    blocks: Counts = -(-2 * aligned // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES
-    return blocks
+    both = 2 * aligned_counts(parts, TENSOR_ALIGNMENT_BYTES)
+    return aligned_counts(both, BLOCK_ALIGNMENT_BYTES)
 
 
 def largest_kv_block(candidate: Candidate) -> int:

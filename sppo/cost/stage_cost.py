@@ -270,8 +270,7 @@ def of_ranks(candidate: Candidate, of_stages: Table) -> Table:
         candidate: whose.
         of_stages: of each stage, [stages, ...].
     """
-    shape = (candidate.virtual_stages, candidate.pipeline_parallel_degree, *of_stages.shape[1:])
-    sums: Table = of_stages.reshape(shape).sum(axis=0)
+    sums: Table = _by_rank(candidate, of_stages).sum(axis=0)
     return sums
 
 
@@ -282,9 +281,13 @@ def most_of_ranks(candidate: Candidate, of_stages: Table) -> Table:
         candidate: whose.
         of_stages: of each stage, [stages, ...].
     """
-    shape = (candidate.virtual_stages, candidate.pipeline_parallel_degree, *of_stages.shape[1:])
-    most: Table = of_stages.reshape(shape).max(axis=0)
+    most: Table = _by_rank(candidate, of_stages).max(axis=0)
     return most
+
+
+def _by_rank(candidate: Candidate, of_stages: Table) -> Table:
+    """[virtual stages, ranks, ...] of [stages, ...]."""
+    return of_stages.reshape(-1, candidate.pipeline_parallel_degree, *of_stages.shape[1:])
 
 
 def device_parameters(candidate: Candidate) -> Table:

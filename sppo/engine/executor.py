@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sppo.activations.activation_layout import ActivationKey
 from sppo.engine.kv_returns import KVReturns
 from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.stage import Stage
@@ -69,7 +70,7 @@ class Executor:
         self._buffers = StageBuffers(schedule, rank=rank, p2p=p2p)
         self._msp = msp
         self._stages, self._reduce_stage = stages, reduce
-        self._kv_returns = KVReturns(stages)
+        self._kv_returns = KVReturns(self._restore_kv)
         self._training = schedule.is_training
         self._stopwatch = stopwatch or HostStopwatch()
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
@@ -116,7 +117,6 @@ class Executor:
         """
         assert self._training == (loss_scale is not None), "training programs need a loss scale"
         self._units, self._loss_scale, self._losses = units, loss_scale, {}
-        self._kv_returns.begin(units)
         self._begin()
         trace, mark = Trace(self._stopwatch), self._stopwatch.mark
         for position, action in enumerate(self._program):
@@ -204,11 +204,15 @@ class Executor:
 
     def _start_reload(self, action: Action) -> None:
         """Run H2D: allow the unit's layers to come back, as far ahead of B as there is room."""
-        if action.wire == "kv":
-            self._kv_returns.permit(action)
-            return
         stage = self._stage_of(action)
-        _offloaded(stage, action).start_reload(stage.saved_keys(action.unit))
+        keys = stage.kv_keys if action.wire == "kv" else stage.saved_keys
+        _offloaded(stage, action).start_reload(keys(action.unit))
+        if action.wire == "kv":
+            self._kv_returns.permit(action.stage, keys(action.unit))
+
+    def _restore_kv(self, stage: int, key: ActivationKey) -> None:
+        span = self._units[key.sequence, key.subsequence].span
+        self._stages[stage].restore_kv(key, span)
 
     def _stage_of(self, action: Action) -> Stage:
         if action.num_shards == 1:

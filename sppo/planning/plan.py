@@ -339,6 +339,7 @@ def _faults(plan: ExecutionPlan) -> Iterator[str]:
             f"{len(plan.stages)} stages for {plan.pipeline_parallel_degree} ranks with "
             f"{plan.virtual_stages} stages each"
         )
+    yield from _kv_faults(plan)
     layers = 0
     for number, stage in enumerate(plan.stages):
         if stage.first_layer != layers:
@@ -352,6 +353,15 @@ def _faults(plan: ExecutionPlan) -> Iterator[str]:
         return
     if layers != model_layers:
         yield f"its stages have {layers} layers, its model {model_layers}"
+
+
+def _kv_faults(plan: ExecutionPlan) -> Iterator[str]:
+    """All stages but the last of each rank place K and V alike; those retain theirs."""
+    others = len(plan.stages) - plan.pipeline_parallel_degree
+    first = plan.stages[0].kv if others > 0 else "retained"
+    for number, stage in enumerate(plan.stages):
+        if stage.kv != (first if number < others else "retained"):
+            yield f"stage {number} has its K and V {stage.kv}"
 
 
 def _stage_faults(stage: StagePlan, *, number: int, lengths: tuple[int, ...]) -> Iterator[str]:

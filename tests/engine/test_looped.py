@@ -34,6 +34,11 @@ def cut_sequences(draw):
     return cuts
 
 
+def sequences_of(model, cuts, starts):
+    """One random sequence for each of ``cuts``, of documents that begin at ``starts``."""
+    return [random_sequence(model, c[-1], seed=n, starts=starts) for n, c in enumerate(cuts)]
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     variant=st.sampled_from(VARIANTS),
@@ -48,7 +53,7 @@ def test_gradients_stage_by_stage(variant, layers, data, policy, cuts):
     starts = data.draw(st.sampled_from([(0,), (0, 5, 11)]))
     model = tiny_model(variant, num_layers=layers)
     weights = random_weights(model)
-    sequences = [random_sequence(model, c[-1], seed=n, starts=starts) for n, c in enumerate(cuts)]
+    sequences = sequences_of(model, cuts, starts)
     trained = Trained(model, weights, policy=policy, pipeline=looped(virtual), input_every=every)
     found = trained.step(sequences, cuts)
     assert_same_step(found, autograd_step(model, weights, sequences), tolerance=1e-10)
@@ -101,7 +106,7 @@ def test_keys_that_leave_and_come_back_change_no_bit(variant, layers, data, poli
     queues = data.draw(st.sampled_from(("lazy", "random 0", "random 1", "eager")))
     model = tiny_model(variant, num_layers=layers)
     weights = random_weights(model)
-    sequences = [random_sequence(model, c[-1], seed=n, starts=starts) for n, c in enumerate(cuts)]
+    sequences = sequences_of(model, cuts, starts)
     rows = RatioRows(model, 8, ratio, rest=policy, last_too=True, alignment=1, input_every=every)
     how = {
         "placements": dict.fromkeys(range(virtual), rows),
@@ -143,7 +148,7 @@ def test_recomputed_keys_change_no_bit(variant, layers, data, policy, cuts):
     starts = data.draw(st.sampled_from([(0,), (0, 5, 11)]))
     model = tiny_model(variant, num_layers=layers)
     weights = random_weights(model)
-    sequences = [random_sequence(model, c[-1], seed=n, starts=starts) for n, c in enumerate(cuts)]
+    sequences = sequences_of(model, cuts, starts)
     how = {"policy": policy, "pipeline": looped(virtual)}
     again = Trained(model, weights, kv_recomputed=stages, **how)
     kept = Trained(model, weights, **how)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sppo.cli.output.solve_json import candidate_report
+from sppo.cli.output.solve_text import policy_text
 from sppo.hardware.file import hardware_for
 from sppo.planning.explain import step_parts
 from sppo.planning.search.candidates import candidate_of_subsequences
@@ -72,3 +74,12 @@ def test_the_seconds_of_a_step_add_up(kv):
     for parts in step_parts(found):
         assert sum(parts.values()) == pytest.approx(found.step_s)
         assert parts["borrowed"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("kv", ["retain", "offload"])
+def test_an_answer_says_what_becomes_of_keys(kv):
+    run = run_config("llama-3.2-1b", length=262144)
+    found = assess(candidate(kv=kv, policy="retain"))
+    placed = {"retain": "retained", "offload": "offloaded"}[kv]
+    assert candidate_report(run, found)["kv"] == placed
+    assert ("K and V are offloaded" in policy_text(found)) == (kv == "offload")

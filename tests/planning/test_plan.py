@@ -128,6 +128,7 @@ def _set(*keys, value):
         (_set("boundaries", 0, value=1), "boundaries .* do not rise from 0"),
         (_set("pipeline_parallel_degree", value=1), "2 stages for 1 ranks"),
         (_set("virtual_stages", value=2), "2 stages for 2 ranks with 2 stages each"),
+        (_set("stages", 1, "kv", value="offloaded"), "stage 1 has its K and V offloaded"),
         (_set("stages", 1, "first_layer", value=3), "stage 1 begins with layer 3, not 8"),
         (_set("stages", 1, "num_layers", value=3), "stages have 11 layers, its model 16"),
         (

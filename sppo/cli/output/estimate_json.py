@@ -39,6 +39,7 @@ def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> d
         "schedule": candidate.schedule,
         "virtual_stages": candidate.virtual_stages,
         "policy": evaluated.effective_policy,
+        "kv": evaluated.kv,
         "device_peak_bytes": evaluated.device_peak_bytes,
         "model": _counts_report(found.counts),
         "stages": stage_reports(evaluated),

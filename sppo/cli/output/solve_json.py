@@ -51,6 +51,7 @@ def solution_report(
                 "num_subsequences": len(evaluated.candidate.lengths),
                 "step_s": evaluated.step_s,
                 "policy": evaluated.effective_policy,
+                "kv": evaluated.kv,
                 "simulated": evaluated.played is not None,
             }
             for evaluated in solution.by_num_subsequences
@@ -102,6 +103,7 @@ def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str,
         "schedule": candidate.schedule,
         "virtual_stages": candidate.virtual_stages,
         "policy": evaluated.effective_policy,
+        "kv": evaluated.kv,
         "sequences_per_replica": candidate.sequences,
         "predicted": predicted,
         "node_host_peak_bytes": node_host_bytes(evaluated, prediction),

@@ -112,6 +112,8 @@ def _option_table(solution: Solution) -> Table:
     add("schedule", lambda o, _: o.candidate.schedule)
     if any(evaluated.candidate.virtual_stages > 1 for evaluated in candidates):
         add("stages on a rank", lambda o, _: str(o.candidate.virtual_stages))
+    if any(evaluated.kv != "retained" for evaluated in candidates):
+        add("K and V between", lambda o, _: o.kv)
     add("policy", lambda o, _: o.effective_policy)
     add("offload ratio", lambda _, p: ratio_text(p.offload_ratios))
     if any(any(predicted.offload_ratios) for predicted in predictions):

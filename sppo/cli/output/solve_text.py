@@ -68,8 +68,11 @@ def policy_text(evaluated: EvaluatedCandidate) -> str:
         for table in (placement.retained, placement.offloaded, placement.recomputed)
     )
     whole = float((retained + offloaded + recomputed).sum())
+    kv = ""
+    if evaluated.kv != "retained":
+        kv = f"; K and V are {evaluated.kv} between a stage's forward and its backward"
     if retained.sum() == whole:
-        return "every saved tensor stays on the device until its backward"
+        return f"every saved tensor stays on the device until its backward{kv}"
     parts = []
     if retained.any():
         parts.append(f"{retained.sum() / whole:.0%} is retained on the device")
@@ -80,7 +83,7 @@ def policy_text(evaluated: EvaluatedCandidate) -> str:
         parts.append(f"{recomputed[LINEAR] / whole:.0%} is recomputed by projections")
     if recomputed[ATTENTION]:
         parts.append(f"{recomputed[ATTENTION] / whole:.0%} is recomputed by attention")
-    return f"of the saved bytes {', '.join(parts)}"
+    return f"of the saved bytes {', '.join(parts)}{kv}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,11 @@ class EvaluatedCandidate:
         return self.tier_peak_bytes * min(node.num_devices, self.degrees.num_devices)
 
     @property
+    def kv(self) -> KVPlacement:
+        """What becomes of K and V where the schedule can do without them for a while."""
+        return self.candidate.kv_of_stage(0)
+
+    @property
     def effective_policy(self) -> str:
         """The policy by what it does: a hybrid that keeps everything is "retain"."""
         if self.placement.offloaded.any() or self.placement.recomputed.any():
@@ -239,12 +244,12 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
 def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
     """Assess what may become of K and V: the faster of retaining and offloading them that fits.
 
-    Recomputing is tried where neither fits. Where nothing does, the one short of least is found
-    among those that need little memory.
+    Recomputing is tried where neither fits. Where nothing can, offloading is assessed, or without a
+    tier recomputing: they need less than retaining.
     """
     choices = [replace(candidate, kv=placement) for placement in kv_choices(candidate)]
     found: list[EvaluatedCandidate] = []
-    for choice in [one for one in choices if may_fit(one)] or choices[-1:]:
+    for choice in [one for one in choices if may_fit(one)] or choices[1:2] or choices:
         fits = any(one.shortfall is None for one in found)
         if fits and (choice.kv == "recomputed" or _loses_no_time(found[-1])):
             break
