@@ -302,14 +302,15 @@ def check_plan_fits(plan: ExecutionPlan, run: RunConfig) -> None:
 def _with_later_keys(planned: Mapping[str, Any], run: RunConfig) -> Mapping[str, Any]:
     """The keys of a plan, with those that plans had not yet when it was made.
 
-    Those had one stage on each rank, which serves a run that asks for that or leaves it open.
+    Those had one stage on each rank and retained K and V, which serves a run that asks for that or
+    leaves it open.
     """
-    virtual = run.parallel.virtual_stages
-    had = "auto" if virtual == "auto" else 1
+    virtual = "auto" if run.parallel.virtual_stages == "auto" else 1
+    kv = "auto" if run.activations.kv == "auto" else "retain"
     return {
         **planned,
-        "parallel": {"virtual_stages": had, **planned["parallel"]},
-        "activations": {"kv": "auto", **planned["activations"]},
+        "parallel": {"virtual_stages": virtual, **planned["parallel"]},
+        "activations": {"kv": kv, **planned["activations"]},
     }
 
 

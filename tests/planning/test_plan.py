@@ -11,7 +11,7 @@ import pytest
 from sppo.hardware.file import hardware_for
 from sppo.planning.make_plan import make_plan
 from sppo.planning.plan import PLAN_VERSION, check_plan_fits, plan_json, planned_part, read_plan
-from sppo.planning.plan_program import plan_candidate, plan_placement
+from sppo.planning.plan_program import check_program, plan_candidate, plan_placement
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import assess
@@ -72,6 +72,46 @@ def test_what_is_written_is_read(path):
     assert plan.lengths == PLAN.lengths
     assert plan.model == RUN.model
     check_plan_fits(plan, RUN)
+
+
+OLD_PLAN = Path(__file__).with_name("plan_without_virtual_stages.json")
+"""What sppo solve wrote before plans knew of virtual stages and of K and V that leave."""
+
+
+def old_run(*, num_layers=2, **sections):
+    """The run that it was made for, with `sections` written over it."""
+    return run_config(
+        {"preset": "tiny-test", "vocab_size": 32, "num_layers": num_layers},
+        length=64,
+        sequence={"num_subsequences": 4, "alignment": 8},
+        parallel={"pipeline_parallel_degree": 2, **sections.pop("parallel", {})},
+        train={"dtype": "fp32"},
+        **sections,
+    )
+
+
+def test_an_old_plan_has_one_stage_on_a_rank_and_retains_keys():
+    plan = read_plan(OLD_PLAN)
+    assert plan.virtual_stages == 1
+    assert [stage.kv for stage in plan.stages] == ["retained", "retained"]
+    check_program(plan)  # by the digest that stands in it
+    check_plan_fits(plan, old_run())
+    check_plan_fits(plan, old_run(parallel={"virtual_stages": 1}, activations={"kv": "retain"}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"activations": {"kv": "offload"}}, 'activations.kv was "retain", is "offload"'),
+        (
+            {"num_layers": 4, "parallel": {"virtual_stages": 2}},
+            "parallel.virtual_stages was 1, is 2",
+        ),
+    ],
+)
+def test_an_old_plan_is_not_for_a_run_that_asks_for_more(sections, told):
+    with pytest.raises(ValueError, match=told):
+        check_plan_fits(read_plan(OLD_PLAN), old_run(**sections))
 
 
 def test_only_its_content_counts(path):
