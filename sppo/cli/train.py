@@ -266,10 +266,11 @@ def _offloads(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
     on_host = plan.tier == "host"
     size = predicted.host_peak_bytes if on_host else predicted.disk_peak_bytes
     where = "host memory" if on_host else run.activations.disk
-    return (
-        f"offload   {format_bytes(size)} to {where} and back: {min(ratios):.0%} to "
-        f"{max(ratios):.0%} of what a subsequence saves",
-    )
+    what = f"{min(ratios):.0%} to {max(ratios):.0%} of what a subsequence saves"
+    if plan.stages[0].kv == "offloaded":
+        others = len(plan.stages) - plan.pipeline_parallel_degree
+        what += f"; K and V of {others} of {len(plan.stages)} stages"
+    return (f"offload   {format_bytes(size)} to {where} and back: {what}",)
 
 
 def _cut_by(run: RunConfig) -> str:

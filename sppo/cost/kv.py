@@ -69,6 +69,13 @@ def kv_tier_bytes(candidate: Candidate) -> Counts:
     return whole
 
 
+def offloaded_kv_bytes(candidate: Candidate) -> int:
+    """Bytes in the next tier of the K and V that the fullest rank offloads of all sequences."""
+    stages = kv_tier_bytes(candidate)
+    ranks = [candidate.stages_of_rank(rank) for rank in range(candidate.pipeline_parallel_degree)]
+    return candidate.sequences * max(int(stages[list(own)].sum()) for own in ranks)
+
+
 def _layers(candidate: Candidate, placement: KVPlacement) -> Counts:
     """Layers of each stage if its K and V are placed so, else 0, [stages]."""
     return np.array(

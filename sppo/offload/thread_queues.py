@@ -170,7 +170,7 @@ class ThreadQueues:
             verb, code = "writing" if write else "reading", error.errno or errno.EIO
             raise OSError(
                 code,
-                f"the disk failed while {verb} {data.nbytes} bytes of saved activations "
+                f"the disk failed while {verb} {data.nbytes} bytes that are offloaded "
                 f"({error.strerror}); nothing was computed from them",
                 str(self._directory),
             ) from None

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
+from sppo.cost.kv import offloaded_kv_bytes
 from sppo.cost.layer import Workload
 from sppo.cost.stage_cost import row_bytes_of
 from sppo.hardware.description import HardwareSpec, NodeSpec
@@ -163,6 +164,12 @@ def _tiers(run: RunConfig, *, hardware: HardwareSpec, disk_bytes: int, host_byte
     if asked.disk is None or asked.tier == "device":
         return replace(node, host_memory_bytes=0, disk_bytes=0)
     room = disk_bytes if asked.disk_memory == "auto" else min(disk_bytes, asked.disk_memory)
+    asks = asked.kv == "offload" or asked.policy in ("offload_all", "sppo") or asked.tier == "disk"
+    if disk_bytes == 0 and (asks or asked.offload_ratio not in ("auto", 0)):
+        raise MemoryError(
+            f"activations.disk={asked.disk}: the disk is full; free space, or name a directory on "
+            "another disk"
+        )
     rates = node if node.disk_write_bytes_per_s > 0 else PRESETS["laptop-cpu"].node
     return replace(
         node,
@@ -180,15 +187,21 @@ def _too_large(
     assert shortfall is not None, "only called where something is short"
     needed = format_bytes(shortfall.needed_bytes)
     if shortfall.place != "device":
-        fits = shortfall.available_bytes / shortfall.needed_bytes
         on_disk = shortfall.place == "disk"
         where = f"activations.disk={run.activations.disk}" if on_disk else "host memory"
+        kv_bytes = offloaded_kv_bytes(evaluated.candidate)
+        what = f"activations.policy={policy} offloads {needed}"
+        if kv_bytes:
+            what += f" with K and V ({format_bytes(kv_bytes)}, activations.kv)"
+        less = offload_less(
+            room_bytes=shortfall.available_bytes,
+            needed_bytes=shortfall.needed_bytes,
+            kv_bytes=kv_bytes,
+            ratio=_offloaded_fraction(evaluated),
+        )
         return (
-            f"activations.policy={policy} offloads {needed} to {where}, of which "
-            f"{format_bytes(shortfall.available_bytes)} may be "
-            "used; activations.offload_ratio="
-            f"{_floor(fits * _offloaded_fraction(evaluated))} would fit, or "
-            f"{_more_disk(run) if on_disk else _more_host(run)}"
+            f"{what} to {where}, of which {format_bytes(shortfall.available_bytes)} may be "
+            f"used; {less}, or {_more_disk(run) if on_disk else _more_host(run)}"
         )
     bucket = f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}"
     if policy in ("auto", "hybrid"):
@@ -202,6 +215,21 @@ def _too_large(
         f"{run.sequence.length} tokens, and {format_bytes(available)} are available; write "
         "activations.policy=auto, shorten sequence.length or take a smaller model"
     )
+
+
+def offload_less(*, room_bytes: float, needed_bytes: float, kv_bytes: int, ratio: float) -> str:
+    """Say what would fit in a tier: a smaller part of the activations, or K and V elsewhere.
+
+    Args:
+        room_bytes: what the tier has.
+        needed_bytes: what is offloaded there, K and V included.
+        kv_bytes: K and V.
+        ratio: offloaded part of the other activations.
+    """
+    if 0 < kv_bytes >= min(room_bytes, needed_bytes):
+        return "activations.kv=retain or recompute offloads no K and V"
+    fits = (room_bytes - kv_bytes) / (needed_bytes - kv_bytes)
+    return f"activations.offload_ratio={_floor(fits * ratio)} would fit"
 
 
 def _more_disk(run: RunConfig) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sppo.activations.placement import check_whole_classes
 from sppo.config import RunConfig
+from sppo.cost.kv import offloaded_kv_bytes
 from sppo.cost.memory.process_growth import REPORT_BYTES, step_bytes
 from sppo.data.sequences import TrainingData
 from sppo.data.tokens import open_tokens
@@ -19,8 +20,8 @@ from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk import DiskRoom, is_memory, usable_directory
 from sppo.parallel.stream_budget import StreamUse, check_streams
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
-from sppo.planning.plan_program import check_program, plan_program
-from sppo.planning.run_plan import plan_run
+from sppo.planning.plan_program import check_program, plan_candidate, plan_program
+from sppo.planning.run_plan import offload_less, plan_run
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import find_msp_groups
 from sppo.train.cpu_device import CpuDevice
@@ -264,14 +265,22 @@ def _check_host(plan: ExecutionPlan, host_bytes: int) -> None:
         offloaded = plan.predicted.host_peak_bytes
     optimizer = max(stage.memory.host_optimizer_bytes for stage in plan.stages)
     if offloaded + optimizer > host_bytes:
-        fits = max(0, host_bytes - optimizer) / max(1, offloaded)
-        ratio = fits * max(plan.predicted.offload_ratios)
+        less = _offload_less(plan, room_bytes=host_bytes - optimizer, needed_bytes=offloaded)
         raise MemoryError(
             f"a rank takes {format_bytes(offloaded + optimizer)} of host memory "
             f"({format_bytes(offloaded)} offloaded activations, {format_bytes(optimizer)} "
-            f"optimizer), and {format_bytes(host_bytes)} may be used: activations.offload_ratio="
-            f"{int(ratio * 100) / 100:.2f} would fit, or end other programs"
+            f"optimizer), and {format_bytes(host_bytes)} may be used: {less}, or end other programs"
         )
+
+
+def _offload_less(plan: ExecutionPlan, *, room_bytes: int, needed_bytes: int) -> str:
+    """Say how a rank would offload no more than fits."""
+    return offload_less(
+        room_bytes=max(0, room_bytes),
+        needed_bytes=max(1, needed_bytes),
+        kv_bytes=offloaded_kv_bytes(plan_candidate(plan)),
+        ratio=max(plan.predicted.offload_ratios),
+    )
 
 
 def _disk_room(run: RunConfig) -> DiskRoom:
@@ -294,13 +303,13 @@ def _check_disk(run: RunConfig, plan: ExecutionPlan, disk: DiskRoom, *, local_ra
         raise MemoryError(
             f"the plan offloads {format_bytes(needed)} to activations.disk={run.activations.disk}, "
             f"and this process may write files of {format_bytes(largest)} at most: raise that "
-            "limit (ulimit -f), or lower activations.offload_ratio"
+            "limit (ulimit -f), or offload less"
         )
     needed *= local_ranks
     if needed > disk.usable_bytes:
-        ratio = disk.usable_bytes / needed * max(plan.predicted.offload_ratios)
+        room = disk.usable_bytes // local_ranks
+        less = _offload_less(plan, room_bytes=room, needed_bytes=needed // local_ranks)
         raise MemoryError(
             f"the plan offloads {format_bytes(needed)} to activations.disk={run.activations.disk}: "
-            f"{disk}; activations.offload_ratio={int(ratio * 100) / 100:.2f} would fit, or name a "
-            "directory on a larger disk"
+            f"{disk}; {less}, or name a directory on a larger disk"
         )

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 
-from tests.conftest import refuse, succeed, write_run
+from sppo.offload import disk
+from sppo.offload.disk import DiskRoom
+from sppo.offload.file_tier import FileTier
+from sppo.train import trainer
+from tests.conftest import call, refuse, succeed, write_run
 from tests.train.test_offloading_runs import losses
 
 MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
+BLOCKS_OF_A_STEP = 2 * 4
+"""K and V of two of three layers, of four subsequences."""
 WAYS = {
     "retained": (3, {"kv": "retain"}),
     "two stages": (2, {}),
@@ -68,6 +76,61 @@ def test_a_run_goes_on_with_other_stages(work):
     run_file = looped_run(work, 3)
     succeed("train", run_file, rate, "train.steps=2", "checkpoint.every=1")
     succeed("train", run_file, rate, "parallel.virtual_stages=1")
+    assert losses(work) == losses(work, "plain")
+
+
+ONLY_KV = {"kv": "offload", "disk": "spill", "policy": "keep_attention"}
+EVERYTHING = {"kv": "offload", "disk": "spill", "policy": "offload_all"}
+
+
+def test_a_disk_too_small_for_keys_is_refused(work, monkeypatch):
+    monkeypatch.setattr(disk, "disk_room", lambda directory: DiskRoom(free_bytes=20_000))
+    error = refuse("train", looped_run(work, 3, **ONLY_KV), code=4)
+    assert "with K and V (32.0 KiB, activations.kv) to activations.disk=spill" in error
+    assert "activations.kv=retain or recompute offloads no K and V" in error
+    assert not (work / "out").exists()
+    succeed("train", looped_run(work, 3, **{**ONLY_KV, "kv": "recompute"}))
+
+
+def test_a_ratio_that_fits_beside_keys_is_named(work, monkeypatch):
+    monkeypatch.setattr(disk, "disk_room", lambda directory: DiskRoom(free_bytes=150_000))
+    error = refuse("train", looped_run(work, 3, **EVERYTHING), code=4)
+    assert "with K and V (32.0 KiB, activations.kv) to activations.disk=spill" in error
+    ratio = float(error.split("offload_ratio=")[1].split(" ")[0])
+    assert ratio > 0
+    said = succeed("train", looped_run(work, 3, kv="offload", disk="spill", offload_ratio=ratio))
+    assert "; K and V of 2 of 3 stages" in said
+
+
+@pytest.mark.parametrize(("method", "verb"), [("write", "writing"), ("read", "reading")])
+def test_a_disk_that_fails_under_keys_ends_the_run_and_the_next_goes_on(
+    work, monkeypatch, method, verb
+):
+    """The first step that is lost is the one under way: the third, behind a checkpoint."""
+    succeed("train", looped_run(work, 1, output="plain", policy="keep_attention"))
+    run_file, calls = looped_run(work, 3, **ONLY_KV), 0
+    original = getattr(FileTier, method)
+
+    def failing(tier, offset_bytes, array):
+        nonlocal calls
+        calls += 1
+        if calls > 2 * BLOCKS_OF_A_STEP + 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(tier, offset_bytes, array)
+
+    monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)  # a step of another model
+    monkeypatch.setattr(FileTier, method, failing)
+    ended = call("train", run_file, "checkpoint.every=1")
+    assert ended.exit_code == 4  # as on every full disk
+    (error,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert f"spill: the disk failed while {verb}" in error
+    assert "No space left on device" in error
+    assert "Traceback" not in ended.output
+    monkeypatch.setattr(FileTier, method, original)
+    said = succeed("train", run_file, "checkpoint.every=1")
+    assert "step 3/4" in said
+    assert "step 2/4" not in said
+    assert list((work / "spill").iterdir()) == []
     assert losses(work) == losses(work, "plain")
 
 

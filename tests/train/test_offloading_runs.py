@@ -167,6 +167,16 @@ def test_a_disk_that_is_too_small_is_refused(work, monkeypatch):
     succeed("train", offloading_run(work, offload_ratio=ratio))
 
 
+@pytest.mark.parametrize(
+    "activations", [{"policy": "offload_all"}, {"offload_ratio": 0.5}, {"tier": "disk"}]
+)
+def test_a_full_disk_is_not_called_missing(work, monkeypatch, activations):
+    monkeypatch.setattr(disk, "disk_room", lambda directory: DiskRoom(free_bytes=0))
+    error = refuse("train", offloading_run(work, **activations), code=4)
+    assert "activations.disk=spill: the disk is full; free space" in error
+    succeed("train", offloading_run(work))
+
+
 def test_a_disk_that_fails_ends_the_run_and_the_next_goes_on(work, monkeypatch):
     original = FileTier.write
 
