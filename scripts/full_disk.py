@@ -45,11 +45,13 @@ class Case:
         words: after ``sppo``; run files lie beside the disk, which is the working directory.
         files: that it replaces; an older one of each is there.
         run: the output of a run, trained in part when the disk fills up; None where there is none.
+        disks: how errors name the disk where it is a tier for activations, too.
     """
 
     words: str
     files: tuple[str, ...] = ()
     run: str | None = None
+    disks: tuple[str, ...] = ()
 
 
 CASES = {
@@ -71,6 +73,11 @@ CASES = {
     "train-async": Case("train ../run.json checkpoint.async_save=true", run="out"),
     "train-board": Case("train ../run.json train.tensorboard=true", run="out"),
     "train-resumed": Case("train ../run.json train.steps=8", run="out"),
+    "train-kv": Case(
+        "train ../run.json parallel.virtual_stages=2 activations.kv=offload activations.disk=.",
+        run="out",
+        disks=("activations.disk=.", "a file tier of"),
+    ),
     "train-ranks": Case("train ../run.json parallel.pipeline_parallel_degree=2", run="out"),
 }
 
@@ -160,7 +167,7 @@ def _play(case: Case, disk: Path, *, free_bytes: int) -> tuple[str, list[str]]:
         problems.append(f"exit code {code}: {said}")
     if code == 4:
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
-        named = (*case.files, case.run or "new/tokens", "hf", "new/tokens")
+        named = (*case.files, case.run or "new/tokens", "hf", "new/tokens", *case.disks)
         if not any(name in line for line in errors for name in named):
             problems.append(f"the file is not named: {said}")
     problems += list(_torn(case, disk))

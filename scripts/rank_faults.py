@@ -3,9 +3,10 @@
 
 Each case trains a model of 20 thousand parameters on two ranks of this machine and does one thing
 to it: kills or stops a rank, sends a signal at a random moment, gives ranks different data or
-configurations, takes their port, limits their open files, starts two runs in one directory. A case
-fails if the job does not end in time, ends with a traceback or another exit code than promised, or
-cannot go on afterwards. Exit code 1 if any case failed.
+configurations, takes their port, limits their open files, starts two runs in one directory. Every
+second round of faults meets the looped order with K and V on a disk. A case fails if the job does
+not end in time, ends with a traceback or another exit code than promised, leaves something on that
+disk, or cannot go on afterwards. Exit code 1 if any case failed.
 
     python scripts/rank_faults.py --seed 1 --count 20
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import resource
@@ -32,15 +34,23 @@ import numpy as np
 TIMEOUT_S = 10
 """``parallel.timeout_s`` of all runs."""
 _ENDS_WITHIN_S = 240.0
-_RUN = """\
-model: {preset: tiny-test, vocab_size: 32, num_layers: 2}
-data: {tokens: tokens, shuffle: false}
-sequence: {length: 64, num_subsequences: 4, alignment: 8}
-optimizer: {lr: 0.01, schedule: constant}
-parallel: {pipeline_parallel_degree: 2, timeout_s: 10}
-train: {steps: 100000, dtype: fp32, output: out}
-checkpoint: {every: 5, keep: 2}
-"""
+_RUN: Mapping[str, Mapping[str, object]] = {
+    "model": {"preset": "tiny-test", "vocab_size": 32, "num_layers": 4},
+    "data": {"tokens": "tokens", "shuffle": False},
+    "sequence": {"length": 64, "num_subsequences": 4, "alignment": 8},
+    "optimizer": {"lr": 0.01, "schedule": "constant"},
+    "parallel": {"pipeline_parallel_degree": 2, "timeout_s": TIMEOUT_S},
+    "train": {"steps": 100000, "dtype": "fp32", "output": "out"},
+    "checkpoint": {"every": 5, "keep": 2},
+}
+_KINDS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
+    "one stage on a rank": {},
+    "K and V on a disk": {
+        "parallel": {"virtual_stages": 2},
+        "activations": {"policy": "offload_all", "kv": "offload", "disk": "spill"},
+    },
+}
+"""Sections over :data:`_RUN`."""
 _NOISE = ("CPU tensors: ", "attention back end", "saved ", "going on after")
 
 
@@ -281,6 +291,21 @@ FAULTS: Mapping[str, Callable[[Path, random.Random], str]] = {
 }
 
 
+def write_run(directory: Path, kind: str) -> None:
+    """Write ``run.yaml``, and make the directory that stands for a disk."""
+    run = {name: dict(keys) for name, keys in _RUN.items()}
+    for name, keys in _KINDS[kind].items():
+        run[name] = {**run.get(name, {}), **keys}
+    (directory / "run.yaml").write_text(json.dumps(run))  # JSON is YAML
+    (directory / "spill").mkdir()
+
+
+def left_behind(directory: Path) -> str:
+    """Return what a run has left on its disk tier, empty if nothing."""
+    files = sorted(path.name for path in (directory / "spill").iterdir())
+    return f"left on the disk tier: {files}" if files else ""
+
+
 def goes_on(directory: Path) -> str:
     """Return why the run does not go on for two steps after a fault, empty if it does."""
     metrics = directory / "out/metrics.jsonl"
@@ -292,22 +317,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases; the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=len(FAULTS))
+    parser.add_argument("--count", type=int, default=2 * len(FAULTS))
     parser.add_argument("--only", choices=sorted(FAULTS), help="this fault alone")
+    parser.add_argument("--kind", choices=list(_KINDS), help="of run, this one alone")
     options = parser.parse_args(arguments)
     failures = 0
     names = [options.only] if options.only else list(FAULTS)
+    kinds = [options.kind] if options.kind else list(_KINDS)
     for case in range(options.count):
+        kind = kinds[case // len(names) % len(kinds)]
         name, dice = names[case % len(names)], random.Random(f"{options.seed} {case}")
         started_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="rank-faults-") as scratch:
             directory = Path(scratch)
-            (directory / "run.yaml").write_text(_RUN)
+            write_run(directory, kind)
             write_tokens(directory / "tokens", seed=0)
-            problem = FAULTS[name](directory, dice) or goes_on(directory)
+            problem = FAULTS[name](directory, dice) or left_behind(directory)
+            problem = problem or goes_on(directory) or left_behind(directory)
         failures += bool(problem)
         took_s = time.monotonic() - started_s
-        print(f"{case:4} {name:20} {took_s:6.1f} s  {problem or 'as it must'}", flush=True)
+        print(
+            f"{case:4} {name:20} {kind:20} {took_s:6.1f} s  {problem or 'as it must'}", flush=True
+        )
     print(f"{options.count} cases, {failures} failed (seed {options.seed})")
     return 1 if failures else 0
 

@@ -24,6 +24,8 @@ transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4
 LENGTH = 61
+NUM_LAYERS = 3
+"""Of all models of hf_models."""
 STEPS = 5
 LR = 0.01
 BOUNDARIES = (0, 1, 14, 22, 23, 40, 58, LENGTH)  # seven, uneven, two of one token
@@ -40,6 +42,8 @@ class Case:
     policy: str = "retain"
     rates: tuple = (1.0,) * STEPS
     sequences_per_step: int = 1
+    layer_by_layer: bool = False
+    """A virtual stage for every layer, whose K and V are on a disk between its two passes."""
 
 
 # hf_models: 24 or 26 wide with six heads of ten on two key/value heads, where a family allows it.
@@ -56,6 +60,13 @@ CASES = {
     "mistral, tied": Case("mistral", {"tie_word_embeddings": True}, policy="keep_attention"),
     "gpt2": Case("gpt2", cut="flops", rates=WARM_UP_COSINE, sequences_per_step=2),
     "gpt2, untied": Case("gpt2", {"tie_word_embeddings": False}, policy="recompute"),
+    "qwen3, layer by layer": Case(
+        "qwen3", policy="keep_attention", sequences_per_step=2, layer_by_layer=True
+    ),
+    "mistral, layer by layer": Case("mistral", policy="offload_all", layer_by_layer=True),
+    "gpt2, layer by layer": Case(
+        "gpt2", cut="flops", policy="recompute", rates=WARM_UP_COSINE, layer_by_layer=True
+    ),
 }
 
 
@@ -91,13 +102,25 @@ def sequence_settings(cut):
     return {"length": LENGTH, "num_subsequences": 7, "alignment": 1, "partition": partition}
 
 
+def order_settings(case, directory):
+    """Sections of a run file that say in which order layers run and where K and V wait."""
+    if not case.layer_by_layer:
+        return {"activations": {"policy": case.policy}}
+    spill = directory / "spill"
+    spill.mkdir()
+    return {
+        "parallel": {"virtual_stages": NUM_LAYERS},
+        "activations": {"policy": case.policy, "kv": "offload", "disk": str(spill)},
+    }
+
+
 def run_file(case, directory):
     decays = case.rates == WARM_UP_COSINE
     settings = {
         "model": {"from_hf": str(directory / "ours")},
         "data": {"tokens": str(directory / "tokens"), "shuffle": False},
         "sequence": sequence_settings(case.cut),
-        "activations": {"policy": case.policy},
+        **order_settings(case, directory),
         "optimizer": {
             "lr": LR,
             "betas": [0.9, 0.95],
@@ -196,6 +219,16 @@ def assert_same_weights(ours, theirs, before):
     assert min(changes.values()) >= 100 * TOLERANCE, changes
 
 
+def assert_kv_of_all_layers_but_the_last_left(case, directory):
+    """K and V of a step, in fp32, went to the disk and came back."""
+    config = json.loads((directory / "published" / "config.json").read_text())
+    copies = json.loads((directory / "run" / "run_summary.json").read_text())["copies"]
+    width = config.get("n_embd") or config["num_key_value_heads"] * config["head_dim"]
+    tokens = case.sequences_per_step * LENGTH
+    assert copies["out_bytes"]["kv"] == copies["back_bytes"]["kv"]
+    assert copies["out_bytes"]["kv"] == (NUM_LAYERS - 1) * tokens * 2 * width * 4
+
+
 def check(case, directory, sppo):
     theirs, _ = tiny_hf_model(case.family, seed=11, **case.options)
     theirs.save_pretrained(directory / "published", max_shard_size="20KB")
@@ -204,6 +237,8 @@ def check(case, directory, sppo):
     assert type(ours) is type(theirs)
     assert_same_metrics(lines, train_theirs(case, theirs))
     assert_same_weights(ours, theirs, before)
+    if case.layer_by_layer:
+        assert_kv_of_all_layers_but_the_last_left(case, directory)
 
 
 @pytest.mark.parametrize("name", CASES)

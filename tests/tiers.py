@@ -169,6 +169,9 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "each schedule, number of ranks and of sequences once; random trainings mix them",
             _RANDOM_TRAININGS,
         ),
+        "test_keys_of_a_looped_pipeline_are_recomputed": without(
+            "one sequence", "three ranks", why="four ranks and two sequences, and every other axis"
+        ),
         "test_gradients_of_every_model_on_every_axis": only(
             "mha-recompute",
             "mixed*-keep_attention",
@@ -358,6 +361,8 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         "test_a_rank_that_is_killed_ends_the_job_which_then_resumes": replaced(
             "parallel/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
             "checkpoint/test_kill.py::test_a_run_killed_at_each_call_that_changes_the_disk",
+            "train/test_looped_runs.py"
+            "::test_a_disk_that_fails_under_keys_ends_the_run_and_the_next_goes_on",
             why="the report of a job, and a run that goes on after a kill, one after the other",
         ),
         "test_degrees_that_do_not_multiply_to_the_ranks_there_are": replaced(
@@ -412,6 +417,12 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         "test_the_variants_differ": replaced(
             "train/test_resume.py::test_killed_in_step_seven",
             why="a test of a test: that the runs killed in the other tier are not all the same",
+        ),
+        "test_killed_while_keys_come_back": replaced(
+            "train/test_resume.py::test_killed_in_step_seven",
+            "train/test_looped_runs.py"
+            "::test_a_disk_that_fails_under_keys_ends_the_run_and_the_next_goes_on",
+            why="a run that is killed, and one that loses K and V on their way back",
         ),
         "test_killed_again_and_again": replaced(
             "train/test_resume.py::test_killed_in_step_seven",
@@ -809,6 +820,8 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "qwen2, tied",
             "qwen3",
             "mistral, tied",
+            "gpt2, layer by layer",
+            "mistral, layer by layer",
             why="one case of each family, with every policy, cut and schedule of the rate",
         ),
         "test_the_installed_command_does_the_same": replaced(

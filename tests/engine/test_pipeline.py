@@ -157,9 +157,12 @@ def test_tensors_moved_to_a_disk_in_every_stage(ranks, tmp_path, schedule, shape
     check(ranks, case)
 
 
+LOOPED_CUTS = ((0, 6, 9, 13, 16, 19), (0, 4, 7, 9))
+"""Five subsequences, then three of a shorter sequence: no multiple of two or of four ranks."""
 LOOPED = {
     "one sequence": ((1, 2, 1), 3, {}),
     "three ranks": ((1, 3, 1), 2, {}),
+    "four ranks": ((1, 4, 1), 2, {}),
     "shared tokens": ((1, 2, 2), 2, {}),
     "shared weights": ((1, 2, 2), 2, {"sequence_parallel": "megatron"}),
     "replicas": ((2, 2, 1), 2, {"zero": 3}),
@@ -176,7 +179,7 @@ def test_keys_of_a_looped_pipeline_leave_and_come_back(ranks, tmp_path, name):
         shape=shape,
         schedule="looped_bfs",
         virtual=virtual,
-        cuts=((0, 6, 9, 16, 19), (0, 4, 9)) if name != "one sequence" else ((0, 6, 9, 16, 19),),
+        cuts=LOOPED_CUTS[:1] if name == "one sequence" else LOOPED_CUTS,
         placement_of=RatioRows(model, 8, 0.0 if whole else 0.5, alignment=1, last_too=True),
         directory=tmp_path,
         kv_offloaded=tuple(range(shape[1] * (virtual - 1))),
@@ -194,7 +197,7 @@ def test_keys_of_a_looped_pipeline_are_recomputed(ranks, name):
         shape=shape,
         schedule="looped_bfs",
         virtual=virtual,
-        cuts=((0, 6, 9, 16, 19), (0, 4, 9)) if name != "one sequence" else ((0, 6, 9, 16, 19),),
+        cuts=LOOPED_CUTS[:1] if name == "one sequence" else LOOPED_CUTS,
         kv_recomputed=tuple(range(shape[1] * (virtual - 1))),
         sizes={"num_layers": shape[1] * virtual + 1},
         steps=2,

@@ -77,8 +77,23 @@ def rank_process(job, rank):
     raise AssertionError(f"rank {rank} does not run")
 
 
-def test_a_rank_that_is_killed_ends_the_job_which_then_resumes(endless):
-    with training(endless, after_steps=2) as job:
+KINDS = {
+    "one stage": (),
+    "keys on a disk": (
+        "model.num_layers=4",
+        "parallel.virtual_stages=2",
+        "activations.policy=offload_all",
+        "activations.kv=offload",
+        "activations.disk=spill",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_is_killed_ends_the_job_which_then_resumes(endless, kind):
+    words, spill = KINDS[kind], endless / "spill"
+    spill.mkdir()
+    with training(endless, *words, after_steps=2) as job:
         rank_process(job, 1).send_signal(signal.SIGKILL)
         started = time.monotonic()
         _, errors = job.communicate(timeout=60)
@@ -89,9 +104,10 @@ def test_a_rank_that_is_killed_ends_the_job_which_then_resumes(endless):
     assert "step " in errors
     assert "action " in errors
     assert "Traceback" not in errors
+    assert list(spill.iterdir()) == []
     before = steps_done(endless)
     done = subprocess.run(
-        [*TRAIN, TWO_STAGES, f"train.steps={before + 2}"],
+        [*TRAIN, TWO_STAGES, *words, f"train.steps={before + 2}"],
         cwd=endless,
         env=environment(),
         capture_output=True,

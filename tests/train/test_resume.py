@@ -24,6 +24,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "several": {"train": {"sequences_per_step": 3}, "data": {"shuffle": True}},
     "async": {"checkpoint": {"async_save": True}},
     "documents": {"data": {"isolate_documents": True}},
+    "kv on a disk": {
+        "model": {"num_layers": 3},
+        "parallel": {"virtual_stages": 3},
+        "activations": {"policy": "offload_all", "kv": "offload", "disk": "spill"},
+    },
 }
 
 
@@ -40,6 +45,7 @@ class Run:
     def __init__(self, sppo: ForkedSppo, directory: Path, variant: str) -> None:
         self.sppo, self.directory = sppo, directory
         documents = (30, LENGTH + 1, 2 * LENGTH)
+        (directory / "spill").mkdir()
         write_tokens(directory / "tokens", num_tokens=4 * LENGTH + 1, documents=documents)
         sections = {name: dict(keys) for name, keys in VARIANTS[variant].items()}
         train = {"steps": STEPS, **sections.pop("train", {})}
@@ -104,6 +110,16 @@ def test_killed_in_step_seven(runs, variant):
     assert f"step {after + 1}/10" in again.stdout
     assert f"step {after}/10" not in again.stdout
     run.assert_undisturbed("killed")
+    assert list((run.directory / "spill").iterdir()) == []
+
+
+def test_killed_while_keys_come_back(runs):
+    """Of 24 passes of a step 12 are forwards of three stages; K and V come back after them."""
+    run = runs["kv on a disk"]
+    killed = run.train("back", step=7, action=14, signals=[signal.SIGKILL])
+    assert killed.returncode == -signal.SIGKILL
+    assert run.train("back").returncode == 0
+    run.assert_undisturbed("back")
 
 
 def test_the_variants_differ(runs):
