@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from sppo.activations.placement import (
     ROW_ALIGNMENT,
@@ -75,18 +77,19 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
     free = {key: without_waiting(problem) for key, problem in distinct.items()}
     steps = _STEPS[len(inputs.tokens) * len(keys) > _LARGE]
     most = {key: _most_in_tier(problem) for key, problem in distinct.items()}
+    offloads = None in free.values() and inputs.copy_bytes_per_s > 0
+    tried = np.arange(steps + 1 if offloads else 1) / steps
+    offloading = {
+        key: [] if free[key] else with_fractions(problem, fractions=most[key] * tried)
+        for key, problem in distinct.items()
+    }
     found = False
-    for step in range(steps + 1):
-        rows = {
-            key: free[key] or with_fraction(problem, fraction=most[key] * step / steps)
-            for key, problem in distinct.items()
-        }
+    for step in range(len(tried)):
+        rows = {key: free[key] or offloading[key][step] for key in distinct}
         fitting = {key: table for key, table in rows.items() if table is not None}
         if len(fitting) == len(rows):
             found = True
             yield _stacked(fitting, keys)
-        if None not in free.values() or inputs.copy_bytes_per_s <= 0:
-            break
     if not found:
         short = {key: free[key] or least(p, most=most[key]) for key, p in distinct.items()}
         yield _stacked(short, keys)
@@ -120,29 +123,76 @@ def without_waiting(problem: StageProblem) -> StageCounts | None:
     return rows - offloaded, offloaded, nothing
 
 
-def with_fraction(problem: StageProblem, *, fraction: float) -> StageCounts | None:
-    """Offload a fraction, recompute what is then too much; None if it does not fit."""
+def with_fractions(problem: StageProblem, *, fractions: Table) -> list[StageCounts | None]:
+    """Offload some fractions, recompute what is then too much; None of those that do not fit."""
     if not _has_room(problem):
-        return None
-    wanted = _wanted_bytes(problem, fraction)
-    if not _in_tier(wanted, problem):
-        return None
+        return [None] * len(fractions)
+    wanted = _wanted_bytes(problem, fractions[:, None])
     offloaded = _offloaded(wanted, problem)
     retained = _whole(problem) - offloaded
-    if _fits(retained, offloaded, problem):
+    serving = _serving(retained, offloaded, problem)
+    return [
+        _recomputing(kept, sent, problem, serves=serves) if _in_tier(asked, problem) else None
+        for asked, kept, sent, serves in zip(wanted, retained, offloaded, serving, strict=True)
+    ]
+
+
+def _recomputing(
+    retained: Counts, offloaded: Counts, problem: StageProblem, *, serves: npt.NDArray[np.bool_]
+) -> StageCounts | None:
+    """Recompute the fewest classes that make a placement fit; None if it does not.
+
+    Args:
+        retained: rows of the placement, [N, 3].
+        offloaded: the same.
+        problem: of one stage.
+        serves: whether recomputing so many of the classes does, [2 N + 1].
+    """
+    if serves[0]:
         return retained, offloaded, np.zeros_like(retained)
-
-    def serves(count: int) -> bool:
-        return _fits(_freed(retained, count), offloaded, problem)
-
-    low, high = 0, 2 * len(retained)
-    if not serves(high):
+    if not serves[-1]:
         return None
+    low, high = 0, len(serves) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if serves(middle) else (middle, high)
+        low, high = (low, middle) if serves[middle] else (middle, high)
     left = _last_in_part(_freed(retained, low), _freed(retained, high), offloaded, problem)
     return left, offloaded, retained - left
+
+
+def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.NDArray[np.bool_]:
+    """Whether placements fit that recompute their first classes, as :func:`_freed` counts them.
+
+    What is held falls with each class by its own rows; joining takes what the worst subsequence
+    does, of those with the class recomputed and of those behind them.
+
+    Args:
+        retained: rows of some placements, [n, N, 3].
+        offloaded: the same.
+        problem: of one stage.
+
+    Returns:
+        [n, 2 N + 1].
+    """
+    count = len(problem.tokens)
+    held = (retained * problem.row_bytes) * problem.in_flight[:, None]
+    freed = np.cumsum(np.concatenate([held[:, :, LINEAR], held[:, :, ATTENTION]], axis=1), axis=1)
+    joined = []
+    for classes in ([], [LINEAR], [LINEAR, ATTENTION]):
+        left = retained.copy()
+        left[:, :, classes] = 0
+        recomputed = problem.tokens[:, None] - left - offloaded
+        joined.append(problem.slots.joined(ActivationPlacement(left, offloaded, recomputed)))
+    needed = np.empty((len(retained), 2 * count + 1))
+    for first, (before, after) in enumerate(pairwise(joined)):
+        worst = needed[:, first * count : (first + 1) * count + 1]
+        worst[:, :count] = np.maximum.accumulate(before[:, ::-1], axis=1)[:, ::-1]
+        worst[:, count] = 0.0
+        worst[:, 1:] = np.maximum(worst[:, 1:], np.maximum.accumulate(after, axis=1))
+    needed += held.sum(axis=(1, 2))[:, None] + problem.slots.of_blocks(offloaded)[:, None]
+    needed[:, 1:] -= freed
+    fits: npt.NDArray[np.bool_] = needed <= problem.device_bytes - _ROUNDING_BYTES
+    return fits
 
 
 def least(problem: StageProblem, *, most: float) -> StageCounts:

@@ -202,15 +202,24 @@ class CopySlots:
 
     def reserved(self, placement: ActivationPlacement) -> Table:
         """What `placement` needs at most, [stages]; of one stage's slots, each of its rows."""
-        slots = (placement.offloaded @ self.row_bytes[:, :, None])[:, :, 0].max(axis=1)
+        needed: Table = self.of_blocks(placement.offloaded) + self.joined(placement).max(axis=1)
+        return needed
+
+    def of_blocks(self, offloaded: Counts) -> Table:
+        """What the slots take for rows that are offloaded, [stages, subsequences, 3]; [stages]."""
+        slots = (offloaded @ self.row_bytes[:, :, None])[:, :, 0].max(axis=1)
+        taken: Table = slots + self.padding_bytes * (slots > 0)
+        return taken
+
+    def joined(self, placement: ActivationPlacement) -> Table:
+        """What putting together the cut classes of each subsequence takes, [stages, N]."""
         retains, offloads = placement.retained > 0, placement.offloaded > 0
         recomputes = placement.recomputed > 0
         cut_with_rest = (retains | offloads) & recomputes
-        joined = self.joined_bytes[:, None] * _any_class(retains & offloads & ~recomputes)
+        joined: Table = self.joined_bytes[:, None] * _any_class(retains & offloads & ~recomputes)
         joined += self.queries_bytes[:, None] * _any_class(cut_with_rest)
         joined *= np.where(recomputes[:, :, ATTENTION], 1.0, self.taken_at_once[:, None])
-        needed: Table = slots + self.padding_bytes * (slots > 0) + joined.max(axis=1)
-        return needed
+        return joined
 
 
 def _any_class(holds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

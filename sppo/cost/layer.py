@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from math import prod, sqrt
 from typing import Literal, NamedTuple
 
@@ -72,7 +72,7 @@ class _Exchanges(NamedTuple):
 _EXCHANGES = {"ulysses": _Exchanges(1.0, 0.0, 0.5), "megatron": _Exchanges(1.5, 0.25, 0.0)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Workload:
     """What runs where: enough to price one layer.
 
@@ -97,6 +97,14 @@ class Workload:
     def element_bytes(self) -> int:
         """Bytes of an element of the compute dtype."""
         return ELEMENT_BYTES[self.dtype]
+
+    def __hash__(self) -> int:
+        """Return the hash of all attributes, computed once: caches ask for it many times over."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
 
 def layer_seconds(

@@ -102,16 +102,18 @@ def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = No
     computed = parts(forward, backward)
     exposed = 0.0
     if costs.offload_bytes.any() or costs.kv_offload_bytes.any():
-        slowed = parts(
-            *_beside_copies(
-                forward,
-                backward,
-                costs=costs,
-                num_sequences=num_sequences,
-                num_ranks=looped_ranks or costs.num_stages,
-            )
+        slowed = _beside_copies(
+            forward,
+            backward,
+            costs=costs,
+            num_sequences=num_sequences,
+            num_ranks=looped_ranks or costs.num_stages,
         )
-        exposed = max(0.0, sum(slowed) - sum(computed))
+        if any(
+            (after != before).any()
+            for after, before in zip(slowed, (forward, backward), strict=True)
+        ):
+            exposed = max(0.0, sum(parts(*slowed)) - sum(computed))
     return StepTime(*computed, exposed_copy_s=exposed, busy_s=float(forward.sum() + backward.sum()))
 
 

@@ -3,9 +3,10 @@
 Only the order of a rank's compute decides that, no time, so peaks of a candidate are exact before
 anything is simulated. A schedule of the SPPO family holds N + p - 1 - r units on rank r of p
 (Seq1F1B, section 3): after j backwards of a sequence its first N - j units, and the first p - 1 - r
-+ j of the sequences that follow it. Other schedules are walked along their programs, where a rank
-may have several stages; of the looped order one group of sequences is walked, as each group ends
-before the next one begins.
++ j of the sequences that follow it. In the looped order all forwards of a group of sequences come
+before its backwards, in reverse, so a unit runs beside all units up to it; each group ends before
+the next one begins. Other schedules are walked along their programs, where a rank may have several
+stages.
 
 Legend: N subsequences of a sequence, p pipeline ranks, r one of them.
 """
@@ -14,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from sppo.activations.placement import Counts
+from sppo.activations.placement import Counts, alike_stages
 from sppo.cost.candidate import Candidate
 from sppo.schedule.costs import Table
 from sppo.schedule.generators import LOOPED, RankOrder, rank_orders
@@ -76,6 +77,8 @@ class UnitsInFlight:
                 return self._peak_beside(moments, held, running)
             most: Table = moments.max(axis=1)
             return most
+        if self.candidate.schedule == LOOPED:
+            return self._looped_peak(held, running)
         peaks = []
         for events in self._events:
             at = events.stages, events.subsequences
@@ -101,6 +104,8 @@ class UnitsInFlight:
         """
         if self._is_overlapping:
             return self._counts_after(self._moments(weights).argmax(axis=1))
+        if self.candidate.schedule == LOOPED:
+            return self._looped_counts(weights)
         counts = np.zeros(weights.shape, dtype=np.int64)
         for events in self._events:
             change = weights[events.stages, events.subsequences] * events.held
@@ -112,6 +117,8 @@ class UnitsInFlight:
     @cached_property
     def sequences(self) -> Counts:
         """Sequences of which each stage holds anything at once, at most, [stages]."""
+        if self.candidate.schedule == LOOPED:
+            return np.full(self.candidate.num_stages, self.group_sequences)
         if not self._is_overlapping:
             found = np.zeros(self.candidate.num_stages, dtype=np.int64)
             for events in self._events:
@@ -136,6 +143,12 @@ class UnitsInFlight:
             most: Table = held * self.sequences
             return most
         by_rank = held.reshape(-1, self._shape[0]).T
+        if candidate.schedule == LOOPED:
+            count = len(candidate.lengths)
+            spans = _looped_spans(count, self.group_sequences, candidate.virtual_stages)
+            ranks, alike = self._distinct_ranks(held[:, None])
+            spans = self._kv_spans(spans)
+            return np.array([_peak(spans, by_rank[rank]) for rank in ranks])[alike]
         return np.array(
             [
                 _peak(self._kv_spans(events.spans), by_rank[rank])
@@ -165,6 +178,58 @@ class UnitsInFlight:
         lengths = (self.candidate.lengths,) * self.candidate.sequences
         groups = sequence_groups(lengths, num_ranks=self.candidate.pipeline_parallel_degree)
         return len(groups[0])
+
+    def _looped_peak(self, held: Table, running: Running | None) -> Table:
+        """Return the most bytes that each rank holds in the looped order, [ranks]."""
+        tables = [held] if running is None else [held, running.forward, running.backward]
+        ranks, alike = self._distinct_ranks(*tables)
+        up_to = self._looped_totals(held, ranks)
+        if running is None:
+            most: Table = up_to[:, -1]
+        else:
+            beside = np.maximum(
+                *(table.reshape(-1, *self._shape)[:, ranks] for table in tables[1:])
+            )
+            units = up_to.reshape(len(ranks), len(beside), -1, self._shape[1])
+            most = (units + beside.transpose(1, 0, 2)[:, :, None]).max(axis=(1, 2, 3))
+        return most[alike]
+
+    def _looped_counts(self, weights: Table) -> Counts:
+        """Return how often each subsequence is held when its rank holds most, [stages, N]."""
+        ranks, alike = self._distinct_ranks(weights)
+        up_to = self._looped_totals(weights, ranks)
+        is_held = np.arange(up_to.shape[1]) <= up_to.argmax(axis=1)[:, None]
+        counts = is_held.reshape(len(ranks), -1, self.group_sequences, self._shape[1]).sum(axis=2)
+        of_stages: Counts = counts[alike].transpose(1, 0, 2).reshape(weights.shape)
+        return of_stages
+
+    def _looped_totals(self, held: Table, ranks: list[int]) -> Table:
+        """Return what some ranks hold from each unit's forward to its backward.
+
+        Args:
+            held: of a unit, [stages, N].
+            ranks: which.
+
+        Returns:
+            [ranks, units of a group on all stages of a rank, in the order of their forwards].
+        """
+        own = held.reshape(-1, *self._shape)[:, ranks].transpose(1, 0, 2)
+        repeated = np.repeat(own[:, :, None], self.group_sequences, axis=2)
+        totals: Table = np.cumsum(repeated.reshape(len(ranks), -1), axis=1)
+        return totals
+
+    def _distinct_ranks(self, *tables: Table) -> tuple[list[int], list[int]]:
+        """Return the first of each kind of ranks whose stages are alike, and the kind of each rank.
+
+        Args:
+            tables: what makes stages differ, [stages, ...] each.
+        """
+        of_stages, num_ranks = alike_stages(*tables), self._shape[0]
+        firsts: dict[tuple[int, ...], int] = {}
+        alike = [firsts.setdefault(tuple(of_stages[r::num_ranks]), r) for r in range(num_ranks)]
+        ranks = list(firsts.values())
+        kinds = {rank: kind for kind, rank in enumerate(ranks)}
+        return ranks, [kinds[first] for first in alike]
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -229,15 +294,11 @@ class UnitsInFlight:
     def _events(self) -> tuple[_Events, ...]:
         """What ranks begin and end to hold, in the order of their programs; all ranks, in order."""
         candidate, ranks = self.candidate, np.arange(self._shape[0])
-        sequences, virtual = candidate.sequences, candidate.virtual_stages
-        if candidate.schedule == LOOPED:
-            sequences = self.group_sequences
-            return (_looped_events(len(candidate.lengths), sequences, virtual).on(ranks, ranks),)
         orders = rank_orders(
             candidate.schedule,
             num_ranks=candidate.pipeline_parallel_degree,
-            lengths=(candidate.lengths,) * sequences,
-            num_virtual=virtual,
+            lengths=(candidate.lengths,) * candidate.sequences,
+            num_virtual=candidate.virtual_stages,
         )
         return tuple(
             _events(order).on(ranks[rank : rank + 1], ranks) for rank, order in enumerate(orders)
@@ -303,26 +364,13 @@ def _events(order: RankOrder) -> _Events:
     )
 
 
-@lru_cache(maxsize=16)
-def _looped_events(num_subsequences: int, sequences: int, virtual_stages: int) -> _Events:
-    """Return what a rank holds that runs one group of the looped order, likewise."""
+def _looped_spans(num_subsequences: int, sequences: int, virtual_stages: int) -> Places:
+    """Return the spans, as of :class:`_Events`, of a group of sequences in the looped order."""
     count = sequences * num_subsequences
-    chunks = np.repeat(np.arange(virtual_stages), count)
-    forward = np.tile(np.arange(num_subsequences), virtual_stages * sequences)
-    is_forward = np.repeat([1, 0], len(chunks))
     first = np.arange(virtual_stages)[:, None] * count + np.arange(0, count, num_subsequences)
-    last = 2 * len(chunks) - 1 - first[:, ::-1]
-    spans = np.stack([np.repeat(np.arange(virtual_stages), sequences), first.ravel(), last.ravel()])
-    return _Events(
-        stages=np.concatenate([chunks, chunks[::-1]])[None],
-        subsequences=np.concatenate([forward, forward[::-1]]),
-        held=2 * is_forward - 1,
-        deferred=np.zeros_like(is_forward),
-        is_forward=is_forward,
-        is_backward=1 - is_forward,
-        spans=spans.T,
-        ranks=_FIRST,
-    )
+    last = 2 * virtual_stages * count - 1 - first[:, ::-1]
+    places = np.repeat(np.arange(virtual_stages), sequences)
+    return np.stack([places, first.ravel(), last.ravel()], axis=1)
 
 
 def _peak(spans: Places, held: Table) -> float:

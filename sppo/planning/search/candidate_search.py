@@ -17,8 +17,7 @@ import numpy as np
 
 from sppo.config.run import RunConfig
 from sppo.cost.candidate import Candidate
-from sppo.cost.stage_cost import StageSeconds, message_bytes, pipeline_links, stage_seconds
-from sppo.cost.step_time import least_step_s
+from sppo.cost.stage_cost import StageSeconds, stage_seconds
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import (
@@ -31,8 +30,9 @@ from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
     Shortfall,
     assess,
+    can_fit,
+    least_seconds,
     leaves_room,
-    looped_ranks,
     may_fit,
 )
 
@@ -163,6 +163,7 @@ class _WaysOfDegrees:
             run, num_ranks=degrees.pipeline_parallel
         )
         self._ways: dict[tuple[int, tuple[int, ...]], _Way] = {}
+        self._assessments: dict[int, _Assessments] = {}
 
     @property
     def may_fit(self) -> bool:
@@ -225,45 +226,102 @@ class _WaysOfDegrees:
 
     def _way(self, virtual_stages: int, *, counts: Sequence[int] = ()) -> _Way:
         """Return the way with so many stages on a rank; with every N unless `counts` are given."""
-        key = virtual_stages, tuple(counts or self._counts)
-        if key not in self._ways:
-            self._ways[key] = _Way(
+        if virtual_stages not in self._assessments:
+            self._assessments[virtual_stages] = _Assessments(
                 self._run,
                 hardware=self._hardware,
                 degrees=self._degrees,
-                counts=key[1],
                 virtual_stages=virtual_stages,
             )
+        key = virtual_stages, tuple(counts or self._counts)
+        if key not in self._ways:
+            self._ways[key] = _Way(self._assessments[virtual_stages], counts=key[1])
         return self._ways[key]
 
 
-class _Way:
-    """One way to divide devices and layers, with every number of subsequences worth trying."""
+class _Assessments:
+    """Candidates of one way to divide devices and layers, by N, each made and assessed once."""
 
     def __init__(
-        self,
-        run: RunConfig,
-        *,
-        hardware: HardwareSpec,
-        degrees: Degrees,
-        counts: Sequence[int],
-        virtual_stages: int,
+        self, run: RunConfig, *, hardware: HardwareSpec, degrees: Degrees, virtual_stages: int
     ) -> None:
-        self._run, self._hardware = run, hardware
-        self._degrees, self._counts = degrees, counts
+        self._run, self._hardware, self._degrees = run, hardware, degrees
         self.virtual_stages = virtual_stages
-        self._assessed: dict[int, EvaluatedCandidate] = {}
+        self._candidates: dict[int, Candidate] = {}
+        self._seconds: dict[int, StageSeconds] = {}
+        self._assessed: dict[tuple[int, str], EvaluatedCandidate] = {}
+        self._fits: dict[int, bool] = {}
+
+    def candidate(self, num_subsequences: int) -> Candidate:
+        """Return the candidate with so many subsequences."""
+        if num_subsequences not in self._candidates:
+            self._candidates[num_subsequences] = candidate_of_subsequences(
+                self._run,
+                hardware=self._hardware,
+                degrees=self._degrees,
+                num_subsequences=num_subsequences,
+                virtual_stages=self.virtual_stages,
+            )
+        return self._candidates[num_subsequences]
+
+    def seconds(self, num_subsequences: int) -> StageSeconds:
+        """Return the seconds of its units when everything is retained."""
+        if num_subsequences not in self._seconds:
+            self._seconds[num_subsequences] = stage_seconds(self.candidate(num_subsequences))
+        return self._seconds[num_subsequences]
+
+    def assessed(self, num_subsequences: int) -> EvaluatedCandidate:
+        """Return what it comes to."""
+        return self._assess(self.candidate(num_subsequences))
+
+    def whole(self, num_subsequences: int) -> EvaluatedCandidate:
+        """Return the same; with MSP, which decides what it cuts by a search, as if it cut nothing.
+
+        Both take as long, and need the same without saved activations.
+        """
+        return self._assess(self._whole_candidate(num_subsequences))
+
+    def fits(self, num_subsequences: int) -> bool:
+        """Return whether it fits with whole units."""
+        candidate = self._whole_candidate(num_subsequences)
+        assessed = self._assessed.get((num_subsequences, candidate.schedule))
+        if assessed is not None:
+            return assessed.shortfall is None
+        if num_subsequences not in self._fits:
+            seconds = self.seconds(num_subsequences)
+            self._fits[num_subsequences] = can_fit(candidate, seconds=seconds)
+        return self._fits[num_subsequences]
+
+    def _whole_candidate(self, num_subsequences: int) -> Candidate:
+        candidate = self.candidate(num_subsequences)
+        cuts = candidate.schedule == "sppo_msp"
+        return replace(candidate, schedule="sppo") if cuts else candidate
+
+    def _assess(self, candidate: Candidate) -> EvaluatedCandidate:
+        num_subsequences = len(candidate.lengths)
+        key = num_subsequences, candidate.schedule
+        if key not in self._assessed:
+            self._assessed[key] = assess(candidate, seconds=self.seconds(num_subsequences))
+        return self._assessed[key]
+
+
+class _Way:
+    """One way to divide devices and layers, with some numbers of subsequences."""
+
+    def __init__(self, candidates: _Assessments, *, counts: Sequence[int]) -> None:
+        self._candidates, self._counts = candidates, counts
+        self.virtual_stages = candidates.virtual_stages
 
     @cached_property
     def may_fit(self) -> bool:
         """Whether any candidate may fit: without saved activations memory only shrinks with N."""
-        return may_fit(self._candidate(self._counts[-1]))
+        return may_fit(self._candidates.candidate(self._counts[-1]))
 
     @cached_property
     def _worth_trying(self) -> Sequence[int]:
         """Values of N that may fit: where the last does not, which needs least, no other does."""
         last = self._counts[-1]
-        fits = leaves_room(self._candidate(last)) or self._whole(last).shortfall is None
+        fits = leaves_room(self._candidates.candidate(last)) or self._candidates.fits(last)
         return self._counts if fits else self._counts[-1:]
 
     @property
@@ -279,16 +337,16 @@ class _Way:
     def best(self) -> EvaluatedCandidate:
         """The fastest that fits; the one short of least if none does."""
         if not self.may_fit:
-            return self._whole(self._counts[-1])
+            return self._candidates.whole(self._counts[-1])
         if len(self._worth_trying) == 1:
-            return self._assess(self._worth_trying[0])
+            return self._candidates.assessed(self._worth_trying[0])
         best = nearest = None
         for bound_s, num_subsequences in self._bounds:
             if best is not None and bound_s > best.time.step_s:
                 break
             if best is not None and self._is_slower_cut(num_subsequences, than=best):
                 continue
-            evaluated = self._assess(num_subsequences)
+            evaluated = self._candidates.assessed(num_subsequences)
             if evaluated.shortfall is None:
                 best = min(best or evaluated, evaluated, key=rank_of)
             else:
@@ -304,37 +362,29 @@ class _Way:
             return False
         if "best" in self.__dict__:
             return self.best.shortfall is None
-        return self._whole(self._counts[-1]).shortfall is None or self.best.shortfall is None
+        return self._candidates.fits(self._counts[-1]) or self.best.shortfall is None
 
     def _is_slower_cut(self, num_subsequences: int, *, than: EvaluatedCandidate) -> bool:
         """Whether a candidate whose program cuts units (MSP) is slower: that takes long to make.
 
         The closed form of its time is that of whole units in the memory that shards leave.
         """
-        if self._candidate(num_subsequences).schedule != "sppo_msp":
+        if self._candidates.candidate(num_subsequences).schedule != "sppo_msp":
             return False
-        whole = self._whole(num_subsequences)
+        whole = self._candidates.whole(num_subsequences)
         return whole.shortfall is None and whole.time.step_s > than.time.step_s
 
     def every_candidate(self) -> list[EvaluatedCandidate]:
         """All candidates, by N, with whole units."""
-        return [self._whole(num_subsequences) for num_subsequences in self._counts]
+        return [self._candidates.whole(num_subsequences) for num_subsequences in self._counts]
 
     @cached_property
     def _bounds(self) -> list[tuple[float, int]]:
         """Seconds that no policy is faster than, and N; the least first."""
         bounds = []
         for num_subsequences, seconds in self._seconds.items():
-            candidate = self._candidate(num_subsequences)
-            bound_s = least_step_s(
-                seconds.units.forward,
-                seconds.units.backward + seconds.units.weight,
-                message_bytes=message_bytes(candidate),
-                links=pipeline_links(candidate),
-                reduce_s=seconds.reduce_s + seconds.update_s,
-                num_sequences=candidate.sequences,
-                looped_ranks=looped_ranks(candidate),
-            )
+            candidate = self._candidates.candidate(num_subsequences)
+            bound_s = least_seconds(candidate, seconds=seconds)
             bounds.append((bound_s, num_subsequences))
         return sorted(bounds)
 
@@ -354,28 +404,7 @@ class _Way:
     @cached_property
     def _seconds(self) -> Mapping[int, StageSeconds]:
         """Seconds of the units for each N that may fit."""
-        return {n: stage_seconds(self._candidate(n)) for n in self._worth_trying}
-
-    def _assess(self, num_subsequences: int) -> EvaluatedCandidate:
-        if num_subsequences not in self._assessed:
-            self._assessed[num_subsequences] = assess(self._candidate(num_subsequences))
-        return self._assessed[num_subsequences]
-
-    def _whole(self, num_subsequences: int) -> EvaluatedCandidate:
-        """The candidate; with MSP, which decides what it cuts by a search, as if it cut nothing."""
-        candidate = self._candidate(num_subsequences)
-        if candidate.schedule != "sppo_msp":
-            return self._assess(num_subsequences)
-        return assess(replace(candidate, schedule="sppo"))
-
-    def _candidate(self, num_subsequences: int) -> Candidate:
-        return candidate_of_subsequences(
-            self._run,
-            hardware=self._hardware,
-            degrees=self._degrees,
-            num_subsequences=num_subsequences,
-            virtual_stages=self.virtual_stages,
-        )
+        return {n: self._candidates.seconds(n) for n in self._worth_trying}
 
 
 def _short_first(evaluated: EvaluatedCandidate) -> tuple[int, float]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -28,13 +28,15 @@ from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
     copy_bytes_per_s,
+    message_bytes,
+    pipeline_links,
     placed_bytes,
     row_bytes_of,
     stage_costs,
     stage_seconds,
     weight_operand_bytes,
 )
-from sppo.cost.step_time import StepTime, step_time
+from sppo.cost.step_time import StepTime, least_step_s, step_time
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.choices import Degrees
 from sppo.schedule.actions import Schedule
@@ -46,6 +48,8 @@ from sppo.units import format_bytes
 
 _ATTEMPTS = 3
 """Times that policies decide anew by a worse moment than the one before."""
+_ROUNDING = 1e-12
+"""Relative error of seconds that are added up."""
 _SLOTS_SHARE = 1 / 16
 """Share of a device's room up to which stages of a rank that lack memory decide anew with less."""
 
@@ -224,8 +228,7 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
         return _best_of_kv(candidate, seconds=seconds)
     _check_kv(candidate)
     if candidate.schedule != "sppo_msp":
-        found = _assess_whole(candidate, seconds=seconds)
-        found = _with_room_for_slots(found, seconds=seconds)
+        found = _assess_with_room(candidate, seconds=seconds)
         _check_inputs_retained(found)
         return found
     spare, before = 0, None
@@ -247,21 +250,53 @@ def _best_of_kv(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCand
     Recomputing is tried where neither fits. Where nothing can, offloading is assessed, or without a
     tier recomputing: they need less than retaining.
     """
-    choices = [replace(candidate, kv=placement) for placement in kv_choices(candidate)]
     found: list[EvaluatedCandidate] = []
-    for choice in [one for one in choices if may_fit(one)] or choices[1:2] or choices:
-        fits = any(one.shortfall is None for one in found)
-        if fits and (choice.kv == "recomputed" or _loses_no_time(found[-1])):
+    for choice in _kv_worth_trying(candidate):
+        if any(one.shortfall is None for one in found) and (
+            choice.kv == "recomputed" or _is_fastest(found[-1])
+        ):
             break
         found.append(assess(choice, seconds=seconds))
-    return min(found, key=lambda one: (_short_bytes(one), one.time.step_s))
+    return _best_of(found)
 
 
-def _loses_no_time(evaluated: EvaluatedCandidate) -> bool:
-    """Whether nothing is recomputed, no copy is waited for, and none slows compute."""
-    costs = evaluated.costs
-    copies = costs.offload_bytes.any() or costs.kv_offload_bytes.any()
-    return not (copies or evaluated.placement.recomputed.any() or costs.kv_recompute_s.any())
+def _kv_worth_trying(candidate: Candidate) -> list[Candidate]:
+    """A candidate that leaves open what becomes of K and V, with each choice that may fit."""
+    choices = [replace(candidate, kv=placement) for placement in kv_choices(candidate)]
+    return [one for one in choices if may_fit(one)] or choices[1:2] or choices
+
+
+def _is_fastest(evaluated: EvaluatedCandidate) -> bool:
+    """Whether nothing that happens to activations, K and V could make it faster."""
+    least_s = least_seconds(evaluated.candidate, seconds=evaluated.prices.seconds)
+    return evaluated.time.step_s <= least_s * (1 + _ROUNDING)
+
+
+def least_seconds(candidate: Candidate, *, seconds: StageSeconds) -> float:
+    """Return the seconds of a step that no activation policy makes faster.
+
+    Args:
+        candidate: whose.
+        seconds: of its units, with everything retained.
+    """
+    units = seconds.units
+    return least_step_s(
+        units.forward,
+        units.backward + units.weight,
+        message_bytes=message_bytes(candidate),
+        links=pipeline_links(candidate),
+        reduce_s=seconds.reduce_s + seconds.update_s,
+        num_sequences=candidate.sequences,
+        looped_ranks=looped_ranks(candidate),
+    )
+
+
+def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
+    """Return the fastest that fits; where none does, the first that is short of least."""
+    fitting = [one for one in found if one.shortfall is None]
+    if len(fitting) > 1:
+        return min(fitting, key=lambda one: one.time.step_s)
+    return fitting[0] if fitting else min(found, key=_short_bytes)
 
 
 def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
@@ -319,8 +354,7 @@ def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> Ev
         candidate: what to assess.
         placement: of the activations of as many stages and subsequences.
     """
-    units = UnitsInFlight(candidate)
-    states = state_memory(candidate, units=units)
+    units, states = UnitsInFlight(candidate), _states(candidate)
     memory = with_placement(states, candidate=candidate, placement=placement, units=units)
     prices = StepPrices(candidate, stage_seconds(candidate), placement)
     found = EvaluatedCandidate(candidate, prices, memory, _shortfall(candidate, memory))
@@ -329,23 +363,40 @@ def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> Ev
     return with_program(found, program=candidate_program(candidate, costs=found.costs))
 
 
-def _with_room_for_slots(
-    evaluated: EvaluatedCandidate, *, seconds: StageSeconds
+def can_fit(candidate: Candidate, *, seconds: StageSeconds) -> bool:
+    """Whether :func:`assess` finds something that fits, units run whole: quicker to tell.
+
+    Args:
+        candidate: what would be assessed.
+        seconds: of its units, with everything retained.
+    """
+    if candidate.kv is None:
+        return any(can_fit(one, seconds=seconds) for one in _kv_worth_trying(candidate))
+    _check_kv(candidate)
+    found = _assess_with_room(candidate, seconds=seconds, first_that_fits=True)
+    return found.shortfall is None
+
+
+def _assess_with_room(
+    candidate: Candidate, *, seconds: StageSeconds, first_that_fits: bool = False
 ) -> EvaluatedCandidate:
-    """Return a candidate again whose stages decided with a little too much room, if it fits then.
+    """Assess a candidate with whole units; again if its stages decided with a little too much room.
 
     Slots of a rank are as large as the largest block of any of its stages, and each stage decides
     with its share of slots that are as large as its own.
     """
-    candidate, short = evaluated.candidate, evaluated.shortfall
+    found = _assess_whole(candidate, seconds=seconds, first_that_fits=first_that_fits)
+    short = found.shortfall
     if candidate.virtual_stages == 1 or short is None or short.place != "device":
-        return evaluated
+        return found
     if short.short_bytes > candidate.budget_bytes * _SLOTS_SHARE:
-        return evaluated
+        return found
     spare = candidate.spare_bytes + short.short_bytes * 5 // 4
-    less = _assess_whole(replace(candidate, spare_bytes=spare), seconds=seconds)
+    less = _assess_whole(
+        replace(candidate, spare_bytes=spare), seconds=seconds, first_that_fits=first_that_fits
+    )
     shortfall = _shortfall(candidate, less.memory)
-    return evaluated if shortfall else replace(less, candidate=candidate, shortfall=None)
+    return found if shortfall else replace(less, candidate=candidate, shortfall=None)
 
 
 def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> EvaluatedCandidate:
@@ -373,11 +424,18 @@ def _is_placed_alike(one: EvaluatedCandidate, other: EvaluatedCandidate) -> bool
     )
 
 
-def _assess_whole(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCandidate:
+def _assess_whole(
+    candidate: Candidate, *, seconds: StageSeconds, first_that_fits: bool = False
+) -> EvaluatedCandidate:
     """Assess a candidate whose ranks run their own units whole.
 
     Policies decide by what is held when most tokens are. Where several sequences overlap and their
     subsequences retain unequal shares, another moment may be worse: then they decide by both.
+
+    Args:
+        candidate: what to assess.
+        seconds: of its units, with everything retained.
+        first_that_fits: whether any placement that fits will do, the fastest or not.
     """
     hardware = candidate.workload.hardware
     if candidate.offload_optimizer and not hardware.node.host_memory_bytes:
@@ -385,8 +443,7 @@ def _assess_whole(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
             f"optimizer.offload keeps optimizer states in host memory, and {hardware.name} has "
             "none beside its devices': write optimizer.offload=false"
         )
-    units = UnitsInFlight(candidate)
-    states = state_memory(candidate, units=units)
+    units, states = UnitsInFlight(candidate), _states(candidate)
     lengths = np.array(candidate.lengths, dtype=np.float64)
     tokens = np.tile(lengths, (candidate.num_stages, 1))
     # Even what is not held at that moment is held at another.
@@ -395,7 +452,8 @@ def _assess_whole(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
         inputs = _inputs(
             candidate, seconds=seconds, in_flight=in_flight, units=units, states=states
         )
-        found = _fastest(candidate, seconds=seconds, inputs=inputs, units=units, states=states)
+        choice = _PlacementChoice(candidate, seconds, inputs, units, states)
+        found = choice.first_that_fits() if first_that_fits else choice.fastest()
         worst = units.counts(_retained_bytes(found))
         if found.shortfall is None or (worst <= in_flight).all():
             break
@@ -403,43 +461,91 @@ def _assess_whole(candidate: Candidate, *, seconds: StageSeconds) -> EvaluatedCa
     return found
 
 
-def _fastest(
-    candidate: Candidate,
-    *,
-    seconds: StageSeconds,
-    inputs: PolicyInputs,
-    units: UnitsInFlight,
-    states: tuple[StageMemory, ...],
-) -> EvaluatedCandidate:
-    """Return the fastest placement that fits; the one short of least if none does."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _PlacementChoice:
+    """Placements that the policy of a candidate may decide on, of which one is chosen.
 
-    def memory_of(placement: ActivationPlacement) -> tuple[StageMemory, ...]:
-        return with_placement(states, candidate=candidate, placement=placement, units=units)
+    Attributes:
+        candidate: Whose activations are placed.
+        seconds: Of its units, with everything retained.
+        inputs: What the policy decides from.
+        units: In flight.
+        states: Memory of each rank without any saved activation.
+    """
 
-    possible = [*_placements(candidate, inputs)]
-    chooses = candidate.policy == "hybrid" and candidate.offload_ratio is None
-    if chooses and _leaves_room_beside(candidate, states=states):
-        # The room that hybrid decides in allows for the working set of any placement, also one
-        # that recomputes. Placements that cost no time are tried with their own.
-        free_policies = ["retain"]
-        if inputs.copy_bytes_per_s > 0 and all(seconds_added(d, inputs) for d in possible):
-            free_policies.append("sppo")
-        for policy in free_policies:
-            placement = decide(policy, inputs)
-            if _shortfall(candidate, memory_of(placement)) is None:
-                possible = [placement]
-                break
-    priced = [StepPrices(candidate, seconds, placement) for placement in possible]
-    if len(priced) > 1:
-        priced.sort(key=lambda prices: prices.time.step_s)
-    found = []
-    for prices in priced:
-        memory = memory_of(prices.placement)
-        shortfall = _shortfall(candidate, memory)
-        found.append(EvaluatedCandidate(candidate, prices, memory, shortfall))
-        if shortfall is None:
-            break
-    return min(found, key=_short_bytes)
+    candidate: Candidate
+    seconds: StageSeconds
+    inputs: PolicyInputs
+    units: UnitsInFlight
+    states: tuple[StageMemory, ...]
+
+    def fastest(self) -> EvaluatedCandidate:
+        """Return the fastest placement that fits; the one short of least if none does."""
+        if (free := self._retaining()) is not None:
+            return free
+        possible = self._possible()
+        if (free := self._hiding(possible)) is not None:
+            return free
+        if len(possible) > 1:
+            possible.sort(key=lambda prices: prices.time.step_s)
+        return self._first(possible)
+
+    def first_that_fits(self) -> EvaluatedCandidate:
+        """Return any placement that fits, if there is one; else the one short of least."""
+        if (free := self._retaining()) is not None:
+            return free
+        possible = self._possible()
+        found = self._first(possible)
+        hidden = self._hiding(possible) if found.shortfall is not None else None
+        return hidden or found
+
+    def _retaining(self) -> EvaluatedCandidate | None:
+        """Return what retains everything if it fits and the policy may choose it.
+
+        The room that hybrid decides in allows for the working set of any placement, also one that
+        recomputes. Placements that cost no time are tried with their own.
+        """
+        return self._if_it_fits("retain") if self._tries_free_placements else None
+
+    def _hiding(self, possible: Iterable[StepPrices]) -> EvaluatedCandidate | None:
+        """Return what offloads all that hides if it fits and every other placement costs time."""
+        if not self._tries_free_placements or not self.inputs.copy_bytes_per_s:
+            return None
+        costs_time = all(seconds_added(one.placement, self.inputs) for one in possible)
+        return self._if_it_fits("sppo") if costs_time else None
+
+    @property
+    def _tries_free_placements(self) -> bool:
+        candidate = self.candidate
+        chooses = candidate.policy == "hybrid" and candidate.offload_ratio is None
+        return chooses and _leaves_room_beside(candidate, states=self.states)
+
+    def _if_it_fits(self, policy: str) -> EvaluatedCandidate | None:
+        found = self._evaluated(self._priced(decide(policy, self.inputs)))
+        return found if found.shortfall is None else None
+
+    def _first(self, possible: Iterable[StepPrices]) -> EvaluatedCandidate:
+        """Return the first that fits; the one short of least if none does."""
+        found = []
+        for prices in possible:
+            found.append(self._evaluated(prices))
+            if found[-1].shortfall is None:
+                return found[-1]
+        return min(found, key=_short_bytes)
+
+    def _possible(self) -> list[StepPrices]:
+        return [*map(self._priced, _placements(self.candidate, self.inputs))]
+
+    def _priced(self, placement: ActivationPlacement) -> StepPrices:
+        return StepPrices(self.candidate, self.seconds, placement)
+
+    def _evaluated(self, prices: StepPrices) -> EvaluatedCandidate:
+        memory = with_placement(
+            self.states, candidate=self.candidate, placement=prices.placement, units=self.units
+        )
+        return EvaluatedCandidate(
+            self.candidate, prices, memory, _shortfall(self.candidate, memory)
+        )
 
 
 def _retained_bytes(evaluated: EvaluatedCandidate) -> Table:
@@ -471,9 +577,8 @@ def leaves_room(candidate: Candidate) -> bool:
     """Whether it fits without any saved activation, whatever is recomputed: quick to tell."""
     if candidate.kv is None:
         return any(leaves_room(replace(candidate, kv=kv)) for kv in kv_choices(candidate))
-    states = state_memory(candidate, units=UnitsInFlight(candidate))
     budget = candidate.budget_bytes
-    return all(state.device.total_bytes <= budget for state in states)
+    return all(state.device.total_bytes <= budget for state in _states(candidate))
 
 
 def may_fit(candidate: Candidate) -> bool:
@@ -483,8 +588,13 @@ def may_fit(candidate: Candidate) -> bool:
     if candidate.schedule == "sppo_msp":
         # Sequences of a program that cuts units follow one another.
         candidate = replace(candidate, sequences=1)
-    states = state_memory(candidate, units=UnitsInFlight(candidate))
-    return _leaves_room_beside(candidate, states=states)
+    return _leaves_room_beside(candidate, states=_states(candidate))
+
+
+@lru_cache(maxsize=512)
+def _states(candidate: Candidate) -> tuple[StageMemory, ...]:
+    """Memory of each rank without any saved activation, which is asked for several times."""
+    return state_memory(candidate, units=UnitsInFlight(candidate))
 
 
 def _leaves_room_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> bool:
