@@ -75,6 +75,9 @@ NAMES_STAY = {"picture": "scripts: what argparse makes of --picture"}
 """Identifiers that stay, and why; in `scripts` alone."""
 
 
+_LOWER = [re.compile(pattern.lower()) for pattern in (*NAMES, *PHRASES)]
+
+
 class Finding(NamedTuple):
     """One retired word, where it stands, and what is said today."""
 
@@ -83,16 +86,29 @@ class Finding(NamedTuple):
     today: str
 
 
+def _flat(text: str) -> str:
+    """``text`` in one line, comments without their signs."""
+    return re.sub(r"[\s#]+", " ", text)
+
+
 def _phrases(text: str, place: str) -> Iterator[Finding]:
     for allowed in STAYS:
         text = text.replace(allowed, "")
-    flat = re.sub(r"[\s#]+", " ", text)
+    flat = _flat(text)
     for phrase, today in PHRASES.items():
         for found in re.finditer(rf"(?<![\w.]){phrase}(?!\w)", flat, re.IGNORECASE):
             yield Finding(place, found[0], today)
 
 
+def _may_have(source: str) -> bool:
+    """Whether ``source`` must be parsed, which takes much longer than this look at it."""
+    text = _flat(source.lower())
+    return any(pattern.search(text) for pattern in _LOWER)
+
+
 def _in_python(source: str, place: str) -> Iterator[Finding]:
+    if not _may_have(source):
+        return
     comments: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.NAME and not (
