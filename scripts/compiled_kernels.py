@@ -3,7 +3,7 @@ r"""What ptxas says of the Triton kernels: registers, spills, shared memory, pro
 Compiles what the launchers launch, for GPUs that need not be there: tensors are on the CPU, and
 Triton does all that it does for a launch but the launch itself. A table goes to the terminal, the
 figures to ``--json``. Ends with 1 if a kernel spills registers that a training launches in bf16,
-or attention in fp32 or fp64; two may spill a few bytes by choice (TRADED_BYTES).
+or attention in fp32 or fp64.
 
     python scripts/compiled_kernels.py --json docs/results/compiled_kernels.json
     python scripts/compiled_kernels.py --capabilities 90 --launches few
@@ -34,13 +34,6 @@ from sppo.output_file import write_text
 CAPABILITIES = (80, 90, 100)
 """Ampere, Hopper and Blackwell of data centres, without the point of the compute capability."""
 LAUNCHES = ("few", "training", "all")
-TRADED_BYTES = {"cross_entropy_kernel": 12, "norm_backward_kernel": 8}
-"""Bytes that these kernels may spill with registers to spare, for 10.0: ptxas gives them for one
-more program on a multiprocessor, and kernels that wait for memory gain by it. Others spill none."""
-_THREAD_REGISTERS = 255
-_MULTIPROCESSOR_REGISTERS = 65536
-_WARP_THREADS = 32
-
 _SIZES = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _PRODUCT = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma")
@@ -70,10 +63,8 @@ class CompiledKernel:
 
     @property
     def spills(self) -> bool:
-        """Whether a thread needs more registers than it can have."""
-        program = _MULTIPROCESSOR_REGISTERS // (self.warps * _WARP_THREADS)
-        short = self.registers >= min(_THREAD_REGISTERS, program)
-        return self.spill_store_bytes > (0 if short else TRADED_BYTES.get(self.kernel, 0))
+        """Whether a thread keeps values in memory, for want of registers or by ptxas's choice."""
+        return self.spill_store_bytes > 0
 
 
 def main() -> None:
@@ -108,7 +99,7 @@ def main() -> None:
     if arguments.launches != "all" and spilled:
         raise SystemExit(
             f"error: registers spill: {', '.join(dict.fromkeys(k.kernel for k in spilled))}; give"
-            " these kernels smaller tiles or more warps in sppo/kernels/triton"
+            " these kernels smaller tiles, more warps or less to keep in sppo/kernels/triton"
         )
 
 

@@ -22,25 +22,46 @@ _LEAST_BLOCK = 1024
 """Logits of a block that every warp has a part of: then reductions wait for all of its loads."""
 _MOST_BLOCK = 4096
 _BLOCK_PER_WARP = 512
+_LOAD_BYTES = 16
+"""Of a thread at once, at most."""
+_ALIGNED = 16
+"""What a stride must be a multiple of for Triton to take neighbours at once."""
 
 
 @triton.jit
-def _row_sums(row_ptr, size, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, ACC_DTYPE: tl.constexpr):
-    """(largest logit z, sum of exp(z - largest), sum of z where ``SMOOTHED``) of a row."""
+def _row_sums(
+    row_ptr,
+    size,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+):
+    """(largest logit z, sum of exp(z - largest), sum of z where ``SMOOTHED``) of a row.
+
+    Sums are kept for each ``VECTOR`` neighbours, which a thread reads at once: a register each.
+    """
     token_i = tl.arange(0, BLOCK)
     top = tl.full([], float("-inf"), ACC_DTYPE)
-    exponentials_i = tl.zeros([BLOCK], ACC_DTYPE)
-    logits_i = tl.zeros([BLOCK], ACC_DTYPE)
+    exponentials_v = tl.zeros([BLOCK // VECTOR], ACC_DTYPE)
+    logits_v = tl.zeros([BLOCK // VECTOR], ACC_DTYPE)
     for start in range(0, size, BLOCK):
         inside_i = token_i < size - start
         z_i = tl.load(row_ptr + start + token_i, mask=inside_i, other=float("-inf")).to(ACC_DTYPE)
         higher = tl.maximum(top, tl.max(z_i, 0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)  # no word is possible so far
-        exponentials_i = exponentials_i * tl.exp(top - shift) + tl.exp(z_i - shift)
+        exponentials_v *= tl.exp(top - shift)
+        exponentials_v += _vector_sums(tl.exp(z_i - shift), BLOCK, VECTOR)
         top = higher
         if SMOOTHED:
-            logits_i += tl.where(inside_i, z_i, 0.0)
-    return top, tl.sum(exponentials_i, 0), tl.sum(logits_i, 0)
+            logits_v += _vector_sums(tl.where(inside_i, z_i, 0.0), BLOCK, VECTOR)
+    return top, tl.sum(exponentials_v, 0), tl.sum(logits_v, 0)
+
+
+@triton.jit
+def _vector_sums(x_i, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """Sums ``[BLOCK // VECTOR]`` of neighbours."""
+    return tl.sum(tl.reshape(x_i, [BLOCK // VECTOR, VECTOR]), 1)
 
 
 @triton.jit
@@ -79,6 +100,7 @@ def _cross_entropy_kernel(
     Z_LOSS: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -90,7 +112,9 @@ def _cross_entropy_kernel(
             _write_zeros(row_ptr, size, BLOCK)
     else:
         of_label = tl.load(row_ptr + label).to(ACC_DTYPE)
-        top, exponentials, logits = _row_sums(row_ptr, size, LABEL_SMOOTHING > 0, BLOCK, ACC_DTYPE)
+        top, exponentials, logits = _row_sums(
+            row_ptr, size, LABEL_SMOOTHING > 0, BLOCK, VECTOR, ACC_DTYPE
+        )
         log_sum = tl.log(exponentials)
         loss = log_sum + (1.0 - LABEL_SMOOTHING) * (top - of_label)
         if LABEL_SMOOTHING > 0:
@@ -158,7 +182,14 @@ def _launch(
             Z_LOSS=z_loss,
             GRADIENT=scale is not None,
             BLOCK=block,
+            VECTOR=_vector(logits_tV),
             ACC_DTYPE=accumulation_type(logits_tV.dtype),
             num_warps=block // _BLOCK_PER_WARP,
         )
     return losses_t
+
+
+def _vector(logits_tV: Tensor) -> int:
+    """Neighbours of a row that a thread reads at once."""
+    aligned = logits_tV.stride(0) % _ALIGNED == 0
+    return _LOAD_BYTES // logits_tV.element_size() if aligned else 1

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from sppo.kernels.triton.launch import accumulation_type, on_device_of, row_major
 
-_TILE_ELEMENTS = 4096
-_FORWARD_WARP_ELEMENTS = 1024
-_BACKWARD_WARP_ELEMENTS = 512
+_FORWARD_TILE = {"elements": 4096, "elements_per_warp": 1024}
+_BACKWARD_TILE = {"elements": 2048, "elements_per_warp": 512}
 """A backward keeps four times as many values of a row as a forward."""
-_BACKWARD_PROGRAMS = 512
-"""A number of its own, not the device's: how sums are split must not depend on where they run. Up
-to three rows of 4096 fit the registers of a multiprocessor, and a GPU has up to 160 of those."""
+_BACKWARD_WARPS = 4096
+"""Of all programs together: 512 programs of eight warps with a row of 4096 each. A number of its
+own, not the device's: how sums are split must not depend on where they run. Up to three rows of
+4096 fit the registers of a multiprocessor, and a GPU has up to 160 of those."""
+_LEAST_BACKWARD_PROGRAMS = 512
+"""Of larger rows, one of which fills a multiprocessor."""
 
 
 @triton.jit
@@ -104,7 +106,6 @@ def _norm_backward_kernel(
     ACC_DTYPE: tl.constexpr,
 ):
     column_E = tl.arange(0, BLOCK)
-    weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
     dweight_E = tl.zeros([BLOCK], ACC_DTYPE)
     dbias_E = tl.zeros([BLOCK], ACC_DTYPE)
     step = tl.num_programs(0) * ROWS
@@ -117,6 +118,8 @@ def _norm_backward_kernel(
         dy_rE = dy_rE.to(ACC_DTYPE)
         normed_rE = x_rE * inverse_r[:, None]
         dweight_E += tl.sum(dy_rE * normed_rE, 0)
+        # Read again for every row, from a cache: kept, it would take a fifth of the registers.
+        weight_E = tl.load(weight_ptr + column_E, mask=column_E < size, other=0.0).to(ACC_DTYPE)
         inner_rE = dy_rE * weight_E[None, :]
         dx_rE = inner_rE - normed_rE * (tl.sum(inner_rE * normed_rE, 1) / size)[:, None]
         if CENTRED:
@@ -192,7 +195,7 @@ def _norm(
     """Norm of x, or of x with ``added_RE`` added to it in place."""
     y_RE = torch.empty(x_RE.shape, dtype=x_RE.dtype, device=x_RE.device)
     num_rows, size = x_RE.shape
-    cut = _cut(size, warp_elements=_FORWARD_WARP_ELEMENTS)
+    cut = _cut(size, **_FORWARD_TILE)
     with on_device_of(x_RE):
         _norm_kernel[(triton.cdiv(num_rows, cut["ROWS"]),)](
             x_RE,
@@ -227,8 +230,9 @@ def _norm_backward(
     dy_RE, x_RE = _rows(dy_CE), _rows(x_CE)
     dresidual_RE = None if dresidual_CE is None else _rows(dresidual_CE)
     num_rows, size = x_RE.shape
-    cut = _cut(size, warp_elements=_BACKWARD_WARP_ELEMENTS)
-    programs = min(_BACKWARD_PROGRAMS, triton.cdiv(num_rows, cut["ROWS"]))
+    cut = _cut(size, **_BACKWARD_TILE)
+    most_programs = max(_LEAST_BACKWARD_PROGRAMS, _BACKWARD_WARPS // cut["num_warps"])
+    programs = min(most_programs, triton.cdiv(num_rows, cut["ROWS"]))
     dx_RE = torch.empty(x_RE.shape, dtype=x_RE.dtype, device=x_RE.device)
     acc_dtype = torch.promote_types(x_RE.dtype, torch.float32)
     partial = torch.empty((1 + centred, programs, size), dtype=acc_dtype, device=x_RE.device)
@@ -267,9 +271,9 @@ def _rows(x_CE: Tensor) -> Tensor:
     return row_major(x_CE.reshape(-1, x_CE.shape[-1]))
 
 
-def _cut(size: int, *, warp_elements: int) -> dict[str, Any]:
-    """Tile sizes: whole rows, several where they are short, and a warp for ``warp_elements``."""
+def _cut(size: int, *, elements: int, elements_per_warp: int) -> dict[str, Any]:
+    """Tile sizes: whole rows, several where they are short, and at least four warps."""
     block = triton.next_power_of_2(size)
-    rows = max(1, _TILE_ELEMENTS // block)
-    warps = min(16, max(4, rows * block // warp_elements))
+    rows = max(1, elements // block)
+    warps = min(16, max(4, rows * block // elements_per_warp))
     return {"ROWS": rows, "BLOCK": block, "num_warps": warps}
