@@ -27,6 +27,7 @@ from rich.table import Table
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.policy import saved_bytes_per_token
+from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.memory.stage_memory import state_memory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
@@ -34,6 +35,8 @@ from sppo.cost.pass_parts import PART_NAMES
 from sppo.cost.stage_cost import stage_costs, stage_parts, stage_seconds
 from sppo.cost.step_time import step_time
 from sppo.output_file import write_text
+from sppo.planning.baseline_cost import method_memory
+from sppo.planning.baseline_methods import Method
 from sppo.schedule.generators import generate
 from sppo.schedule.program import lower
 from sppo.schedule.simulate import simulate
@@ -119,8 +122,8 @@ def _time(published: Published) -> tuple[dict[str, float], float]:
     recomputed = np.repeat(recomputed, len(candidate.stages), axis=0)
     placement = ActivationPlacement(tokens - recomputed, recomputed * 0, recomputed)
     costs = stage_costs(candidate, seconds=seconds, placement=placement)
-    ranks, own = len(candidate.stages) // published.num_virtual, _own_stages(published)
-    plain = stage_parts(candidate)[own]
+    own = list(candidate.stages_of_rank(0))
+    plain = [stage_parts(candidate)[stage] for stage in own]
     parts = {
         name: candidate.sequences
         * sum(float(getattr(passes, name).sum()) for stage in plain for passes in stage.values())
@@ -133,10 +136,12 @@ def _time(published: Published) -> tuple[dict[str, float], float]:
     parts["recompute"] = computed - kept
     parts["reduce"] = float(seconds.reduce_s[own].sum())
     parts["update"] = float(seconds.update_s[own].sum())
-    if published.num_virtual > 1:
-        lengths = (candidate.lengths,) * candidate.sequences
+    if candidate.virtual_stages > 1:
         schedule = generate(
-            "interleaved_1f1b", num_ranks=ranks, lengths=lengths, num_virtual=published.num_virtual
+            candidate.schedule,
+            num_ranks=candidate.pipeline_parallel_degree,
+            lengths=(candidate.lengths,) * candidate.sequences,
+            num_virtual=candidate.virtual_stages,
         )
         step_s = simulate(lower(schedule, costs=costs), costs=costs).makespan_s
     else:
@@ -152,8 +157,9 @@ def _memory(published: Published) -> dict[str, float]:
     """
     candidate = published.candidate
     workload, model = candidate.workload, candidate.workload.model
-    own = [stage.device for stage in state_memory(candidate, units=UnitsInFlight(candidate))]
-    own = own[_own_stages(published)]
+    if published.method is not None:
+        return _method_memory(candidate, published.method)
+    own = state_memory(candidate, units=UnitsInFlight(candidate))[0].device
     layers = published.layers_held or len(candidate.stages[0])
     tokens = published.micro_batch * candidate.lengths[0]
     here = tokens / workload.sequence_parallel_degree
@@ -178,20 +184,30 @@ def _memory(published: Published) -> dict[str, float]:
         activations = 0.0
     on_device = not candidate.offload_optimizer
     return {
-        "weights": sum(device.weights_bytes for device in own),
-        "gradients": on_device * sum(device.gradients_bytes for device in own),
-        "optimizer": on_device * sum(device.optimizer_bytes for device in own),
+        "weights": own.weights_bytes,
+        "gradients": on_device * own.gradients_bytes,
+        "optimizer": on_device * own.optimizer_bytes,
         "activations": activations,
-        "working set": published.micro_batch * max(device.working_bytes for device in own),
-        "exchanges": max(device.communication_bytes for device in own),
+        "working set": published.micro_batch * own.working_bytes,
+        "exchanges": own.communication_bytes,
     }
 
 
-def _own_stages(published: Published) -> slice:
-    """Stages of the first rank: with virtual stages every ranks-th, else the first."""
-    if published.num_virtual == 1:
-        return slice(0, 1)
-    return slice(0, None, len(published.candidate.stages) // published.num_virtual)
+def _method_memory(candidate: Candidate, method: Method) -> dict[str, float]:
+    """Bytes of the fullest device of a method of `sppo estimate --baselines`."""
+    device = max(
+        (stage.device for stage in method_memory(candidate, method)),
+        key=lambda buckets: buckets.total_bytes,
+    )
+    kv = device.kv_bytes + device.kv_gradients_bytes
+    return {
+        "weights": device.weights_bytes,
+        "gradients": device.gradients_bytes,
+        "optimizer": device.optimizer_bytes,
+        "activations": kv + device.activations_bytes + device.loss_gradient_bytes,
+        "working set": device.working_bytes,
+        "exchanges": device.communication_bytes,
+    }
 
 
 def print_comparisons(compared: Sequence[Comparison], *, console: Console) -> None:

@@ -10,7 +10,10 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
+from sppo.planning.baseline_methods import ALST, METHODS, Method
 from sppo.units import GIB, KIB, MIB, format_bytes
+
+ALST_METHOD = next(method for method in METHODS if method.name == ALST)
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Published:
         layers_held: Layers whose activations a device of the first stage holds at once; None for
             all of a stage.
         inputs_offloaded: Whether layer inputs wait in host memory.
-        num_virtual: Virtual stages of a rank, one layer each (interleaved 1F1B); 1 for none.
+        method: By which memory is counted; None counts the activations of `layers_held`.
         tensor_parallel: Of Megatron without sequence parallelism, which keeps 10 + 24 / t bytes of
             activations a token and hidden unit; 0 where ours keep what they keep.
         reasons: What our layout cannot express of theirs.
@@ -44,7 +47,7 @@ class Published:
     micro_batch: int = 1
     layers_held: int | None = None
     inputs_offloaded: bool = False
-    num_virtual: int = 1
+    method: Method | None = None
     tensor_parallel: int = 0
 
 
@@ -145,8 +148,6 @@ def _megatron() -> tuple[Published, ...]:
         ("a100-80g", "flash_attn_2", 2.596, None, 2.948, None),
     ):
         hardware = _machine(preset, attention=attention)
-        # 4 ranks with 8 virtual stages each are priced as 32 stages, all of them in one node.
-        one_node = replace(hardware, node=replace(hardware.node, num_devices=64))
         tensor = Workload(
             model,
             hardware,
@@ -172,12 +173,13 @@ def _megatron() -> tuple[Published, ...]:
                 f"Megatron GPT 7B 8Ki, PP 4 VPP 8 DP 2, 8 {preset}",
                 source.format("tp1_pp4"),
                 Candidate(
-                    Workload(model, one_node),
+                    Workload(model, hardware),
                     (8 * KIB,),
                     sequences=4,
                     data_parallel_degree=2,
-                    pipeline_parallel_degree=32,
-                    schedule="1f1b",
+                    pipeline_parallel_degree=4,
+                    virtual_stages=8,
+                    schedule="interleaved_1f1b",
                     zero=1,
                 ),
                 (0.0, 0.0, 0.0),
@@ -186,7 +188,6 @@ def _megatron() -> tuple[Published, ...]:
                 deterministic,
                 # Warm-up of interleaved 1F1B on the first of 4 ranks, and the one that begins.
                 layers_held=2 * 3 + 7 * 4 + 1,
-                num_virtual=8,
                 tensor_parallel=1,
             )
         )
@@ -208,7 +209,9 @@ def _long_sequences() -> tuple[Published, ...]:
     )
     tiled = (
         "The MLP runs in tiles of the sequence, three times (forward, recomputation, and again in "
-        "the tile's backward); the working set here is the MLP's on the whole sequence.",
+        "the tile's backward); priced is twice.",
+        "Layer inputs are copied while compute waits, through memory that is not page-locked; "
+        "priced are copies that hide.",
     )
     rows = [
         Published(
@@ -239,7 +242,7 @@ def _long_sequences() -> tuple[Published, ...]:
                 measured_s,
                 None,
                 tiled,
-                inputs_offloaded=offloads,
+                method=ALST_METHOD if offloads else replace(ALST_METHOD, uses_host=False),
             )
         )
     return tuple(rows)

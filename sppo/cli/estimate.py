@@ -104,7 +104,7 @@ def _trace(found: Estimate, *, layers: int | None) -> TracedStep:
 def _baselines(found: Estimate) -> tuple[Baseline, ...]:
     from sppo.planning.baselines import baselines
 
-    return baselines(found.run, hardware=found.hardware)
+    return baselines(found.run, hardware=found.hardware, evaluated=found.evaluated)
 
 
 def _print(
@@ -136,4 +136,4 @@ def _print(
 
         print_trace(traced, console=console)
     if baselines:
-        print_baselines(baselines, console=console)
+        print_baselines(baselines, length=found.run.sequence.length, console=console)

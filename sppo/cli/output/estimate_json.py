@@ -83,5 +83,7 @@ def _baseline_report(row: Baseline) -> dict[str, Any]:
         "longest_tokens": row.longest_tokens,
         "degrees": None if row.degrees is None else degrees_report(row.degrees),
         "largest_bucket": row.largest_bucket,
+        "step_s": row.step_s,
+        "tokens_per_s_per_gpu": row.tokens_per_s_per_gpu,
         "paper": row.paper or None,
     }

@@ -13,7 +13,7 @@ from sppo.cli.output.solve_tables import run_line
 from sppo.cli.output.solve_text import degrees_text, policy_text, schedule_text
 from sppo.cli.run_hardware import hardware_line
 from sppo.cost.memory.plot import bucket_text
-from sppo.planning.baselines import Baseline
+from sppo.planning.baselines import HOST, Baseline
 from sppo.planning.estimate import SECTION_5_1_BYTES, TABLE_2_BYTES, Estimate
 from sppo.planning.search.choices import Degrees
 from sppo.units import GIB, format_bytes, format_tokens
@@ -93,8 +93,8 @@ def _kv_name(found: Estimate) -> str:
     return f"K and V, {model.kv_heads} heads for {model.num_heads} (1/{model.group_size})"
 
 
-def print_baselines(rows: Sequence[Baseline], *, console: Console) -> None:
-    """How far other ways go on the same machine."""
+def print_baselines(rows: Sequence[Baseline], *, length: int, console: Console) -> None:
+    """How far other ways go on the same machine, and how fast they are at a sequence length."""
     claims = any(row.paper for row in rows)
     console.print(
         "longest sequence that fits on these devices (analytic)"
@@ -106,7 +106,7 @@ def print_baselines(rows: Sequence[Baseline], *, console: Console) -> None:
     table.add_column("trained with", no_wrap=True)
     table.add_column("longest", justify="right", no_wrap=True)
     table.add_column("SP·PP·DP", no_wrap=True)
-    table.add_column("most memory in", no_wrap=True)
+    table.add_column("ends for want of", no_wrap=True)
     if claims:
         table.add_column("paper", no_wrap=True)
     for row in rows:
@@ -114,12 +114,37 @@ def print_baselines(rows: Sequence[Baseline], *, console: Console) -> None:
             row.method,
             format_tokens(row.longest_tokens) if row.longest_tokens else "not 1Ki",
             "solver's" if row.degrees is None else _short_degrees(row.degrees),
-            "" if row.largest_bucket is None else bucket_text(row.largest_bucket),
+            _bucket(row.largest_bucket),
         ]
         table.add_row(*cells, *([row.paper] if claims else []))
+    console.print(table)
+    _print_steps(rows, length=length, console=console)
+
+
+def _print_steps(rows: Sequence[Baseline], *, length: int, console: Console) -> None:
+    """Step times at one length, of what fits."""
+    console.print(
+        f"a step on sequences of {format_tokens(length)} tokens", highlight=False, soft_wrap=True
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("trained with", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("tokens/s/GPU", justify="right", no_wrap=True)
+    for row in rows:
+        if row.step_s is None or row.tokens_per_s_per_gpu is None:
+            table.add_row(row.method, "does not fit", "")
+        else:
+            table.add_row(row.method, f"{row.step_s:.1f} s", f"{row.tokens_per_s_per_gpu:.0f}")
     console.print(table)
 
 
 def _short_degrees(degrees: Degrees) -> str:
     numbers = degrees.sequence_parallel, degrees.pipeline_parallel, degrees.data_parallel
     return "·".join(map(str, numbers))
+
+
+def _bucket(name: str | None) -> str:
+    """Return what a method runs out of, in words."""
+    if name is None:
+        return ""
+    return "host memory" if name == HOST else bucket_text(name)
