@@ -768,6 +768,13 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="they share scripts/turns.py; what this one compares is in the other tier alone",
         ),
     },
+    "test_virtual_stages_script.py": {
+        "test_all_orders_take_turns_and_agree": replaced(
+            "test_msp_script.py::test_both_sides_take_turns_and_agree",
+            "engine/test_pipeline.py::test_gradients_of_a_pipeline",
+            why="the same comparison of other orders, whose gradients are compared there",
+        ),
+    },
     "test_offload_script.py": {
         "test_both_sides_take_turns_and_agree": replaced(
             "test_msp_script.py::test_both_sides_take_turns_and_agree",
