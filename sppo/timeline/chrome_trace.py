@@ -66,7 +66,7 @@ def _rank_events(timeline: Timeline, *, rank: int, process: int) -> Iterator[Eve
             "tid": _LANES[span.lane],
             "ts": span.start_s * _MICROSECONDS,
             "dur": (span.finish_s - span.start_s) * _MICROSECONDS,
-            "args": {"kind": style.KIND_NAMES[span.action.kind], "stage": span.action.stage},
+            "args": {"kind": style.name_of(span.action), "stage": span.action.stage},
         }
     for idle in timeline.ranks[rank].idle:
         used.add("idle")

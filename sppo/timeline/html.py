@@ -22,6 +22,7 @@ _LANE_NUMBERS = {"compute": 0, "d2h": 1, "h2d": 2, "link": 3, "reduce": 4}
 _MOST_MEMORY_POINTS = 4000
 _LEGEND_ORDER = (
     *style.KIND_COLOURS.values(),
+    *style.KV_COPY_COLOURS.values(),
     *style.LATER_STAGE_COLOURS.values(),
     *style.PHASE_COLOURS.values(),
 )
@@ -101,7 +102,7 @@ def _bar(
     """[start, end, lane, style, label, text form of the action]."""
     action, schedule = span.action, timeline.schedule
     colour = style.colour_of(action, schedule=schedule, phases=phases)
-    name = style.KIND_NAMES[action.kind]
+    name = style.name_of(action)
     phase = phases.get((action.stage, action.sequence, action.subsequence))
     if action.num_shards > 1 and phase and (action.kind, phase) in style.PHASE_COLOURS:
         name = f"{name}, {style.PHASE_NAMES[phase]}"

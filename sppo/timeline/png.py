@@ -31,6 +31,7 @@ _LEFT_INCHES, _RIGHT_INCHES = 0.85, 0.25
 _PIXELS = 2400
 _MOST_MEMORY_LINES = 8
 _LEGEND_CHARACTERS = 200
+_NARROW_INCHES = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +187,13 @@ def _draw_bars(axes: Axes, *, panel: _Panel, end_s: float) -> None:
                     axes, span, panel=panel, place=place, inches=extent[1] * inches_per_s, on=colour
                 )
         for (colour, top, height), extents in by_colour.items():
-            axes.broken_barh(
-                extents,
-                (rank + top, height),
-                facecolors=colour,
-                edgecolor="white",
-                linewidth=0.6,
-            )
+            # White edges part neighbours; they would cover a bar that is not wider than two.
+            narrow = [e for e in extents if e[1] * inches_per_s < _NARROW_INCHES]
+            wide = [e for e in extents if e[1] * inches_per_s >= _NARROW_INCHES]
+            for some, edge in ((wide, "white"), (narrow, colour)):
+                axes.broken_barh(
+                    some, (rank + top, height), facecolors=colour, edgecolor=edge, linewidth=0.6
+                )
 
 
 def _place(span: Span, *, panel: _Panel) -> tuple[float, float] | None:
@@ -320,6 +321,11 @@ def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]
         for kind, name in style.KIND_NAMES.items()
         if kind in seen.kinds
     ]
+    entries += [
+        (name, (style.KV_COPY_COLOURS[kind],))
+        for kind, name in style.KV_COPY_NAMES.items()
+        if kind in seen.kv_copies
+    ]
     if seen.is_interleaved:
         shades = (style.LATER_STAGE_COLOURS[forward], style.LATER_STAGE_COLOURS[backward])
         entries.append(("a rank's 2nd stage", shades))
@@ -360,6 +366,7 @@ class _Seen:
     """What a legend must explain."""
 
     kinds: frozenset[ActionKind]
+    kv_copies: frozenset[ActionKind]
     causes: frozenset[IdleCause]
     phases: frozenset[style.Phase]
     is_interleaved: bool
@@ -372,8 +379,10 @@ class _Seen:
         drawn = set(COMPUTE_KINDS)
         if any(panel.has_copies for panel in panels):
             drawn |= {ActionKind.D2H, ActionKind.H2D}
+        actions = [a for track in tracks for a in track.actions if a.kind in drawn]
         return cls(
-            frozenset(a.kind for track in tracks for a in track.actions if a.kind in drawn),
+            frozenset(a.kind for a in actions if not style.moves_kv(a)),
+            frozenset(a.kind for a in actions if style.moves_kv(a)),
             frozenset(idle.cause for track in tracks for idle in track.idle),
             frozenset(p for t in timelines for p in style.phases(t.schedule).values()),
             any(t.schedule.placement.num_virtual > 1 for t in timelines),

@@ -30,10 +30,19 @@ KIND_NAMES: dict[ActionKind, str] = {
     ActionKind.B: "backward",
     ActionKind.W: "weight gradients",
     ActionKind.KV: "K and V recomputed",
-    ActionKind.D2H: "copy to host",
+    ActionKind.D2H: "copy out",
     ActionKind.H2D: "copy back",
     ActionKind.REDUCE: "reduce gradients",
     ActionKind.SEND: "message",
+}
+KV_COPY_COLOURS: dict[ActionKind, str] = {
+    ActionKind.D2H: "#1B7A9C",
+    ActionKind.H2D: "#9E1F3D",
+}
+"""Copies of K and V of a whole stage, darker than those of saved tensors."""
+KV_COPY_NAMES: dict[ActionKind, str] = {
+    ActionKind.D2H: "K and V out",
+    ActionKind.H2D: "K and V back",
 }
 # A later stage of the same rank, and shards of an MSP unit by phase.
 LATER_STAGE_COLOURS: dict[ActionKind, str] = {
@@ -87,6 +96,8 @@ def colour_of(
     phases: Mapping[tuple[int, int | None, int | None], Phase],
 ) -> str:
     """The colour of an action; stages of the same rank alternate between dark and light."""
+    if moves_kv(action):
+        return KV_COPY_COLOURS[action.kind]
     if action.num_shards > 1:
         phase = phases.get((action.stage, action.sequence, action.subsequence))
         if phase is not None and (action.kind, phase) in PHASE_COLOURS:
@@ -95,6 +106,16 @@ def colour_of(
     if turn % 2 == 1 and action.kind in LATER_STAGE_COLOURS:
         return LATER_STAGE_COLOURS[action.kind]
     return KIND_COLOURS[action.kind]
+
+
+def moves_kv(action: Action) -> bool:
+    """Whether an action copies K and V out of the device or back."""
+    return action.wire == "kv" and action.kind in KV_COPY_COLOURS
+
+
+def name_of(action: Action) -> str:
+    """What an action does, in the words of the legend."""
+    return (KV_COPY_NAMES if moves_kv(action) else KIND_NAMES)[action.kind]
 
 
 def unit_label(action: Action, *, schedule: Schedule) -> str:

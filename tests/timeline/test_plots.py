@@ -17,6 +17,7 @@ from sppo.timeline.html import write_html
 from sppo.timeline.png import binary_step, write_png
 from sppo.units import GIB, MIB
 from tests.schedule.cases import make, play
+from tests.schedule.test_kv_placement import program
 
 
 def offloaded():
@@ -49,6 +50,34 @@ def test_a_plot_shows_each_kind_and_each_cause_of_idle_time(tmp_path):
         assert rgb(style.KIND_COLOURS[kind]) in seen
     for colour in style.IDLE_COLOURS.values():
         assert rgb(colour) in seen
+
+
+def with_kv_copies(copy_s):
+    schedule, costs = program(v=3, n=4, leaving=(0, 1), copy_s=copy_s, saved_s=0.25)
+    return simulate(schedule, costs=costs)
+
+
+@pytest.mark.parametrize("copy_s", [0.5, 0.001])
+def test_copies_of_keys_have_their_colours_however_short_they_are(tmp_path, copy_s):
+    path = tmp_path / "a.png"
+    write_png(path, timelines=[with_kv_copies(copy_s)])
+    seen = pixels(path)
+    for colours in (style.KIND_COLOURS, style.KV_COPY_COLOURS):
+        for kind in (ActionKind.D2H, ActionKind.H2D):
+            assert rgb(colours[kind]) in seen
+    # Those of another plot are not in its legend.
+    write_png(path, timelines=[offloaded()])
+    assert not {rgb(colour) for colour in style.KV_COPY_COLOURS.values()} & pixels(path)
+
+
+def test_copies_of_keys_have_their_name_everywhere(tmp_path):
+    timeline = with_kv_copies(0.5)
+    write_html(tmp_path / "a.html", timelines=[timeline])
+    write_trace(tmp_path / "a.json", timelines=[timeline])
+    page, trace = ((tmp_path / f"a.{kind}").read_text() for kind in ("html", "json"))
+    for name in (*style.KV_COPY_NAMES.values(), "copy out", "copy back"):
+        assert f'"name":"{name}"' in page
+        assert f'"kind":"{name}"' in trace
 
 
 def test_both_phases_of_msp_have_their_colours(tmp_path):
