@@ -575,8 +575,14 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "parallel.schedule=sppo sequence.length=512Ki",
             "model.preset=gpt-13b*",
             "*--ablation",
-            why="searches like those of the commands that stay",
-            by=("cli/test_solve.py::test_ablation_beside_the_paper",),
+            "--baselines",
+            "model.preset=gpt-7b*",
+            why="searches like those of the commands that stay, or the same ones",
+            by=(
+                "cli/test_solve.py::test_ablation_beside_the_paper",
+                "cli/test_estimate.py::test_baselines_on_request",
+                "cli/test_estimate.py::test_table_2_of_the_paper",
+            ),
         ),
         "test_a_row_of_the_table_of_degrees": only(
             "512Ki-*",
@@ -748,9 +754,11 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "sppo eval run.yaml*",
             "sppo convert to-hf*",
             "sppo train configs/run/tiny_cpu.yaml*",
+            "sppo estimate configs/run/*",
             why="scripts, measurements and several ranks have tests of their own; the quickstart"
             " trains tiny_cpu.yaml",
             by=(
+                "cli/test_estimate.py::test_baselines_on_request",
                 "cli/test_bench.py::test_a_real_measurement_is_read_back_by_plans",
                 "cli/test_eval.py::test_the_table",
                 "cli/test_convert.py::test_to_hf_takes_the_newest_checkpoint",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sppo.planning import baselines
 from tests.conftest import call, refuse, succeed
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +149,21 @@ def test_fp32_has_no_masters(run):
     assert report(run, "train.dtype=fp32")["model"]["state_bytes_per_parameter"] == 16
 
 
+@pytest.fixture
+def searched_once(monkeypatch):
+    """The same baselines are searched once, however often a test asks for them."""
+    search, found = baselines.baselines, {}
+
+    def remembered(run, *, hardware):
+        request = repr((run, hardware))
+        if request not in found:
+            found[request] = search(run, hardware=hardware)
+        return found[request]
+
+    monkeypatch.setattr(baselines, "baselines", remembered)
+
+
+@pytest.mark.usefixtures("searched_once")
 def test_baselines_on_request():
     rows = {row["method"]: row for row in report(EXAMPLE, "--baselines")["baselines"]}
     assert rows["SPPO"]["paper"] == "1Mi"
