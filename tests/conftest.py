@@ -110,6 +110,11 @@ def tree(directory: Path) -> dict[str, bytes | str | None]:
     return {str(p.relative_to(directory)): content(p) for p in sorted(directory.rglob("*"))}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Say which tier this is, before tests that draw random examples are imported."""
+    tiers.default_tier = "not exhaustive" in config.option.markexpr
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what ``scripts/test.sh`` leaves to ``scripts/test.sh --all``, before -m chooses."""

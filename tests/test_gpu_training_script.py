@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,28 +41,29 @@ def test_the_rehearsal_fills_the_report(tmp_path):
     assert len(beside["loss"]) == 2
 
 
-def test_what_fails_is_in_the_report_with_its_words(tmp_path):
+@pytest.fixture
+def gpu_training(monkeypatch, tmp_path):
+    """The script as a module, in an empty directory, where transformers is not installed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the commands that it starts
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script = importlib.import_module("gpu_training")
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
+    return script
+
+
+def test_what_fails_is_in_the_report_with_its_words(gpu_training, monkeypatch, tmp_path):
     (tmp_path / "runs").write_text("no directory")
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/gpu_training.py", "report.json"]
-        + ["--directory", ".", "--rehearse", "--seconds", "100"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1
+    words = ["report.json", "--directory", ".", "--rehearse", "--seconds", "100"]
+    monkeypatch.setattr(sys, "argv", ["gpu_training.py", *words])
+    assert gpu_training.main() == 1
     (failed,) = json.loads((tmp_path / "report.json").read_text())["failed"]
     assert failed["case"] == "rehearsal"
     assert "runs is a file, not a directory" in failed["why"]
 
 
-def test_absent_transformers_are_left_out_in_words(monkeypatch, capsys, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import gpu_training
-
-    monkeypatch.setattr(gpu_training.importlib.util, "find_spec", lambda name: None)
+def test_absent_transformers_are_left_out_in_words(gpu_training, capsys, tmp_path):
     case = gpu_training.Case("1b 64Ki", {"preset": "llama-3.2-1b"}, 65536, 8, "bf16", 3)
     place = gpu_training.Place(tmp_path, rehearse=False)
     found = gpu_training.transformers_beside(case, place, timeout_s=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.tiers import RULES, each, only, pairs, replaced, staying, without
 
 TESTS = Path(__file__).parent
@@ -55,6 +56,14 @@ def test_pairs_keeps_every_two_values_that_meet():
     for one, other in itertools.combinations("abc", 2):
         met = {(case[one], case[other]) for case in kept}
         assert met == {(case[one], case[other]) for _, case in some}
+
+
+def test_fewer_examples_are_drawn_in_the_default_tier(request, monkeypatch):
+    assert tiers.default_tier is ("not exhaustive" in request.config.option.markexpr)
+    monkeypatch.setattr(tiers, "default_tier", True)
+    assert tiers.examples(5, all=20) == 5
+    monkeypatch.setattr(tiers, "default_tier", False)
+    assert tiers.examples(5, all=20) == 20
 
 
 def test_a_single_case_stays():

@@ -16,6 +16,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+default_tier = True
+"""Whether pytest was asked for the default tier, which ``tests/conftest.py`` finds out."""
+
+
+def examples(few: int, *, all: int) -> int:
+    """Examples of a hypothesis test: ``few`` in the default tier, ``all`` with ``--all``."""
+    return few if default_tier else all
+
+
 OTHER_MARKS = ("gpu", "multigpu", "slow")
 """Marks of tests that are in no tier, or in the other one."""
 Values = Mapping[str, Hashable]
@@ -755,9 +764,14 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "sppo convert to-hf*",
             "sppo train configs/run/tiny_cpu.yaml*",
             "sppo estimate configs/run/*",
+            "cat > run.yaml*",
+            "sppo config check run.yaml*",
             why="scripts, measurements and several ranks have tests of their own; the quickstart"
-            " trains tiny_cpu.yaml",
+            " prepares data, trains and evaluates tiny_cpu.yaml",
             by=(
+                "cli/test_config.py::test_check_says_so_when_nothing_is_wrong",
+                "cli/test_config.py::test_check_lists_all_that_is_wrong",
+                "train/test_trainer.py::test_losses_norms_and_weights_are_those_of_ordinary_training",
                 "cli/test_estimate.py::test_baselines_on_request",
                 "cli/test_bench.py::test_a_real_measurement_is_read_back_by_plans",
                 "cli/test_eval.py::test_the_table",

@@ -25,6 +25,7 @@ from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.units import GIB
 from tests.planning.cases import A100, machine, run_config
+from tests.tiers import examples
 
 EVERY_POLICY = (*POLICIES, *OFFLOADING_POLICIES)
 seeds = st.integers(0, 2**32 - 1)
@@ -88,7 +89,7 @@ def is_whole(placement, tokens):
     return (fates == tokens[:, None]).any(axis=0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(15, all=40))
 @given(seeds)
 def test_every_row_has_one_fate_and_inputs_are_never_recomputed(seed):
     inputs = random_inputs(seed)
@@ -101,7 +102,7 @@ def test_every_row_has_one_fate_and_inputs_are_never_recomputed(seed):
         assert not placement.recomputed[:, :, X_IN].any()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(15, all=40))
 @given(seeds)
 def test_at_most_one_class_is_cut_and_at_a_multiple_of_rows(seed):
     inputs = random_inputs(seed)
@@ -114,7 +115,7 @@ def test_at_most_one_class_is_cut_and_at_a_multiple_of_rows(seed):
         assert not (placement.recomputed[split] % ROW_ALIGNMENT).any()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(15, all=40))
 @given(seeds)
 def test_nothing_is_cut_where_that_is_not_allowed(seed):
     inputs = random_inputs(seed, allow_partial=False)
@@ -122,7 +123,7 @@ def test_nothing_is_cut_where_that_is_not_allowed(seed):
         assert is_whole(placement, inputs.tokens).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(15, all=40))
 @given(seeds)
 def test_the_last_subsequence_stays(seed):
     """Its backward starts at once."""
@@ -131,7 +132,7 @@ def test_the_last_subsequence_stays(seed):
         assert not placement.offloaded[:, -1].any()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(15, all=40))
 @given(seeds)
 def test_hybrid_leaves_everything_where_it_fits(seed):
     inputs = random_inputs(seed, room=1.001)
@@ -141,7 +142,7 @@ def test_hybrid_leaves_everything_where_it_fits(seed):
     assert not placement.offloads_anything
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(20, all=50))
 @given(seeds)
 def test_hybrid_stays_within_its_room_or_does_all_it_can(seed):
     inputs = random_inputs(seed)
@@ -154,7 +155,7 @@ def test_hybrid_stays_within_its_room_or_does_all_it_can(seed):
         assert not placement.retained[stage, :, ATTENTION:].any()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(15, all=40))
 @given(seeds)
 def test_what_hides_is_what_the_paper_moves(seed):
     """alpha_i A_i = BW T_c, in whole rows: at most that, and less than a cut below it."""
@@ -236,7 +237,7 @@ def assessed(candidate, seconds):
     }
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(10, all=25))
 @given(candidates())
 def test_hybrid_is_never_slower_than_what_else_fits(candidate):
     found = assessed(candidate, stage_seconds(candidate))
@@ -247,7 +248,7 @@ def test_hybrid_is_never_slower_than_what_else_fits(candidate):
             assert hybrid.time.step_s <= other.time.step_s * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(10, all=25))
 @given(candidates())
 def test_what_fits_stays_within_every_budget(candidate):
     hardware = candidate.workload.hardware
@@ -259,7 +260,7 @@ def test_what_fits_stays_within_every_budget(candidate):
             assert found.shortfall.short_bytes > 0
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(10, all=25))
 @given(candidates())
 def test_hybrid_waits_and_recomputes_only_where_moving_what_hides_does_not_do(candidate):
     assume(candidate.workload.hardware.node.host_memory_bytes)

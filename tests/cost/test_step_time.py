@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sppo.cost.step_time import step_time
 from sppo.schedule.costs import CopyEngines, Link, Links, abstract_costs
 from tests.planning.cases import play
+from tests.tiers import examples
 
 GAP = 1.25
 """Several sequences take at most this much longer than their bound says, however unequal units are;
@@ -49,14 +50,14 @@ def played(costs, *, sequences=1):
     return play(costs, lengths=((16,) * pieces,) * sequences).makespan_s
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25, all=60))
 @given(shapes, seeds, links)
 def test_one_sequence_takes_what_the_simulator_says(shape, seed, wires):
     costs = random_costs(shape, seed=seed, wires=wires)
     assert step_time(costs, num_sequences=1).step_s == pytest.approx(played(costs), rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25, all=60))
 @given(shapes, seeds, st.integers(2, 4))
 def test_several_sequences_take_at_least_as_long(shape, seed, sequences):
     costs = random_costs(shape, seed=seed, sequences=sequences, spread=0.3)
@@ -64,7 +65,7 @@ def test_several_sequences_take_at_least_as_long(shape, seed, sequences):
     assert bound * (1 - 1e-9) <= played(costs, sequences=sequences) <= bound * GAP
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(30, all=80))
 @given(shapes, seeds, st.floats(0, 1), st.sampled_from([0.2, 1.0, 5.0]), st.booleans())
 def test_a_simulated_copy_never_waits_longer(shape, seed, ratio, rate, last_stays):
     """The simulator lets copies out lag behind; the closed form holds up compute for them."""
@@ -78,7 +79,7 @@ def test_a_simulated_copy_never_waits_longer(shape, seed, ratio, rate, last_stay
         assert played(costs) == pytest.approx(time.step_s, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25, all=60))
 @given(shapes, seeds, st.integers(1, 3), st.floats(0, 1), st.floats(1, 4))
 def test_faster_copies_and_links_never_cost_time(shape, seed, sequences, ratio, faster):
     costs = random_costs(shape, seed=seed, sequences=sequences, wires=Links(Link(0.5, 1.0)))
@@ -120,7 +121,7 @@ def test_the_update_waits_for_the_slowest_stage_only_where_that_is_last():
     assert step_time(costs, num_sequences=1).step_s == pytest.approx(1 + 1 + 2 + 5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(20, all=40))
 @given(
     st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6)),
     st.integers(1, 4),
@@ -149,7 +150,7 @@ def test_equal_units_idle_as_breadth_first_pipelines_do(p, v, n):
     assert (time.forward_s, time.backward_s) == (passed, 2 * passed)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(20, all=40))
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 6)),
     seeds,

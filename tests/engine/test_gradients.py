@@ -26,6 +26,7 @@ from tests.engine.models import (
     tiny_model,
 )
 from tests.engine.reference import reference_token_losses
+from tests.tiers import examples
 
 TOLERANCE = 1e-10
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -47,7 +48,7 @@ def sequences_and_cuts(draw, model):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(5, all=12))
 @given(data=st.data())
 def test_any_cut_gives_the_gradients_of_autograd(variant, data):
     model = tiny_model(variant)
@@ -58,7 +59,7 @@ def test_any_cut_gives_the_gradients_of_autograd(variant, data):
     assert_same_step(actual, autograd_step(model, weights, sequences), tolerance=TOLERANCE)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(20, all=60))
 @given(data=st.data())
 def test_any_shape_gives_the_gradients_of_autograd(data):
     kv_heads, head_size = data.draw(st.integers(1, 3)), 2 * data.draw(st.integers(1, 5))

@@ -16,6 +16,7 @@ from tests.engine.models import (
     tiny_model,
 )
 from tests.engine.offloading import RatioRows, offloading_trained
+from tests.tiers import examples
 
 VARIANTS = ("gqa, q/k-norm", "mqa, window, biases", "tied, yarn, all biases")
 
@@ -39,7 +40,7 @@ def sequences_of(model, cuts, starts):
     return [random_sequence(model, c[-1], seed=n, starts=starts) for n, c in enumerate(cuts)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(8, all=25))
 @given(
     variant=st.sampled_from(VARIANTS),
     layers=st.integers(1, 5),
@@ -88,7 +89,9 @@ def test_offloading_changes_no_bit(virtual, ratio, queues, tmp_path):
 
 
 @settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(8, all=25),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     variant=st.sampled_from(VARIANTS),
@@ -134,7 +137,7 @@ def test_keys_that_leave_and_come_back_change_no_bit(variant, layers, data, poli
     kept.engine.close()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(8, all=25))
 @given(
     variant=st.sampled_from(VARIANTS),
     layers=st.integers(1, 5),

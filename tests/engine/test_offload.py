@@ -29,6 +29,7 @@ from tests.engine.models import (
 )
 from tests.engine.offloading import RATIOS, FixedRows, RatioRows, offloading_trained, queues_of
 from tests.offload.emulated_queues import SCHEDULERS
+from tests.tiers import examples
 
 CUTS = [(0, 4, 5, 17, 30, 37), (0, 13, 20)]
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}
@@ -128,7 +129,7 @@ def test_what_is_cut_is_not_copied():
     assert not saved
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(15, all=40))
 @given(data=st.data())
 def test_any_rows_give_the_gradients_of_keeping_everything(data):
     model = tiny_model(

@@ -13,6 +13,7 @@ from sppo.model.gradients import GradientSum, zero_gradients
 from sppo.model.layer import Layer
 from sppo.model.rope import rotary_table
 from tests.engine.models import VARIANTS, tiny_model
+from tests.tiers import examples
 
 TOKENS = 11
 
@@ -93,7 +94,7 @@ def test_only_what_is_kept_is_saved():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(5, all=12))
 @given(data=st.data())
 def test_any_choice_of_saved_tensors_gives_the_same_bits(variant, data):
     run = Run(variant)

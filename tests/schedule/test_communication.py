@@ -16,13 +16,14 @@ from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.generators import generate
 from sppo.schedule.program_text import parse_program
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, make, play
+from tests.tiers import examples
 
 ragged = st.lists(
     st.lists(st.integers(6, 40), min_size=1, max_size=6).map(tuple), min_size=1, max_size=4
 ).map(tuple)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25, all=60))
 @given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 5), st.integers(1, 3), ragged)
 def test_receiving_from_the_senders_side_never_blocks(name, p, v, lengths):
     v = v if name.startswith("interleaved") else 1

@@ -12,6 +12,7 @@ from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.communication import place_messages
 from sppo.schedule.generators import WITH_VIRTUAL_STAGES, generate, schedule_names
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
+from tests.tiers import examples
 
 ragged = st.lists(
     st.lists(st.integers(6, 40), min_size=1, max_size=7).map(tuple), min_size=1, max_size=6
@@ -32,7 +33,7 @@ def test_interleaved_is_valid_on_the_whole_grid():
     assert not bad
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(50, all=150))
 @given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 6), st.integers(1, 3), ragged)
 def test_any_ragged_request_gives_a_valid_program(name, p, v, lengths):
     v = v if name in WITH_VIRTUAL_STAGES else 1
@@ -45,7 +46,7 @@ def test_any_ragged_request_gives_a_valid_program(name, p, v, lengths):
     assert counts[ActionKind.REDUCE] == p * v
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25, all=60))
 @given(st.sampled_from(SUBSEQUENCE_SCHEDULES), st.integers(1, 5), st.integers(1, 3), ragged)
 def test_forward_only_programs_are_valid_and_hold_only_forwards(name, p, v, lengths):
     v = v if name in WITH_VIRTUAL_STAGES else 1
@@ -54,7 +55,7 @@ def test_forward_only_programs_are_valid_and_hold_only_forwards(name, p, v, leng
     assert {a.kind for program in schedule.programs for a in program} == {ActionKind.F}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25, all=60))
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8))
 def test_peak_in_flight_of_seq1f1b(p, m, n):
     schedule = make("seq1f1b", p=p, m=m, n=n)

@@ -17,6 +17,7 @@ from sppo.schedule.program import step_program
 from sppo.schedule.program_text import format_program, parse_program
 from sppo.schedule.simulate import simulate
 from tests.schedule.cases import make, peaks
+from tests.tiers import examples
 
 
 def costs(stages, units, *, leaving, recomputed=(), copy_s=0.5, layers=1, saved_s=0.0):
@@ -63,7 +64,7 @@ def test_without_a_backward_before_they_come_back_at_once():
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(35, all=100))
 @given(
     st.sampled_from(("looped_bfs", "interleaved_seq1f1b", "sppo")),
     st.integers(1, 4),

@@ -13,6 +13,7 @@ from sppo.schedule.played_step import played_step
 from sppo.schedule.program import step_program
 from sppo.schedule.simulate import simulate
 from sppo.schedule.whole_units import play_whole_units
+from tests.tiers import examples
 
 SCHEDULES = (
     "sppo",
@@ -63,7 +64,7 @@ def some_costs(*, stages: int, units: int, copies: float, seed: int) -> Costs:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(20, all=60))
 @given(
     schedule=st.sampled_from(SCHEDULES),
     ranks=st.integers(1, 5),

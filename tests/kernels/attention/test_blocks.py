@@ -13,6 +13,7 @@ from sppo.kernels.attention.blocks import (
     MAX_CAUSAL_TOKENS,
     BlockKind,
 )
+from tests.tiers import examples
 
 
 @st.composite
@@ -75,7 +76,7 @@ def blocks_with(tiles, span):
         return attention_blocks.attention_blocks.__wrapped__(**span)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(150, all=400))
 @given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)))
 def test_every_visible_pair_is_covered_once(span, tiles):
     blocks = blocks_with(tiles, span)
@@ -83,7 +84,7 @@ def test_every_visible_pair_is_covered_once(span, tiles):
     assert np.array_equal(covered(blocks, *size), visible(*size, span["document_starts"]))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(80, all=200))
 @given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)))
 def test_blocks_have_the_form_their_kind_promises(span, tiles):
     for block in blocks_with(tiles, span):
@@ -131,7 +132,7 @@ def test_impossible_spans_are_refused(queries, keys, window, message):
         attention_blocks.attention_blocks(queries, keys, window=window)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(100, all=300))
 @given(spans(), st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(1, 30))
 def test_whole_units_cover_the_same_pairs(span, tiles, unit):
     """Beside the bands, what is not a multiple of the unit is small."""
