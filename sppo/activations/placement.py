@@ -285,14 +285,18 @@ def prefix_rows(
     Returns:
         [..., subsequences, 3].
     """
-    rows = np.zeros((*wanted.shape, len(CLASSES)), dtype=np.int64)
+    by_class = np.zeros((len(CLASSES), *wanted.shape), dtype=np.int64)
     left = wanted.astype(np.float64)
-    for index in range(len(CLASSES)):
+    for index, rows in enumerate(by_class):
         size = np.maximum(row_bytes[..., index], 1e-300)[..., None]
-        exact = left / size
-        # A tolerance, so that a whole class counts as whole after the division.
-        whole = exact >= tokens * (1 - 1e-12)
-        cut = np.floor(exact / ROW_ALIGNMENT) * ROW_ALIGNMENT * allow_partial
-        rows[..., index] = np.where(whole, tokens, np.minimum(cut, tokens))
-        left = np.where(whole, left - tokens * size, 0.0)
-    return rows
+        whole_bytes = tokens * size
+        # A tolerance, so that a whole class counts as whole in spite of rounding.
+        whole = left >= whole_bytes * (1 - 1e-12)
+        if allow_partial:
+            np.floor(left / (size * ROW_ALIGNMENT), out=rows, casting="unsafe", where=~whole)
+            rows *= ROW_ALIGNMENT
+        np.copyto(rows, tokens, where=whole)
+        left = np.where(whole, np.maximum(left - whole_bytes, 0.0), 0.0)
+        if not left.any():
+            break
+    return np.moveaxis(by_class, 0, -1)

@@ -350,3 +350,10 @@ def test_recomputing_takes_the_linear_class_first():
     )
     # Those of early subsequences would be held longest.
     assert (np.diff((recomputed[:, LINEAR] > 0).astype(int)) <= 0).all()
+
+
+def test_a_class_whole_up_to_rounding_leaves_nothing_of_the_next():
+    tokens, sizes = np.array([4096]), np.array([100.0, 60.0, 300.0])
+    wanted = tokens * sizes[0] * (1 - 5e-13)
+    rows = prefix_rows(wanted, tokens=tokens, row_bytes=sizes)
+    assert rows.tolist() == [[4096, 0, 0]]

@@ -262,7 +262,7 @@ class _Rank:
             running += self._joined[action.stage]
         if not backward and own == action.stage and candidate.is_last_stage(own):
             tokens = candidate.lengths[action.unit[1]]
-            running = max(running, loss_bytes(candidate, tokens=tokens))
+            running = max(running, loss_bytes(candidate.workload, tokens=tokens))
         return running
 
     def _sent_bytes(self, action: Action) -> float:

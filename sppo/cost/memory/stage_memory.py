@@ -109,7 +109,7 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     kv, kv_gradients = _kv_bytes(candidate, units=units)
     layer = _most_working_bytes(candidate)
-    loss = loss_bytes(candidate, tokens=max(candidate.lengths))
+    loss = loss_bytes(candidate.workload, tokens=max(candidate.lengths))
     heap_share = workload.hardware.device.heap_share
     sent = np.rint(most_of_ranks(candidate, sent_bytes(candidate).most)).astype(np.int64).tolist()
     ranks = []

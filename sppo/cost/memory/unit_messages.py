@@ -22,7 +22,8 @@ def sent_bytes(candidate: Candidate) -> Running:
     row_bytes = 2 * workload.model.hidden_size * workload.element_bytes  # one message each way
     sent = crosses_ranks * neighbours * (lengths // workload.sequence_parallel_degree * row_bytes)
     sent = sent + exchanged_bytes(candidate, lengths)
-    return Running(sent, sent) + waiting_bytes(candidate)
+    running = Running(sent, sent)
+    return running if candidate.virtual_stages == 1 else running + waiting_bytes(candidate)
 
 
 def exchanged_bytes(candidate: Candidate, lengths: Table) -> Table:

@@ -7,12 +7,15 @@ All of it is gone when the unit is done, so it counts beside what is held at tha
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from sppo.activations.placement import ActivationPlacement
 from sppo.activations.tensor_classes import class_bytes_per_token
 from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
 from sppo.cost.memory.heaviest_runs import runs_of_blocks
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.unit_runs import UnitRun, unit_kinds
@@ -35,45 +38,89 @@ def computing_bytes(candidate: Candidate, placement: ActivationPlacement) -> Run
     return running
 
 
-def loss_bytes(candidate: Candidate, *, tokens: int) -> int:
+def loss_bytes(workload: Workload, *, tokens: int) -> int:
     """Working set of the loss of a subsequence of `tokens`."""
-    here = -(-tokens // candidate.workload.sequence_parallel_degree)
-    return loss_working_set(candidate.workload, tokens=here).live_bytes
+    here = -(-tokens // workload.sequence_parallel_degree)
+    return loss_working_set(workload, tokens=here).live_bytes
 
 
 def run_working_bytes(candidate: Candidate, run: UnitRun, *, stage: int) -> tuple[int, int]:
     """Bytes of the largest working sets of a stage's layers in a forward and in a backward."""
-    forward, backward = working_sets(
+    return _stage_kind(candidate, stage=stage).working_bytes(run)
+
+
+@dataclass(frozen=True, slots=True)
+class _StageKind:
+    """What working sets of a stage's units depend on beside the units."""
+
+    workload: Workload
+    layers: int
+    """As many as make a difference."""
+    input_every: int
+    defers: bool
+    is_last: bool
+
+    def working_bytes(self, run: UnitRun) -> tuple[int, int]:
+        """Bytes of the largest working sets of its layers in a forward and in a backward."""
+        forward, backward = working_sets(
+            self.workload,
+            tokens=-(-run.tokens // self.workload.sequence_parallel_degree),
+            prefix=run.prefix,
+            recomputed=run.recomputed,
+            retained=run.retained,
+            defers=self.defers,
+            input_every=self.input_every,
+            layers=self.layers,
+        )
+        return forward.live_bytes, backward.live_bytes
+
+
+def _stage_kind(candidate: Candidate, *, stage: int) -> _StageKind:
+    every = candidate.input_every
+    return _StageKind(
         candidate.workload,
-        tokens=-(-run.tokens // candidate.workload.sequence_parallel_degree),
-        prefix=run.prefix,
-        recomputed=run.recomputed,
-        retained=run.retained,
-        defers=candidate.schedule in DEFERRING_WEIGHTS,
-        input_every=candidate.input_every,
         # Further layers take what the first behind those that share an input does.
-        layers=min(len(candidate.stages[stage]), candidate.input_every + 1),
+        layers=min(len(candidate.stages[stage]), every + 1),
+        input_every=every,
+        defers=candidate.schedule in DEFERRING_WEIGHTS,
+        is_last=candidate.is_last_stage(stage),
     )
-    return forward.live_bytes, backward.live_bytes
 
 
 def _computing_of_stage(
     candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> tuple[Table, Table]:
     """Working sets of one stage's forwards and backwards, [N] each."""
-    kinds = unit_kinds(candidate, placement, stage=stage)
-    forward, backward = np.zeros(len(kinds)), np.zeros(len(kinds))
-    on_gpu = candidate.workload.hardware.device.kind == "cuda"
-    for block, runs in runs_of_blocks(candidate.lengths, kinds.tobytes(), on_gpu=on_gpu):
+    kinds = unit_kinds(candidate, placement, stage=stage).tobytes()
+    forward, backward = _sets_of_units(
+        _stage_kind(candidate, stage=stage), candidate.lengths, kinds
+    )
+    if candidate.workload.hardware.device.kind == "cuda":
+        backward = _with_joined(backward, candidate, placement, stage=stage)
+    return forward, backward
+
+
+@lru_cache(maxsize=256)
+def _sets_of_units(
+    stage: _StageKind, lengths: tuple[int, ...], kinds: bytes
+) -> tuple[Table, Table]:
+    """Working sets of forwards and backwards, without joined tensors, [N] each; not to be written.
+
+    Args:
+        stage: which units run on.
+        lengths: tokens of each.
+        kinds: of each, see :func:`sppo.cost.memory.unit_runs.unit_kinds`, as int64.
+    """
+    forward, backward = np.zeros(len(lengths)), np.zeros(len(lengths))
+    on_gpu = stage.workload.hardware.device.kind == "cuda"
+    for block, runs in runs_of_blocks(lengths, kinds, on_gpu=on_gpu):
         for run, units in runs:
-            sets = run_working_bytes(candidate, run, stage=stage)
+            sets = stage.working_bytes(run)
             for table, live in zip((forward[block], backward[block]), sets, strict=True):
                 table[units] = np.maximum(table[units], live)
-        if candidate.is_last_stage(stage):
-            longest = max(candidate.lengths[block])
-            forward[block] = np.maximum(forward[block], loss_bytes(candidate, tokens=longest))
-    if on_gpu:
-        backward = _with_joined(backward, candidate, placement, stage=stage)
+        if stage.is_last:
+            longest = loss_bytes(stage.workload, tokens=max(lengths[block]))
+            forward[block] = np.maximum(forward[block], longest)
     return forward, backward
 
 

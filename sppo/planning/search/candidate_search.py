@@ -199,8 +199,10 @@ class _WaysOfDegrees:
     @property
     def fits(self) -> bool:
         """Whether any of its candidates fits."""
+        if "best" in self.__dict__:
+            return self.best.shortfall is None
         return self._way(self._simplest).fits or (
-            bool(self._further) and self.best.shortfall is None
+            bool(self._further) and self._way(self._further[-1], counts=self._counts[-_FEW:]).fits
         )
 
     def _faster(self, way: _Way, *, than: EvaluatedCandidate) -> EvaluatedCandidate | None:

@@ -35,7 +35,7 @@ def test_working_sets_are_not_below_those_of_each_unit(lengths, stages, seed):
         for index, run in enumerate(unit_runs(candidate, placement, stage=stage)):
             forward, backward = run_working_bytes(candidate, run, stage=stage)
             if candidate.is_last_stage(stage):
-                forward = max(forward, loss_bytes(candidate, tokens=run.tokens))
+                forward = max(forward, loss_bytes(candidate.workload, tokens=run.tokens))
             assert found.forward[stage, index] >= forward
             assert found.backward[stage, index] >= backward
     # The longest unit is not taken for more than it is.
@@ -44,7 +44,7 @@ def test_working_sets_are_not_below_those_of_each_unit(lengths, stages, seed):
         if not candidate.is_last_stage(stage)
         else max(
             *run_working_bytes(candidate, run, stage=stage),
-            loss_bytes(candidate, tokens=run.tokens),
+            loss_bytes(candidate.workload, tokens=run.tokens),
         )
         for stage in range(stages)
         for run in unit_runs(candidate, placement, stage=stage)
