@@ -83,10 +83,11 @@ def _gpu_blocks_backward(s: TensorSizes) -> Iterator[tuple[str, int]]:
         taken = s.query + _folded_scratch(s, rows) + 2 * keys * s.key_row
         yield "the prefix", base + taken
     if rows > CAUSAL_TOKENS:
-        half = -(-rows // 2)
+        keys = -(-(rows // 2) // HALF_TOKENS) * HALF_TOKENS
+        later = rows - keys
         # dq and copies of q, o and do of the later half of the rows.
-        taken = 4 * s.query * half // rows + _folded_scratch(s, half)
-        yield "half of a square", base + taken + 2 * half * s.key_row
+        taken = 4 * s.query * later // rows + _folded_scratch(s, later, keys)
+        yield "half of a square", base + taken + 2 * keys * s.key_row
     yield "output", s.fp32_query + s.query
 
 
@@ -124,9 +125,9 @@ def _scratch(s: TensorSizes, rows: int, keys: int) -> int:
     return _scratch_of_heads(s, rows, keys, kv_heads=max(1, s.model.kv_heads // s.degree))
 
 
-def _folded_scratch(s: TensorSizes, rows: int) -> int:
-    """Return the same of a call that has all query heads as key heads."""
-    return _scratch_of_heads(s, rows, rows, kv_heads=max(1, s.model.num_heads // s.degree))
+def _folded_scratch(s: TensorSizes, rows: int, keys: int | None = None) -> int:
+    """Return the same of a call that has all query heads as key heads; `keys` as many as rows."""
+    return _scratch_of_heads(s, rows, keys or rows, kv_heads=max(1, s.model.num_heads // s.degree))
 
 
 def _scratch_of_heads(s: TensorSizes, rows: int, keys: int, *, kv_heads: int) -> int:

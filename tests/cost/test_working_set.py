@@ -159,6 +159,7 @@ def test_constants_are_those_of_the_kernels():
     assert attention_live_sets.CAUSAL_TOKENS == attention_blocks.MAX_CAUSAL_TOKENS
     assert attention_live_sets.PREFIX_KEYS == attention_blocks.MAX_FULL_KEYS
     assert attention_live_sets.HALF_TOKENS == cpu_flash.HALF_BACKWARD_TOKENS
+    assert attention_live_sets.HALF_TOKENS == attention_blocks.HALF_UNIT_TOKENS
     assert attention_live_sets.SPAN_KEYS == rectangle_attention.MAX_BACKWARD_KEYS
     assert attention_live_sets.LEAST_PART_KEYS == cpu_flash._MIN_PART_TOKENS
 

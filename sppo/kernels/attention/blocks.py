@@ -17,10 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from math import ceil
 
 # A causal square of more tokens than this is halved: two half squares and a full rectangle, which
 # folds whole query groups. Limits from 1024 to 8192 measured alike on a CPU, within its noise.
 MAX_CAUSAL_TOKENS = 2048
+# Squares are halved at a multiple of this, so that what remains beside the whole units that a
+# kernel wants (`BlockKernel.backward_unit`) is at the end of a span only.
+HALF_UNIT_TOKENS = 256
 # A longer prefix is read in parts of this many keys. Temporaries of a kernel are as long as its
 # keys; were they to grow with every subsequence, an allocator could never use freed ones again.
 MAX_FULL_KEYS = 8192
@@ -169,7 +173,8 @@ def _triangle(q0: int, q1: int, key_offset: int) -> list[Block]:
     """The causal square of queries ``[q0, q1)``, halved until each half is small."""
     if q1 - q0 <= MAX_CAUSAL_TOKENS:
         return [Block(BlockKind.CAUSAL, q0, q1, key_offset + q0, key_offset + q1)]
-    middle = (q0 + q1) // 2
+    unit = max(1, min(HALF_UNIT_TOKENS, MAX_CAUSAL_TOKENS // 2))
+    middle = q0 + ceil((q1 - q0) // 2 / unit) * unit
     rectangle = Block(BlockKind.FULL, middle, q1, key_offset + q0, key_offset + middle)
     return [*_triangle(q0, middle, key_offset), rectangle, *_triangle(middle, q1, key_offset)]
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.kernels.attention import blocks as attention_blocks
+from sppo.kernels.attention import cpu_flash
 from sppo.kernels.attention.blocks import (
     BAND_TILE_TOKENS,
     MAX_CAUSAL_TOKENS,
@@ -111,6 +112,17 @@ def test_a_long_diagonal_is_mostly_full_rectangles():
     blocks = attention_blocks.attention_blocks(tokens, tokens)
     full = sum(b.num_queries * b.num_keys for b in blocks if b.kind is BlockKind.FULL)
     assert full / (tokens * (tokens + 1) / 2) > 0.85  # 7/8 of the area
+
+
+@pytest.mark.parametrize("tokens", [2304, 6016, 3 * MAX_CAUSAL_TOKENS + 128])
+def test_squares_are_halved_so_that_only_the_end_of_a_span_remains(tokens):
+    unit = cpu_flash.HALF_BACKWARD_TOKENS
+    blocks = attention_blocks.attention_blocks(tokens, tokens)
+    parts = attention_blocks.whole_units(blocks, unit=unit, window=None)
+    whole_tokens = tokens - tokens % unit
+    remaining = [b for b in parts if b.num_queries % unit or b.num_keys % unit]
+    assert all(block.q1 > whole_tokens for block in remaining)
+    assert len(remaining) <= tokens // unit + 1
 
 
 def test_a_window_wider_than_the_document_needs_no_mask():
