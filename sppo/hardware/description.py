@@ -69,7 +69,8 @@ class DeviceSpec:
         gemm_efficiency: Fraction of the peak that endless matrix products reach.
         attention_efficiency: Fraction of it that the attention forward reaches.
         attention_backward_efficiency: Fraction of it that the attention backward reaches.
-        num_multiprocessors: What thread blocks are spread over.
+        num_multiprocessors: What thread blocks are spread over; of a CPU, the threads that its
+            rates hold for.
         memory_bytes_per_s: What element-wise kernels read and write.
         kernel_s: Fixed cost of one kernel: its launch where that is not hidden.
         heap_share: What the allocator holds beyond live temporaries, as a fraction of them: holes.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,33 +108,51 @@ def describe_cpu(memory_bytes: int) -> HardwareSpec:
     )
 
 
-def divide_cpu(hardware: HardwareSpec, ranks: int) -> HardwareSpec:
+def divide_cpu(
+    hardware: HardwareSpec, ranks: int, *, threads: int | None = None, cores: int | None = None
+) -> HardwareSpec:
     """A machine whose CPU is the device, divided among `ranks` processes: each a device of its own.
 
-    Every process has its part of the cores, and what was measured is divided by as many.
+    Rates hold for as many threads as they were measured with (``num_multiprocessors``), and a
+    process computes with its own, at the same rate each as long as all have a core.
+
+    Args:
+        hardware: the machine.
+        ranks: processes.
+        threads: of each; a part of those that rates hold for if not given.
+        cores: of the machine; as many as those threads if not given.
     """
-    if hardware.device.kind != "cpu" or ranks == 1:
-        return hardware
     device = hardware.device
+    measured = device.num_multiprocessors
+    own = threads or max(1, measured // ranks)
+    slower = measured / own * max(1.0, own * ranks / (cores or measured))
+    if device.kind != "cpu" or (ranks == 1 and own == measured):
+        return hardware
     return replace(
         hardware,
         device=replace(
             device,
             memory_bytes=max(1, device.memory_bytes // ranks),
             reserved_bytes=device.reserved_bytes // ranks,
-            bf16_flops_per_s=device.bf16_flops_per_s / ranks,
-            fp32_flops_per_s=device.fp32_flops_per_s / ranks,
-            num_multiprocessors=max(1, device.num_multiprocessors // ranks),
-            memory_bytes_per_s=device.memory_bytes_per_s / ranks,
-            gemm_points=tuple(_slower(point, ranks) for point in device.gemm_points),
-            attention_points=tuple(_slower(point, ranks) for point in device.attention_points),
-            elementwise_points=tuple(_slower(point, ranks) for point in device.elementwise_points),
+            bf16_flops_per_s=device.bf16_flops_per_s / slower,
+            fp32_flops_per_s=device.fp32_flops_per_s / slower,
+            num_multiprocessors=own,
+            memory_bytes_per_s=device.memory_bytes_per_s / slower,
+            gemm_points=tuple(_slower(point, slower) for point in device.gemm_points),
+            attention_points=tuple(_slower(point, slower) for point in device.attention_points),
+            elementwise_points=tuple(_slower(point, slower) for point in device.elementwise_points),
         ),
         node=replace(hardware.node, num_devices=hardware.node.num_devices * ranks),
     )
 
 
-def _slower(point: Point, times: int) -> Point:
+def threads_of_rank(ranks: int, *, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the threads that each of some processes on this machine computes with."""
+    given = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(given) if given.isdecimal() and int(given) else max(1, count_cores() // ranks)
+
+
+def _slower(point: Point, times: float) -> Point:
     """A measured point with every rate divided."""
     rates = {f.name: getattr(point, f.name) for f in fields(point) if f.name.endswith("_per_s")}
     return replace(point, **{name: rate / times for name, rate in rates.items()})

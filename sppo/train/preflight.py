@@ -14,7 +14,12 @@ from sppo.data.sequences import TrainingData
 from sppo.data.tokens import open_tokens
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
-from sppo.hardware.this_machine import C_HEAP_SHARE, divide_cpu
+from sppo.hardware.this_machine import (
+    C_HEAP_SHARE,
+    count_cores,
+    divide_cpu,
+    threads_of_rank,
+)
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk import DiskRoom, is_memory, usable_directory
@@ -118,7 +123,11 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
     """The machine that the run names, or this one, as its processes divide it."""
     hardware = hardware_for(run.hardware, this_machine=device.machine())
     if device.kind == "cpu":
-        return divide_cpu(_with_heap(hardware), local_ranks)
+        hardware = _with_heap(hardware)
+        if not hardware.device.gemm_points:
+            return divide_cpu(hardware, local_ranks)
+        threads, cores = threads_of_rank(local_ranks), count_cores()
+        return divide_cpu(hardware, local_ranks, threads=threads, cores=cores)
     parallel = run.parallel
     ranks = parallel.data_parallel_degree * parallel.pipeline_parallel_degree
     ranks *= parallel.sequence_parallel_degree

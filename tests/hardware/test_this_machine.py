@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import psutil
@@ -19,7 +20,9 @@ from sppo.hardware.this_machine import (
     cpu_model,
     describe_gpus,
     detect_machine,
+    divide_cpu,
     find_gpus,
+    threads_of_rank,
 )
 from sppo.units import GIB
 
@@ -201,3 +204,33 @@ def test_version_1_groups_limit_too(tmp_path):
 def test_a_limit_below_the_machines_memory_holds(monkeypatch, no_gpu):
     monkeypatch.setattr(this_machine, "control_group_limit_bytes", lambda: 4 * GIB)
     assert detect_machine().device.memory_bytes <= 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("measured", "ranks", "threads", "cores", "slower"),
+    [
+        (2, 2, None, None, 2),  # a core each
+        (2, 1, None, None, 1),
+        (1, 2, 1, 2, 1),  # what one thread reached, each reaches
+        (2, 1, 1, 2, 2),  # a process that leaves a core idle
+        (1, 1, 2, 2, 1 / 2),
+        (1, 2, 1, 1, 2),  # two take turns on one core
+        (2, 2, 2, 2, 2),
+    ],
+)
+def test_ranks_compute_with_threads_of_their_own(measured, ranks, threads, cores, slower):
+    laptop = PRESETS["laptop-cpu"]
+    device = replace(laptop.device, num_multiprocessors=measured)
+    divided = divide_cpu(replace(laptop, device=device), ranks, threads=threads, cores=cores)
+    assert divided.device.fp32_flops_per_s == pytest.approx(device.fp32_flops_per_s / slower)
+    assert divided.device.memory_bytes == device.memory_bytes // ranks
+    assert divided.device.num_multiprocessors == (threads or max(1, measured // ranks))
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [(None, 2), ("", 2), ("3", 3), ("5,2", 5), ("0", 2), ("many", 2)]
+)
+def test_threads_of_a_rank_are_those_given_or_its_part_of_the_cores(monkeypatch, given, threads):
+    monkeypatch.setattr(this_machine, "count_cores", lambda: 4)
+    environ = {} if given is None else {"OMP_NUM_THREADS": given}
+    assert threads_of_rank(2, environ=environ) == threads

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import torch
+
 from sppo.bench.copies import CopyMeasurements
 from sppo.bench.suite import Measurements
 from sppo.hardware.description import DeviceSpec, HardwareSpec, NodeSpec, Provenance
@@ -20,6 +22,8 @@ _DTYPES = ("bf16", "fp32")
 def described_machine(device: str) -> HardwareSpec:
     """This machine as it is before measuring, with the device that will be measured.
 
+    A CPU has as many multiprocessors as torch has threads here: rates will hold for those.
+
     Args:
         device: "cpu" or "cuda", whichever torch runs on.
 
@@ -27,10 +31,13 @@ def described_machine(device: str) -> HardwareSpec:
         ValueError: torch runs on a GPU that cannot be asked what it is.
     """
     detected = detect_machine()
+    if device == "cpu":
+        if detected.device.kind != device:  # the GPU is hidden, or torch was built without CUDA
+            detected = describe_cpu(usable_memory_bytes())
+        threads = torch.get_num_threads()
+        return replace(detected, device=replace(detected.device, num_multiprocessors=threads))
     if detected.device.kind == device:
         return detected
-    if device == "cpu":  # the GPU is hidden from torch, or torch was built without CUDA
-        return describe_cpu(usable_memory_bytes())
     raise ValueError(
         "torch runs on a GPU here, and nothing tells which: pip install nvidia-ml-py, or hide the "
         "GPU with CUDA_VISIBLE_DEVICES= to measure the CPU"
@@ -53,6 +60,12 @@ def starting_description(detected: HardwareSpec, *, path: Path | None) -> Hardwa
         raise ValueError(
             f"{path} describes {spec.name!r} and this machine is {detected.name!r}: choose another "
             "file, or delete that one"
+        )
+    threads, here = spec.device.num_multiprocessors, detected.device.num_multiprocessors
+    if spec.device.kind == "cpu" and threads != here:
+        raise ValueError(
+            f"{path} holds rates of {threads} threads and torch has {here} here: set "
+            f"OMP_NUM_THREADS={threads}, choose another file, or delete that one"
         )
     return spec
 

@@ -108,6 +108,20 @@ def test_a_file_of_this_machine_is_the_start(tmp_path):
     assert starting_description(LAPTOP, path=path) == edited
 
 
+def test_rates_of_other_threads_are_left_alone(tmp_path):
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps(hardware_json(LAPTOP)), encoding="utf-8")
+    threads = LAPTOP.device.num_multiprocessors
+    here = replace(LAPTOP, device=replace(LAPTOP.device, num_multiprocessors=threads + 1))
+    with pytest.raises(ValueError, match=f"holds rates of {threads} threads and torch has"):
+        starting_description(here, path=path)
+
+
+def test_a_cpu_is_described_with_the_threads_that_torch_has(monkeypatch):
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    assert described_machine("cpu").device.num_multiprocessors == 3
+
+
 def test_a_file_of_another_machine_is_left_alone(tmp_path):
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(hardware_json(GPU)), encoding="utf-8")
@@ -123,6 +137,7 @@ def test_the_machine_is_described_with_the_device_that_is_measured(monkeypatch):
     assert described_machine("cuda") is GPU
     assert described_machine("cpu").device.kind == "cpu"
     monkeypatch.setattr(description, "detect_machine", lambda: LAPTOP)
-    assert described_machine("cpu") is LAPTOP
+    monkeypatch.setattr("torch.get_num_threads", lambda: LAPTOP.device.num_multiprocessors)
+    assert described_machine("cpu") == LAPTOP
     with pytest.raises(ValueError, match="pip install nvidia-ml-py, or hide the GPU"):
         described_machine("cuda")
