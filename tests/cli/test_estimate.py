@@ -154,10 +154,10 @@ def searched_once(monkeypatch):
     """The same baselines are searched once, however often a test asks for them."""
     search, found = baselines.baselines, {}
 
-    def remembered(run, *, hardware):
-        request = repr((run, hardware))
+    def remembered(run, **how):
+        request = repr((run, how["hardware"]))
         if request not in found:
-            found[request] = search(run, hardware=hardware)
+            found[request] = search(run, **how)
         return found[request]
 
     monkeypatch.setattr(baselines, "baselines", remembered)
@@ -169,8 +169,12 @@ def test_baselines_on_request():
     assert rows["SPPO"]["paper"] == "1Mi"
     assert rows["SPPO"]["longest_tokens"] >= 1 << 20
     assert rows["Megatron SP, recompute"]["paper"] == "896Ki"
+    assert rows["FPDT"]["longest_tokens"] > rows["ALST"]["longest_tokens"] > 1 << 23
+    assert rows["SPPO"]["step_s"] < rows["ALST"]["step_s"] < rows["FPDT"]["step_s"]
+    assert rows["one device, recompute"]["step_s"] is None
     text = one_line(succeed("estimate", EXAMPLE, "--baselines"))
     assert "longest sequence that fits on these devices (analytic), and in the SPPO paper" in text
+    assert "a step on sequences of 512Ki tokens" in text
     assert "baselines" not in report(EXAMPLE)
 
 
