@@ -4,7 +4,8 @@ Bytes freed by a copy that hides cost nothing, so a stage first tries that alone
 offloads what a copy of some rate takes away behind it, alpha_i A_i = rate * T_(i+1), with the
 least rate that makes the rest fit. If none will do, a fraction of all there is goes, waited for
 where that must be, and what is still too much is recomputed: the linear class first, then
-attention, the earliest subsequence first, for its bytes are held longest.
+attention, the earliest subsequence first, for its bytes are held longest. Where not even that
+fits, the tier is filled class by class: inputs of all subsequences, then attention outputs.
 
 Which fraction is best only the whole step can tell, so there are several :func:`choices`. They are
 the same on every machine: more memory only makes more of them fit, and faster copies only make
@@ -39,8 +40,10 @@ _LARGE = 4096
 _ROUNDING_BYTES = 2
 """Buckets are rounded to whole bytes on their own."""
 
+WantedBytes = Callable[["StageProblem", float | Table], Table]
+"""Bytes of each subsequence that a fraction of all to offload comes to, [subsequences]."""
 StageCounts = tuple[Counts, Counts, Counts]
-"""StageCounts retained, offloaded, recomputed, each [subsequences, 3]."""
+"""Rows retained, offloaded, recomputed, each [subsequences, 3]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,23 +79,33 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
     distinct = {stage: _problem(inputs, stage) for stage in dict.fromkeys(keys)}
     free = {key: without_waiting(problem) for key, problem in distinct.items()}
     steps = _STEPS[len(inputs.tokens) * len(keys) > _LARGE]
-    most = {key: _most_in_tier(problem) for key, problem in distinct.items()}
     offloads = None in free.values() and inputs.copy_bytes_per_s > 0
     tried = np.arange(steps + 1 if offloads else 1) / steps
-    offloading = {
-        key: [] if free[key] else with_fractions(problem, fractions=most[key] * tried)
-        for key, problem in distinct.items()
-    }
-    found = False
-    for step in range(len(tried)):
-        rows = {key: free[key] or offloading[key][step] for key in distinct}
-        fitting = {key: table for key, table in rows.items() if table is not None}
-        if len(fitting) == len(rows):
-            found = True
-            yield _stacked(fitting, keys)
-    if not found:
-        short = {key: free[key] or least(p, most=most[key]) for key, p in distinct.items()}
-        yield _stacked(short, keys)
+    least_rows: dict[int, StageCounts] = {}
+    for wanted in (_by_time, _by_class):
+        offloading = {
+            key: []
+            if free[key]
+            else with_fractions(
+                problem, fractions=_most_in_tier(problem, wanted) * tried, wanted=wanted
+            )
+            for key, problem in distinct.items()
+        }
+        found = False
+        for step in range(len(tried)):
+            rows = {key: free[key] or offloading[key][step] for key in distinct}
+            fitting = {key: table for key, table in rows.items() if table is not None}
+            if len(fitting) == len(rows):
+                found = True
+                yield _stacked(fitting, keys)
+        if found:
+            return
+        if not least_rows:
+            least_rows = {key: free[key] or least(problem) for key, problem in distinct.items()}
+            fits = (_fits(*least_rows[key][:2], problem) for key, problem in distinct.items())
+            if not all(fits):
+                break
+    yield _stacked(least_rows, keys)
 
 
 def without_waiting(problem: StageProblem) -> StageCounts | None:
@@ -123,17 +136,27 @@ def without_waiting(problem: StageProblem) -> StageCounts | None:
     return rows - offloaded, offloaded, nothing
 
 
-def with_fractions(problem: StageProblem, *, fractions: Table) -> list[StageCounts | None]:
-    """Offload some fractions, recompute what is then too much; None of those that do not fit."""
+def with_fractions(
+    problem: StageProblem, *, fractions: Table, wanted: WantedBytes | None = None
+) -> list[StageCounts | None]:
+    """Offload some fractions, recompute what is then too much; None of those that do not fit.
+
+    Args:
+        problem: of one stage.
+        fractions: of all that may be offloaded.
+        wanted: what of each subsequence that is; by time if not given.
+    """
     if not _has_room(problem):
         return [None] * len(fractions)
-    wanted = _wanted_bytes(problem, fractions[:, None])
-    offloaded = _offloaded(wanted, problem)
+    wanted_bytes = (wanted or _by_time)(problem, fractions[:, None])
+    offloaded = _offloaded(wanted_bytes, problem)
     retained = _whole(problem) - offloaded
     serving = _serving(retained, offloaded, problem)
     return [
         _recomputing(kept, sent, problem, serves=serves) if _in_tier(asked, problem) else None
-        for asked, kept, sent, serves in zip(wanted, retained, offloaded, serving, strict=True)
+        for asked, kept, sent, serves in zip(
+            wanted_bytes, retained, offloaded, serving, strict=True
+        )
     ]
 
 
@@ -195,14 +218,16 @@ def _serving(retained: Counts, offloaded: Counts, problem: StageProblem) -> npt.
     return fits
 
 
-def least(problem: StageProblem, *, most: float) -> StageCounts:
+def least(problem: StageProblem) -> StageCounts:
     """Placement of least memory: all recomputed that can be, the best fraction offloaded.
 
     What is offloaded needs places to wait in, which may be more than it frees.
     """
-    steps = _STEPS[False]
-    fractions = np.array([most * step / steps for step in range(steps + 1)])
-    offloaded = _offloaded(_wanted_bytes(problem, fractions[:, None]), problem)
+    fractions = np.arange(_STEPS[False] + 1)[:, None] / _STEPS[False]
+    wanted = [
+        way(problem, _most_in_tier(problem, way) * fractions) for way in (_by_time, _by_class)
+    ]
+    offloaded = _offloaded(np.concatenate(wanted), problem)
     retained = _whole(problem) - offloaded
     left = retained.copy()
     left[:, :, [LINEAR, ATTENTION]] = 0
@@ -210,12 +235,12 @@ def least(problem: StageProblem, *, most: float) -> StageCounts:
     return left[best], offloaded[best], retained[best] - left[best]
 
 
-def _most_in_tier(problem: StageProblem) -> float:
+def _most_in_tier(problem: StageProblem, wanted: WantedBytes) -> float:
     """The largest fraction of everything that the tier takes."""
-    if _in_tier(_wanted_bytes(problem, 1.0), problem):
+    if _in_tier(wanted(problem, 1.0), problem):
         return 1.0
     fraction, _ = _bisected(
-        0.0, 1.0, lambda fraction: not _in_tier(_wanted_bytes(problem, fraction), problem)
+        0.0, 1.0, lambda fraction: not _in_tier(wanted(problem, fraction), problem)
     )
     return fraction
 
@@ -232,12 +257,29 @@ def _whole(problem: StageProblem) -> Counts:
     return np.repeat(problem.tokens[:, None], 3, axis=1)
 
 
-def _wanted_bytes(problem: StageProblem, fraction: float | Table) -> Table:
-    """Bytes in proportion to the time they may take, up to all there are.
+def _by_class(problem: StageProblem, fraction: float | Table) -> Table:
+    """Bytes of the first tensor classes of all subsequences, up to all there are.
 
     Args:
         problem: of one stage.
         fraction: of all; of a column, [n, 1], each gives a row of the result.
+    """
+    saved: Table = problem.tokens[:, None] * problem.row_bytes
+    saved[-1] = 0.0
+    totals = saved.sum(axis=0)
+    before = np.concatenate([[0.0], np.cumsum(totals)[:-1]])
+    left = np.clip(fraction * totals.sum() - before, 0.0, totals)
+    shares = np.divide(left, totals, out=np.zeros_like(left), where=totals > 0)
+    result: Table = shares @ saved.T
+    return result
+
+
+def _by_time(problem: StageProblem, fraction: float | Table) -> Table:
+    """Bytes in proportion to the time they may take, up to all there are.
+
+    Args:
+        problem: of one stage.
+        fraction: as of :func:`_by_class`.
     """
     saved = problem.saved_bytes
     most = float((saved / problem.next_forward_s).max())
