@@ -182,7 +182,7 @@ def _memory(published: Published) -> dict[str, float]:
             activations += layers * tokens * kv_bytes_per_token(workload)[0]
     if published.inputs_offloaded:
         activations = 0.0
-    on_device = not candidate.offload_optimizer
+    on_device = not candidate.state.offloads_optimizer
     return {
         "weights": own.weights_bytes,
         "gradients": on_device * own.gradients_bytes,

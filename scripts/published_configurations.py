@@ -8,6 +8,7 @@ from sppo.config.model import ModelConfig
 from sppo.config.presets import PRESETS as MODELS
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
+from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.presets import PRESETS
 from sppo.planning.baseline_methods import ALST, METHODS, Method
@@ -237,7 +238,12 @@ def _long_sequences() -> tuple[Published, ...]:
             Published(
                 f"ALST Llama-8B {length / 1e6:g}M tokens, {devices} H100",
                 "ALST (arXiv:2506.13996), evaluation",
-                Candidate(workload, (length,), zero=3, offload_optimizer=devices == 1),
+                Candidate(
+                    workload,
+                    (length,),
+                    zero=3,
+                    state=StateTiers(optimizer="host" if devices == 1 else "device"),
+                ),
                 recompute,
                 measured_s,
                 None,

@@ -11,7 +11,13 @@ from typing import Any
 
 from sppo.config.model import ModelConfig
 from sppo.config.problems import Problem, nearest
-from sppo.config.run import ActivationsConfig, ParallelConfig, SequenceConfig
+from sppo.config.run import (
+    ActivationsConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SequenceConfig,
+    StateConfig,
+)
 from sppo.quoting import quoted
 
 SCHEDULES = (
@@ -46,6 +52,13 @@ def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
     activations = sections.get("activations")
     if parallel is not None and activations is not None:
         yield from _kv_agrees(parallel, activations)
+    state, optimizer = sections.get("state"), sections.get("optimizer")
+    if state is not None and optimizer is not None:
+        yield from _tiers_agree(state, optimizer)
+    if state is not None and parallel is not None:
+        yield from _stages_can_leave(state, parallel)
+    if state is not None and activations is not None:
+        yield from _disk_is_named(state, activations)
 
 
 def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
@@ -143,6 +156,57 @@ def _kv_agrees(parallel: ParallelConfig, activations: ActivationsConfig) -> Iter
             "looped_bfs or auto, or leave activations.kv out"
         )
         yield Problem("activations.kv", asked, rule)
+
+
+def _tiers_agree(state: StateConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
+    """The optimizer steps where its state is, with what else lives behind the device."""
+    steps_at = state.optimizer
+    if optimizer.offload and steps_at in ("device", "disk"):
+        rule = f"is state.optimizer=host, and that key says {steps_at}; leave one of the two out"
+        yield Problem("optimizer.offload", "true", rule)
+        return
+    if optimizer.offload:
+        steps_at = "host"
+    for part in ("weights", "gradients"):
+        tier = getattr(state, part)
+        if tier in ("host", "disk") and steps_at not in ("auto", tier):
+            rule = (
+                f"the optimizer steps where its state is, and that is {steps_at}: write "
+                f"state.optimizer={tier} too, or leave one of the two keys out"
+            )
+            yield Problem(f"state.{part}", tier, rule)
+    away = {state.weights, state.gradients} & {"host", "disk"}
+    if len(away) > 1:
+        rule = f"state.gradients={state.gradients}: what leaves the device goes to one tier"
+        yield Problem("state.weights", state.weights, rule)
+
+
+def _stages_can_leave(state: StateConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+    """Weights and gradients leave stage by stage, from ranks that share no units."""
+    for part in ("weights", "gradients"):
+        tier = getattr(state, part)
+        if tier not in ("host", "disk"):
+            continue
+        if parallel.virtual_stages == 1:
+            rule = (
+                "leaves the device stage by stage, and with parallel.virtual_stages=1 a rank has "
+                "one; raise it, or leave one of the two keys out"
+            )
+            yield Problem(f"state.{part}", tier, rule)
+        elif parallel.multiplexed == "on" or parallel.schedule == "sppo_msp":
+            rule = (
+                "ranks that share units (multiplexed sequence partitioning) have weights and "
+                "gradients on the device; leave one of the two keys out"
+            )
+            yield Problem(f"state.{part}", tier, rule)
+
+
+def _disk_is_named(state: StateConfig, activations: ActivationsConfig) -> Iterator[Problem]:
+    """A disk tier needs a directory."""
+    for part in ("weights", "gradients", "optimizer"):
+        if getattr(state, part) == "disk" and activations.disk is None:
+            rule = "in which directory? write activations.disk=DIR, on a fast local disk"
+            yield Problem(f"state.{part}", "disk", rule)
 
 
 def _window_fits(model: ModelConfig) -> Iterator[Problem]:

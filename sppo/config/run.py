@@ -121,6 +121,27 @@ class ActivationsConfig(Section):
     """Verify every offloaded tensor by checksum, and overwrite with NaN what is done with; slow."""
 
 
+StateTierChoice = Literal["auto", "device", "host", "disk"]
+
+
+class StateConfig(Section):
+    """Where weights, gradients and optimizer states live while nothing computes with them.
+
+    auto: on the device where that fits, else behind it: first optimizer states, then gradients,
+    then weights. host: memory of the host, of a GPU; a CPU's memory is the host's already. disk:
+    the directory `activations.disk`, of a CPU.
+    """
+
+    weights: StateTierChoice = "auto"
+    """Weights in the compute dtype. Behind the device, those of one virtual stage are on it, and
+    those of the next on their way."""
+    gradients: StateTierChoice = "auto"
+    """fp32 sums of the step. Behind the device, they leave it virtual stage by virtual stage, and
+    are updated there."""
+    optimizer: StateTierChoice = "auto"
+    """fp32 masters and both moments, which are updated where they are."""
+
+
 class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule."""
 
@@ -145,8 +166,7 @@ class OptimizerConfig(Section):
     """Fraction of ``lr`` that cosine and linear fall to; reached one step after the last, so that
     every step has a rate above 0."""
     offload: bool = False
-    """Keep fp32 masters and moments in host memory and step them there, on a GPU; a CPU's memory
-    is the host's already, so there it changes nothing."""
+    """true is another name of ``state.optimizer=host``; false leaves it to that key."""
 
 
 class TrainConfig(Section):
@@ -235,6 +255,8 @@ class RunConfig(Section):
     """How many ranks share the work, and how."""
     activations: ActivationsConfig = ActivationsConfig()
     """What is retained, offloaded or recomputed between forward and backward."""
+    state: StateConfig = StateConfig()
+    """Where the state of training lives."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How weights are updated."""
     train: TrainConfig = TrainConfig()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from sppo.cost.layer import Workload
+from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.schedule.generators import LOOPED
 from sppo.schedule.kv_placement import KVPlacement
 
@@ -24,7 +25,7 @@ class Candidate:
         policy: Activation policy.
         offload_ratio: Share that every subsequence sends away; None leaves it to the policy.
         zero: How much of the state the replicas shard.
-        offload_optimizer: Optimizer states live in host memory.
+        state: Where its training state lives.
         input_every: Layers that share one saved input.
         allow_partial: Whether the policy may cut a tensor class.
         spare_bytes: Device memory that activation policies leave free for shards (MSP).
@@ -43,7 +44,7 @@ class Candidate:
     policy: str = "hybrid"
     offload_ratio: float | None = None
     zero: int = 1
-    offload_optimizer: bool = False
+    state: StateTiers = ON_DEVICE
     input_every: int = 1
     allow_partial: bool = True
     spare_bytes: int = 0

@@ -41,6 +41,7 @@ from sppo.cost.sharding.part_seconds import (
 from sppo.cost.sharding.parts import layer_by_copies, outer_by_copies
 from sppo.hardware.rates import Floats
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
+from sppo.schedule.state_streaming import STAGES_HELD
 
 _Values = TypeVar("_Values", Table, Counts)
 
@@ -51,7 +52,8 @@ class StageSeconds:
 
     Attributes:
         units: What the layers and the head of a stage take, with collectives after each use.
-        update_s: The optimizer step, [stages].
+        update_s: The optimizer step, [stages]: of all stages of a rank with its first, for it waits
+            for the norm of all gradients.
         reduce_s: Collectives at the end of a step, which nothing hides, [stages].
     """
 
@@ -73,12 +75,46 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
     )
     if candidate.zero >= 2:
         units = with_collectives(candidate, units)
-    updated = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
     return StageSeconds(
-        units,
-        update_s=update_seconds(workload, parameters=updated, shards=1),
-        reduce_s=_reduce_seconds(candidate),
+        units, update_s=_update_seconds(candidate), reduce_s=_reduce_seconds(candidate)
     )
+
+
+def _update_seconds(candidate: Candidate) -> Table:
+    """The optimizer step of each rank, with its first stage, [stages].
+
+    Behind the device the copies of each bucket run beside the update of another: gradients that
+    come down, weights that go up, and what a disk reads and writes.
+    """
+    workload, state = candidate.workload, candidate.state
+    updated = updated_parameters(candidate) if candidate.zero else device_parameters(candidate)
+    parameters = of_ranks(candidate, updated)
+    seconds = update_seconds(workload, parameters=parameters, shards=1)
+    if state.offloads_optimizer:
+        engines = copy_engines(candidate)
+        out, back = engines.d2h_bytes_per_s, engines.h2d_bytes_per_s
+        gradients = 0 if state.streams_gradients else ACCUMULATION_BYTES
+        weights = 0 if state.streams_weights else workload.element_bytes
+        copies = np.maximum(parameters * gradients / out, parameters * weights / back)
+        if state.optimizer == "disk":
+            moved = 3 * ACCUMULATION_BYTES * parameters
+            copies = moved / out + moved / back
+        seconds = np.maximum(seconds, copies)
+    at_end: Table = np.zeros(len(candidate.stages))
+    at_end[: len(seconds)] = seconds
+    return at_end
+
+
+def streamed_bytes(candidate: Candidate) -> tuple[Table, Table]:
+    """Bytes of each stage's weights and gradients that are copied, [stages] each; 0 where none are.
+
+    Weights of ZeRO-3, and gradients from ZeRO-2 on, are the rows of one device.
+    """
+    state = candidate.state
+    whole, own = device_parameters(candidate), updated_parameters(candidate)
+    weights = (own if candidate.zero >= 3 else whole) * candidate.workload.element_bytes
+    gradients = (own if candidate.zero >= 2 else whole) * ACCUMULATION_BYTES
+    return weights * state.streams_weights, gradients * state.streams_gradients
 
 
 def stage_costs(
@@ -99,6 +135,7 @@ def stage_costs(
     link_weights = _streamed_parameters(candidate)
     slope_linear, slope_quadratic = partition_costs(workload.model)
     kv_bytes, kv_gradient_bytes = kv_bytes_per_token(workload)
+    streamed_weights, streamed_gradients = streamed_bytes(candidate)
     retained, offloaded = (
         placed_bytes(table, recomputed=rows.recomputed, candidate=candidate)
         for table in (rows.retained, rows.offloaded)
@@ -122,6 +159,8 @@ def stage_costs(
         kv_gradient_bytes=layers * lengths * kv_gradient_bytes,
         weight_bytes=link_weights * workload.element_bytes,
         weight_gradient_bytes=link_weights * ACCUMULATION_BYTES,
+        streamed_weight_bytes=streamed_weights,
+        streamed_gradient_bytes=streamed_gradients,
         context_slope=slope_quadratic / slope_linear if slope_linear else 0.0,
         links=pipeline_links(candidate),
         copies=copy_engines(candidate),
@@ -282,6 +321,22 @@ def most_of_ranks(candidate: Candidate, of_stages: Table) -> Table:
         of_stages: of each stage, [stages, ...].
     """
     most: Table = _by_rank(candidate, of_stages).max(axis=0)
+    return most
+
+
+def most_held_of_ranks(candidate: Candidate, of_stages: Table) -> Table:
+    """Return the most that consecutive stages of each pipeline rank have together, [ranks].
+
+    As many of them as are on the device at once, see :mod:`sppo.schedule.state_streaming`.
+
+    Args:
+        candidate: whose.
+        of_stages: of each stage, [stages].
+    """
+    by_rank = _by_rank(candidate, of_stages)
+    count = min(STAGES_HELD, len(by_rank))
+    windows = [by_rank[first : len(by_rank) - count + first + 1] for first in range(count)]
+    most: Table = np.sum(windows, axis=0).max(axis=0)
     return most
 
 

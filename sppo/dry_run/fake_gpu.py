@@ -33,7 +33,7 @@ from sppo.model import rope
 from sppo.offload import cuda_queues
 from sppo.optim import host_adamw
 from sppo.optim.adamw import MOMENTS
-from sppo.train import cuda_device, state
+from sppo.train import cuda_device, state_tensors
 
 _RUNTIME_NAMES = (
     "Stream", "Event", "stream", "current_stream", "synchronize", "set_device", "get_device_name",
@@ -164,7 +164,7 @@ def _replace_host(stack: ExitStack, recorder: Recorder) -> None:
         (cuda_queues, "FileTier", partial(FakeFile, recorder=recorder)),
         (host_adamw, "_rows", rows),
         (cuda_device, "_page_locked", recorder.ledger.page_lock),
-        (state, "made_ahead", made_ahead),
+        (state_tensors, "made_ahead", made_ahead),
     )
     for where, name, other in replaced:
         stack.enter_context(patch.object(where, name, other))

@@ -104,10 +104,12 @@ class RunTracer:
                 for section, values in changes.items()
             }
         )
-        fewer = assess_placement(
-            run_candidate(run, hardware=self.found.hardware), self.found.evaluated.placement
+        candidate = replace(
+            run_candidate(run, hardware=self.found.hardware),
+            state=plan.state_tiers,
+            kv=plan.stages[0].kv,
         )
-        return run, make_plan(run, fewer)
+        return run, make_plan(run, assess_placement(candidate, self.found.evaluated.placement))
 
 
 def _extrapolated(few: TracedStep, more: TracedStep, *, layers: int) -> TracedStep:

@@ -20,6 +20,9 @@ from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.msp.stage import MspMemory, MspStage
 from sppo.engine.pipeline import ALONE, Pipeline
 from sppo.engine.stage import Stage
+from sppo.engine.state_streams import StateStreams
+from sppo.engine.streamed_gradients import StreamedGradients
+from sppo.engine.streamed_weights import StreamedWeights
 from sppo.engine.trace import ExecutedAction, Stopwatch, Trace
 from sppo.engine.unit import SequenceData, SequenceShard, Unit, units_of
 from sppo.engine.weights import ResidentWeights, WeightPart, WeightProvider
@@ -109,6 +112,9 @@ class Engine:
         kv_recomputed: stages, of all ranks, that recompute theirs before their backward; their
             layers keep their inputs on the device.
         offloaded_shards: where those of this rank's MSP shards of each stage go; likewise.
+        streamed_weights: weights that live in another tier, which the program fetches; `weights`
+            gives them to the stages.
+        streamed_gradients: gradients that do; `gradients` gives them.
         input_every: layers that share one saved input, see :class:`sppo.engine.stage.Stage`.
         pipeline: this rank's place in it.
         exchange: with the ranks that have the other tokens of every subsequence; a
@@ -132,6 +138,8 @@ class Engine:
         offloaded_shards: Mapping[int, OffloadStore] | None = None,
         kv_offloaded: Collection[int] = (),
         kv_recomputed: Collection[int] = (),
+        streamed_weights: StreamedWeights | None = None,
+        streamed_gradients: StreamedGradients | None = None,
         input_every: int = 1,
         pipeline: Pipeline = ALONE,
         exchange: UlyssesAllToAll | MegatronSequenceParallel | None = None,
@@ -155,6 +163,7 @@ class Engine:
         self._gradients = (
             ResidentGradients(gradients) if isinstance(gradients, Mapping) else gradients
         )
+        self._state = StateStreams(streamed_weights, streamed_gradients, self._gradients)
         placement_of = placements or dict.fromkeys(
             range(len(pipeline.all_layers(model.num_layers))), policy_placement(policy)
         )
@@ -340,7 +349,7 @@ class Engine:
             rank=self._pipeline.rank,
             stages=self._stages,
             p2p=self._pipeline.p2p,
-            reduce=None if self._gradients is None else self._gradients.reduce,
+            state=self._state,
             msp=self._msp_executor(schedule),
             stopwatch=self._stopwatch,
         )
@@ -392,6 +401,8 @@ class Engine:
                 offloaded=offloaded,
                 kv_offloaded=() if forward_only else self._kv_offloaded,
                 kv_recomputed=() if forward_only else self._kv_recomputed,
+                streams_weights=self._state.weights is not None,
+                streams_gradients=self._state.gradients is not None,
             ),
         )
 

@@ -20,6 +20,7 @@ from sppo.engine.kv_returns import KVReturns
 from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.stage import Stage
 from sppo.engine.stage_buffers import LocalTokens, StageBuffers
+from sppo.engine.state_streams import StateStreams
 from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
 from sppo.offload.offload_store import OffloadStore
@@ -27,6 +28,8 @@ from sppo.parallel.pipeline_p2p import PipelineP2P
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
 _SHOWN_AROUND_FAILURE = 3
+_OF_STAGES = ("weights", "gradients")
+"""Wires of copies of whole stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Executor:
         rank: whose program to run.
         stages: this rank's stages by stage index.
         p2p: carries tensors between ranks; None if the program has no messages.
-        reduce: ends the gradients of a stage, which are complete on this rank.
+        state: copies and reduces weights and gradients of whole stages.
         msp: runs this rank's shards of units; None if no unit is cut.
         stopwatch: takes the time of every action; None: the host's clock does.
 
@@ -62,14 +65,14 @@ class Executor:
         rank: int,
         stages: Mapping[int, Stage],
         p2p: PipelineP2P | None = None,
-        reduce: Callable[[int], None] | None = None,
+        state: StateStreams | None = None,
         msp: MspExecutor | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:
         self._program = schedule.programs[rank]
         self._buffers = StageBuffers(schedule, rank=rank, p2p=p2p)
         self._msp = msp
-        self._stages, self._reduce_stage = stages, reduce
+        self._stages, self._state = stages, state or StateStreams()
         self._kv_returns = KVReturns(self._restore_kv)
         self._training = schedule.is_training
         self._stopwatch = stopwatch or HostStopwatch()
@@ -198,12 +201,18 @@ class Executor:
 
     def _finish_offload(self, action: Action) -> None:
         """Run D2H: check that all layers of the unit are with the copy queues since F."""
+        if action.wire in _OF_STAGES:
+            self._state.run(action)
+            return
         stage = self._stage_of(action)
         keys = stage.kv_keys if action.wire == "kv" else stage.saved_keys
         _offloaded(stage, action).finish_offload(keys(action.unit))
 
     def _start_reload(self, action: Action) -> None:
         """Run H2D: allow the unit's layers to come back, as far ahead of B as there is room."""
+        if action.wire in _OF_STAGES:
+            self._state.run(action)
+            return
         stage = self._stage_of(action)
         keys = stage.kv_keys if action.wire == "kv" else stage.saved_keys
         _offloaded(stage, action).start_reload(keys(action.unit))
@@ -221,8 +230,7 @@ class Executor:
         return self._msp.stage(action)
 
     def _reduce(self, action: Action) -> None:
-        if self._reduce_stage is not None:
-            self._reduce_stage(action.stage)
+        self._state.reduce(action.stage)
 
     @property
     def _message(self) -> tuple[int, torch.dtype]:
@@ -236,6 +244,7 @@ class Executor:
             self._msp.assert_idle()
         for stage in self._stages.values():
             stage.assert_idle()
+        self._state.finish()
 
     def _abort(self) -> None:
         self._buffers.abort()
@@ -244,6 +253,7 @@ class Executor:
             self._msp.abort()
         for stage in self._stages.values():
             stage.abort()
+        self._state.abort()
 
     def _context(self, position: int) -> str:
         first = max(0, position - _SHOWN_AROUND_FAILURE)

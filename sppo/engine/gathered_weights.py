@@ -11,7 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
-from sppo.engine.weights import WeightPart, messages_of, names_by_part, room_for_parts
+from sppo.engine.streamed_weights import StreamedWeights
+from sppo.engine.weights import (
+    WeightPart,
+    format_of,
+    messages_of,
+    names_by_part,
+    room_for_parts,
+    streamed_peak_bytes,
+)
 from sppo.parallel.parameter_all_gather import AllGatherHandle, ParameterAllGather
 
 
@@ -33,9 +41,7 @@ class GatheredWeights:
         shapes: Mapping[str, tuple[int, ...]],
         gathers: Mapping[str, ParameterAllGather],
     ) -> None:
-        first = next(iter(rows.values()))
-        self.dtype, self.device = first.dtype, first.device
-        assert all(tensor.dtype == self.dtype for tensor in rows.values()), "one compute dtype"
+        self.dtype, self.device = format_of(rows)
         self._rows, self._shapes, self._gathers = rows, shapes, gathers
         self._parts = names_by_part(rows)
         self._part_bytes = {part: self._padded_bytes(part) for part in self._parts}
@@ -58,6 +64,7 @@ class GatheredWeights:
         """Return the gathered weights of ``part``, and start to gather the next part."""
         assert part == self._next, f"{part} is taken where {self._next} was announced"
         if self._held_part is None:
+            self._fetch_ahead()  # if its rows were not here before
             self._held_part, self._held = part, self._arrived()
         assert self._held_part == part, f"{part} is taken before {self._held_part} is released"
         self._next = next(self._visits, None)
@@ -84,14 +91,18 @@ class GatheredWeights:
         self._held.clear()
 
     def take_peak_bytes(self) -> int:
-        """Return the most bytes of gathered weights since the last call."""
+        """Return the most bytes of gathered weights since the last call, and of rows that came."""
         peak, self._peak_bytes = self._peak_bytes, 0
-        return peak
+        return peak + streamed_peak_bytes(self._rows)
 
     def _fetch_ahead(self) -> None:
-        """Start to gather the next part, if there is room beside the one that is held."""
+        """Start to gather the next part, if its rows are here, and room beside what is held."""
         part = self._next
         if part is None or part == self._held_part or self._ahead is not None:
+            return
+        if isinstance(self._rows, StreamedWeights) and not self._rows.has(
+            self._parts[part].values()
+        ):
             return
         held = 0 if self._held_part is None else self._part_bytes[self._held_part]
         if held + self._part_bytes[part] > self.room_bytes:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sppo.engine.weights import WeightPart, names_by_part
+from sppo.engine.weights import WeightPart, names_by_part, streamed_peak_bytes
 
 
 class GradientProvider(Protocol):
@@ -32,6 +32,10 @@ class GradientProvider(Protocol):
 
     def reduce(self, stage: int) -> None:
         """Reduce what is left of the gradients of a stage, which are complete on this rank."""
+        ...
+
+    def settle(self) -> None:
+        """Return when all that was released is in the sums, reduced where that was asked for."""
         ...
 
     def assert_idle(self) -> None:
@@ -55,26 +59,28 @@ def gradients_of(gradients: GradientProvider, part: WeightPart) -> Iterator[Mapp
 
 
 class ResidentGradients:
-    """A :class:`GradientProvider` of sums that are whole on the rank all the time.
+    """A :class:`GradientProvider` of sums that are whole on the device whenever their stage runs.
 
     Args:
         sums: of all parameters of the rank's stages by global name.
         reduce: begins to add up the gradients of a stage over the ranks that hold the same stage;
             None where there are no others.
+        settle: returns when they have been added up.
     """
 
     def __init__(
-        self, sums: Mapping[str, Tensor], *, reduce: Callable[[int], None] | None = None
+        self,
+        sums: Mapping[str, Tensor],
+        *,
+        reduce: Callable[[int], None] | None = None,
+        settle: Callable[[], None] | None = None,
     ) -> None:
-        self._reduce = reduce
-        self._parts = {
-            part: {local: sums[name] for local, name in names.items()}
-            for part, names in names_by_part(sums).items()
-        }
+        self._reduce, self._settle = reduce, settle
+        self._sums, self._names = sums, names_by_part(sums)
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """Return the sums of ``part``."""
-        return self._parts[part]
+        return {local: self._sums[name] for local, name in self._names[part].items()}
 
     def release(self, part: WeightPart) -> None:
         """Do nothing: sums stay until the end of the step."""
@@ -84,6 +90,11 @@ class ResidentGradients:
         if self._reduce is not None:
             self._reduce(stage)
 
+    def settle(self) -> None:
+        """Return when the gradients of all stages that were reduced are added up."""
+        if self._settle is not None:
+            self._settle()
+
     def assert_idle(self) -> None:
         """Do nothing: nothing can be left."""
 
@@ -91,5 +102,5 @@ class ResidentGradients:
         """Do nothing: nothing is under way."""
 
     def take_peak_bytes(self) -> int:
-        """Return 0: nothing is held beside the sums."""
-        return 0
+        """Return the most bytes of sums that are not here all the time; 0 if all are."""
+        return streamed_peak_bytes(self._sums)

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from sppo.engine.weights import WeightPart, messages_of, names_by_part, room_for_parts
+from sppo.engine.weights import (
+    WeightPart,
+    format_of,
+    messages_of,
+    names_by_part,
+    room_for_parts,
+    streamed_peak_bytes,
+)
 from sppo.parallel.gradient_reduce_scatter import GradientMessage, GradientReduceScatter
 
 
@@ -33,8 +40,7 @@ class ShardedGradients:
         shapes: Mapping[str, tuple[int, ...]],
         scatters: Mapping[str, GradientReduceScatter],
     ) -> None:
-        first = next(iter(shards.values()))
-        self._dtype, self._device = first.dtype, first.device
+        self._dtype, self._device = format_of(shards)
         self._shards, self._shapes, self._scatters = shards, shapes, scatters
         self._parts = names_by_part(shards)
         self._part_bytes = {part: self._padded_bytes(part) for part in self._parts}
@@ -84,6 +90,10 @@ class ShardedGradients:
         """Wait until all gradients that were released are in their shards."""
         self._finish()
 
+    def settle(self) -> None:
+        """Wait until all gradients that were released are in their shards."""
+        self._finish()
+
     def assert_idle(self) -> None:
         """Check that all parts were released, and all reductions waited for."""
         left = {"taken": self._taken_part, "under way": len(self._under_way) or None}
@@ -96,9 +106,9 @@ class ShardedGradients:
         self._forming, self._under_way = [], []
 
     def take_peak_bytes(self) -> int:
-        """Return the most bytes of whole gradients since the last call."""
+        """Return the most bytes of whole gradients since the last call, and of shards that came."""
         peak, self._peak_bytes = self._peak_bytes, 0
-        return peak
+        return peak + streamed_peak_bytes(self._shards)
 
     def _finish(self) -> None:
         """Wait for the reductions that are under way, and add what they bring."""

@@ -15,6 +15,9 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from sppo.engine.streamed_gradients import StreamedGradients
+from sppo.engine.streamed_weights import StreamedWeights
+
 T = TypeVar("T")
 
 WeightPart = int | Literal["embedding", "head"]
@@ -79,26 +82,22 @@ def visit(weights: WeightProvider, part: WeightPart) -> Iterator[Mapping[str, Te
 
 
 class ResidentWeights:
-    """A :class:`WeightProvider` of weights that are on the rank all the time.
+    """A :class:`WeightProvider` of weights that are on the device whenever their stage runs.
 
     Args:
         weights: all parameters of the rank's stages by global name.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        first = next(iter(weights.values()))
-        self.dtype, self.device = first.dtype, first.device
-        self._parts = {
-            part: {local: weights[name] for local, name in names.items()}
-            for part, names in names_by_part(weights).items()
-        }
+        self.dtype, self.device = format_of(weights)
+        self._weights, self._names = weights, names_by_part(weights)
 
     def begin(self, visits: Iterable[WeightPart]) -> None:
         """Do nothing: all weights are here."""
 
     def take(self, part: WeightPart) -> Mapping[str, Tensor]:
         """Return the weights of ``part``."""
-        return self._parts[part]
+        return {local: self._weights[name] for local, name in self._names[part].items()}
 
     def release(self, part: WeightPart) -> None:
         """Do nothing: weights stay."""
@@ -110,8 +109,23 @@ class ResidentWeights:
         """Do nothing: nothing is under way."""
 
     def take_peak_bytes(self) -> int:
-        """Return 0: nothing is held beside the weights."""
-        return 0
+        """Return the most bytes of weights that are not here all the time; 0 if all are."""
+        return streamed_peak_bytes(self._weights)
+
+
+def format_of(tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
+    """Return the type of some tensors, and the device on which they are used."""
+    if isinstance(tensors, StreamedWeights | StreamedGradients):
+        return tensors.dtype, tensors.device
+    first = next(iter(tensors.values()))
+    return first.dtype, first.device
+
+
+def streamed_peak_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the most bytes on the device, since the last call, of what comes and goes by stage."""
+    if isinstance(tensors, StreamedWeights | StreamedGradients):
+        return tensors.take_peak_bytes()
+    return 0
 
 
 def names_by_part(names: Iterable[str]) -> dict[WeightPart, dict[str, str]]:

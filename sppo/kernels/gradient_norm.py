@@ -6,7 +6,7 @@ and writes it once where it is scaled. Elsewhere torch's functions over lists do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,8 +19,22 @@ _CPU_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 24
 """Elements that are converted to float64 at a time: what a CPU's cache holds, few launches."""
 
 
-def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of all ``tensors`` as one vector, 0-d on their device, in their dtype."""
+def total_norm(
+    tensors: Sequence[Tensor], *, after_each: Callable[[], None] | None = None
+) -> Tensor:
+    """Euclidean norm of all ``tensors`` as one vector, 0-d on their device, in their dtype.
+
+    Args:
+        tensors: at least one.
+        after_each: called when one has been read; None reads all at once. The norm is the same.
+    """
+    if after_each is not None:
+        norms = []
+        for tensor in tensors:
+            norms.append(torch.linalg.vector_norm(tensor))
+            after_each()
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
     if _in_one_launch(tensors):
         from sppo.kernels.triton import gradient_norm
 
@@ -28,7 +42,9 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return get_total_norm(tensors)
 
 
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+def sum_of_squares(
+    tensors: Sequence[Tensor], *, after_each: Callable[[], None] | None = None
+) -> Tensor:
     """Sum of the squares of all elements, formed in float64, 0-d on the tensors' device.
 
     torch's norm in another dtype converts the whole tensor first, to twice its memory. Here a chunk
@@ -36,6 +52,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
     Args:
         tensors: at least one, all on one device.
+        after_each: called when one has been read.
     """
     device = tensors[0].device
     chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
@@ -46,12 +63,26 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         for part in torch.split(tensor.reshape(-1), chunk):
             own = converted[: part.numel()].copy_(part)
             total += torch.dot(own, own)
+        if after_each is not None:
+            after_each()
     return total
 
 
-def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply all ``tensors`` by a 0-d ``factor`` of their dtype, theirs or the host's."""
-    if _in_one_launch(tensors):
+def scale_(
+    tensors: Sequence[Tensor], factor: Tensor, *, after_each: Callable[[], None] | None = None
+) -> None:
+    """Multiply all ``tensors`` by a 0-d ``factor`` of their dtype, theirs or the host's.
+
+    Args:
+        tensors: scaled in place.
+        factor: not read by the host.
+        after_each: called when one has been scaled; None scales all at once.
+    """
+    if after_each is not None:
+        for tensor in tensors:
+            tensor.mul_(factor)
+            after_each()
+    elif _in_one_launch(tensors):
         from sppo.kernels.triton import gradient_norm
 
         gradient_norm.scale_(tensors, factor.to(tensors[0].device, non_blocking=True))

@@ -7,7 +7,7 @@ inventory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +22,25 @@ STEP_KEY = "optimizer.step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def global_norm(gradients: Mapping[str, Tensor]) -> Tensor:
-    """Euclidean norm of all gradients as one vector, 0-d on their device; does not synchronise."""
-    return total_norm(list(gradients.values()))
+def global_norm(
+    gradients: Mapping[str, Tensor], *, after_each: Callable[[], None] | None = None
+) -> Tensor:
+    """Euclidean norm of all gradients as one vector, 0-d on their device; does not synchronise.
+
+    Args:
+        gradients: by global name.
+        after_each: called when one has been read; None reads all at once.
+    """
+    return total_norm(list(gradients.values()), after_each=after_each)
 
 
-def clip_(gradients: Mapping[str, Tensor], *, norm: Tensor, clip_norm: float) -> None:
+def clip_(
+    gradients: Mapping[str, Tensor],
+    *,
+    norm: Tensor,
+    clip_norm: float,
+    after_each: Callable[[], None] | None = None,
+) -> None:
     """Scale the gradients in place so that their global norm is at most ``clip_norm``.
 
     As :func:`torch.nn.utils.clip_grad_norm_`: the factor is min(1, clip_norm / (norm + 1e-6)).
@@ -36,12 +49,13 @@ def clip_(gradients: Mapping[str, Tensor], *, norm: Tensor, clip_norm: float) ->
         gradients: by global name, fp32.
         norm: their :func:`global_norm`.
         clip_norm: 0 leaves them alone.
+        after_each: called when one has been scaled; None scales all at once.
     """
     if clip_norm == 0:
         return
     # A factor of one where nothing is clipped spares the comparison a synchronisation.
     factor = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
-    scale_(list(gradients.values()), factor)
+    scale_(list(gradients.values()), factor, after_each=after_each)
 
 
 class AdamW:

@@ -1,9 +1,9 @@
-"""AdamW whose masters and moments live in host memory (``optimizer.offload``).
+"""AdamW whose masters and moments live behind the device (``state.optimizer``).
 
-They are stepped there, by torch's fused CPU kernel. A device then holds weights and gradients
-alone, 6 bytes a parameter in bf16 instead of 18. All parameters are one long row in host memory,
-those with weight decay first, cut into buckets. While the CPU steps one bucket, the gradients of
-the next come down and the weights of the last go up.
+In host memory, or in a file on a disk, they are stepped by torch's fused CPU kernel. A device then
+holds weights and gradients alone, 6 bytes a parameter in bf16 instead of 18, or not even these. All
+parameters are one long row there, those with weight decay first, cut into buckets. While the CPU
+steps one bucket, the gradients of the next come down and the weights of the last go up.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from torch import Tensor
 
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.config.run import OptimizerConfig
+from sppo.cost.memory.stage_memory import UPDATE_SLOTS
 from sppo.cost.parameters import is_decayed
 from sppo.offload.arena import HostArena
+from sppo.offload.state_memory import StateMemory
+from sppo.offload.transfers import Done, Transfers
 from sppo.optim.adamw import MOMENTS, STEP_KEY, take_over
-from sppo.optim.host_transfers import Done, Transfers
 
 _BUCKET_ELEMENTS = 1 << 24
 """64 MiB of gradients: long copies, and what waits for the first and the last one stays small."""
-_SLOTS = 2
+_SLOTS = UPDATE_SLOTS
 _WIDE = torch.float32
 
 
@@ -61,12 +63,13 @@ class HostAdamW:
     bucket that do not fill a vector, which the kernel may round otherwise.
 
     Args:
-        weights: what the engine computes with, on its device, by global name; written after every
-            step.
+        weights: what the engine computes with, on its device or behind it, by global name; written
+            after every step.
         config: betas, eps, weight decay. Rate and clipping are given at each step.
         transfers: copies of that device.
         masters: fp32 values that weights in the compute dtype were rounded from; copied. None
             converts the weights themselves.
+        memory: where masters and moments live; None takes host memory.
         bucket_elements: most parameters of a bucket.
 
     Raises:
@@ -80,20 +83,29 @@ class HostAdamW:
         config: OptimizerConfig,
         transfers: Transfers,
         masters: Mapping[str, Tensor] | None = None,
+        memory: StateMemory | None = None,
         bucket_elements: int = _BUCKET_ELEMENTS,
     ) -> None:
+        self._memory = memory
         self._weights = {name: weight.detach().view(-1) for name, weight in weights.items()}
         self._shapes = {name: weight.shape for name, weight in weights.items()}
         self._transfers, self._steps = transfers, 0
         self._places, self._buckets = _layout(
             self._shapes, weight_decay=config.weight_decay, bucket_elements=bucket_elements
         )
-        self._row, *self._moments = _rows(sum(weight.numel() for weight in weights.values()))
+        elements = sum(weight.numel() for weight in weights.values())
+        rows = _rows(elements) if memory is None else _rows_in(memory, elements)
+        self._row, *self._moments = rows
         for name, weight in weights.items():
             self._view(self._row, name).copy_(weight if masters is None else masters[name])
+            self._forget()
         self._gradients, self._narrow = self._staging()
         self._optimizers = [self._optimizer(bucket, config) for bucket in self._buckets]
         self._upload_all()
+
+    def _forget(self) -> None:
+        if self._memory is not None:
+            self._memory.forget()
 
     @property
     def steps(self) -> int:
@@ -102,12 +114,26 @@ class HostAdamW:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory it takes, staging included."""
-        rows = (self._row, *self._moments, *self._gradients)
-        staged = sum(
-            part.numel() * part.element_size() for slot in self._narrow for part in slot.values()
-        )
-        return sum(row.numel() * row.element_size() for row in rows) + staged
+        """Memory that it takes behind the device, staging included."""
+        return self.row_bytes + self.staging_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of masters and moments."""
+        rows = (self._row, *self._moments)
+        return sum(row.numel() * row.element_size() for row in rows)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Memory that a bucket takes where its masters and moments are in a file."""
+        most = max(bucket.elements for bucket in self._buckets)
+        return self.staging_bytes + (1 + len(MOMENTS)) * most * _WIDE.itemsize
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that gradients and weights of buckets pass through."""
+        slots = [*self._gradients, *(part for slot in self._narrow for part in slot.values())]
+        return sum(part.numel() * part.element_size() for part in slots)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
@@ -137,6 +163,7 @@ class HostAdamW:
             if len(going) >= _SLOTS:
                 going[-_SLOTS].wait()  # its slot is written next
             going.append(self._upload(index))
+            self._forget()
         self._transfers.finish()
         for done in going[-_SLOTS:]:
             done.wait()  # the next step, or a load, writes these slots
@@ -221,6 +248,7 @@ class HostAdamW:
     def _upload_all(self) -> None:
         for index in range(len(self._buckets)):
             self._upload(index).wait()
+            self._forget()
         self._transfers.finish()
 
 
@@ -230,6 +258,12 @@ def _rows(elements: int) -> list[Tensor]:
     with HostArena(count * elements * _WIDE.itemsize) as arena:  # lives as long as views of it
         memory = arena.tensor(0, (count, elements), _WIDE)
     return list(memory.unbind())
+
+
+def _rows_in(memory: StateMemory, elements: int) -> list[Tensor]:
+    """Masters and both moments: zeros in another tier."""
+    names = ("masters", *MOMENTS)
+    return [*memory.tensors(dict.fromkeys(names, (elements,)), _WIDE).values()]
 
 
 def _layout(

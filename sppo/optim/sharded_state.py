@@ -12,7 +12,7 @@ checkpoints take it from the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import TypeVar
 
@@ -50,11 +50,21 @@ class ShardedState:
         model: the shape.
         mesh: of all ranks; its shape says whether sequence-parallel groups shard weights.
         pipeline: this rank's place in it.
+        device: that computes; weights and gradients may live behind it.
         zero: 1 shards the optimizer's state among the ranks that hold the same weights, 2 the
             gradients too, 3 the weights too, 0 nothing.
     """
 
-    def __init__(self, model: ModelConfig, *, mesh: Mesh, pipeline: Pipeline, zero: int) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        mesh: Mesh,
+        pipeline: Pipeline,
+        device: torch.device,
+        zero: int,
+    ) -> None:
+        self._device = device
         self.sharding = weight_sharding(model, mesh)
         self._by_stage = {
             stage: self.sharding.shapes(layers)
@@ -72,6 +82,7 @@ class ShardedState:
                 index=members.index(mesh.rank),
                 shapes=self._held_by(holders, self.shapes),
                 shards_state=zero > 0,
+                device=device,
             )
             for holders, group, members in _same_weights(mesh)
         }
@@ -90,16 +101,16 @@ class ShardedState:
 
     def kept(self, name: str, weight: Tensor) -> Tensor:
         """What stays here of a parameter while nobody computes with it."""
-        group = self._group(name)
-        if not (self._shards_weights and group.shards_state):
+        if not self._keeps_rows(name):
             return weight
-        return weight[group.own_rows(name)].clone()
+        return weight[self._group(name).own_rows(name)].clone()
 
     def provider(self, weights: Mapping[str, Tensor]) -> WeightProvider:
         """What gives the engine its weights; every rank calls it at the same point.
 
         Args:
-            weights: what is :meth:`kept` of all parameters of this rank's stages, by global name.
+            weights: what is :meth:`kept` of all parameters of this rank's stages, by global name,
+                or the copies of it that come to the device stage by stage.
         """
         if not self._shards_weights:
             return ResidentWeights(weights)
@@ -114,15 +125,32 @@ class ShardedState:
         return GatheredWeights(weights, shapes=self.shapes, gathers=gathers)
 
     @property
+    def names_of_stages(self) -> dict[int, list[str]]:
+        """Global names of the parameters of each of this rank's stages."""
+        return {stage: [*shapes] for stage, shapes in self._by_stage.items()}
+
+    @property
+    def kept_shapes(self) -> dict[str, Shape]:
+        """Shapes of what is :meth:`kept` of the parameters, by global name."""
+        return {
+            name: self._own_shape(name) if self._keeps_rows(name) else shape
+            for name, shape in self.shapes.items()
+        }
+
+    def _keeps_rows(self, name: str) -> bool:
+        """Whether only some rows of a parameter stay here while nobody computes with it."""
+        return self._shards_weights and self._group(name).shards_state
+
+    def _own_shape(self, name: str) -> Shape:
+        rows = self._group(name).own_rows(name)
+        return (rows.stop - rows.start, *self.shapes[name][1:])
+
+    @property
     def gradient_shapes(self) -> dict[str, Shape]:
         """Shapes of the gradients that this rank keeps during a step, by global name."""
         if not self._shards_gradients:
             return dict(self.shapes)
-        rows = {name: self._group(name).own_rows(name) for name in self.shapes}
-        return {
-            name: (rows[name].stop - rows[name].start, *shape[1:])
-            for name, shape in self.shapes.items()
-        }
+        return {name: self._own_shape(name) for name in self.shapes}
 
     def gradient_provider(self, gradients: Mapping[str, Tensor]) -> GradientProvider:
         """What gives the engine its gradients.
@@ -131,7 +159,8 @@ class ShardedState:
         step: no rank does both, and nothing else uses them during a step.
 
         Args:
-            gradients: of :attr:`gradient_shapes`, by global name.
+            gradients: of :attr:`gradient_shapes`, by global name, or copies that leave the device
+                stage by stage.
         """
         scatters: dict[str, GradientReduceScatter] = {}
         for holders, communicator, members in _same_weights(self._mesh):
@@ -141,7 +170,9 @@ class ShardedState:
         if scatters:
             return ShardedGradients(gradients, shapes=self.shapes, scatters=scatters)
         return ResidentGradients(
-            gradients, reduce=lambda stage: self._begin_reduction(stage, gradients)
+            gradients,
+            reduce=lambda stage: self._begin_reduction(stage, gradients),
+            settle=self._end_reductions,
         )
 
     def own(self, tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
@@ -168,16 +199,21 @@ class ShardedState:
         for holders, group in self._groups.items():
             group.reduce(gradients, self._held_by(holders, self._by_stage[stage]))
 
-    def finish(self, gradients: Mapping[str, Tensor]) -> None:
-        """Return when gradients are those of all ranks, in the rows that this rank updates."""
+    def _end_reductions(self) -> None:
+        """Return when what was begun has been added up."""
         for group in self._groups.values():
             group.wait()
+
+    def finish(self, gradients: Mapping[str, Tensor]) -> None:
+        """Return when gradients are those of all ranks, in the rows that this rank updates."""
+        self._end_reductions()
         if self._is_tied:
             rows = self._group(_TIED).own_rows(_TIED)
             ends = self._mesh.groups.ends
             assert ends is not None, "ranks that share a parameter are connected"
             own = _rows(gradients[_TIED], rows)
-            add_up([own], ends, what="adding up the embedding's gradients")
+            what = "adding up the embedding's gradients"
+            add_up([own], ends, what=what, device=self._device)
 
     def gather(self, weights: Mapping[str, Tensor]) -> None:
         """Fetch what other ranks have updated, of what is :meth:`kept`."""
@@ -186,16 +222,29 @@ class ShardedState:
         for holders, group in self._groups.items():
             group.gather(self._held_by(holders, weights))
 
-    def norm(self, gradients: Mapping[str, Tensor], peers: HostCollectives) -> Tensor:
-        """Euclidean norm of the gradients of all parameters of all ranks."""
+    def norm(
+        self,
+        gradients: Mapping[str, Tensor],
+        peers: HostCollectives,
+        *,
+        after_each: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Euclidean norm of the gradients of all parameters of all ranks.
+
+        Args:
+            gradients: that this rank keeps, by global name.
+            peers: all ranks.
+            after_each: called when one has been read; None reads all at once.
+        """
         if not self._mesh.is_distributed:
-            return global_norm(gradients)
+            return global_norm(gradients, after_each=after_each)
         counted = [
             _rows(gradient, self._group(name).counted_rows(name))
             for name, gradient in gradients.items()
             if name != _TIED or self._speaks_for_tied
         ]
-        (total,) = peers.total([float(sum_of_squares(counted)) if counted else 0.0])
+        squares = float(sum_of_squares(counted, after_each=after_each)) if counted else 0.0
+        (total,) = peers.total([squares])
         return torch.tensor(total**0.5, dtype=next(iter(gradients.values())).dtype)
 
     def blocks(self, state: Mapping[str, Tensor]) -> dict[str, StateBlock]:

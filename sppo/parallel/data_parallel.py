@@ -61,6 +61,8 @@ class GradientReducer:
         shapes: parameters of this rank's stages by global name.
         shards_state: whether each rank updates only its rows (ZeRO-1) or everything (ZeRO-0).
         bucket_bytes: of the rows of all ranks in a bucket, in fp32.
+        device: whose tensors the group carries; None: those of weights and gradients, which then
+            are there.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class GradientReducer:
         shapes: Mapping[str, tuple[int, ...]],
         shards_state: bool = True,
         bucket_bytes: int = REDUCE_BUCKET_BYTES,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device
         self._group, self.index, self._shapes = group, index, dict(shapes)
         self.count = 1 if group is None else group.size()
         self.shards_state = shards_state and self.count > 1
@@ -113,6 +117,7 @@ class GradientReducer:
             for bucket in self._buckets(names):
                 self._wait_for(REDUCE_BUCKETS - 1)
                 own = self._flat(bucket, weights, ranks=[self.index])
+                own = own if self._device is None else own.to(self._device)
                 everything = own.new_empty((self.count, bucket.elements))
                 with peer_errors("gathering weights"):
                     work = all_gather(
@@ -213,13 +218,27 @@ class GradientReducer:
             offset += (part.end - part.begin) * width
 
 
-def add_up(tensors: Sequence[Tensor], group: ProcessGroup | None, *, what: str) -> None:
-    """Replace tensors by their sums over ``group``, in place."""
+def add_up(
+    tensors: Sequence[Tensor],
+    group: ProcessGroup | None,
+    *,
+    what: str,
+    device: torch.device | None = None,
+) -> None:
+    """Replace tensors by their sums over ``group``, in place.
+
+    Args:
+        tensors: to replace.
+        group: None adds nothing.
+        what: errors call it.
+        device: whose tensors the group carries; None: the tensors'.
+    """
     if group is None:
         return
     with peer_errors(what):
         for tensor in tensors:
             total = tensor.contiguous()
+            total = total if device is None else total.to(device)
             dist.all_reduce(total, group=group)
             if total is not tensor:
                 tensor.copy_(total)

@@ -14,7 +14,7 @@ from sppo.parallel.mesh import Coordinates, MeshShape
 
 POOL_STREAMS = 32
 _COPIES = 2
-"""Streams for copies of offloaded tensors, and as many for those of an offloaded optimizer."""
+"""Streams for copies of offloaded tensors, and as many for those of training state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StreamUse:
     gathers_weights: bool = False
     """ZeRO-3."""
     offloads: bool = False
-    offloads_optimizer: bool = False
+    offloads_state: bool = False
 
 
 def count_streams(shape: MeshShape, at: Coordinates, use: StreamUse) -> StreamCount:
@@ -61,7 +61,7 @@ def count_streams(shape: MeshShape, at: Coordinates, use: StreamUse) -> StreamCo
     normal = holders + (shape.sequence_parallel > 1) + ranges
     normal += bool(use.ranges) and size > 1
     normal += use.ties_ends and size > 1 and here in (0, size - 1)
-    normal += _COPIES * (use.offloads + use.offloads_optimizer)
+    normal += _COPIES * (use.offloads + use.offloads_state)
     return StreamCount(normal, high=2 * edges + ranges + holders * use.gathers_weights)
 
 

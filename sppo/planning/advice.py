@@ -21,7 +21,7 @@ _MOST_NODES = 1024
 _TIB = 1 << 40
 _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 _CUTS = ("num_subsequences", "boundaries")
-_OFFLOAD = "optimizer.offload=true"
+_OFFLOAD = "state.optimizer=host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +147,14 @@ def _tiers(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
 
 def _may_offload(run: RunConfig, hardware: HardwareSpec) -> bool:
     host = hardware.node.host_memory_bytes
-    return not run.optimizer.offload and host > 0 and hardware.device.kind != "cpu"
+    stays = run.state.optimizer == "device" and not run.optimizer.offload
+    return stays and host > 0 and hardware.device.kind != "cpu"
 
 
 def _offloading(run: RunConfig) -> RunConfig:
     """`run` with optimizer states in host memory."""
-    optimizer = run.optimizer.model_copy(update={"offload": True})
-    return run.model_copy(update={"optimizer": optimizer})
+    state = run.state.model_copy(update={"optimizer": "host"})
+    return run.model_copy(update={"state": state})
 
 
 def _shorter(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:

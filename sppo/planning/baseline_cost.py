@@ -33,6 +33,7 @@ from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.stage_cost import stage_costs, stage_seconds
+from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.baseline_methods import Method
@@ -130,7 +131,7 @@ def baseline_candidate(
         schedule=LOOPED,
         virtual_stages=run.model.num_layers,
         kv="recomputed",
-        offload_optimizer=True,
+        state=StateTiers(optimizer="host"),
     )
 
 

@@ -20,8 +20,8 @@ from sppo.cost.layer import ACCUMULATION_BYTES, ELEMENT_BYTES
 from sppo.cost.parameters import num_parameters
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.chosen_run import with_chosen_degrees
-from sppo.planning.run_plan import run_candidate, scheduled
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.run_plan import assess_run, scheduled
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
 TABLE_2_BYTES = 32
 """Per token, hidden unit and layer: SPPO paper, Table 2."""
@@ -91,7 +91,7 @@ def estimate(run: RunConfig, *, hardware: HardwareSpec) -> Estimate:
             cannot be divided evenly over the replicas.
     """
     whole = with_chosen_degrees(run, hardware=hardware)
-    evaluated = scheduled(whole.run, assess(run_candidate(whole.run, hardware=hardware)))
+    evaluated = scheduled(whole.run, assess_run(whole.run, hardware=hardware))
     return Estimate(run, hardware, model_counts(run), evaluated, whole.run, whole.chosen)
 
 

@@ -19,6 +19,7 @@ from sppo.planning.search.choices import subsequence_counts_to_try
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import Solution
+from sppo.planning.search.state_choices import runs_by_state
 
 WORTH_IT = 1.03
 """Tokens per second and device, against the best found, from which a change is listed."""
@@ -127,11 +128,13 @@ def _fastest(
     is_large = known.costs.forward_s.size > _LARGE
     wanted = (near,) if is_large else (near // 4, near // 2, near, near * 3 // 2)
     few = sorted({min(counts, key=lambda count: abs(count - want)) for want in wanted})
-    search = CandidateSearch(change.run, hardware=change.hardware, subsequence_counts=few)
-    first = next(search.fastest_first(most_s=most_s), None)
+    for run in runs_by_state(change.run, hardware=change.hardware):
+        search = CandidateSearch(run, hardware=change.hardware, subsequence_counts=few)
+        first = next(search.fastest_first(most_s=most_s), None)
+        if first is not None:
+            break
     if first is None:
         return None
-    run = change.run
     if first.costs.forward_s.size > SCHEDULED_UNITS:
         # There, cutting units over ranks (MSP) takes seconds to decide.
         whole = run.parallel.model_copy(update={"multiplexed": "off"})
@@ -184,8 +187,8 @@ def _other_requests(solution: Solution) -> Iterator[_Change]:
         return _Change(f"{section}.{key}={text}", new, hardware)
 
     on_host = hardware.node.host_memory_bytes > 0 and hardware.device.kind != "cpu"
-    if on_host and not run.optimizer.offload:
-        yield changed("optimizer", offload=True)
+    if on_host and not run.optimizer.offload and run.state.optimizer in ("auto", "device"):
+        yield changed("state", optimizer="host")
     for level in range(run.parallel.zero + 1, 4):
         yield changed("parallel", zero=level)
     if run.parallel.schedule != "auto":

@@ -53,6 +53,7 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
         predicted=predict(run, evaluated),
         program_digest=program.digest(),
         virtual_stages=candidate.virtual_stages,
+        state=candidate.state,
     )
 
 

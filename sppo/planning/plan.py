@@ -22,6 +22,7 @@ from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
 from sppo.config.run import RunConfig
 from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Provenance
 from sppo.quoting import one_line, quoted
 from sppo.schedule.kv_placement import KVPlacement
@@ -119,6 +120,7 @@ class ExecutionPlan:
             that were made before it stood there.
         virtual_stages: Stages on each pipeline rank; 1 in plans that were made before it stood
             there.
+        state: Where the training state lives; None in plans that were made before it stood there.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -142,6 +144,15 @@ class ExecutionPlan:
     predicted: Prediction
     program_digest: str | None = None
     virtual_stages: int = 1
+    state: StateTiers | None = None
+
+    @property
+    def state_tiers(self) -> StateTiers:
+        """Where the training state lives; before plans said so, only the optimizer could leave."""
+        if self.state is not None:
+            return self.state
+        offloads = self.run["optimizer"]["offload"] and self.hardware.device.kind != "cpu"
+        return StateTiers(optimizer="host" if offloads else "device")
 
     @property
     def model(self) -> ModelConfig:
@@ -166,6 +177,11 @@ class ExecutionPlan:
             stage.kv == "offloaded" or any(any(part.offloaded) for part in stage.subsequences)
             for stage in self.stages
         )
+
+    @property
+    def uses_tier(self) -> bool:
+        """Whether anything goes to the tier behind the devices."""
+        return self.offloads_anything or self.state_tiers.leaves_device
 
     @property
     def tier(self) -> Literal["host", "disk"]:
@@ -210,6 +226,7 @@ _PLANNED_KEYS: Mapping[str, tuple[str, ...] | None] = {
         "disk",
         "disk_memory",
     ),
+    "state": None,
     "optimizer": ("offload",),
     "train": ("sequences_per_step", "dtype"),
 }
@@ -311,7 +328,14 @@ def _with_later_keys(planned: Mapping[str, Any], run: RunConfig) -> Mapping[str,
         **planned,
         "parallel": {"virtual_stages": virtual, **planned["parallel"]},
         "activations": {"kv": kv, **planned["activations"]},
+        "state": planned.get("state") or _state_served(run),
     }
+
+
+def _state_served(run: RunConfig) -> dict[str, str]:
+    """The section of a run that plans had not yet, as far as one without it serves that run."""
+    asked = run.state.model_dump(mode="json")
+    return {part: tier if tier == "auto" else "device" for part, tier in asked.items()}
 
 
 def _differences(

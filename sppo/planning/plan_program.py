@@ -43,7 +43,7 @@ def plan_candidate(plan: ExecutionPlan) -> Candidate:
         schedule=plan.schedule,
         policy=plan.policy,
         zero=plan.zero,
-        offload_optimizer=plan.run["optimizer"]["offload"] and plan.hardware.device.kind != "cpu",
+        state=plan.state_tiers,
         input_every=plan.run["activations"]["input_every"],
         virtual_stages=plan.virtual_stages,
         kv=plan.stages[0].kv,

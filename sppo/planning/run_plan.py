@@ -30,6 +30,7 @@ from sppo.planning.search.choices import (
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.state_choices import runs_by_state
 from sppo.units import format_bytes
 
 EVALUATION_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -67,13 +68,44 @@ def plan_run(
     usable = int(available_bytes * USABLE_FRACTION) if chosen else available_bytes
     device = replace(hardware.device, memory_bytes=max(1, usable), reserved_bytes=0)
     node = _tiers(run, hardware=hardware, disk_bytes=disk_bytes, host_bytes=host_bytes)
-    candidate = run_candidate(run, hardware=replace(hardware, device=device, node=node))
+    machine = replace(hardware, device=device, node=node)
     # Without a tier whole classes: nothing is gained by putting tensors together from parts.
-    allow_partial = candidate.allow_partial and node.disk_bytes + node.host_memory_bytes > 0
-    evaluated = assess(replace(candidate, allow_partial=allow_partial))
+    has_tier = node.disk_bytes + node.host_memory_bytes > 0
+    evaluated = assess_run(run, hardware=machine, allow_partial=has_tier)
     if evaluated.shortfall is not None:
         raise MemoryError(_too_large(run, evaluated, usable=usable, available=available_bytes))
     return make_plan(run, scheduled(run, evaluated))
+
+
+def assess_run(
+    run: RunConfig, *, hardware: HardwareSpec, allow_partial: bool = True
+) -> EvaluatedCandidate:
+    """Assess a run with its training state as near to the devices as it fits.
+
+    Args:
+        run: checked.
+        hardware: the machine.
+        allow_partial: whether policies may cut a tensor class where ranks can.
+
+    Raises:
+        ValueError: see :func:`run_candidate`.
+    """
+    tried: list[EvaluatedCandidate] = []
+    for attempt in runs_by_state(run, hardware=hardware):
+        candidate = run_candidate(attempt, hardware=hardware)
+        partial = candidate.allow_partial and allow_partial
+        found = assess(replace(candidate, allow_partial=partial))
+        if found.shortfall is None:
+            return found
+        tried.append(found)
+        if found.shortfall.place != "device":
+            break  # what leaves the device goes there, too
+    return min(tried, key=_short_bytes)
+
+
+def _short_bytes(evaluated: EvaluatedCandidate) -> int:
+    assert evaluated.shortfall is not None, "asked of what does not fit"
+    return evaluated.shortfall.short_bytes
 
 
 def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
@@ -189,13 +221,21 @@ def _too_large(
     if shortfall.place != "device":
         on_disk = shortfall.place == "disk"
         where = f"activations.disk={run.activations.disk}" if on_disk else "host memory"
+        state = max(rank.tier_state_bytes for rank in evaluated.memory)
+        if shortfall.bucket != "offloaded activations":
+            return (
+                f"the training state takes {format_bytes(state)} of {where}, of which "
+                f"{format_bytes(shortfall.available_bytes)} may be used: write "
+                "state.optimizer=device (state.gradients, state.weights), or "
+                f"{_more_disk(run) if on_disk else _more_host(run)}"
+            )
         kv_bytes = offloaded_kv_bytes(evaluated.candidate)
-        what = f"activations.policy={policy} offloads {needed}"
+        what = f"activations.policy={policy} offloads {format_bytes(shortfall.bucket_bytes)}"
         if kv_bytes:
             what += f" with K and V ({format_bytes(kv_bytes)}, activations.kv)"
         less = offload_less(
-            room_bytes=shortfall.available_bytes,
-            needed_bytes=shortfall.needed_bytes,
+            room_bytes=max(0, shortfall.available_bytes - state),
+            needed_bytes=shortfall.bucket_bytes,
             kv_bytes=kv_bytes,
             ratio=_offloaded_fraction(evaluated),
         )

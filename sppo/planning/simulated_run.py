@@ -12,7 +12,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate, plan_costs
-from sppo.planning.run_plan import run_candidate, scheduled
+from sppo.planning.run_plan import assess_run, run_candidate, scheduled
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.search.simulated_candidate import steady_bytes
 from sppo.schedule.costs import Costs
@@ -63,10 +63,10 @@ def simulated_run(
     if shape.num_ranks is not None:
         degree = {"pipeline_parallel_degree": shape.num_ranks}
         run = run.model_copy(update={"parallel": run.parallel.model_copy(update=degree)})
-    candidate = run_candidate(run, hardware=hardware)
     if shape.schedule is None:
-        evaluated = scheduled(run, assess(candidate))
+        evaluated = scheduled(run, assess_run(run, hardware=hardware))
     else:
+        candidate = run_candidate(run, hardware=hardware)
         virtual = candidate.virtual_stages if shape.schedule in WITH_VIRTUAL_STAGES else 1
         candidate = replace(candidate, schedule=shape.schedule, virtual_stages=virtual)
         if shape.schedule in WHOLE_SEQUENCES:

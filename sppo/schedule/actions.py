@@ -12,6 +12,8 @@ Conventions, all counted from 0:
   stage and unit; then `B` is the input-gradient half and `W` the weight-gradient half.
 * `D2H` and `H2D` copy the saved tensors of a unit, or with wire "kv" its K and V, where a stage
   does without them between its forward and its backward: `0D2H_KV2.1`, `0H2D_KV2.1`.
+* `H2D` with wire "weights", and both with wire "gradients", copy those of a whole stage, where they
+  live in another tier: `0H2D_WEIGHTS`, `0D2H_GRADIENTS`; see `state_streaming`.
 * `KV` recomputes K and V of a unit from its saved input, where a stage does without them between
   its forward and its backward and they are not copied.
 * `SEND` names the stage that produced the tensor and `RECV` the stage that consumes it. The
@@ -30,7 +32,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-Wire = Literal["act", "grad", "kv"]
+Wire = Literal["act", "grad", "kv", "weights", "gradients"]
 PlacementStyle = Literal["loop", "v"]
 
 
@@ -54,6 +56,13 @@ class ActionKind(StrEnum):
     REDUCE = "REDUCE"
 
 
+OF_STAGES = (
+    (ActionKind.REDUCE, None),
+    (ActionKind.H2D, "weights"),
+    (ActionKind.D2H, "gradients"),
+    (ActionKind.H2D, "gradients"),
+)
+"""Kinds and wires of actions that concern a whole stage and name no unit."""
 COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.KV)
 """Kinds that occupy a rank's compute."""
 
@@ -65,9 +74,10 @@ class Action:
     Attributes:
         kind: What to do.
         stage: The stage it is done for.
-        sequence: The sequence of the unit; None only for REDUCE.
-        subsequence: The subsequence of the unit; None only for REDUCE.
-        wire: What a message carries, "act" or "grad"; "kv" for copies of K and V; else None.
+        sequence: The sequence of the unit; None for what is done once for a whole stage.
+        subsequence: The subsequence of the unit; None likewise.
+        wire: What a message carries, "act" or "grad"; what a copy carries that is not the saved
+            tensors of a unit, "kv", "weights" or "gradients"; else None.
         shard: Which shard of the unit (which message, for SEND and RECV).
         num_shards: How many shards the unit is cut into on this stage; 1 is the whole unit.
     """
@@ -82,16 +92,16 @@ class Action:
 
     @property
     def unit(self) -> tuple[int, int]:
-        """The unit (sequence, subsequence); not defined for REDUCE."""
+        """The unit (sequence, subsequence); not defined for what concerns a whole stage."""
         assert self.sequence is not None, f"{self.kind} of stage {self.stage} names no sequence"
         assert self.subsequence is not None, f"{self.kind} of stage {self.stage} names no unit"
         return self.sequence, self.subsequence
 
     def __str__(self) -> str:
-        """The text form: `0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`, `0D2H_KV2.1`, `0REDUCE`."""
+        """The text form: `0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`, `0REDUCE`, `0H2D_WEIGHTS`."""
         wire = f"_{self.wire.upper()}" if self.wire else ""
         if self.sequence is None:
-            return f"{self.stage}{self.kind}"
+            return f"{self.stage}{self.kind}{wire}"
         shard = f"[{self.shard}/{self.num_shards}]" if self.num_shards > 1 else ""
         return f"{self.stage}{self.kind}{wire}{self.sequence}.{self.subsequence}{shard}"
 

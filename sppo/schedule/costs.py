@@ -141,6 +141,10 @@ class Costs:
         kv_offload_bytes: What a D2H of K and V moves away and an H2D brings back; 0 where K and V
             stay from F to B.
         kv_recompute_s: KV of (stage, unit); 0 where K and V are kept or copied.
+        streamed_weight_bytes: What an H2D of a stage's weights brings [num_stages]; 0 where they
+            stay.
+        streamed_gradient_bytes: What a D2H of its gradients takes away, and an H2D brings back
+            [num_stages]; 0 where they stay.
         operand_bytes: What B of (stage, unit) keeps for a W, where one takes the weight half.
         kv_bytes: K/V of (stage, unit), kept from F to B and read by all later subsequences.
         kv_gradient_bytes: dK/dV of (stage, unit), alive for a whole sequence's backward.
@@ -169,6 +173,8 @@ class Costs:
     kv_gradient_bytes: Table
     weight_bytes: Table
     weight_gradient_bytes: Table
+    streamed_weight_bytes: Table
+    streamed_gradient_bytes: Table
     context_slope: float = 0.0
     links: Links = Links()
     copies: CopyEngines = CopyEngines()
@@ -179,7 +185,7 @@ class Costs:
         stages, units = self.forward_s.shape
         for name in _STAGE_UNIT_TABLES:
             _check_table(name, getattr(self, name), shape=(stages, units))
-        for name in ("reduce_s", "weight_bytes", "weight_gradient_bytes"):
+        for name in _STAGE_TABLES:
             _check_table(name, getattr(self, name), shape=(stages,))
         _check_table("message_bytes", self.message_bytes, shape=(units,))
         if (self.offload_bytes > self.activation_bytes).any():
@@ -212,6 +218,13 @@ class Costs:
         )
 
 
+_STAGE_TABLES = (
+    "reduce_s",
+    "weight_bytes",
+    "weight_gradient_bytes",
+    "streamed_weight_bytes",
+    "streamed_gradient_bytes",
+)
 _STAGE_UNIT_TABLES = (
     "forward_s",
     "backward_s",
@@ -279,6 +292,8 @@ def abstract_costs(
         kv_gradient_bytes=zeros,
         weight_bytes=np.zeros(num_stages),
         weight_gradient_bytes=np.zeros(num_stages),
+        streamed_weight_bytes=np.zeros(num_stages),
+        streamed_gradient_bytes=np.zeros(num_stages),
         links=links or Links(),
     )
 

@@ -1,22 +1,24 @@
 """Programs as integers, so that checks and simulations of a million actions stay cheap.
 
-Every action becomes an opcode and a *slot*: stage * num_units + unit (for REDUCE, the stage). All
-tables of validator and simulator are indexed by slot.
+Every action becomes an opcode and a *slot*: stage * num_units + unit, or the stage where an action
+concerns all of it. All tables of validator and simulator are indexed by slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import OF_STAGES, Action, ActionKind, Schedule
 
 # The order matters: compute kinds come first, so that `code < NUM_COMPUTE` tells them.
-F, B, W, KV, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, D2H_KV, H2D_KV, REDUCE = range(13)
+# Those from REDUCE on are of whole stages.
+F, B, W, KV, D2H, H2D, SEND_ACT, SEND_GRAD, RECV_ACT, RECV_GRAD, D2H_KV, H2D_KV = range(12)
+REDUCE, H2D_WEIGHTS, D2H_GRADIENTS, H2D_GRADIENTS = range(12, 16)
 NUM_COMPUTE = 4
 _OPCODES = {
     (ActionKind.F, None): F,
@@ -32,6 +34,9 @@ _OPCODES = {
     (ActionKind.RECV, "act"): RECV_ACT,
     (ActionKind.RECV, "grad"): RECV_GRAD,
     (ActionKind.REDUCE, None): REDUCE,
+    (ActionKind.H2D, "weights"): H2D_WEIGHTS,
+    (ActionKind.D2H, "gradients"): D2H_GRADIENTS,
+    (ActionKind.H2D, "gradients"): H2D_GRADIENTS,
 }
 Codes = npt.NDArray[np.int32]
 _NONE = -(2**30)
@@ -89,21 +94,21 @@ def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) 
     parts = _column([_NONE if a.subsequence is None else a.subsequence for a in program])
     shards = _column([action.shard for action in program])
     num_shards = _column([action.num_shards for action in program])
-    reduces = codes == REDUCE
+    of_stages = codes >= REDUCE
     known = np.clip(sequences, 0, schedule.num_sequences - 1)
     counts = _column([len(sequence) for sequence in schedule.lengths])
     in_unit = (sequences == known) & (parts >= 0) & (parts < counts[known])
     in_unit &= (shards >= 0) & (shards < num_shards)
     names_stage = (sequences == _NONE) & (parts == _NONE) & (num_shards == 1)
     right = (codes >= 0) & (stages >= 0) & (stages < schedule.num_stages)
-    right &= np.where(reduces, names_stage, in_unit)
+    right &= np.where(of_stages, names_stage, in_unit)
     for index in np.flatnonzero(~right).tolist():
         action = program[index]
         problem = _problem(action, schedule)
         assert problem, f"{action} cannot be encoded, but nothing is wrong with it"
         raise MalformedActionError(problem, rank=rank, index=index, action=action)
     slots = stages * schedule.num_units + _column(offsets)[known] + parts
-    slots = np.where(reduces, stages, slots)
+    slots = np.where(of_stages, stages, slots)
     return EncodedProgram(codes, slots.astype(np.int32), shards, num_shards)
 
 
@@ -120,10 +125,14 @@ def _problem(action: Action, schedule: Schedule) -> str | None:
     if not 0 <= action.stage < schedule.num_stages:
         return f"stage {action.stage} does not exist: there are {schedule.num_stages}"
     if (action.kind, action.wire) not in _OPCODES:
-        return "SEND and RECV carry 'act' or 'grad', D2H and H2D may carry 'kv', others nothing"
-    if action.kind is ActionKind.REDUCE:
+        return (
+            "SEND and RECV carry 'act' or 'grad', D2H may carry 'kv' or 'gradients', H2D 'kv', "
+            "'weights' or 'gradients', others nothing"
+        )
+    if (action.kind, action.wire) in OF_STAGES:
         whole = action.sequence is None and action.subsequence is None and action.num_shards == 1
-        return None if whole else "REDUCE names only a stage"
+        name = str(replace(action, sequence=None)).lstrip("0123456789")
+        return None if whole else f"{name} names only a stage"
     if action.sequence is None or not 0 <= action.sequence < schedule.num_sequences:
         return f"sequence {action.sequence} does not exist: there are {schedule.num_sequences}"
     parts = len(schedule.lengths[action.sequence])

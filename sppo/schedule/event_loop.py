@@ -12,6 +12,8 @@ What an action waits for, beside its resource:
   its H2D if the program has one; W: its B; KV: its F;
 * D2H: its F; H2D: its D2H, and the compute in front of it in the program, which frees its room;
   where copies flow layer by layer, see `_wait_for_copies`; those of K and V: see `_bring_kv_back`;
+* copies of a whole stage's weights or gradients: the compute in front of them; those that go wait
+  for its REDUCE, too, and compute of the stage for those that come;
 * SEND: the compute in front of it. Programs without SEND send as soon as a tensor exists. RECV
   costs nothing: the message has arrived or it has not.
 * a shard of an MSP group: all that its unit waits for, on all ranks of the MSP group.
@@ -27,9 +29,12 @@ from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import (
     D2H,
+    D2H_GRADIENTS,
     D2H_KV,
     H2D,
+    H2D_GRADIENTS,
     H2D_KV,
+    H2D_WEIGHTS,
     KV,
     NUM_COMPUTE,
     RECV_ACT,
@@ -43,6 +48,7 @@ from sppo.schedule.encoding import (
     W,
 )
 from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes, msp_seconds
+from sppo.schedule.state_streaming import STAGES_HELD
 
 _NEVER = -1.0
 BUBBLE, COMMUNICATION, COPY = range(3)
@@ -116,6 +122,9 @@ class _EventLoop:
         self.kv_back: list[list[tuple[int, int, float]]] = [[] for _ in range(self.num_ranks)]
         self.last_backward: dict[int, tuple[float, float]] = {}
         self.reduce_free = [0.0] * self.num_ranks
+        self.weights_held: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        self.stage_here = [0.0] * self.schedule.num_stages
+        self.gradients_gone = [0.0] * self.schedule.num_stages
         self.link_free: dict[int, float] = {}
         self.position = [0] * self.num_ranks
         self.waiting: dict[int, int] = {}
@@ -158,6 +167,9 @@ class _EventLoop:
             D2H_KV: (costs.kv_offload_bytes / costs.copies.d2h_bytes_per_s).ravel().tolist(),
             H2D_KV: (costs.kv_offload_bytes / costs.copies.h2d_bytes_per_s).ravel().tolist(),
             REDUCE: costs.reduce_s.tolist(),
+            H2D_WEIGHTS: (costs.streamed_weight_bytes / costs.copies.h2d_bytes_per_s).tolist(),
+            D2H_GRADIENTS: (costs.streamed_gradient_bytes / costs.copies.d2h_bytes_per_s).tolist(),
+            H2D_GRADIENTS: (costs.streamed_gradient_bytes / costs.copies.h2d_bytes_per_s).tolist(),
         }
         self.message_bytes = costs.message_bytes.tolist()
         self.links = costs.links
@@ -180,6 +192,7 @@ class _EventLoop:
         handlers += [self._copy, self._copy, self._send, self._send]
         handlers += [self._receive, self._receive, self._copy_kv_out, self._permit_kv_back]
         handlers += [self._reduce]
+        handlers += [self._fetch_weights, self._copy_gradients_out, self._bring_gradients_back]
         self.woken = list(range(self.num_ranks - 1, -1, -1))
         while self.woken:
             rank = self.woken.pop()
@@ -205,6 +218,7 @@ class _EventLoop:
         if group:
             return self._start_msp_group(rank, code, slot, ready)
         seconds = self.seconds[code][slot]
+        ready = (ready[0], ready[1], max(ready[2], self.stage_here[slot // self.units]))
         if self.layer_copies:
             start = max(self.free[rank], *ready)
             waited = self._wait_for_copies(rank, code, slot, start, seconds, 1)
@@ -526,6 +540,38 @@ class _EventLoop:
         start = max(self.free[rank], self.reduce_free[rank])
         finish = start + self.seconds[REDUCE][slot]
         self.reduce_free[rank] = finish
+        self.starts[rank][index], self.finishes[rank][index] = start, finish
+        return True
+
+    def _fetch_weights(self, rank: int, index: int, code: int, stage: int) -> bool:
+        """H2D of a stage's weights, into the room of the one that was named last but one."""
+        held, ready = self.weights_held[rank], self.free[rank]
+        if stage in held:
+            self.starts[rank][index] = self.finishes[rank][index] = ready
+        else:
+            self._copy_in(rank, index, code, stage, ready)
+        self.weights_held[rank] = [*held, stage][-STAGES_HELD:]
+        return True
+
+    def _bring_gradients_back(self, rank: int, index: int, code: int, stage: int) -> bool:
+        ready = max(self.free[rank], self.gradients_gone[stage])
+        self._copy_in(rank, index, code, stage, ready)
+        return True
+
+    def _copy_in(self, rank: int, index: int, code: int, stage: int, ready: float) -> None:
+        """Copy what a whole stage waits for."""
+        queue = self.engine_free[H2D]
+        start = max(queue[rank], ready)
+        queue[rank] = finish = start + self.seconds[code][stage]
+        self.stage_here[stage] = max(self.stage_here[stage], finish)
+        self.starts[rank][index], self.finishes[rank][index] = start, finish
+
+    def _copy_gradients_out(self, rank: int, index: int, code: int, stage: int) -> bool:
+        """D2H of a stage's gradients, behind its REDUCE where that stands in front."""
+        queue = self.engine_free[D2H]
+        start = max(queue[rank], self.free[rank], self.reduce_free[rank])
+        queue[rank] = finish = start + self.seconds[code][stage]
+        self.gradients_gone[stage] = finish
         self.starts[rank][index], self.finishes[rank][index] = start, finish
         return True
 

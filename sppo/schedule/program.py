@@ -26,6 +26,7 @@ from sppo.schedule.copies import place_copies
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
 from sppo.schedule.generators import generate
 from sppo.schedule.kv_placement import place_kv
+from sppo.schedule.state_streaming import place_state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +55,8 @@ def step_program(
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         costs: Units with `offload_bytes` above 0 get copies, and so do K and V with
-            `kv_offload_bytes`; those with `kv_recompute_s` are recomputed. Times order the
+            `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
+            `streamed_gradient_bytes`; those with `kv_recompute_s` are recomputed. Times order the
             messages, and schedules that cut units weigh their choice with them.
         num_virtual: Stages per rank.
         hop: Extra warm-up forwards, see `generators.generate`.
@@ -89,7 +91,8 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
     Args:
         schedule: Compute actions only.
         costs: Units with `offload_bytes` above 0 get copies, and so do K and V with
-            `kv_offload_bytes`; those with `kv_recompute_s` are recomputed. Times order the
+            `kv_offload_bytes`, weights with `streamed_weight_bytes` and gradients with
+            `streamed_gradient_bytes`; those with `kv_recompute_s` are recomputed. Times order the
             messages.
         prefetch: How many backwards ahead a unit may come back from the next tier.
 
@@ -104,6 +107,11 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
         for table in (costs.kv_offload_bytes, costs.kv_recompute_s)
     )
     schedule = place_kv(schedule, offloaded=offloaded, recomputed=recomputed)
+    schedule = place_state(
+        schedule,
+        weights=bool(costs.streamed_weight_bytes.any()),
+        gradients=bool(costs.streamed_gradient_bytes.any()),
+    )
     if schedule.num_ranks > 1:
         schedule = place_messages(schedule, costs=costs)
     validate(schedule)
@@ -116,6 +124,8 @@ def equal_costs(
     offloaded: npt.NDArray[np.bool_],
     kv_offloaded: Collection[int] = (),
     kv_recomputed: Collection[int] = (),
+    streams_weights: bool = False,
+    streams_gradients: bool = False,
 ) -> Costs:
     """Return the costs of a step that nobody planned: equal units, messages and copies free.
 
@@ -123,6 +133,8 @@ def equal_costs(
         offloaded: Whether a unit leaves the device, [num_stages, num_units].
         kv_offloaded: Stages whose K and V leave it between forward and backward.
         kv_recomputed: Stages that recompute theirs before their backward.
+        streams_weights: Whether weights live in another tier between their uses.
+        streams_gradients: Whether gradients do.
     """
     stages, units = offloaded.shape
     costs = abstract_costs(stages, num_units=units, backward_s=1.0, weight_s=1.0)
@@ -135,6 +147,8 @@ def equal_costs(
         kv_bytes=np.ones((stages, units)),
         kv_offload_bytes=leaves,
         kv_recompute_s=recomputed,
+        streamed_weight_bytes=np.full(stages, float(streams_weights)),
+        streamed_gradient_bytes=np.full(stages, float(streams_gradients)),
     )
 
 

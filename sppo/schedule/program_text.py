@@ -8,8 +8,8 @@
     rank 1: 1F0.0 1F0.1 1B0.1 1B0.0
 
 One line per rank; an action is spelled as in `actions` (`0F2.1`, `0F2.1[1/3]`, `0SEND_ACT2.1`,
-`0D2H2.1`, `0D2H_KV2.1`, `0REDUCE`). `#` starts a comment. Everything above the programs may be
-left out:
+`0D2H2.1`, `0D2H_KV2.1`, `0REDUCE`, `0H2D_WEIGHTS`). `#` starts a comment. Everything above the
+programs may be left out:
 
 * `name TEXT`: what plots call it.
 * `ranks P`, `virtual V`, `style loop|v`: the placement. Without them: as many ranks as there are
@@ -30,16 +30,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sppo.quoting import quoted
-from sppo.schedule.actions import Action, ActionKind, Cut, Placement, PlacementStyle, Schedule, Wire
+from sppo.schedule.actions import (
+    OF_STAGES,
+    Action,
+    ActionKind,
+    Cut,
+    Placement,
+    PlacementStyle,
+    Schedule,
+    Wire,
+)
 from sppo.schedule.checks.validate import find_violations
 from sppo.schedule.checks.violations import Violation
 
 _ACTION = re.compile(
     r"(?P<stage>[0-9]{1,9})"
-    r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H_KV|H2D_KV|D2H|H2D|KV|F|B|W)"
+    r"(?P<kind>SEND_ACT|SEND_GRAD|RECV_ACT|RECV_GRAD|REDUCE|D2H_KV|H2D_KV"
+    r"|D2H_GRADIENTS|H2D_GRADIENTS|H2D_WEIGHTS|D2H|H2D|KV|F|B|W)"
     r"(?:(?P<sequence>[0-9]{1,9})\.(?P<subsequence>[0-9]{1,9})"
     r"(?:\[(?P<shard>[0-9]{1,9})/(?P<num_shards>[0-9]{1,9})\])?)?"
 )
+_WIRES: dict[str, Wire] = {
+    "ACT": "act",
+    "GRAD": "grad",
+    "KV": "kv",
+    "WEIGHTS": "weights",
+    "GRADIENTS": "gradients",
+}
 _RANK = re.compile(r"rank\s+([0-9]+)\s*:\s*(.*)")
 _CUT = re.compile(r"([0-9]{1,9})\s+([0-9]{1,9})\.([0-9]{1,9})\s*=\s*([0-9,\s]+)")
 
@@ -80,18 +97,21 @@ def parse_action(text: str) -> Action:
         )
     name, _, wire = match["kind"].partition("_")
     kind = ActionKind(name)
-    if (match["sequence"] is None) != (kind is ActionKind.REDUCE):
-        rule = "names only a stage" if kind is ActionKind.REDUCE else "names its unit"
-        raise ValueError(f"{quoted(text)} is not an action: {name} {rule}, as in 0REDUCE or 0F2.1")
-    carried: dict[str, Wire] = {"ACT": "act", "GRAD": "grad", "KV": "kv"}
-    if kind is ActionKind.REDUCE:
-        return Action(kind, int(match["stage"]))
+    carries = _WIRES.get(wire)
+    of_stage = (kind, carries) in OF_STAGES
+    if (match["sequence"] is None) != of_stage:
+        rule = "names only a stage" if of_stage else "names its unit"
+        raise ValueError(
+            f"{quoted(text)} is not an action: {match['kind']} {rule}, as in 0REDUCE or 0F2.1"
+        )
+    if of_stage:
+        return Action(kind, int(match["stage"]), wire=carries)
     return Action(
         kind,
         int(match["stage"]),
         int(match["sequence"]),
         int(match["subsequence"]),
-        carried.get(wire),
+        carries,
         int(match["shard"] or 0),
         int(match["num_shards"] or 1),
     )

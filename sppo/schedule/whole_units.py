@@ -45,6 +45,8 @@ def play_whole_units(
     assert costs.layer_copies, "copies of whole units are simulated by schedule.simulate"
     assert not costs.kv_offload_bytes.any(), "and so are copies of K and V"
     assert not costs.kv_recompute_s.any(), "and their recomputation"
+    assert not costs.streamed_weight_bytes.any(), "and copies of weights"
+    assert not costs.streamed_gradient_bytes.any(), "and of gradients"
     counts = [len(sequence) for sequence in lengths]
     offsets = np.concatenate([[0], np.cumsum(counts[:-1])]).astype(np.int64)
     inbox = [_Inbox(costs.num_units) for _ in range(num_ranks * num_virtual)]

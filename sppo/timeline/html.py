@@ -22,7 +22,7 @@ _LANE_NUMBERS = {"compute": 0, "d2h": 1, "h2d": 2, "link": 3, "reduce": 4}
 _MOST_MEMORY_POINTS = 4000
 _LEGEND_ORDER = (
     *style.KIND_COLOURS.values(),
-    *style.KV_COPY_COLOURS.values(),
+    *style.OTHER_COPY_COLOURS.values(),
     *style.LATER_STAGE_COLOURS.values(),
     *style.PHASE_COLOURS.values(),
 )

@@ -322,9 +322,9 @@ def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]
         if kind in seen.kinds
     ]
     entries += [
-        (name, (style.KV_COPY_COLOURS[kind],))
-        for kind, name in style.KV_COPY_NAMES.items()
-        if kind in seen.kv_copies
+        (name, (style.OTHER_COPY_COLOURS[copy],))
+        for copy, name in style.OTHER_COPY_NAMES.items()
+        if copy in seen.other_copies
     ]
     if seen.is_interleaved:
         shades = (style.LATER_STAGE_COLOURS[forward], style.LATER_STAGE_COLOURS[backward])
@@ -366,7 +366,7 @@ class _Seen:
     """What a legend must explain."""
 
     kinds: frozenset[ActionKind]
-    kv_copies: frozenset[ActionKind]
+    other_copies: frozenset[style.Copy]
     causes: frozenset[IdleCause]
     phases: frozenset[style.Phase]
     is_interleaved: bool
@@ -381,8 +381,8 @@ class _Seen:
             drawn |= {ActionKind.D2H, ActionKind.H2D}
         actions = [a for track in tracks for a in track.actions if a.kind in drawn]
         return cls(
-            frozenset(a.kind for a in actions if not style.moves_kv(a)),
-            frozenset(a.kind for a in actions if style.moves_kv(a)),
+            frozenset(a.kind for a in actions if style.other_copy(a) is None),
+            frozenset(filter(None, map(style.other_copy, actions))),
             frozenset(idle.cause for track in tracks for idle in track.idle),
             frozenset(p for t in timelines for p in style.phases(t.schedule).values()),
             any(t.schedule.placement.num_virtual > 1 for t in timelines),

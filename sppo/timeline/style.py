@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
 from sppo.schedule.timeline import IdleCause, Timeline
 from sppo.units import format_duration
 
 Phase = Literal["left", "right"]
+Copy = tuple[ActionKind, Wire | None]
+"""Kind and wire of a copy."""
 
 KIND_COLOURS: dict[ActionKind, str] = {
     ActionKind.F: "#4477AA",
@@ -35,14 +37,20 @@ KIND_NAMES: dict[ActionKind, str] = {
     ActionKind.REDUCE: "reduce gradients",
     ActionKind.SEND: "message",
 }
-KV_COPY_COLOURS: dict[ActionKind, str] = {
-    ActionKind.D2H: "#1B7A9C",
-    ActionKind.H2D: "#9E1F3D",
+OTHER_COPY_COLOURS: dict[Copy, str] = {
+    (ActionKind.D2H, "kv"): "#1B7A9C",
+    (ActionKind.H2D, "kv"): "#9E1F3D",
+    (ActionKind.H2D, "weights"): "#E8A13A",
+    (ActionKind.D2H, "gradients"): "#5B6BB0",
+    (ActionKind.H2D, "gradients"): "#B5651D",
 }
-"""Copies of K and V of a whole stage, darker than those of saved tensors."""
-KV_COPY_NAMES: dict[ActionKind, str] = {
-    ActionKind.D2H: "K and V out",
-    ActionKind.H2D: "K and V back",
+"""Copies of K and V, of weights and of gradients, beside those of saved tensors."""
+OTHER_COPY_NAMES: dict[Copy, str] = {
+    (ActionKind.D2H, "kv"): "K and V out",
+    (ActionKind.H2D, "kv"): "K and V back",
+    (ActionKind.H2D, "weights"): "weights in",
+    (ActionKind.D2H, "gradients"): "gradients out",
+    (ActionKind.H2D, "gradients"): "gradients back",
 }
 # A later stage of the same rank, and shards of an MSP unit by phase.
 LATER_STAGE_COLOURS: dict[ActionKind, str] = {
@@ -96,8 +104,9 @@ def colour_of(
     phases: Mapping[tuple[int, int | None, int | None], Phase],
 ) -> str:
     """The colour of an action; stages of the same rank alternate between dark and light."""
-    if moves_kv(action):
-        return KV_COPY_COLOURS[action.kind]
+    copy = other_copy(action)
+    if copy is not None:
+        return OTHER_COPY_COLOURS[copy]
     if action.num_shards > 1:
         phase = phases.get((action.stage, action.sequence, action.subsequence))
         if phase is not None and (action.kind, phase) in PHASE_COLOURS:
@@ -108,14 +117,16 @@ def colour_of(
     return KIND_COLOURS[action.kind]
 
 
-def moves_kv(action: Action) -> bool:
-    """Whether an action copies K and V out of the device or back."""
-    return action.wire == "kv" and action.kind in KV_COPY_COLOURS
+def other_copy(action: Action) -> Copy | None:
+    """Kind and wire of an action that copies something else than saved tensors; None of others."""
+    copy = action.kind, action.wire
+    return copy if copy in OTHER_COPY_COLOURS else None
 
 
 def name_of(action: Action) -> str:
     """What an action does, in the words of the legend."""
-    return (KV_COPY_NAMES if moves_kv(action) else KIND_NAMES)[action.kind]
+    copy = other_copy(action)
+    return KIND_NAMES[action.kind] if copy is None else OTHER_COPY_NAMES[copy]
 
 
 def unit_label(action: Action, *, schedule: Schedule) -> str:

@@ -22,7 +22,9 @@ from sppo.kernels.native.machine_memory import memory_room
 from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.offload_store import OffloadStore
+from sppo.offload.state_memory import StateMemory
 from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.transfers import ThreadTransfers, Transfers
 from sppo.planning.plan import ExecutionPlan
 from sppo.train.device import Kind, PoolUse
 
@@ -114,6 +116,11 @@ class CpuDevice:
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch that reads the host's clock."""
         return HostStopwatch()
+
+    def transfers(self, memory: StateMemory | None) -> Transfers:
+        """Return copies by threads, to and from a file."""
+        assert memory is not None, "host memory is the device's own"
+        return ThreadTransfers(memory.forget)
 
     def offload_stores(
         self,

@@ -26,6 +26,8 @@ from sppo.kernels.peak import measure_matmul_flops_per_s
 from sppo.offload.copy_streams import CopyStreams, done_in_time
 from sppo.offload.cuda_queues import CudaQueues
 from sppo.offload.offload_store import OffloadStore
+from sppo.offload.state_memory import StateMemory
+from sppo.offload.transfers import CudaTransfers, Transfers
 from sppo.planning.plan import ExecutionPlan
 from sppo.train.device import Kind, PoolUse
 from sppo.units import format_bytes
@@ -182,6 +184,11 @@ class CudaDevice:
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch that records CUDA events."""
         return CudaStopwatch(self.torch_device)
+
+    def transfers(self, memory: StateMemory | None) -> Transfers:
+        """Return copies by two streams, to and from page-locked host memory."""
+        assert memory is None, "what leaves a GPU goes to host memory"
+        return CudaTransfers(self.torch_device)
 
     def offload_stores(
         self,

@@ -18,6 +18,8 @@ from sppo.engine.trace import Stopwatch
 from sppo.engine.unit import SequenceData
 from sppo.hardware.description import HardwareSpec
 from sppo.offload.offload_store import OffloadStore
+from sppo.offload.state_memory import StateMemory
+from sppo.offload.transfers import Transfers
 from sppo.planning.plan import ExecutionPlan
 
 Kind = Literal["cpu", "cuda"]
@@ -133,6 +135,14 @@ class Device(Protocol):
 
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch for the actions of a step."""
+        ...
+
+    def transfers(self, memory: StateMemory | None) -> Transfers:
+        """Return the copies of training state between this device and the tier behind it.
+
+        Args:
+            memory: where that state lives, in a file; None: in host memory.
+        """
         ...
 
     def offload_stores(

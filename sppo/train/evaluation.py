@@ -31,7 +31,7 @@ from sppo.quoting import quoted
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device
 from sppo.train.input_checks import check_weights, open_data
-from sppo.train.state import DTYPES, starting_weights
+from sppo.train.state_tensors import DTYPES, starting_weights
 from sppo.units import format_bytes
 
 _FIRST_BIN_TOKENS = 64

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.engine.engine import EnginePeaks
@@ -53,14 +50,9 @@ class MeasuredBuckets:
 
     def count_state(self, state: TrainingState) -> None:
         """Take in what does not change from step to step."""
-        self.kept_weights_bytes = self.weights_bytes = _tensor_bytes(state.weights)
-        self.kept_gradients_bytes = self.gradients_bytes = _tensor_bytes(state.gradients)
-        own = {t.untyped_storage()._cdata for t in state.weights.values()}
-        # Of an optimizer in host memory nothing is on the device.
-        place = next(iter(state.weights.values())).device
-        saved = {n: t for n, t in state.optimizer.state().items() if t.device == place}
-        others = {n: t for n, t in saved.items() if t.untyped_storage()._cdata not in own}
-        self.optimizer_bytes = _tensor_bytes(others)
+        weights, gradients, self.optimizer_bytes = state.tensors.device_bytes
+        self.kept_weights_bytes = self.weights_bytes = weights
+        self.kept_gradients_bytes = self.gradients_bytes = gradients
 
     def count_step(self, peaks: EnginePeaks, *, pool: PoolUse | None) -> None:
         """Take in the peaks of one step.
@@ -136,7 +128,3 @@ def predicted_and_measured(
         **rest,
         "all": (predicted.total_bytes, all_bytes),
     }
-
-
-def _tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -101,7 +101,7 @@ def check_before_training(
     if device.kind == "cuda":
         _check_host(plan, host_bytes)
         check_streams(mesh_shape(run), _stream_use(run, plan))
-    if plan.offloads_anything and plan.tier == "disk":
+    if plan.uses_tier and plan.tier == "disk":
         _check_disk(run, plan, disk, local_ranks=local_ranks)
     return Preflight(training, plan)
 
@@ -178,7 +178,7 @@ def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
         ties_ends=run.model.tie_embeddings,
         gathers_weights=plan.zero == 3,
         offloads=plan.offloads_anything,
-        offloads_optimizer=run.optimizer.offload,
+        offloads_state=plan.state_tiers.leaves_device,
     )
 
 
@@ -252,11 +252,11 @@ def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int, *, kind: 
         needed = max(needed, REPORT_BYTES)
     disk = run.activations.disk
     if kind == "cpu" and disk is not None and is_memory(Path(disk)):
-        needed += memory.tier_activations_bytes
+        needed += memory.tier_bytes
         if needed > available:
             raise MemoryError(
                 f"activations.disk={run.activations.disk} is a file system in memory: with what "
-                f"the plan offloads there it needs {format_bytes(needed)}, and "
+                f"the plan puts there it needs {format_bytes(needed)}, and "
                 f"{format_bytes(available)} are available; name a directory on a disk"
             )
     if needed > available:
@@ -268,22 +268,24 @@ def _check_memory(run: RunConfig, plan: ExecutionPlan, available: int, *, kind: 
 
 
 def _check_host(plan: ExecutionPlan, host_bytes: int) -> None:
-    """Check host memory: offloaded tensors, or the slots in front of a disk; the optimizer."""
+    """Check host memory: offloaded tensors, or the slots in front of a disk; training state."""
     offloaded = max(stage.memory.tier_activations_bytes for stage in plan.stages)
     if plan.tier == "disk":
         offloaded = plan.predicted.host_peak_bytes
-    optimizer = max(stage.memory.host_optimizer_bytes for stage in plan.stages)
-    if offloaded + optimizer > host_bytes:
-        less = _offload_less(plan, room_bytes=host_bytes - optimizer, needed_bytes=offloaded)
+    state = max(stage.memory.tier_state_bytes for stage in plan.stages)
+    if offloaded + state > host_bytes:
+        less = _offload_less(plan, room_bytes=host_bytes - state, needed_bytes=offloaded)
         raise MemoryError(
-            f"a rank takes {format_bytes(offloaded + optimizer)} of host memory "
-            f"({format_bytes(offloaded)} offloaded activations, {format_bytes(optimizer)} "
-            f"optimizer), and {format_bytes(host_bytes)} may be used: {less}, or end other programs"
+            f"a rank takes {format_bytes(offloaded + state)} of host memory "
+            f"({format_bytes(offloaded)} offloaded activations, {format_bytes(state)} training "
+            f"state), and {format_bytes(host_bytes)} may be used: {less}, or end other programs"
         )
 
 
 def _offload_less(plan: ExecutionPlan, *, room_bytes: int, needed_bytes: int) -> str:
     """Say how a rank would offload no more than fits."""
+    if not plan.offloads_anything:
+        return "keep weights, gradients and optimizer states on the device (the section state)"
     return offload_less(
         room_bytes=max(0, room_bytes),
         needed_bytes=max(1, needed_bytes),
@@ -303,22 +305,23 @@ def _check_disk(run: RunConfig, plan: ExecutionPlan, disk: DiskRoom, *, local_ra
     """Check the disk: a plan made elsewhere, or before, may offload more than fits now."""
     if run.activations.disk is None:
         raise ValueError(
-            "the plan offloads activations to a disk: write activations.disk=DIR, on a fast local "
+            "the plan needs a disk: write activations.disk=DIR, on a fast local "
             "disk, and solve again with it"
         )
-    needed = max(stage.memory.tier_activations_bytes for stage in plan.stages)
+    needed = max(stage.memory.tier_bytes for stage in plan.stages)
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if resource.RLIM_INFINITY != largest < needed:
         raise MemoryError(
-            f"the plan offloads {format_bytes(needed)} to activations.disk={run.activations.disk}, "
+            f"the plan puts {format_bytes(needed)} on activations.disk={run.activations.disk}, "
             f"and this process may write files of {format_bytes(largest)} at most: raise that "
             "limit (ulimit -f), or offload less"
         )
     needed *= local_ranks
     if needed > disk.usable_bytes:
-        room = disk.usable_bytes // local_ranks
-        less = _offload_less(plan, room_bytes=room, needed_bytes=needed // local_ranks)
+        state = max(stage.memory.tier_state_bytes for stage in plan.stages)
+        room, offloaded = disk.usable_bytes // local_ranks - state, needed // local_ranks - state
+        less = _offload_less(plan, room_bytes=room, needed_bytes=offloaded)
         raise MemoryError(
-            f"the plan offloads {format_bytes(needed)} to activations.disk={run.activations.disk}: "
+            f"the plan puts {format_bytes(needed)} on activations.disk={run.activations.disk}: "
             f"{disk}; {less}, or name a directory on a larger disk"
         )

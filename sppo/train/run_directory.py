@@ -60,6 +60,7 @@ _MAY_CHANGE = (
     ("train", "max_nonfinite_steps"),
     ("checkpoint",),
     ("activations",),
+    ("state",),
     ("optimizer", "offload"),
     ("hardware",),
 )

@@ -1,9 +1,8 @@
-"""What a run changes as it goes: weights, gradients, optimizer, and the engine on them."""
+"""What a run changes as it goes, and the engine on it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,16 +11,13 @@ from torch import Tensor
 
 from sppo.activations.placement import planned_placement
 from sppo.config import RunConfig
-from sppo.cost.parameters import parameter_shapes
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
 from sppo.kernels.cross_entropy import LossTerms
-from sppo.model.hf import open_hf_weights
-from sppo.model.initialize import made_ahead
 from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.host_adamw import HostAdamW
-from sppo.optim.host_transfers import CudaTransfers
 from sppo.optim.sharded_state import ShardedState
+from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.msp_exchange import MspLinks
@@ -32,10 +28,8 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device
+from sppo.train.state_tensors import StateTensors, make_state
 
-_log = logging.getLogger(__name__)
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 GIVE_UP_S = 5.0
 """Seconds that a rank which fails waits for its device, which may wait for other ranks in vain;
 shorter than the launcher waits for the others to end by themselves."""
@@ -43,16 +37,35 @@ shorter than the launcher waits for the others to end by themselves."""
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Live tensors of a rank by global name, and what changes them."""
+    """What changes in training, and what changes it."""
 
-    weights: Mapping[str, Tensor]
-    """What this rank keeps of its stages' parameters, in the compute dtype."""
-    gradients: Mapping[str, Tensor]
-    """fp32 sums over the step: whole, or this rank's rows of them."""
-    optimizer: AdamW | HostAdamW
-    """Optimizer of the rows that are this rank's to update."""
+    tensors: StateTensors
     engine: Engine
     sharded: ShardedState
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What this rank keeps of its stages' parameters, in the compute dtype, by global name."""
+        return self.tensors.weights
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]:
+        """fp32 sums over the step by global name: whole, or this rank's rows of them."""
+        return self.tensors.gradients
+
+    @property
+    def optimizer(self) -> AdamW | HostAdamW:
+        """Optimizer of the rows that are this rank's to update."""
+        return self.tensors.optimizer
+
+    def zero_gradients(self) -> None:
+        """Begin a step; sums that live in another tier are overwritten in it."""
+        if not self.tensors.tiers.streams_gradients:
+            torch._foreach_zero_(list(self.gradients.values()))
+
+    def norm(self, peers: HostCollectives) -> Tensor:
+        """Euclidean norm of the gradients of all ranks."""
+        return self.sharded.norm(self.gradients, peers, after_each=self._after_each)
 
     def update(
         self, own: Mapping[str, Tensor], *, norm: Tensor, clip_norm: float, lr: float
@@ -65,9 +78,16 @@ class TrainingState:
             clip_norm: 0 leaves them alone.
             lr: of this step.
         """
-        clip_(own, norm=norm, clip_norm=clip_norm)
+        clip_(own, norm=norm, clip_norm=clip_norm, after_each=self._after_each)
         self.optimizer.step(own, lr=lr)
         self.sharded.gather(self.weights)
+        self.tensors.forget()
+
+    @property
+    def _after_each(self) -> Callable[[], None] | None:
+        """What to call between gradients, which a file holds; None where all are in memory."""
+        memory = self.tensors.memory
+        return memory.forget if memory and self.tensors.tiers.gradients == "disk" else None
 
 
 def build_state(
@@ -104,21 +124,11 @@ def build_state(
         planned=plan_program(plan),
         msp_links=MspLinks(mesh, device=place) if cuts_units else None,
     )
-    sharded = ShardedState(run.model, mesh=mesh, pipeline=pipeline, zero=run.parallel.zero)
-    dtype = DTYPES[run.train.dtype]
-    weights: dict[str, Tensor] = {}
-    masters: dict[str, Tensor] = {}
-    for name, weight in starting_weights(run, sharded.shapes):
-        weight = sharded.sharding.cut(name, weight)
-        weights[name] = sharded.kept(name, weight.to(device=place, dtype=dtype))
-        if dtype is not torch.float32:
-            master = weight if run.optimizer.offload else weight.to(place)
-            masters |= sharded.own({name: master}, copy=True)
-    gradients = {
-        name: torch.zeros(shape, dtype=torch.float32, device=place)
-        for name, shape in sharded.gradient_shapes.items()
-    }
-    optimizer = build_optimizer(run, sharded.own(weights), masters=masters or None)
+    sharded = ShardedState(
+        run.model, mesh=mesh, pipeline=pipeline, device=place, zero=run.parallel.zero
+    )
+    tensors = make_state(run, tiers=plan.state_tiers, sharded=sharded, device=device)
+    device.trim()  # of what only the start needed
     disk = None if run.activations.disk is None else Path(run.activations.disk)
     shard_stages = range(len(plan.stages) if cuts_units else 0)
     stores = device.offload_stores(
@@ -130,8 +140,10 @@ def build_state(
     )
     engine = Engine(
         run.model,
-        weights=sharded.provider(weights),
-        gradients=sharded.gradient_provider(gradients),
+        weights=sharded.provider(tensors.used_weights),
+        gradients=sharded.gradient_provider(tensors.used_gradients),
+        streamed_weights=tensors.streamed_weights,
+        streamed_gradients=tensors.streamed_gradients,
         placements={n: planned_placement(s.subsequences) for n, s in enumerate(plan.stages)},
         offloaded=stores[0] if stores else None,
         kv_offloaded=[n for n, s in enumerate(plan.stages) if s.kv == "offloaded"],
@@ -144,7 +156,7 @@ def build_state(
         stopwatch=device.stopwatch(),
         debug=run.activations.debug,
     )
-    return TrainingState(weights, gradients, optimizer, engine, sharded)
+    return TrainingState(tensors, engine, sharded)
 
 
 def _exchange(run: RunConfig, mesh: Mesh) -> UlyssesAllToAll | MegatronSequenceParallel | None:
@@ -165,50 +177,3 @@ def _exchange(run: RunConfig, mesh: Mesh) -> UlyssesAllToAll | MegatronSequenceP
 def loss_terms(run: RunConfig) -> LossTerms:
     """What training adds to the cross entropy."""
     return LossTerms(run.train.label_smoothing, run.train.z_loss)
-
-
-def build_optimizer(
-    run: RunConfig, weights: Mapping[str, Tensor], *, masters: Mapping[str, Tensor] | None
-) -> AdamW | HostAdamW:
-    """The optimizer where ``optimizer.offload`` wants it.
-
-    Args:
-        run: checked.
-        weights: on the device that computes.
-        masters: fp32 values that weights in the compute dtype were rounded from; None where there
-            are none.
-
-    Raises:
-        MemoryError: the host has not the memory, or may not lock its part of it.
-    """
-    device = next(iter(weights.values())).device
-    if not run.optimizer.offload:
-        return AdamW(weights, config=run.optimizer, masters=masters)
-    if device.type == "cpu":
-        _log.info(
-            "optimizer.offload: the optimizer stays where it is, for a CPU's memory is the host's"
-        )
-        return AdamW(weights, config=run.optimizer, masters=masters)
-    return HostAdamW(
-        weights, config=run.optimizer, transfers=CudaTransfers(device), masters=masters
-    )
-
-
-def starting_weights(
-    run: RunConfig, names: Iterable[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """fp32 weights of step 0 by name: from ``model.from_hf``, or random from the seed.
-
-    Args:
-        run: checked.
-        names: of those to make; None for all.
-    """
-    every = parameter_shapes(run.model)
-    shapes = every if names is None else {name: every[name] for name in names}
-    if run.model.from_hf is None:
-        threads = torch.get_num_threads()
-        yield from made_ahead(shapes, model=run.model, seed=run.train.seed, threads=threads)
-        return
-    stored = open_hf_weights(Path(run.model.from_hf), run.model)
-    for name in shapes:
-        yield name, stored[name].float()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from sppo.engine.engine import StepResult
@@ -107,7 +106,7 @@ def run_step(
     """
     start = time.perf_counter()
     device.reset_peak()
-    torch._foreach_zero_(list(state.gradients.values()))
+    state.zero_gradients()
     sequences, num_valid = hooks.read()
     begin = time.perf_counter()
     result = state.engine.accumulate(
@@ -121,7 +120,7 @@ def run_step(
     hooks.accumulated()
     state.sharded.finish(state.gradients)
     hooks.reduced(result)
-    norm = state.sharded.norm(state.gradients, peers)
+    norm = state.norm(peers)
     (total_loss,) = peers.total([float(result.total_loss)])
     loss = total_loss / num_valid if num_valid else math.nan
     sums = StepSums(num_valid, loss, float(norm), state.sharded.own(state.gradients))
@@ -131,6 +130,6 @@ def run_step(
     device.synchronize()
     seconds = time.perf_counter() - start
     buckets.count_step(state.engine.take_peaks(), pool=device.pool())
-    copies = state.engine.take_copies()
+    copies = state.tensors.with_state(state.engine.take_copies())
     buckets.count_copies(copies, host_is_device=device.kind == "cpu")
     return DoneStep(result, sums, lr, copies, seconds, seconds - actions_s)

@@ -57,7 +57,8 @@ from sppo.train.run_directory import (
     note_configuration,
     require_output,
 )
-from sppo.train.state import DTYPES, TrainingState, build_state
+from sppo.train.state import TrainingState, build_state
+from sppo.train.state_tensors import DTYPES
 from sppo.train.step import DoneStep, StepHooks, StepSums, run_step
 from sppo.train.warm_up import warm_up
 
@@ -152,6 +153,7 @@ def train(
         )
         first_step = _resume(manager, state, tokens=preflight.data.data)
         _check_finite(run, state, ranks=ranks)
+        state.tensors.forget()
         ranks.decided_by_main(lambda: note_configuration(run, output))
         if first_step < run.train.steps:
             ranks.decided_by_main(lambda: write_json(output / PLAN_FILE, plan_json(preflight.plan)))
@@ -550,6 +552,7 @@ class _Loop:
             tokens_sha256=self._data.data.meta.tokens_sha256,
         )
         self._manager.save(self._state.sharded.saved(state), step=done, metadata=metadata)
+        self._state.tensors.forget()
         return None
 
     def _sinks(self, stack: ExitStack) -> Iterator[MetricSink]:

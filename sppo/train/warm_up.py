@@ -21,7 +21,8 @@ from sppo.model.gradients import zero_gradients
 from sppo.optim.adamw import AdamW, clip_, global_norm
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device
-from sppo.train.state import DTYPES, loss_terms
+from sppo.train.state import loss_terms
+from sppo.train.state_tensors import DTYPES
 
 _TOKENS = 64
 _MOST_LENGTHS = 16

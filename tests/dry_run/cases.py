@@ -24,6 +24,16 @@ CASES: dict[str, dict[str, Any]] = {
     "to the host": {"activations": {"policy": "offload_all"}},
     "to a disk": {"activations": {"policy": "offload_all", "tier": "disk", "disk": "."}},
     "optimizer on the host": {"optimizer": {"offload": True}},
+    "state on the host": {
+        "parallel": {"virtual_stages": 4},
+        "state": {"weights": "host", "gradients": "host"},
+        "model": {**MODEL, "num_layers": 4},
+    },
+    "shards on the host": {
+        "parallel": {"virtual_stages": 2, "data_parallel_degree": 2, "zero": 3},
+        "state": {"weights": "host", "gradients": "host"},
+        "train": {"sequences_per_step": 4},
+    },
     "pipeline": {"parallel": _TWO_STAGES},
     "deferred weight halves": {
         "parallel": {**_TWO_STAGES, "schedule": "seq_zb_h1"},
@@ -60,7 +70,8 @@ def small_run(preset: str = "h100", **sections: Any) -> RunConfig:
     }
     parallel = {"data_parallel_degree": 1, "pipeline_parallel_degree": 1}
     parallel |= {"sequence_parallel_degree": 1, **sections.get("parallel", {})}
-    return run_config(MODEL, length=256, **{**every, "parallel": parallel})
+    model = every.pop("model", MODEL)
+    return run_config(model, length=256, **{**every, "parallel": parallel})
 
 
 def plan_for_gpu(run: RunConfig) -> ExecutionPlan:

@@ -61,9 +61,12 @@ def test_a_lost_wait_of_compute_is_found(name):
         assert check.unordered, wait
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"state on the host", "shards on the host"}))
 def test_every_lost_wait_is_found(name):
-    """Without the host's waits for the whole device, behind which any other wait would hide."""
+    """Without the host's waits for the whole device, behind which any other wait would hide.
+
+    Not of weights and gradients on the host, of which some kinds of waits change no order here.
+    """
     step, _ = trace(name)
     device = whole_device(step)
     _, check = trace(name, lost=device)

@@ -7,13 +7,13 @@ import logging
 import pytest
 import torch
 
-from sppo.config import load_run
+from sppo.cost.state_tiers import ON_DEVICE
 from sppo.offload import cuda_queues
-from sppo.optim import host_transfers
+from sppo.offload import transfers as host_transfers
+from sppo.offload.transfers import CudaTransfers
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW
-from sppo.optim.host_transfers import CudaTransfers
-from sppo.train.state import build_optimizer
+from sppo.planning.plan import read_plan
 from tests.conftest import succeed
 from tests.offload.test_cuda_queues import on_gpu, runtime_without_a_gpu
 from tests.optim.test_adamw import CONFIG, SHAPES, _tensors
@@ -153,9 +153,9 @@ def test_odd_buckets_are_within_one_rounding():
 def test_on_a_cpu_it_changes_nothing_and_says_so(work, caplog):
     caplog.set_level(logging.INFO)
     succeed("train", "run.yaml", "optimizer.offload=true", "train.steps=1")
-    assert caplog.text.count("optimizer.offload: the optimizer stays where it is") == 1
-    run = load_run(work / "run.yaml", ("optimizer.offload=true",))
-    assert type(build_optimizer(run, _tensors(0), masters=None)) is AdamW
+    assert caplog.text.count("state.optimizer=host: it stays") == 1
+    plan = read_plan(work / "out" / "plan.json")
+    assert plan.state_tiers == ON_DEVICE
 
 
 def test_checkpoints_go_both_ways():

@@ -227,7 +227,7 @@ def test_more_streams_than_torch_has_are_refused():
     refused = "35 CUDA streams of one priority, and torch has 32: .* write parallel.multiplexed=off"
     with pytest.raises(ValueError, match=refused):
         check_streams(MeshShape(1, 32, 1), from_the_first(32))
-    copies = StreamUse(offloads=True, offloads_optimizer=True)
+    copies = StreamUse(offloads=True, offloads_state=True)
     assert count_streams(MeshShape(), Coordinates(0, 0, 0), copies) == StreamCount(4, 0)
 
 

@@ -123,6 +123,8 @@ class Leg(_Short):
     """Stages whose K and V go there, too, between forward and backward."""
     kv_recomputed: tuple[int, ...] = ()
     """Stages that recompute theirs before their backward."""
+    streams: tuple[str, ...] = ()
+    """What lives in another tier, stage by stage on the device: weights, gradients."""
     queues: str = "threads"
     lag: int = 0
     """Packed tensors that compute may be ahead of the copies out."""

@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 _SEQUENCE_SCHEDULES = ("sppo", "seq1f1b", "seq_zb_h1", "gpipe", "interleaved_seq1f1b", "looped_bfs")
 _SCHEDULES = (*_SEQUENCE_SCHEDULES, *WHOLE_SEQUENCES)
+_BOTH = ("weights", "gradients")
 _GRIDS = tuple(
     (dp, pp, sp) for dp in (1, 2, 3) for pp in (1, 2, 3, 4) for sp in (1, 2, 3, 4)
     if dp * pp * sp <= 8
@@ -101,7 +102,7 @@ class _Draw:
         leg = replace(leg, cuts=self._cuts(leg))
         if leg.replica_sequences > 1 and chance(0.2):
             leg = replace(leg, other_cuts=self._cuts(leg))
-        return self._with_keys(self._with_rows(leg, megatron=megatron))
+        return self._with_streams(self._with_keys(self._with_rows(leg, megatron=megatron)))
 
     def _grid(self, shape: Shape) -> tuple[int, int, int]:
         """Degrees that the model can be divided by; few ranks more often, and pipelines."""
@@ -169,6 +170,12 @@ class _Draw:
             leg = replace(leg, policy=rest, tier=self._pick(["host", "disk"]))
             leg = replace(leg, queues=self._pick(["threads", *SCHEDULERS]))
         return replace(leg, kv_offloaded=away)
+
+    def _with_streams(self, leg: Leg) -> Leg:
+        """Weights and gradients live in another tier: often with several stages, never with MSP."""
+        if leg.schedule == "sppo_msp" or not self._chance(0.4 if leg.virtual > 1 else 0.1):
+            return leg
+        return replace(leg, streams=self._pick([("weights",), ("gradients",), _BOTH, _BOTH]))
 
     def _chance(self, share: float) -> bool:
         return self._random.random() < share

@@ -17,6 +17,8 @@ from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
 from sppo.engine.engine import Engine
 from sppo.engine.pipeline import Pipeline
+from sppo.engine.streamed_gradients import StreamedGradients
+from sppo.engine.streamed_weights import StreamedWeights
 from sppo.model.gradients import zero_gradients
 from sppo.offload.offload_store import OffloadStore
 from sppo.optim.adamw import AdamW, clip_
@@ -29,6 +31,7 @@ from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from tests.engine.offloading import RatioRows, queues_of
+from tests.engine.streaming import LateTransfers
 from tests.random_training.case import DTYPES, Case, Leg
 
 Blocks = dict[str, StateBlock]
@@ -89,7 +92,7 @@ class _Rank:
         pipeline = Pipeline(
             leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, p2p=links, msp_links=msp_links
         )
-        shared = ShardedState(model, mesh=mesh, pipeline=pipeline, zero=leg.zero)
+        shared = ShardedState(model, mesh=mesh, pipeline=pipeline, device=cpu, zero=leg.zero)
         dtype = DTYPES[case.dtype]
         self._weights: dict[str, Tensor] = {}
         masters: dict[str, Tensor] = {}
@@ -105,11 +108,19 @@ class _Rank:
         )
         self._resume(shared, state)
         self._shared = shared
+        how = {"stages": shared.names_of_stages, "device": cpu, "transfers": LateTransfers()}
+        streamed_weights = streamed_gradients = None
+        if "weights" in leg.streams:
+            streamed_weights = StreamedWeights(self._weights, **how)
+        if "gradients" in leg.streams:
+            streamed_gradients = StreamedGradients(self._gradients, **how)
         lent = range(leg.num_stages) if msp_links is not None else ()
         self._engine = Engine(
             model,
-            weights=shared.provider(self._weights),
-            gradients=shared.gradient_provider(self._gradients),
+            weights=shared.provider(streamed_weights or self._weights),
+            gradients=shared.gradient_provider(streamed_gradients or self._gradients),
+            streamed_weights=streamed_weights,
+            streamed_gradients=streamed_gradients,
             placements=dict.fromkeys(range(leg.num_stages), rows_of_leg(leg, model, dtype)),
             offloaded=_store(leg, disk) if leg.tier else None,
             offloaded_shards={stage: _store(leg, disk) for stage in lent if leg.tier},

@@ -62,12 +62,12 @@ def test_copies_of_keys_have_their_colours_however_short_they_are(tmp_path, copy
     path = tmp_path / "a.png"
     write_png(path, timelines=[with_kv_copies(copy_s)])
     seen = pixels(path)
-    for colours in (style.KIND_COLOURS, style.KV_COPY_COLOURS):
-        for kind in (ActionKind.D2H, ActionKind.H2D):
-            assert rgb(colours[kind]) in seen
+    for kind in (ActionKind.D2H, ActionKind.H2D):
+        assert rgb(style.KIND_COLOURS[kind]) in seen
+        assert rgb(style.OTHER_COPY_COLOURS[kind, "kv"]) in seen
     # Those of another plot are not in its legend.
     write_png(path, timelines=[offloaded()])
-    assert not {rgb(colour) for colour in style.KV_COPY_COLOURS.values()} & pixels(path)
+    assert not {rgb(colour) for colour in style.OTHER_COPY_COLOURS.values()} & pixels(path)
 
 
 def test_copies_of_keys_have_their_name_everywhere(tmp_path):
@@ -75,7 +75,7 @@ def test_copies_of_keys_have_their_name_everywhere(tmp_path):
     write_html(tmp_path / "a.html", timelines=[timeline])
     write_trace(tmp_path / "a.json", timelines=[timeline])
     page, trace = ((tmp_path / f"a.{kind}").read_text() for kind in ("html", "json"))
-    for name in (*style.KV_COPY_NAMES.values(), "copy out", "copy back"):
+    for name in ("K and V out", "K and V back", "copy out", "copy back"):
         assert f'"name":"{name}"' in page
         assert f'"kind":"{name}"' in trace
 

@@ -362,7 +362,7 @@ def test_a_plan_that_moves_to_a_disk_needs_a_directory(work):
     named = run_of(work, activations={**offloading, "disk": "spill"})
     with fake_gpu() as (device, _):
         plan = check_before_training(named, device=device).plan
-        with pytest.raises(ValueError, match=r"to a disk: write activations\.disk=DIR"):
+        with pytest.raises(ValueError, match=r"needs a disk: write activations\.disk=DIR"):
             check_before_training(run_of(work, activations=offloading), plan=plan, device=device)
 
 

@@ -16,7 +16,7 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.train import cpu_device, evaluation
 from sppo.train.evaluation import Evaluation, loss_by_position
-from sppo.train.state import starting_weights
+from sppo.train.state_tensors import starting_weights
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_token_losses
 

@@ -99,12 +99,12 @@ def bad_steps(work, monkeypatch):
     bad: set[int] = set()
     norm, done = sharded_state.global_norm, 0
 
-    def poisoned(gradients):
+    def poisoned(gradients, **how):
         nonlocal done
         done += 1
         if done in bad:
             gradients["layers.0.q.weight"][3, 2] = math.nan
-        return norm(gradients)
+        return norm(gradients, **how)
 
     monkeypatch.setattr(sharded_state, "global_norm", poisoned)
     return bad

@@ -15,7 +15,8 @@ from sppo.kernels.cross_entropy import LossTerms
 from sppo.optim.learning_rate import learning_rate
 from sppo.train import cpu_device, trainer
 from sppo.train.preflight import check_before_training
-from sppo.train.state import build_state, starting_weights
+from sppo.train.state import build_state
+from sppo.train.state_tensors import starting_weights
 from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
 from tests.engine.reference import reference_loss
 

@@ -40,6 +40,7 @@ def estimate_report(found: Estimate, *, baselines: Sequence[Baseline] = ()) -> d
         "virtual_stages": candidate.virtual_stages,
         "policy": evaluated.effective_policy,
         "kv": evaluated.kv,
+        "state": asdict(evaluated.candidate.state),
         "device_peak_bytes": evaluated.device_peak_bytes,
         "model": _counts_report(found.counts),
         "stages": stage_reports(evaluated),

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sppo.cli.output.solve_text import tier_text
 from sppo.cost.memory.plot import (
     BUCKETS,
     FREE,
@@ -89,7 +90,9 @@ def _bucket_table(groups: Sequence[RankGroup], *, hardware: HardwareSpec) -> Tab
         add(bucket.letter, bucket.label, [bucket.bytes_of(each.device) for each in held])
     table.add_section()
     add("", "one device", [each.device.total_bytes for each in held])
-    tier = "host memory" if hardware.node.host_memory_bytes else "disk"
+    tier = tier_text(hardware)
     add("", f"activations in {tier}", [each.tier_activations_bytes for each in held])
-    add("", "optimizer states in host memory", [each.host_optimizer_bytes for each in held])
+    add("", f"optimizer states in {tier}", [each.host_optimizer_bytes for each in held])
+    add("", f"gradients in {tier}", [each.tier_gradients_bytes for each in held])
+    add("", f"weights in {tier}", [each.tier_weights_bytes for each in held])
     return table

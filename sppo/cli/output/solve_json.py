@@ -52,6 +52,7 @@ def solution_report(
                 "step_s": evaluated.step_s,
                 "policy": evaluated.effective_policy,
                 "kv": evaluated.kv,
+                "state": asdict(evaluated.candidate.state),
                 "simulated": evaluated.played is not None,
             }
             for evaluated in solution.by_num_subsequences
@@ -104,6 +105,7 @@ def candidate_report(run: RunConfig, evaluated: EvaluatedCandidate) -> dict[str,
         "virtual_stages": candidate.virtual_stages,
         "policy": evaluated.effective_policy,
         "kv": evaluated.kv,
+        "state": asdict(evaluated.candidate.state),
         "sequences_per_replica": candidate.sequences,
         "predicted": predicted,
         "node_host_peak_bytes": node_host_bytes(evaluated, prediction),
@@ -133,6 +135,8 @@ def memory_report(held: StageMemory) -> dict[str, Any]:
         "device_bytes": held.device.total_bytes,
         "tier_activations_bytes": held.tier_activations_bytes,
         "host_optimizer_bytes": held.host_optimizer_bytes,
+        "tier_gradients_bytes": held.tier_gradients_bytes,
+        "tier_weights_bytes": held.tier_weights_bytes,
     }
 
 

@@ -20,6 +20,7 @@ from sppo.cli.output.solve_text import (
     ratio_text,
     rejected_groups,
     sampled_ratios,
+    state_text,
 )
 from sppo.cli.run_hardware import hardware_line
 from sppo.config.run import RunConfig
@@ -114,6 +115,8 @@ def _option_table(solution: Solution) -> Table:
         add("stages on a rank", lambda o, _: str(o.candidate.virtual_stages))
     if any(evaluated.kv != "retained" for evaluated in candidates):
         add("K and V between", lambda o, _: o.kv)
+    if any(evaluated.candidate.state.leaves_device for evaluated in candidates):
+        add("state", lambda o, _: state_text(o.candidate.state))
     add("policy", lambda o, _: o.effective_policy)
     add("offload ratio", lambda _, p: ratio_text(p.offload_ratios))
     if any(any(predicted.offload_ratios) for predicted in predictions):

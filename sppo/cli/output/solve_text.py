@@ -11,6 +11,7 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.plot import bucket_text
 from sppo.cost.stage_cost import row_bytes_of
+from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.plan import Prediction
 from sppo.planning.search.candidate_search import Rejection
@@ -48,7 +49,7 @@ def sampled_ratios(ratios: Sequence[float]) -> str:
 
 
 def tier_text(hardware: HardwareSpec) -> str:
-    """Name the tier that offloaded activations go to."""
+    """Name the tier behind the devices."""
     return "host memory" if hardware.node.host_memory_bytes else "disk"
 
 
@@ -57,6 +58,15 @@ def schedule_text(candidate: Candidate) -> str:
     if candidate.virtual_stages == 1:
         return candidate.schedule
     return f"{candidate.schedule} with {candidate.virtual_stages} stages on a rank"
+
+
+def state_text(state: StateTiers) -> str:
+    """Say what of the training state lives behind the device; "on the device" if nothing does."""
+    every = ("weights", "gradients", "optimizer")
+    parts = [part for part in every if getattr(state, part) != "device"]
+    if not parts:
+        return "on the device"
+    return f"{', '.join(parts)} on {getattr(state, parts[-1])}"
 
 
 def policy_text(evaluated: EvaluatedCandidate) -> str:

@@ -20,9 +20,10 @@ from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.parameters import layer_shapes, num_parameters
-from sppo.cost.sharding.parts import ShardedParts, rank_parts
+from sppo.cost.sharding.parts import ShardedParts, outer_by_copies, rank_parts
 from sppo.cost.stage_cost import (
     device_parameters,
+    most_held_of_ranks,
     most_of_ranks,
     of_ranks,
     placed_bytes,
@@ -42,6 +43,10 @@ REDUCE_BUCKET_BYTES = 32 * MIB
 """Gradients that are reduced together, of all ranks."""
 REDUCE_BUCKETS = 2
 """Buckets of gradients whose reduction is under way at once."""
+UPDATE_SLOTS = 2
+"""Buckets of an update behind the device that are there at once: one is stepped, one is copied."""
+DISK_UPDATE_ELEMENTS = 1 << 19
+"""Parameters of a bucket of an optimizer on a disk: enough for long reads, little memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,12 @@ class MemoryBuckets:
     """Bytes on one device at the peak of a step, by what holds them."""
 
     weights_bytes: int
-    """Parameters in the compute dtype; with ZeRO-3 a shard of them, and those gathered."""
+    """Parameters in the compute dtype; with ZeRO-3 a shard of them, and those gathered; where they
+    live in another tier, those of two stages."""
     gradients_bytes: int
     """fp32 sums, whole until they are reduced once per step; from ZeRO-2 on a shard of them, and
-    those that are whole until they are reduced after each use."""
+    those that are whole until they are reduced after each use; where they live in another tier,
+    those of two stages."""
     optimizer_bytes: int
     """AdamW's two moments, and fp32 masters where the weights have another compute dtype."""
     kv_bytes: int
@@ -95,7 +102,21 @@ class StageMemory:
     tier_activations_bytes: int
     """Offloaded tensors in the next tier."""
     host_optimizer_bytes: int
-    """Optimizer states in host memory."""
+    """Optimizer states there."""
+    tier_weights_bytes: int = 0
+    """Weights there."""
+    tier_gradients_bytes: int = 0
+    """Gradients there."""
+
+    @property
+    def tier_state_bytes(self) -> int:
+        """Weights, gradients and optimizer states in the next tier."""
+        return self.tier_weights_bytes + self.tier_gradients_bytes + self.host_optimizer_bytes
+
+    @property
+    def tier_bytes(self) -> int:
+        """All that is in the next tier."""
+        return self.tier_activations_bytes + self.tier_state_bytes
 
 
 def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMemory, ...]:
@@ -105,7 +126,8 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
         of_ranks(candidate, of_stages(candidate))
         for of_stages in (device_parameters, updated_parameters)
     )
-    element = workload.element_bytes
+    tiers, element = candidate.state, workload.element_bytes
+    held_weights, held_gradients = _held_elements(candidate)
     masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
     kv, kv_gradients = _kv_bytes(candidate, units=units)
     layer = _most_working_bytes(candidate)
@@ -118,14 +140,16 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
         working = max(layer, loss) if is_last else layer
         optimizer = int((own if candidate.zero else count) * (2 * ACCUMULATION_BYTES + masters))
         saved = int((own if candidate.zero else count) * 3 * ACCUMULATION_BYTES)
+        update_room = _update_room_bytes(candidate, parameters=own if candidate.zero else count)
         parts = rank_parts(candidate, rank=rank)
-        whole = own + parts.room_elements
-        weights = whole if candidate.zero >= 3 else count
-        gradients = whole if candidate.zero >= 2 else count
+        kept_weights = (own if candidate.zero >= 3 else count) * element
+        kept_gradients = (own if candidate.zero >= 2 else count) * ACCUMULATION_BYTES
+        weights = held_weights[rank] + parts.room_elements * (candidate.zero >= 3)
+        gradients = held_gradients[rank] + parts.room_elements * (candidate.zero >= 2)
         buckets = MemoryBuckets(
             weights_bytes=int(weights * element),
             gradients_bytes=int(gradients * ACCUMULATION_BYTES),
-            optimizer_bytes=0 if candidate.offload_optimizer else optimizer,
+            optimizer_bytes=update_room if tiers.offloads_optimizer else optimizer,
             kv_bytes=int(kv[rank]),
             kv_gradients_bytes=int(kv_gradients[rank]),
             activations_bytes=0,
@@ -139,8 +163,68 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
                 background_save_bytes=saved if candidate.background_saves else 0,
             ),
         )
-        ranks.append(StageMemory(buckets, 0, optimizer if candidate.offload_optimizer else 0))
+        ranks.append(
+            StageMemory(
+                buckets,
+                0,
+                optimizer * tiers.offloads_optimizer,
+                int(kept_weights) * tiers.streams_weights,
+                int(kept_gradients) * tiers.streams_gradients,
+            )
+        )
     return tuple(ranks)
+
+
+def _update_room_bytes(candidate: Candidate, *, parameters: float) -> int:
+    """Bytes of a CPU through which buckets of an optimizer on a disk pass; 0 behind a GPU.
+
+    Slots for gradients and weights, and what is stepped of masters and moments.
+    """
+    if candidate.state.optimizer != "disk":
+        return 0
+    bucket = min(parameters, DISK_UPDATE_ELEMENTS)
+    slot = ACCUMULATION_BYTES + candidate.workload.element_bytes
+    return int(bucket * (UPDATE_SLOTS * slot + 3 * ACCUMULATION_BYTES))
+
+
+def _held_elements(candidate: Candidate) -> tuple[list[float], list[float]]:
+    """Weights and gradients that each rank keeps on the device, without those whole in use.
+
+    Of a tied embedding, on a rank with both ends, the last stage needs the weights, too, and the
+    gradient is there from the last stage's first forward to the first stage's last backward.
+    """
+    tiers = candidate.state
+    whole, own = device_parameters(candidate), updated_parameters(candidate)
+    weights = own if candidate.zero >= 3 else whole
+    gradients = own if candidate.zero >= 2 else whole
+    tied = _tied_elements(candidate)
+    ends_meet = candidate.pipeline_parallel_degree == 1 and candidate.virtual_stages > 1
+    at_last = np.zeros(len(whole))
+    at_last[-1] = tied[candidate.zero >= 3] * ends_meet
+    at_first = np.zeros(len(whole))
+    at_first[0] = tied[candidate.zero >= 2] * ends_meet
+    held_weights = (
+        most_held_of_ranks(candidate, weights + at_last)
+        if tiers.streams_weights
+        else of_ranks(candidate, weights)
+    )
+    held_gradients = (
+        most_held_of_ranks(candidate, gradients - at_first) + at_first[0]
+        if tiers.streams_gradients
+        else of_ranks(candidate, gradients)
+    )
+    return held_weights.tolist(), held_gradients.tolist()
+
+
+def _tied_elements(candidate: Candidate) -> tuple[float, float]:
+    """Elements of a tied embedding on a device: what it computes with, and what it updates."""
+    workload = candidate.workload
+    if not workload.model.tie_embeddings:
+        return 0.0, 0.0
+    by_copies = outer_by_copies(workload, workload.model.vocab_size * workload.model.hidden_size)
+    replicas = candidate.data_parallel_degree
+    own = sum(held / (copies * replicas) for copies, held in by_copies.items())
+    return sum(by_copies.values()), own
 
 
 def with_activations(

@@ -28,7 +28,8 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
         return best
     if places_kv(run):  # what no other schedule does
         return best if best.played is not None else simulate_candidate(best)
-    may_cut = trains_msp(run)
+    streams = candidate.state.streams_weights or candidate.state.streams_gradients
+    may_cut = trains_msp(run) and not streams
     forced = run.parallel.multiplexed == "on" and may_cut
     if size > SCHEDULED_UNITS and not forced:
         return best
@@ -38,7 +39,7 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
         return _simulated(replace(candidate, schedule="sppo_msp")) or best
     virtual = candidate.virtual_stages
     others = [replace(candidate, schedule="interleaved_seq1f1b")] if virtual > 1 else []
-    if virtual == 1 or run.parallel.virtual_stages == "auto":
+    if not streams and (virtual == 1 or run.parallel.virtual_stages == "auto"):
         names = ("seq_zb_h1", "sppo_msp")[: 1 + (may_cut and run.parallel.multiplexed == "auto")]
         others += [replace(candidate, schedule=name, virtual_stages=1) for name in names]
     for candidate in others:

@@ -7,6 +7,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import Degrees, cut_sequence, machine_asked_for
+from sppo.planning.search.state_choices import state_choices
 from sppo.schedule.generators import LOOPED
 from sppo.schedule.kv_placement import KVPlacement
 
@@ -71,8 +72,7 @@ def candidate_of(
         policy="hybrid" if policy == "auto" else policy,
         offload_ratio=None if ratio == "auto" else ratio,
         zero=run.parallel.zero,
-        # A CPU's host memory is the device's: there is nowhere to go.
-        offload_optimizer=run.optimizer.offload and workload.hardware.device.kind != "cpu",
+        state=state_choices(run, hardware=workload.hardware)[0],
         input_every=run.activations.input_every,
         background_saves=run.checkpoint.async_save,
         # Where weights are sharded, tensors are recomputed whole or not at all.

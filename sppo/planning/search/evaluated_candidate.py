@@ -186,8 +186,8 @@ class EvaluatedCandidate:
 
     @property
     def tier_peak_bytes(self) -> int:
-        """Peak bytes in the tier behind the fullest device, optimizer states included."""
-        return max(s.tier_activations_bytes + s.host_optimizer_bytes for s in self.memory)
+        """Peak bytes in the tier behind the fullest device, training state included."""
+        return max(rank.tier_bytes for rank in self.memory)
 
     @property
     def node_host_bytes(self) -> int:
@@ -227,6 +227,7 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
     if candidate.kv is None:
         return _best_of_kv(candidate, seconds=seconds)
     _check_kv(candidate)
+    _check_state(candidate)
     if candidate.schedule != "sppo_msp":
         found = _assess_with_room(candidate, seconds=seconds)
         _check_inputs_retained(found)
@@ -297,6 +298,31 @@ def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
     if len(fitting) > 1:
         return min(fitting, key=lambda one: one.time.step_s)
     return fitting[0] if fitting else min(found, key=_short_bytes)
+
+
+def _check_state(candidate: Candidate) -> None:
+    """Refuse a tier of the state that the machine does not have.
+
+    Raises:
+        ValueError: names the part of the state, its tier, and what to write.
+    """
+    hardware, state = candidate.workload.hardware, candidate.state
+    for part in ("weights", "gradients", "optimizer"):
+        tier = getattr(state, part)
+        if tier == "host" and not hardware.node.host_memory_bytes:
+            raise ValueError(
+                f"state.{part}=host keeps it in host memory, and {hardware.name} has none beside "
+                f"its devices': write state.{part}=device"
+            )
+        if tier == "disk" and (hardware.node.host_memory_bytes or not hardware.node.disk_bytes):
+            raise ValueError(
+                f"state.{part}=disk keeps it on a disk, and on {hardware.name} there is "
+                + (
+                    "host memory in front of it: write host, or device"
+                    if hardware.node.host_memory_bytes
+                    else "none that may be used: name a directory (activations.disk=DIR)"
+                )
+            )
 
 
 def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
@@ -373,6 +399,7 @@ def can_fit(candidate: Candidate, *, seconds: StageSeconds) -> bool:
     if candidate.kv is None:
         return any(can_fit(one, seconds=seconds) for one in _kv_worth_trying(candidate))
     _check_kv(candidate)
+    _check_state(candidate)
     found = _assess_with_room(candidate, seconds=seconds, first_that_fits=True)
     return found.shortfall is None
 
@@ -437,12 +464,6 @@ def _assess_whole(
         seconds: of its units, with everything retained.
         first_that_fits: whether any placement that fits will do, the fastest or not.
     """
-    hardware = candidate.workload.hardware
-    if candidate.offload_optimizer and not hardware.node.host_memory_bytes:
-        raise ValueError(
-            f"optimizer.offload keeps optimizer states in host memory, and {hardware.name} has "
-            "none beside its devices': write optimizer.offload=false"
-        )
     units, states = UnitsInFlight(candidate), _states(candidate)
     lengths = np.array(candidate.lengths, dtype=np.float64)
     tokens = np.tile(lengths, (candidate.num_stages, 1))
@@ -632,13 +653,13 @@ def _inputs(
     operands = weight_operand_bytes(candidate)
     used += units.peak(np.zeros_like(operands), deferred=operands)
     used += _kv_slots_bytes(candidate)
-    host = np.array([state.host_optimizer_bytes for state in states], dtype=np.float64)
+    state_bytes = np.array([state.tier_state_bytes for state in states], dtype=np.float64)
     on_host = hardware.node.host_memory_bytes > 0
     tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
     virtual = candidate.virtual_stages
     shares = layers / np.tile(np.array(candidate.layers_of_ranks, dtype=np.float64), virtual)
     device_room = shares * np.tile(np.maximum(0.0, candidate.budget_bytes - used), virtual)
-    tier_room = shares * np.tile(tier - (host if on_host else np.zeros_like(host)), virtual)
+    tier_room = shares * np.tile(tier - state_bytes, virtual)
     tier_room = tier_room - kv_tier_bytes(candidate) * units.sequences
     tier_room = np.maximum(0.0, tier_room - tier_padding_bytes(candidate, units=units))
     hidden = np.minimum(forward * out, backward * back)
@@ -679,6 +700,15 @@ def _following(seconds: Table) -> Table:
     return following
 
 
+def _tier_buckets(held: StageMemory) -> tuple[tuple[str, int], ...]:
+    return (
+        ("offloaded activations", held.tier_activations_bytes),
+        ("optimizer states", held.host_optimizer_bytes),
+        ("gradients", held.tier_gradients_bytes),
+        ("weights", held.tier_weights_bytes),
+    )
+
+
 def _shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfall | None:
     hardware = candidate.workload.hardware
     found = []
@@ -697,16 +727,8 @@ def _shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfa
         )
         on_host = hardware.node.host_memory_bytes > 0
         room = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
-        tier = held.tier_activations_bytes + (held.host_optimizer_bytes if on_host else 0)
-        found.append(
-            Shortfall(
-                "host" if on_host else "disk",
-                rank,
-                "offloaded activations",
-                held.tier_activations_bytes,
-                tier,
-                room,
-            )
-        )
+        bucket, size_bytes = max(_tier_buckets(held), key=lambda bucket: bucket[1])
+        place = "host" if on_host else "disk"
+        found.append(Shortfall(place, rank, bucket, size_bytes, held.tier_bytes, room))
     worst = max(found, key=lambda shortfall: shortfall.short_bytes)
     return worst if worst.short_bytes > 0 else None

@@ -17,6 +17,7 @@ from sppo.planning.search.choices import (
     virtual_stages_to_try,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess, may_fit
+from sppo.planning.search.state_choices import runs_by_state
 
 
 def quick_best(run: RunConfig, hardware: HardwareSpec) -> EvaluatedCandidate | None:
@@ -28,8 +29,12 @@ def quick_best(run: RunConfig, hardware: HardwareSpec) -> EvaluatedCandidate | N
     if not fits_at_all(run, hardware):
         return None
     counts = _few(subsequence_counts_to_try(run, hardware=hardware))
-    search = CandidateSearch(run, hardware=hardware, subsequence_counts=counts)
-    return next(search.fastest_first(), None)
+    for attempt in runs_by_state(run, hardware=hardware):
+        search = CandidateSearch(attempt, hardware=hardware, subsequence_counts=counts)
+        found = next(search.fastest_first(), None)
+        if found is not None:
+            return found
+    return None
 
 
 def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
@@ -37,6 +42,16 @@ def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
 
     Memory only shrinks with the number of subsequences, so no other number is looked at.
     """
+    try:
+        attempts = runs_by_state(run, hardware=hardware)
+    except ValueError:
+        return False
+    # The last needs least of the devices, the first least of the tier behind them.
+    return any(_fits(attempts[place], hardware) for place in {0, len(attempts) - 1})
+
+
+def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:
+    """Whether any way to divide the devices fits, with the training state where the run says."""
     try:
         possible, _ = degrees_to_try(run, hardware=hardware)
         num_subsequences = subsequence_counts_to_try(run, hardware=hardware)[-1]

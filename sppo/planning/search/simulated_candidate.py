@@ -7,6 +7,7 @@ from dataclasses import replace
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.schedule.costs import Costs
 from sppo.schedule.played_step import played_step
 from sppo.schedule.simulate import simulate
 from sppo.schedule.whole_units import play_whole_units
@@ -18,8 +19,7 @@ _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
 def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return the evaluated candidate with its simulated step."""
     candidate, costs = evaluated.candidate, evaluated.costs
-    places_kv = costs.kv_offload_bytes.any() or costs.kv_recompute_s.any()
-    if candidate.schedule == "sppo_msp" or places_kv:
+    if candidate.schedule == "sppo_msp" or _copies_stages(costs):
         program = evaluated.program or candidate_program(candidate, costs=costs)
         timeline = simulate(program, costs=costs)
         return replace(evaluated, played=played_step(timeline), program=program)
@@ -31,6 +31,17 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
         num_virtual=candidate.virtual_stages,
     )
     return replace(evaluated, played=played)
+
+
+def _copies_stages(costs: Costs) -> bool:
+    """Whether K and V, weights or gradients come and go, or K and V are recomputed."""
+    tables = (
+        costs.kv_offload_bytes,
+        costs.kv_recompute_s,
+        costs.streamed_weight_bytes,
+        costs.streamed_gradient_bytes,
+    )
+    return any(bool(table.any()) for table in tables)
 
 
 def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | None:

@@ -15,7 +15,9 @@ from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.best_schedule import with_best_schedule
 from sppo.planning.search.candidate_search import CandidateSearch, Rejection, rank_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.feasibility import fits_at_all
 from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.planning.search.state_choices import runs_by_state
 
 RUNNERS_UP = 3
 _SIMULATED = 1 + RUNNERS_UP
@@ -48,14 +50,13 @@ def solve(run: RunConfig, *, hardware: HardwareSpec) -> Solution:
     Raises:
         ValueError: the run asks for what the machine or the model cannot do.
     """
-    search = CandidateSearch(run, hardware=hardware)
-    leaders = _simulated(search.fastest_first())
+    decided, search, leaders = _leaders(run, hardware=hardware)
     if not leaders:
         return Solution(run, hardware, None, (), (), search.rejections())
     return Solution(
         run,
         hardware,
-        best=with_best_schedule(run, leaders[0]),
+        best=with_best_schedule(decided, leaders[0]),
         runners_up=tuple(leaders[1 : 1 + RUNNERS_UP]),
         by_num_subsequences=search.by_num_subsequences(
             leaders[0].degrees, virtual_stages=leaders[0].candidate.virtual_stages
@@ -70,11 +71,31 @@ def recommend(run: RunConfig, *, hardware: HardwareSpec) -> EvaluatedCandidate |
     Raises:
         ValueError: the run asks for what the machine or the model cannot do.
     """
-    search = CandidateSearch(run, hardware=hardware)
-    leaders = _simulated(search.fastest_first())
+    decided, search, leaders = _leaders(run, hardware=hardware)
     if leaders:
-        return with_best_schedule(run, leaders[0])
+        return with_best_schedule(decided, leaders[0])
     return nearest_rejection(search.rejections())
+
+
+def _leaders(
+    run: RunConfig, *, hardware: HardwareSpec
+) -> tuple[RunConfig, CandidateSearch, list[EvaluatedCandidate]]:
+    """The fastest candidates with the training state as near to the devices as it fits.
+
+    Returns:
+        the run with the place of its state decided, its search, and what is simulated of it.
+    """
+    attempts = runs_by_state(run, hardware=hardware)
+    for place, attempt in enumerate(attempts):
+        search = CandidateSearch(attempt, hardware=hardware)
+        leaders = _simulated(search.fastest_first())
+        if leaders:
+            return attempt, search, leaders
+        if place == 0 and not fits_at_all(attempts[-1], hardware):
+            break  # where the last does not fit, which needs least of the devices, none does
+    if len(attempts) > 1:
+        search = CandidateSearch(attempts[-1], hardware=hardware)
+    return attempts[-1], search, []
 
 
 def nearest_rejection(rejected: Sequence[Rejection]) -> Rejection | None:

@@ -16,6 +16,8 @@ Rules, each with the failure it prevents:
 * message place: SEND behind what makes the tensor, RECV before what needs it.
 * message order: sends and receives of a directed edge in the same order; anything else delivers a
   tensor of another unit, or none.
+* state order: where weights live in another tier, compute reads those of the two stages that were
+  named last; gradients are back before they are added to again, and leave behind their REDUCE.
 * reduction: REDUCE at most once per stage, after its last B or W.
 * no deadlock: the order of all ranks together has no circle. Only checked if all else holds.
 """
@@ -31,6 +33,7 @@ import numpy.typing as npt
 from sppo.schedule import encoding
 from sppo.schedule.actions import Schedule
 from sppo.schedule.checks.coverage import coverage_problems, message_problems
+from sppo.schedule.checks.state_order import state_problems
 from sppo.schedule.checks.violations import ScheduleError, Violation
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.encoding import (
@@ -111,7 +114,7 @@ class _Positions:
 
 
 def _positions(schedule: Schedule, *, rank: int, program: EncodedProgram) -> _Positions:
-    slots = np.unique(program.slots[program.codes != REDUCE])
+    slots = np.unique(program.slots[program.codes < REDUCE])
     first, last = {}, {}
     position = np.arange(program.codes.size)
     for code in range(REDUCE):
@@ -156,7 +159,8 @@ def _order_problems(schedule: Schedule, *, rank: int, program: EncodedProgram) -
         ("message place", B, RECV_GRAD),
     ):
         found += _must_follow(at, rule, later, every, earlier, every)
-    return found + _reduction_problems(schedule, rank=rank, program=program)
+    found += _reduction_problems(schedule, rank=rank, program=program)
+    return found + state_problems(schedule, rank=rank)
 
 
 def _must_follow(

@@ -316,7 +316,7 @@ def test_optimizer_states_need_a_host_to_go_to():
     run = small(optimizer={"offload": True})
     assert solved(run).best.tier_peak_bytes > 0
     with pytest.raises(
-        ValueError, match="optimizer.offload keeps .* host memory, and a100-80g has"
+        ValueError, match="state.optimizer=host keeps .* host memory, and a100-80g has"
     ):
         solved(run, hardware=machine(host_memory_bytes=0))
 

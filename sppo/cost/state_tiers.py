@@ -1,0 +1,52 @@
+"""Where weights, gradients and optimizer state live while nothing computes with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+StateTier = Literal["device", "host", "disk"]
+"""Memory of the device, of the host behind it, or a file on a disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTiers:
+    """The tier of each part of the training state.
+
+    Weights and gradients of a tier behind the device are on it for one stage in use, and one that
+    comes or goes (:mod:`sppo.schedule.state_streaming`). The optimizer steps where its state is,
+    bucket by bucket.
+
+    Attributes:
+        weights: In the compute dtype.
+        gradients: fp32 sums over the step.
+        optimizer: fp32 masters and both moments.
+    """
+
+    weights: StateTier = "device"
+    gradients: StateTier = "device"
+    optimizer: StateTier = "device"
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether weights come to the device stage by stage."""
+        return self.weights != "device"
+
+    @property
+    def streams_gradients(self) -> bool:
+        """Whether gradients leave the device stage by stage."""
+        return self.gradients != "device"
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer steps somewhere else than on the device."""
+        return self.optimizer != "device"
+
+    @property
+    def leaves_device(self) -> bool:
+        """Whether any part lives behind the device."""
+        return any(getattr(self, field.name) != "device" for field in fields(self))
+
+
+ON_DEVICE = StateTiers()
+"""Everything on the device."""

@@ -1,0 +1,63 @@
+"""The copies of a rank's weights and gradients that its program asks for, stage by stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sppo.engine.gradients import GradientProvider
+from sppo.engine.streamed_gradients import StreamedGradients
+from sppo.engine.streamed_weights import StreamedWeights
+from sppo.schedule.actions import Action, ActionKind
+
+
+@dataclass(frozen=True, slots=True)
+class StateStreams:
+    """Runs actions of whole stages.
+
+    Attributes:
+        weights: None where they are on the device all the time.
+        gradients: None where they are.
+        provider: gives them to the stages.
+    """
+
+    weights: StreamedWeights | None = None
+    gradients: StreamedGradients | None = None
+    provider: GradientProvider | None = None
+    _reduced: set[int] = field(default_factory=set)
+
+    def run(self, action: Action) -> None:
+        """Do what an H2D or D2H of wire "weights" or "gradients" says."""
+        stage = action.stage
+        if action.wire == "weights":
+            assert self.weights is not None, f"{action} with weights on the device"
+            self.weights.fetch(stage)
+            return
+        assert self.gradients is not None, f"{action} with gradients on the device"
+        assert self.provider is not None, "whoever trains has gradients"
+        if action.kind is ActionKind.H2D:
+            self.gradients.bring_back(stage)
+            return
+        self.provider.settle()
+        self.gradients.leave(stage, complete=stage in self._reduced)
+
+    def reduce(self, stage: int) -> None:
+        """Reduce the gradients of a stage, which are complete on this rank."""
+        if self.provider is not None:
+            self.provider.reduce(stage)
+        self._reduced.add(stage)
+
+    def finish(self) -> None:
+        """End a step: nothing is left on the device."""
+        self._reduced.clear()
+        if self.weights is not None:
+            self.weights.forget()
+        if self.gradients is not None:
+            self.gradients.finish()
+
+    def abort(self) -> None:
+        """Drop what is on the device: the step failed."""
+        self._reduced.clear()
+        if self.weights is not None:
+            self.weights.forget()
+        if self.gradients is not None:
+            self.gradients.abort()

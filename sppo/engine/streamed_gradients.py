@@ -1,0 +1,133 @@
+"""Gradients that live in another tier, on the device for the stages that add to them.
+
+The program says when those of a stage leave, and when they come back to be added to once more
+(:mod:`sppo.schedule.state_streaming`). At the end of a step all of them have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from sppo.offload.transfers import Done, Transfers
+
+
+class StreamedGradients(Mapping[str, Tensor]):
+    """fp32 sums of the stages in use, on the device, by global name; zero at first in each step.
+
+    A parameter that two stages share belongs to the first of them, and leaves once: when it is
+    complete.
+
+    Args:
+        sums: in the other tier, of all parameters of the rank's stages; overwritten in each step.
+        stages: names of the parameters of each stage.
+        device: that computes.
+        transfers: its copies.
+    """
+
+    def __init__(
+        self,
+        sums: Mapping[str, Tensor],
+        *,
+        stages: Mapping[int, Collection[str]],
+        device: torch.device,
+        transfers: Transfers,
+    ) -> None:
+        self.dtype, self.device = next(iter(sums.values())).dtype, device
+        self._sums, self._transfers = sums, transfers
+        owners: dict[str, int] = {}
+        users: dict[str, int] = {}
+        for stage in sorted(stages):
+            for name in stages[stage]:
+                owners.setdefault(name, stage)
+                users[name] = users.get(name, 0) + 1
+        self._shared = {name for name, count in users.items() if count > 1}
+        self._owned: dict[int, list[str]] = {stage: [] for stage in stages}
+        for name, owner in owners.items():
+            self._owned[owner].append(name)
+        self._stage_of = owners
+        self._here: dict[str, Tensor] = {}
+        self._coming: dict[int, Done] = {}
+        self._leaving: tuple[Done, list[Tensor]] | None = None
+        self._peak_bytes = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return what to add to; compute issued from now on finds what came back."""
+        done = self._coming.pop(self._stage_of[name], None)
+        if done is not None:
+            done.before_compute()
+        if name not in self._here:
+            self._here[name] = torch.zeros_like(self._sums[name], device=self.device)
+            self._count()
+        return self._here[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """All names, also of what is not on the device."""
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        """Return the number of all names."""
+        return len(self._sums)
+
+    def leave(self, stage: int, *, complete: bool) -> None:
+        """Let the sums of a stage go, once those that went before have left.
+
+        Args:
+            stage: which.
+            complete: whether nothing is added to them any more.
+        """
+        names = [name for name in self._owned[stage] if complete or name not in self._shared]
+        copies = [(self._sums[name], self[name]) for name in names]
+        self._make_room()
+        self._leaving = self._transfers.down(copies), [source for _, source in copies]
+        for name in names:
+            del self._here[name]
+
+    def bring_back(self, stage: int) -> None:
+        """Let the sums of a stage come back, in the room of what left last."""
+        self._make_room()
+        names = [name for name in self._owned[stage] if name not in self._shared]
+        for name in names:
+            self._here[name] = torch.empty_like(self._sums[name], device=self.device)
+        self._coming[stage] = self._transfers.up([(self._here[n], self._sums[n]) for n in names])
+        self._count()
+
+    def finish(self) -> None:
+        """Return when all sums are in the other tier."""
+        self._make_room(for_host=True)
+        assert not self._here, f"gradients left on the device: {sorted(self._here)[:3]}"
+
+    def abort(self) -> None:
+        """Drop what is on the device: the step failed."""
+        for done in self._coming.values():
+            done.before_compute()
+        self._coming.clear()
+        self._make_room()
+        self._here.clear()
+
+    def take_peak_bytes(self) -> int:
+        """Return the most bytes on the device since the last call."""
+        peak, self._peak_bytes = self._peak_bytes, 0
+        return peak
+
+    def _make_room(self, *, for_host: bool = False) -> None:
+        """Free what has left.
+
+        Args:
+            for_host: wait until it has, for the host reads it.
+        """
+        if self._leaving is None:
+            return
+        done, tensors = self._leaving
+        self._leaving = None
+        if for_host:
+            done.wait()
+        done.before_compute()  # what is freed is used again by compute alone
+        tensors.clear()
+
+    def _count(self) -> None:
+        leaving = [] if self._leaving is None else self._leaving[1]
+        held = sum(tensor.numel() for tensor in (*self._here.values(), *leaving))
+        self._peak_bytes = max(self._peak_bytes, held * self.dtype.itemsize)

@@ -1,0 +1,115 @@
+"""Memory of a tier for training state, which tensors are views of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sppo.offload.arena import ALIGNMENT_BYTES
+from sppo.offload.mapped_file import MappedFile
+from sppo.offload.transfers import Transfers
+from sppo.units import format_bytes
+
+
+class StateMemory(Protocol):
+    """Gives tensors of a tier."""
+
+    def tensors(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return tensors of these shapes by name, one behind the other in one block.
+
+        Raises:
+            MemoryError: the tier has not the memory, or it may not be locked.
+            OSError: the disk has not the space.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Note that nobody uses the tensors for a while."""
+        ...
+
+
+class LockedHostMemory:
+    """:class:`StateMemory` of the host, page-locked, so that copies run beside the host's work.
+
+    Args:
+        transfers: of the device that computes.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+
+    def tensors(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return tensors in host memory."""
+        return _views(self._transfers.memory(_block_bytes(shapes, dtype)), shapes, dtype)
+
+    def forget(self) -> None:
+        """Do nothing: they stay where they are."""
+
+
+class DiskMemory:
+    """:class:`StateMemory` of nameless files in a directory.
+
+    Args:
+        directory: on a fast local disk.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: list[MappedFile] = []
+
+    def tensors(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Return tensors in a file."""
+        size_bytes = _block_bytes(shapes, dtype)
+        try:
+            self._files.append(MappedFile(self._directory, size_bytes))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no room for {format_bytes(size_bytes)} of training state ({error.strerror}); "
+                "free space, or keep more on the device (state.weights, gradients, optimizer)",
+                f"activations.disk={self._directory}",
+            ) from None
+        return _views(self._files[-1].bytes_(), shapes, dtype)
+
+    def forget(self) -> None:
+        """Take what was read or written out of the memory of this process."""
+        for file in self._files:
+            file.forget()
+
+
+def _begins(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> tuple[dict[str, int], int]:
+    """Where tensors begin in their block, in bytes, and where the last one ends."""
+    begins, end = {}, 0
+    for name, shape in shapes.items():
+        begins[name] = end
+        end += -(-prod(shape) * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return begins, end
+
+
+def _block_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+    return max(1, _begins(shapes, dtype)[1])
+
+
+def _views(
+    block: Tensor, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    begins, _ = _begins(shapes, dtype)
+    return {
+        name: block[begins[name] : begins[name] + prod(shape) * dtype.itemsize]
+        .view(dtype)
+        .view(shape)
+        for name, shape in shapes.items()
+    }

@@ -1,0 +1,70 @@
+"""Rules about copies of a whole stage's weights and gradients, which live in another tier."""
+
+from __future__ import annotations
+
+from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule
+from sppo.schedule.checks.violations import Violation
+from sppo.schedule.state_streaming import STAGES_HELD
+
+_RULE = "state order"
+_READING = frozenset(COMPUTE_KINDS) - {ActionKind.W}
+"""Kinds that read weights."""
+
+
+def state_problems(schedule: Schedule, *, rank: int) -> list[Violation]:
+    """Return what is wrong with the copies of weights and gradients in one rank's program."""
+    program = schedule.programs[rank]
+    wires = {action.wire for action in program}
+    found: list[Violation] = []
+    if "weights" in wires:
+        found += _weight_problems(program, rank=rank)
+    if "gradients" in wires:
+        found += _gradient_problems(program, rank=rank, last_stage=schedule.num_stages - 1)
+    return found
+
+
+def _weight_problems(program: tuple[Action, ...], *, rank: int) -> list[Violation]:
+    """Compute reads the weights of the stages that were named last."""
+    held: list[int] = []
+    for index, action in enumerate(program):
+        if action.wire == "weights":
+            held = [*held, action.stage][-STAGES_HELD:]
+        elif action.kind in _READING and action.stage not in held:
+            text = f"{action} reads weights of stage {action.stage}, and stages {held} are here"
+            return [Violation(_RULE, text, rank, index)]
+    return []
+
+
+def _gradient_problems(
+    program: tuple[Action, ...], *, rank: int, last_stage: int
+) -> list[Violation]:
+    """Gradients that have left are back before they are added to, and all leave in the end."""
+    gone: set[int] = set()
+    here: set[int] = set()
+    for index, action in enumerate(program):
+        stage, text = action.stage, ""
+        if action.wire == "gradients" and action.kind is ActionKind.D2H:
+            if stage not in here:
+                text = f"{action} takes gradients away that are not here"
+            here.discard(stage)
+            gone.add(stage)
+        elif action.wire == "gradients":
+            if stage not in gone:
+                text = f"{action} brings back gradients that have not left"
+            gone.discard(stage)
+            here.add(stage)
+        elif action.kind is ActionKind.REDUCE:
+            if stage in gone:
+                text = f"{action} reduces gradients that have left"
+        elif action.kind in (ActionKind.B, ActionKind.W) or (
+            action.kind is ActionKind.F and stage == last_stage
+        ):
+            if stage in gone:
+                text = f"{action} adds to gradients that have left"
+            here.add(stage)
+        if text:
+            return [Violation(_RULE, text, rank, index)]
+    if here:
+        text = f"gradients of stages {sorted(here)} do not leave"
+        return [Violation(_RULE, text, rank, len(program) - 1)]
+    return []

@@ -1,0 +1,153 @@
+"""Placing the copies of weights and gradients that live in another tier between their uses.
+
+A rank with several stages computes with one of them for a while, then with the next. A *phase* is
+such a while: consecutive actions of a rank that read the weights of one stage, or add to its
+gradients.
+
+* Weights. `H2D_WEIGHTS` names a stage whose weights come, unless they are here already; they stay
+  until two other stages have been named. In front of every phase stands that of the next one, so
+  weights come one phase ahead, in the room of the phase before.
+* Gradients. `D2H_GRADIENTS` of a stage stands behind its phase, and behind its REDUCE. Where a
+  stage has several phases, `H2D_GRADIENTS` brings back what has been added up, in front of the last
+  action of the phase before: what left last has made room by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from sppo.schedule.actions import Action, ActionKind, Schedule
+
+STAGES_HELD = 2
+"""Stages of a rank whose weights, or gradients, are on the device at once: one in use, and one that
+comes or goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Consecutive uses of one stage in the program of a rank.
+
+    Attributes:
+        stage: Which.
+        first: Position of its first action.
+        last: Position of its last action.
+    """
+
+    stage: int
+    first: int
+    last: int
+
+
+def place_state(schedule: Schedule, *, weights: bool, gradients: bool) -> Schedule:
+    """`schedule` with the copies of weights and gradients that are not on the device all the time.
+
+    Args:
+        schedule: With everything else, but without messages.
+        weights: Weights live in another tier.
+        gradients: Gradients do.
+
+    Raises:
+        ValueError: a schedule that cuts units (MSP), whose shards fetch weights by themselves.
+    """
+    if not weights and not gradients:
+        return schedule
+    for action in (a for program in schedule.programs for a in program):
+        if action.num_shards > 1:
+            raise ValueError(
+                f"{action} is a shard of a unit, and ranks that share units have weights and "
+                "gradients on the device: write state.weights=device and state.gradients=device, "
+                "or parallel.multiplexed=off"
+            )
+    last_stage = schedule.num_stages - 1
+    programs = []
+    for program in schedule.programs:
+        before: dict[int, list[Action]] = {}
+        behind: dict[int, list[Action]] = {}
+        if weights:
+            _place_weights(program, before)
+        if gradients and schedule.is_training:
+            _place_gradients(program, before, behind, last_stage=last_stage)
+        programs.append(_merged(program, before, behind))
+    return replace(schedule, programs=tuple(programs))
+
+
+def weight_phases(program: Sequence[Action]) -> list[Phase]:
+    """Return the phases in which a rank reads weights, in order."""
+    reading = (ActionKind.F, ActionKind.KV, ActionKind.B)
+    return _phases(program, lambda action: action.kind in reading)
+
+
+def gradient_phases(program: Sequence[Action], *, last_stage: int) -> list[Phase]:
+    """Return the phases in which a rank adds to gradients, in order.
+
+    Args:
+        program: of the rank.
+        last_stage: whose forwards form the gradients of the head.
+    """
+    return _phases(
+        program,
+        lambda action: (
+            action.kind in (ActionKind.B, ActionKind.W)
+            or (action.kind is ActionKind.F and action.stage == last_stage)
+        ),
+    )
+
+
+def _phases(program: Sequence[Action], uses: Callable[[Action], bool]) -> list[Phase]:
+    found: list[Phase] = []
+    for index, action in enumerate(program):
+        if not uses(action):
+            continue
+        if found and found[-1].stage == action.stage:
+            found[-1] = replace(found[-1], last=index)
+        else:
+            found.append(Phase(action.stage, index, index))
+    return found
+
+
+def _place_weights(program: Sequence[Action], before: dict[int, list[Action]]) -> None:
+    phases = weight_phases(program)
+    if not phases:
+        return
+    named = before.setdefault(phases[0].first, [])
+    named.append(Action(ActionKind.H2D, phases[0].stage, wire="weights"))
+    for phase, following in zip(phases, phases[1:], strict=False):
+        fetch = Action(ActionKind.H2D, following.stage, wire="weights")
+        before.setdefault(phase.first, []).append(fetch)
+
+
+def _place_gradients(
+    program: Sequence[Action],
+    before: dict[int, list[Action]],
+    behind: dict[int, list[Action]],
+    *,
+    last_stage: int,
+) -> None:
+    reduced_at = {a.stage: i for i, a in enumerate(program) if a.kind is ActionKind.REDUCE}
+    phases = gradient_phases(program, last_stage=last_stage)
+    final = {phase.stage: phase for phase in phases}
+    seen: set[int] = set()
+    for number, phase in enumerate(phases):
+        if phase.stage in seen:
+            back = Action(ActionKind.H2D, phase.stage, wire="gradients")
+            before.setdefault(phases[number - 1].last, []).append(back)
+        seen.add(phase.stage)
+        place = phase.last
+        if phase is final[phase.stage]:
+            place = max(place, reduced_at.get(phase.stage, place))
+        leave = Action(ActionKind.D2H, phase.stage, wire="gradients")
+        behind.setdefault(place, []).append(leave)
+
+
+def _merged(
+    program: Sequence[Action],
+    before: dict[int, list[Action]],
+    behind: dict[int, list[Action]],
+) -> tuple[Action, ...]:
+    merged: list[Action] = []
+    for index, action in enumerate(program):
+        merged += before.get(index, ())
+        merged.append(action)
+        merged += behind.get(index, ())
+    return tuple(merged)

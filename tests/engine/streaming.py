@@ -1,0 +1,103 @@
+"""An engine whose weights and gradients live in another tier, and copies that come late."""
+
+from __future__ import annotations
+
+import torch
+
+from sppo.engine.engine import Engine
+from sppo.engine.gradients import ResidentGradients
+from sppo.engine.streamed_gradients import StreamedGradients
+from sppo.engine.streamed_weights import StreamedWeights
+from sppo.engine.weights import ResidentWeights
+from sppo.model.gradients import zero_gradients
+from sppo.parallel.megatron import WeightSharding
+
+
+class LateTransfers:
+    """Copies run when they are waited for and not before; until then targets are NaN."""
+
+    def __init__(self):
+        self._waiting = []
+
+    def down(self, copies):
+        return self.up(copies)
+
+    def up(self, copies):
+        for target, _ in copies:
+            target.fill_(float("nan"))
+        return _Late(self._waiting, list(copies))
+
+    def finish(self):
+        while self._waiting:
+            self._waiting[0].wait()
+
+
+class _Late:
+    def __init__(self, waiting, copies):
+        self._waiting, self._copies = waiting, copies
+        waiting.append(self)
+
+    def wait(self):
+        """Run this and what was asked for before it."""
+        while self in self._waiting:
+            for target, source in self._waiting.pop(0)._copies:
+                target.copy_(source)
+
+    before_compute = wait
+
+
+def names_of_stages(model, pipeline):
+    """Names of the parameters of each stage of a rank."""
+    sharding = WeightSharding(model)
+    return {
+        stage: [*sharding.shapes(layers)]
+        for stage, layers in pipeline.layers(model.num_layers).items()
+    }
+
+
+class Streamed:
+    """As :class:`tests.engine.models.Trained`; weights, gradients or both live in another tier."""
+
+    def __init__(
+        self,
+        model,
+        weights,
+        *,
+        pipeline,
+        streams=("weights", "gradients"),
+        transfers=None,
+        **options,
+    ):
+        transfers, stages = transfers or LateTransfers(), names_of_stages(model, pipeline)
+        place = torch.device("cpu")
+        self.gradients = zero_gradients(weights)
+        self.weights = self.sums = None
+        if "weights" in streams:
+            self.weights = StreamedWeights(
+                weights, stages=stages, device=place, transfers=transfers
+            )
+        if "gradients" in streams:
+            for total in self.gradients.values():
+                total.fill_(float("nan"))  # of the step before
+            self.sums = StreamedGradients(
+                self.gradients, stages=stages, device=place, transfers=transfers
+            )
+        self.engine = Engine(
+            model,
+            weights=ResidentWeights(weights if self.weights is None else self.weights),
+            gradients=ResidentGradients(self.gradients if self.sums is None else self.sums),
+            streamed_weights=self.weights,
+            streamed_gradients=self.sums,
+            pipeline=pipeline,
+            debug=True,
+            **options,
+        )
+
+    def step(self, sequences, cuts, **options):
+        """Mean loss and gradients of one step from zero."""
+        if self.sums is None:
+            for gradient in self.gradients.values():
+                gradient.zero_()
+        done = self.engine.accumulate(sequences, cuts, **options)
+        gradients = {name: gradient.clone() for name, gradient in self.gradients.items()}
+        return done.total_loss / done.num_valid, gradients
