@@ -798,6 +798,12 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="they share scripts/turns.py; what this one compares is in the other tier alone",
         ),
     },
+    "test_state_tiers_script.py": {
+        "test_the_two_trainings_take_turns_and_agree": replaced(
+            "train/test_state_tiers.py::test_training_is_that_on_the_device",
+            why="five processes that train; the same comparison of smaller runs in one process",
+        ),
+    },
     "test_virtual_stages_script.py": {
         "test_one_stage_is_among_them": replaced(
             "test_msp_script.py::test_both_sides_take_turns_and_agree",
