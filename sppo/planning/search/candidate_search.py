@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -188,9 +189,8 @@ class _WaysOfDegrees:
         best = self._way(self._simplest).best
         for virtual in reversed(self._further):
             if best.shortfall is not None:
-                way = self._way(virtual, counts=self._counts[-_FEW:])
                 # Where most stages do not fit, fewer do not either.
-                return min(best, way.best, key=_short_first)
+                return min(best, self._best_that_fits(virtual), key=_short_first)
             counts = self._counts_beside(best, virtual)
             found = self._faster(self._way(virtual, counts=counts), than=best)
             best = found or best
@@ -204,6 +204,19 @@ class _WaysOfDegrees:
         return self._way(self._simplest).fits or (
             bool(self._further) and self._way(self._further[-1], counts=self._counts[-_FEW:]).fits
         )
+
+    def _best_that_fits(self, virtual_stages: int) -> EvaluatedCandidate:
+        """Return the best with so many stages on a rank, where fewer subsequences may not fit.
+
+        The largest few numbers of subsequences tell whether anything fits; then all are tried from
+        the smallest one on that fits.
+        """
+        found = self._way(virtual_stages, counts=self._counts[-_FEW:]).best
+        if found.shortfall is not None:
+            return found
+        candidates = self._assessments[virtual_stages]
+        first = bisect_left(self._counts, True, key=candidates.fits)
+        return self._way(virtual_stages, counts=self._counts[first:]).best
 
     def _faster(self, way: _Way, *, than: EvaluatedCandidate) -> EvaluatedCandidate | None:
         """Return the best of a way that is faster by enough; None if it has none."""
