@@ -4,8 +4,8 @@ Bytes freed by a copy that hides cost nothing, so a stage first tries that alone
 offloads what a copy of some rate takes away behind it, alpha_i A_i = rate * T_(i+1), with the
 least rate that makes the rest fit. If none will do, a fraction of all there is goes, waited for
 where that must be, and what is still too much is recomputed: the linear class first, then
-attention, the earliest subsequence first, for its bytes are held longest. Where not even that
-fits, the tier is filled class by class: inputs of all subsequences, then attention outputs.
+attention, the earliest subsequence first, for its bytes are held longest. The tier is also filled
+class by class: inputs of all subsequences first, then attention outputs.
 
 Which fraction is best only the whole step can tell, so there are several :func:`choices`. They are
 the same on every machine: more memory only makes more of them fit, and faster copies only make
@@ -81,8 +81,8 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
     steps = _STEPS[len(inputs.tokens) * len(keys) > _LARGE]
     offloads = None in free.values() and inputs.copy_bytes_per_s > 0
     tried = np.arange(steps + 1 if offloads else 1) / steps
-    least_rows: dict[int, StageCounts] = {}
-    for wanted in (_by_time, _by_class):
+    found = False
+    for wanted in (_by_time, _by_class) if offloads else (_by_time,):
         offloading = {
             key: []
             if free[key]
@@ -91,7 +91,6 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
             )
             for key, problem in distinct.items()
         }
-        found = False
         for step in range(len(tried)):
             rows = {key: free[key] or offloading[key][step] for key in distinct}
             fitting = {key: table for key, table in rows.items() if table is not None}
@@ -99,13 +98,12 @@ def choices(inputs: PolicyInputs) -> Iterator[ActivationPlacement]:
                 found = True
                 yield _stacked(fitting, keys)
         if found:
-            return
-        if not least_rows:
-            least_rows = {key: free[key] or least(problem) for key, problem in distinct.items()}
-            fits = (_fits(*least_rows[key][:2], problem) for key, problem in distinct.items())
-            if not all(fits):
-                break
-    yield _stacked(least_rows, keys)
+            continue
+        short = {key: free[key] or least(problem) for key, problem in distinct.items()}
+        if not all(_fits(*short[key][:2], problem) for key, problem in distinct.items()):
+            break
+    if not found:
+        yield _stacked(short, keys)
 
 
 def without_waiting(problem: StageProblem) -> StageCounts | None:

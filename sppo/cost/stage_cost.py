@@ -324,17 +324,21 @@ def most_of_ranks(candidate: Candidate, of_stages: Table) -> Table:
     return most
 
 
-def most_held_of_ranks(candidate: Candidate, of_stages: Table) -> Table:
-    """Return the most that consecutive stages of each pipeline rank have together, [ranks].
+def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: bool) -> Table:
+    """Return the most that stages of each pipeline rank have together, [ranks].
 
     As many of them as are on the device at once, see :mod:`sppo.schedule.state_streaming`.
 
     Args:
         candidate: whose.
         of_stages: of each stage, [stages].
+        consecutive: whether only stages that follow one another are; else any may be.
     """
     by_rank = _by_rank(candidate, of_stages)
     count = min(STAGES_HELD, len(by_rank))
+    if not consecutive:
+        largest: Table = np.sort(by_rank, axis=0)[-count:].sum(axis=0)
+        return largest
     windows = [by_rank[first : len(by_rank) - count + first + 1] for first in range(count)]
     most: Table = np.sum(windows, axis=0).max(axis=0)
     return most

@@ -53,6 +53,8 @@ def some_costs(*, stages: int, units: int, copies: float, seed: int) -> Costs:
         kv_gradient_bytes=table(),
         weight_bytes=np.zeros(stages),
         weight_gradient_bytes=np.zeros(stages),
+        streamed_weight_bytes=np.zeros(stages),
+        streamed_gradient_bytes=np.zeros(stages),
         links=Links(Link(dice.uniform(0, 0.3), dice.uniform(1, 9)), between),
         copies=CopyEngines(dice.uniform(0.2, 3), dice.uniform(0.2, 3)),
         layer_copies=tuple(

@@ -37,6 +37,7 @@ from sppo.cost.working_set import (
     most_working_set,
 )
 from sppo.schedule.costs import Table
+from sppo.schedule.generators import LOOPED
 from sppo.units import MIB
 
 REDUCE_BUCKET_BYTES = 32 * MIB
@@ -167,7 +168,7 @@ def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMe
             StageMemory(
                 buckets,
                 0,
-                optimizer * tiers.offloads_optimizer,
+                saved * tiers.offloads_optimizer,
                 int(kept_weights) * tiers.streams_weights,
                 int(kept_gradients) * tiers.streams_gradients,
             )
@@ -191,25 +192,30 @@ def _held_elements(candidate: Candidate) -> tuple[list[float], list[float]]:
     """Weights and gradients that each rank keeps on the device, without those whole in use.
 
     Of a tied embedding, on a rank with both ends, the last stage needs the weights, too, and the
-    gradient is there from the last stage's first forward to the first stage's last backward.
+    gradient is there from the last stage's first forward to the first stage's last backward. In the
+    looped order consecutive stages follow one another; between sequences the first one's gradients
+    leave while the last one's come back.
     """
     tiers = candidate.state
     whole, own = device_parameters(candidate), updated_parameters(candidate)
     weights = own if candidate.zero >= 3 else whole
     gradients = own if candidate.zero >= 2 else whole
-    tied = _tied_elements(candidate)
+    tied, looped = _tied_elements(candidate), candidate.schedule == LOOPED
     ends_meet = candidate.pipeline_parallel_degree == 1 and candidate.virtual_stages > 1
     at_last = np.zeros(len(whole))
     at_last[-1] = tied[candidate.zero >= 3] * ends_meet
     at_first = np.zeros(len(whole))
     at_first[0] = tied[candidate.zero >= 2] * ends_meet
     held_weights = (
-        most_held_of_ranks(candidate, weights + at_last)
+        most_held_of_ranks(candidate, weights + at_last, consecutive=looped)
         if tiers.streams_weights
         else of_ranks(candidate, weights)
     )
     held_gradients = (
-        most_held_of_ranks(candidate, gradients - at_first) + at_first[0]
+        most_held_of_ranks(
+            candidate, gradients - at_first, consecutive=looped and candidate.sequences == 1
+        )
+        + at_first[0]
         if tiers.streams_gradients
         else of_ranks(candidate, gradients)
     )

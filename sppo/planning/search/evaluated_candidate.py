@@ -312,7 +312,7 @@ def _check_state(candidate: Candidate) -> None:
         if tier == "host" and not hardware.node.host_memory_bytes:
             raise ValueError(
                 f"state.{part}=host keeps it in host memory, and {hardware.name} has none beside "
-                f"its devices': write state.{part}=device"
+                f"its devices', or activations.tier leaves none: write state.{part}=device"
             )
         if tier == "disk" and (hardware.node.host_memory_bytes or not hardware.node.disk_bytes):
             raise ValueError(

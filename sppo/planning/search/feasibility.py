@@ -47,7 +47,7 @@ def fits_at_all(run: RunConfig, hardware: HardwareSpec) -> bool:
     except ValueError:
         return False
     # The last needs least of the devices, the first least of the tier behind them.
-    return any(_fits(attempts[place], hardware) for place in {0, len(attempts) - 1})
+    return any(_fits(attempt, hardware) for attempt in (attempts[-1], *attempts[:-1]))
 
 
 def _fits(run: RunConfig, hardware: HardwareSpec) -> bool:

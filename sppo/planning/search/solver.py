@@ -91,8 +91,8 @@ def _leaders(
         leaders = _simulated(search.fastest_first())
         if leaders:
             return attempt, search, leaders
-        if place == 0 and not fits_at_all(attempts[-1], hardware):
-            break  # where the last does not fit, which needs least of the devices, none does
+        if place == 0 and not any(fits_at_all(other, hardware) for other in attempts[1:]):
+            break
     if len(attempts) > 1:
         search = CandidateSearch(attempts[-1], hardware=hardware)
     return attempts[-1], search, []

@@ -172,3 +172,43 @@ def test_three_million_tokens_fit_on_one_device_with_the_host_behind_it():
     inputs = best.placement.retained[:, :, X_IN] + best.placement.offloaded[:, :, X_IN]
     assert (inputs == best.placement.tokens).all()
     assert best.placement.offloaded[0, :-1, X_IN].all()
+
+
+def test_the_best_number_of_subsequences_is_taken_where_one_stage_does_not_fit():
+    run = run_config(
+        "llama-3.1-8b",
+        length="500Ki",
+        hardware={"preset": "h100", "devices_per_node": 1, "host_memory": "2TiB"},
+    )
+    alone = machine(H100, num_devices=1, host_memory_bytes=2 << 40)
+    solution = solve(run, hardware=alone)
+    assert solution.best.candidate.virtual_stages > 1
+    others = [one.time.step_s for one in solution.by_num_subsequences]
+    assert len(others) > 4
+    assert solution.best.time.step_s == min(others)
+
+
+def test_a_host_that_takes_the_optimizer_and_no_more_gets_it():
+    run = run_config(
+        "llama-3.1-8b",
+        length="8Ki",
+        hardware={"preset": "h100", "devices_per_node": 1, "host_memory": "110GiB"},
+    )
+    alone = machine(H100, num_devices=1, host_memory_bytes=110 << 30)
+    assert solve(run, hardware=alone).best.candidate.state == HOST
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_masters_are_in_the_tier_whatever_the_weights_are(dtype):
+    one = candidate(HOST)
+    one = replace(one, workload=replace(one.workload, dtype=dtype))
+    behind = state_memory(one, units=UnitsInFlight(one))[0]
+    assert behind.host_optimizer_bytes == 12 * held(ON_DEVICE).device.weights_bytes // 2
+
+
+def test_between_sequences_the_first_and_the_last_stage_meet():
+    one = replace(candidate(LADDER[3]), sequences=2)
+    two = state_memory(one, units=UnitsInFlight(one))[0].device
+    alone = held(LADDER[3]).device
+    assert two.weights_bytes == alone.weights_bytes
+    assert two.gradients_bytes == alone.gradients_bytes + 4 * 1000 * 64
