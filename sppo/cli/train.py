@@ -218,12 +218,26 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
         f"policy    {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
         f"({format_bytes(memory.activations_bytes)} activations, "
         f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
+        *_state(run, preflight),
         *_offloads(run, preflight),
         f"library   {describe()}",
         f"output    {run.train.output}",
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _state(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
+    """Where the training state lives, if not all of it on the device."""
+    from sppo.cli.output.solve_text import state_text
+    from sppo.units import format_bytes
+
+    tiers = preflight.plan.state_tiers
+    if not tiers.leaves_device:
+        return ()
+    behind = max(rank.tier_state_bytes for rank in preflight.plan.rank_memory)
+    where = f" ({run.activations.disk})" if preflight.plan.tier == "disk" else ""
+    return (f"state     {state_text(tiers)}{where}: {format_bytes(behind)}",)
 
 
 def _ids_made_elsewhere(run: RunConfig, preflight: Preflight) -> str:
@@ -262,10 +276,9 @@ def _offloads(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
     plan = preflight.plan
     if not plan.offloads_anything:
         return ()
-    predicted, ratios = plan.predicted, plan.predicted.offload_ratios
-    on_host = plan.tier == "host"
-    size = predicted.host_peak_bytes if on_host else predicted.disk_peak_bytes
-    where = "host memory" if on_host else run.activations.disk
+    ratios = plan.predicted.offload_ratios
+    size = max(rank.tier_activations_bytes for rank in plan.rank_memory)
+    where = "host memory" if plan.tier == "host" else run.activations.disk
     what = f"{min(ratios):.0%} to {max(ratios):.0%} of what a subsequence saves"
     if plan.stages[0].kv == "offloaded":
         others = len(plan.stages) - plan.pipeline_parallel_degree

@@ -69,7 +69,8 @@ def assert_same_model(work, one, other):
 def test_training_is_that_on_the_device(work, way, dtype):
     train = {"dtype": dtype, "steps": 3}
     succeed("train", run_of(work, "plain", train=train))
-    succeed("train", run_of(work, state=WAYS[way], train=train))
+    text = succeed("train", run_of(work, state=WAYS[way], train=train))
+    assert f"state     {', '.join(LIVES[way])} on disk (spill): " in text
     assert losses(work) == losses(work, "plain")
     assert_same_model(work, "out", "plain")
     assert not os.listdir(work / "spill")
