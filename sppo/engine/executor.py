@@ -25,11 +25,9 @@ from sppo.engine.trace import HostStopwatch, Stopwatch, Trace
 from sppo.engine.unit import Unit
 from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.pipeline_p2p import PipelineP2P
-from sppo.schedule.actions import Action, ActionKind, Schedule
+from sppo.schedule.actions import OF_STAGES, Action, ActionKind, Schedule
 
 _SHOWN_AROUND_FAILURE = 3
-_OF_STAGES = ("weights", "gradients")
-"""Wires of copies of whole stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +199,7 @@ class Executor:
 
     def _finish_offload(self, action: Action) -> None:
         """Run D2H: check that all layers of the unit are with the copy queues since F."""
-        if action.wire in _OF_STAGES:
+        if (action.kind, action.wire) in OF_STAGES:
             self._state.run(action)
             return
         stage = self._stage_of(action)
@@ -210,7 +208,7 @@ class Executor:
 
     def _start_reload(self, action: Action) -> None:
         """Run H2D: allow the unit's layers to come back, as far ahead of B as there is room."""
-        if action.wire in _OF_STAGES:
+        if (action.kind, action.wire) in OF_STAGES:
             self._state.run(action)
             return
         stage = self._stage_of(action)

@@ -52,7 +52,7 @@ class StateStreams:
         if self.weights is not None:
             self.weights.forget()
         if self.gradients is not None:
-            self.gradients.finish()
+            self.gradients.assert_idle()
 
     def abort(self) -> None:
         """Drop what is on the device: the step failed."""

@@ -1,7 +1,7 @@
 """Gradients that live in another tier, on the device for the stages that add to them.
 
 The program says when those of a stage leave, and when they come back to be added to once more
-(:mod:`sppo.schedule.state_streaming`). At the end of a step all of them have left.
+(:mod:`sppo.schedule.state_streaming`). At the end of a step all of them have left, or are about to.
 """
 
 from __future__ import annotations
@@ -94,10 +94,18 @@ class StreamedGradients(Mapping[str, Tensor]):
         self._coming[stage] = self._transfers.up([(self._here[n], self._sums[n]) for n in names])
         self._count()
 
-    def finish(self) -> None:
-        """Return when all sums are in the other tier."""
-        self._make_room(for_host=True)
+    def assert_idle(self) -> None:
+        """Check that all sums have left; the last may be on their way until :meth:`arrive`."""
         assert not self._here, f"gradients left on the device: {sorted(self._here)[:3]}"
+
+    def arrive(self) -> None:
+        """Block the host until all sums are in the other tier, where they may be read then.
+
+        The device must have come to the end of the step: nothing here bounds the wait.
+        """
+        if self._leaving is not None:
+            self._leaving[0].wait()
+        self._make_room()
 
     def abort(self) -> None:
         """Drop what is on the device: the step failed."""
@@ -112,18 +120,12 @@ class StreamedGradients(Mapping[str, Tensor]):
         peak, self._peak_bytes = self._peak_bytes, 0
         return peak
 
-    def _make_room(self, *, for_host: bool = False) -> None:
-        """Free what has left.
-
-        Args:
-            for_host: wait until it has, for the host reads it.
-        """
+    def _make_room(self) -> None:
+        """Free what has left."""
         if self._leaving is None:
             return
         done, tensors = self._leaving
         self._leaving = None
-        if for_host:
-            done.wait()
         done.before_compute()  # what is freed is used again by compute alone
         tensors.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -74,6 +75,8 @@ class DiskMemory:
         try:
             self._files.append(MappedFile(self._directory, size_bytes))
         except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
             raise OSError(
                 error.errno,
                 f"no room for {format_bytes(size_bytes)} of training state ({error.strerror}); "

@@ -100,12 +100,7 @@ def assess_run(
         tried.append(found)
         if found.shortfall.place != "device":
             break  # what leaves the device goes there, too
-    return min(tried, key=_short_bytes)
-
-
-def _short_bytes(evaluated: EvaluatedCandidate) -> int:
-    assert evaluated.shortfall is not None, "asked of what does not fit"
-    return evaluated.shortfall.short_bytes
+    return min(tried, key=lambda one: one.short_bytes)
 
 
 def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:

@@ -63,6 +63,22 @@ class TrainingState:
         if not self.tensors.tiers.streams_gradients:
             torch._foreach_zero_(list(self.gradients.values()))
 
+    def finish_gradients(self, await_device: Callable[[], None]) -> None:
+        """Return when gradients are those of all ranks, in the rows that this rank updates.
+
+        Args:
+            await_device: returns when the device has done what was issued, or raises what keeps it
+                from that; without it the host would wait for copies of a rank that hangs.
+        """
+        streamed = self.tensors.streamed_gradients
+        if streamed is None:
+            self.sharded.finish(self.gradients)
+            await_device()
+            return
+        await_device()
+        streamed.arrive()
+        self.sharded.finish(self.gradients)
+
     def norm(self, peers: HostCollectives) -> Tensor:
         """Euclidean norm of the gradients of all ranks."""
         return self.sharded.norm(self.gradients, peers, after_each=self._after_each)

@@ -118,8 +118,7 @@ def run_step(
     )
     actions_s = time.perf_counter() - begin
     hooks.accumulated()
-    state.sharded.finish(state.gradients)
-    hooks.reduced(result)
+    state.finish_gradients(lambda: hooks.reduced(result))
     norm = state.norm(peers)
     (total_loss,) = peers.total([float(result.total_loss)])
     loss = total_loss / num_valid if num_valid else math.nan

@@ -99,5 +99,7 @@ class Streamed:
             for gradient in self.gradients.values():
                 gradient.zero_()
         done = self.engine.accumulate(sequences, cuts, **options)
+        if self.sums is not None:
+            self.sums.arrive()
         gradients = {name: gradient.clone() for name, gradient in self.gradients.items()}
         return done.total_loss / done.num_valid, gradients

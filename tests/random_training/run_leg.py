@@ -114,6 +114,7 @@ class _Rank:
             streamed_weights = StreamedWeights(self._weights, **how)
         if "gradients" in leg.streams:
             streamed_gradients = StreamedGradients(self._gradients, **how)
+        self._streamed_gradients = streamed_gradients
         lent = range(leg.num_stages) if msp_links is not None else ()
         self._engine = Engine(
             model,
@@ -156,6 +157,8 @@ class _Rank:
             [leg.cuts_of(sequence) for sequence in range(len(own))],
             num_valid=sum(data.num_valid for data in everything),
         )
+        if self._streamed_gradients is not None:
+            self._streamed_gradients.arrive()
         shared.finish(gradients)
         norm = shared.norm(gradients, self._peers)
         (loss,) = self._peers.total([float(done.total_loss)])

@@ -16,7 +16,8 @@ from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
 from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.choices import Degrees
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, Shortfall
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.planning.search.shortfall import Shortfall
 from sppo.planning.search.simulated_candidate import simulated_device_bytes
 from sppo.planning.search.solver import Solution, nearest_rejection
 

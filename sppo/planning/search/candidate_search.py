@@ -29,13 +29,13 @@ from sppo.planning.search.choices import (
 )
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
-    Shortfall,
     assess,
     can_fit,
     least_seconds,
     leaves_room,
     may_fit,
 )
+from sppo.planning.search.shortfall import Shortfall
 
 WORTH_IT = 0.99
 """Another schedule is taken if it leaves at most this fraction of the step: predictions are not so
@@ -365,7 +365,7 @@ class _Way:
             if evaluated.shortfall is None:
                 best = min(best or evaluated, evaluated, key=rank_of)
             else:
-                nearest = min(nearest or evaluated, evaluated, key=_short)
+                nearest = min(nearest or evaluated, evaluated, key=lambda one: one.short_bytes)
         chosen = best or nearest
         assert chosen is not None, "there is at least one number of subsequences to try"
         return chosen
@@ -426,16 +426,11 @@ def _short_first(evaluated: EvaluatedCandidate) -> tuple[int, float]:
     """What fits in front of what does not, by time; then what is short of least."""
     if evaluated.shortfall is None:
         return 0, evaluated.time.step_s
-    return _short(evaluated), 0.0
+    return evaluated.short_bytes, 0.0
 
 
 def _rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
-
-
-def _short(evaluated: EvaluatedCandidate) -> int:
-    assert evaluated.shortfall is not None, "only asked of what does not fit"
-    return evaluated.shortfall.short_bytes
 
 
 def _rejection(nearest: EvaluatedCandidate) -> Rejection:

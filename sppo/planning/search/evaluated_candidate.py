@@ -11,7 +11,6 @@ import numpy as np
 from sppo.activations.hybrid import choices
 from sppo.activations.placement import ActivationPlacement, Counts, PolicyInputs
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
-from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_offload_bytes, kv_tier_bytes, largest_kv_block
 from sppo.cost.layer import exchange_seconds
@@ -38,13 +37,19 @@ from sppo.cost.stage_cost import (
 )
 from sppo.cost.step_time import StepTime, least_step_s, step_time
 from sppo.planning.candidate_program import candidate_program
+from sppo.planning.search.candidate_checks import (
+    check_inputs_retained,
+    check_kv,
+    check_state,
+    kv_choices,
+)
 from sppo.planning.search.choices import Degrees
+from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.generators import LOOPED
 from sppo.schedule.kv_placement import KVPlacement
 from sppo.schedule.played_step import PlayedStep
-from sppo.units import format_bytes
 
 _ATTEMPTS = 3
 """Times that policies decide anew by a worse moment than the one before."""
@@ -52,42 +57,6 @@ _ROUNDING = 1e-12
 """Relative error of seconds that are added up."""
 _SLOTS_SHARE = 1 / 16
 """Share of a device's room up to which stages of a rank that lack memory decide anew with less."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shortfall:
-    """The pipeline rank that lacks most memory, and of what.
-
-    Attributes:
-        place: "device", "host" or "disk".
-        rank: Which.
-        bucket: The largest bucket there, without "_bytes".
-        bucket_bytes: What it takes.
-        needed_bytes: All buckets together.
-        available_bytes: What there is.
-    """
-
-    place: str
-    rank: int
-    bucket: str
-    bucket_bytes: int
-    needed_bytes: int
-    available_bytes: int
-
-    @property
-    def short_bytes(self) -> int:
-        """Bytes by which it does not fit."""
-        return self.needed_bytes - self.available_bytes
-
-    @property
-    def reason(self) -> str:
-        """Why something does not fit, in one line."""
-        return (
-            f"rank {self.rank} needs {format_bytes(self.needed_bytes)} of {self.place} memory "
-            f"and {format_bytes(self.available_bytes)} are there: short by "
-            f"{format_bytes(self.short_bytes)}; most of it is {self.bucket.replace('_', ' ')} "
-            f"({format_bytes(self.bucket_bytes)})"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +172,11 @@ class EvaluatedCandidate:
         return self.candidate.kv_of_stage(0)
 
     @property
+    def short_bytes(self) -> int:
+        """Bytes by which it does not fit; 0 where it does."""
+        return 0 if self.shortfall is None else self.shortfall.short_bytes
+
+    @property
     def effective_policy(self) -> str:
         """The policy by what it does: a hybrid that keeps everything is "retain"."""
         if self.placement.offloaded.any() or self.placement.recomputed.any():
@@ -226,11 +200,11 @@ def assess(candidate: Candidate, *, seconds: StageSeconds | None = None) -> Eval
     seconds = seconds or stage_seconds(candidate)
     if candidate.kv is None:
         return _best_of_kv(candidate, seconds=seconds)
-    _check_kv(candidate)
-    _check_state(candidate)
+    check_kv(candidate)
+    check_state(candidate)
     if candidate.schedule != "sppo_msp":
         found = _assess_with_room(candidate, seconds=seconds)
-        _check_inputs_retained(found)
+        check_inputs_retained(candidate, found.placement)
         return found
     spare, before = 0, None
     for _ in range(_ATTEMPTS):
@@ -297,80 +271,7 @@ def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:
     fitting = [one for one in found if one.shortfall is None]
     if len(fitting) > 1:
         return min(fitting, key=lambda one: one.time.step_s)
-    return fitting[0] if fitting else min(found, key=_short_bytes)
-
-
-def _check_state(candidate: Candidate) -> None:
-    """Refuse a tier of the state that the machine does not have.
-
-    Raises:
-        ValueError: names the part of the state, its tier, and what to write.
-    """
-    hardware, state = candidate.workload.hardware, candidate.state
-    for part in ("weights", "gradients", "optimizer"):
-        tier = getattr(state, part)
-        if tier == "host" and not hardware.node.host_memory_bytes:
-            raise ValueError(
-                f"state.{part}=host keeps it in host memory, and {hardware.name} has none beside "
-                f"its devices', or activations.tier leaves none: write state.{part}=device"
-            )
-        if tier == "disk" and (hardware.node.host_memory_bytes or not hardware.node.disk_bytes):
-            raise ValueError(
-                f"state.{part}=disk keeps it on a disk, and on {hardware.name} there is "
-                + (
-                    "host memory in front of it: write host, or device"
-                    if hardware.node.host_memory_bytes
-                    else "none that may be used: name a directory (activations.disk=DIR)"
-                )
-            )
-
-
-def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
-    """What may become of K and V under a candidate that leaves it open, the simplest first."""
-    found: list[KVPlacement] = ["retained"]
-    if copy_bytes_per_s(candidate)[0] > 0:
-        found.append("offloaded")
-    moves_inputs = candidate.policy in ("offload_all", "sppo") or candidate.offload_ratio
-    if candidate.input_every == 1 and not moves_inputs:
-        found.append("recomputed")
-    return tuple(found)
-
-
-def _check_kv(candidate: Candidate) -> None:
-    """Refuse K and V that cannot be placed as asked.
-
-    Raises:
-        ValueError: no tier to offload them to, or no inputs to recompute them from.
-    """
-    if candidate.kv == "offloaded" and not copy_bytes_per_s(candidate)[0]:
-        raise ValueError(
-            "activations.kv=offload, and there is no tier to offload K and V to: name a directory "
-            "(activations.disk=DIR), or write activations.kv=recompute or auto"
-        )
-    if candidate.kv == "recomputed" and candidate.input_every > 1:
-        raise ValueError(
-            f"activations.kv=recompute with activations.input_every={candidate.input_every}: K and "
-            "V are recomputed from every layer's input; write activations.input_every=1, or "
-            "another activations.kv"
-        )
-
-
-def _check_inputs_retained(evaluated: EvaluatedCandidate) -> None:
-    """Refuse to recompute K and V from inputs that are offloaded.
-
-    Raises:
-        ValueError: the policy offloads some.
-    """
-    candidate = evaluated.candidate
-    recomputes = [
-        candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)
-    ]
-    if evaluated.placement.offloaded[recomputes, :, X_IN].any():
-        raise ValueError(
-            f"activations.kv=recompute with activations.policy={candidate.policy}, which offloads "
-            "the layers' inputs, from which K and V are recomputed: write activations.policy=auto, "
-            "keep_attention or recompute, or activations.kv=offload"
-        )
+    return fitting[0] if fitting else min(found, key=lambda one: one.short_bytes)
 
 
 def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> EvaluatedCandidate:
@@ -383,7 +284,7 @@ def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> Ev
     units, states = UnitsInFlight(candidate), _states(candidate)
     memory = with_placement(states, candidate=candidate, placement=placement, units=units)
     prices = StepPrices(candidate, stage_seconds(candidate), placement)
-    found = EvaluatedCandidate(candidate, prices, memory, _shortfall(candidate, memory))
+    found = EvaluatedCandidate(candidate, prices, memory, find_shortfall(candidate, memory))
     if candidate.schedule != "sppo_msp":
         return found
     return with_program(found, program=candidate_program(candidate, costs=found.costs))
@@ -398,8 +299,8 @@ def can_fit(candidate: Candidate, *, seconds: StageSeconds) -> bool:
     """
     if candidate.kv is None:
         return any(can_fit(one, seconds=seconds) for one in _kv_worth_trying(candidate))
-    _check_kv(candidate)
-    _check_state(candidate)
+    check_kv(candidate)
+    check_state(candidate)
     found = _assess_with_room(candidate, seconds=seconds, first_that_fits=True)
     return found.shortfall is None
 
@@ -422,7 +323,7 @@ def _assess_with_room(
     less = _assess_whole(
         replace(candidate, spare_bytes=spare), seconds=seconds, first_that_fits=first_that_fits
     )
-    shortfall = _shortfall(candidate, less.memory)
+    shortfall = find_shortfall(candidate, less.memory)
     return found if shortfall else replace(less, candidate=candidate, shortfall=None)
 
 
@@ -438,7 +339,7 @@ def with_program(evaluated: EvaluatedCandidate, *, program: Schedule) -> Evaluat
         evaluated.memory, candidate=candidate, placement=evaluated.placement, schedule=program
     )
     return replace(
-        evaluated, memory=memory, shortfall=_shortfall(candidate, memory), program=program
+        evaluated, memory=memory, shortfall=find_shortfall(candidate, memory), program=program
     )
 
 
@@ -552,7 +453,7 @@ class _PlacementChoice:
             found.append(self._evaluated(prices))
             if found[-1].shortfall is None:
                 return found[-1]
-        return min(found, key=_short_bytes)
+        return min(found, key=lambda one: one.short_bytes)
 
     def _possible(self) -> list[StepPrices]:
         return [*map(self._priced, _placements(self.candidate, self.inputs))]
@@ -565,7 +466,7 @@ class _PlacementChoice:
             self.states, candidate=self.candidate, placement=prices.placement, units=self.units
         )
         return EvaluatedCandidate(
-            self.candidate, prices, memory, _shortfall(self.candidate, memory)
+            self.candidate, prices, memory, find_shortfall(self.candidate, memory)
         )
 
 
@@ -574,11 +475,6 @@ def _retained_bytes(evaluated: EvaluatedCandidate) -> Table:
     return placed_bytes(
         placement.retained, recomputed=placement.recomputed, candidate=evaluated.candidate
     )
-
-
-def _short_bytes(evaluated: EvaluatedCandidate) -> int:
-    """0 where it fits."""
-    return 0 if evaluated.shortfall is None else evaluated.shortfall.short_bytes
 
 
 def _placements(candidate: Candidate, inputs: PolicyInputs) -> Iterable[ActivationPlacement]:
@@ -698,37 +594,3 @@ def _following(seconds: Table) -> Table:
     """Seconds of the next subsequence of a sequence; for the last one, its own."""
     following: Table = np.concatenate([seconds[:, 1:], seconds[:, -1:]], axis=1)
     return following
-
-
-def _tier_buckets(held: StageMemory) -> tuple[tuple[str, int], ...]:
-    return (
-        ("offloaded activations", held.tier_activations_bytes),
-        ("optimizer states", held.host_optimizer_bytes),
-        ("gradients", held.tier_gradients_bytes),
-        ("weights", held.tier_weights_bytes),
-    )
-
-
-def _shortfall(candidate: Candidate, memory: tuple[StageMemory, ...]) -> Shortfall | None:
-    hardware = candidate.workload.hardware
-    found = []
-    for rank, held in enumerate(memory):
-        device = held.device
-        bucket = device.largest
-        found.append(
-            Shortfall(
-                "device",
-                rank,
-                bucket.removesuffix("_bytes"),
-                getattr(device, bucket),
-                device.total_bytes,
-                candidate.budget_bytes,
-            )
-        )
-        on_host = hardware.node.host_memory_bytes > 0
-        room = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
-        bucket, size_bytes = max(_tier_buckets(held), key=lambda bucket: bucket[1])
-        place = "host" if on_host else "disk"
-        found.append(Shortfall(place, rank, bucket, size_bytes, held.tier_bytes, room))
-    worst = max(found, key=lambda shortfall: shortfall.short_bytes)
-    return worst if worst.short_bytes > 0 else None

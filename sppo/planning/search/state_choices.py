@@ -18,7 +18,8 @@ _LEAVING = ((), ("optimizer",), ("gradients", "optimizer"), _PARTS)
 def runs_by_state(run: RunConfig, *, hardware: HardwareSpec) -> tuple[RunConfig, ...]:
     """Return `run` with each place decided where its state may live, the nearest first.
 
-    Whoever looks for what fits asks one after another: farther away nothing is faster.
+    Whoever looks for what fits takes the first that does. One farther away leaves policies more
+    memory, and may be faster: `improvements` lists that.
 
     Raises:
         ValueError: the run asks for a tier that the machine does not have.

@@ -1,0 +1,81 @@
+"""What a candidate may do with K and V and with its training state, and what is refused."""
+
+from __future__ import annotations
+
+from sppo.activations.placement import ActivationPlacement
+from sppo.activations.tensor_classes import X_IN
+from sppo.cost.candidate import Candidate
+from sppo.cost.stage_cost import copy_bytes_per_s
+from sppo.schedule.kv_placement import KVPlacement
+
+
+def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:
+    """What may become of K and V under a candidate that leaves it open, the simplest first."""
+    found: list[KVPlacement] = ["retained"]
+    if copy_bytes_per_s(candidate)[0] > 0:
+        found.append("offloaded")
+    moves_inputs = candidate.policy in ("offload_all", "sppo") or candidate.offload_ratio
+    if candidate.input_every == 1 and not moves_inputs:
+        found.append("recomputed")
+    return tuple(found)
+
+
+def check_kv(candidate: Candidate) -> None:
+    """Refuse K and V that cannot be placed as asked.
+
+    Raises:
+        ValueError: no tier to offload them to, or no inputs to recompute them from.
+    """
+    if candidate.kv == "offloaded" and not copy_bytes_per_s(candidate)[0]:
+        raise ValueError(
+            "activations.kv=offload, and there is no tier to offload K and V to: name a directory "
+            "(activations.disk=DIR), or write activations.kv=recompute or auto"
+        )
+    if candidate.kv == "recomputed" and candidate.input_every > 1:
+        raise ValueError(
+            f"activations.kv=recompute with activations.input_every={candidate.input_every}: K and "
+            "V are recomputed from every layer's input; write activations.input_every=1, or "
+            "another activations.kv"
+        )
+
+
+def check_state(candidate: Candidate) -> None:
+    """Refuse a tier of the state that the machine does not have.
+
+    Raises:
+        ValueError: names the part of the state, its tier, and what to write.
+    """
+    hardware, state = candidate.workload.hardware, candidate.state
+    for part in ("weights", "gradients", "optimizer"):
+        tier = getattr(state, part)
+        if tier == "host" and not hardware.node.host_memory_bytes:
+            raise ValueError(
+                f"state.{part}=host keeps it in host memory, and {hardware.name} has none beside "
+                f"its devices', or activations.tier leaves none: write state.{part}=device"
+            )
+        if tier == "disk" and (hardware.node.host_memory_bytes or not hardware.node.disk_bytes):
+            raise ValueError(
+                f"state.{part}=disk keeps it on a disk, and on {hardware.name} there is "
+                + (
+                    "host memory in front of it: write host, or device"
+                    if hardware.node.host_memory_bytes
+                    else "none that may be used: name a directory (activations.disk=DIR)"
+                )
+            )
+
+
+def check_inputs_retained(candidate: Candidate, placement: ActivationPlacement) -> None:
+    """Refuse to recompute K and V from inputs that are offloaded.
+
+    Raises:
+        ValueError: the policy offloads some.
+    """
+    recomputes = [
+        candidate.kv_of_stage(stage) == "recomputed" for stage in range(candidate.num_stages)
+    ]
+    if placement.offloaded[recomputes, :, X_IN].any():
+        raise ValueError(
+            f"activations.kv=recompute with activations.policy={candidate.policy}, which offloads "
+            "the layers' inputs, from which K and V are recomputed: write activations.policy=auto, "
+            "keep_attention or recompute, or activations.kv=offload"
+        )
