@@ -36,6 +36,8 @@ MOST_SUBSEQUENCES = 1 << 14
 """Each of them is planned and simulated by itself, on every stage."""
 MOST_SEQUENCES = 1 << 14
 """Most sequences of one step: each of them is planned by itself."""
+MOST_SAMPLES = 1 << 20
+"""Most samples of one step: short ones share a sequence."""
 MOST_LAYERS = 4096
 """Each of them is planned by itself; thirty times those of the deepest models in use."""
 MOST_TOKENS = 1 << 30

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sppo.config.model import ModelConfig
-from sppo.config.problems import Problem, nearest
+from sppo.config.problems import MISSING, Problem, nearest
 from sppo.config.run import (
     ActivationsConfig,
+    DataConfig,
     OptimizerConfig,
     ParallelConfig,
     SequenceConfig,
     StateConfig,
+    TrainConfig,
 )
 from sppo.quoting import quoted
 
@@ -59,6 +61,89 @@ def check_sections(sections: Mapping[str, Any]) -> Iterator[Problem]:
         yield from _stages_can_leave(state, parallel)
     if state is not None and activations is not None:
         yield from _disk_is_named(state, activations)
+    yield from _check_samples(sections)
+
+
+def _check_samples(sections: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every broken rule of ``data.samples`` among the parsed ``sections``."""
+    data, sequence, train = (sections.get(name) for name in ("data", "sequence", "train"))
+    if data is None:
+        return
+    if sequence is not None:
+        yield from _sequence_suits_samples(data, sequence)
+    if train is not None:
+        yield from _step_suits_samples(data, train)
+    parallel = sections.get("parallel")
+    if data.samples == "stream" or sequence is None or train is None or parallel is None:
+        return
+    yield from _replicas_get_samples(sequence, train, parallel)
+
+
+def _sequence_suits_samples(data: DataConfig, sequence: SequenceConfig) -> Iterator[Problem]:
+    """Documents have lengths of their own, and sequences of a stream have one."""
+    if data.samples == "stream" and sequence.longer != "cut":
+        rule = (
+            "a stream is cut into sequences of one length; write data.samples=documents, or leave "
+            "it out"
+        )
+        yield Problem("sequence.longer", sequence.longer, rule)
+    if data.samples == "documents" and sequence.boundaries is not None:
+        rule = (
+            "data.samples=documents has samples of many lengths, which every step cuts anew; leave "
+            "one of the two keys out"
+        )
+        yield Problem("sequence.boundaries", quoted(list(sequence.boundaries)), rule)
+
+
+def _step_suits_samples(data: DataConfig, train: TrainConfig) -> Iterator[Problem]:
+    """A step counts sequences of the stream, or else samples or their tokens."""
+    samples, tokens = train.samples_per_step, train.tokens_per_step
+    if data.samples == "stream":
+        for key, value in (("samples_per_step", samples), ("tokens_per_step", tokens)):
+            if value is not None:
+                rule = (
+                    "counts samples, and data.samples=stream has none; write "
+                    "data.samples=documents, or train.sequences_per_step instead"
+                )
+                yield Problem(f"train.{key}", str(value), rule)
+        return
+    if train.sequences_per_step != 1:
+        rule = (
+            "counts sequences of a stream; with data.samples=documents leave it out, and write "
+            "train.samples_per_step or train.tokens_per_step"
+        )
+        yield Problem("train.sequences_per_step", str(train.sequences_per_step), rule)
+    if samples is None and tokens is None:
+        rule = "data.samples=documents needs it or train.tokens_per_step; write one of the two"
+        yield Problem("train.samples_per_step", MISSING, rule)
+    elif samples is not None and tokens is not None:
+        rule = (
+            f"train.samples_per_step={samples} says how large a step is, too; leave one of the two "
+            "keys out"
+        )
+        yield Problem("train.tokens_per_step", str(tokens), rule)
+
+
+def _replicas_get_samples(
+    sequence: SequenceConfig, train: TrainConfig, parallel: ParallelConfig
+) -> Iterator[Problem]:
+    """Every data-parallel replica needs a sample of every step, however long samples are."""
+    replicas = parallel.data_parallel_degree
+    samples, tokens = train.samples_per_step, train.tokens_per_step
+    if samples is not None and samples < replicas:
+        rule = (
+            f"fewer than the {replicas} replicas of parallel.data_parallel_degree, each of which "
+            f"trains on a sample of every step; raise it to {replicas}"
+        )
+        yield Problem("train.samples_per_step", str(samples), rule)
+    least = sequence.length * replicas
+    if tokens is not None and tokens < least:
+        each = f" for each of {replicas} replicas" if replicas > 1 else ""
+        rule = (
+            f"must hold a sample of sequence.length = {sequence.length} tokens{each}; raise it to "
+            f"at least {least}, or shorten the samples"
+        )
+        yield Problem("train.tokens_per_step", str(tokens), rule)
 
 
 def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from sppo.config.base import (
     LONGEST_TIMEOUT_S,
+    MOST_SAMPLES,
     MOST_SEQUENCES,
     MOST_STEPS,
     MOST_SUBSEQUENCES,
@@ -34,17 +35,26 @@ class DataConfig(Section):
     """Directory written by ``sppo data prepare``."""
     eval_tokens: Directory | None = None
     """Held-out tokens for ``sppo eval``; null evaluates on ``tokens`` and says so."""
+    samples: Literal["stream", "documents"] = "stream"
+    """What is trained on. stream: sequences of ``sequence.length`` tokens, cut from all documents
+    one after another; documents: every document whole and by itself, with its own positions."""
     shuffle: bool = True
-    """Permute the training sequences anew each epoch, as a pure function of (seed, epoch)."""
+    """Permute the training sequences, or samples, anew each epoch, as a pure function of (seed,
+    epoch)."""
     isolate_documents: bool = False
-    """Attention stops at document boundaries inside a sequence."""
+    """Attention stops at document boundaries inside a sequence, as it always does between
+    samples."""
 
 
 class SequenceConfig(Section):
     """The length of a training sequence and how it is cut."""
 
     length: Tokens
-    """S: tokens of one training sequence."""
+    """S: tokens of one training sequence; of ``data.samples=documents``, of the longest sample."""
+    longer: Literal["cut", "drop", "refuse"] = "cut"
+    """A document that is longer than ``length``, of ``data.samples=documents``. cut: consecutive
+    samples of at most ``length`` tokens, each with its own positions; drop: left out; refuse: an
+    error before the start."""
     num_subsequences: Auto | Annotated[int, Field(ge=1, le=MOST_SUBSEQUENCES)] = "auto"
     """N: subsequences each sequence is cut into. auto: as solve finds fastest in the memory there
     is, of 1Ki to 4Ki tokens on a CPU and 2Ki to 16Ki on a GPU; an evaluation takes 2Ki and 8Ki."""
@@ -177,6 +187,12 @@ class TrainConfig(Section):
     sequences_per_step: int = Field(default=1, ge=1, le=MOST_SEQUENCES)
     """B: sequences whose gradients are summed into one optimizer step: gradient accumulation, as
     every sequence runs by itself."""
+    samples_per_step: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
+    """Samples of one optimizer step, over all replicas; of ``data.samples=documents``, which needs
+    it or ``tokens_per_step``."""
+    tokens_per_step: Tokens | None = None
+    """Most tokens of one optimizer step, over all replicas: samples join it until the next one
+    would exceed them; of ``data.samples=documents``."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Type of weights and activations in compute; the optimizer keeps fp32 weights."""
     label_smoothing: float = Field(default=0, ge=0, lt=1)
@@ -185,7 +201,7 @@ class TrainConfig(Section):
     """Weight of the squared log-sum-exp of the logits, which keeps it near zero; 1e-4 is usual. The
     loss that training reports has both terms, that of an evaluation neither."""
     seed: int = Field(default=0, ge=0)
-    """Seed of initial weights and of the order of sequences."""
+    """Seed of initial weights and of the order of sequences or samples."""
     output: Directory = "runs/default"
     """Directory for metrics, summary, plots and checkpoints; one run each."""
     nonfinite: Literal["skip", "stop"] = "skip"

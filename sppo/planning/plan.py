@@ -320,12 +320,13 @@ def _with_later_keys(planned: Mapping[str, Any], run: RunConfig) -> Mapping[str,
     """The keys of a plan, with those that plans had not yet when it was made.
 
     Those had one stage on each rank and retained K and V, which serves a run that asks for that or
-    leaves it open.
+    leaves it open, and were made for streams, in which nothing is longer than a sequence.
     """
     virtual = "auto" if run.parallel.virtual_stages == "auto" else 1
     kv = "auto" if run.activations.kv == "auto" else "retain"
     return {
         **planned,
+        "sequence": {"longer": "cut", **planned["sequence"]},
         "parallel": {"virtual_stages": virtual, **planned["parallel"]},
         "activations": {"kv": kv, **planned["activations"]},
         "state": planned.get("state") or _state_served(run),

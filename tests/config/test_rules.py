@@ -162,6 +162,79 @@ def test_learned_positions_reach_the_end():
     assert problems(model={"max_positions": 32}) == []  # rotary ones have no table
 
 
+DOCUMENTS = {"samples": "documents"}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"samples_per_step": 2}},
+        {"train": {"samples_per_step": 1}, "sequence": {"longer": "drop"}},
+        {"train": {"tokens_per_step": 64}, "sequence": {"longer": "refuse"}},
+        {"train": {"tokens_per_step": "4Ki"}, "sequence": {"num_subsequences": 2}},
+        {"train": {"tokens_per_step": 128}, "parallel": {"data_parallel_degree": 2}},
+        {"train": {"samples_per_step": 2}, "parallel": {"data_parallel_degree": 2}},
+    ],
+)
+@pytest.mark.parametrize("isolate", [True, False])
+def test_samples(sections, isolate):
+    assert problems(data={**DOCUMENTS, "isolate_documents": isolate}, **sections) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        (
+            {"train": {}},
+            "train.samples_per_step (missing) data.samples=documents needs it or "
+            "train.tokens_per_step; write one",
+        ),
+        (
+            {"train": {"samples_per_step": 3, "tokens_per_step": 64}},
+            "train.tokens_per_step 64 train.samples_per_step=3 says",
+        ),
+        (
+            {"train": {"samples_per_step": 3, "sequences_per_step": 2}},
+            "train.sequences_per_step 2 counts sequences of a stream",
+        ),
+        (
+            {"train": {"samples_per_step": 3}, "sequence": {"boundaries": [0, 64]}},
+            "sequence.boundaries [0, 64] data.samples=documents has samples of many lengths",
+        ),
+        (
+            {"train": {"samples_per_step": 3}, "parallel": {"data_parallel_degree": 4}},
+            "train.samples_per_step 3 fewer than the 4 replicas",
+        ),
+        (
+            {"train": {"tokens_per_step": 63}},
+            "train.tokens_per_step 63 must hold a sample of sequence.length = 64 tokens; raise it "
+            "to at least 64",
+        ),
+        (
+            {"train": {"tokens_per_step": 127}, "parallel": {"data_parallel_degree": 2}},
+            "train.tokens_per_step 127 must hold a sample of sequence.length = 64 tokens for each "
+            "of 2 replicas; raise it to at least 128",
+        ),
+    ],
+)
+def test_steps_that_do_not_suit_samples(sections, told):
+    assert " ".join(only(data=DOCUMENTS, **sections)).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("sections", "path"),
+    [
+        ({"train": {"samples_per_step": 3}}, "train.samples_per_step"),
+        ({"train": {"tokens_per_step": 640}}, "train.tokens_per_step"),
+        ({"sequence": {"longer": "drop"}}, "sequence.longer"),
+    ],
+)
+def test_a_stream_has_no_samples(sections, path):
+    found, _, rule = only(**sections)
+    assert found == path
+    assert "write data.samples=documents, or" in rule
+
+
 def test_broken_rules_of_several_sections_are_all_told():
     found = problems(
         sequence={"num_subsequences": 65},
