@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-import numpy as np
 import torch
 
-from sppo.data.array_file import require_whole
 from sppo.data.order import SequenceOrder
-from sppo.data.tokens import TOKENS_FILE, TokenData
+from sppo.data.stream import document_starts, read_ids
+from sppo.data.tokens import TokenData
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 
@@ -46,15 +45,12 @@ def training_sequence(
     """
     assert 0 <= index < count_sequences(data, length=length), f"no sequence {index}"
     first = index * length
-    require_whole(data.tokens)
-    ids = data.tokens[first : first + length + 1].astype(np.int64)
-    _check_ids(data, ids, first=first)
-    stream = torch.from_numpy(ids)
+    stream = torch.from_numpy(read_ids(data, first, first + length + 1))
     labels = stream[1:].clone()
     starts: tuple[int, ...] = (0,)
     if isolate_documents:
         # Documents that start at inputs 1 ... S-1, or at the last label, which is position S.
-        begins = _document_starts(data, first + 1, first + length + 1) - first
+        begins = document_starts(data, first + 1, first + length + 1) - first
         labels[torch.from_numpy(begins - 1)] = IGNORED_LABEL
         starts = (0, *(int(begin) for begin in begins if begin < length))
     return SequenceData(tokens_S=stream[:-1], labels_S=labels, document_starts=starts)
@@ -65,27 +61,7 @@ def count_labels(data: TokenData, index: int, *, length: int, isolate_documents:
     if not isolate_documents:
         return length
     first = index * length
-    return length - len(_document_starts(data, first + 1, first + length + 1))
-
-
-def _document_starts(data: TokenData, low: int, high: int) -> np.ndarray:
-    """Starts of documents in [low, high) of the stream, int64."""
-    require_whole(data.document_offsets)
-    starts = data.document_offsets[:-1]
-    begin, end = np.searchsorted(starts, (low, high))
-    return np.array(starts[begin:end], dtype=np.int64)
-
-
-def _check_ids(data: TokenData, ids: np.ndarray, *, first: int) -> None:
-    # A damaged file would otherwise surface as an index error deep inside a kernel.
-    largest = int(ids.max())
-    if largest > data.meta.max_id:
-        where = first + int(np.argmax(ids))
-        raise ValueError(
-            f"{data.directory / TOKENS_FILE}: id {largest} at token {where}, but the largest id"
-            f" written was {data.meta.max_id}: the file has changed since; copy it again or"
-            " prepare it again with --force"
-        )
+    return length - len(document_starts(data, first + 1, first + length + 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ A directory holds three files:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -172,14 +172,7 @@ def check_fits(data: TokenData, *, vocab_size: int, length: int) -> None:
     Raises:
         ValueError: every rule that is broken, one per line.
     """
-    problems = []
-    if data.meta.max_id >= vocab_size:
-        problems.append(
-            f"{data.directory}: ids up to {data.meta.max_id} (tokenizer"
-            f" {data.meta.tokenizer.name}, vocabulary of {data.vocab_size}), but model.vocab_size"
-            f" is {vocab_size}; an id must be below it. Set model.vocab_size to at least"
-            f" {data.meta.max_id + 1}, or prepare the data with the model's tokenizer"
-        )
+    problems = list(vocabulary_problems(data, vocab_size=vocab_size))
     if data.num_tokens < length + 1:
         problems.append(
             f"{data.directory}: {data.num_tokens} tokens, but a sequence of"
@@ -188,6 +181,17 @@ def check_fits(data: TokenData, *, vocab_size: int, length: int) -> None:
         )
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def vocabulary_problems(data: TokenData, *, vocab_size: int) -> Iterator[str]:
+    """Why a model with ``vocab_size`` rows of its token embedding cannot read these ids, if so."""
+    if data.meta.max_id >= vocab_size:
+        yield (
+            f"{data.directory}: ids up to {data.meta.max_id} (tokenizer"
+            f" {data.meta.tokenizer.name}, vocabulary of {data.vocab_size}), but model.vocab_size"
+            f" is {vocab_size}; an id must be below it. Set model.vocab_size to at least"
+            f" {data.meta.max_id + 1}, or prepare the data with the model's tokenizer"
+        )
 
 
 def _shorter(num_tokens: int) -> str:

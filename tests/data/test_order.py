@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,16 @@ def test_epochs_and_seeds_differ() -> None:
     assert _epoch(order, 0) != _epoch(order, 1)
     assert _epoch(order, 0) != _epoch(SequenceOrder(100, seed=2, shuffle=True), 0)
     assert _epoch(order, 0) != list(range(100))
+
+
+@given(st.integers(1, 70), st.integers(0, 300), st.integers(0, 80), st.booleans())
+def test_many_at_once_are_those_one_by_one(
+    num_sequences: int, position: int, count: int, shuffle: bool
+) -> None:
+    order = SequenceOrder(num_sequences, seed=4, shuffle=shuffle)
+    found = order.sequence_indices(position, count)
+    assert found.dtype == np.int64
+    assert found.tolist() == [order.sequence_index(position + k) for k in range(count)]
 
 
 def test_order_is_pinned() -> None:

@@ -1,0 +1,45 @@
+"""Reading parts of the token stream: ids, starts of documents, and which tokens count."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo.data.array_file import require_whole
+from sppo.data.tokens import TOKENS_FILE, TokenData
+
+
+def read_ids(data: TokenData, low: int, high: int) -> NDArray[np.int64]:
+    """Tokens [low, high) of the stream, int64.
+
+    Raises:
+        ValueError: an id that cannot be in this data, or a file that has become shorter.
+    """
+    require_whole(data.tokens)
+    ids = data.tokens[low:high].astype(np.int64)
+    _check_ids(data, ids, first=low)
+    return ids
+
+
+def document_starts(data: TokenData, low: int, high: int) -> NDArray[np.int64]:
+    """Starts of documents in [low, high) of the stream, int64.
+
+    Raises:
+        ValueError: a file that has become shorter.
+    """
+    require_whole(data.document_offsets)
+    starts = data.document_offsets[:-1]
+    begin, end = np.searchsorted(starts, (low, high))
+    return np.array(starts[begin:end], dtype=np.int64)
+
+
+def _check_ids(data: TokenData, ids: NDArray[np.int64], *, first: int) -> None:
+    # A damaged file would otherwise surface as an index error deep inside a kernel.
+    largest = int(ids.max())
+    if largest > data.meta.max_id:
+        where = first + int(np.argmax(ids))
+        raise ValueError(
+            f"{data.directory / TOKENS_FILE}: id {largest} at token {where}, but the largest id"
+            f" written was {data.meta.max_id}: the file has changed since; copy it again or"
+            " prepare it again with --force"
+        )

@@ -1,0 +1,87 @@
+"""The table of samples: what is cut, dropped, refused and left out."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sppo.data.sample_table import SampleTable, sample_table
+
+documents = st.lists(st.integers(1, 40), min_size=1, max_size=20)
+
+
+def table_of(documents: list[int], *, length: int, longer: str) -> SampleTable:
+    return sample_table(np.cumsum([0, *documents]), length=length, longer=longer)
+
+
+def label_positions(table: SampleTable) -> list[int]:
+    """Tokens of the stream that are labels, in order."""
+    pairs = zip(table.starts.tolist(), table.lengths.tolist(), strict=True)
+    return [p + 1 for start, length in pairs for p in range(start, start + length)]
+
+
+@given(documents=documents, length=st.integers(1, 45))
+def test_cut_samples_have_every_label_once(documents: list[int], length: int) -> None:
+    table = table_of(documents, length=length, longer="cut")
+    starts = list(itertools.accumulate(documents, initial=0))
+    firsts = set(starts[:-1])
+    assert label_positions(table) == [p for p in range(starts[-1]) if p not in firsts]
+    assert all(1 <= tokens <= length for tokens in table.lengths)
+    assert table.num_left_out == documents.count(1)
+    assert table.num_samples == sum(-(-(tokens - 1) // length) for tokens in documents)
+    for start, tokens in zip(table.starts, table.lengths, strict=True):
+        assert not firsts & set(range(start + 1, start + tokens + 1)), "one document each"
+
+
+@given(documents=documents, length=st.integers(1, 45))
+def test_dropped_are_the_longer_ones(documents: list[int], length: int) -> None:
+    table = table_of(documents, length=length, longer="drop")
+    starts = itertools.accumulate(documents, initial=0)
+    kept = [(s, n - 1) for s, n in zip(starts, documents, strict=False) if 1 < n <= length + 1]
+    assert list(zip(table.starts.tolist(), table.lengths.tolist(), strict=True)) == kept
+    assert table.num_left_out == len(documents) - len(kept)
+
+
+@given(documents=documents, length=st.integers(1, 45))
+def test_refused_where_one_is_longer(documents: list[int], length: int) -> None:
+    longest = max(documents) - 1
+    if longest <= length:
+        table = table_of(documents, length=length, longer="refuse")
+        whole = table_of(documents, length=length, longer="cut")
+        assert table.starts.tolist() == whole.starts.tolist()
+        return
+    number = sum(tokens - 1 > length for tokens in documents)
+    with pytest.raises(ValueError, match="^sequence.longer refuse: ") as caught:
+        table_of(documents, length=length, longer="refuse")
+    assert f"{number} of {len(documents)} documents are longer than sequence.length {length}, " in (
+        str(caught.value)
+    )
+    assert f"raise sequence.length to {longest}, or" in str(caught.value)
+
+
+def test_a_document_is_cut_with_one_token_shared() -> None:
+    #           0 | 1 ... 7: six inputs, six labels
+    table = table_of([1, 7], length=4, longer="cut")
+    assert table.starts.tolist() == [1, 5]
+    assert table.lengths.tolist() == [4, 2]
+    assert label_positions(table) == [2, 3, 4, 5, 6, 7]
+    assert table.starts.dtype == table.lengths.dtype == np.int64
+
+
+def test_no_samples_at_all() -> None:
+    for longer in ("cut", "drop", "refuse"):
+        table = table_of([1, 1], length=4, longer=longer)
+        assert (table.num_samples, table.num_left_out) == (0, 2)
+
+
+def test_a_million_documents_take_less_than_a_second() -> None:
+    offsets = np.concatenate([[0], np.cumsum(np.random.default_rng(0).integers(1, 9000, 10**6))])
+    start = time.perf_counter()
+    table = sample_table(offsets, length=1000, longer="cut")
+    assert time.perf_counter() - start < 2
+    assert int(table.lengths.sum()) == int(offsets[-1]) - 10**6

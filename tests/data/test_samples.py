@@ -1,0 +1,151 @@
+"""Steps of samples: each epoch every sample once, rows of several, resumed runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.data import samples
+from sppo.data.sample_table import sample_table
+from sppo.data.samples import DocumentSamples, check_samples
+from sppo.data.sequences import IGNORED_LABEL, training_sequence
+from tests.data.test_sequences import stream_of
+
+documents = st.lists(st.integers(1, 30), min_size=1, max_size=40).filter(lambda x: max(x) > 1)
+
+
+def samples_of(
+    lengths: list[int], *, length: int = 12, longer: str = "cut", shuffle: bool = True, **step: int
+) -> DocumentSamples:
+    """Documents of the given lengths; the token at position p of the stream is p."""
+    data = stream_of(lengths)
+    table = sample_table(data.document_offsets, length=length, longer=longer)
+    return DocumentSamples(data, table, seed=7, shuffle=shuffle, **step)
+
+
+def walk(training: DocumentSamples, steps: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Samples and position of each of the first ``steps`` steps."""
+    taken, positions = [], [0]
+    for _ in range(steps):
+        taken.append(training.step_samples(positions[-1]))
+        positions.append(positions[-1] + len(taken[-1]))
+    return taken, positions[:-1]
+
+
+@given(documents, st.integers(1, 50), st.booleans())
+def test_every_epoch_has_each_sample_once(
+    lengths: list[int], samples_per_step: int, shuffle: bool
+) -> None:
+    training = samples_of(lengths, samples_per_step=samples_per_step, shuffle=shuffle)
+    count = training.num_samples
+    taken, positions = walk(training, 3 * count // samples_per_step + 1)
+    flat = [sample for step in taken for sample in step]
+    for epoch in range(3):
+        assert sorted(flat[epoch * count : (epoch + 1) * count]) == list(range(count))
+        assert training.epoch_of(epoch * count) == epoch
+    assert flat == [training.order.sequence_index(p) for p in range(len(flat))]
+    assert positions == [training.position_of_step(step) for step in range(len(taken))]
+
+
+@settings(deadline=None)
+@given(documents, st.fractions(0, 2), st.booleans())
+def test_tokens_of_a_step_are_as_many_as_fit(
+    lengths: list[int], epochs: Fraction, shuffle: bool
+) -> None:
+    tokens_per_step = math.ceil(epochs * sum(lengths)) or 1
+    training = samples_of(lengths, tokens_per_step=tokens_per_step, shuffle=shuffle)
+    taken, positions = walk(training, 4)
+    for position, step in zip(positions, taken, strict=True):
+        tokens = sum(training.lengths(step))
+        following = training.order.sequence_index(position + len(step))
+        assert tokens <= tokens_per_step or len(step) == 1
+        assert tokens + training.lengths([following])[0] > tokens_per_step
+
+
+@settings(deadline=None)
+@given(documents, st.fractions(0, 1), st.integers(1, 9))
+def test_a_resumed_run_finds_the_position_of_its_step(
+    lengths: list[int], epochs: Fraction, block: int
+) -> None:
+    tokens_per_step = math.ceil(epochs * sum(lengths)) or 1
+    training = samples_of(lengths, tokens_per_step=tokens_per_step)
+    taken, positions = walk(training, 6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "_BLOCK_SAMPLES", block)
+        patch.setattr(samples, "_SPARE", 10**9)
+        found = {step: training.position_of_step(step) for step in (0, 1, 5)}
+        for step, position in found.items():
+            assert position == positions[step]
+            assert training.step_samples(position) == taken[step]
+
+
+@given(documents, st.integers(1, 30), st.data())
+def test_a_row_is_its_samples_side_by_side(
+    lengths: list[int], length: int, drawn: st.DataObject
+) -> None:
+    training = samples_of(lengths, length=length, samples_per_step=1)
+    chosen = drawn.draw(st.lists(st.integers(0, training.num_samples - 1), min_size=1, max_size=9))
+    row = training.row(chosen)
+    ends = [*row.document_starts[1:], len(row.tokens_S)]
+    assert row.tokens_S.dtype == row.labels_S.dtype == torch.int64
+    assert len(row.labels_S) == len(row.tokens_S) == sum(training.lengths(chosen))
+    for sample, start, end in zip(chosen, row.document_starts, ends, strict=True):
+        first, count = training.table.starts[sample], training.table.lengths[sample]
+        assert row.tokens_S[start:end].tolist() == list(range(first, first + count))
+        assert row.labels_S[start:end].tolist() == list(range(first + 1, first + count + 1))
+    assert row.num_valid == training.num_labels(chosen)
+
+
+def test_an_uncut_document_is_what_an_isolated_sequence_has() -> None:
+    lengths = [5, 4, 9]
+    training = samples_of(lengths, shuffle=False, samples_per_step=3)
+    packed = training_sequence(training.data, 0, length=17, isolate_documents=True)
+    row = training.row(training.step_samples(0))
+    ours = [(t, x) for t, x in zip(row.tokens_S.tolist(), row.labels_S.tolist(), strict=True)]
+    theirs = zip(packed.tokens_S.tolist(), packed.labels_S.tolist(), strict=True)
+    assert ours == [(t, x) for t, x in theirs if x != IGNORED_LABEL]
+
+
+def test_a_step_of_one_sample_that_is_longer_than_its_tokens() -> None:
+    training = samples_of([11, 3], shuffle=False, tokens_per_step=5)
+    assert training.step_samples(0) == (0,)
+    assert training.step_samples(1) == (1,)
+    assert training.position_of_step(3) == 3
+
+
+def test_steps_without_labels_do_not_exist_without_a_loss_mask() -> None:
+    training = samples_of([11, 3], samples_per_step=1)
+    assert training.has_labels(0)
+    assert training.num_labels((0, 1)) == 12
+
+
+def test_a_damaged_id_is_reported_before_a_kernel_sees_it() -> None:
+    training = samples_of([4, 8], samples_per_step=1)
+    damaged = replace(training, data=stream_of([4, 8], max_id=7))
+    damaged.row([0])
+    with pytest.raises(ValueError, match=r"id 11 at token 11, but the largest id .* 7"):
+        damaged.row([0, 1])
+
+
+def test_data_without_samples_is_refused() -> None:
+    data = stream_of([1, 1, 9])
+    table = sample_table(data.document_offsets, length=4, longer="drop")
+    with pytest.raises(ValueError, match="none of its 3 documents is a sample") as caught:
+        check_samples(data, table, vocab_size=5)
+    assert "model.vocab_size is 5" in str(caught.value), "both problems at once"
+    check_samples(data, sample_table(data.document_offsets, length=4, longer="cut"), vocab_size=11)
+
+
+def test_tens_of_thousands_of_samples_a_step_take_milliseconds() -> None:
+    lengths = np.random.default_rng(0).integers(2, 100, 200_000)
+    table = sample_table(np.concatenate([[0], np.cumsum(lengths)]), length=64, longer="cut")
+    training = DocumentSamples(stream_of([2]), table, seed=0, shuffle=True, tokens_per_step=1 << 20)
+    step = training.step_samples(training.position_of_step(20))
+    assert (1 << 20) - 64 < sum(training.lengths(step)) <= 1 << 20
