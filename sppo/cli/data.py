@@ -39,7 +39,8 @@ def prepare(
         typer.Option(
             metavar="bytes|ids|PATH",
             help="bytes: 256 byte values and an end of document; ids: 1-D integer .npy files taken"
-            " as they are; PATH: a tokenizer.json or its directory.",
+            " as they are, with NAME.mask.npy beside NAME.npy as its loss mask (one bool for each"
+            " id: whether predicting it counts); PATH: a tokenizer.json or its directory.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Directory to write, for data.tokens of a run.")],
@@ -122,7 +123,8 @@ def _disk_full_explained(out: Path) -> Iterator[None]:
         raise OSError(
             error.errno,
             f"--out {out}: {error.strerror}; what was written is removed again. A token takes 2 "
-            "bytes (4 above a vocabulary of 65536): free some space, or write to another disk",
+            "bytes (4 above a vocabulary of 65536), one more with a loss mask: free some space, or "
+            "write to another disk",
         ) from error
 
 
@@ -224,6 +226,8 @@ def _report(prepared: PreparedTokens) -> str:
             f"{format_tokens(int(tokens))}: {count:,}" for tokens, count in longer.items()
         ),
     }
+    if prepared.num_counting_tokens is not None:
+        rows["loss mask"] = f"predicting {prepared.num_counting_tokens:,} of the tokens counts"
     verb = "holds these tokens already; nothing was written" if prepared.unchanged else "written"
     return "\n".join(
         [f"{prepared.directory}: {verb}", *(f"  {name:<12} {text}" for name, text in rows.items())]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sppo.data.documents import find_files, reading
+from sppo.data.mask_files import without_masks
 from sppo.data.text_files import check_text_files
 from sppo.data.token_writer import (
     TokenWriter,
@@ -64,6 +65,8 @@ class PreparedTokens:
     """Document length in tokens by percentile: p0, p10, ... p100."""
     documents_longer_than: dict[str, int]
     """Number of documents with more tokens than 16384, 131072 and 1048576."""
+    num_counting_tokens: int | None
+    """Tokens that the loss mask lets count; None without a mask."""
 
 
 def prepare_tokens(
@@ -99,6 +102,8 @@ def prepare_tokens(
     if not globs and tokenizer == "ids":
         globs = ("*.npy",)
     paths = find_files([Path(path) for path in inputs], globs=globs, exclude=out)
+    if tokenizer == "ids":
+        paths = without_masks(paths)
     source_bytes = _total_bytes(paths)
     with temporary_sibling(out) as temporary:
         chosen = choose_tokenizer(
@@ -170,13 +175,13 @@ def _write(
     total_bytes: int,
     on_progress: Callable[[PrepareProgress], None] | None,
 ) -> int:
-    """Write the three files; the number of documents left out because they were empty."""
+    """Write the files; the number of documents left out because they were empty."""
     done_bytes = 0
     with TokenWriter(
         directory, vocab_size=tokenizer.vocab_size, description=tokenizer.description
     ) as writer:
         for shard in tokenizer.encode(paths):
-            writer.append(shard.ids)
+            writer.append(shard.ids, shard.counts)
             if shard.ends_document:
                 writer.end_document()
             done_bytes += shard.source_bytes
@@ -216,6 +221,12 @@ def _refuse_difference(existing: TokenData, written: TokenData) -> None:
             f" {existing.num_documents} documents, not {written.num_tokens} in"
             f" {written.num_documents}); {_REPLACE}"
         )
+    if existing.meta.loss_mask_sha256 != written.meta.loss_mask_sha256:
+        with_mask = existing.meta.loss_mask_sha256 is not None
+        raise ValueError(
+            f"--out {existing.directory}: holds these tokens with"
+            f" {'another' if with_mask else 'no'} loss mask; {_REPLACE}"
+        )
     verify_tokens(existing)
 
 
@@ -239,4 +250,7 @@ def _summary(
         documents_longer_than={
             str(tokens): int(np.count_nonzero(lengths > tokens)) for tokens in LONG_TOKENS
         },
+        num_counting_tokens=(
+            None if data.loss_mask is None else int(np.count_nonzero(data.loss_mask))
+        ),
     )

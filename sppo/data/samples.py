@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from sppo.data.order import SequenceOrder
 from sppo.data.sample_table import SampleTable
-from sppo.data.stream import read_ids
+from sppo.data.stream import counting_tokens, few_of, read_ids
 from sppo.data.tokens import TokenData, vocabulary_problems
 from sppo.engine.unit import SequenceData
+from sppo.kernels.labels import IGNORED_LABEL
 
 _BLOCK_SAMPLES = 1 << 16
 _SPARE = 8
@@ -143,27 +144,39 @@ class DocumentSamples:
 
     def num_labels(self, samples: Sequence[int]) -> int:
         """Labels that count, of all the samples."""
-        return sum(self.lengths(samples))
+        if self.data.loss_mask is None:
+            return sum(self.lengths(samples))
+        return sum(int(np.count_nonzero(self._counts(sample))) for sample in samples)
 
     def has_labels(self, position: int) -> bool:
         """Return whether any label of the step at ``position`` counts."""
-        return self.num_labels(self.step_samples(position)) > 0
+        return any(self.num_labels([sample]) for sample in self.step_samples(position))
+
+    def why_no_labels(self, position: int) -> str:
+        """Return why no label of the step at ``position`` counts, for a step without any."""
+        named = few_of(self.step_samples(position))
+        where = f"no label counts in sample {named} of {self.data.directory}"
+        return f"{where}: the loss mask excludes them"
 
     def row(self, samples: Sequence[int]) -> SequenceData:
         """One sequence of the samples one after another, each isolated from the others.
 
         Attention and positions are to start anew at ``document_starts``, the first token of every
-        sample.
+        sample. Labels that the loss mask excludes are :data:`IGNORED_LABEL`.
 
         Raises:
             ValueError: an id that cannot be in this data, or a file that has become shorter.
         """
         assert samples, "a row has at least one sample"
         parts = [self._ids(sample) for sample in samples]
+        labels = [
+            np.where(self._counts(sample), ids[1:], IGNORED_LABEL)
+            for sample, ids in zip(samples, parts, strict=True)
+        ]
         ends = np.cumsum(self.lengths(samples))
         return SequenceData(
             tokens_S=torch.from_numpy(np.concatenate([ids[:-1] for ids in parts])),
-            labels_S=torch.from_numpy(np.concatenate([ids[1:] for ids in parts])),
+            labels_S=torch.from_numpy(np.concatenate(labels)),
             document_starts=(0, *ends[:-1].tolist()),
         )
 
@@ -171,3 +184,8 @@ class DocumentSamples:
         """Inputs of a sample and its last label, int64 [length + 1]."""
         start = int(self.table.starts[sample])
         return read_ids(self.data, start, start + int(self.table.lengths[sample]) + 1)
+
+    def _counts(self, sample: int) -> NDArray[np.bool_]:
+        """Whether each label of a sample counts, bool [length]."""
+        start = int(self.table.starts[sample])
+        return counting_tokens(self.data, start + 1, start + int(self.table.lengths[sample]) + 1)

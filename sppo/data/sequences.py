@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+import numpy as np
 import torch
 
 from sppo.data.order import SequenceOrder
-from sppo.data.stream import document_starts, read_ids
+from sppo.data.stream import counting_tokens, document_starts, few_of, read_ids
 from sppo.data.tokens import TokenData
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
-
-_NAMED_SEQUENCES = 4
 
 
 def count_sequences(data: TokenData, *, length: int) -> int:
@@ -32,7 +31,8 @@ def training_sequence(
 
     With ``isolate_documents`` every document in the sequence is trained as if alone: attention is
     to start anew at ``document_starts``, and the label that would be the first token of the next
-    document is :data:`IGNORED_LABEL`. Without it the sequence is one run of text.
+    document is :data:`IGNORED_LABEL`. Without it the sequence is one run of text. Labels that the
+    loss mask of the data excludes are :data:`IGNORED_LABEL` with and without it.
 
     Args:
         data: Open token data.
@@ -47,6 +47,9 @@ def training_sequence(
     first = index * length
     stream = torch.from_numpy(read_ids(data, first, first + length + 1))
     labels = stream[1:].clone()
+    if data.loss_mask is not None:
+        counts = counting_tokens(data, first + 1, first + length + 1)
+        labels[torch.from_numpy(~counts)] = IGNORED_LABEL
     starts: tuple[int, ...] = (0,)
     if isolate_documents:
         # Documents that start at inputs 1 ... S-1, or at the last label, which is position S.
@@ -58,10 +61,13 @@ def training_sequence(
 
 def count_labels(data: TokenData, index: int, *, length: int, isolate_documents: bool) -> int:
     """Labels of sequence ``index`` that count: as many as :func:`training_sequence` gives it."""
-    if not isolate_documents:
-        return length
-    first = index * length
-    return length - len(document_starts(data, first + 1, first + length + 1))
+    low, high = index * length + 1, index * length + length + 1
+    begins = document_starts(data, low, high) if isolate_documents else np.empty(0, np.int64)
+    if data.loss_mask is None:
+        return length - len(begins)
+    counts = counting_tokens(data, low, high)
+    counts[begins - low] = False
+    return int(np.count_nonzero(counts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,14 +120,19 @@ class TrainingData:
 
     def why_no_labels(self, step: int) -> str:
         """Return why no label of ``step`` counts, for a step without any."""
-        indices = self.sequence_indices(step)
-        named = ", ".join(map(str, indices[:_NAMED_SEQUENCES]))
-        more = f" and {len(indices) - _NAMED_SEQUENCES} more" * (len(indices) > _NAMED_SEQUENCES)
+        named = few_of(self.sequence_indices(step))
         return (
-            f"no label counts in sequence {named}{more} of {self.data.directory}: all documents "
-            "there have one token, and with data.isolate_documents the first token of a document "
-            "is nobody's label"
+            f"no label counts in sequence {named} of {self.data.directory}: {self._excluded_labels}"
         )
+
+    @property
+    def _excluded_labels(self) -> str:
+        """What keeps labels from counting here."""
+        first = "with data.isolate_documents the first token of a document is nobody's label"
+        if self.data.loss_mask is None:
+            return f"all documents there have one token, and {first}"
+        also = f", and {first}" if self.isolate_documents else ""
+        return f"the loss mask excludes them{also}"
 
     def sequence(self, index: int) -> SequenceData:
         """Sequence ``index`` alone, for a rank that trains only some sequences of a step."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from sppo.data.array_file import require_whole
 from sppo.data.tokens import TOKENS_FILE, TokenData
+
+_NAMED = 4
 
 
 def read_ids(data: TokenData, low: int, high: int) -> NDArray[np.int64]:
@@ -31,6 +35,25 @@ def document_starts(data: TokenData, low: int, high: int) -> NDArray[np.int64]:
     starts = data.document_offsets[:-1]
     begin, end = np.searchsorted(starts, (low, high))
     return np.array(starts[begin:end], dtype=np.int64)
+
+
+def counting_tokens(data: TokenData, low: int, high: int) -> NDArray[np.bool_]:
+    """Whether predicting each token in [low, high) of the stream counts, by the loss mask.
+
+    Raises:
+        ValueError: a file that has become shorter.
+    """
+    if data.loss_mask is None:
+        return np.ones(high - low, dtype=np.bool_)
+    require_whole(data.loss_mask)
+    counts: NDArray[np.bool_] = data.loss_mask[low:high] != 0
+    return counts
+
+
+def few_of(indices: Sequence[int]) -> str:
+    """The first few of the numbers of sequences or samples, for messages."""
+    more = f" and {len(indices) - _NAMED} more" * (len(indices) > _NAMED)
+    return ", ".join(map(str, indices[:_NAMED])) + more
 
 
 def _check_ids(data: TokenData, ids: NDArray[np.int64], *, first: int) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from sppo.data.tokens import (
     DOCUMENTS_FILE,
     FORMAT_VERSION,
+    LOSS_MASK_FILE,
     META_FILE,
     TOKEN_DATA_FILES,
     TOKENS_FILE,
@@ -35,8 +36,9 @@ _BUFFER_BYTES = 1 << 20
 class TokenWriter:
     """Appends ids to ``tokens.bin`` and remembers where documents start.
 
-    Memory is one buffer and 8 bytes a document, whatever the number of tokens. Use as a context
-    manager; :meth:`finish` writes the other two files.
+    ``loss_mask.bin`` is begun with the first tokens that come with a mask. Memory is a buffer for
+    each file and 8 bytes a document, whatever the number of tokens. Use as a context manager;
+    :meth:`finish` writes the other two files.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class TokenWriter:
         self._dtype = np.dtype(dtype_name(vocab_size)).newbyteorder("<")
         self._file = (directory / TOKENS_FILE).open("wb", buffering=_BUFFER_BYTES)
         self._digest = hashlib.sha256()
+        self._mask: _LossMaskWriter | None = None
+        self._last_counts = True
         self._offsets = array("q", [0])
         self._num_tokens = 0
         self._num_empty = 0
@@ -63,6 +67,8 @@ class TokenWriter:
         traceback: TracebackType | None,
     ) -> None:
         self._file.close()
+        if self._mask is not None:
+            self._mask.file.close()
 
     @property
     def num_tokens(self) -> int:
@@ -74,8 +80,12 @@ class TokenWriter:
         """Documents left out because they held nothing."""
         return self._num_empty
 
-    def append(self, ids: NDArray[Any]) -> None:
+    def append(self, ids: NDArray[Any], counts: NDArray[np.bool_] | None = None) -> None:
         """Add ids [n] to the current document.
+
+        Args:
+            ids: Integers of any width.
+            counts: bool [n], whether predicting each of them counts; None where all do.
 
         Raises:
             ValueError: an id outside the vocabulary, as when a file changes while it is read.
@@ -92,16 +102,34 @@ class TokenWriter:
         block = np.ascontiguousarray(ids, dtype=self._dtype)
         self._digest.update(block.data)
         self._file.write(block.data)
+        self._append_mask(len(block), counts)
         self._num_tokens += len(block)
         self._max_id = max(self._max_id, high)
 
+    def _append_mask(self, num_tokens: int, counts: NDArray[np.bool_] | None) -> None:
+        """Add to the loss mask, or begin it, as soon as one is needed."""
+        if counts is not None and self._mask is None:
+            self._mask = _LossMaskWriter(self._directory / LOSS_MASK_FILE)
+            self._mask.append_counting(self._num_tokens)
+        self._last_counts = counts is None or bool(counts[-1])
+        if self._mask is None:
+            return
+        if counts is None:
+            self._mask.append_counting(num_tokens)
+        else:
+            self._mask.append(counts)
+
     def end_document(self) -> None:
-        """Close the current document with its end id; a document without tokens is left out."""
+        """Close the current document with its end id; a document without tokens is left out.
+
+        Predicting the end counts where predicting the token before it does.
+        """
         if self._num_tokens == self._offsets[-1]:
             self._num_empty += 1
             return
         if self._description.end_of_document is not None:
-            self.append(np.array([self._description.end_of_document]))
+            end = np.array([self._description.end_of_document])
+            self.append(end, None if self._last_counts else np.array([False]))
         self._offsets.append(self._num_tokens)
 
     def finish(self) -> TokenMeta:
@@ -112,6 +140,8 @@ class TokenWriter:
         """
         assert self._offsets[-1] == self._num_tokens, "finish() inside a document"
         _flush_to_disk(self._file)
+        if self._mask is not None:
+            _flush_to_disk(self._mask.file)
         starts = np.frombuffer(self._offsets, dtype=np.int64)
         with (self._directory / DOCUMENTS_FILE).open("wb") as file:
             np.save(file, starts)
@@ -126,9 +156,29 @@ class TokenWriter:
             tokens_sha256=self._digest.hexdigest(),
             tokenizer=self._description,
             documents_sha256=hashlib.sha256(starts.data).hexdigest(),
+            loss_mask_sha256=None if self._mask is None else self._mask.digest.hexdigest(),
         )
         write_meta(self._directory / META_FILE, meta)
         return meta
+
+
+class _LossMaskWriter:
+    """Appends to ``loss_mask.bin``, a byte for each token."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("wb", buffering=_BUFFER_BYTES)
+        self.digest = hashlib.sha256()
+
+    def append(self, counts: NDArray[np.bool_]) -> None:
+        """Add a token for each of ``counts``."""
+        block = np.ascontiguousarray(counts).view(np.uint8)
+        self.digest.update(block.data)
+        self.file.write(block.data)
+
+    def append_counting(self, num_tokens: int) -> None:
+        """Add tokens that all count."""
+        for start in range(0, num_tokens, _BUFFER_BYTES):
+            self.append(np.ones(min(_BUFFER_BYTES, num_tokens - start), dtype=np.bool_))
 
 
 def _flush_to_disk(file: Any) -> None:
@@ -154,13 +204,13 @@ def check_destination(out: Path, *, force: bool) -> None:
         ) from None
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be read: {error.strerror}") from None
-    foreign = sorted(names - TOKEN_DATA_FILES)
+    foreign = sorted(names - TOKEN_DATA_FILES - {LOSS_MASK_FILE})
     if foreign:
         raise ValueError(
             f"--out {out}: the directory holds {', '.join(foreign[:3])}, which is not token data"
             " and is never replaced; give a new name"
         )
-    if names and names != TOKEN_DATA_FILES and not force:
+    if names and not names >= TOKEN_DATA_FILES and not force:
         raise ValueError(
             f"--out {out}: holds part of token data ({', '.join(sorted(names))}); replace it with"
             " --force, or give a new name"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from sppo.data.array_file import map_array
 from sppo.data.documents import read_bytes, reading
+from sppo.data.mask_files import map_loss_mask
 from sppo.data.tokens import MAX_VOCAB_SIZE, TokenizerDescription
 from sppo.quoting import one_line
 
@@ -38,6 +39,8 @@ class EncodedShard:
     ends_document: bool
     source_bytes: int
     """Bytes of input these ids come from, for progress."""
+    counts: NDArray[np.bool_] | None = None
+    """[n] whether predicting each id counts in the loss; None where all do."""
 
 
 class Tokenizer(Protocol):
@@ -80,7 +83,10 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class IdsTokenizer:
-    """Ids made elsewhere: 1-D integer ``.npy`` files, one document each, taken as they are."""
+    """Ids made elsewhere: 1-D integer ``.npy`` files, one document each, taken as they are.
+
+    The loss mask of ``NAME.npy`` is ``NAME.mask.npy``, where there is one.
+    """
 
     vocab_size: int
     _: KW_ONLY
@@ -95,11 +101,13 @@ class IdsTokenizer:
         """The arrays in the files, a block at a time."""
         for path in paths:
             ids = _map_ids(path)
+            mask = map_loss_mask(path, num_ids=len(ids))
             source_bytes = path.stat().st_size
             with reading(path):
                 for start in range(0, len(ids), _BLOCK_TOKENS):
                     block = np.asarray(ids[start : start + _BLOCK_TOKENS])
-                    yield EncodedShard(block, False, block.nbytes)
+                    counts = None if mask is None else mask[start : start + _BLOCK_TOKENS]
+                    yield EncodedShard(block, False, block.nbytes, counts)
                     source_bytes -= block.nbytes
             yield EncodedShard(ids[:0], True, source_bytes)
 
@@ -107,7 +115,7 @@ class IdsTokenizer:
 def scan_ids(
     paths: Sequence[Path], *, vocab_size: int | None, end_of_document: int | None
 ) -> IdsTokenizer:
-    """Check every id in the files and find the vocabulary they need.
+    """Check every id in the files, and their loss masks, and find the vocabulary they need.
 
     Args:
         paths: ``.npy`` files.
@@ -115,7 +123,8 @@ def scan_ids(
         end_of_document: Id appended to every document, or None.
 
     Raises:
-        ValueError: not 1-D integers, or an id below 0 or not below the vocabulary size.
+        ValueError: not 1-D integers, an id below 0 or not below the vocabulary size, or a mask
+            that is not one bool for each id.
     """
     limit = MAX_VOCAB_SIZE if vocab_size is None else vocab_size
     if not 1 <= limit <= MAX_VOCAB_SIZE:
@@ -162,6 +171,7 @@ def _map_ids(path: Path) -> NDArray[Any]:
 def _check_ids(path: Path, *, limit: int, given: bool) -> int:
     """Largest id in ``path``, -1 when it holds none."""
     ids = _map_ids(path)
+    map_loss_mask(path, num_ids=len(ids))
     largest = -1
     for start in range(0, len(ids), _BLOCK_TOKENS):
         block = ids[start : start + _BLOCK_TOKENS]

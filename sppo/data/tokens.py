@@ -1,10 +1,12 @@
 """Token data on disk: one flat stream of ids, memory-mapped, with the start of every document.
 
-A directory holds three files:
+A directory holds three files, and a fourth where some predictions are not to count:
 
 * ``tokens.bin``: the ids of all documents one after another, little-endian uint16 or uint32;
 * ``documents.npy``: int64 [num_documents + 1], where each document starts, then num_tokens;
-* ``meta.json``: what :class:`TokenMeta` lists.
+* ``meta.json``: what :class:`TokenMeta` lists;
+* ``loss_mask.bin``: one byte for each token, 0 where predicting that token does not count in the
+  loss. Without the file all tokens count.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ FORMAT_VERSION = 1
 TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.npy"
 META_FILE = "meta.json"
+LOSS_MASK_FILE = "loss_mask.bin"
 TOKEN_DATA_FILES = frozenset({TOKENS_FILE, DOCUMENTS_FILE, META_FILE})
+"""Files of every token directory."""
 MAX_VOCAB_SIZE = 1 << 32
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -68,6 +72,8 @@ class TokenMeta:
     tokenizer: TokenizerDescription
     documents_sha256: str | None = None
     """Checksum of the starts in ``documents.npy``; None in data written without one."""
+    loss_mask_sha256: str | None = None
+    """SHA-256 of ``loss_mask.bin``; None where there is none, and then not in the file."""
 
     @property
     def token_dtype(self) -> np.dtype[Any]:
@@ -85,6 +91,8 @@ class TokenData:
     """[num_tokens] ids, uint16 or uint32."""
     document_offsets: NDArray[np.int64]
     """[num_documents + 1] first token of each document, then num_tokens."""
+    loss_mask: NDArray[np.uint8] | None = None
+    """[num_tokens] 0 where predicting the token does not count; None where all count."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,10 +116,10 @@ def dtype_name(vocab_size: int) -> str:
 
 
 def open_tokens(directory: Path | str) -> TokenData:
-    """Map the tokens in ``directory`` after checking that its three files belong together.
+    """Map the tokens in ``directory`` after checking that its files belong together.
 
-    The document starts are read and checked; the contents of ``tokens.bin`` are not read:
-    :func:`verify_tokens` does that.
+    The document starts are read and checked; the contents of ``tokens.bin`` and ``loss_mask.bin``
+    are not read: :func:`verify_tokens` does that.
 
     Raises:
         ValueError: no such directory, a file missing or unreadable, another format version,
@@ -123,9 +131,16 @@ def open_tokens(directory: Path | str) -> TokenData:
         meta = read_meta(directory / META_FILE)
         tokens = _map_tokens(directory / TOKENS_FILE, meta)
         offsets = _map_offsets(directory / DOCUMENTS_FILE, meta)
+        loss_mask = _map_loss_mask(directory / LOSS_MASK_FILE, meta)
     except OSError as error:
         raise ValueError(f"{directory}: cannot be read: {error.strerror or error}") from None
-    return TokenData(directory=directory, meta=meta, tokens=tokens, document_offsets=offsets)
+    return TokenData(
+        directory=directory,
+        meta=meta,
+        tokens=tokens,
+        document_offsets=offsets,
+        loss_mask=loss_mask,
+    )
 
 
 def _check_files(directory: Path) -> None:
@@ -146,19 +161,27 @@ def verify_tokens(data: TokenData) -> None:
     """Read everything once and compare it with the checksum and the index rules.
 
     Raises:
-        ValueError: ``tokens.bin`` differs from what was written, or the index is not increasing.
+        ValueError: ``tokens.bin`` or ``loss_mask.bin`` differs from what was written, or the index
+            is not increasing.
     """
-    digest = hashlib.sha256()
-    block_tokens = _HASH_BLOCK_BYTES // data.tokens.itemsize
-    for start in range(0, data.num_tokens, block_tokens):
-        digest.update(data.tokens[start : start + block_tokens].data)
-    if digest.hexdigest() != data.meta.tokens_sha256:
-        raise ValueError(
-            f"{data.directory / TOKENS_FILE}: sha256 {digest.hexdigest()[:12]}..., but"
-            f" {META_FILE} records {data.meta.tokens_sha256[:12]}...: the file has changed since"
-            " it was written; copy it again or prepare it again with --force"
-        )
+    _verify(data.tokens, data.meta.tokens_sha256, path=data.directory / TOKENS_FILE)
     _check_starts(data.document_offsets, data.meta, path=data.directory / DOCUMENTS_FILE)
+    if data.loss_mask is not None and data.meta.loss_mask_sha256 is not None:
+        _verify(data.loss_mask, data.meta.loss_mask_sha256, path=data.directory / LOSS_MASK_FILE)
+
+
+def _verify(array: NDArray[Any], sha256: str, *, path: Path) -> None:
+    """Raise ValueError unless `array`, mapped from `path`, has this checksum."""
+    digest = hashlib.sha256()
+    block = _HASH_BLOCK_BYTES // array.itemsize
+    for start in range(0, len(array), block):
+        digest.update(array[start : start + block].data)
+    if digest.hexdigest() != sha256:
+        raise ValueError(
+            f"{path}: sha256 {digest.hexdigest()[:12]}..., but {META_FILE} records"
+            f" {one_line(sha256, most=12)}...: the file has changed since it was written; copy it"
+            " again or prepare it again with --force"
+        )
 
 
 def check_fits(data: TokenData, *, vocab_size: int, length: int) -> None:
@@ -201,8 +224,14 @@ def _shorter(num_tokens: int) -> str:
 
 
 def write_meta(path: Path, meta: TokenMeta) -> None:
-    """Write ``meta.json``: indented, keys in the order of the class."""
-    write_json(path, asdict(meta))
+    """Write ``meta.json``: indented, keys in the order of the class.
+
+    Data without a loss mask says nothing of it, so that older versions read it.
+    """
+    values = asdict(meta)
+    if meta.loss_mask_sha256 is None:
+        del values["loss_mask_sha256"]
+    write_json(path, values)
 
 
 def read_meta(path: Path) -> TokenMeta:
@@ -235,9 +264,9 @@ def _parse_meta(raw: dict[str, Any]) -> TokenMeta:
         raise ValueError(f"dtype {quoted(raw['dtype'])} is not one of {', '.join(_DTYPES)}")
     for name in ("vocab_size", "max_id", "num_tokens", "num_documents"):
         _check_count(name, raw[name])
-    for name in ("tokens_sha256", "documents_sha256"):
+    for name in ("tokens_sha256", "documents_sha256", "loss_mask_sha256"):
         digest = raw.get(name)
-        if not isinstance(digest, str) and not (digest is None and name == "documents_sha256"):
+        if not isinstance(digest, str) and not (digest is None and name != "tokens_sha256"):
             raise ValueError(f"{name} {quoted(digest)} is not a checksum")
     return TokenMeta(**{**raw, "tokenizer": _parse_tokenizer(raw["tokenizer"])})
 
@@ -279,6 +308,28 @@ def _map_tokens(path: Path, meta: TokenMeta) -> NDArray[np.unsignedinteger]:
             " replaced; copy it again or prepare it again with --force"
         )
     return np.memmap(path, dtype=meta.token_dtype, mode="r")
+
+
+def _map_loss_mask(path: Path, meta: TokenMeta) -> NDArray[np.uint8] | None:
+    if meta.loss_mask_sha256 is None:
+        if path.exists():
+            raise ValueError(
+                f"{path}: {META_FILE} says nothing of a loss mask, so this is one of other data;"
+                f" remove it, or {_PREPARE_HINT}"
+            )
+        return None
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: missing, and {META_FILE} says that there is a loss mask; copy it again or"
+            f" {_PREPARE_HINT}"
+        )
+    actual_bytes = path.stat().st_size
+    if actual_bytes != meta.num_tokens:
+        raise ValueError(
+            f"{path}: {actual_bytes} bytes, but {META_FILE} says {meta.num_tokens} tokens, of one"
+            f" byte each: the file was cut or replaced; copy it again or {_PREPARE_HINT}"
+        )
+    return np.memmap(path, dtype=np.uint8, mode="r")
 
 
 def _map_offsets(path: Path, meta: TokenMeta) -> NDArray[np.int64]:

@@ -102,6 +102,79 @@ def test_ids_with_vocabulary_and_end(work: Path) -> None:
     assert tokens_of(work / "out") == [3, 4, 49]
 
 
+def save_masked(path: Path, ids: list[int], mask: list[bool] | None = None) -> None:
+    np.save(path.with_suffix(".npy"), np.array(ids))
+    if mask is not None:
+        np.save(path.with_suffix(".mask.npy"), np.array(mask))
+
+
+WITH_END = ("--tokenizer", "ids", "--end-of-document", 9, "--out", "out")
+
+
+@pytest.mark.parametrize(
+    "inputs", [["src"], ["--glob", "*.npy", "src"], ["src/0.npy", "src/0.mask.npy", "src/1.npy"]]
+)
+def test_loss_masks_beside_ids(work: Path, inputs: list[str]) -> None:
+    save_masked(work / "src/0", [3, 4, 5], [True, False, False])
+    save_masked(work / "src/1", [6])
+    summary = succeed(*WITH_END, *inputs)
+    assert tokens_of(work / "out") == [3, 4, 5, 9, 6, 9]
+    assert list((work / "out/loss_mask.bin").read_bytes()) == [1, 0, 0, 0, 1, 1]
+    assert summary["num_files"] == 2
+    assert summary["num_counting_tokens"] == 3
+    assert len(summary["loss_mask_sha256"]) == 64
+    again = prepare(*WITH_END, *inputs)
+    assert "holds these tokens already" in again.stdout
+    assert "predicting 3 of the tokens counts" in again.stdout
+
+
+def test_other_loss_masks_are_other_data(work: Path) -> None:
+    save_masked(work / "src/0", [3, 4, 5], [True, False, False])
+    succeed(*WITH_END, "src")
+    save_masked(work / "src/0", [3, 4, 5], [True, False, True])
+    assert "holds these tokens with another loss mask; replace it with --force" in refuse(
+        *WITH_END, "src"
+    )
+    (work / "src/0.mask.npy").unlink()
+    assert "holds these tokens with another loss mask" in refuse(*WITH_END, "src")
+    assert succeed(*WITH_END, "--force", "src")["num_counting_tokens"] is None
+    assert not (work / "out/loss_mask.bin").exists()
+    save_masked(work / "src/0", [3, 4, 5], [True, False, True])
+    assert "holds these tokens with no loss mask" in refuse(*WITH_END, "src")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"x.mask.npy": np.ones(2, bool)}, "src/x.mask.npy: the loss mask of x.npy, which is not"),
+        (
+            {"0.mask.npy": np.ones(2, bool)},
+            "src/0.mask.npy: bool of shape [2], not bool of shape [3]",
+        ),
+        ({"0.mask.npy": np.ones(3)}, "src/0.mask.npy: float64 of shape [3], not bool"),
+        ({"0.mask.npy": np.ones((3, 1), bool)}, "src/0.mask.npy: bool of shape [3, 1], not bool"),
+        ({"0.mask.npy": b"yes"}, "src/0.mask.npy: not a .npy array"),
+    ],
+)
+def test_refused_loss_masks(work: Path, files: dict[str, Any], message: str) -> None:
+    save_masked(work / "src/0", [3, 4, 5])
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (work / "src" / name).write_bytes(content)
+        else:
+            np.save(work / "src" / name, content)
+    error = refuse("--tokenizer", "ids", "--out", "out", "src")
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert_nothing_left(work)
+
+
+def test_a_mask_alone_is_no_document(work: Path) -> None:
+    save_masked(work / "src/0", [3, 4, 5], [True, False, False])
+    error = refuse("--tokenizer", "ids", "--out", "out", "src/0.mask.npy")
+    assert "src/0.mask.npy: a loss mask, and no ids are given" in error
+
+
 def test_directories_are_sorted_filtered_and_without_hidden_files(work: Path) -> None:
     for name in ("z.py", "b/c.py", "b/a.py", ".git/x.py", ".hidden.py", "b/skip.md"):
         path = work / "src" / name

@@ -22,10 +22,16 @@ documents = st.lists(st.integers(1, 30), min_size=1, max_size=40).filter(lambda 
 
 
 def samples_of(
-    lengths: list[int], *, length: int = 12, longer: str = "cut", shuffle: bool = True, **step: int
+    lengths: list[int],
+    *,
+    length: int = 12,
+    longer: str = "cut",
+    shuffle: bool = True,
+    loss_mask: list[bool] | None = None,
+    **step: int,
 ) -> DocumentSamples:
     """Documents of the given lengths; the token at position p of the stream is p."""
-    data = stream_of(lengths)
+    data = stream_of(lengths, loss_mask=loss_mask)
     table = sample_table(data.document_offsets, length=length, longer=longer)
     return DocumentSamples(data, table, seed=7, shuffle=shuffle, **step)
 
@@ -101,6 +107,33 @@ def test_a_row_is_its_samples_side_by_side(
         assert row.tokens_S[start:end].tolist() == list(range(first, first + count))
         assert row.labels_S[start:end].tolist() == list(range(first + 1, first + count + 1))
     assert row.num_valid == training.num_labels(chosen)
+
+
+@given(documents, st.integers(1, 30), st.data())
+def test_a_loss_mask_excludes_labels_of_samples(
+    lengths: list[int], length: int, drawn: st.DataObject
+) -> None:
+    count = sum(lengths)
+    mask = drawn.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    whole = samples_of(lengths, length=length, samples_per_step=2)
+    masked = samples_of(lengths, length=length, samples_per_step=2, loss_mask=mask)
+    for position in range(whole.num_samples):
+        step = whole.step_samples(position)
+        a, b = whole.row(step), masked.row(masked.step_samples(position))
+        assert torch.equal(a.tokens_S, b.tokens_S)
+        assert a.document_starts == b.document_starts
+        assert b.labels_S.tolist() == [x if mask[x] else IGNORED_LABEL for x in a.labels_S]
+        assert (whole.num_labels(step), masked.num_labels(step)) == (a.num_valid, b.num_valid)
+        assert masked.has_labels(position) is (b.num_valid > 0)
+
+
+def test_why_no_label_counts() -> None:
+    mask = [True] * 4 + [False] * 8
+    training = samples_of([4, 8], shuffle=False, samples_per_step=1, loss_mask=mask)
+    assert [training.has_labels(position) for position in range(2)] == [True, False]
+    assert training.why_no_labels(1) == (
+        "no label counts in sample 1 of tokens: the loss mask excludes them"
+    )
 
 
 def test_an_uncut_document_is_what_an_isolated_sequence_has() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,16 @@ from sppo.data.sequences import (
     IGNORED_LABEL,
     SequenceData,
     TrainingData,
+    count_labels,
     count_sequences,
     training_sequence,
 )
 from sppo.data.tokens import TokenData, TokenizerDescription, TokenMeta
 
 
-def stream_of(lengths: list[int], *, max_id: int | None = None) -> TokenData:
+def stream_of(
+    lengths: list[int], *, max_id: int | None = None, loss_mask: list[bool] | None = None
+) -> TokenData:
     """Documents of the given lengths; the token at position p of the stream is p."""
     tokens = np.arange(sum(lengths), dtype=np.uint32)
     meta = TokenMeta(
@@ -34,7 +38,13 @@ def stream_of(lengths: list[int], *, max_id: int | None = None) -> TokenData:
         tokenizer=TokenizerDescription(name="ids", end_of_document=None),
     )
     offsets = np.cumsum([0, *lengths])
-    return TokenData(directory=Path("tokens"), meta=meta, tokens=tokens, document_offsets=offsets)
+    return TokenData(
+        directory=Path("tokens"),
+        meta=meta,
+        tokens=tokens,
+        document_offsets=offsets,
+        loss_mask=None if loss_mask is None else np.array(loss_mask, dtype=np.uint8),
+    )
 
 
 documents = st.lists(st.integers(1, 30), min_size=1, max_size=12).filter(lambda x: sum(x) > 1)
@@ -86,6 +96,44 @@ def test_joined_sequences_are_the_stream(lengths: list[int], data: st.DataObject
         assert sequence.labels_S.tolist() == list(range(first + 1, first + length + 1))
         assert sequence.document_starts == (0,)
         assert sequence.num_valid == length
+
+
+@given(lengths=documents, isolate=st.booleans(), data=st.data())
+def test_a_loss_mask_excludes_labels_and_nothing_else(
+    lengths: list[int], isolate: bool, data: st.DataObject
+) -> None:
+    count = sum(lengths)
+    mask = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    length = data.draw(st.integers(1, count - 1))
+    whole, masked = stream_of(lengths), stream_of(lengths, loss_mask=mask)
+    for index in range(count_sequences(whole, length=length)):
+        a, b = (
+            training_sequence(stream, index, length=length, isolate_documents=isolate)
+            for stream in (whole, masked)
+        )
+        assert torch.equal(a.tokens_S, b.tokens_S)
+        assert a.document_starts == b.document_starts
+        expected = [x if x != IGNORED_LABEL and mask[x] else IGNORED_LABEL for x in a.labels_S]
+        assert b.labels_S.tolist() == expected
+        for stream, sequence in ((whole, a), (masked, b)):
+            counted = count_labels(stream, index, length=length, isolate_documents=isolate)
+            assert counted == sequence.num_valid
+
+
+def test_why_no_label_counts() -> None:
+    masked = _training(stream_of([21], loss_mask=[False] * 9 + [True] * 12))
+    first = replace(masked, sequences_per_step=2)
+    assert not first.has_labels(0)
+    assert first.why_no_labels(0) == (
+        "no label counts in sequence 0, 1 of tokens: the loss mask excludes them"
+    )
+    isolated = replace(first, isolate_documents=True)
+    assert isolated.why_no_labels(0).endswith(
+        "excludes them, and with data.isolate_documents "
+        "the first token of a document is nobody's label"
+    )
+    ones = replace(isolated, data=stream_of([1] * 21))
+    assert "all documents there have one token, and with" in ones.why_no_labels(0)
 
 
 def test_shapes_types_and_boundary_positions() -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sppo.data import tokens
+from sppo.data import token_writer, tokenizers, tokens
 from sppo.data.prepare import prepare_tokens
-from sppo.data.sequences import training_sequence
+from sppo.data.sequences import IGNORED_LABEL, training_sequence
 from sppo.data.tokenizers import scan_ids
 from sppo.data.tokens import (
     DOCUMENTS_FILE,
+    TOKEN_DATA_FILES,
     TOKENS_FILE,
     TokenData,
     check_fits,
@@ -199,6 +201,71 @@ def test_damaged_array_files_are_one_line(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(ValueError, match="documents.npy: ") as caught:
         scan_ids([directory / "documents.npy"], vocab_size=None, end_of_document=None)
     assert "\n" not in str(caught.value)
+
+
+def _prepare_masked(tmp_path: Path, *documents: tuple[list[int], list[bool] | None]) -> Path:
+    for number, (_, mask) in enumerate(documents):
+        if mask is not None:
+            np.save(tmp_path / f"{number}.mask.npy", np.array(mask, dtype=bool))
+    return _prepare(tmp_path, *(ids for ids, _ in documents))
+
+
+def test_loss_masks(tmp_path: Path) -> None:
+    directory = _prepare_masked(
+        tmp_path, ([5, 6], None), ([7, 8, 9], [False, True, False]), ([], []), ([1], None)
+    )
+    data = open_tokens(directory)
+    assert data.loss_mask is not None
+    assert data.loss_mask.tolist() == [1, 1, 0, 1, 0, 1]
+    assert isinstance(data.loss_mask, np.memmap)
+    verify_tokens(data)
+    sequence = training_sequence(data, 0, length=5, isolate_documents=False)
+    assert sequence.labels_S.tolist() == [6, IGNORED_LABEL, 8, IGNORED_LABEL, 1]
+
+
+def test_data_without_a_loss_mask_is_as_it_was(tmp_path: Path) -> None:
+    directory = _prepare(tmp_path, [1, 2, 3])
+    assert {path.name for path in directory.iterdir()} == TOKEN_DATA_FILES
+    assert "loss_mask_sha256" not in json.loads((directory / "meta.json").read_text())
+    assert open_tokens(directory).loss_mask is None
+
+
+def test_a_loss_mask_longer_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_writer, "_BUFFER_BYTES", 16)
+    monkeypatch.setattr(tokenizers, "_BLOCK_TOKENS", 7)
+    mask = [number % 3 > 0 for number in range(50)]
+    directory = _prepare_masked(tmp_path, ([1] * 100, None), ([2] * 50, mask))
+    data = open_tokens(directory)
+    assert data.loss_mask is not None
+    assert data.loss_mask.tolist() == [1] * 100 + [int(counts) for counts in mask]
+    verify_tokens(data)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, 2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "missing, and meta.json says that there is a loss mask"),
+        (_cut, "2 bytes, but meta.json says 3 tokens, of one byte each"),
+        (lambda path: _edit_meta(path.parent, loss_mask_sha256=None), "is one of other data"),
+        (lambda path: _edit_meta(path.parent, loss_mask_sha256=5), "loss_mask_sha256 5 is not a"),
+    ],
+)
+def test_damaged_loss_masks(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
+    damage(directory / "loss_mask.bin")
+    with pytest.raises(ValueError, match=message):
+        open_tokens(directory)
+
+
+def test_a_changed_loss_mask_is_found_by_verification(tmp_path: Path) -> None:
+    directory = _prepare_masked(tmp_path, ([1, 2, 3], [True, True, False]))
+    (directory / "loss_mask.bin").write_bytes(bytes([1, 1, 1]))
+    with pytest.raises(ValueError, match=r"loss_mask.bin: sha256 .* has changed since"):
+        verify_tokens(open_tokens(directory))
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from sppo.config.yaml_file import read_yaml
 from sppo.data.documents import read_text
 from sppo.data.model_tokenizer import vocabulary_identity
 from sppo.data.prepare import prepare_tokens
+from sppo.data.sample_table import sample_table
+from sppo.data.samples import DocumentSamples, check_samples
 from sppo.data.sequences import count_sequences, training_sequence
 from sppo.data.tokenizer_file import load_tokenizer_file
 from sppo.data.tokenizers import scan_ids
@@ -192,6 +194,7 @@ def _token_files(folder: Path) -> Mapping[str, bytes]:
     for number, length in enumerate((1, 40, 1, 1, 60)):
         path = folder / f"made{number}.npy"
         np.save(path, np.arange(length) % 50)
+        np.save(folder / f"made{number}.mask.npy", np.arange(length) % 3 > 0)
         ids.append(path)
     prepare_tokens(ids, tokenizer="ids", out=folder / "made", force=True)
     return {path.name: path.read_bytes() for path in (folder / "made").iterdir()}
@@ -215,15 +218,21 @@ def token_data(rng: random.Random, directory: Path) -> None:
     data = open_tokens(place)
     for index in range(min(20, count_sequences(data, length=8))):
         training_sequence(data, index, length=8, isolate_documents=True)
+    table = sample_table(data.document_offsets, length=16, longer=rng.choice(("cut", "drop")))
+    check_samples(data, table, vocab_size=64)
+    training = DocumentSamples(data, table, seed=0, shuffle=True, tokens_per_step=20)
+    training.row(training.step_samples(rng.randrange(10)))
 
 
 def id_files(rng: random.Random, directory: Path) -> None:
-    """A damaged .npy file of ids."""
-    path = directory / "ids.npy"
+    """A damaged .npy file of ids, or of their loss mask."""
+    path, mask = directory / "ids.npy", directory / "ids.mask.npy"
     np.save(path, np.arange(30, dtype=rng.choice((np.uint8, np.int64, np.float32))))
-    data = path.read_bytes()
-    path.unlink()
-    path.write_bytes(changed_bytes(rng, data[:128]) + data[128:])
+    np.save(mask, np.arange(30) % 2 > 0)
+    damaged = rng.choice((path, mask))
+    data = damaged.read_bytes()
+    damaged.unlink()
+    damaged.write_bytes(changed_bytes(rng, data[:128]) + data[128:])
     tokenizer = scan_ids([path], vocab_size=None, end_of_document=None)
     for _ in tokenizer.encode([path]):
         pass
