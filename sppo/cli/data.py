@@ -1,4 +1,4 @@
-"""``sppo data``: write the token data that runs read."""
+"""``sppo data``: write the token data that runs read, and tell how long its documents are."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sppo.cli.arguments import Json
 from sppo.cli.exit_codes import exit_codes
 from sppo.cli.numbers import count
 
 if TYPE_CHECKING:
+    from sppo.data.length_stats import LengthStats
     from sppo.data.prepare import PreparedTokens, PrepareProgress
     from sppo.data.tokenizers import EndOfDocument
 
-app = typer.Typer(no_args_is_help=True, help="Write the token data that runs read.")
+app = typer.Typer(no_args_is_help=True, help="Write and describe the token data that runs read.")
 
 
 @app.callback()
 def data() -> None:
-    """Write the token data that runs read."""
+    """Write and describe the token data that runs read."""
 
 
 @app.command()
@@ -69,9 +71,7 @@ def prepare(
     force: Annotated[
         bool, typer.Option("--force", help="Replace token data already in --out.")
     ] = False,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    json_output: Json = False,
 ) -> None:
     """Turn text, source code or ready-made ids into memory-mapped token data.
 
@@ -93,6 +93,79 @@ def prepare(
             on_progress=on_progress,
         )
     typer.echo(_json(prepared) if json_output else _report(prepared))
+
+
+@app.command()
+def stats(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Token data, written by sppo data prepare.")
+    ],
+    length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Also tell how much is longer than N tokens, such as 32Ki.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="PNG", help="Draw the distribution here."),
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Tell how long the documents are, and how many tokens are in the long ones.
+
+    The length of a document is what is trained on: all of its tokens but the last, as many as it
+    has labels.
+
+        sppo data stats data/code --length 8Ki -o lengths.png
+    """
+    from sppo.data.length_stats import length_distribution, length_stats
+    from sppo.data.tokens import open_tokens
+    from sppo.output_file import check_output_files
+
+    with exit_codes():
+        limit = _length(length)
+        check_output_files({"-o": output}, plots=["-o"])
+        tokens = open_tokens(directory)
+        distribution = length_distribution(tokens.document_offsets)
+        found = length_stats(tokens, distribution, length=limit)
+        if output is not None:
+            from sppo.cli.output.length_plot import length_plot
+
+            length_plot(found, distribution, output)
+    _print_stats(found, as_json=json_output)
+
+
+def _length(text: str | None) -> int | None:
+    from sppo.config.base import MOST_TOKENS
+    from sppo.units import parse_size
+
+    if text is None:
+        return None
+    try:
+        length = parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--length: {error}") from None
+    if not 1 <= length <= MOST_TOKENS:
+        raise ValueError(f"--length {length}: a length is from 1 to {MOST_TOKENS:,} tokens")
+    return length
+
+
+def _print_stats(found: LengthStats, *, as_json: bool) -> None:
+    """One JSON object, or a table for people."""
+    if as_json:
+        import json
+        from dataclasses import asdict
+
+        typer.echo(json.dumps(asdict(found), indent=2, allow_nan=False))
+        return
+    from rich.console import Console
+
+    from sppo.cli.output.length_table import print_lengths
+
+    print_lengths(found, console=Console())
 
 
 def _end_of_document(text: str) -> EndOfDocument:

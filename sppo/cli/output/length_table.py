@@ -1,0 +1,66 @@
+"""Lengths of documents as a table."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sppo.data.length_stats import LengthStats, LimitStats
+from sppo.units import format_count, format_tokens
+
+
+def print_lengths(stats: LengthStats, *, console: Console) -> None:
+    """Print percentiles, a table of buckets, and what a limit of the length would do."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(
+        f"{stats.directory}: {stats.num_documents:,} documents, {stats.num_tokens:,} tokens to "
+        "train on (all but one of each document)"
+    )
+    percentiles = ", ".join(f"{name} {n:,}" for name, n in stats.length_percentiles.items())
+    say(f"length: mean {stats.mean_length:,.1f}, {percentiles} tokens")
+    say(_labels_text(stats))
+    console.print(_bucket_table(stats))
+    if stats.limit is not None:
+        say(_limit_text(stats.limit))
+
+
+def _labels_text(stats: LengthStats) -> str:
+    """Which labels count, and documents that have none."""
+    counting = "all labels count"
+    if stats.has_loss_mask:
+        share = stats.num_counting_labels / max(1, stats.num_tokens)
+        counting = f"{stats.num_counting_labels:,} of the labels count ({share:.1%})"
+    return f"{counting}; documents without any that counts: {stats.num_documents_without_labels:,}"
+
+
+def _bucket_table(stats: LengthStats) -> Table:
+    """A row for each bucket of lengths."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("up to", justify="right", no_wrap=True)
+    for name in ("documents", "share", "tokens", "share", "longer documents", "with tokens"):
+        table.add_column(name, justify="right")
+    for bucket in stats.buckets:
+        table.add_row(
+            format_tokens(bucket.up_to),
+            f"{bucket.num_documents:,}",
+            f"{bucket.documents_share:.2%}",
+            format_count(bucket.num_tokens),
+            f"{bucket.tokens_share:.2%}",
+            f"{bucket.longer_documents_share:.2%}",
+            f"{bucket.longer_tokens_share:.2%}",
+        )
+    return table
+
+
+def _limit_text(limit: LimitStats) -> str:
+    """What becomes of documents longer than the limit."""
+    return (
+        f"sequence.length {format_tokens(limit.length)}: longer documents "
+        f"{limit.num_longer_documents:,} ({limit.longer_documents_share:.2%}), with "
+        f"{limit.longer_tokens_share:.2%} of the tokens; samples of an epoch: "
+        f"{limit.num_samples_cut:,} with sequence.longer=cut, {limit.num_samples_drop:,} with drop"
+    )

@@ -1,0 +1,100 @@
+"""``sppo data stats`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sppo.data.prepare import prepare_tokens
+from tests.conftest import call, succeed
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Token data of five documents, one of them with a loss mask."""
+    monkeypatch.chdir(tmp_path)
+    for number, tokens in enumerate((1, 3, 40, 40, 700)):
+        np.save(f"{number}.npy", np.zeros(tokens, np.int64))
+    np.save("4.mask.npy", np.arange(700) >= 600)
+    files = [Path(f"{number}.npy") for number in range(5)]
+    prepare_tokens(files, tokenizer="ids", out=Path("tokens"))
+    return Path("tokens")
+
+
+def test_table(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = succeed("data", "stats", data, "--length", "0.5Ki")
+    assert "tokens: 5 documents, 779 tokens to train on" in text
+    assert "length: mean 155.8, p0 0, p10 0, p50 39, p90 699" in text
+    assert "180 of the labels count (23.1%); documents without any that counts: 1" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["50", "2", "40.00%", "78", "10.01%", "20.00%", "89.73%"] in rows
+    assert "sequence.length 512: longer documents 1 (20.00%), with 89.73% of the tokens" in text
+    assert "5 with sequence.longer=cut, 3 with drop" in text
+    assert "all labels count" not in text
+
+
+def test_json(data: Path) -> None:
+    found = json.loads(succeed("data", "stats", data, "--json"))
+    assert found["limit"] is None
+    assert found["num_counting_labels"] == 180
+    assert [bucket["up_to"] for bucket in found["buckets"]] == [10, 50, 100, 200, 500, 1024]
+    assert found["length_percentiles"]["p100"] == found["longest"] == 699
+    limit = json.loads(succeed("data", "stats", data, "--json", "--length", 39))["limit"]
+    assert limit == {
+        "length": 39,
+        "num_longer_documents": 1,
+        "longer_documents_share": pytest.approx(0.2),
+        "longer_tokens_share": pytest.approx(699 / 779),
+        "num_samples_cut": 1 + 2 + 18,
+        "num_samples_drop": 3,
+    }
+
+
+def test_plot(data: Path) -> None:
+    succeed("data", "stats", data, "--length", 50, "-o", "lengths.png")
+    assert Path("lengths.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in data.iterdir()} >= {"tokens.bin", "meta.json"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere: no such directory; token data is written by"),
+        (["tokens", "--length", "0"], "--length 0: a length is from 1 to 1,073,741,824 tokens"),
+        (["tokens", "--length", "8KI"], "--length: '8KI' is not a size"),
+        (["tokens", "-o", "lengths.jpg"], "-o lengths.jpg: a plot is written as PNG"),
+        (["tokens", "-o", "no/lengths.png"], "there is no directory no"),
+    ],
+)
+def test_bad_input(data: Path, words: list[str], message: str) -> None:
+    result = call("data", "stats", *words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_damaged_data_is_refused(data: Path) -> None:
+    (data / "loss_mask.bin").unlink()
+    result = call("data", "stats", data)
+    assert result.exit_code == 2
+    assert "loss_mask.bin: missing" in result.stderr
+
+
+def test_stats_need_no_torch(data: Path) -> None:
+    program = """
+import sys
+import sppo.cli.data
+sppo.cli.data.app(sys.argv[1:], standalone_mode=False)
+assert "torch" not in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, "stats", str(data)]
+    subprocess.run(command, check=True, env=environment, capture_output=True)

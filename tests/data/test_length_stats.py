@@ -1,0 +1,72 @@
+"""How long documents are: buckets, shares, labels that count, and what a limit does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sppo.data import length_stats as length_stats_module
+from sppo.data.length_stats import LengthStats, length_distribution, length_stats
+from sppo.data.sample_table import sample_table
+from tests.data.test_sequences import stream_of
+
+documents = st.lists(st.integers(1, 1300), min_size=1, max_size=12)
+
+
+def stats_of(
+    lengths: list[int], *, length: int | None = None, loss_mask: list[bool] | None = None
+) -> LengthStats:
+    data = stream_of(lengths, loss_mask=loss_mask)
+    return length_stats(data, length_distribution(data.document_offsets), length=length)
+
+
+@given(documents, st.integers(1, 1400))
+def test_every_document_is_in_one_bucket(lengths: list[int], limit: int) -> None:
+    stats = stats_of(lengths, length=limit)
+    trained = [tokens - 1 for tokens in lengths]
+    total = sum(trained)
+    before = -1
+    for bucket in stats.buckets:
+        inside = [tokens for tokens in trained if before < tokens <= bucket.up_to]
+        longer = [tokens for tokens in trained if tokens > bucket.up_to]
+        assert (bucket.num_documents, bucket.num_tokens) == (len(inside), sum(inside))
+        assert bucket.documents_share == pytest.approx(len(inside) / len(trained))
+        assert bucket.longer_documents_share == pytest.approx(len(longer) / len(trained))
+        assert bucket.tokens_share == pytest.approx(sum(inside) / max(1, total))
+        assert bucket.longer_tokens_share == pytest.approx(sum(longer) / max(1, total))
+        before = bucket.up_to
+    assert before >= max(trained) == stats.longest == stats.length_percentiles["p100"]
+    assert stats.num_tokens == stats.num_counting_labels == total
+    assert stats.limit is not None
+    assert stats.limit.num_longer_documents == sum(tokens > limit for tokens in trained)
+    offsets = np.cumsum([0, *lengths])
+    cut, drop = (sample_table(offsets, length=limit, longer=word) for word in ("cut", "drop"))
+    assert stats.limit.num_samples_cut == cut.num_samples
+    assert stats.limit.num_samples_drop == drop.num_samples
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=20))
+def test_labels_that_count(masks: list[list[bool]]) -> None:
+    flat = [counts for mask in masks for counts in mask]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(length_stats_module, "_BLOCK_DOCUMENTS", 3)
+        masked = stats_of([len(mask) for mask in masks], loss_mask=flat)
+        whole = stats_of([len(mask) for mask in masks])
+    assert masked.num_counting_labels == sum(sum(mask[1:]) for mask in masks)
+    assert masked.num_documents_without_labels == sum(not any(mask[1:]) for mask in masks)
+    assert (masked.has_loss_mask, whole.has_loss_mask) == (True, False)
+    assert whole.num_counting_labels == sum(len(mask) - 1 for mask in masks)
+    assert whole.num_documents_without_labels == sum(len(mask) == 1 for mask in masks)
+
+
+def test_edges_of_buckets() -> None:
+    def edges(longest: int) -> list[int]:
+        return [bucket.up_to for bucket in stats_of([longest + 1]).buckets]
+
+    assert edges(0) == edges(10) == [10]
+    assert edges(11) == [10, 50]
+    assert edges(500) == [10, 50, 100, 200, 500]
+    assert edges(501) == edges(1024) == [10, 50, 100, 200, 500, 1024]
+    assert edges(4097)[-3:] == [2048, 4096, 8192]
