@@ -17,6 +17,7 @@ from sppo.data.sample_table import sample_table
 from sppo.data.samples import DocumentSamples, check_samples
 from sppo.data.sequences import IGNORED_LABEL, training_sequence
 from tests.data.test_sequences import stream_of
+from tests.tiers import examples
 
 documents = st.lists(st.integers(1, 30), min_size=1, max_size=40).filter(lambda x: max(x) > 1)
 
@@ -45,6 +46,7 @@ def walk(training: DocumentSamples, steps: int) -> tuple[list[tuple[int, ...]], 
     return taken, positions[:-1]
 
 
+@settings(max_examples=examples(30, all=100))
 @given(documents, st.integers(1, 50), st.booleans())
 def test_every_epoch_has_each_sample_once(
     lengths: list[int], samples_per_step: int, shuffle: bool
@@ -60,7 +62,7 @@ def test_every_epoch_has_each_sample_once(
     assert positions == [training.position_of_step(step) for step in range(len(taken))]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(30, all=100))
 @given(documents, st.fractions(0, 2), st.booleans())
 def test_tokens_of_a_step_are_as_many_as_fit(
     lengths: list[int], epochs: Fraction, shuffle: bool
@@ -75,7 +77,7 @@ def test_tokens_of_a_step_are_as_many_as_fit(
         assert tokens + training.lengths([following])[0] > tokens_per_step
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(30, all=100))
 @given(documents, st.fractions(0, 1), st.integers(1, 9))
 def test_a_resumed_run_finds_the_position_of_its_step(
     lengths: list[int], epochs: Fraction, block: int
@@ -109,6 +111,7 @@ def test_a_row_is_its_samples_side_by_side(
     assert row.num_valid == training.num_labels(chosen)
 
 
+@settings(max_examples=examples(30, all=100))
 @given(documents, st.integers(1, 30), st.data())
 def test_a_loss_mask_excludes_labels_of_samples(
     lengths: list[int], length: int, drawn: st.DataObject
