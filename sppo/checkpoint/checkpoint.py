@@ -96,7 +96,8 @@ def run_metadata(
 
     Args:
         config: of the run.
-        sequences_consumed: the position in the data, the only state of its order.
+        sequences_consumed: the position in the data, the only state of its order: sequences, or
+            samples of a run of samples.
         tokens_sha256: of the token data, so that a run goes on with the same one.
     """
     return {

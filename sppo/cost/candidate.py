@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate, chain, pairwise
 
 from sppo.cost.layer import Workload
+from sppo.cost.packed_sequence import (
+    PackedSequence,
+    SampleParts,
+    parts_of_packed,
+    parts_of_sequence,
+)
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.schedule.generators import LOOPED
 from sppo.schedule.kv_placement import KVPlacement
@@ -17,8 +24,10 @@ class Candidate:
 
     Attributes:
         workload: Model, machine, precision, sequence parallelism.
-        lengths: Tokens of every subsequence; every sequence of a step is cut alike.
-        sequences: Sequences per step of one data-parallel replica.
+        lengths: Tokens of every subsequence; every sequence of a step is cut alike. Of a step of
+            packed sequences, of all of them, one sequence after another.
+        sequences: Sequences per step of one data-parallel replica, cut so; 1 where `lengths` has
+            those of all.
         pipeline_parallel_degree: Ranks of the pipeline.
         data_parallel_degree: Replicas.
         schedule: Name of the schedule.
@@ -33,6 +42,7 @@ class Candidate:
         virtual_stages: Stages on each rank of the pipeline (v).
         kv: What becomes of K and V between a stage's forward and its backward, in the looped order,
             on all stages of a rank but its last; None leaves it open.
+        packed: The sequences of the step of a replica, where samples are packed into them.
     """
 
     workload: Workload
@@ -51,6 +61,46 @@ class Candidate:
     background_saves: bool = False
     virtual_stages: int = 1
     kv: KVPlacement | None = "retained"
+    packed: tuple[PackedSequence, ...] = ()
+
+    def with_packed(self, sequences: tuple[PackedSequence, ...]) -> Candidate:
+        """Return the candidate with a step of other sequences."""
+        lengths = tuple(chain.from_iterable(sequence.lengths for sequence in sequences))
+        return replace(self, lengths=lengths, sequences=1, packed=sequences)
+
+    @property
+    def sequence_lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of every subsequence of every sequence of a step of one replica."""
+        if self.packed:
+            return tuple(sequence.lengths for sequence in self.packed)
+        return (self.lengths,) * self.sequences
+
+    @property
+    def distinct_sequences(self) -> tuple[slice, ...]:
+        """Where in `lengths` each sequence has its subsequences; alike ones are there once."""
+        if not self.packed:
+            return (slice(0, len(self.lengths)),)
+        ends = accumulate((len(sequence.lengths) for sequence in self.packed), initial=0)
+        return tuple(slice(begin, end) for begin, end in pairwise(ends))
+
+    @property
+    def sample_parts(self) -> SampleParts:
+        """What attention sees of each subsequence, [subsequences]."""
+        return parts_of_packed(self.packed) if self.packed else parts_of_sequence(self.lengths)
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        """Tokens of its sequence before each subsequence, [subsequences]."""
+        return tuple(
+            chain.from_iterable(
+                accumulate(self.lengths[own][:-1], initial=0) for own in self.distinct_sequences
+            )
+        )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence of a step."""
+        return max(sum(self.lengths[own]) for own in self.distinct_sequences)
 
     @property
     def budget_bytes(self) -> int:

@@ -10,7 +10,7 @@ than 2 times the attention forward, which a flash backward executes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sppo.config.model import ModelConfig
+from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.parameters import layer_shapes
+from sppo.hardware.rates import Floats
 
 BACKWARD_RATIO = 2.0
 FLASH_BACKWARD_RATIO = 2.5
@@ -78,6 +80,11 @@ def step_flops(model: ModelConfig, *, length: int, sequences: int) -> int:
     return int((1 + BACKWARD_RATIO) * forward_flops(model, start=0, end=length) * sequences)
 
 
+def sample_flops(model: ModelConfig, lengths: Iterable[int]) -> int:
+    """Model FLOPs of forward and backward of samples that each see themselves alone."""
+    return sum(step_flops(model, length=length, sequences=1) for length in lengths)
+
+
 def partition_costs(model: ModelConfig) -> tuple[float, float]:
     """(a, b) of :mod:`sppo.planning.partition`: FLOPs per token and per pair, all layers.
 
@@ -97,11 +104,10 @@ def partition_costs(model: ModelConfig) -> tuple[float, float]:
 
 def executed_step_flops(
     model: ModelConfig,
+    parts: SampleParts,
     *,
-    boundaries: Sequence[int],
-    sequences: int,
-    linear_recomputed: Sequence[float],
-    attention_recomputed: Sequence[float],
+    linear_recomputed: Floats,
+    attention_recomputed: Floats,
 ) -> int:
     """FLOPs that a step really executes under an activation policy (the numerator of ``hfu``).
 
@@ -109,32 +115,21 @@ def executed_step_flops(
 
     Args:
         model: its shape.
-        boundaries: cuts of a sequence.
-        sequences: sequences of the step.
+        parts: of the samples in each subsequence of the step.
         linear_recomputed: fraction of each subsequence whose linear class is recomputed.
         attention_recomputed: fraction of each subsequence that recomputes attention.
     """
-    layer = layer_flops(model)
-    spans = list(zip(boundaries, boundaries[1:], strict=False))
-    attention = [layer.attention_flops * _visible_pairs(model, span) for span in spans]
-    linear = forward_flops(model, start=0, end=boundaries[-1]) - sum(attention)
-    recomputed = sum(
-        fraction * recomputed_linear_flops(model) * model.num_layers * (end - start)
-        for fraction, (start, end) in zip(linear_recomputed, spans, strict=True)
-    )
-    recomputed_attention = sum(
-        fraction * flops for fraction, flops in zip(attention_recomputed, attention, strict=True)
-    )
-    backward = BACKWARD_RATIO * linear + FLASH_BACKWARD_RATIO * sum(attention)
-    return int((linear + sum(attention) + backward + recomputed + recomputed_attention) * sequences)
-
-
-def _visible_pairs(model: ModelConfig, span: tuple[int, int]) -> int:
-    """Visible pairs of a subsequence in all layers."""
-    start, end = span
-    return sum(
-        causal_pairs(start, end, window=model.window_of(index)) for index in range(model.num_layers)
-    )
+    layer, tokens = layer_flops(model), parts.tokens
+    begins, ends = parts.begins.astype(np.int64), parts.ends.astype(np.int64)
+    pairs = np.zeros_like(begins)
+    for index in range(model.num_layers):
+        pairs += causal_pairs(begins, ends, window=model.window_of(index))
+    attention = layer.attention_flops * parts.by_subsequence(pairs.astype(np.float64))
+    linear = (layer.linear_flops * model.num_layers + head_flops(model)) * float(tokens.sum())
+    again = linear_recomputed * tokens * recomputed_linear_flops(model) * model.num_layers
+    forward = linear + attention.sum()
+    backward = BACKWARD_RATIO * linear + FLASH_BACKWARD_RATIO * attention.sum()
+    return int(forward + backward + again.sum() + (attention_recomputed * attention).sum())
 
 
 def recomputed_linear_names(model: ModelConfig) -> tuple[str, ...]:

@@ -65,7 +65,9 @@ def largest_kv_block(candidate: Candidate) -> int:
 
 def kv_tier_bytes(candidate: Candidate) -> Counts:
     """Bytes in the next tier of the K and V that each stage offloads of a sequence, [stages]."""
-    whole: Counts = _layers(candidate, "offloaded") * kv_blocks(candidate).sum()
+    blocks = kv_blocks(candidate)
+    largest = max(int(blocks[own].sum()) for own in candidate.distinct_sequences)
+    whole: Counts = _layers(candidate, "offloaded") * largest
     return whole
 
 

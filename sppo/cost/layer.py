@@ -39,6 +39,7 @@ from sppo.cost.flops import (
     recomputed_linear_names,
 )
 from sppo.cost.logits_tile import tile_tokens
+from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.parameters import Shape, layer_shapes
 from sppo.cost.pass_parts import LayerParts, LayerSeconds, PassParts, pass_parts
 from sppo.hardware.description import HardwareSpec
@@ -107,30 +108,27 @@ class Workload:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
 
-def layer_seconds(
-    workload: Workload, *, begins: Floats, ends: Floats, window: int | None
-) -> LayerSeconds:
-    """Price of one layer on some subsequences of a sequence: all of its :func:`layer_parts`."""
-    return layer_parts(workload, begins=begins, ends=ends, window=window).seconds
+def layer_seconds(workload: Workload, parts: SampleParts, *, window: int | None) -> LayerSeconds:
+    """Price of one layer on some subsequences: all of its :func:`layer_parts`."""
+    return layer_parts(workload, parts, window=window).seconds
 
 
-def layer_parts(
-    workload: Workload, *, begins: Floats, ends: Floats, window: int | None
-) -> LayerParts:
-    """Price of one layer on subsequences ``[begin, end)`` of a sequence, by what takes it.
+def layer_parts(workload: Workload, parts: SampleParts, *, window: int | None) -> LayerParts:
+    """Price of one layer on some subsequences, by what takes it.
 
     Args:
         workload: model, machine, precision, sequence parallelism.
-        begins: first token of each subsequence, [subsequences].
-        ends: one past its last token.
+        parts: of samples in each subsequence.
         window: the layer's sliding window, None for full attention.
     """
     model, device = workload.model, workload.hardware.device
-    tokens = ends - begins
+    tokens = parts.tokens
     shapes = layer_shapes(model)
     matrices = [shape for shape in shapes.values() if len(shape) == 2]
     recomputed = [shapes[f"{name}.weight"] for name in recomputed_linear_names(model)]
-    attention, attention_backward = _attention(workload, begins=begins, ends=ends, window=window)
+    attention, attention_backward = map(
+        parts.by_subsequence, attention_seconds(workload, parts, window=window)
+    )
     exchange = exchange_seconds(workload, tokens=tokens)
     times = _EXCHANGES[workload.sequence_parallel]
     saving = {index: _saving_seconds(workload, index, tokens=tokens) for index in _CLASSES}
@@ -268,12 +266,12 @@ def exchange_seconds(workload: Workload, *, tokens: Floats) -> Table:
     return seconds
 
 
-def _attention(
-    workload: Workload, *, begins: Floats, ends: Floats, window: int | None
+def attention_seconds(
+    workload: Workload, parts: SampleParts, *, window: int | None
 ) -> tuple[Table, Table]:
-    """Seconds of attention forward and backward on one device of the group."""
+    """Return the seconds of attention forward and backward on one device of the group, [parts]."""
     model, device = workload.model, workload.hardware.device
-    degree = workload.sequence_parallel_degree
+    degree, begins, ends = workload.sequence_parallel_degree, parts.begins, parts.ends
     pairs = causal_pairs(begins.astype(np.int64), ends.astype(np.int64), window=window)
     flops = layer_flops(model).attention_flops * pairs.astype(np.float64) / degree
     tokens = ends - begins
@@ -357,11 +355,13 @@ def seconds_per_token_and_pair(workload: Workload, *, tokens: float) -> tuple[fl
     tokens and as many before it. A sliding window's pairs count per token.
     """
     model = workload.model
-    begins, ends = np.array([tokens]), np.array([2 * tokens])
+    behind_as_many = SampleParts(
+        np.array([tokens]), np.array([2 * tokens]), np.zeros(1, dtype=np.intp)
+    )
     linear = quadratic = 0.0
     windows = [model.window_of(layer) for layer in range(model.num_layers)]
     parts = {
-        window: layer_parts(workload, begins=begins, ends=ends, window=window)
+        window: layer_parts(workload, behind_as_many, window=window)
         for window in dict.fromkeys(windows)
     }
     for window in windows:

@@ -7,7 +7,7 @@ adds the copies and the time of what is recomputed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
@@ -30,6 +30,7 @@ from sppo.cost.layer import (
     layer_seconds,
     update_seconds,
 )
+from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
 from sppo.cost.parameters import layer_shapes, outer_shapes
 from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
 from sppo.cost.sharding.collectives import shard_seconds
@@ -68,8 +69,7 @@ def stage_seconds(candidate: Candidate) -> StageSeconds:
     Raises:
         ValueError: more stages than layers.
     """
-    workload = candidate.workload
-    one = _sequence_seconds(workload, stages=candidate.stages, lengths=candidate.lengths)
+    one = _sequence_seconds(candidate)
     units = LayerSeconds(
         *(_of_units(getattr(one, name), candidate.sequences) for name in PASS_NAMES)
     )
@@ -419,11 +419,10 @@ def _of_units(table: _Values, sequences: int) -> _Values:
     return np.concatenate([table] * sequences, axis=1) if sequences > 1 else table
 
 
-def _sequence_seconds(
-    workload: Workload, *, stages: Sequence[range], lengths: tuple[int, ...]
-) -> LayerSeconds:
-    """Tables [stages, subsequences] of one sequence."""
-    by_window, head = _layers_and_head_seconds(workload, lengths)
+def _sequence_seconds(candidate: Candidate) -> LayerSeconds:
+    """Tables [stages, subsequences] of one sequence, or of all packed ones."""
+    workload, stages, lengths = candidate.workload, candidate.stages, candidate.lengths
+    by_window, head = _layers_and_head_seconds(workload, lengths, candidate.packed)
     rows: dict[tuple[tuple[int | None, int], ...], LayerSeconds] = {}
     kinds = []
     for layers in stages:
@@ -441,43 +440,40 @@ def _sequence_seconds(
 
 @lru_cache(maxsize=128)
 def _layers_and_head_seconds(
-    workload: Workload, lengths: tuple[int, ...]
+    workload: Workload, lengths: tuple[int, ...], packed: tuple[PackedSequence, ...]
 ) -> tuple[Mapping[int | None, LayerSeconds], Table]:
     """Seconds of a layer of each window, and of the head, [subsequences]; not to be written to.
 
     However many stages there are: every way to divide devices over a pipeline asks for these.
     """
     model = workload.model
-    ends = np.cumsum(lengths).astype(np.float64)
-    begins = ends - np.array(lengths)
+    parts = parts_of_packed(packed) if packed else parts_of_sequence(lengths)
     by_window = {
-        window: layer_seconds(workload, begins=begins, ends=ends, window=window)
+        window: layer_seconds(workload, parts, window=window)
         for window in {model.window_of(layer) for layer in range(model.num_layers)}
     }
-    return by_window, head_parts(workload, tokens=ends - begins).seconds
+    return by_window, head_parts(workload, tokens=parts.tokens).seconds
 
 
 def stage_parts(candidate: Candidate) -> tuple[Mapping[str, PassParts], ...]:
-    """What the passes over all layers of each stage consist of, for one sequence.
+    """What the passes over all layers of each stage consist of, for one sequence or all packed.
 
     Returns:
         for each stage, parts [subsequences] of F, B and W by the names of a
         :class:`sppo.cost.pass_parts.LayerSeconds`, nothing recomputed, no gathers.
     """
     workload, model = candidate.workload, candidate.workload.model
-    ends = np.cumsum(candidate.lengths).astype(np.float64)
-    begins = ends - np.array(candidate.lengths)
-    stages = []
+    spans, stages = candidate.sample_parts, []
     for stage, layers in enumerate(candidate.stages):
         windows = Counter(model.window_of(layer) for layer in layers)
         found: dict[str, PassParts] = {}
         for window, count in windows.items():
-            one = layer_parts(workload, begins=begins, ends=ends, window=window)
+            one = layer_parts(workload, spans, window=window)
             for name in ("forward", "backward", "weight"):
                 parts = getattr(one, name).times(count)
                 found[name] = found[name] + parts if name in found else parts
         if candidate.is_last_stage(stage):
-            found["forward"] += head_parts(workload, tokens=ends - begins)
+            found["forward"] += head_parts(workload, tokens=spans.tokens)
         stages.append(found)
     return tuple(stages)
 

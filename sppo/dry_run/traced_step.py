@@ -26,7 +26,7 @@ from sppo.train.cuda_device import CudaDevice
 from sppo.train.measured import MeasuredBuckets, predicted_and_measured
 from sppo.train.ranks import mesh_shape
 from sppo.train.state import TrainingState, build_state
-from sppo.train.step import StepHooks, run_step
+from sppo.train.step import StepHooks, StepInput, run_step
 
 TRACED_STEPS = 2
 """Buffers that a first step makes and keeps are there in the second, which is reported."""
@@ -230,7 +230,6 @@ class _Steps:
                 accumulated=lambda: counting.begin("update"),
                 learning_rate=lambda sums: self._run.optimizer.lr,
             ),
-            boundaries=self._plan.boundaries,
             clip_norm=self._run.optimizer.clip_norm,
             device=self._device,
             peers=self._peers,
@@ -240,11 +239,12 @@ class _Steps:
         counting.actions["update"] = 1
         return counting
 
-    def _read(self) -> tuple[list[SequenceData], int]:
+    def _read(self) -> StepInput:
         """Return sequences without data."""
         length = self._run.sequence.length
         tokens = [torch.empty(length, dtype=torch.long) for _ in range(self._num_sequences)]
-        return [SequenceData(tokens_S, tokens_S) for tokens_S in tokens], length
+        sequences = [SequenceData(tokens_S, tokens_S) for tokens_S in tokens]
+        return StepInput(sequences, [self._plan.boundaries] * len(sequences), num_valid=length)
 
     @property
     def _num_layers(self) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sppo.activations.activation_layout import OffloadSchedule, joint_schedule
-from sppo.activations.placement import PlacementOf
+from sppo.activations.placement import PlacementOf, SubsequencePlacement
 from sppo.activations.policy import policy_placement
 from sppo.config.model import ModelConfig
 from sppo.engine.executor import Executor, StepOutput
@@ -39,6 +40,7 @@ from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.kv_placement import kv_placement
 from sppo.schedule.msp_groups import find_msp_groups
+from sppo.schedule.orders import UnitKey
 from sppo.schedule.program import equal_costs, step_program
 
 
@@ -65,6 +67,23 @@ class EnginePeaks:
     """Weights that were gathered for the time they were used."""
     whole_gradients_bytes: int = 0
     """Gradients that were whole for the time they were formed and reduced."""
+
+
+StepPlacements = Sequence[Sequence[Sequence[SubsequencePlacement]]]
+"""What each stage does with each subsequence of each sequence of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step that is planned by itself, as those of samples are.
+
+    Attributes:
+        program: Of the step.
+        placements: Of its activations.
+    """
+
+    program: Schedule
+    placements: StepPlacements
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +168,8 @@ class Engine:
         debug: bool = False,
     ) -> None:
         self._pipeline = pipeline
-        self._placements = dict(placements or {})
+        every_stage = range(pipeline.placement.num_stages)
+        self._placements = dict(placements or dict.fromkeys(every_stage, policy_placement(policy)))
         self._kv_offloaded, self._kv_recomputed = kv_offloaded, kv_recomputed
         self._stopwatch = stopwatch
         self._shard = (
@@ -164,9 +184,6 @@ class Engine:
             ResidentGradients(gradients) if isinstance(gradients, Mapping) else gradients
         )
         self._state = StateStreams(streamed_weights, streamed_gradients, self._gradients)
-        placement_of = placements or dict.fromkeys(
-            range(len(pipeline.all_layers(model.num_layers))), policy_placement(policy)
-        )
         # One stage alone runs one sequence after another: what was saved last is taken first. Of
         # several stages the residual stream of one is the saved input of the next, in place.
         alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
@@ -179,7 +196,6 @@ class Engine:
                 weights=self._weights,
                 gradients=self._gradients,
                 activations=self._stores[index],
-                placement_of=placement_of[index],
                 offloaded=offloaded,
                 kv=kv,
                 input_every=input_every,
@@ -206,7 +222,6 @@ class Engine:
                     gradients=self._gradients,
                     activations=self._shard_store,
                     offloaded=self._offloaded_shards.get(index),
-                    placement_of=placement_of[index],
                     heads=exchange,
                     members=pipeline.msp_links.members,
                     dtype=self._weights.dtype,
@@ -224,6 +239,7 @@ class Engine:
         boundaries: Sequence[Sequence[int]],
         *,
         num_valid: int | None = None,
+        planned: PlannedStep | None = None,
         before_action: Callable[[int, Action], None] = _go_on,
         on_failure: Callable[[BaseException], None] = _say_nothing,
     ) -> StepResult:
@@ -236,6 +252,7 @@ class Engine:
                 them.
             boundaries: cuts of each sequence, from 0 to its length.
             num_valid: valid labels of all replicas; None where there is one.
+            planned: what was planned for these sequences alone; None where every step is alike.
             before_action: called before every action; what it raises gives the step up cleanly.
             on_failure: called with what ends the step, before it is given up.
 
@@ -248,6 +265,7 @@ class Engine:
             sequences,
             boundaries,
             loss_scale=1.0 / max(1, num_valid),
+            planned=planned,
             before_action=before_action,
             on_failure=on_failure,
         )
@@ -332,6 +350,7 @@ class Engine:
         boundaries: Sequence[Sequence[int]],
         *,
         loss_scale: float | None,
+        planned: PlannedStep | None = None,
         before_action: Callable[[int, Action], None] = _go_on,
         on_failure: Callable[[BaseException], None] = _say_nothing,
     ) -> tuple[Schedule, StepOutput]:
@@ -339,10 +358,14 @@ class Engine:
         for index, (data, cuts) in enumerate(zip(sequences, boundaries, strict=True)):
             units |= units_of(index, data, cuts, self._shard)
         lengths = tuple(lengths_of(tuple(cuts)) for cuts in boundaries)
-        schedule = self._program(lengths, forward_only=loss_scale is None)
+        if planned is None:
+            schedule = self._program(lengths, forward_only=loss_scale is None)
+        else:
+            schedule = planned.program
+            assert schedule.lengths == lengths, "the step was planned for other sequences"
         program = schedule.programs[self._pipeline.rank]
         if loss_scale is not None:
-            self._prepare(schedule, units)
+            self._prepare(schedule, units, None if planned is None else planned.placements)
         self._weights.begin(self._visits(program, units))
         executor = Executor(
             schedule,
@@ -387,8 +410,8 @@ class Engine:
         num_units = sum(map(len, lengths))
         offloaded = np.zeros((pipeline.placement.num_stages, num_units), dtype=np.bool_)
         if not forward_only:
-            for stage, placement_of in self._placements.items():
-                placed = (part for parts in lengths for part in placement_of(parts))
+            for stage in self._placements:
+                placed = chain.from_iterable(self._placements_of(stage, lengths))
                 offloaded[stage] = [any(part.offloaded) for part in placed]
         return step_program(
             # The solver chose MSP for training steps.
@@ -419,6 +442,10 @@ class Engine:
                 digest: MspExecutor(
                     schedule,
                     stages=self._msp_stages,
+                    placements={
+                        stage: by_unit(self._placements_of(stage, schedule.lengths))
+                        for stage in self._msp_stages
+                    },
                     exchange_of=links.exchange,
                     rank=self._pipeline.rank,
                     member=self._shard.rank,
@@ -426,14 +453,28 @@ class Engine:
             }
         return self._msp_executors[digest]
 
-    def _prepare(self, schedule: Schedule, units: Mapping[tuple[int, int], Unit]) -> None:
+    def _placements_of(
+        self, stage: int, lengths: Sequence[tuple[int, ...]]
+    ) -> list[tuple[SubsequencePlacement, ...]]:
+        """Return what a stage does with each subsequence of each sequence."""
+        return [self._placements[stage](parts) for parts in lengths]
+
+    def _prepare(
+        self,
+        schedule: Schedule,
+        units: Mapping[tuple[int, int], Unit],
+        planned: StepPlacements | None,
+    ) -> None:
         """Make room on each stage for the units that it runs whole."""
-        lengths = dict(enumerate(schedule.lengths))
         for index, stage in self._stages.items():
             own = self._whole_units(schedule, index)
             stage.prepare(
                 {a.unit: units[a.unit] for a in own if a.kind is ActionKind.B},
-                lengths=lengths,
+                placements=by_unit(
+                    self._placements_of(index, schedule.lengths)
+                    if planned is None
+                    else planned[index]
+                ),
                 sequences_in_flight=sequences_in_flight(own),
                 kv_placement=kv_placement(own),
             )
@@ -461,6 +502,17 @@ class Engine:
         """Return the actions on one of this rank's stages that run units whole."""
         program = schedule.programs[self._pipeline.rank]
         return [a for a in program if a.stage == stage and a.num_shards == 1]
+
+
+def by_unit(
+    placements: Sequence[Sequence[SubsequencePlacement]],
+) -> dict[UnitKey, SubsequencePlacement]:
+    """Return what a stage does with each unit, from what it does sequence by sequence."""
+    return {
+        (sequence, index): placement
+        for sequence, parts in enumerate(placements)
+        for index, placement in enumerate(parts)
+    }
 
 
 _PROGRAMS_KEPT = 8

@@ -22,7 +22,7 @@ from sppo.activations.activation_layout import (
     BlockLayout,
     OffloadSchedule,
 )
-from sppo.activations.placement import PlacementOf, check_whole_classes
+from sppo.activations.placement import SubsequencePlacement, check_whole_classes
 from sppo.config.model import ModelConfig
 from sppo.engine.gradients import GradientProvider, gradients_of
 from sppo.engine.kv_store import KVStore
@@ -61,7 +61,6 @@ class Stage:
         activations: store of saved tensors that stay on the device.
         offloaded: store of those that leave it, of all stages of the rank; None if none does.
         kv: store of keys and values of all stages of the rank; None makes one for this stage.
-        placement_of: gives what is retained, offloaded and recomputed of each subsequence.
         input_every: layers that keep their attention output save their input only in every so
             manyth layer; the others get it from the layer below, see :meth:`_recompute_input`.
         layers: half-open range of layers; None for all.
@@ -80,7 +79,6 @@ class Stage:
         weights: WeightProvider,
         gradients: GradientProvider | None,
         activations: ActivationStore,
-        placement_of: PlacementOf,
         offloaded: OffloadStore | None = None,
         kv: KVStore | None = None,
         input_every: int = 1,
@@ -96,7 +94,7 @@ class Stage:
         self.model = model if self._tensor is None else self._tensor.sharding.own_model
         self._layers = range(model.num_layers) if layers is None else layers
         self._weights, self._gradients = weights, gradients
-        self._placement_of, self._saved = placement_of, SavedTensors(activations, offloaded)
+        self._saved = SavedTensors(activations, offloaded)
         self._backend: Backend = attention_backend
         self._loss_terms = loss_terms
         self.dtype = weights.dtype
@@ -136,7 +134,7 @@ class Stage:
         self,
         units: Mapping[UnitKey, Unit],
         *,
-        lengths: Mapping[int, tuple[int, ...]],
+        placements: Mapping[UnitKey, SubsequencePlacement],
         sequences_in_flight: int = 1,
         kv_placement: KVPlacement = "retained",
     ) -> None:
@@ -144,7 +142,7 @@ class Stage:
 
         Args:
             units: of one training step that may run here.
-            lengths: tokens of the subsequences of every sequence.
+            placements: what is retained, offloaded and recomputed of each, all tokens together.
             sequences_in_flight: sequences that hold saved tensors at once, always those that began
                 one after another.
             kv_placement: what becomes of K and V between forward and backward.
@@ -153,11 +151,12 @@ class Stage:
             MemoryError: there is not that much memory.
         """
         self._kv_placement = kv_placement
-        self._layout = self._step_layout(units, lengths)
-        by_sequence = dict.fromkeys(lengths, 0)
+        self._layout = self._step_layout(units, placements)
+        by_sequence: dict[int, int] = {}
         for unit in units.values():
-            by_sequence[unit.sequence] += self._retained_bytes(unit)
-        self._saved.retained.reserve(max(by_sequence.values()) * sequences_in_flight)
+            retained_bytes = self._retained_bytes(unit)
+            by_sequence[unit.sequence] = by_sequence.get(unit.sequence, 0) + retained_bytes
+        self._saved.retained.reserve(max(by_sequence.values(), default=0) * sequences_in_flight)
 
     def offload_schedule(
         self, backward_order: Sequence[UnitKey], *, sequences_in_flight: int = 1
@@ -195,14 +194,9 @@ class Stage:
         self.offloaded.release(key)
 
     def _step_layout(
-        self, units: Mapping[UnitKey, Unit], lengths: Mapping[int, tuple[int, ...]]
+        self, units: Mapping[UnitKey, Unit], placements: Mapping[UnitKey, SubsequencePlacement]
     ) -> ActivationLayout:
         """Return the layout of a step: placements of subsequences cut to this rank's tokens."""
-        placements = {
-            (sequence, index): placement
-            for sequence, parts in lengths.items()
-            for index, placement in enumerate(self._placement_of(parts))
-        }
         if self._tensor is not None:
             check_whole_classes(placements.values())
         exchange = self._tensor or self._heads

@@ -25,7 +25,7 @@ def candidate_program(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         num_virtual=candidate.virtual_stages,
-        lengths=(candidate.lengths,) * candidate.sequences,
+        lengths=candidate.sequence_lengths,
         forward_only=forward_only,
         costs=costs,
     )

@@ -49,7 +49,7 @@ def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:
         boundaries=boundaries_of(candidate.lengths),
         schedule=candidate.schedule,
         policy=evaluated.effective_policy,
-        stages=_stages(evaluated),
+        stages=stage_plans(evaluated),
         predicted=predict(run, evaluated),
         program_digest=program.digest(),
         virtual_stages=candidate.virtual_stages,
@@ -66,15 +66,7 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
     peak = hardware.device.flops_per_s(run.train.dtype) * candidate.num_devices
     on_host = hardware.node.host_memory_bytes > 0
     tier = evaluated.tier_peak_bytes
-    costs = evaluated.costs
-    forward_s, backward_s = (
-        of_ranks(candidate, seconds.sum(axis=1))
-        for seconds in (
-            costs.forward_s,
-            costs.backward_s + costs.weight_s + costs.kv_recompute_s,
-        )
-    )
-    busiest = int(np.argmax(forward_s + backward_s))
+    forward_s, backward_s = compute_seconds(evaluated)
     exposed = time.exposed_copy_s
     if evaluated.played is not None:
         exposed = evaluated.played.exposed_copy_s
@@ -82,8 +74,8 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
         provenance=hardware.provenance,
         simulated=evaluated.played is not None,
         step_s=evaluated.step_s,
-        forward_s=float(forward_s[busiest]),
-        backward_s=float(backward_s[busiest]),
+        forward_s=forward_s,
+        backward_s=backward_s,
         update_s=time.update_s,
         exposed_copy_s=exposed,
         tokens_per_s_per_gpu=length * sequences / evaluated.step_s / candidate.num_devices,
@@ -94,6 +86,20 @@ def predict(run: RunConfig, evaluated: EvaluatedCandidate) -> Prediction:
         disk_peak_bytes=0 if on_host else tier,
         offload_ratios=offload_ratios(evaluated),
     )
+
+
+def compute_seconds(evaluated: EvaluatedCandidate) -> tuple[float, float]:
+    """Return the seconds of all forwards, and of all backwards, of the busiest rank."""
+    costs = evaluated.costs
+    forward_s, backward_s = (
+        of_ranks(evaluated.candidate, seconds.sum(axis=1))
+        for seconds in (
+            costs.forward_s,
+            costs.backward_s + costs.weight_s + costs.kv_recompute_s,
+        )
+    )
+    busiest = int(np.argmax(forward_s + backward_s))
+    return float(forward_s[busiest]), float(backward_s[busiest])
 
 
 def _staging_bytes(evaluated: EvaluatedCandidate) -> int:
@@ -116,7 +122,8 @@ def _bubble_fraction(evaluated: EvaluatedCandidate) -> float:
     return max(0.0, 1 - time.busy_s / (ranks * time.step_s))
 
 
-def _stages(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
+def stage_plans(evaluated: EvaluatedCandidate) -> tuple[StagePlan, ...]:
+    """Return what each stage does, in the order of their layers."""
     candidate = evaluated.candidate
     stages = []
     for stage, layers in enumerate(candidate.stages):

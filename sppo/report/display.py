@@ -58,15 +58,11 @@ class TrainingDisplay:
         console: where to write.
         total_steps: of the run.
         first_step: steps done before.
-        actions_per_step: forward and backward passes of subsequences in a step.
     """
 
-    def __init__(
-        self, console: Console, *, total_steps: int, first_step: int, actions_per_step: int
-    ) -> None:
+    def __init__(self, console: Console, *, total_steps: int, first_step: int) -> None:
         self._console = console
         self._progress: Progress | None = None
-        self._actions = actions_per_step
         if console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"),
@@ -77,7 +73,7 @@ class TrainingDisplay:
                 redirect_stderr=_stderr_shares_terminal(console),
             )
             self._run = self._progress.add_task("run", total=total_steps, completed=first_step)
-            self._step = self._progress.add_task("step", total=actions_per_step)
+            self._step = self._progress.add_task("step", total=None)
 
     def __enter__(self) -> TrainingDisplay:
         if self._progress is not None:
@@ -93,17 +89,21 @@ class TrainingDisplay:
         if self._progress is not None:
             self._progress.stop()
 
+    def step_begins(self, *, num_actions: int) -> None:
+        """Begin a step of so many actions."""
+        if self._progress is not None:
+            self._progress.reset(self._step, total=num_actions)
+
     def action(self) -> None:
         """One more action of the current step begins."""
         if self._progress is not None:
             self._progress.advance(self._step)
 
     def step_done(self, line: str) -> None:
-        """Print a finished step and start the next one."""
+        """Print a finished step."""
         self.say(line)
         if self._progress is not None:
             self._progress.advance(self._run)
-            self._progress.reset(self._step, total=self._actions)
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""

@@ -59,6 +59,22 @@ class StepMetrics:
     """Rate of copies back to the device in this step."""
     disk_peak_bytes: int = 0
     """Size of the file of a disk tier."""
+    samples: int | None = None
+    """Samples of the step; None, like all that follows from them, in a run of the token stream."""
+    split_subsequences: int | None = None
+    """Subsequences that are a slice of a long sample."""
+    batched_subsequences: int | None = None
+    """Subsequences of short samples."""
+    hybrid_subsequences: int | None = None
+    """Subsequences of the tail of a long sample and short ones."""
+    padding_tokens: int | None = None
+    """Tokens that belong to no sample."""
+    planned_bubble_fraction: float | None = None
+    """Idle share of pipeline ranks as simulated, mean over replicas."""
+    bubble_fraction: float | None = None
+    """Share of the time of all ranks in which no forward or backward ran, without the update."""
+    planning_wait_s: float | None = None
+    """Time the step waited for its plan, on the rank that waited longest."""
     skipped: bool = False
     """The update was left out: loss or gradients were not finite, or no label counts."""
 

@@ -24,6 +24,8 @@ def step_line(
         _loss(metrics),
         f"{format_count(metrics.tokens_per_s)} tok/s",
     ]
+    if metrics.samples is not None:
+        parts.append(_samples(metrics))
     if metrics.mfu is not None:
         parts.append(f"mfu {metrics.mfu:.1%}")
     if metrics.device_peak_bytes is not None:
@@ -35,6 +37,27 @@ def step_line(
     if eta_s is not None:
         parts.append(f"eta {_short(eta_s)}")
     return " | ".join(parts)
+
+
+def _samples(metrics: StepMetrics) -> str:
+    """How many samples, how they are packed, and how much of the time pipeline ranks idle.
+
+    Example:
+        ``512 samples, 1.2M tokens in 7 split + 91 batched + 4 hybrid | bubble 8.1% (plan 7.5%)``
+    """
+    kinds = {
+        "split": metrics.split_subsequences,
+        "batched": metrics.batched_subsequences,
+        "hybrid": metrics.hybrid_subsequences,
+    }
+    counts = " + ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+    text = f"{metrics.samples} samples, {format_count(metrics.tokens)} tokens in {counts}"
+    if metrics.padding_tokens:
+        text += f", {metrics.padding_tokens} padding"
+    if metrics.bubble_fraction is not None and metrics.planned_bubble_fraction:
+        planned = f"(plan {metrics.planned_bubble_fraction:.1%})"
+        text += f" | bubble {metrics.bubble_fraction:.1%} {planned}"
+    return text
 
 
 def _loss(metrics: StepMetrics) -> str:

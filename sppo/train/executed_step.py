@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sppo.engine.engine import StepResult
-from sppo.planning.plan import ExecutionPlan
-from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.actions import Action
-from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline import Timeline, measured_timeline
 from sppo.timeline.chrome_trace import write_trace
 from sppo.timeline.html import write_html
@@ -89,12 +86,6 @@ def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
     ]
     program = replace(executed.schedule, programs=tuple(step.actions for step in steps))
     return measured_timeline(program, times_s=times)
-
-
-def planned_timeline(plan: ExecutionPlan) -> Timeline:
-    """Return the timeline of the same step as the plan simulates it."""
-    case = simulated_plan(plan).case
-    return simulate(case.schedule, costs=case.costs)
 
 
 def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callable[[Path], None]]:

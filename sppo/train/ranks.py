@@ -79,6 +79,23 @@ class Ranks:
                 "all machines run the same versions of Python and numpy on the same kind of CPU?"
             )
 
+    def check_same_in_replica(self, what: str, digest: str) -> None:
+        """Refuse to go on where ranks of one replica have made different things.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        told = self.peers.all_gather((self.mesh.at.data, digest))
+        firsts: dict[int, tuple[int, str]] = {}
+        for rank, (replica, other) in enumerate(told):
+            first, digest = firsts.setdefault(replica, (rank, other))
+            if other != digest:
+                raise ValueError(
+                    f"rank {rank} has made another {what} than rank {first} of the same replica: "
+                    "do all machines run the same versions of Python and numpy on the same kind "
+                    "of CPU?"
+                )
+
     def check_same_facts(self, facts: Mapping[str, str]) -> None:
         """Refuse to go on with ranks that read different things.
 

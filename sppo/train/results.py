@@ -12,17 +12,15 @@ from rich.console import Console
 
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
 from sppo.config import RunConfig
-from sppo.planning.plan import Prediction
 from sppo.report.copies_summary import copies_summary
 from sppo.report.loss_plot import loss_plot
 from sppo.report.metrics import METRICS_FILE, read_metrics
 from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
 from sppo.train.executed_step import (
-    planned_timeline,
     timeline_summary,
     timeline_writers,
 )
-from sppo.train.measured import StepPhases, predicted_and_measured
+from sppo.train.measured import predicted_and_measured
 from sppo.train.preflight import Preflight
 from sppo.train.run_directory import (
     LOSS_PLOT,
@@ -69,8 +67,8 @@ def report(
         steps,
         name=output.name,
         wall_s=outcome.wall_s,
-        memory_bytes=_memory(preflight, outcome),
-        phases_s=_phases(preflight.plan.predicted, outcome),
+        memory_bytes=_memory(outcome),
+        phases_s=_phases(outcome),
     )
     hardware = preflight.plan.hardware
     summary["predicted_for"] = f"{hardware.name} ({hardware.provenance})"
@@ -79,9 +77,9 @@ def report(
     writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
     if steps:
         writers[LOSS_PLOT] = _loss_writer(run, outcome)
-    if outcome.timeline is not None:
+    if outcome.timeline is not None and outcome.planned_timeline is not None:
         summary["program_digest"] = outcome.timeline.schedule.digest()
-        planned = planned_timeline(preflight.plan)
+        planned = outcome.planned_timeline
         summary["timeline"] = timeline_summary(
             planned, outcome.timeline, exposed_copy_s=outcome.exposed_copy_s
         )
@@ -145,27 +143,33 @@ def _say(text: str, console: Console) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _memory(preflight: Preflight, outcome: TrainingOutcome) -> Mapping[str, Pair]:
+def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
     """Buckets that were measured, beside their prediction."""
-    if not outcome.phases:
+    if outcome.most_planned is None:
         return {}
     return predicted_and_measured(
-        preflight.plan.stages[0].memory.device,
+        outcome.most_planned,
         outcome.buckets,
         all_bytes=outcome.peak_bytes - outcome.baseline_bytes + outcome.warm_up_bytes,
     )
 
 
-def _phases(predicted: Prediction, outcome: TrainingOutcome) -> dict[str, Pair]:
-    """Median time of each phase beside its prediction."""
+def _phases(outcome: TrainingOutcome) -> dict[str, Pair]:
+    """Median time of each phase beside the median of its predictions."""
     if not outcome.phases:
         return {}
-    read: Mapping[str, tuple[float, Callable[[StepPhases], float]]] = {
-        "forward": (predicted.forward_s, lambda phases: phases.forward_s),
-        "backward": (predicted.backward_s, lambda phases: phases.backward_s),
-        "data and update": (predicted.update_s, lambda phases: phases.rest_s),
-    }
+    median, planned, measured = statistics.median, outcome.planned_phases, outcome.phases
     return {
-        name: (expected, statistics.median(of(phases) for phases in outcome.phases))
-        for name, (expected, of) in read.items()
+        "forward": (
+            median(step.forward_s for step in planned),
+            median(step.forward_s for step in measured),
+        ),
+        "backward": (
+            median(step.backward_s for step in planned),
+            median(step.backward_s for step in measured),
+        ),
+        "data and update": (
+            median(step.update_s for step in planned),
+            median(step.rest_s for step in measured),
+        ),
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sppo.engine.engine import StepResult
+from sppo.engine.engine import PlannedStep, StepResult
 from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
 from sppo.parallel.host_collectives import HostCollectives
@@ -57,6 +57,23 @@ class DoneStep:
     rest_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What a step of one replica trains on.
+
+    Attributes:
+        sequences: Its sequences.
+        boundaries: Cuts of each.
+        num_valid: Labels that count in all replicas.
+        planned: What was planned for this step alone; None where every step is alike.
+    """
+
+    sequences: Sequence[SequenceData]
+    boundaries: Sequence[Sequence[int]]
+    num_valid: int
+    planned: PlannedStep | None = None
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -66,7 +83,7 @@ class StepHooks:
     """What a step asks of whoever runs it, in this order.
 
     Attributes:
-        read: Returns this replica's sequences, and how many labels count in all replicas.
+        read: Returns what this replica trains on.
         before_action: Is given the position of each action of the program, and the action.
         on_failure: Is given what ends the program early.
         accumulated: Is called when all actions are issued.
@@ -75,7 +92,7 @@ class StepHooks:
         learning_rate: Returns the learning rate of the update; None leaves the update out.
     """
 
-    read: Callable[[], tuple[Sequence[SequenceData], int]]
+    read: Callable[[], StepInput]
     before_action: Callable[[int, Action], None]
     on_failure: Callable[[BaseException], None] = _nothing
     accumulated: Callable[[], None] = _nothing
@@ -87,7 +104,6 @@ def run_step(
     state: TrainingState,
     hooks: StepHooks,
     *,
-    boundaries: Sequence[int],
     clip_norm: float,
     device: Device,
     peers: HostCollectives,
@@ -98,7 +114,6 @@ def run_step(
     Args:
         state: of this rank.
         hooks: what else is done on the way.
-        boundaries: cuts of every sequence.
         clip_norm: of the gradients of all ranks; 0 leaves them alone.
         device: that this rank computes on.
         peers: all ranks.
@@ -107,12 +122,14 @@ def run_step(
     start = time.perf_counter()
     device.reset_peak()
     state.zero_gradients()
-    sequences, num_valid = hooks.read()
+    work = hooks.read()
+    num_valid = work.num_valid
     begin = time.perf_counter()
     result = state.engine.accumulate(
-        [device.put(sequence) for sequence in sequences],
-        [boundaries] * len(sequences),
+        [device.put(sequence) for sequence in work.sequences],
+        work.boundaries,
         num_valid=num_valid,
+        planned=work.planned,
         before_action=hooks.before_action,
         on_failure=hooks.on_failure,
     )

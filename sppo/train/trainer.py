@@ -14,17 +14,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
 from sppo.config import RunConfig
-from sppo.cost.flops import executed_step_flops, step_flops
+from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.data.tokens import TokenData
 from sppo.engine.engine import StepResult
-from sppo.engine.unit import SequenceData
 from sppo.offload.copy_report import CopyReport
 from sppo.optim.learning_rate import learning_rate
 from sppo.output_file import write_json
@@ -59,7 +58,8 @@ from sppo.train.run_directory import (
 )
 from sppo.train.state import TrainingState, build_state
 from sppo.train.state_tensors import DTYPES
-from sppo.train.step import DoneStep, StepHooks, StepSums, run_step
+from sppo.train.step import DoneStep, StepHooks, StepInput, StepSums, run_step
+from sppo.train.step_work import PlannedPhases, StepWork, step_source
 from sppo.train.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
@@ -100,8 +100,14 @@ class TrainingOutcome:
     """One entry per step of this process."""
     last_step: StepResult | None = None
     """What this rank executed in its last step, and when."""
+    planned_phases: list[PlannedPhases] = field(default_factory=list)
+    """Predicted seconds, one entry per step of this process."""
+    most_planned: MemoryBuckets | None = None
+    """Predicted memory of the step with most."""
     timeline: Timeline | None = None
     """The last step of a pipeline of ranks; on rank 0."""
+    planned_timeline: Timeline | None = None
+    """The same step as it was simulated."""
     exposed_copy_s: tuple[float, ...] = ()
     """How long each of those ranks waited for copies in it."""
 
@@ -151,7 +157,7 @@ def train(
             group=ranks.mesh.groups.world,
             timeout_s=CHECKPOINT_TIMEOUT_FACTOR * run.parallel.timeout_s,
         )
-        first_step = _resume(manager, state, tokens=preflight.data.data)
+        first_step, consumed = _resume(manager, state, run=run, tokens=preflight.data.data)
         _check_finite(run, state, ranks=ranks)
         state.tensors.forget()
         ranks.decided_by_main(lambda: note_configuration(run, output))
@@ -170,11 +176,14 @@ def train(
             device=device,
             capacity_bytes=capacity,
             peak_flops_per_s=peak_flops_per_s * ranks.mesh.shape.num_ranks,
+            consumed=consumed,
         )
         # The failure is noted first: closing may wait for a device that no longer answers.
         with closing(state.engine), ranks.progress.failing():
             loop.run(console)
         outcome.timeline = executed_timeline(outcome.last_step, ranks)
+        if outcome.timeline is not None:
+            outcome.planned_timeline = loop.planned_timeline()
         own_s = outcome.copies[-1].exposed_s if outcome.copies else 0.0
         exposed_s = ranks.peers.all_gather(own_s)
         outcome.exposed_copy_s = tuple(exposed_s[rank] for rank in ranks.mesh.pipeline_ranks)
@@ -186,15 +195,27 @@ def train(
     return outcome
 
 
-def _resume(manager: CheckpointManager, state: TrainingState, *, tokens: TokenData) -> int:
-    """Load the newest valid checkpoint into ``state``; steps done so far.
+def _resume(
+    manager: CheckpointManager, state: TrainingState, *, run: RunConfig, tokens: TokenData
+) -> tuple[int, int]:
+    """Load the newest valid checkpoint into ``state``.
+
+    Returns:
+        Steps done so far, and how many sequences or samples they consumed.
 
     Raises:
-        ValueError: the token data is not what the run began with.
+        ValueError: the token data is not what the run began with, or is read in another way.
     """
     checkpoint = manager.latest_valid()
     if checkpoint is None:
-        return 0
+        return 0, 0
+    read_as = checkpoint.metadata.get("config", {}).get("data", {}).get("samples", "stream")
+    if read_as != run.data.samples:
+        raise ValueError(
+            f"data.samples={run.data.samples}, but the run began with data.samples={read_as} "
+            f"({checkpoint.path}), and counts what it has read in those: write data.samples="
+            f"{read_as}, or choose another train.output"
+        )
     began_with = checkpoint.metadata.get("tokens_sha256")
     if began_with not in (None, tokens.meta.tokens_sha256):
         raise ValueError(
@@ -206,7 +227,7 @@ def _resume(manager: CheckpointManager, state: TrainingState, *, tokens: TokenDa
     state.optimizer.load_state(live)
     state.sharded.gather(state.weights)
     _log.info("going on after step %d from %s", checkpoint.step, checkpoint.path)
-    return checkpoint.step
+    return checkpoint.step, int(checkpoint.metadata.get("sequences_consumed", 0))
 
 
 def _check_finite(run: RunConfig, state: TrainingState, *, ranks: Ranks) -> None:
@@ -241,35 +262,36 @@ class _Loop:
         device: Device,
         capacity_bytes: int,
         peak_flops_per_s: float,
+        consumed: int,
     ) -> None:
         self._run, self._state, self._device = run, state, device
         self._ranks, self._peers = ranks, ranks.peers
         self._data, self._plan = preflight.data, preflight.plan
+        self._source = step_source(run, preflight.data, plan=preflight.plan, mesh=ranks.mesh)
+        self._consumed = consumed
+        self._last_work: StepWork | None = None
         self._manager, self._outcome = manager, outcome
         self._capacity_bytes = capacity_bytes
         self._guard = NonFiniteGuard(
             stop_at_once=run.train.nonfinite == "stop", limit=run.train.max_nonfinite_steps
         )
-        self._sequences = run.train.sequences_per_step
-        num_sequences = self._sequences // ranks.mesh.shape.data_parallel
-        schedule = state.engine.schedule([self._plan.lengths] * num_sequences)
+        schedule = state.engine.schedule([self._plan.lengths] * self._plan.sequences)
         ranks.check_same_on_all_ranks("schedule", schedule.digest())
-        self._actions_per_step = len(schedule.programs[ranks.mesh.at.pipeline])
+        self._schedule = schedule
         ranks.progress.note(
-            step=outcome.first_step, position=0, action="", num_actions=self._actions_per_step
-        )
-        length = run.sequence.length
-        self._model_flops = step_flops(run.model, length=length, sequences=self._sequences)
-        self._executed_flops = executed_step_flops(
-            run.model,
-            boundaries=self._plan.boundaries,
-            sequences=self._sequences,
-            linear_recomputed=self._plan.recomputed_fractions(LINEAR),
-            attention_recomputed=self._plan.recomputed_fractions(ATTENTION),
+            step=outcome.first_step,
+            position=0,
+            action="",
+            num_actions=len(schedule.programs[ranks.mesh.at.pipeline]),
         )
         self._peak_flops_per_s = peak_flops_per_s
         self._stopped_by: str | None = None
         self._unrecorded: OSError | None = None
+
+    def planned_timeline(self) -> Timeline | None:
+        """Return the simulation of the last step of this rank's replica; None without a step."""
+        last = self._last_work
+        return None if last is None else self._source.planned_timeline(last)
 
     def run(self, console: Console) -> None:
         """All remaining steps; saves when interrupted, and at the end unless told not to.
@@ -279,7 +301,6 @@ class _Loop:
             OSError: a step could not be recorded; the state is saved.
         """
         outcome, total = self._outcome, self._run.train.steps
-        actions = self._actions_per_step
         started = time.perf_counter()
         with ExitStack() as stack:
             sinks: list[MetricSink] = []
@@ -289,7 +310,6 @@ class _Loop:
                     console,
                     total_steps=total,
                     first_step=outcome.first_step,
-                    actions_per_step=actions,
                 )
             )
             stop = stack.enter_context(StopRequest())
@@ -352,23 +372,30 @@ class _Loop:
             progress.note(step=step + 1, position=position, action=str(action))
             display.action()
 
+        work: list[StepWork] = []
+
+        def read() -> StepInput:
+            work.append(self._planned(step))
+            display.step_begins(num_actions=self._num_actions(work[0]))
+            return self._input(work[0])
+
         done = run_step(
             self._state,
             StepHooks(
-                read=lambda: self._read(step),
+                read=read,
                 before_action=before_action,
                 on_failure=progress.failed,
                 reduced=lambda result: self._await_device(step, result),
                 learning_rate=lambda sums: self._learning_rate(step, sums, display),
             ),
-            boundaries=self._plan.boundaries,
             clip_norm=self._run.optimizer.clip_norm,
             device=self._device,
             peers=self._peers,
             buckets=self._outcome.buckets,
         )
-        self._outcome.last_step = done.result
-        return self._measure(step, done)
+        self._outcome.last_step, self._last_work = done.result, work[0]
+        self._consumed += work[0].num_consumed
+        return self._measure(step, done, work[0])
 
     def _learning_rate(self, step: int, sums: StepSums, display: TrainingDisplay) -> float | None:
         """Return the step's learning rate; None, and say why, where nothing is to be updated."""
@@ -381,7 +408,8 @@ class _Loop:
                 all_gather=self._names,
             )
         else:
-            problem = f"step {step + 1}: {self._data.why_no_labels(step)}. The update is skipped"
+            why = self._source.why_no_labels(step, consumed=self._consumed)
+            problem = f"step {step + 1}: {why}. The update is skipped"
         if problem is None:
             return self._scheduled_lr(step)
         self._say(problem, display)
@@ -407,30 +435,41 @@ class _Loop:
                 f"timed out after {still_s:g} s"
             )
 
-    def _read(self, step: int) -> tuple[list[SequenceData], int]:
-        """Read this replica's sequences of the step, and count the valid labels of all replicas."""
-        sequences = self._own_sequences(step)
-        (num_valid,) = self._peers.total([self._counted_labels(sequences)])
-        return sequences, int(num_valid)
+    def _planned(self, step: int) -> StepWork:
+        """Return the work of a step, the same on all ranks of this replica.
 
-    def _own_sequences(self, step: int) -> list[SequenceData]:
-        """Read this replica's sequences of the step."""
-        mesh = self._ranks.mesh
-        indices = self._data.sequence_indices(step)
-        count = len(indices) // mesh.shape.data_parallel
-        first = mesh.at.data * count
-        return [self._data.sequence(index) for index in indices[first : first + count]]
+        Raises:
+            ValueError: ranks have planned it differently.
+        """
+        work = self._source.work(step, consumed=self._consumed)
+        if work.planned is not None:
+            digest = work.planned.program.digest()
+            self._ranks.check_same_in_replica(f"plan of step {step + 1}", digest)
+        return work
 
-    def _counted_labels(self, sequences: Sequence[SequenceData]) -> int:
-        """Valid labels of a replica, as one of its ranks tells them."""
+    def _num_actions(self, work: StepWork) -> int:
+        """Return how many actions this rank has in a step."""
+        program = work.planned.program if work.planned else self._schedule
+        return len(program.programs[self._ranks.mesh.at.pipeline])
+
+    def _input(self, work: StepWork) -> StepInput:
+        """Return what this replica trains on, with the valid labels of all replicas."""
+        (num_valid,) = self._peers.total(
+            [sum(data.num_valid for data in work.sequences) * self._speaks_for_replica]
+        )
+        return StepInput(work.sequences, work.boundaries, int(num_valid), work.for_engine)
+
+    @property
+    def _speaks_for_replica(self) -> bool:
+        """Whether this rank tells what all ranks of its replica know."""
         at = self._ranks.mesh.at
-        return sum(data.num_valid for data in sequences) * (at.pipeline == at.sequence == 0)
+        return at.pipeline == at.sequence == 0
 
     def _names(self, own: Sequence[str]) -> list[str]:
         """What any rank names."""
         return sorted({name for names in self._peers.all_gather(own) for name in names})
 
-    def _measure(self, step: int, done: DoneStep) -> StepMetrics:
+    def _measure(self, step: int, done: DoneStep, work: StepWork) -> StepMetrics:
         """The figures of a step, the same on every rank.
 
         Times, memory and waits are those of the rank with most of each; what was offloaded, and
@@ -440,21 +479,33 @@ class _Loop:
         outcome.copies.append(copies)
         own_peak = self._device.peak_bytes()
         outcome.peak_bytes = max(outcome.peak_bytes, own_peak)
-        forward_s, backward_s, rest_s, seconds, peak, exposed_s = self._peers.largest(
-            [
-                result.forward_s,
-                result.backward_s,
-                done.rest_s,
-                done.seconds,
-                own_peak,
-                copies.exposed_s,
-            ]
+        forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, planning_s = (
+            self._peers.largest(
+                [
+                    result.forward_s,
+                    result.backward_s,
+                    done.rest_s,
+                    done.seconds,
+                    own_peak,
+                    copies.exposed_s,
+                    work.step_s,
+                    work.planning_s,
+                ]
+            )
         )
         offloaded, host_bytes, disk_bytes = self._peers.total(
             [copies.total_out_bytes, copies.host_bytes, copies.disk_bytes]
         )
         outcome.phases.append(StepPhases(forward_s, backward_s, rest_s))
-        tokens = self._sequences * self._run.sequence.length
+        outcome.planned_phases.append(work.phases)
+        if outcome.most_planned is None or (
+            work.memory.total_bytes > outcome.most_planned.total_bytes
+        ):
+            outcome.most_planned = work.memory
+        tokens, model_flops, executed_flops = (
+            int(value)
+            for value in self._of_replicas(work.tokens, work.model_flops, work.executed_flops)
+        )
         return StepMetrics(
             step=step + 1,
             loss=done.sums.loss,
@@ -464,9 +515,9 @@ class _Loop:
             labels=done.sums.num_valid,
             step_s=seconds,
             tokens_per_s=tokens / seconds,
-            mfu=self._model_flops / seconds / self._peak_flops_per_s,
-            hfu=self._executed_flops / seconds / self._peak_flops_per_s,
-            predicted_step_s=self._plan.predicted.step_s,
+            mfu=model_flops / seconds / self._peak_flops_per_s,
+            hfu=executed_flops / seconds / self._peak_flops_per_s,
+            predicted_step_s=predicted_s,
             device_peak_bytes=int(peak),
             host_peak_bytes=int(host_bytes),
             offloaded_bytes=int(offloaded),
@@ -475,7 +526,39 @@ class _Loop:
             copy_back_bytes_per_s=copies.back_bytes_per_s or None,
             disk_peak_bytes=int(disk_bytes),
             skipped=done.lr is None,
+            **self._packing(work, done, planning_s=planning_s),
         )
+
+    def _packing(self, work: StepWork, done: DoneStep, *, planning_s: float) -> dict[str, Any]:
+        """Return how the samples of all replicas are packed, and how pipelines idle; {} without."""
+        if work.packed is None:
+            return {}
+        busy_s = done.result.forward_s + done.result.backward_s
+        actions_s = done.seconds - done.rest_s
+        (busy_s, actions_s) = self._peers.total([busy_s, actions_s])
+        packed, replicas = work.packed, self._ranks.mesh.shape.data_parallel
+        samples, split, batched, hybrid, padding, bubble = self._of_replicas(
+            packed.samples,
+            packed.split,
+            packed.batched,
+            packed.hybrid,
+            packed.padding_tokens,
+            work.bubble_fraction,
+        )
+        return {
+            "samples": int(samples),
+            "split_subsequences": int(split),
+            "batched_subsequences": int(batched),
+            "hybrid_subsequences": int(hybrid),
+            "padding_tokens": int(padding),
+            "planned_bubble_fraction": bubble / replicas,
+            "bubble_fraction": max(0.0, 1 - busy_s / actions_s),
+            "planning_wait_s": planning_s,
+        }
+
+    def _of_replicas(self, *values: float) -> Sequence[float]:
+        """Add up what every replica has of each."""
+        return self._peers.total([value * self._speaks_for_replica for value in values])
 
     def _line(self, metrics: StepMetrics, started: float) -> str:
         here = metrics.step - self._outcome.first_step
@@ -548,7 +631,7 @@ class _Loop:
             return unsaved
         metadata = run_metadata(
             self._run,
-            sequences_consumed=done * self._sequences,
+            sequences_consumed=self._consumed,
             tokens_sha256=self._data.data.meta.tokens_sha256,
         )
         self._manager.save(self._state.sharded.saved(state), step=done, metadata=metadata)

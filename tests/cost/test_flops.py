@@ -1,5 +1,6 @@
 """FLOPs formulas against counts: of pairs one by one, and of matrix products as executed."""
 
+import numpy as np
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,6 +16,7 @@ from sppo.cost.flops import (
     partition_costs,
     step_flops,
 )
+from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.kernels.attention.reference import visible_pairs
 from tests.engine.models import VARIANTS, Trained, random_sequence, random_weights, tiny_model
 
@@ -59,10 +61,9 @@ def test_executed_products_are_those_counted(variant, policy):
     expected = sum(
         executed_step_flops(
             model,
-            boundaries=cuts,
-            sequences=1,
-            linear_recomputed=[float(policy != "retain")] * (len(cuts) - 1),
-            attention_recomputed=[float(policy == "recompute")] * (len(cuts) - 1),
+            parts_of_sequence(np.diff(cuts)),
+            linear_recomputed=np.full(len(cuts) - 1, float(policy != "retain")),
+            attention_recomputed=np.full(len(cuts) - 1, float(policy == "recompute")),
         )
         for cuts in ((0, 5, 6, 23), (0, 23))
     )

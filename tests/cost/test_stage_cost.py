@@ -19,6 +19,7 @@ from sppo.cost.flops import (
 )
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import Workload, layer_seconds
+from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.stage_cost import stage_parameters, stage_seconds
 from sppo.hardware.file import hardware_for
@@ -176,8 +177,7 @@ def test_a_weight_gradient_costs_reading_and_writing_its_fp32_sum(dtype):
     seconds = [
         layer_seconds(
             Workload(MODEL, hardware, dtype=dtype),
-            begins=np.array([0.0]),
-            ends=np.array([1024.0]),
+            parts_of_sequence((1024,)),
             window=None,
         ).weight[0]
         for hardware in (slower, PERFECT)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.engine.engine import by_unit
 from sppo.engine.gradients import ResidentGradients
 from sppo.engine.saved_tensors import cut
 from sppo.engine.stage import Stage
@@ -288,8 +289,8 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
         gradients=ResidentGradients(gradients),
         activations=DeviceStore(),
         offloaded=store,
-        placement_of=RatioRows(model, ELEMENT, 0.8, last_too=True, alignment=1),
     )
+    placement_of = RatioRows(model, ELEMENT, 0.8, last_too=True, alignment=1)
     units = {key: unit for s, d in enumerate(data) for key, unit in units_of(s, d, cuts).items()}
     forwards = [(s, n) for s in range(5) for n in range(4)]
     backwards = [(s, n) for s in range(5) for n in reversed(range(4))]
@@ -297,7 +298,7 @@ def test_sequences_in_flight_have_their_own_places(queues, tmp_path):
     with torch.no_grad():
         stage.prepare(
             units,
-            lengths=dict.fromkeys(range(5), (4, 5, 8, 6)),
+            placements=by_unit([placement_of((4, 5, 8, 6))] * 5),
             sequences_in_flight=3,
         )
         store.prepare(stage.offload_schedule(backwards, sequences_in_flight=3))

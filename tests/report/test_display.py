@@ -48,8 +48,9 @@ def _screen(written: str, *, width: int) -> list[str]:
 
 def _train(console: Console, log: logging.Logger) -> None:
     """Three steps with a message after each, on a live display."""
-    with TrainingDisplay(console, total_steps=3, first_step=0, actions_per_step=2) as display:
+    with TrainingDisplay(console, total_steps=3, first_step=0) as display:
         for step in range(1, 4):
+            display.step_begins(num_actions=2)
             display.action()
             time.sleep(0.12)  # the bars are redrawn ten times a second
             display.step_done(f"step {step} " + "of a line that is longer than eighty " * 3)
@@ -101,7 +102,7 @@ def test_messages_of_libraries_stand_above_the_bars_too(log, monkeypatch):
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     console = Console(file=terminal, force_terminal=True, width=80, color_system=None)
-    with TrainingDisplay(console, total_steps=3, first_step=0, actions_per_step=2):
+    with TrainingDisplay(console, total_steps=3, first_step=0):
         print("a warning", file=sys.stderr)
         time.sleep(0.12)
     assert _screen(terminal.getvalue(), width=80) == ["a warning"]

@@ -112,7 +112,8 @@ def tier_padding_bytes(candidate: Candidate, *, units: UnitsInFlight) -> Table:
     """What alignment adds to the offloaded tensors in the tier at most, [stages]."""
     shapes = _layouts(candidate)
     blocks = np.array([len(shape.layers) * shape.most_padding_bytes for shape in shapes])
-    padding: Table = (blocks * units.sequences * len(candidate.lengths)).astype(np.float64)
+    most = max(own.stop - own.start for own in candidate.distinct_sequences)
+    padding: Table = (blocks * units.sequences * most).astype(np.float64)
     return padding
 
 
@@ -179,7 +180,7 @@ def _stage_room(candidate: Candidate, placement: ActivationPlacement, *, stage: 
     return _StageRoom(
         int(blocks.max()),
         0 if on_gpu else int(joined_bytes(placement, layout, stage=stage).max()),
-        int(blocks.sum()),
+        max(int(blocks[own].sum()) for own in candidate.distinct_sequences),
     )
 
 

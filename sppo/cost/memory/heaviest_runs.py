@@ -20,12 +20,13 @@ _SIMILAR = 0.9
 
 @lru_cache(maxsize=256)
 def runs_of_blocks(
-    lengths: tuple[int, ...], kinds: bytes, *, on_gpu: bool
+    lengths: tuple[int, ...], prefixes: tuple[int, ...], kinds: bytes, *, on_gpu: bool
 ) -> tuple[tuple[slice, tuple[tuple[UnitRun, Units], ...]], ...]:
     """Neighbouring subsequences of similar length, and runs that outweigh all of them.
 
     Args:
         lengths: tokens of each.
+        prefixes: tokens of its sequence before each.
         kinds: of each, see :func:`unit_kinds`, as int64.
         on_gpu: whether they run on a GPU.
 
@@ -34,11 +35,11 @@ def runs_of_blocks(
         block, for which they count.
     """
     tokens, of_each = np.array(lengths, dtype=np.int64), np.frombuffer(kinds, dtype=np.int64)
-    prefixes = np.minimum(np.cumsum(tokens) - tokens, SPAN_KEYS)
+    behind = np.minimum(np.array(prefixes, dtype=np.int64), SPAN_KEYS)
     runs_of: Callable[[Counts, Counts, Counts], Iterator[tuple[UnitRun, Units]]]
     runs_of = _extreme_runs if on_gpu else _heaviest_runs
     return tuple(
-        (block, tuple(runs_of(tokens[block], prefixes[block], of_each[block])))
+        (block, tuple(runs_of(tokens[block], behind[block], of_each[block])))
         for block in _blocks(lengths)
     )
 

@@ -298,12 +298,11 @@ def _kv_bytes(candidate: Candidate, *, units: UnitsInFlight) -> tuple[Table, Tab
     the layer's stage unless they leave in between; those of gradients from its first backward
     there, so the stages of a rank take turns with them.
     """
-    tokens = sum(candidate.lengths)
     layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
     kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
     return (
-        units.peak_of_kv(layers * tokens * kv_bytes),
-        most_of_ranks(candidate, layers * tokens * gradient_bytes),
+        units.peak_of_kv(layers * kv_bytes),
+        most_of_ranks(candidate, layers * candidate.longest_sequence * gradient_bytes),
     )
 
 
@@ -320,7 +319,7 @@ def _most_working_bytes(candidate: Candidate) -> int:
     return most_working_set(
         candidate.workload,
         tokens=tokens,
-        prefix=sum(candidate.lengths) - 1,
+        prefix=candidate.longest_sequence - 1,
         input_every=candidate.input_every,
         layers=max(len(stage) for stage in candidate.stages),
     ).live_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +33,10 @@ def unit_runs(
     candidate: Candidate, placement: ActivationPlacement, *, stage: int
 ) -> tuple[UnitRun, ...]:
     """What a stage computes for each subsequence."""
-    starts = accumulate(candidate.lengths, initial=0)
     kinds = unit_kinds(candidate, placement, stage=stage).tolist()
     return tuple(
         UnitRun.of_kind(kind, tokens, start)
-        for kind, tokens, start in zip(kinds, candidate.lengths, starts, strict=False)
+        for kind, tokens, start in zip(kinds, candidate.lengths, candidate.prefixes, strict=True)
     )
 
 

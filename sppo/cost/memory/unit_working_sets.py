@@ -93,7 +93,7 @@ def _computing_of_stage(
     """Working sets of one stage's forwards and backwards, [N] each."""
     kinds = unit_kinds(candidate, placement, stage=stage).tobytes()
     forward, backward = _sets_of_units(
-        _stage_kind(candidate, stage=stage), candidate.lengths, kinds
+        _stage_kind(candidate, stage=stage), candidate.lengths, candidate.prefixes, kinds
     )
     if candidate.workload.hardware.device.kind == "cuda":
         backward = _with_joined(backward, candidate, placement, stage=stage)
@@ -102,18 +102,19 @@ def _computing_of_stage(
 
 @lru_cache(maxsize=256)
 def _sets_of_units(
-    stage: _StageKind, lengths: tuple[int, ...], kinds: bytes
+    stage: _StageKind, lengths: tuple[int, ...], prefixes: tuple[int, ...], kinds: bytes
 ) -> tuple[Table, Table]:
     """Working sets of forwards and backwards, without joined tensors, [N] each; not to be written.
 
     Args:
         stage: which units run on.
         lengths: tokens of each.
+        prefixes: tokens of its sequence before each.
         kinds: of each, see :func:`sppo.cost.memory.unit_runs.unit_kinds`, as int64.
     """
     forward, backward = np.zeros(len(lengths)), np.zeros(len(lengths))
     on_gpu = stage.workload.hardware.device.kind == "cuda"
-    for block, runs in runs_of_blocks(lengths, kinds, on_gpu=on_gpu):
+    for block, runs in runs_of_blocks(lengths, prefixes, kinds, on_gpu=on_gpu):
         for run, units in runs:
             sets = stage.working_bytes(run)
             for table, live in zip((forward[block], backward[block]), sets, strict=True):

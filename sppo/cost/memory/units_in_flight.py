@@ -13,7 +13,7 @@ Legend: N subsequences of a sequence, p pipeline ranks, r one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -77,7 +77,7 @@ class UnitsInFlight:
                 return self._peak_beside(moments, held, running)
             most: Table = moments.max(axis=1)
             return most
-        if self.candidate.schedule == LOOPED:
+        if self._is_looped:
             return self._looped_peak(held, running)
         peaks = []
         for events in self._events:
@@ -104,7 +104,7 @@ class UnitsInFlight:
         """
         if self._is_overlapping:
             return self._counts_after(self._moments(weights).argmax(axis=1))
-        if self.candidate.schedule == LOOPED:
+        if self._is_looped:
             return self._looped_counts(weights)
         counts = np.zeros(weights.shape, dtype=np.int64)
         for events in self._events:
@@ -117,13 +117,14 @@ class UnitsInFlight:
     @cached_property
     def sequences(self) -> Counts:
         """Sequences of which each stage holds anything at once, at most, [stages]."""
-        if self.candidate.schedule == LOOPED:
+        if self._is_looped:
             return np.full(self.candidate.num_stages, self.group_sequences)
         if not self._is_overlapping:
             found = np.zeros(self.candidate.num_stages, dtype=np.int64)
             for events in self._events:
                 for place, spans in enumerate(events.spans_of_stages):
-                    found[events.ranks + place * self._shape[0]] = _peak(spans, np.ones(1))
+                    stages = events.ranks + place * self._shape[0]
+                    found[stages] = _peak(spans, np.ones(len(spans)))
             return found
         # The first subsequence of a sequence is held as long as any other.
         first = np.zeros(self._shape)
@@ -131,27 +132,41 @@ class UnitsInFlight:
         peaks: Counts = np.rint(self.peak(first)).astype(np.int64)
         return peaks
 
-    def peak_of_kv(self, held: Table) -> Table:
+    def peak_of_kv(self, token_bytes: Table) -> Table:
         """Return the most bytes of K and V that each rank holds, [ranks].
 
         Args:
-            held: of a sequence on a stage, [stages]: from its first forward to its last backward
-                there, without the time between where they are offloaded or recomputed.
+            token_bytes: of a token of a sequence on a stage, [stages]: from the first forward of
+                the sequence to its last backward there, without the time between where they are
+                offloaded or recomputed; of packed sequences with that time.
         """
         candidate = self.candidate
+        if candidate.packed:
+            return self._packed_peak_of_kv(token_bytes)
+        held = token_bytes * sum(candidate.lengths)
         if candidate.virtual_stages == 1:
             most: Table = held * self.sequences
             return most
         by_rank = held.reshape(-1, self._shape[0]).T
-        if candidate.schedule == LOOPED:
+        if self._is_looped:
             count = len(candidate.lengths)
             spans = _looped_spans(count, self.group_sequences, candidate.virtual_stages)
             ranks, alike = self._distinct_ranks(held[:, None])
             spans = self._kv_spans(spans)
-            return np.array([_peak(spans, by_rank[rank]) for rank in ranks])[alike]
+            return np.array([_peak(spans, by_rank[rank][spans[:, 0]]) for rank in ranks])[alike]
+        peaks = []
+        for events in self._events:
+            spans = self._kv_spans(events.spans)
+            peaks += [_peak(spans, by_rank[rank][spans[:, 0]]) for rank in events.ranks.tolist()]
+        return np.array(peaks)
+
+    def _packed_peak_of_kv(self, token_bytes: Table) -> Table:
+        """Return the most bytes of K and V of packed sequences on each rank, [ranks]."""
+        by_rank = token_bytes.reshape(-1, self._shape[0]).T
+        tokens = np.array([sequence.tokens for sequence in self.candidate.packed], dtype=float)
         return np.array(
             [
-                _peak(self._kv_spans(events.spans), by_rank[rank])
+                _peak(events.spans, by_rank[rank][events.spans[:, 0]] * tokens[events.spans[:, 3]])
                 for events in self._events
                 for rank in events.ranks.tolist()
             ]
@@ -162,7 +177,7 @@ class UnitsInFlight:
         candidate, count = self.candidate, len(self.candidate.lengths)
         turn = candidate.virtual_stages * self.group_sequences * count
         found = []
-        for position, first, last in spans.tolist():
+        for position, first, last in spans[:, :3].tolist():
             placement = candidate.kv_of_stage(position * candidate.pipeline_parallel_degree)
             if placement == "retained":
                 found.append((position, first, last))
@@ -237,7 +252,11 @@ class UnitsInFlight:
 
     @property
     def _is_overlapping(self) -> bool:
-        return self.candidate.schedule in OVERLAPPING
+        return self.candidate.schedule in OVERLAPPING and not self.candidate.packed
+
+    @property
+    def _is_looped(self) -> bool:
+        return self.candidate.schedule == LOOPED and not self.candidate.packed
 
     @cached_property
     def _ahead(self) -> Counts:
@@ -297,11 +316,13 @@ class UnitsInFlight:
         orders = rank_orders(
             candidate.schedule,
             num_ranks=candidate.pipeline_parallel_degree,
-            lengths=(candidate.lengths,) * candidate.sequences,
+            lengths=candidate.sequence_lengths,
             num_virtual=candidate.virtual_stages,
         )
+        firsts = [own.start for own in candidate.distinct_sequences] if candidate.packed else []
         return tuple(
-            _events(order).on(ranks[rank : rank + 1], ranks) for rank, order in enumerate(orders)
+            _events(order, firsts).on(ranks[rank : rank + 1], ranks)
+            for rank, order in enumerate(orders)
         )
 
 
@@ -316,7 +337,7 @@ class _Events:
         deferred: Of what is held from a backward to the end of its deferred weight half.
         is_forward: 1 where a forward runs.
         is_backward: 1 where a backward runs.
-        spans: Rows (position of a stage on its rank, first event, last event) of each sequence.
+        spans: Rows (position of a stage on its rank, first event, last event, sequence).
         ranks: Which.
     """
 
@@ -342,20 +363,29 @@ class _Events:
         return replace(self, stages=ranks[:, None] + len(every) * self.stages, ranks=ranks)
 
 
-def _events(order: RankOrder) -> _Events:
-    """Return what a rank holds that runs `order`, its stages by their positions on it."""
+def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
+    """Return what a rank holds that runs `order`, its stages by their positions on it.
+
+    Args:
+        order: of its compute.
+        firsts: place of the first subsequence of each sequence among all; empty where sequences are
+            alike and share their places.
+    """
     deferred = {step for kind, step in order if kind == "W"}
     rows = []
     spans: dict[tuple[int, int], list[int]] = {}
-    for place, (kind, (chunk, (sequence, index))) in enumerate(order):
+    for place, (kind, (chunk, (sequence, within))) in enumerate(order):
+        index = within + (firsts[sequence] if firsts else 0)
         if kind == "F":
             rows.append((chunk, index, 1, 0, 1, 0))
         elif kind == "B":
-            rows.append((chunk, index, -1, int((chunk, (sequence, index)) in deferred), 0, 1))
+            rows.append((chunk, index, -1, int((chunk, (sequence, within)) in deferred), 0, 1))
         else:
             rows.append((chunk, index, 0, -1, 0, 0))
         spans.setdefault((chunk, sequence), [place, place])[1] = place
-    table = np.array([(chunk, *ends) for (chunk, _), ends in spans.items()], dtype=np.intp)
+    table = np.array(
+        [(chunk, *ends, sequence) for (chunk, sequence), ends in spans.items()], dtype=np.intp
+    )
     chunks, indices, held, deferred_halves, is_forward, is_backward = (
         np.array(rows, dtype=np.int64).reshape(-1, 6).T
     )
@@ -374,12 +404,11 @@ def _looped_spans(num_subsequences: int, sequences: int, virtual_stages: int) ->
 
 
 def _peak(spans: Places, held: Table) -> float:
-    """Return the most that spans (stage, first event, last event) hold at once.
+    """Return the most that spans (stage, first event, last event, ...) hold at once.
 
     Args:
         spans: what begins at an event is there when something ends at it.
-        held: by each of a stage, by its position on the rank.
+        held: by each of them.
     """
-    size = held[spans[:, 0]]
     order = np.argsort(np.concatenate([spans[:, 1], spans[:, 2]]), kind="stable")
-    return float(np.cumsum(np.concatenate([size, -size])[order]).max(initial=0.0))
+    return float(np.cumsum(np.concatenate([held, -held])[order]).max(initial=0.0))

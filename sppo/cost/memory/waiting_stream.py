@@ -13,6 +13,7 @@ import numpy as np
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.units_in_flight import Running, UnitsInFlight
 from sppo.schedule.generators import LOOPED
+from sppo.schedule.orders import sequence_groups
 
 
 def waiting_bytes(candidate: Candidate) -> Running:
@@ -46,9 +47,15 @@ def _waiting_tokens(candidate: Candidate) -> np.typing.NDArray[np.float64]:
     """Tokens that wait while a unit runs on each stage of a rank, [virtual stages, N].
 
     Nothing waits in front of the first stage or behind the last one. Of the sequences of a group
-    the one counts that has most of the others on the side where they wait.
+    the one counts that has most of the others on the side where they wait. Of a step of packed
+    sequences the longest group counts, all of it.
     """
     lengths = np.array(candidate.lengths, dtype=np.float64)
+    if candidate.packed:
+        of_sequences = candidate.sequence_lengths
+        groups = sequence_groups(of_sequences, num_ranks=candidate.pipeline_parallel_degree)
+        most = max(sum(sum(of_sequences[sequence]) for sequence in group) for group in groups)
+        return np.full((candidate.virtual_stages, len(lengths)), float(most))
     others = (UnitsInFlight(candidate).group_sequences - 1) * lengths.sum()
     in_front, behind = np.cumsum(lengths) - lengths, np.cumsum(lengths[::-1])[::-1] - lengths
     tokens = np.tile(in_front + behind + others, (candidate.virtual_stages, 1))

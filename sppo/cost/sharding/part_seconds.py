@@ -116,9 +116,9 @@ def _forward(
     hidden_s, exposed_s = np.full_like(compute_s, head_s), np.zeros_like(compute_s)
     if not parts.fits_beside_layer(parts.behind):
         # Each unit hides that of the unit before it; what follows the last of a sequence is a B.
-        subsequences = len(candidate.lengths)
-        hidden_s[::subsequences] -= head_s
-        exposed_s[subsequences - 1 :: subsequences] += head_s
+        ends = np.cumsum([len(lengths) for lengths in candidate.sequence_lengths])
+        hidden_s[[0, *ends[:-1].tolist()]] -= head_s
+        exposed_s[ends - 1] += head_s
     for outer in (parts.before, parts.behind):
         outer_s = _gather_s(candidate, outer)
         if parts.fits_beside_layer(outer):

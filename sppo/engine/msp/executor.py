@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from sppo.activations.activation_layout import OffloadSchedule
+from sppo.activations.placement import SubsequencePlacement
 from sppo.engine.msp.shard import MspShard, cut_shard, local_tokens
 from sppo.engine.msp.stage import MspStage
 from sppo.engine.unit import Unit
@@ -24,6 +25,7 @@ class MspExecutor:
     Args:
         schedule: that is run.
         stages: that this rank may run shards of.
+        placements: of the units of each stage.
         exchange_of: gives the communicators of an MSP group.
         rank: this one's position in the pipeline.
         member: its place in its sequence-parallel group.
@@ -34,12 +36,13 @@ class MspExecutor:
         schedule: Schedule,
         *,
         stages: Mapping[int, MspStage],
+        placements: Mapping[int, Mapping[UnitKey, SubsequencePlacement]],
         exchange_of: ExchangeOf,
         rank: int,
         member: int,
     ) -> None:
         self._schedule, self._stages, self._member = schedule, stages, member
-        self._exchange_of = exchange_of
+        self._placements, self._exchange_of = placements, exchange_of
         self._groups = find_msp_groups(schedule, programs=encode(schedule))
         self._offsets = schedule.unit_offsets()
         self._backwards = [
@@ -55,10 +58,12 @@ class MspExecutor:
         self._units = units
         if not training:
             return
-        lengths = dict(enumerate(self._schedule.lengths))
         for index, stage in self._stages.items():
             own = [action for action in self._backwards if action.stage == index]
-            stage.prepare({action.unit: self.shard(action) for action in own}, lengths=lengths)
+            stage.prepare(
+                {action.unit: self.shard(action) for action in own},
+                placements=self._placements[index],
+            )
             if stage.offloaded is None:
                 continue
             if index not in self._offloads:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sppo.activations.placement import PlacementOf
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
 from sppo.engine.gradients import GradientProvider, gradients_of
@@ -52,7 +51,6 @@ class MspStage(Stage):
         gradients: gives the owner its fp32 sums; None in evaluation.
         activations: where saved tensors of shards wait that stay on this rank's device.
         offloaded: where those wait that leave it; None where none does.
-        placement_of: what the plan does with the stage's saved tensors.
         heads: exchange with the ranks that share tokens; None where nobody does.
         members: the same ranks, over which what is sent between stages is sharded.
         dtype: of weights and activations.
@@ -69,7 +67,6 @@ class MspStage(Stage):
         gradients: GradientProvider | None,
         activations: ActivationStore,
         offloaded: OffloadStore | None = None,
-        placement_of: PlacementOf,
         heads: UlyssesAllToAll | None,
         members: TokenMembers,
         dtype: torch.dtype,
@@ -84,7 +81,6 @@ class MspStage(Stage):
             gradients=gradients,
             activations=activations,
             offloaded=offloaded,
-            placement_of=placement_of,
             layers=layers,
             exchange=heads,
             attention_backend=attention_backend,

@@ -26,7 +26,7 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     played = play_whole_units(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
-        lengths=(candidate.lengths,) * candidate.sequences,
+        lengths=candidate.sequence_lengths,
         costs=costs,
         num_virtual=candidate.virtual_stages,
     )

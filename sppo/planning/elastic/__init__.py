@@ -1,0 +1,1 @@
+"""Plans of steps whose samples differ in length: packed into sequences, cut, scheduled."""

@@ -1,0 +1,90 @@
+"""Seconds that parts of samples take, by the cost model, quick enough to try many packings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from sppo.cost.layer import Workload, attention_seconds, head_parts, layer_seconds
+from sppo.cost.packed_sequence import SampleParts
+from sppo.hardware.rates import Floats
+
+_POINTS_PER_DOUBLING = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleCost:
+    """Seconds of forward and backward of all layers and the head, on one device.
+
+    A subsequence takes what its tokens take in everything but attention, however many samples they
+    belong to, and the attention of the part that it has of each sample.
+
+    Attributes:
+        workload: Model, machine, precision, sequence parallelism.
+        tokens: Numbers of tokens of a subsequence, ascending, [points].
+        seconds: What these take without attention, [points].
+    """
+
+    workload: Workload
+    tokens: Floats
+    seconds: Floats
+
+    def without_attention_s(self, tokens: Floats) -> Floats:
+        """Return the seconds of subsequences of so many tokens, but for attention."""
+        found: Floats = np.interp(tokens, self.tokens, self.seconds)
+        return found
+
+    def of_samples(self, lengths: Sequence[int]) -> list[float]:
+        """Return the seconds of whole samples, long ones cut into subsequences of the largest size.
+
+        Args:
+            lengths: tokens of each sample.
+        """
+        tokens = np.array(lengths, dtype=np.float64)
+        whole, rest = np.divmod(tokens, self.tokens[-1])
+        seconds = whole * self.seconds[-1] + self.without_attention_s(rest)
+        total: list[float] = (seconds + self.attention_s(np.zeros_like(tokens), tokens)).tolist()
+        return total
+
+    def attention_s(self, begins: Floats, ends: Floats) -> Floats:
+        """Return the seconds of attention over parts ``[begin, end)`` of samples, all layers.
+
+        Args:
+            begins: first position of each part in its sample, [parts].
+            ends: one past its last one, [parts].
+        """
+        parts = SampleParts(begins, ends, np.arange(len(begins)))
+        seconds = np.zeros(len(begins))
+        for window, layers in _windows(self.workload).items():
+            forward, backward = attention_seconds(self.workload, parts, window=window)
+            seconds += layers * (forward + backward)
+        return seconds
+
+
+@lru_cache(maxsize=32)
+def sample_cost(workload: Workload, *, most_tokens: int) -> SampleCost:
+    """Return the cost of subsequences of up to `most_tokens` tokens."""
+    doublings = max(1, int(np.ceil(np.log2(most_tokens))))
+    tokens = np.unique(
+        np.minimum(
+            np.rint(2.0 ** np.linspace(0, doublings, doublings * _POINTS_PER_DOUBLING + 1)),
+            most_tokens,
+        )
+    )
+    parts = SampleParts(np.zeros_like(tokens), tokens, np.arange(len(tokens)))
+    seconds = head_parts(workload, tokens=tokens).seconds
+    for window, layers in _windows(workload).items():
+        layer = layer_seconds(workload, parts, window=window)
+        attention = sum(attention_seconds(workload, parts, window=window))
+        seconds = seconds + layers * (layer.forward + layer.backward + layer.weight - attention)
+    return SampleCost(workload, np.concatenate([[0.0], tokens]), np.concatenate([[0.0], seconds]))
+
+
+def _windows(workload: Workload) -> Counter[int | None]:
+    """How many layers have each sliding window."""
+    model = workload.model
+    return Counter(model.window_of(layer) for layer in range(model.num_layers))

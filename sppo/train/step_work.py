@@ -1,0 +1,250 @@
+"""What each step of a run trains on, and what was planned for it: fixed sequences, or samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
+from sppo.config import RunConfig
+from sppo.cost.flops import executed_step_flops, sample_flops, step_flops
+from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.cost.packed_sequence import parts_of_sequence
+from sppo.data.samples import DocumentSamples
+from sppo.data.sequences import TrainingData
+from sppo.engine.engine import PlannedStep
+from sppo.engine.unit import SequenceData
+from sppo.kernels.labels import IGNORED_LABEL
+from sppo.parallel.mesh import Mesh
+from sppo.planning.elastic.packing import PADDING
+from sppo.planning.elastic.replicas import divide_samples
+from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
+from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.simulated_run import simulated_plan
+from sppo.schedule.simulate import simulate
+from sppo.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPhases:
+    """Predicted seconds of a step by phase, as a run measures them."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCounts:
+    """How the samples of one replica's step are packed.
+
+    Attributes:
+        samples: Samples.
+        split: Subsequences that are a slice of a long sample.
+        batched: Subsequences of short samples.
+        hybrid: Subsequences of the tail of a long sample and short ones.
+        padding_tokens: Tokens that belong to no sample.
+    """
+
+    samples: int
+    split: int
+    batched: int
+    hybrid: int
+    padding_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One step of one replica.
+
+    Attributes:
+        sequences: What it trains on.
+        boundaries: Cuts of each.
+        num_consumed: Sequences, or samples, of all replicas.
+        tokens: Of this replica, padding included.
+        model_flops: Of this replica's step.
+        executed_flops: The same with what is recomputed.
+        step_s: Predicted seconds of its step.
+        phases: Predicted seconds by phase.
+        memory: Predicted memory of one of this rank's devices.
+        planned: What was planned for this step alone; None where all steps are alike.
+        packed: How its samples are packed; None where there are none.
+        planning_s: Seconds that planning it took.
+        bubble_fraction: Idle share of its pipeline ranks, as simulated.
+    """
+
+    sequences: Sequence[SequenceData]
+    boundaries: Sequence[Sequence[int]]
+    num_consumed: int
+    tokens: int
+    model_flops: int
+    executed_flops: int
+    step_s: float
+    phases: PlannedPhases
+    memory: MemoryBuckets
+    planned: StepPlan | None = None
+    packed: PackedCounts | None = None
+    planning_s: float = 0.0
+    bubble_fraction: float = 0.0
+
+    @property
+    def for_engine(self) -> PlannedStep | None:
+        """What the engine follows; None where its own plan serves."""
+        if self.planned is None:
+            return None
+        return PlannedStep(self.planned.program, self.planned.placements)
+
+
+class StepSource(Protocol):
+    """Gives a rank the work of every step."""
+
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Return the work of a step.
+
+        Args:
+            step: counted from 0.
+            consumed: sequences, or samples, of all steps before.
+        """
+        ...
+
+    def why_no_labels(self, step: int, *, consumed: int) -> str:
+        """Return why no label of a step counts, for a step without any."""
+        ...
+
+    def planned_timeline(self, last: StepWork) -> Timeline:
+        """Return the simulation of a step."""
+        ...
+
+
+class FixedSequences:
+    """Sequences of the token stream, all of one length: every step is alike."""
+
+    def __init__(
+        self, run: RunConfig, data: TrainingData, *, plan: ExecutionPlan, mesh: Mesh
+    ) -> None:
+        self._data, self._plan, self._mesh = data, plan, mesh
+        self._count = run.train.sequences_per_step // mesh.shape.data_parallel
+        length, predicted = run.sequence.length, plan.predicted
+        self._tokens = self._count * length
+        self._model_flops = step_flops(run.model, length=length, sequences=self._count)
+        self._executed_flops = self._count * executed_step_flops(
+            run.model,
+            parts_of_sequence(plan.lengths),
+            linear_recomputed=np.array(plan.recomputed_fractions(LINEAR)),
+            attention_recomputed=np.array(plan.recomputed_fractions(ATTENTION)),
+        )
+        self._phases = PlannedPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
+
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Return the work of a step; where it begins follows from its number."""
+        indices = self._data.sequence_indices(step)
+        first = self._mesh.at.data * self._count
+        own = [self._data.sequence(index) for index in indices[first : first + self._count]]
+        return StepWork(
+            own,
+            [self._plan.boundaries] * len(own),
+            num_consumed=len(indices),
+            tokens=self._tokens,
+            model_flops=self._model_flops,
+            executed_flops=self._executed_flops,
+            step_s=self._plan.predicted.step_s,
+            phases=self._phases,
+            memory=self._plan.rank_memory[self._mesh.at.pipeline].device,
+        )
+
+    def why_no_labels(self, step: int, *, consumed: int) -> str:
+        """Return why no label of a step counts, for a step without any."""
+        return self._data.why_no_labels(step)
+
+    def planned_timeline(self, last: StepWork) -> Timeline:
+        """Return the simulation of any step."""
+        case = simulated_plan(self._plan).case
+        return simulate(case.schedule, costs=case.costs)
+
+
+class Samples:
+    """Samples, each step's own: divided over replicas, packed, planned."""
+
+    def __init__(
+        self, run: RunConfig, data: DocumentSamples, *, plan: ExecutionPlan, mesh: Mesh
+    ) -> None:
+        self._run, self._data, self._mesh = run, data, mesh
+        self._planner: StepPlanner = step_planner(plan)
+        tokens = max(plan.lengths)
+        self._cost: SampleCost = sample_cost(self._planner.base.workload, most_tokens=tokens)
+
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Plan a step and read its samples.
+
+        Raises:
+            MemoryError: no plan fits.
+        """
+        samples = self._data.step_samples(consumed)
+        lengths = self._data.lengths(samples)
+        begin = time.perf_counter()
+        replicas = divide_samples(
+            self._cost.of_samples(lengths), replicas=self._mesh.shape.data_parallel
+        )
+        own = [samples[index] for index in replicas[self._mesh.at.data]]
+        own_lengths = self._data.lengths(own)
+        plan = self._planner.plan(own_lengths)
+        seconds = time.perf_counter() - begin
+        return StepWork(
+            [
+                self._sequence([own[index] for index in packed if index != PADDING], tokens)
+                for packed, tokens in zip(
+                    plan.packed.samples, (one.tokens for one in plan.sequences), strict=True
+                )
+            ],
+            [sequence.boundaries for sequence in plan.sequences],
+            num_consumed=len(samples),
+            tokens=sum(sequence.tokens for sequence in plan.sequences),
+            model_flops=sample_flops(self._run.model, own_lengths),
+            executed_flops=plan.executed_flops,
+            step_s=plan.step_s,
+            phases=PlannedPhases(*plan.phases_s),
+            memory=plan.evaluated.memory[self._mesh.at.pipeline].device,
+            planned=plan,
+            packed=PackedCounts(
+                len(own), plan.num_split, plan.num_batched, plan.num_hybrid,
+                plan.packed.padding_tokens,
+            ),
+            planning_s=seconds,
+            bubble_fraction=plan.bubble_fraction,
+        )  # fmt: skip
+
+    def _sequence(self, samples: Sequence[int], tokens: int) -> SequenceData:
+        """Read the samples of one sequence, and pad it to so many tokens."""
+        row = self._data.row(samples)
+        missing = tokens - row.tokens_S.shape[0]
+        if not missing:
+            return row
+        return SequenceData(
+            torch.cat([row.tokens_S, row.tokens_S.new_zeros(missing)]),
+            torch.cat([row.labels_S, row.labels_S.new_full((missing,), IGNORED_LABEL)]),
+            (*row.document_starts, tokens - missing),
+        )
+
+    def why_no_labels(self, step: int, *, consumed: int) -> str:
+        """Return why no label of a step counts, for a step without any."""
+        return self._data.why_no_labels(consumed)
+
+    def planned_timeline(self, last: StepWork) -> Timeline:
+        """Return the simulation of a step."""
+        assert last.planned is not None, "every step of samples is planned"
+        return simulate(last.planned.program, costs=last.planned.evaluated.costs)
+
+
+def step_source(
+    run: RunConfig, data: TrainingData | DocumentSamples, *, plan: ExecutionPlan, mesh: Mesh
+) -> StepSource:
+    """Return what gives this rank the work of every step of a run."""
+    if isinstance(data, DocumentSamples):
+        return Samples(run, data, plan=plan, mesh=mesh)
+    return FixedSequences(run, data, plan=plan, mesh=mesh)
