@@ -55,11 +55,12 @@ def estimate(
     with exit_codes():
         from sppo.cli.run_hardware import run_hardware
         from sppo.config import load_run
+        from sppo.planning.elastic.longest_samples import run_of_longest_samples
         from sppo.planning.estimate import estimate as estimate_run
 
         if layers is not None and not trace:
             raise ValueError("--layers says what --trace traces: write both")
-        run = load_run(run_file, overrides or ())
+        run = run_of_longest_samples(load_run(run_file, overrides or ()))
         found = estimate_run(run, hardware=run_hardware(run))
         rows = _baselines(found) if compare else ()
         traced = _trace(found, layers=layers) if trace else None

@@ -186,16 +186,9 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
 
     from sppo.cost.parameters import num_parameters
     from sppo.kernels.native.extension import describe
-    from sppo.units import format_bytes, format_count, format_tokens
+    from sppo.units import format_bytes, format_count
 
-    lengths = preflight.plan.lengths
     memory = preflight.plan.stages[0].memory.device
-    cut = (
-        f"cut       {len(lengths)} subsequences of {max(lengths)} to {min(lengths)} tokens "
-        f"(sequence.partition={_cut_by(run)})"
-        if len(lengths) > 1
-        else f"cut       nowhere: one subsequence of {lengths[0]} tokens"
-    )
     parallel = run.parallel
     degrees = (
         ("data", parallel.data_parallel_degree),
@@ -209,11 +202,10 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
         f"model     {name}: {format_count(num_parameters(run.model))} parameters, "
         f"{run.train.dtype} on {device.describe()}, torch {torch.__version__}",
         f"data      {format_count(data.data.num_tokens)} tokens in {data.data.num_documents} "
-        f"documents: {data.num_sequences} sequences of {format_tokens(data.length)} an epoch"
-        + _ids_made_elsewhere(run, preflight),
+        f"documents: {_epoch(preflight)}" + _ids_made_elsewhere(run, preflight),
         *_loss(run),
         *_positions(run),
-        cut,
+        *_cut(run, preflight),
         *([f"parallel  {parallelism}; schedule {preflight.plan.schedule}"] if parallelism else ()),
         f"policy    {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
         f"({format_bytes(memory.activations_bytes)} activations, "
@@ -225,6 +217,48 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
     )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _epoch(preflight: Preflight) -> str:
+    """What an epoch has."""
+    from sppo.data.samples import DocumentSamples
+    from sppo.units import format_count, format_tokens
+
+    data = preflight.data
+    if not isinstance(data, DocumentSamples):
+        return f"{data.num_sequences} sequences of {format_tokens(data.length)} an epoch"
+    lengths = data.table.lengths
+    left_out = data.table.num_left_out
+    return (
+        f"{format_count(data.num_samples)} samples of {int(lengths.min())} to "
+        f"{int(lengths.max())} tokens, mean {round(float(lengths.mean()))}, an epoch"
+        + (f" ({left_out} documents left out)" if left_out else "")
+    )
+
+
+def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
+    """How sequences are cut, or samples packed."""
+    from sppo.data.samples import DocumentSamples
+    from sppo.units import format_count, format_duration
+
+    data, lengths = preflight.data, preflight.plan.lengths
+    if isinstance(data, DocumentSamples):
+        first = preflight.first_step
+        assert first is not None, "a step of samples was planned"
+        return (
+            f"cut       samples into subsequences of at most about {max(lengths)} tokens, packed "
+            "anew for every step",
+            f"step      the first one: {format_count(first.num_samples)} samples, "
+            f"{format_count(first.tokens)} tokens in {first.num_split} split, "
+            f"{first.num_batched} batched and {first.num_hybrid} hybrid subsequences; predicted "
+            f"{format_duration(first.step_s)}, {first.bubble_fraction:.1%} idle",
+        )
+    if len(lengths) == 1:
+        return (f"cut       nowhere: one subsequence of {lengths[0]} tokens",)
+    return (
+        f"cut       {len(lengths)} subsequences of {max(lengths)} to {min(lengths)} tokens "
+        f"(sequence.partition={_cut_by(run)})",
+    )
 
 
 def _state(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:

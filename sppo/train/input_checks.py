@@ -13,17 +13,19 @@ from pathlib import Path
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
 from sppo.data.model_tokenizer import check_same_vocabulary, check_tokenizer
-from sppo.data.tokens import TokenData, check_fits, open_tokens
+from sppo.data.tokens import TokenData, open_tokens
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.offload.disk import usable_directory
 from sppo.parallel.megatron import tensor_shard
 from sppo.parallel.ulysses import head_shard
+from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import lone_stage_problem, trains_msp
 from sppo.quoting import quoted
 from sppo.train.choose_device import device_kind
 from sppo.train.run_directory import check_output
+from sppo.train.training_data import check_tokens
 
 _UNBOUNDED_BYTES = 1 << 60
 """Memory with which a plan is made to see what it refuses for other reasons."""
@@ -102,7 +104,9 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
             f"parallel.pipeline_parallel_degree {parallel.pipeline_parallel_degree}: every stage "
             f"needs a layer, and the model has {model.num_layers}; use at most that many",
         )
-    if run.train.sequences_per_step % parallel.data_parallel_degree:
+    if run.data.samples == "documents":
+        yield from _sample_problems(run)
+    elif run.train.sequences_per_step % parallel.data_parallel_degree:
         yield (
             "data_parallel_degree",
             f"parallel.data_parallel_degree {parallel.data_parallel_degree}: "
@@ -119,6 +123,27 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
         yield "sequence_parallel_degree", str(error)
 
 
+def _sample_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key of ``parallel``, rule) for degrees with which samples cannot be trained on."""
+    parallel = run.parallel
+    replicas = parallel.data_parallel_degree
+    if parallel.zero >= 2 and replicas > 1:
+        yield (
+            "zero",
+            f"parallel.zero {parallel.zero}: {replicas} data-parallel replicas would gather weights"
+            " or reduce gradients after each use, and with data.samples=documents each uses them "
+            "as often as its own samples need; write parallel.zero=1, or share the state over "
+            "parallel.sequence_parallel_degree instead",
+        )
+    if parallel.multiplexed == "on" or parallel.schedule == "sppo_msp":
+        yield (
+            "multiplexed",
+            "multiplexed sequence partitioning cuts subsequences of one long sequence, and with "
+            "data.samples=documents they hold many samples; leave parallel.multiplexed and "
+            "parallel.schedule out",
+        )
+
+
 def _named_hardware(run: RunConfig) -> object:
     config = run.hardware
     return config if config == "auto" else config.file or config.preset
@@ -133,7 +158,7 @@ def open_data(run: RunConfig, directory: str) -> TokenData:
     """
     data = open_tokens(Path(directory))
     check_tokenizer(data, run.model)
-    check_fits(data, vocab_size=run.model.vocab_size, length=run.sequence.length)
+    check_tokens(run, data)
     return data
 
 
@@ -178,7 +203,7 @@ def _check_plan(run: RunConfig) -> None:
     hardware = hardware_for(run.hardware, this_machine=machine)
     try:
         plan_run(
-            run,
+            run_of_longest_samples(run),
             hardware=hardware,
             available_bytes=_UNBOUNDED_BYTES,
             disk_bytes=_UNBOUNDED_BYTES,

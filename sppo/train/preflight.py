@@ -10,8 +10,8 @@ from sppo.activations.placement import check_whole_classes
 from sppo.config import RunConfig
 from sppo.cost.kv import offloaded_kv_bytes
 from sppo.cost.memory.process_growth import REPORT_BYTES, step_bytes
+from sppo.data.samples import DocumentSamples
 from sppo.data.sequences import TrainingData
-from sppo.data.tokens import open_tokens
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.hardware.this_machine import (
@@ -24,6 +24,8 @@ from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk import DiskRoom, is_memory, usable_directory
 from sppo.parallel.stream_budget import StreamUse, check_streams
+from sppo.planning.elastic.longest_samples import run_of_longest_samples
+from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.plan_program import check_program, plan_candidate, plan_program
 from sppo.planning.run_plan import offload_less, plan_run
@@ -34,6 +36,7 @@ from sppo.train.device import Device, Kind
 from sppo.train.input_checks import check_inputs
 from sppo.train.libraries import load_libraries
 from sppo.train.ranks import mesh_shape
+from sppo.train.training_data import training_data
 from sppo.units import format_bytes
 
 
@@ -41,8 +44,11 @@ from sppo.units import format_bytes
 class Preflight:
     """A run whose inputs are known to fit together."""
 
-    data: TrainingData
+    data: TrainingData | DocumentSamples
     plan: ExecutionPlan
+    """Of its steps; of samples, of a step of the longest ones."""
+    first_step: StepPlan | None = None
+    """Of the first replica's first step of samples; None of sequences, whose steps are alike."""
 
 
 def check_before_training(
@@ -68,15 +74,11 @@ def check_before_training(
     """
     device = device or CpuDevice()
     check_inputs(run)
-    training = TrainingData(
-        open_tokens(run.data.tokens),
-        length=run.sequence.length,
-        sequences_per_step=run.train.sequences_per_step,
-        seed=run.train.seed,
-        shuffle=run.data.shuffle,
-        isolate_documents=run.data.isolate_documents,
-    )
-    _check_labels(training, steps=run.train.steps)
+    training = training_data(run)
+    if isinstance(training, DocumentSamples):
+        run = run_of_longest_samples(run, longest=int(training.table.lengths.max()))
+    else:
+        _check_labels(training, steps=run.train.steps)
     if device.kind == "cpu":
         load_libraries(tensorboard=run.train.tensorboard)
     available, disk = device.room_bytes(local_ranks=local_ranks), _disk_room(run)
@@ -103,7 +105,21 @@ def check_before_training(
         check_streams(mesh_shape(run), _stream_use(run, plan))
     if plan.uses_tier and plan.tier == "disk":
         _check_disk(run, plan, disk, local_ranks=local_ranks)
-    return Preflight(training, plan)
+    return Preflight(training, plan, _first_step(training, plan))
+
+
+def _first_step(training: TrainingData | DocumentSamples, plan: ExecutionPlan) -> StepPlan | None:
+    """Return the plan of a run's first step, where steps differ.
+
+    Raises:
+        MemoryError: it does not fit.
+    """
+    if not isinstance(training, DocumentSamples):
+        return None
+    lengths = training.lengths(training.step_samples(0))
+    planner = step_planner(plan)
+    own = planner.divided(lengths)[0]
+    return planner.plan([lengths[index] for index in own])
 
 
 def _check_labels(training: TrainingData, *, steps: int) -> None:
@@ -203,7 +219,7 @@ def given_plan(
         ValueError: it is for another run or machine, or this version cannot follow it.
     """
     plan = read_plan(plan_file)
-    check_plan_fits(plan, run)
+    check_plan_fits(plan, run_of_longest_samples(run))
     check_program(plan)
     planned = plan.hardware
     if planned.device.kind != kind:

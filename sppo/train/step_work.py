@@ -22,9 +22,7 @@ from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.mesh import Mesh
 from sppo.planning.elastic.packing import PADDING
-from sppo.planning.elastic.replicas import divide_samples
-from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
-from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
+from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulate import simulate
@@ -175,9 +173,7 @@ class Samples:
         self, run: RunConfig, data: DocumentSamples, *, plan: ExecutionPlan, mesh: Mesh
     ) -> None:
         self._run, self._data, self._mesh = run, data, mesh
-        self._planner: StepPlanner = step_planner(plan)
-        tokens = max(plan.lengths)
-        self._cost: SampleCost = sample_cost(self._planner.base.workload, most_tokens=tokens)
+        self._planner = step_planner(plan)
 
     def work(self, step: int, *, consumed: int) -> StepWork:
         """Plan a step and read its samples.
@@ -188,10 +184,7 @@ class Samples:
         samples = self._data.step_samples(consumed)
         lengths = self._data.lengths(samples)
         begin = time.perf_counter()
-        replicas = divide_samples(
-            self._cost.of_samples(lengths), replicas=self._mesh.shape.data_parallel
-        )
-        own = [samples[index] for index in replicas[self._mesh.at.data]]
+        own = [samples[index] for index in self._planner.divided(lengths)[self._mesh.at.data]]
         own_lengths = self._data.lengths(own)
         plan = self._planner.plan(own_lengths)
         seconds = time.perf_counter() - begin
@@ -204,7 +197,7 @@ class Samples:
             ],
             [sequence.boundaries for sequence in plan.sequences],
             num_consumed=len(samples),
-            tokens=sum(sequence.tokens for sequence in plan.sequences),
+            tokens=plan.tokens,
             model_flops=sample_flops(self._run.model, own_lengths),
             executed_flops=plan.executed_flops,
             step_s=plan.step_s,
@@ -233,7 +226,8 @@ class Samples:
 
     def why_no_labels(self, step: int, *, consumed: int) -> str:
         """Return why no label of a step counts, for a step without any."""
-        return self._data.why_no_labels(consumed)
+        count = len(self._data.step_samples(consumed))
+        return f"no label of its {count} samples counts, their loss masks leave all of them out"
 
     def planned_timeline(self, last: StepWork) -> Timeline:
         """Return the simulation of a step."""

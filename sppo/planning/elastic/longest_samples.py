@@ -28,5 +28,7 @@ def run_of_longest_samples(run: RunConfig, *, longest: int | None = None) -> Run
         update={
             "sequence": run.sequence.model_copy(update=sequence),
             "train": run.train.model_copy(update=train),
+            # Subsequences of many samples are not cut over ranks.
+            "parallel": parallel.model_copy(update={"multiplexed": "off"}),
         }
     )

@@ -20,7 +20,8 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.flops import executed_step_flops
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.elastic.packing import Limits, PackedSamples, pack_samples
+from sppo.planning.elastic.packing import PADDING, Limits, PackedSamples, pack_samples
+from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_cost import sample_cost
 from sppo.planning.make_plan import compute_seconds, stage_plans
 from sppo.planning.plan import ExecutionPlan
@@ -48,6 +49,16 @@ class StepPlan:
 
     packed: PackedSamples
     evaluated: EvaluatedCandidate
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the step."""
+        return sum(index != PADDING for samples in self.packed.samples for index in samples)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all of them, padding included."""
+        return sum(sequence.tokens for sequence in self.sequences)
 
     @property
     def sequences(self) -> tuple[PackedSequence, ...]:
@@ -145,6 +156,18 @@ class StepPlanner:
     tokens: int
     alignment: int
     searches: bool
+
+    def divided(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the samples of each replica, by their places among those of a step.
+
+        Args:
+            lengths: tokens of each sample of the step.
+
+        Raises:
+            ValueError: a replica would have none.
+        """
+        cost = sample_cost(self.base.workload, most_tokens=self.tokens)
+        return divide_samples(cost.of_samples(lengths), replicas=self.base.data_parallel_degree)
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Return the fastest plan that fits, for samples of these lengths.
