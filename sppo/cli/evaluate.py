@@ -40,7 +40,7 @@ def evaluate(
         int | None,
         typer.Option(
             parser=count("--sequences", most=1 << 48),
-            help="Evaluate the first sequences only.",
+            help="Evaluate the first sequences, or samples, only.",
         ),
     ] = None,
     png: Annotated[
@@ -115,7 +115,8 @@ def _show(result: Evaluation, console: Console) -> None:
     for row in result.by_position:
         table.add_row(f"{row.start} to {row.end - 1}", str(row.num_tokens), f"{row.loss:.4f}")
     console.print(table)
-    sequences = f"{result.num_sequences} sequence{'s' * (result.num_sequences > 1)}"
+    unit = "sample" if result.are_samples else "sequence"
+    sequences = f"{result.num_sequences} {unit}{'s' * (result.num_sequences > 1)}"
     what = "held-out tokens" if result.held_out else "training tokens (no data.eval_tokens given)"
     console.print(
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.3f} over {result.num_tokens} "

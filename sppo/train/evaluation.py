@@ -20,8 +20,8 @@ from sppo.config import RunConfig
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import evaluation_bytes
 from sppo.data.model_tokenizer import check_same_vocabulary
-from sppo.data.sequences import count_sequences, training_sequence
 from sppo.engine.engine import Engine
+from sppo.engine.unit import document_positions
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
 from sppo.kernels.labels import IGNORED_LABEL
@@ -30,6 +30,7 @@ from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
 from sppo.train.cpu_device import CpuDevice
 from sppo.train.device import Device
+from sppo.train.evaluated_sequences import evaluated_sequences
 from sppo.train.input_checks import check_weights, open_data
 from sppo.train.state_tensors import DTYPES, starting_weights
 from sppo.units import format_bytes
@@ -59,6 +60,7 @@ class Evaluation:
     perplexity: float
     num_tokens: int
     num_sequences: int
+    """Sequences, or samples of a run of samples."""
     by_position: tuple[PositionLoss, ...]
     weights_from: str
     """The checkpoint, directory or seed the weights come from."""
@@ -67,6 +69,8 @@ class Evaluation:
     tokens_from: str
     held_out: bool
     """Whether the tokens are ``data.eval_tokens`` rather than training tokens."""
+    are_samples: bool = False
+    """Whether it is samples that were counted."""
 
 
 def evaluate(
@@ -85,8 +89,8 @@ def evaluate(
         checkpoint: a particular checkpoint; None takes the run's newest.
         initial: evaluate the weights that the run starts from, whatever it has learnt since: those
             of ``model.from_hf``, or random ones.
-        max_sequences: evaluate the first of them only.
-        on_sequence: called with (sequences done, sequences in all).
+        max_sequences: evaluate the first of them, or of the samples, only.
+        on_sequence: called with (sequences or samples done, all of them).
         device: that computes; None: the CPU.
 
     Raises:
@@ -107,23 +111,23 @@ def evaluate(
     source = None if found is None else checkpoint or Path(run.train.output)
     weights, weights_from, step = _weights(run, source, device=device.torch_device)
     engine = Engine(run.model, weights=weights, gradients=None)
-    length = run.sequence.length
-    total = count_sequences(data, length=length)
-    if max_sequences is not None:
-        total = min(total, max_sequences)
+    length, done = run.sequence.length, 0
+    evaluated = evaluated_sequences(run, data, boundaries=boundaries, most=max_sequences)
+    total = evaluated.count
     losses_S = torch.zeros(length, dtype=torch.float64)
     counts_S = torch.zeros(length, dtype=torch.int64)
-    for index in range(total):
-        sequence = training_sequence(
-            data, index, length=length, isolate_documents=run.data.isolate_documents
-        )
-        losses_S += engine.evaluate(device.put(sequence), boundaries).double().cpu()
-        counts_S += sequence.labels_S != IGNORED_LABEL
-        on_sequence(index + 1, total)
+    for part in evaluated.parts:
+        losses = engine.evaluate(device.put(part.sequence), part.boundaries).double().cpu()
+        positions = document_positions(len(losses), part.sequence.document_starts)
+        losses_S.index_add_(0, positions, losses)
+        counts_S.index_add_(0, positions, (part.sequence.labels_S != IGNORED_LABEL).long())
+        done += part.count
+        on_sequence(done, total)
+    unit = "samples" if run.data.samples == "documents" else "sequences"
     if not counts_S.any():
         raise ValueError(
-            f"{directory}: no label of its first {total} sequences counts: with "
-            "data.isolate_documents the first token of a document is nobody's label"
+            f"{directory}: no label of its first {total} {unit} counts: the first token of an "
+            "isolated document is nobody's label, nor is one that a loss mask leaves out"
         )
     loss = float(losses_S.sum() / counts_S.sum())
     return Evaluation(
@@ -136,6 +140,7 @@ def evaluate(
         step,
         directory,
         run.data.eval_tokens is not None,
+        run.data.samples == "documents",
     )
 
 

@@ -14,6 +14,7 @@ from sppo.train.measured import MeasuredBuckets, StepPhases
 from sppo.train.preflight import check_before_training
 from sppo.train.results import report
 from sppo.train.run_directory import note_configuration
+from sppo.train.step_work import PlannedPhases
 from sppo.train.trainer import TrainingOutcome
 from tests.conftest import tree
 
@@ -51,8 +52,12 @@ def outcome_of(work, *, first=0, done=4, interrupted_by=None):
 
 
 def told(run, outcome):
-    screen = io.StringIO()
-    report(run, check_before_training(run), outcome, console=Console(file=screen, width=120))
+    screen, preflight = io.StringIO(), check_before_training(run)
+    predicted = preflight.plan.predicted
+    phases = PlannedPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
+    outcome.planned_phases = [phases] * len(outcome.phases)
+    outcome.most_planned = preflight.plan.stages[0].memory.device
+    report(run, preflight, outcome, console=Console(file=screen, width=120))
     return screen.getvalue()
 
 
