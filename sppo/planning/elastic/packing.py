@@ -23,24 +23,31 @@ import numpy as np
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.hardware.rates import Floats
 from sppo.planning.elastic.sample_cost import SampleCost
+from sppo.planning.partition import boundaries_by_length
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a subsequence may have.
+class Mesh:
+    """Where samples are cut.
 
     Attributes:
-        tokens: At most.
-        least_tokens: At least: ranks that share its tokens need one each.
-        balanced: Whether subsequences are to take equally long, as pipeline ranks that wait for
-            each other want it; else they have equal tokens.
-        alignment: Cuts of samples fall on multiples of this.
+        ends: End of each slice of the longest sample, ascending.
+        balanced: Whether slices take equally long, as pipeline ranks that wait for each other want
+            it; else they have equal tokens.
     """
 
-    tokens: int
-    least_tokens: int = 1
-    balanced: bool = True
-    alignment: int = 128
+    ends: tuple[int, ...]
+    balanced: bool
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """Tokens of each slice of the longest sample."""
+        return tuple(end - begin for begin, end in pairwise((0, *self.ends)))
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a subsequence."""
+        return max(self.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +85,20 @@ class _Bucket:
     samples: list[int] = field(default_factory=list)
 
 
-def pack_samples(lengths: Sequence[int], *, cost: SampleCost, limits: Limits) -> PackedSamples:
+def pack_samples(
+    lengths: Sequence[int], *, cost: SampleCost, mesh: Mesh, least_tokens: int = 1
+) -> PackedSamples:
     """Cut and pack samples.
 
     Args:
-        lengths: tokens of each sample.
+        lengths: tokens of each sample, none longer than the longest of the mesh.
         cost: of their parts.
-        limits: of every subsequence.
+        mesh: where they are cut.
+        least_tokens: of every subsequence: ranks that share its tokens need one each.
     """
-    mesh = mesh_of(cost, limits=limits, longest=max(lengths))
-    cuts = [_slices(tokens, mesh, limits) for tokens in lengths]
+    cuts = [_slices(tokens, mesh, least_tokens=least_tokens) for tokens in lengths]
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    buckets = _Buckets(cost, limits)
+    buckets = _Buckets(cost, mesh, least_tokens=least_tokens)
     for index in order:
         if len(cuts[index]) > 1:
             buckets.open(index, cuts[index])
@@ -99,23 +108,68 @@ def pack_samples(lengths: Sequence[int], *, cost: SampleCost, limits: Limits) ->
 
 
 @lru_cache(maxsize=64)
-def mesh_of(cost: SampleCost, *, limits: Limits, longest: int) -> tuple[int, ...]:
-    """Return the places at which samples are cut, ascending, below the longest sample's end.
+def mesh_of(
+    cost: SampleCost, *, longest: int, slices: int, balanced: bool, alignment: int = 128
+) -> Mesh:
+    """Cut the longest sample of a run.
 
-    The first slice has as many tokens as a subsequence may have; the following take as long.
+    Args:
+        cost: of its parts.
+        longest: its tokens.
+        slices: how many, at most `longest`.
+        balanced: whether they take equally long, or have equal tokens.
+        alignment: of the cuts, lowered where so many slices would be shorter.
     """
-    if not limits.balanced:
-        return tuple(range(limits.tokens, longest, limits.tokens))
-    slice_s = _seconds_of_slices(cost, 0, np.array([limits.tokens], dtype=np.float64))[0]
-    places: list[int] = []
-    at = limits.tokens
-    while at < longest:
-        places.append(at)
-        steps = np.arange(limits.alignment, limits.tokens + 1, limits.alignment, dtype=np.float64)
-        seconds = _seconds_of_slices(cost, at, at + steps)
-        size = steps[np.argmin(np.abs(seconds - slice_s))] if len(steps) else limits.tokens
-        at += max(int(size), limits.least_tokens)
-    return tuple(places)
+    alignment = max(1, min(alignment, longest // slices))
+    if not balanced or slices == 1:
+        return Mesh(boundaries_by_length(
+            longest, num_subsequences=slices, alignment=alignment
+        )[1:], balanced)  # fmt: skip
+    whole = np.array([longest], dtype=np.float64)
+    low, high = 0.0, float(_seconds_of_slices(cost, 0, whole)[0])
+    ends = [longest]
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = _ends(cost, longest, slice_s=middle, most=slices, alignment=alignment)
+        if found is None:
+            low = middle
+        else:
+            high, ends = middle, found
+    return Mesh(_with_all_slices(ends, slices, alignment), balanced)
+
+
+_HALVINGS = 24
+
+
+def _ends(
+    cost: SampleCost, longest: int, *, slice_s: float, most: int, alignment: int
+) -> list[int] | None:
+    """Return ends of slices that take at most `slice_s` each; None where that makes too many."""
+    ends = [0]
+    while ends[-1] < longest:
+        if len(ends) > most:
+            return None
+        begin, first = ends[-1], max(ends[-1] - (ends[-2] if len(ends) > 1 else 0), alignment)
+        # No slice is longer than the one before it, for it has more tokens before it.
+        last = longest if len(ends) == 1 else min(longest, begin + first)
+        steps = np.arange(begin + alignment, last, alignment, dtype=np.float64)
+        steps = np.append(steps, float(last))
+        fits = np.flatnonzero(_seconds_of_slices(cost, begin, steps) <= slice_s)
+        if not len(fits):
+            return None
+        ends.append(int(steps[fits[-1]]))
+    return ends[1:]
+
+
+def _with_all_slices(ends: Sequence[int], slices: int, alignment: int) -> tuple[int, ...]:
+    """Halve the longest slices until there are as many as asked for."""
+    cuts = [0, *ends]
+    while len(cuts) <= slices:
+        sizes = [end - begin for begin, end in pairwise(cuts)]
+        place = int(np.argmax(sizes))
+        half = max(1, sizes[place] // 2 // alignment * alignment or sizes[place] // 2)
+        cuts.insert(place + 1, cuts[place] + half)
+    return tuple(cuts[1:])
 
 
 def _seconds_of_slices(cost: SampleCost, begin: int, ends: Floats) -> Floats:
@@ -125,10 +179,10 @@ def _seconds_of_slices(cost: SampleCost, begin: int, ends: Floats) -> Floats:
     return seconds
 
 
-def _slices(tokens: int, mesh: Sequence[int], limits: Limits) -> tuple[int, ...]:
+def _slices(tokens: int, mesh: Mesh, *, least_tokens: int) -> tuple[int, ...]:
     """Tokens of the slices of a sample, its tail last; a tail that is too short joins a slice."""
-    cuts = [0, *(place for place in mesh if place < tokens), tokens]
-    if len(cuts) > 2 and tokens - cuts[-2] < limits.least_tokens:
+    cuts = [0, *(end for end in mesh.ends if end < tokens), tokens]
+    if len(cuts) > 2 and tokens - cuts[-2] < least_tokens:
         del cuts[-2]
     return tuple(end - begin for begin, end in pairwise(cuts))
 
@@ -136,8 +190,8 @@ def _slices(tokens: int, mesh: Sequence[int], limits: Limits) -> tuple[int, ...]
 class _Buckets:
     """Subsequences that tails and short samples are packed into."""
 
-    def __init__(self, cost: SampleCost, limits: Limits) -> None:
-        self._cost, self._limits = cost, limits
+    def __init__(self, cost: SampleCost, mesh: Mesh, *, least_tokens: int) -> None:
+        self._cost, self._mesh, self._least_tokens = cost, mesh, least_tokens
         self._buckets: list[_Bucket] = []
         self._tokens: Floats = np.zeros(0)
         self._attention_s: Floats = np.zeros(0)
@@ -157,7 +211,7 @@ class _Buckets:
         self._open_empty(lengths, attention_s)
         for sample, tokens, own_s in zip(samples, lengths, attention_s, strict=True):
             after = self._tokens + tokens
-            has_room = after <= self._limits.tokens
+            has_room = after <= self._mesh.most_tokens
             if not has_room.any():
                 self._append(_Bucket(samples=[sample]), tokens, own_s)
                 continue
@@ -189,9 +243,9 @@ class _Buckets:
     def _open_empty(self, lengths: Floats, attention_s: Floats) -> None:
         """Open as many buckets as short samples and tails need at least."""
         tokens = float(lengths.sum() + self._tokens.sum())
-        needed = ceil(tokens / self._limits.tokens)
-        if self._limits.balanced:
-            first = np.array([self._limits.tokens], dtype=np.float64)
+        needed = ceil(tokens / self._mesh.most_tokens)
+        if self._mesh.balanced:
+            first = np.array([self._mesh.slices[0]], dtype=np.float64)
             slice_s = float(_seconds_of_slices(self._cost, 0, first)[0])
             token_s = float(self._cost.seconds[-1] / self._cost.tokens[-1])
             all_s = token_s * tokens + float(attention_s.sum() + self._attention_s.sum())
@@ -201,7 +255,7 @@ class _Buckets:
 
     def _raise_to_least(self, lengths: Sequence[int]) -> None:
         """Give subsequences with too few tokens away, or pad the last one that is left."""
-        least = self._limits.least_tokens
+        least = self._least_tokens
         for index in np.flatnonzero((self._tokens > 0) & (self._tokens < least)).tolist():
             bucket = self._buckets[index]
             others = [

@@ -20,7 +20,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.flops import executed_step_flops
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.elastic.packing import PADDING, Limits, PackedSamples, pack_samples
+from sppo.planning.elastic.packing import PADDING, PackedSamples, mesh_of, pack_samples
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_cost import sample_cost
 from sppo.planning.make_plan import compute_seconds, stage_plans
@@ -34,8 +34,8 @@ from sppo.units import format_bytes
 
 LEAST_TOKENS = 256
 """Subsequences are not cut shorter than this to fill a pipeline."""
-_SIZES = (2.0, 1.0, 0.5, 0.25)
-"""Sizes of subsequences that are tried in a pipeline, beside that of the run's plan."""
+_SLICES = (0.5, 1.0, 2.0, 4.0)
+"""Numbers of slices of the longest sample that are tried in a pipeline, over that of the plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,13 +147,15 @@ class StepPlanner:
 
     Attributes:
         base: What the run's plan is for, without its sequences.
-        tokens: Most tokens of a subsequence of that plan.
+        longest: Tokens of the longest sample.
+        slices: Subsequences that the plan cuts it into.
         alignment: Cuts of samples fall on multiples of this.
-        searches: Whether other sizes of subsequences may be tried.
+        searches: Whether other numbers of slices may be tried.
     """
 
     base: Candidate
-    tokens: int
+    longest: int
+    slices: int
     alignment: int
     searches: bool
 
@@ -166,7 +168,7 @@ class StepPlanner:
         Raises:
             ValueError: a replica would have none.
         """
-        cost = sample_cost(self.base.workload, most_tokens=self.tokens)
+        cost = sample_cost(self.base.workload, most_tokens=-(-self.longest // self.slices))
         return divide_samples(cost.of_samples(lengths), replicas=self.base.data_parallel_degree)
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
@@ -178,8 +180,8 @@ class StepPlanner:
         found: list[StepPlan] = []
         short: list[EvaluatedCandidate] = []
         for base in self._bases():
-            for tokens in self._sizes():
-                packed = self._packed(lengths, tokens)
+            for slices in self._slices():
+                packed = self._packed(lengths, slices)
                 evaluated = assess(base.with_packed(packed.sequences))
                 if evaluated.shortfall is not None:
                     short.append(evaluated)
@@ -195,25 +197,27 @@ class StepPlanner:
         if self.base.schedule != LOOPED and self.base.pipeline_parallel_degree > 1:
             yield replace(self.base, schedule=LOOPED)
 
-    def _sizes(self) -> list[int]:
-        """Most tokens of a subsequence, as tried."""
+    def _slices(self) -> list[int]:
+        """Numbers of slices of the longest sample, as tried."""
         if not self.searches:
-            return [self.tokens]
+            return [self.slices]
         least = max(LEAST_TOKENS, self.base.workload.sequence_parallel_degree)
-        sizes = [round(self.tokens * factor) for factor in _SIZES]
-        return [size for size in sizes if size >= least] or [self.tokens]
+        counts = {max(1, round(self.slices * factor)) for factor in _SLICES}
+        return [n for n in sorted(counts) if self.longest // n >= least] or [self.slices]
 
-    def _packed(self, lengths: Sequence[int], tokens: int) -> PackedSamples:
-        """Return the samples in subsequences of at most so many tokens."""
+    def _packed(self, lengths: Sequence[int], slices: int) -> PackedSamples:
+        """Return the samples, cut as if the longest had so many slices."""
         candidate = self.base
-        limits = Limits(
-            tokens,
-            least_tokens=candidate.workload.sequence_parallel_degree,
+        cost = sample_cost(candidate.workload, most_tokens=2 * -(-self.longest // slices))
+        mesh = mesh_of(
+            cost,
+            longest=self.longest,
+            slices=slices,
             balanced=candidate.pipeline_parallel_degree > 1,
-            alignment=min(self.alignment, tokens),
+            alignment=self.alignment,
         )
-        cost = sample_cost(candidate.workload, most_tokens=2 * tokens)
-        return pack_samples(lengths, cost=cost, limits=limits)
+        least_tokens = candidate.workload.sequence_parallel_degree
+        return pack_samples(lengths, cost=cost, mesh=mesh, least_tokens=least_tokens)
 
 
 def step_planner(plan: ExecutionPlan) -> StepPlanner:
@@ -236,7 +240,8 @@ def step_planner(plan: ExecutionPlan) -> StepPlanner:
             policy="hybrid" if policy == "auto" else policy,
             offload_ratio=None if ratio == "auto" else ratio,
         ),
-        tokens=max(plan.lengths),
+        longest=plan.boundaries[-1],
+        slices=len(plan.lengths),
         alignment=sequence["alignment"],
         searches=free and candidate.pipeline_parallel_degree > 1,
     )
