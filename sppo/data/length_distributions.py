@@ -1,0 +1,155 @@
+"""Lengths of documents as published for several corpora, drawn by name.
+
+A *histogram* gives the share of documents in each range of lengths; within a range, logarithms of
+lengths are uniform, as counts of documents fall off with length. A *lognormal* is clamped to a
+range. Lengths are tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+_KI = 1024
+
+
+class LengthDistribution(Protocol):
+    """A distribution of the lengths of documents."""
+
+    @property
+    def source(self) -> str:
+        """What was published, and where."""
+        ...
+
+    def sample(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+        """Return so many lengths, not yet rounded."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Shares of documents by ranges of lengths.
+
+    Attributes:
+        source: What was published, and where.
+        edges: Ends of the ranges, ascending; the first is the least length.
+        weights: Share of documents in each range, in any unit, one fewer than edges.
+    """
+
+    source: str
+    edges: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def sample(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+        """Return so many lengths, not yet rounded."""
+        ends = np.cumsum(self.weights) / sum(self.weights)
+        logs: NDArray[np.float64] = np.interp(
+            generator.random(count), [0.0, *ends], np.log(self.edges)
+        )
+        return np.exp(logs)
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal:
+    """Lengths whose logarithms are normal.
+
+    Attributes:
+        source: What was published, and where.
+        median: Half of the documents are shorter.
+        sigma: Standard deviation of the natural logarithm.
+        shortest: Shorter documents are made as long.
+        longest: Longer documents are cut to this.
+    """
+
+    source: str
+    median: float
+    sigma: float
+    shortest: int
+    longest: int
+
+    def sample(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+        """Return so many lengths, not yet rounded."""
+        logs = math.log(self.median) + self.sigma * generator.standard_normal(count)
+        clamped: NDArray[np.float64] = np.clip(np.exp(logs), self.shortest, self.longest)
+        return clamped
+
+
+def _lognormal_of_mean(mean: float, sigma: float) -> Lognormal:
+    """A lognormal of so many tokens on average, before it is clamped to 128 to 8192 tokens."""
+    return Lognormal(
+        f"Lengths of instruction data as Megatron-LM mocks them: lognormal, mean {mean:g} tokens, "
+        f"sigma {sigma:g}, clamped to 128 to 8192 tokens.",
+        mean * math.exp(-(sigma**2) / 2),
+        sigma,
+        shortest=128,
+        longest=8192,
+    )
+
+
+DISTRIBUTIONS: dict[str, LengthDistribution] = {
+    "magi": Histogram(
+        "Histogram of 13.46 million documents that MagiAttention (SandAI) publishes with its "
+        "benchmark of distributed attention: share of documents up to 10 tokens, 50, and so on.",
+        edges=(
+            *(1, 10, 50, 100, 200, 500, 1 * _KI, 2 * _KI, 4 * _KI, 8 * _KI, 16 * _KI, 32 * _KI),
+            *(64 * _KI, 128 * _KI, 192 * _KI),
+        ),
+        weights=(
+            *(0.22, 2.91, 5.20, 10.23, 28.19, 24.64, 15.65, 7.34, 3.05, 1.29, 0.85, 0.14, 0.17),
+            0.14,
+        ),
+    ),
+    "github": Histogram(
+        "Made to have what InfiniPipe (Wang et al., Data-Centric Elastic Pipeline Parallelism) "
+        "says of GitHub: 91.5 % of documents up to 8Ki tokens, 0.6 % above 64Ki with 21.6 % of the "
+        "tokens, those above 128Ki with 16.2 %. Shares within these ranges are chosen here.",
+        edges=(64, 512, *(size * _KI for size in (2, 8, 16, 32, 64, 128, 240))),
+        weights=(32.5, 32.5, 26.5, 4.5, 2.3, 1.1, 0.235, 0.365),
+    ),
+    "commoncrawl": Lognormal(
+        "Made to have what InfiniPipe (Wang et al., Data-Centric Elastic Pipeline Parallelism) "
+        "says of CommonCrawl, 70 % of documents up to 2Ki tokens: lognormal with median 1Ki; the "
+        "form is chosen here.",
+        1.0 * _KI,
+        math.log(2) / 0.5244005127080407,  # the standard normal's 70th percentile
+        shortest=16,
+        longest=192 * _KI,
+    ),
+    "lognormal-1024": _lognormal_of_mean(1024, 1.5),
+    "lognormal-768": _lognormal_of_mean(768, 1.8),
+}
+
+
+def draw(
+    name: str, count: int, *, seed: int, longest: int | None = None, scale: float = 1.0
+) -> tuple[int, ...]:
+    """Return lengths of documents, the same for the same arguments.
+
+    Args:
+        name: one of `DISTRIBUTIONS`.
+        count: how many.
+        seed: of the PCG64 generator that draws them.
+        longest: documents that are longer after scaling are cut to this; None: none is cut.
+        scale: factor of all lengths, which small machines need.
+
+    Returns:
+        Tokens of each document, at least 1.
+
+    Raises:
+        ValueError: an unknown name, or a scale, count or longest length that is not above 0.
+    """
+    if name not in DISTRIBUTIONS:
+        known = ", ".join(DISTRIBUTIONS)
+        raise ValueError(f"length distribution {name!r}: not known; choose one of {known}")
+    if not (0 < scale < math.inf and count >= 1 and (longest is None or longest >= 1)):
+        raise ValueError(
+            f"{count} lengths scaled by {scale:g}, at most {longest} tokens: each of them must be "
+            "above 0"
+        )
+    generator = np.random.Generator(np.random.PCG64(seed))
+    lengths = np.rint(DISTRIBUTIONS[name].sample(generator, count) * scale)
+    return tuple(np.clip(lengths, 1, longest).astype(np.int64).tolist())
