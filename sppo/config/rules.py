@@ -74,9 +74,11 @@ def _check_samples(sections: Mapping[str, Any]) -> Iterator[Problem]:
     if train is not None:
         yield from _step_suits_samples(data, train)
     parallel = sections.get("parallel")
-    if data.samples == "stream" or sequence is None or train is None or parallel is None:
+    if data.samples == "stream" or parallel is None:
         return
-    yield from _replicas_get_samples(sequence, train, parallel)
+    yield from _replicas_share_no_step(parallel)
+    if sequence is not None and train is not None:
+        yield from _replicas_get_samples(sequence, train, parallel)
 
 
 def _sequence_suits_samples(data: DataConfig, sequence: SequenceConfig) -> Iterator[Problem]:
@@ -144,6 +146,18 @@ def _replicas_get_samples(
             f"at least {least}, or shorten the samples"
         )
         yield Problem("train.tokens_per_step", str(tokens), rule)
+
+
+def _replicas_share_no_step(parallel: ParallelConfig) -> Iterator[Problem]:
+    """Replicas of samples run programs of their own, and meet only at the end of a step."""
+    replicas = parallel.data_parallel_degree
+    if parallel.zero >= 2 and replicas > 1:
+        rule = (
+            f"shards gradients over {replicas} data-parallel replicas, which meet in every action; "
+            "with data.samples=documents each replica runs a program of its own, so they would "
+            "wait for each other; write parallel.zero=1, or parallel.data_parallel_degree=1"
+        )
+        yield Problem("parallel.zero", str(parallel.zero), rule)
 
 
 def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:

@@ -174,6 +174,7 @@ DOCUMENTS = {"samples": "documents"}
         {"train": {"tokens_per_step": "4Ki"}, "sequence": {"num_subsequences": 2}},
         {"train": {"tokens_per_step": 128}, "parallel": {"data_parallel_degree": 2}},
         {"train": {"samples_per_step": 2}, "parallel": {"data_parallel_degree": 2}},
+        {"train": {"samples_per_step": 2}, "parallel": {"zero": 3}},
     ],
 )
 @pytest.mark.parametrize("isolate", [True, False])
@@ -204,6 +205,13 @@ def test_samples(sections, isolate):
         (
             {"train": {"samples_per_step": 3}, "parallel": {"data_parallel_degree": 4}},
             "train.samples_per_step 3 fewer than the 4 replicas",
+        ),
+        (
+            {
+                "train": {"samples_per_step": 3},
+                "parallel": {"data_parallel_degree": 2, "zero": 2},
+            },
+            "parallel.zero 2 shards gradients over 2 data-parallel replicas",
         ),
         (
             {"train": {"tokens_per_step": 63}},
