@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from tests.engine.models import random_sequence, random_weights, tiny_model
+from tests.engine.packed_steps import PackedStep
 from tests.nccl_rules import nccl_rules
 
 
@@ -41,6 +43,8 @@ class Case:
     virtual: int = 1
     cuts: tuple[tuple[int, ...], ...] = ((0, 4, 9, 17),)
     """Of each sequence of every replica."""
+    packed: tuple[tuple[PackedStep, ...], ...] = ()
+    """What each replica trains on instead, by step: samples, packed and planned."""
     policy: str = "keep_attention"
     placement_of: Any = None
     """What every stage retains, offloads and recomputes instead; what is offloaded goes to
@@ -77,36 +81,57 @@ class Case:
 
     def sequences(self, step: int, replica: int):
         model, count = self.model(), len(self.cuts)
+        if self.packed:
+            return self.packed[step][replica].sequences(model)
         first = (step * self.shape[0] + replica) * count
         return [
             random_sequence(model, cuts[-1], seed=first + n) for n, cuts in enumerate(self.cuts)
         ]
 
+    def cuts_of(self, step: int, replica: int):
+        """Boundaries of the subsequences of each sequence of a replica."""
+        return self.packed[step][replica].cuts if self.packed else list(self.cuts)
+
     def all_sequences(self, step: int):
+        """What the step must compute: all sequences, or each sample by itself."""
+        if self.packed:
+            return [s for own in self.packed[step] for s in own.samples(self.model())]
         return [s for r in range(self.shape[0]) for s in self.sequences(step, r)]
 
 
 TIMEOUT_S = 30.0
-_LINKS: list[Any] = []
-"""(world, what was made in it): communicators are made once for the cases of a shape."""
+
+
+class _Links(threading.local):
+    """What a rank made for the cases of a shape; a rank is a process or a thread."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget it."""
+        self.key: Any = None
+        self.mesh: Any = None
+        self.p2p: Any = None
+        self.gathers: dict[str, Any] = {}
+        """By the name of a group, gathers among its ranks, in a second group of them; None for one
+        rank."""
+
+
+_LINKS = _Links()
 
 
 def mesh_of(rank: int, case: Case):
     wraps, cuts_units, shape = case.virtual > 1, case.schedule == "sppo_msp", case.mesh
     key = (dist.group.WORLD, shape, wraps, cuts_units, case.nccl_rules)
-    if not _LINKS or _LINKS[0] != key:
+    if _LINKS.key != key:
         mesh = Mesh(shape, rank=rank, timeout_s=TIMEOUT_S)
         mesh.connect(wraps=wraps, cuts_units=cuts_units, ties_ends=True)
         links = None
         if shape.pipeline_parallel > 1:
             links = PipelineLinks(mesh, device=torch.device("cpu"))
-        _LINKS[:] = [key, mesh, links]
-        _GATHERS.clear()
-    return _LINKS[1:]
-
-
-_GATHERS: dict[str, Any] = {}
-"""By the name of a group, gathers among its ranks, in a second group of them; None for one rank."""
+        _LINKS.key, _LINKS.mesh, _LINKS.p2p, _LINKS.gathers = key, mesh, links, {}
+    return _LINKS.mesh, _LINKS.p2p
 
 
 def gathered_weights(weights, groups, shares, mesh):
@@ -120,12 +145,12 @@ def gathered_weights(weights, groups, shares, mesh):
     """
     gathers = {}
     for holders in groups:
-        if holders not in _GATHERS:
+        if holders not in _LINKS.gathers:
             group = mesh.gather_group(holders)
-            _GATHERS[holders] = group and ParameterAllGather(group, index=group.rank())
+            _LINKS.gathers[holders] = group and ParameterAllGather(group, index=group.rank())
     for name in weights:
         holders = shares.holders(name)
-        if (gather := _GATHERS[holders]) is not None:
+        if (gather := _LINKS.gathers[holders]) is not None:
             gathers[name] = gather  # one for all, so that a layer travels in one message
     rows = {n: w[groups[shares.holders(n)].own_rows(n)].clone() for n, w in weights.items()}
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
@@ -249,9 +274,11 @@ def _steps(rank: int, case: Case):
     for step in range(case.steps):
         for gradient in gradients.values():
             gradient.zero_()
-        evaluated = engine.evaluate(case.sequences(step, at.data)[0], case.cuts[0]).sum()
+        sequences, cuts = case.sequences(step, at.data), case.cuts_of(step, at.data)
+        evaluated = engine.evaluate(sequences[0], cuts[0]).sum()
         valid = sum(data.num_valid for data in case.all_sequences(step))
-        done = engine.accumulate(case.sequences(step, at.data), list(case.cuts), num_valid=valid)
+        planned = case.packed[step][at.data].planned if case.packed else None
+        done = engine.accumulate(sequences, cuts, num_valid=valid, planned=planned)
         for group in groups.values():
             group.wait()
         if model.tie_embeddings and case.shape[1] > 1 and "embed.weight" in shapes:

@@ -1,0 +1,155 @@
+"""Steps of samples packed into sequences, with their data: together, and each sample alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
+from sppo.cost.packed_sequence import PackedSequence
+from sppo.engine.engine import PlannedStep
+from sppo.engine.unit import SequenceData
+from sppo.hardware.presets import PRESETS
+from sppo.kernels.labels import IGNORED_LABEL
+from sppo.planning.elastic.packing import PADDING, PackedSamples
+from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
+from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.simulated_candidate import simulate_candidate
+from tests.engine.models import random_sequence
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """What one replica trains on in a step.
+
+    Attributes:
+        packed: Its samples, by their places in the step.
+        planned: What the engine follows.
+        seed: Of the tokens and labels of its first sample; the next ones follow.
+        counted: The only sample whose labels count; None where all do.
+        changed: Whether all other samples have other tokens.
+    """
+
+    packed: PackedSamples
+    planned: PlannedStep
+    seed: int = 0
+    counted: int | None = None
+    changed: bool = False
+
+    @property
+    def cuts(self):
+        """Boundaries of the subsequences of each sequence."""
+        return [sequence.boundaries for sequence in self.packed.sequences]
+
+    def samples(self, model):
+        """Return every sample as a sequence of its own."""
+        return list(self._samples(model).values())
+
+    def sequences(self, model):
+        """Return the samples as they are packed."""
+        samples = self._samples(model)
+        return [
+            joined(
+                padding(tokens) if index == PADDING else samples[index]
+                for index, tokens in zip(indices, sequence.samples, strict=True)
+            )
+            for indices, sequence in zip(self.packed.samples, self.packed.sequences, strict=True)
+        ]
+
+    def _samples(self, model):
+        return {
+            index: self._sample(model, index, tokens)
+            for indices, sequence in zip(self.packed.samples, self.packed.sequences, strict=True)
+            for index, tokens in zip(indices, sequence.samples, strict=True)
+            if index != PADDING
+        }
+
+    def _sample(self, model, index, tokens):
+        sample = random_sequence(model, tokens, seed=self.seed + index)
+        if self.counted in (None, index):
+            return sample
+        ids = (sample.tokens_S + 1) % model.vocab_size if self.changed else sample.tokens_S
+        return SequenceData(ids, torch.full_like(sample.labels_S, IGNORED_LABEL))
+
+
+def joined(samples: Iterable[SequenceData]) -> SequenceData:
+    """Return samples side by side in one sequence, each a document of its own."""
+    samples = list(samples)
+    starts = torch.tensor([0, *(len(data.tokens_S) for data in samples[:-1])]).cumsum(0)
+    return SequenceData(
+        torch.cat([data.tokens_S for data in samples]),
+        torch.cat([data.labels_S for data in samples]),
+        tuple(starts.tolist()),
+    )
+
+
+def padding(tokens: int) -> SequenceData:
+    """Return tokens that belong to no sample."""
+    nothing = torch.zeros(tokens, dtype=torch.int64)
+    return SequenceData(nothing, nothing.new_full((tokens,), IGNORED_LABEL))
+
+
+def base_candidate(model, *, tokens, degrees=(1, 1, 1), sequence_parallel="ulysses", **options):
+    """Return what a run of samples is planned for, on a machine with room for everything.
+
+    Args:
+        model: the shape.
+        tokens: most tokens of a subsequence.
+        degrees: dp, pp, sp.
+        sequence_parallel: ulysses or megatron.
+        options: further attributes of the candidate.
+    """
+    data, pipeline, sequence = degrees
+    workload = Workload(
+        model,
+        PRESETS["a100-80g"],
+        dtype="fp32",
+        sequence_parallel_degree=sequence,
+        sequence_parallel=sequence_parallel,
+    )
+    return Candidate(
+        workload,
+        (tokens,),
+        pipeline_parallel_degree=pipeline,
+        data_parallel_degree=data,
+        **options,
+    )
+
+
+def planned_step(
+    base: Candidate, lengths: Sequence[int], *, alignment: int = 1, seed: int = 0
+) -> tuple[PackedStep, ...]:
+    """Return the step of each replica, as a run plans it.
+
+    Args:
+        base: of the run.
+        lengths: tokens of each sample of the step.
+        alignment: cuts of samples fall on multiples of this.
+        seed: of the first sample.
+    """
+    planner = StepPlanner(base, base.lengths[0], alignment, searches=False)
+    steps = []
+    for own in planner.divided(lengths):
+        plan = planner.plan([lengths[index] for index in own])
+        steps.append(PackedStep(plan.packed, _followed(plan), seed))
+        seed += len(own)
+    return tuple(steps)
+
+
+def hand_packed_step(
+    base: Candidate, sequences: Sequence[PackedSequence], *, seed: int = 0
+) -> PackedStep:
+    """Return a step of sequences that were packed in any way, planned as those of a run are."""
+    places = iter(range(sum(len(sequence.samples) for sequence in sequences)))
+    indices = tuple(tuple(next(places) for _ in one.samples) for one in sequences)
+    packed = PackedSamples(tuple(sequences), indices)
+    evaluated = simulate_candidate(assess(base.with_packed(packed.sequences)))
+    return PackedStep(packed, _followed(StepPlan(packed, evaluated)), seed)
+
+
+def _followed(plan: StepPlan) -> PlannedStep:
+    """Return what an engine follows of a plan."""
+    return PlannedStep(plan.program, plan.placements)
