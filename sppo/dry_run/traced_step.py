@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,11 @@ from sppo.dry_run.communication import FakeHostCollectives
 from sppo.dry_run.fake_gpu import FakeGpu, fake_gpu
 from sppo.dry_run.orderings import OrderingCheck
 from sppo.dry_run.streams import Moment, Wait
+from sppo.engine.engine import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.mesh import Mesh, alone
+from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import Action
 from sppo.train.cuda_device import CudaDevice
@@ -132,6 +135,7 @@ def trace_step(
     *,
     rank: int = 0,
     steps: int = TRACED_STEPS,
+    samples: Sequence[Sequence[int]] = (),
     orderings: OrderingCheck | None = None,
     lost: frozenset[Wait] = frozenset(),
     on_action: Callable[[], None] = lambda: None,
@@ -143,6 +147,7 @@ def trace_step(
         plan: of it.
         rank: which.
         steps: of which the last one is returned.
+        samples: tokens of the samples of each step; () for sequences that are all alike.
         orderings: takes in every access of memory in all steps; None: none is looked at.
         lost: waits that are left out, to see what finds that.
         on_action: called before every action of every step.
@@ -157,7 +162,8 @@ def trace_step(
         sequence_parallel=parallel.sequence_parallel,
     )
     with fake_gpu(workload, rank=rank, orderings=orderings, lost=lost) as gpu:
-        step = _Steps(run, plan, gpu=gpu, rank=rank, on_action=on_action).run(steps)
+        traced = _Steps(run, plan, gpu=gpu, rank=rank, samples=samples, on_action=on_action)
+        step = traced.run(len(samples) or steps)
     seconds = time.perf_counter() - begin
     return TracedStep(**step, backend=gpu.backend, rank=rank, seconds=seconds)
 
@@ -172,9 +178,13 @@ class _Steps:
         *,
         gpu: FakeGpu,
         rank: int,
+        samples: Sequence[Sequence[int]],
         on_action: Callable[[], None],
     ) -> None:
         self._run, self._plan, self._gpu, self._on_action = run, plan, gpu, on_action
+        planner = step_planner(plan)
+        self._step_plans = [planner.plan(lengths) for lengths in samples]
+        self._step_plan: StepPlan | None = None
         device = torch.device("cuda", 0)
         shape = mesh_shape(run)
         self._mesh = alone()
@@ -190,12 +200,14 @@ class _Steps:
     def run(self, steps: int) -> dict[str, Any]:
         """Train, and return what of :class:`TracedStep` the last step says."""
         gpu, state = self._gpu, self._state
-        for _ in range(steps):
+        for step in range(steps):
+            self._step_plan = self._step_plans[step] if self._step_plans else None
             gpu.runtime.host_waits.clear()
             gpu.recorder.launches.clear()
             gpu.recorder.num_operations = 0
             counting = self._step(state)
-        memory = self._plan.stages[self._mesh.at.pipeline].memory.device
+        ranks = self._step_plan.evaluated.memory if self._step_plan else self._plan.rank_memory
+        memory = ranks[self._mesh.at.pipeline].device
         pool = self._device.pool()
         assert pool is not None, "a GPU's tensors come from a pool"
         host_waits = dict(gpu.runtime.host_waits)
@@ -241,6 +253,8 @@ class _Steps:
 
     def _read(self) -> StepInput:
         """Return sequences without data."""
+        if self._step_plan is not None:
+            return _input_of(self._step_plan)
         length = self._run.sequence.length
         tokens = [torch.empty(length, dtype=torch.long) for _ in range(self._num_sequences)]
         sequences = [SequenceData(tokens_S, tokens_S) for tokens_S in tokens]
@@ -256,3 +270,18 @@ class _Steps:
     @property
     def _num_sequences(self) -> int:
         return self._run.train.sequences_per_step // self._mesh.shape.data_parallel
+
+
+def _input_of(plan: StepPlan) -> StepInput:
+    """Return the sequences of a step of samples, without data."""
+    sequences = []
+    for packed in plan.sequences:
+        tokens_S = torch.empty(packed.tokens, dtype=torch.long)
+        starts = tuple(accumulate(packed.samples[:-1], initial=0))
+        sequences.append(SequenceData(tokens_S, tokens_S, starts))
+    return StepInput(
+        sequences,
+        [packed.boundaries for packed in plan.sequences],
+        num_valid=plan.tokens,
+        planned=PlannedStep(plan.program, plan.placements),
+    )

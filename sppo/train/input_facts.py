@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from sppo.config import RunConfig
-from sppo.data.tokens import TOKENS_FILE, TokenData
+from sppo.data.tokens import LOSS_MASK_FILE, TOKENS_FILE, TokenData
 from sppo.units import KIB
 
 _BLOCK_BYTES = 4 * KIB
@@ -38,6 +38,11 @@ def input_facts(run: RunConfig, data: TokenData) -> dict[str, str]:
         "data.tokens, tokenizer": str(tokenizer.sha256 and tokenizer.sha256[:_SHOWN_DIGITS]),
         "data.tokens, end of document": str(tokenizer.end_of_document),
     }
+    if meta.loss_mask_sha256 is not None:
+        facts |= {
+            "data.tokens, loss_mask_sha256": meta.loss_mask_sha256[:_SHOWN_DIGITS],
+            "data.tokens, sample of loss_mask.bin": fingerprint(data.directory / LOSS_MASK_FILE),
+        }
     if run.model.from_hf is not None:
         facts |= {
             f"model.from_hf, sample of {file.name}": fingerprint(file)

@@ -226,8 +226,7 @@ class Samples:
 
     def why_no_labels(self, step: int, *, consumed: int) -> str:
         """Return why no label of a step counts, for a step without any."""
-        count = len(self._data.step_samples(consumed))
-        return f"no label of its {count} samples counts, their loss masks leave all of them out"
+        return self._data.why_no_labels(consumed)
 
     def planned_timeline(self, last: StepWork) -> Timeline:
         """Return the simulation of a step."""
