@@ -92,12 +92,11 @@ def padding(tokens: int) -> SequenceData:
     return SequenceData(nothing, nothing.new_full((tokens,), IGNORED_LABEL))
 
 
-def base_candidate(model, *, tokens, degrees=(1, 1, 1), sequence_parallel="ulysses", **options):
+def base_candidate(model, *, degrees=(1, 1, 1), sequence_parallel="ulysses", **options):
     """Return what a run of samples is planned for, on a machine with room for everything.
 
     Args:
         model: the shape.
-        tokens: most tokens of a subsequence.
         degrees: dp, pp, sp.
         sequence_parallel: ulysses or megatron.
         options: further attributes of the candidate.
@@ -112,7 +111,7 @@ def base_candidate(model, *, tokens, degrees=(1, 1, 1), sequence_parallel="ulyss
     )
     return Candidate(
         workload,
-        (tokens,),
+        (1,),  # every step has sequences of its own
         pipeline_parallel_degree=pipeline,
         data_parallel_degree=data,
         **options,
@@ -120,17 +119,25 @@ def base_candidate(model, *, tokens, degrees=(1, 1, 1), sequence_parallel="ulyss
 
 
 def planned_step(
-    base: Candidate, lengths: Sequence[int], *, alignment: int = 1, seed: int = 0
+    base: Candidate,
+    lengths: Sequence[int],
+    *,
+    longest: int | None = None,
+    slices: int,
+    alignment: int = 1,
+    seed: int = 0,
 ) -> tuple[PackedStep, ...]:
     """Return the step of each replica, as a run plans it.
 
     Args:
         base: of the run.
         lengths: tokens of each sample of the step.
+        longest: tokens of the longest sample of the run; None: of the step.
+        slices: into which that one is cut.
         alignment: cuts of samples fall on multiples of this.
         seed: of the first sample.
     """
-    planner = StepPlanner(base, base.lengths[0], alignment, searches=False)
+    planner = StepPlanner(base, longest or max(lengths), slices, alignment, searches=False)
     steps = []
     for own in planner.divided(lengths):
         plan = planner.plan([lengths[index] for index in own])

@@ -116,7 +116,6 @@ def cases(draw):
     whole = schedule in WHOLE_SEQUENCES
     base = base_candidate(
         case.model(),
-        tokens=LONGEST if whole else draw(st.integers(2 * shape[2], 24)),
         degrees=shape,
         sequence_parallel=sequence_parallel,
         schedule=schedule,
@@ -129,10 +128,16 @@ def cases(draw):
 @st.composite
 def steps(draw, base, *, whole, seed):
     """A step of every replica: packed as a run packs its samples, or in any other way."""
-    if draw(st.booleans()):
-        lengths = draw(lengths_of_samples(least=base.data_parallel_degree))
-        return planned_step(base, lengths, alignment=draw(st.sampled_from([1, 3])), seed=seed)
     least = base.workload.sequence_parallel_degree
+    if draw(st.booleans()):
+        return planned_step(
+            base,
+            draw(lengths_of_samples(least=base.data_parallel_degree)),
+            longest=LONGEST,
+            slices=1 if whole else draw(st.integers(1, LONGEST // least)),
+            alignment=draw(st.sampled_from([1, 3])),
+            seed=seed,
+        )
     return tuple(
         hand_packed_step(
             base, draw(packed_sequences(least_tokens=least, whole=whole)), seed=seed + 20 * replica
