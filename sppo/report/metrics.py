@@ -73,6 +73,8 @@ class StepMetrics:
     """Idle share of pipeline ranks as simulated, mean over replicas."""
     bubble_fraction: float | None = None
     """Share of the time of all ranks in which no forward or backward ran, without the update."""
+    program_digest: str | None = None
+    """Of the program that the first replica ran."""
     planning_wait_s: float | None = None
     """Time the step waited for its plan, on the rank that waited longest."""
     skipped: bool = False
@@ -83,6 +85,7 @@ _MAY_BE_NONE = frozenset(f.name for f in fields(StepMetrics) if f.default is Non
 _KINDS: dict[str, tuple[type, ...]] = {f.name: (int, float) for f in fields(StepMetrics)} | {
     "step": (int,),
     "skipped": (bool,),
+    "program_digest": (str,),
 }
 """Types of the fields."""
 _LARGEST_COUNT = 1 << 53

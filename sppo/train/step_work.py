@@ -92,6 +92,11 @@ class StepWork:
     bubble_fraction: float = 0.0
 
     @property
+    def program_digest(self) -> str | None:
+        """Digest of the step's program; None where all steps have the plan's."""
+        return None if self.planned is None else self.planned.program.digest()
+
+    @property
     def for_engine(self) -> PlannedStep | None:
         """What the engine follows; None where its own plan serves."""
         if self.planned is None:

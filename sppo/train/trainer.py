@@ -442,9 +442,8 @@ class _Loop:
             ValueError: ranks have planned it differently.
         """
         work = self._source.work(step, consumed=self._consumed)
-        if work.planned is not None:
-            digest = work.planned.program.digest()
-            self._ranks.check_same_in_replica(f"plan of step {step + 1}", digest)
+        if work.program_digest is not None:
+            self._ranks.check_same_in_replica(f"plan of step {step + 1}", work.program_digest)
         return work
 
     def _num_actions(self, work: StepWork) -> int:
@@ -554,6 +553,7 @@ class _Loop:
             "planned_bubble_fraction": bubble / replicas,
             "bubble_fraction": max(0.0, 1 - busy_s / actions_s),
             "planning_wait_s": planning_s,
+            "program_digest": self._peers.broadcast(work.program_digest),
         }
 
     def _of_replicas(self, *values: float) -> Sequence[float]:
