@@ -10,20 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-import platform
-import shlex
-import socket
 import statistics
-import sys
-import time
-from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from option_types import output_file, plot_file
+from pipeline_ranks import TIMEOUT, provenance, run_ranks, timed_s  # beside this file
 
 from sppo.output_file import write_text
 
@@ -36,7 +29,6 @@ MODEL = {
     "mlp_size": 1792,
 }
 SIDES = ("off", "on")
-TIMEOUT = timedelta(hours=1)
 
 
 def main() -> None:
@@ -50,22 +42,7 @@ def main() -> None:
     parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
     parser.add_argument("--picture", type=plot_file, help="draw both executed steps here as PNG")
     arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as free:  # closed before rank 0 listens there
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    answers = context.SimpleQueue()
-    ranks = [
-        context.Process(target=_serve, args=(rank, port, arguments, answers))
-        for rank in range(arguments.ranks)
-    ]
-    for process in ranks:
-        process.start()
-    report = None if any(_ended_badly(process) for process in ranks) else answers.get()
-    if report is None:
-        sys.exit("error: a rank failed")
-    report |= _provenance()
+    report = run_ranks(_serve, arguments, ranks=arguments.ranks) | provenance()
     print(
         f"{report['ranks']} ranks, {report['sequences']} x {report['length']} tokens in "
         f"{report['subsequences']} subsequences; step {report['step_s']['off']:.2f} s without, "
@@ -77,50 +54,18 @@ def main() -> None:
         write_text(arguments.output, json.dumps(report, indent=1) + "\n")
 
 
-def _ended_badly(process: Any) -> bool:
-    process.join()
-    return bool(process.exitcode)
-
-
-def _provenance() -> dict[str, Any]:
-    return {
-        "provenance": "measured",
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": version("torch"),
-        "command": shlex.join(["python", *sys.argv]),
-    }
-
-
-def _serve(rank: int, port: int, arguments: argparse.Namespace, answers: Any) -> None:
+def _serve(rank: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
     """One rank."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=arguments.ranks,
-        timeout=TIMEOUT,
-    )
     side = _Sides(rank, arguments)
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     for turn in range(arguments.steps + 1):
         for name in SIDES:
-            dist.barrier()
-            start = time.perf_counter()
-            side.step(name)
-            dist.barrier()
+            took_s = timed_s(partial(side.step, name))
             if turn:  # the first one warms up
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(took_s)
             if rank == 0:
-                print(f"  turn {turn} {name:4s} {time.perf_counter() - start:8.2f} s", flush=True)
-    report = side.report(seconds)
-    if rank == 0:
-        answers.put(report)
-    dist.destroy_process_group()
+                print(f"  turn {turn} {name:4s} {took_s:8.2f} s", flush=True)
+    return side.report(seconds)
 
 
 class _Sides:

@@ -13,20 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import platform
-import shlex
-import socket
 import statistics
-import sys
-import time
-from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from option_types import output_file
+from pipeline_ranks import TIMEOUT, provenance, run_ranks, timed_s  # beside this file
 
 from sppo.output_file import write_text
 
@@ -39,7 +33,6 @@ MODEL = {
     "mlp_size": 256,
 }
 """A layer for each of eight stages on two ranks, narrow, for 32Ki tokens are mostly attention."""
-TIMEOUT = timedelta(hours=1)
 
 
 def main() -> None:
@@ -55,7 +48,9 @@ def main() -> None:
     arguments.virtual = [int(word) for word in arguments.virtual_stages.split(",")]
     if 1 not in arguments.virtual:
         parser.error(f"--virtual-stages {arguments.virtual_stages}: has no 1 to compare with")
-    report = _run(arguments)
+    load_before = os.getloadavg()
+    measured = run_ranks(_serve, arguments, ranks=arguments.ranks)
+    report = {**provenance(), "load_before": load_before, **measured}
     for row in report["orders"]:
         print(
             f"v = {row['virtual_stages']}: step {row['step_s']:.2f} s, {row['over_one']:.3f}x of "
@@ -67,71 +62,19 @@ def main() -> None:
         write_text(arguments.output, json.dumps(report, indent=1) + "\n")
 
 
-def _run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start a process for every rank; what rank 0 reports, and how it came about."""
-    load_before = os.getloadavg()
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as free:  # closed before rank 0 listens there
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    answers = context.SimpleQueue()
-    ranks = [
-        context.Process(target=_serve, args=(rank, port, arguments, answers))
-        for rank in range(arguments.ranks)
-    ]
-    for process in ranks:
-        process.start()
-    report = None if any(_ended_badly(process) for process in ranks) else answers.get()
-    if report is None:
-        sys.exit("error: a rank failed")
-    return {
-        "provenance": "measured",
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "load_before": load_before,
-        "torch": version("torch"),
-        "command": shlex.join(["python", *sys.argv]),
-        **report,
-    }
-
-
-def _ended_badly(process: Any) -> bool:
-    process.join()
-    return bool(process.exitcode)
-
-
-def _serve(rank: int, port: int, arguments: argparse.Namespace, answers: Any) -> None:
+def _serve(rank: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
     """One rank."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=arguments.ranks,
-        timeout=TIMEOUT,
-    )
     orders = _Orders(rank, arguments)
     seconds: dict[int, list[float]] = {virtual: [] for virtual in arguments.virtual}
     for turn in range(arguments.steps + 1):
         for virtual in arguments.virtual:
-            dist.barrier()
-            start = time.perf_counter()
-            orders.step(virtual, warms_up=turn == 0)
-            dist.barrier()
-            took_s = time.perf_counter() - start
+            took_s = timed_s(partial(orders.step, virtual, warms_up=turn == 0))
             if turn:
                 seconds[virtual].append(took_s)
                 orders.note_idle_share(virtual)
             if rank == 0:
                 print(f"  turn {turn} v = {virtual:<3} {took_s:8.2f} s", flush=True)
-    report = orders.report(seconds)
-    if rank == 0:
-        answers.put(report)
-    dist.destroy_process_group()
+    return orders.report(seconds)
 
 
 class _Orders:
