@@ -1,0 +1,438 @@
+"""Training on samples of unequal length through a pipeline, packed in four ways, in turns.
+
+Samples are drawn from a published distribution of document lengths. *padded*: each alone, as long
+as the longest of its step. *stream*: rows of a fixed length cut from one stream, documents
+isolated. *fixed*: Seq1F1B with chunks of a fixed number of tokens. *elastic*: packed and cut by the
+planner of steps. All sides train the same samples with the same engine, weights and schedule, on
+pipeline ranks that are processes with one thread each, over gloo; steps alternate, so that noise of
+the machine falls on all. The same steps are simulated, also on more ranks than were measured.
+
+    OMP_NUM_THREADS=1 sppo bench all --output hardware.json
+    python scripts/compare_elastic.py --hardware hardware.json --output elastic.json --plots .
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_sides import BASELINE, SIDES, Request, SideStep, deviation, figures, side_steps
+from option_types import one_of, output_file, positive, several
+from pipeline_ranks import TIMEOUT, provenance, run_ranks, timed_s  # beside this file
+from sample_packings import Piece
+
+from sppo.cost.packed_sequence import PackedSequence
+from sppo.data.length_distributions import DISTRIBUTIONS, draw
+from sppo.hardware.this_machine import this_machine, usable_memory_bytes
+from sppo.output_file import write_text
+from sppo.schedule.actions import COMPUTE_KINDS
+from sppo.schedule.timeline import Timeline
+from sppo.units import MIB
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sppo.engine.engine import StepResult
+    from sppo.engine.unit import SequenceData
+
+MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_layers": 16,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "mlp_size": 256,
+}
+"""Two layers for each of eight stages, narrow, for attention to matter in samples that fit here."""
+USABLE_FRACTION = 0.8
+
+
+def main() -> None:
+    """Start the ranks, let the sides take turns, report."""
+    arguments = _arguments()
+    load_before = os.getloadavg()
+    request = _request(arguments)
+    counts = dict.fromkeys([arguments.ranks, *arguments.simulated_ranks])
+    simulated = {
+        ranks: {
+            side: figures(steps, lengths=request.lengths)
+            for side, steps in side_steps(request, ranks=ranks, sides=arguments.sides).items()
+        }
+        for ranks in counts
+    }
+    measured = run_ranks(_serve, (arguments, request), ranks=arguments.ranks)
+    report = {
+        **provenance(),
+        "load_before": load_before,
+        "model": MODEL,
+        "dtype": arguments.dtype,
+        "rates": request.hardware.provenance,
+        "distribution": arguments.distribution,
+        "source": DISTRIBUTIONS[arguments.distribution].source,
+        "scale": arguments.scale,
+        "longest": arguments.longest,
+        "samples": [len(lengths) for lengths in request.lengths],
+        "tokens": [sum(lengths) for lengths in request.lengths],
+        "longest_samples": [max(lengths) for lengths in request.lengths],
+        "turns": arguments.turns,
+        "simulated": {ranks: _over_baseline(sides) for ranks, sides in simulated.items()},
+        "ranks": arguments.ranks,
+        **measured,
+        "measured": _over_baseline(measured["measured"]),
+    }
+    _print(report)
+    if arguments.output is not None:
+        write_text(arguments.output, json.dumps(report, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--distribution", type=one_of(*DISTRIBUTIONS), default="magi")
+    parser.add_argument("--samples", type=positive, default=384, help="of a step")
+    parser.add_argument("--scale", type=float, default=1 / 8, help="factor of all lengths")
+    parser.add_argument("--longest", type=positive, default=24576, help="longer samples are cut")
+    parser.add_argument("--seed", type=int, default=0, help="of the first step's lengths")
+    parser.add_argument("--steps", type=positive, default=3, help="each of other samples")
+    parser.add_argument("--turns", type=positive, default=3, help="measurements of each step")
+    parser.add_argument("--sides", type=several(one_of(*SIDES)), default=list(SIDES[1:]))
+    parser.add_argument(
+        "--chunk-tokens",
+        type=positive,
+        help="of a subsequence where that is fixed; default: what is simulated to be fastest",
+    )
+    parser.add_argument(
+        "--row-tokens", type=positive, help="of a row of the stream; default: --longest"
+    )
+    parser.add_argument("--ranks", type=positive, default=2, help="that measure")
+    parser.add_argument(
+        "--simulated-ranks", type=several(positive), default=[4, 8], help="only simulated"
+    )
+    parser.add_argument("--dtype", type=one_of("bf16", "fp32"), default="bf16")
+    parser.add_argument("--hardware", type=Path, help="rates of sppo bench, for one thread")
+    parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
+    parser.add_argument("--plots", type=Path, help="draw a timeline of each side in this folder")
+    arguments = parser.parse_args()
+    if arguments.ranks < 2:
+        parser.error(
+            f"--ranks {arguments.ranks}: one rank has no pipeline to fill; write 2 or more"
+        )
+    if arguments.plots is not None and not arguments.plots.is_dir():
+        parser.error(f"--plots {arguments.plots}: is no folder; make it first")
+    return arguments
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    """What is compared; all ranks are given the same."""
+    lengths = [
+        draw(
+            arguments.distribution,
+            arguments.samples,
+            seed=arguments.seed + step,
+            longest=arguments.longest,
+            scale=arguments.scale,
+        )
+        for step in range(arguments.steps)
+    ]
+    return Request(
+        MODEL,
+        arguments.dtype,
+        this_machine(arguments.hardware),
+        int(USABLE_FRACTION * usable_memory_bytes() / arguments.ranks),
+        tuple(lengths),
+        arguments.longest,
+        arguments.row_tokens or arguments.longest,
+        arguments.chunk_tokens,
+    )
+
+
+def _over_baseline(sides: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Add how many times the tokens per second of the baseline each side has."""
+    base = sides[BASELINE]["tokens_per_s"] if BASELINE in sides else None
+    return {
+        name: {**side, f"over_{BASELINE}": side["tokens_per_s"] / base if base else None}
+        for name, side in sides.items()
+    }
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    print(f"{'':<24}{'tokens/s':>9} {'of fixed':>9} {'idle':>6} {'deviation of time':>18}, length")
+    rows = {
+        **{f"simulated, {ranks} ranks": sides for ranks, sides in report["simulated"].items()},
+        f"measured, {report['ranks']} ranks": report["measured"],
+    }
+    for label, sides in rows.items():
+        print(label)
+        for name, side in sides.items():
+            over = side[f"over_{BASELINE}"]
+            print(
+                f"  {name:<22}{side['tokens_per_s']:>9.0f} "
+                f"{'' if over is None else f'{over:.3f}x':>9} {side['idle_share']:>6.1%} "
+                f"{side['time_deviation']:>18.1%}, {side['length_deviation']:.1%}"
+            )
+    for name, side in report["measured"].items():
+        print(
+            f"peak of {name}: {max(side['peak_bytes']) / MIB:.0f} MiB, predicted "
+            f"{max(side['predicted_peak_bytes']) / MIB:.0f}"
+        )
+    print(f"losses agree to {report['loss_difference']:.1e}; load before {report['load_before']}")
+
+
+def _serve(rank: int, given: tuple[argparse.Namespace, Request]) -> dict[str, Any] | None:
+    """One rank."""
+    arguments, request = given
+    sides = side_steps(request, ranks=arguments.ranks, sides=arguments.sides)
+    engine = _RankEngine(rank, arguments, request)
+    measured = {name: _Measured(steps) for name, steps in sides.items()}
+    for steps in sides.values():
+        engine.warm_up(steps[0])
+    for turn in range(arguments.turns):
+        for step in range(arguments.steps):
+            for name, steps in sides.items():
+                engine.begin(steps[step], step)
+                took_s = timed_s(engine.step)
+                measured[name].note(step, took_s, engine)
+                if rank == 0:
+                    print(f"  turn {turn} step {step} {name:<8} {took_s:8.2f} s", flush=True)
+    if arguments.plots is not None and rank == 0:
+        for name, side in measured.items():
+            side.draw(arguments.plots / f"elastic_{name}.png")
+    of_sides = {
+        name: side.figures(engine, lengths=request.lengths) for name, side in measured.items()
+    }
+    if rank:
+        return None
+    alike = [side["losses"] for name, side in of_sides.items() if name != "stream"]
+    difference = max(
+        (abs(loss / alike[0][step] - 1) for losses in alike for step, loss in enumerate(losses)),
+        default=0.0,
+    )
+    return {"measured": of_sides, "loss_difference": difference}
+
+
+class _RankEngine:
+    """The engine of one rank, which runs any side's step.
+
+    Args:
+        rank: of the default process group, which is the pipeline.
+        arguments: of the script.
+        request: what is compared.
+    """
+
+    def __init__(self, rank: int, arguments: argparse.Namespace, request: Request) -> None:
+        import torch
+
+        from sppo.config.model import ModelConfig
+        from sppo.cost.parameters import stage_shapes
+        from sppo.engine.engine import Engine
+        from sppo.engine.pipeline import Pipeline
+        from sppo.kernels.native.cpu_allocator import install_cpu_allocator
+        from sppo.model.gradients import zero_gradients
+        from sppo.model.initialize import initial_weights
+        from sppo.parallel.host_collectives import HostCollectives
+        from sppo.parallel.mesh import Mesh, MeshShape
+        from sppo.parallel.pipeline_p2p import PipelineLinks
+        from sppo.train.ranks import Ranks
+        from sppo.train.state_tensors import DTYPES
+
+        self._pool = install_cpu_allocator()
+        model = ModelConfig.model_validate(request.model)
+        mesh = Mesh(
+            MeshShape(pipeline_parallel=arguments.ranks),
+            rank=rank,
+            timeout_s=TIMEOUT.total_seconds(),
+        ).connect()
+        links = PipelineLinks(mesh, device=torch.device("cpu"))
+        self.rank = rank
+        self.ranks = Ranks(mesh, HostCollectives(mesh), None)  # type: ignore[arg-type]
+        pipeline = Pipeline("sppo", arguments.ranks, rank, p2p=links)
+        everything = initial_weights(model, seed=0)
+        weights = {
+            name: everything[name].to(DTYPES[request.dtype])
+            for name in stage_shapes(model, pipeline.layers(model.num_layers)[rank])
+        }
+        self._gradients = zero_gradients(weights)
+        self.state_bytes = sum(
+            tensor.nbytes for tensor in (*weights.values(), *self._gradients.values())
+        )
+        self._engine = Engine(
+            model, weights=weights, gradients=self._gradients, policy="retain", pipeline=pipeline
+        )
+        self._samples = [
+            _tokens_of_samples(lengths, vocab_size=model.vocab_size, seed=step)
+            for step, lengths in enumerate(request.lengths)
+        ]
+        self._running: tuple[SideStep, list[SequenceData]] | None = None
+        self.done: StepResult | None = None
+        self.idle_bytes = 0
+
+    def warm_up(self, step: SideStep) -> None:
+        """Run what loads libraries: the first subsequence of a step's first sequence."""
+        from sppo.engine.unit import SequenceData
+
+        tokens = step.plan.sequences[0].lengths[0]
+        tokens_S = self._samples[0][0].new_zeros(tokens)
+        self._engine.accumulate([SequenceData(tokens_S, tokens_S)], [(0, tokens)])
+
+    def begin(self, step: SideStep, index: int) -> None:
+        """Make the data of a step, clear gradients, begin to look at memory."""
+        import torch
+
+        from sppo.kernels.native.process_memory import reset_peak, resident_bytes
+
+        data = [
+            _sequence_data(sequence, pieces, self._samples[index])
+            for sequence, pieces in zip(step.plan.sequences, step.packing.pieces, strict=True)
+        ]
+        self._running, self.done = (step, data), None
+        torch._foreach_zero_(list(self._gradients.values()))
+        gc.collect()
+        if self._pool is not None:
+            self._pool.trim()
+        ctypes.CDLL(None).malloc_trim(0)
+        self.idle_bytes = resident_bytes()
+        reset_peak()
+
+    def step(self) -> None:
+        """Forward and backward of all sequences."""
+        from sppo.engine.engine import PlannedStep
+
+        assert self._running is not None, "a step has begun"
+        step, data = self._running
+        boundaries = [sequence.boundaries for sequence in step.plan.sequences]
+        planned = PlannedStep(step.plan.program, step.plan.placements)
+        self.done = self._engine.accumulate(data, boundaries, planned=planned)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """What one rank measures of one side.
+
+    Attributes:
+        steps: Of the side.
+        seconds: Of each step, turn by turn.
+        idle_shares: Of all ranks in each step and turn; on rank 0.
+        losses: Mean loss of each step.
+        peak_bytes: Most bytes above the idle process.
+        timelines: Of each step, the last turn; on rank 0.
+    """
+
+    steps: Sequence[SideStep]
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    idle_shares: list[float] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+    timelines: dict[int, Timeline] = field(default_factory=dict)
+
+    def note(self, step: int, took_s: float, engine: _RankEngine) -> None:
+        """Take in what a rank has just done; every rank calls it."""
+        from sppo.kernels.native.process_memory import peak_resident_bytes
+        from sppo.train.executed_step import executed_timeline
+
+        self.peak_bytes = max(self.peak_bytes, peak_resident_bytes() - engine.idle_bytes)
+        self.seconds.setdefault(step, []).append(took_s)
+        done = engine.done
+        assert done is not None, "a step was run"
+        total = engine.ranks.peers.total([float(done.total_loss)])[0]
+        self.losses[step] = total / done.num_valid
+        timeline = executed_timeline(done, engine.ranks)
+        if timeline is not None:
+            self.idle_shares.append(timeline.bubble_fraction)
+            self.timelines[step] = timeline
+
+    def draw(self, path: Path) -> None:
+        """Draw the last step as it was simulated and as it was executed."""
+        from sppo.schedule.simulate import simulate
+        from sppo.timeline.png import write_png
+
+        plan = self.steps[-1].plan
+        simulated = simulate(plan.program, costs=plan.evaluated.costs)
+        write_png(path, timelines=[simulated, self.timelines[len(self.steps) - 1]])
+
+    def figures(self, engine: _RankEngine, *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Return the figures of the side, on rank 0 complete; every rank calls it."""
+        peaks = engine.ranks.peers.all_gather(self.peak_bytes + engine.state_bytes)
+        step_s = [statistics.median(self.seconds[step]) for step in range(len(self.steps))]
+        plans = [step.plan for step in self.steps]
+        found: dict[str, Any] = {
+            "step_s": step_s,
+            "all_step_s": list(self.seconds.values()),
+            "tokens_per_s": sum(map(sum, lengths)) / sum(step_s),
+            "losses": list(self.losses.values()),
+            "peak_bytes": list(peaks),
+            "predicted_peak_bytes": _predicted_bytes(self.steps),
+            "length_deviation": statistics.median(
+                deviation(plan.evaluated.candidate.lengths) for plan in plans
+            ),
+        }
+        if engine.rank == 0:
+            found["idle_share"] = statistics.median(self.idle_shares)
+            found["time_deviation"] = statistics.median(
+                deviation(_unit_seconds(timeline)) for timeline in self.timelines.values()
+            )
+        return found
+
+
+def _predicted_bytes(steps: Sequence[SideStep]) -> list[int]:
+    """Most memory of each rank in any step, as predicted, without an optimizer: none is here."""
+    of_steps = [
+        [
+            rank.device.total_bytes - rank.device.optimizer_bytes
+            for rank in step.plan.evaluated.memory
+        ]
+        for step in steps
+    ]
+    return [max(of_rank) for of_rank in zip(*of_steps, strict=True)]
+
+
+def _unit_seconds(timeline: Timeline) -> list[float]:
+    """Return what all ranks together computed for each unit."""
+    seconds: dict[tuple[int, int], float] = {}
+    for track in timeline.ranks:
+        for action, start, finish in zip(track.actions, track.start_s, track.finish_s, strict=True):
+            if action.kind in COMPUTE_KINDS:
+                seconds[action.unit] = seconds.get(action.unit, 0.0) + float(finish - start)
+    return list(seconds.values())
+
+
+def _tokens_of_samples(lengths: Sequence[int], *, vocab_size: int, seed: int) -> list[Tensor]:
+    """Return random ids of each sample, one more than it has tokens: the last is a label."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (tokens + 1,), generator=generator) for tokens in lengths]
+
+
+def _sequence_data(
+    sequence: PackedSequence, pieces: Sequence[Piece], samples: Sequence[Tensor]
+) -> SequenceData:
+    """Return a sequence of pieces of samples, padded to its tokens."""
+    import torch
+
+    from sppo.engine.unit import SequenceData
+    from sppo.kernels.labels import IGNORED_LABEL
+
+    padding = sequence.tokens - sum(piece.tokens for piece in pieces)
+    nothing = samples[0].new_zeros(padding)
+    return SequenceData(
+        torch.cat([*(samples[sample][begin:end] for sample, begin, end in pieces), nothing]),
+        torch.cat(
+            [
+                *(samples[sample][begin + 1 : end + 1] for sample, begin, end in pieces),
+                nothing + IGNORED_LABEL,
+            ]
+        ),
+        tuple(accumulate(sequence.samples[:-1], initial=0)),
+    )
+
+
+if __name__ == "__main__":
+    main()

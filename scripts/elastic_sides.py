@@ -1,0 +1,208 @@
+"""The sides of ``compare_elastic.py``, planned and simulated: what each runs in every step.
+
+Every side is planned by the same code from the same rates. Where nothing else is asked for, a side
+of fixed chunks takes the number of tokens with which its steps are simulated to be fastest.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from sample_packings import (  # beside this file
+    Packing,
+    fixed_chunks,
+    padded,
+    planned,
+    stream,
+)
+
+from sppo.config import check_run
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.this_machine import divide_cpu
+from sppo.planning.elastic.longest_samples import run_of_longest_samples
+from sppo.planning.elastic.packing import PackedSamples
+from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
+from sppo.planning.run_plan import plan_run
+from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.simulated_candidate import simulate_candidate
+
+SIDES = ("padded", "stream", "fixed", "elastic")
+BASELINE = "fixed"
+LEAST_CHUNK = 256
+"""Tokens of the smallest fixed chunks that are tried; larger ones double."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SideStep:
+    """One step of one side.
+
+    Attributes:
+        packing: Of its samples.
+        plan: Of the step, simulated.
+        planning_s: Seconds that it took to find, once it is known how large fixed chunks are.
+    """
+
+    packing: Packing
+    plan: StepPlan
+    planning_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is compared.
+
+    Attributes:
+        model: Keys of the model.
+        dtype: Of weights and activations.
+        hardware: The machine, whose rates hold for one thread.
+        free_bytes: Memory of one rank that plans may fill.
+        lengths: Tokens of each sample of each step.
+        longest: Tokens of the longest sample there may be.
+        row_tokens: Tokens of a row of the stream.
+        chunk_tokens: Of a subsequence where it is fixed; None leaves it open.
+    """
+
+    model: Mapping[str, int]
+    dtype: str
+    hardware: HardwareSpec
+    free_bytes: int
+    lengths: tuple[tuple[int, ...], ...]
+    longest: int
+    row_tokens: int
+    chunk_tokens: int | None
+
+
+def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[str, list[SideStep]]:
+    """Return the steps of each side, planned for a pipeline of so many ranks.
+
+    Raises:
+        MemoryError: a step does not fit.
+    """
+    planner = _planner(request, ranks=ranks)
+    packings: dict[str, Callable[..., Packing]] = {
+        "padded": padded,
+        "stream": partial(stream, row_tokens=request.row_tokens),
+        "fixed": fixed_chunks,
+    }
+    return {
+        side: _elastic(planner, request)
+        if side == "elastic"
+        else _fastest(planner, request, pack=packings[side])
+        for side in sides
+    }
+
+
+def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return what the simulated steps of a side come to."""
+    seconds = [step.plan.step_s for step in steps]
+    plans = [step.plan for step in steps]
+    return {
+        "step_s": seconds,
+        "tokens_per_s": sum(map(sum, lengths)) / sum(seconds),
+        "idle_share": statistics.median(plan.bubble_fraction for plan in plans),
+        "subsequences": [len(plan.evaluated.candidate.lengths) for plan in plans],
+        "most_tokens": [max(plan.evaluated.candidate.lengths) for plan in plans],
+        "padding_tokens": [
+            plan.tokens - sum(of_step) for plan, of_step in zip(plans, lengths, strict=True)
+        ],
+        "time_deviation": statistics.median(map(_time_deviation, plans)),
+        "length_deviation": statistics.median(
+            deviation(plan.evaluated.candidate.lengths) for plan in plans
+        ),
+        "device_peak_bytes": max(plan.device_peak_bytes for plan in plans),
+        "planning_s": statistics.median(step.planning_s for step in steps),
+    }
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation over the mean."""
+    return float(np.std(values) / np.mean(values))
+
+
+def _planner(request: Request, *, ranks: int) -> StepPlanner:
+    """What `sppo train` plans steps with."""
+    run = check_run(
+        {
+            "model": dict(request.model),
+            "data": {"tokens": ".", "samples": "documents"},
+            "sequence": {"length": request.longest},
+            "parallel": {
+                "pipeline_parallel_degree": ranks,
+                "schedule": "sppo",
+                "multiplexed": "off",
+            },
+            "train": {"dtype": request.dtype, "samples_per_step": len(request.lengths[0])},
+        },
+        source="scripts/compare_elastic.py",
+    )
+    plan = plan_run(
+        run_of_longest_samples(run),
+        hardware=divide_cpu(request.hardware, ranks, threads=1, cores=ranks),
+        available_bytes=request.free_bytes,
+    )
+    return step_planner(plan)
+
+
+def _elastic(planner: StepPlanner, request: Request) -> list[SideStep]:
+    steps = []
+    for lengths in request.lengths:
+        begin = time.perf_counter()
+        plan = planner.plan(lengths)
+        seconds = time.perf_counter() - begin
+        steps.append(SideStep(planned(plan.packed, lengths), plan, seconds))
+    return steps
+
+
+def _fastest(
+    planner: StepPlanner, request: Request, *, pack: Callable[..., Packing]
+) -> list[SideStep]:
+    """Return the steps in chunks of the size with which they are fastest together."""
+    found = []
+    problems = []
+    for chunk_tokens in _sizes(request):
+        try:
+            found.append(
+                [
+                    _priced(planner, partial(pack, lengths, chunk_tokens=chunk_tokens))
+                    for lengths in request.lengths
+                ]
+            )
+        except MemoryError as error:
+            problems.append(error)
+    if not found:
+        raise problems[-1]
+    return min(found, key=lambda steps: sum(step.plan.step_s for step in steps))
+
+
+def _sizes(request: Request) -> Iterator[int]:
+    if request.chunk_tokens is not None:
+        yield request.chunk_tokens
+        return
+    tokens = min(LEAST_CHUNK, request.longest)
+    while tokens <= request.longest:
+        yield tokens
+        tokens *= 2
+
+
+def _priced(planner: StepPlanner, pack: Callable[[], Packing]) -> SideStep:
+    begin = time.perf_counter()
+    packing = pack()
+    evaluated = assess(planner.base.with_packed(packing.sequences))
+    if evaluated.shortfall is not None:
+        raise MemoryError(f"fixed chunks lack {evaluated.short_bytes} bytes: take fewer samples")
+    samples = tuple(tuple(piece.sample for piece in pieces) for pieces in packing.pieces)
+    plan = StepPlan(PackedSamples(packing.sequences, samples), simulate_candidate(evaluated))
+    return SideStep(packing, plan, time.perf_counter() - begin)
+
+
+def _time_deviation(plan: StepPlan) -> float:
+    """Deviation of the simulated seconds of subsequences, all stages together."""
+    costs = plan.evaluated.costs
+    seconds = costs.forward_s + costs.backward_s + costs.weight_s
+    return deviation(seconds.sum(axis=0).tolist())

@@ -1,0 +1,115 @@
+"""The comparison of ways to pack samples: what each makes of them, and a run of no meaning."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sppo.hardware.presets import PRESETS
+
+ROOT = Path(__file__).parents[1]
+LENGTHS = (300, 40, 700, 60, 10)
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Import a script by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module
+
+
+def tokens_of(packing):
+    """Every token of every sample that a packing has, in order."""
+    return sorted(
+        (piece.sample, position)
+        for pieces in packing.pieces
+        for piece in pieces
+        for position in range(piece.begin, piece.end)
+    )
+
+
+def every_token():
+    return [(sample, at) for sample, tokens in enumerate(LENGTHS) for at in range(tokens)]
+
+
+def test_padded_samples_are_as_long_as_the_longest(scripts):
+    found = scripts("sample_packings").padded(LENGTHS, chunk_tokens=256)
+    assert [sequence.lengths for sequence in found.sequences] == [(256, 256, 188)] * 5
+    assert [sequence.samples for sequence in found.sequences] == [(700,)] * 5
+    assert tokens_of(found) == every_token()
+
+
+def test_rows_of_the_stream_cut_samples(scripts):
+    found = scripts("sample_packings").stream(LENGTHS, chunk_tokens=256, row_tokens=400)
+    assert [sequence.samples for sequence in found.sequences] == [
+        (300, 40, 60),
+        (400,),
+        (240, 60, 10),
+    ]
+    assert [sequence.lengths for sequence in found.sequences] == [(256, 144), (256, 144), (256, 54)]
+    assert tokens_of(found) == every_token()
+
+
+def test_fixed_chunks_split_long_samples_and_pack_short_ones_first_fit(scripts):
+    found = scripts("sample_packings").fixed_chunks(LENGTHS, chunk_tokens=64)
+    assert [sequence.samples for sequence in found.sequences] == [(300,), (40, 10), (700,), (60,)]
+    assert found.sequences[0].lengths == (64, 64, 64, 64, 44)
+    assert tokens_of(found) == every_token()
+
+
+def test_sides_are_planned_for_the_same_tokens(scripts):
+    sides = scripts("elastic_sides")
+    request = sides.Request(
+        scripts("compare_elastic").MODEL, "bf16", PRESETS["laptop-cpu"], 1 << 30,
+        (LENGTHS, LENGTHS[:3]), longest=1024, row_tokens=1024, chunk_tokens=None,
+    )  # fmt: skip
+    found = sides.side_steps(request, ranks=2, sides=sides.SIDES)
+    figures = {name: sides.figures(steps, lengths=request.lengths) for name, steps in found.items()}
+    assert tuple(figures) == ("padded", "stream", "fixed", "elastic")
+    for name, steps in found.items():
+        assert tokens_of(steps[0].packing) == every_token()
+        padding = 5 * 700 - sum(LENGTHS) if name == "padded" else 0
+        assert figures[name]["padding_tokens"][0] == padding
+    assert figures["padded"]["tokens_per_s"] < figures["fixed"]["tokens_per_s"]
+    assert figures["elastic"]["tokens_per_s"] >= 0.98 * figures["fixed"]["tokens_per_s"]
+    asked = sides.side_steps(replace(request, chunk_tokens=512), ranks=2, sides=("fixed",))["fixed"]
+    assert asked[0].plan.evaluated.candidate.lengths == (410, 512, 188)
+
+
+def test_all_sides_take_turns_and_agree(tmp_path):
+    report, script = tmp_path / "report.json", str(ROOT / "scripts/compare_elastic.py")
+    subprocess.run(
+        [
+            *(sys.executable, script, "--samples", "6", "--scale", "0.05", "--longest", "512"),
+            *("--steps", "1", "--turns", "1", "--sides", "padded,stream,fixed,elastic"),
+            *("--output", str(report), "--plots", str(tmp_path)),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    found = json.loads(report.read_text())
+    assert found["loss_difference"] < 1e-4
+    assert list(found["simulated"]) == ["2", "4", "8"]
+    for name, side in found["measured"].items():
+        assert 0 <= side["idle_share"] < 1
+        assert len(side["peak_bytes"]) == len(side["predicted_peak_bytes"]) == 2
+        assert (tmp_path / f"elastic_{name}.png").stat().st_size > 10_000
+    assert found["measured"]["fixed"]["over_fixed"] == 1
+
+
+def test_one_rank_is_refused():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/compare_elastic.py"), "--ranks", "1"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2
+    assert "--ranks 1: one rank has no pipeline to fill" in done.stderr
