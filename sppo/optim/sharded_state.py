@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from sppo.checkpoint.checkpoint import MODEL_PREFIX
 from sppo.checkpoint.state_block import StateBlock
 from sppo.config.model import ModelConfig
+from sppo.cost.memory.stage_memory import REDUCE_BUCKET_BYTES
 from sppo.cost.parameters import Shape, parameter_shapes
 from sppo.engine.gathered_weights import GatheredWeights
 from sppo.engine.gradients import GradientProvider, ResidentGradients
@@ -53,6 +54,7 @@ class ShardedState:
         device: that computes; weights and gradients may live behind it.
         zero: 1 shards the optimizer's state among the ranks that hold the same weights, 2 the
             gradients too, 3 the weights too, 0 nothing.
+        bucket_bytes: of a bucket of gradients that are reduced together, in fp32.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ShardedState:
         pipeline: Pipeline,
         device: torch.device,
         zero: int,
+        bucket_bytes: int = REDUCE_BUCKET_BYTES,
     ) -> None:
         self._device = device
         self.sharding = weight_sharding(model, mesh)
@@ -82,6 +85,7 @@ class ShardedState:
                 index=members.index(mesh.rank),
                 shapes=self._held_by(holders, self.shapes),
                 shards_state=zero > 0,
+                bucket_bytes=bucket_bytes,
                 device=device,
             )
             for holders, group, members in _same_weights(mesh)
@@ -195,9 +199,17 @@ class ShardedState:
         return found
 
     def _begin_reduction(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
-        """Begin to add up the gradients of a stage, complete and whole on this rank."""
+        """Begin to add up the gradients of a stage, complete and whole on this rank.
+
+        A tied embedding that this rank's first stage has too is complete, and added up, with that
+        one.
+        """
+        names = self._by_stage[stage]
+        first = min(self._by_stage)
+        if stage != first:
+            names = {n: shape for n, shape in names.items() if n not in self._by_stage[first]}
         for holders, group in self._groups.items():
-            group.reduce(gradients, self._held_by(holders, self._by_stage[stage]))
+            group.reduce(gradients, self._held_by(holders, names))
 
     def _end_reductions(self) -> None:
         """Return when what was begun has been added up."""

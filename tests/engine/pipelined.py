@@ -235,8 +235,10 @@ def _steps(rank: int, case: Case):
     gradients = zero_gradients(weights)
 
     def reduce(stage: int) -> None:
+        first = of_stage[min(of_stage)]  # a tied embedding is complete with the first stage
+        names = [n for n in of_stage[stage] if stage == min(of_stage) or n not in first]
         for holders, group in groups.items():
-            group.reduce(gradients, [n for n in of_stage[stage] if shares.holders(n) == holders])
+            group.reduce(gradients, [n for n in names if shares.holders(n) == holders])
 
     provider = ResidentGradients(gradients, reduce=reduce)
     if case.zero >= 2:

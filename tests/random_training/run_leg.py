@@ -92,7 +92,14 @@ class _Rank:
         pipeline = Pipeline(
             leg.schedule, leg.pp, mesh.at.pipeline, leg.virtual, p2p=links, msp_links=msp_links
         )
-        shared = ShardedState(model, mesh=mesh, pipeline=pipeline, device=cpu, zero=leg.zero)
+        shared = ShardedState(
+            model,
+            mesh=mesh,
+            pipeline=pipeline,
+            device=cpu,
+            zero=leg.zero,
+            bucket_bytes=leg.bucket_bytes,
+        )
         dtype = DTYPES[case.dtype]
         self._weights: dict[str, Tensor] = {}
         masters: dict[str, Tensor] = {}

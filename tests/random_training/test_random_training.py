@@ -49,6 +49,13 @@ def test_ranks_that_are_processes(ranks):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_an_embedding_tied_to_a_head_of_its_rank_is_added_up_once(zero):
+    """Both ends of the model are stages of each rank, and reduced bucket by bucket."""
+    leg = Leg(dp=2, virtual=2, schedule="looped_bfs", cuts=(0, 5, 9), zero=zero, bucket_bytes=400)
+    assert faults_of(Case(dtype="fp64", model=Shape(tied=True, layers=3), legs=(leg,))) == []
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_defect_is_found(name):
     put_in, may_show = MUTATIONS[name]

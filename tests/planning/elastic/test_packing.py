@@ -1,0 +1,139 @@
+"""Packing of samples: each whole and once, cut where the mesh says, in subsequences that share."""
+
+from collections import Counter
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sppo.planning.elastic.packing import PADDING, PackedSamples, mesh_of, pack_samples
+from sppo.planning.elastic.sample_cost import sample_cost
+from tests.planning.elastic.samples import LONGEST, lengths_of_samples, workload
+from tests.tiers import examples
+
+MODELS = ("llama-3.2-1b", "gpt-7b")
+
+
+@st.composite
+def meshes(draw):
+    """(cost, mesh, tokens of the longest sample, ranks that share a subsequence)."""
+    degree = draw(st.sampled_from([1, 1, 2, 8]))
+    longest = draw(st.one_of(st.integers(degree, 64), st.integers(degree, LONGEST)))
+    slices = draw(st.integers(1, min(32, longest // degree)))
+    cost = sample_cost(
+        workload(draw(st.sampled_from(MODELS)), degree), most_tokens=2 * -(-longest // slices)
+    )
+    mesh = mesh_of(
+        cost,
+        longest=longest,
+        slices=slices,
+        balanced=draw(st.booleans()),
+        alignment=draw(st.sampled_from([1, 128, 1024])),
+    )
+    return cost, mesh, longest, degree
+
+
+@st.composite
+def packings(draw):
+    """(lengths, packed, mesh, ranks that share a subsequence)."""
+    cost, mesh, longest, degree = draw(meshes())
+    lengths = draw(lengths_of_samples(longest=longest))
+    packed = pack_samples(lengths, cost=cost, mesh=mesh, least_tokens=degree)
+    return lengths, packed, mesh, degree
+
+
+def placed(packed: PackedSamples):
+    """(sample, tokens) of all that is packed, padding included."""
+    return [
+        pair
+        for indices, sequence in zip(packed.samples, packed.sequences, strict=True)
+        for pair in zip(indices, sequence.samples, strict=True)
+    ]
+
+
+@settings(deadline=None, max_examples=examples(20, all=300))
+@given(meshes())
+def test_a_mesh_ends_with_the_longest_sample(made):
+    _, mesh, longest, degree = made
+    assert mesh.ends[-1] == longest
+    assert all(a < b for a, b in pairwise((0, *mesh.ends)))
+    assert min(mesh.slices[:-1], default=degree) >= degree  # a short last one joins another
+
+
+@settings(deadline=None, max_examples=examples(20, all=300))
+@given(packings())
+def test_every_sample_is_packed_whole_and_once(packing):
+    lengths, packed, _, _ = packing
+    samples = [pair for pair in placed(packed) if pair[0] != PADDING]
+    assert sorted(samples) == sorted(enumerate(lengths))
+
+
+@settings(deadline=None, max_examples=examples(20, all=300))
+@given(packings())
+def test_cuts_are_those_of_the_mesh_and_within_limits(packing):
+    _, packed, mesh, degree = packing
+    for sequence in packed.sequences:
+        assert min(sequence.lengths) >= degree
+        # A tail that is too short to be shared joins a slice, and so do samples.
+        assert max(sequence.lengths) <= mesh.most_tokens + 2 * (degree - 1)
+        ends = [*accumulate(sequence.lengths)]
+        assert tuple(ends[:-1]) == mesh.ends[: len(ends) - 1]
+        assert len(ends) == 1 or ends[-2] < sequence.samples[0]
+
+
+@settings(deadline=None, max_examples=examples(20, all=300))
+@given(packings())
+def test_no_two_tails_share_a_subsequence(packing):
+    _, packed, _, _ = packing
+    for sequence in packed.sequences:
+        for parts in sequence.parts():
+            assert all(begin == 0 for begin, _ in parts[1:])
+        assert sum(len(parts) - 1 for parts in sequence.parts()[:-1]) == 0
+
+
+@settings(deadline=None, max_examples=examples(20, all=300))
+@given(packings())
+def test_padding_is_for_steps_that_ranks_cannot_share(packing):
+    lengths, packed, _, degree = packing
+    assert packed.padding_tokens == max(0, degree - sum(lengths))
+    assert packed.padding_tokens == sum(n for index, n in placed(packed) if index == PADDING)
+
+
+@settings(deadline=None, max_examples=examples(15, all=150))
+@given(meshes(), st.data())
+def test_packing_depends_on_lengths_alone(made, data):
+    cost, mesh, longest, degree = made
+    lengths = data.draw(lengths_of_samples(longest=longest))
+    order = data.draw(st.permutations(range(len(lengths))))
+
+    def pack(order):
+        own = [lengths[index] for index in order]
+        return pack_samples(own, cost=cost, mesh=mesh, least_tokens=degree)
+
+    packed = pack(range(len(lengths)))
+    assert pack(range(len(lengths))) == packed
+    assert pack(order).sequences == packed.sequences
+
+
+@settings(deadline=None, max_examples=examples(15, all=150))
+@given(packings())
+def test_sequences_of_most_subsequences_come_first(packing):
+    _, packed, _, _ = packing
+    counts = [len(sequence.lengths) for sequence in packed.sequences]
+    assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_slices_take_equally_long_or_have_equal_tokens(balanced):
+    cost = sample_cost(workload("llama-3.2-1b", 1), most_tokens=LONGEST)
+    mesh = mesh_of(cost, longest=LONGEST, slices=8, balanced=balanced, alignment=128)
+    assert len(mesh.slices) == 8
+    begins, ends = np.array([(0, *mesh.ends[:-1]), mesh.ends], dtype=np.float64)
+    seconds = cost.without_attention_s(ends - begins) + cost.attention_s(begins, ends)
+    if balanced:
+        assert max(seconds) < 1.05 * min(seconds)
+    else:
+        assert Counter(mesh.slices) == {LONGEST // 8: 8}
+        assert max(seconds) > 1.5 * min(seconds)
