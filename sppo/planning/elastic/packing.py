@@ -223,7 +223,7 @@ class _Buckets:
 
     def packed(self, lengths: Sequence[int]) -> PackedSamples:
         """Return the sequences, those of most subsequences first, then the costliest."""
-        self._raise_to_least(lengths)
+        self._raise_to_least()
         seconds = self._seconds()
         order = sorted(
             (index for index, bucket in enumerate(self._buckets) if bucket.samples),
@@ -253,19 +253,22 @@ class _Buckets:
         for _ in range(needed - len(self._buckets)):
             self._append(_Bucket(), 0.0, 0.0)
 
-    def _raise_to_least(self, lengths: Sequence[int]) -> None:
-        """Give subsequences with too few tokens away, or pad the last one that is left."""
+    def _raise_to_least(self) -> None:
+        """Give subsequences with too few tokens to the shortest others, or pad the only one."""
         least = self._least_tokens
         for index in np.flatnonzero((self._tokens > 0) & (self._tokens < least)).tolist():
+            if self._tokens[index] >= least:  # another one has joined it
+                continue
             bucket = self._buckets[index]
             others = [
                 other
                 for other in np.argsort(self._tokens, kind="stable").tolist()
-                if other != index and self._tokens[other] >= least
+                if other != index and self._buckets[other].samples
             ]
-            if bucket.slices or not others:
+            if not others:
                 self._tokens[index] = least
                 continue
+            assert not bucket.slices, "a tail that is too short joins the slice before it"
             place = others[0]
             self._buckets[place].samples += bucket.samples
             self._tokens[place] += self._tokens[index]
