@@ -12,42 +12,17 @@ published histogram subsequences then differed by 0.4 to 10 % instead of 6 to 13
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
 import numpy as np
 
-from sppo.cost.packed_sequence import PackedSequence
+from sppo.cost.packed_sequence import PackedSequence, parts_of_packed
 from sppo.hardware.rates import Floats
+from sppo.planning.elastic.mesh import Mesh
 from sppo.planning.elastic.sample_cost import SampleCost
-from sppo.planning.partition import boundaries_by_length
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Where samples are cut.
-
-    Attributes:
-        ends: End of each slice of the longest sample, ascending.
-        balanced: Whether slices take equally long, as pipeline ranks that wait for each other want
-            it; else they have equal tokens.
-    """
-
-    ends: tuple[int, ...]
-    balanced: bool
-
-    @property
-    def slices(self) -> tuple[int, ...]:
-        """Tokens of each slice of the longest sample."""
-        return tuple(end - begin for begin, end in pairwise((0, *self.ends)))
-
-    @property
-    def most_tokens(self) -> int:
-        """Most tokens of a subsequence."""
-        return max(self.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,83 +74,17 @@ def pack_samples(
     cuts = [_slices(tokens, mesh, least_tokens=least_tokens) for tokens in lengths]
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     buckets = _Buckets(cost, mesh, least_tokens=least_tokens)
-    for index in order:
-        if len(cuts[index]) > 1:
-            buckets.open(index, cuts[index])
+    buckets.open({index: cuts[index] for index in order if len(cuts[index]) > 1})
     short = [index for index in order if len(cuts[index]) == 1]
     buckets.fill(short, np.array([lengths[index] for index in short], dtype=np.float64))
     return buckets.packed(lengths)
 
 
-@lru_cache(maxsize=64)
-def mesh_of(
-    cost: SampleCost, *, longest: int, slices: int, balanced: bool, alignment: int = 128
-) -> Mesh:
-    """Cut the longest sample of a run.
-
-    Args:
-        cost: of its parts.
-        longest: its tokens.
-        slices: how many, at most `longest`.
-        balanced: whether they take equally long, or have equal tokens.
-        alignment: of the cuts, lowered where so many slices would be shorter.
-    """
-    alignment = max(1, min(alignment, longest // slices))
-    if not balanced or slices == 1:
-        return Mesh(boundaries_by_length(
-            longest, num_subsequences=slices, alignment=alignment
-        )[1:], balanced)  # fmt: skip
-    whole = np.array([longest], dtype=np.float64)
-    low, high = 0.0, float(_seconds_of_slices(cost, 0, whole)[0])
-    ends = [longest]
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        found = _ends(cost, longest, slice_s=middle, most=slices, alignment=alignment)
-        if found is None:
-            low = middle
-        else:
-            high, ends = middle, found
-    return Mesh(_with_all_slices(ends, slices, alignment), balanced)
-
-
-_HALVINGS = 24
-
-
-def _ends(
-    cost: SampleCost, longest: int, *, slice_s: float, most: int, alignment: int
-) -> list[int] | None:
-    """Return ends of slices that take at most `slice_s` each; None where that makes too many."""
-    ends = [0]
-    while ends[-1] < longest:
-        if len(ends) > most:
-            return None
-        begin, first = ends[-1], max(ends[-1] - (ends[-2] if len(ends) > 1 else 0), alignment)
-        # No slice is longer than the one before it, for it has more tokens before it.
-        last = longest if len(ends) == 1 else min(longest, begin + first)
-        steps = np.arange(begin + alignment, last, alignment, dtype=np.float64)
-        steps = np.append(steps, float(last))
-        fits = np.flatnonzero(_seconds_of_slices(cost, begin, steps) <= slice_s)
-        if not len(fits):
-            return None
-        ends.append(int(steps[fits[-1]]))
-    return ends[1:]
-
-
-def _with_all_slices(ends: Sequence[int], slices: int, alignment: int) -> tuple[int, ...]:
-    """Halve the longest slices until there are as many as asked for."""
-    cuts = [0, *ends]
-    while len(cuts) <= slices:
-        sizes = [end - begin for begin, end in pairwise(cuts)]
-        place = int(np.argmax(sizes))
-        half = max(1, sizes[place] // 2 // alignment * alignment or sizes[place] // 2)
-        cuts.insert(place + 1, cuts[place] + half)
-    return tuple(cuts[1:])
-
-
-def _seconds_of_slices(cost: SampleCost, begin: int, ends: Floats) -> Floats:
-    """Return the seconds of slices ``[begin, end)`` of a sample, [ends]."""
-    begins = np.full_like(ends, begin)
-    seconds: Floats = cost.without_attention_s(ends - begins) + cost.attention_s(begins, ends)
+def subsequence_seconds(packed: PackedSamples, *, cost: SampleCost) -> Floats:
+    """Return the seconds of each subsequence on one device, one sequence after another."""
+    parts = parts_of_packed(packed.sequences)
+    attention_s = parts.by_subsequence(cost.attention_s(parts.begins, parts.ends))
+    seconds: Floats = cost.without_attention_s(parts.tokens) + attention_s
     return seconds
 
 
@@ -196,12 +105,14 @@ class _Buckets:
         self._tokens: Floats = np.zeros(0)
         self._attention_s: Floats = np.zeros(0)
 
-    def open(self, sample: int, slices: tuple[int, ...]) -> None:
-        """Open a bucket with the tail of a long sample."""
-        length = float(sum(slices))
-        begin = length - slices[-1]
-        attention_s = self._cost.attention_s(np.array([begin]), np.array([length]))
-        self._append(_Bucket(slices[:-1], [sample]), slices[-1], float(attention_s[0]))
+    def open(self, cut: Mapping[int, tuple[int, ...]]) -> None:
+        """Open a bucket with the tail of each sample that is cut into slices of so many tokens."""
+        if not cut:
+            return
+        self._buckets = [_Bucket(slices[:-1], [sample]) for sample, slices in cut.items()]
+        self._tokens = np.array([slices[-1] for slices in cut.values()], dtype=np.float64)
+        lengths = np.array([sum(slices) for slices in cut.values()], dtype=np.float64)
+        self._attention_s = self._cost.attention_s(lengths - self._tokens, lengths)
 
     def fill(self, samples: Sequence[int], lengths: Floats) -> None:
         """Pack short samples, longest first, each into the subsequence that takes least time."""
@@ -211,7 +122,7 @@ class _Buckets:
         self._open_empty(lengths, attention_s)
         for sample, tokens, own_s in zip(samples, lengths, attention_s, strict=True):
             after = self._tokens + tokens
-            has_room = after <= self._mesh.most_tokens
+            has_room = after <= self._mesh.room
             if not has_room.any():
                 self._append(_Bucket(samples=[sample]), tokens, own_s)
                 continue
@@ -243,13 +154,11 @@ class _Buckets:
     def _open_empty(self, lengths: Floats, attention_s: Floats) -> None:
         """Open as many buckets as short samples and tails need at least."""
         tokens = float(lengths.sum() + self._tokens.sum())
-        needed = ceil(tokens / self._mesh.most_tokens)
-        if self._mesh.balanced:
-            first = np.array([self._mesh.slices[0]], dtype=np.float64)
-            slice_s = float(_seconds_of_slices(self._cost, 0, first)[0])
+        needed = ceil(tokens / self._mesh.room)
+        if self._mesh.slice_s is not None:
             token_s = float(self._cost.seconds[-1] / self._cost.tokens[-1])
             all_s = token_s * tokens + float(attention_s.sum() + self._attention_s.sum())
-            needed = max(needed, ceil(all_s / slice_s))
+            needed = max(needed, ceil(all_s / self._mesh.slice_s))
         for _ in range(needed - len(self._buckets)):
             self._append(_Bucket(), 0.0, 0.0)
 

@@ -1,9 +1,11 @@
 """The plan of one step of samples: sequences, program, placements, and what comes of them.
 
 A run of samples has a plan for its longest ones, which chose degrees, schedule and policy and fits
-in the memory there is. A step is planned from it when its samples are known: they are packed for a
-few sizes of subsequences, the policy places activations of each packing as it does those of any
-candidate, and the fastest that fits, as simulated, is run.
+in the memory there is. A step is planned from it when its samples are known: they are packed into
+subsequences of several sizes. Those that take t on one device take a pipeline of p ranks with v
+stages each about ``(sum t + (p - 1) / v max t) / p``, for a flow shop of equal machines does. Of
+the packings that are best by this, the policy places activations as it does those of any candidate,
+and the fastest that fits, as simulated, is run.
 """
 
 from __future__ import annotations
@@ -20,9 +22,15 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.flops import executed_step_flops
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.planning.candidate_program import candidate_program
-from sppo.planning.elastic.packing import PADDING, PackedSamples, mesh_of, pack_samples
+from sppo.planning.elastic.mesh import Mesh, mesh_of_first_slice, mesh_of_slices
+from sppo.planning.elastic.packing import (
+    PADDING,
+    PackedSamples,
+    pack_samples,
+    subsequence_seconds,
+)
 from sppo.planning.elastic.replicas import divide_samples
-from sppo.planning.elastic.sample_cost import sample_cost
+from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
 from sppo.planning.make_plan import compute_seconds, stage_plans
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
@@ -34,8 +42,19 @@ from sppo.units import format_bytes
 
 LEAST_TOKENS = 256
 """Subsequences are not cut shorter than this to fill a pipeline."""
-_SLICES = (0.5, 1.0, 2.0, 4.0)
-"""Numbers of slices of the longest sample that are tried in a pipeline, over that of the plan."""
+_MOST_PER_RANK = 32
+"""Subsequences for each pipeline rank above which smaller ones are not tried."""
+_ROOMS = (2, 1)
+"""Tokens of several samples in a subsequence, over those of a first slice: beside less attention
+there is time for more."""
+_LEAST_SLICES = (1 / 8, 0.0, 1 / 4, 1 / 2)
+"""Tokens of later slices at least, over those of a first slice."""
+_SHORT_SAMPLES = 4096
+"""Tokens up to which first slices are tried where all samples are shorter; else to twice those."""
+_PRICED = 4
+"""Tokens of the largest subsequence over those of the largest first slice that is tried."""
+_SIMULATED = 3
+"""Packings that fit of which the fastest is taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +187,9 @@ class StepPlanner:
         Raises:
             ValueError: a replica would have none.
         """
-        cost = sample_cost(self.base.workload, most_tokens=-(-self.longest // self.slices))
-        return divide_samples(cost.of_samples(lengths), replicas=self.base.data_parallel_degree)
+        return divide_samples(
+            self._cost.of_samples(lengths), replicas=self.base.data_parallel_degree
+        )
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Return the fastest plan that fits, for samples of these lengths.
@@ -177,19 +197,41 @@ class StepPlanner:
         Raises:
             MemoryError: none fits.
         """
-        found: list[StepPlan] = []
+        packings = self._packings(lengths)
         short: list[EvaluatedCandidate] = []
         for base in self._bases():
-            for slices in self._slices():
-                packed = self._packed(lengths, slices)
-                evaluated = assess(base.with_packed(packed.sequences))
-                if evaluated.shortfall is not None:
-                    short.append(evaluated)
-                    continue
-                found.append(StepPlan(packed, simulate_candidate(evaluated)))
+            found = self._fitting(packings, base=base, short=short)
             if found:
                 return min(found, key=lambda plan: plan.step_s)
         raise MemoryError(_too_large(lengths, short))
+
+    def _fitting(
+        self,
+        packings: Sequence[_Packing],
+        *,
+        base: Candidate,
+        short: list[EvaluatedCandidate],
+    ) -> list[StepPlan]:
+        """Return the first plans that fit; adds those that do not to `short`.
+
+        A packing is passed over if one of no larger subsequences did not fit, or if what was found
+        is faster than it can be.
+        """
+        found: list[StepPlan] = []
+        largest = None
+        for packing in packings:
+            fastest = min((plan.step_s for plan in found), default=None)
+            if len(found) == _SIMULATED or (fastest is not None and fastest <= packing.least_s):
+                break
+            if largest is not None and packing.most_tokens >= largest:
+                continue
+            evaluated = assess(base.with_packed(packing.packed.sequences))
+            if evaluated.shortfall is None:
+                found.append(StepPlan(packing.packed, simulate_candidate(evaluated)))
+            else:
+                short.append(evaluated)
+                largest = packing.most_tokens
+        return found
 
     def _bases(self) -> Iterator[Candidate]:
         """The candidates to try until one fits: sequences side by side, then one after another."""
@@ -197,27 +239,104 @@ class StepPlanner:
         if self.base.schedule != LOOPED and self.base.pipeline_parallel_degree > 1:
             yield replace(self.base, schedule=LOOPED)
 
-    def _slices(self) -> list[int]:
-        """Numbers of slices of the longest sample, as tried."""
+    def _packings(self, lengths: Sequence[int]) -> list[_Packing]:
+        """Return the samples packed in the ways that are tried, those that may be fastest first."""
         if not self.searches:
-            return [self.slices]
-        least = max(LEAST_TOKENS, self.base.workload.sequence_parallel_degree)
-        counts = {max(1, round(self.slices * factor)) for factor in _SLICES}
-        return [n for n in sorted(counts) if self.longest // n >= least] or [self.slices]
+            mesh = mesh_of_slices(
+                self._cost,
+                longest=self.longest,
+                slices=self.slices,
+                balanced=self.base.pipeline_parallel_degree > 1,
+                alignment=self.alignment,
+            )
+            return [self._packing(lengths, mesh)]
+        rough = [self._sized(lengths, first) for first in self._first_slices(lengths)]
+        best = min(rough, key=lambda packing: packing.least_s)
+        more = [
+            *(self._sized(lengths, round(best.first * factor)) for factor in (2**-0.5, 2**0.5)),
+            *(
+                self._sized(lengths, best.first, least=least, room=room)
+                for least in _LEAST_SLICES
+                for room in _ROOMS
+                if (least, room) != (_LEAST_SLICES[0], _ROOMS[0])
+            ),
+        ]
+        different = {packing.packed.sequences: packing for packing in (*rough, *more)}
+        return sorted(different.values(), key=lambda packing: packing.least_s)
 
-    def _packed(self, lengths: Sequence[int], slices: int) -> PackedSamples:
-        """Return the samples, cut as if the longest had so many slices."""
-        candidate = self.base
-        cost = sample_cost(candidate.workload, most_tokens=2 * -(-self.longest // slices))
-        mesh = mesh_of(
-            cost,
+    def _first_slices(self, lengths: Sequence[int]) -> list[int]:
+        """Tokens of a first slice that are tried: powers of two with enough subsequences."""
+        ranks, cost = self.base.pipeline_parallel_degree, self._cost
+        each_s = sum(cost.of_samples(lengths)) / ranks
+        least = max(LEAST_TOKENS, self.base.workload.sequence_parallel_degree)
+        doublings = int(np.log2(self._most_tokens / _PRICED / least))
+        sizes = least * 2.0 ** np.arange(max(1, doublings + 1))
+        seconds = np.array(cost.of_samples(sizes.astype(np.int64).tolist()))
+        fits = (seconds <= each_s) & (seconds * _MOST_PER_RANK >= each_s)
+        return [int(size) for size in sizes[fits]] or [least]
+
+    def _sized(
+        self,
+        lengths: Sequence[int],
+        first: int,
+        *,
+        least: float = _LEAST_SLICES[0],
+        room: float = _ROOMS[0],
+    ) -> _Packing:
+        """Return the samples packed into subsequences that take as long as a first slice."""
+        mesh = mesh_of_first_slice(
+            self._cost,
             longest=self.longest,
-            slices=slices,
-            balanced=candidate.pipeline_parallel_degree > 1,
-            alignment=self.alignment,
+            first=first,
+            least=max(round(least * first), self.base.workload.sequence_parallel_degree),
+            room=round(room * first),
+            alignment=min(self.alignment, first),
         )
-        least_tokens = candidate.workload.sequence_parallel_degree
-        return pack_samples(lengths, cost=cost, mesh=mesh, least_tokens=least_tokens)
+        return self._packing(lengths, mesh, first=first)
+
+    def _packing(self, lengths: Sequence[int], mesh: Mesh, *, first: int = 0) -> _Packing:
+        """Return the samples packed by a mesh."""
+        packed = pack_samples(
+            lengths,
+            cost=self._cost,
+            mesh=mesh,
+            least_tokens=self.base.workload.sequence_parallel_degree,
+        )
+        seconds = subsequence_seconds(packed, cost=self._cost)
+        ranks = self.base.pipeline_parallel_degree
+        filling_s = (ranks - 1) / self.base.virtual_stages * seconds.max()
+        least_s = float(seconds.sum() + filling_s) / ranks
+        return _Packing(packed, least_s, first)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens of the largest subsequence whose cost may be asked for."""
+        return _PRICED * max(2 * self.longest, _SHORT_SAMPLES)
+
+    @property
+    def _cost(self) -> SampleCost:
+        """Cost of parts of samples."""
+        return sample_cost(self.base.workload, most_tokens=self._most_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """A way to pack a step.
+
+    Attributes:
+        packed: The samples.
+        least_s: Seconds that a pipeline takes for it, about, if everything is retained.
+        first: Tokens of a first slice that it was made for.
+    """
+
+    packed: PackedSamples
+    least_s: float
+    first: int
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest subsequence."""
+        return max(max(sequence.lengths) for sequence in self.packed.sequences)
 
 
 def step_planner(plan: ExecutionPlan) -> StepPlanner:

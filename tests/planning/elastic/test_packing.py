@@ -1,14 +1,12 @@
 """Packing of samples: each whole and once, cut where the mesh says, in subsequences that share."""
 
-from collections import Counter
 from itertools import accumulate, pairwise
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.planning.elastic.packing import PADDING, PackedSamples, mesh_of, pack_samples
+from sppo.planning.elastic.mesh import mesh_of_first_slice, mesh_of_slices
+from sppo.planning.elastic.packing import PADDING, PackedSamples, pack_samples
 from sppo.planning.elastic.sample_cost import sample_cost
 from tests.planning.elastic.samples import LONGEST, lengths_of_samples, workload
 from tests.tiers import examples
@@ -21,16 +19,24 @@ def meshes(draw):
     """(cost, mesh, tokens of the longest sample, ranks that share a subsequence)."""
     degree = draw(st.sampled_from([1, 1, 2, 8]))
     longest = draw(st.one_of(st.integers(degree, 64), st.integers(degree, LONGEST)))
-    slices = draw(st.integers(1, min(32, longest // degree)))
     cost = sample_cost(
-        workload(draw(st.sampled_from(MODELS)), degree), most_tokens=2 * -(-longest // slices)
+        workload(draw(st.sampled_from(MODELS)), degree), most_tokens=2 * max(longest, LONGEST)
     )
-    mesh = mesh_of(
+    alignment = draw(st.sampled_from([1, 128, 1024]))
+    if draw(st.booleans()):
+        slices = draw(st.integers(1, min(32, longest // degree)))
+        mesh = mesh_of_slices(
+            cost, longest=longest, slices=slices, balanced=draw(st.booleans()), alignment=alignment
+        )
+        return cost, mesh, longest, degree
+    first = draw(st.integers(max(degree, longest // 32), 2 * longest))
+    mesh = mesh_of_first_slice(
         cost,
         longest=longest,
-        slices=slices,
-        balanced=draw(st.booleans()),
-        alignment=draw(st.sampled_from([1, 128, 1024])),
+        first=first,
+        least=draw(st.integers(degree, first)),
+        room=draw(st.integers(first, 2 * first)),
+        alignment=min(alignment, first),
     )
     return cost, mesh, longest, degree
 
@@ -77,7 +83,7 @@ def test_cuts_are_those_of_the_mesh_and_within_limits(packing):
     for sequence in packed.sequences:
         assert min(sequence.lengths) >= degree
         # A tail that is too short to be shared joins a slice, and so do samples.
-        assert max(sequence.lengths) <= mesh.most_tokens + 2 * (degree - 1)
+        assert max(sequence.lengths) <= max(mesh.room, *mesh.slices) + 2 * (degree - 1)
         ends = [*accumulate(sequence.lengths)]
         assert tuple(ends[:-1]) == mesh.ends[: len(ends) - 1]
         assert len(ends) == 1 or ends[-2] < sequence.samples[0]
@@ -123,17 +129,3 @@ def test_sequences_of_most_subsequences_come_first(packing):
     _, packed, _, _ = packing
     counts = [len(sequence.lengths) for sequence in packed.sequences]
     assert counts == sorted(counts, reverse=True)
-
-
-@pytest.mark.parametrize("balanced", [True, False])
-def test_slices_take_equally_long_or_have_equal_tokens(balanced):
-    cost = sample_cost(workload("llama-3.2-1b", 1), most_tokens=LONGEST)
-    mesh = mesh_of(cost, longest=LONGEST, slices=8, balanced=balanced, alignment=128)
-    assert len(mesh.slices) == 8
-    begins, ends = np.array([(0, *mesh.ends[:-1]), mesh.ends], dtype=np.float64)
-    seconds = cost.without_attention_s(ends - begins) + cost.attention_s(begins, ends)
-    if balanced:
-        assert max(seconds) < 1.05 * min(seconds)
-    else:
-        assert Counter(mesh.slices) == {LONGEST // 8: 8}
-        assert max(seconds) > 1.5 * min(seconds)

@@ -1,0 +1,121 @@
+"""The search for a plan of a step: never slower than chunks of a fixed size, and quick."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from sppo.config.model import ModelConfig
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
+from sppo.cost.packed_sequence import PackedSequence
+from sppo.data.length_distributions import draw
+from sppo.hardware.presets import PRESETS
+from sppo.planning.elastic.packing import PADDING
+from sppo.planning.elastic.step_plan import StepPlanner
+from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.simulated_candidate import simulate_candidate
+
+SMALL = ModelConfig(
+    vocab_size=512, hidden_size=64, num_layers=16, num_heads=1, num_kv_heads=1, mlp_size=256
+)
+LARGE = ModelConfig(
+    vocab_size=50257, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=32, mlp_size=11008
+)
+
+
+def planner(longest, *, model=SMALL, hardware="laptop-cpu", ranks=4, sequence_parallel=1):
+    workload = Workload(
+        model, PRESETS[hardware], dtype="bf16", sequence_parallel_degree=sequence_parallel
+    )
+    base = Candidate(workload, (longest,), pipeline_parallel_degree=ranks)
+    return StepPlanner(base, longest=longest, slices=8, alignment=64, searches=True)
+
+
+def fixed_chunks(lengths, tokens):
+    """Long samples cut every so many tokens, each a sequence; short ones packed first-fit."""
+    long, open_rows = [], []
+    for length in lengths:
+        row = next((row for row in open_rows if sum(row) + length <= tokens), None)
+        if length > tokens:
+            long.append([length])
+        elif row is None:
+            open_rows.append([length])
+        else:
+            row.append(length)
+    return tuple(
+        PackedSequence(
+            tuple(row),
+            tuple(min(tokens, sum(row) - begin) for begin in range(0, sum(row), tokens)),
+        )
+        for row in (*long, *open_rows)
+    )
+
+
+def fastest_fixed_s(planner, lengths):
+    chunks = [2**power for power in range(8, 15)]
+    found = [assess(planner.base.with_packed(fixed_chunks(lengths, size))) for size in chunks]
+    return min(simulate_candidate(one).step_s for one in found if one.shortfall is None)
+
+
+def samples_of(plan):
+    """How often each sample is in a plan."""
+    return Counter(
+        sample for samples in plan.packed.samples for sample in samples if sample != PADDING
+    )
+
+
+@pytest.mark.parametrize(("ranks", "margin"), [(2, 1.0), (4, 1.1), (8, 1.2)])
+@pytest.mark.parametrize("name", ["magi", "github"])
+def test_faster_than_the_best_fixed_chunks(name, ranks, margin):
+    lengths = draw(name, 256, seed=1, scale=1 / 16, longest=12288)
+    planned = planner(12288, ranks=ranks)
+    plan = planned.plan(lengths)
+    assert samples_of(plan) == Counter(range(256))
+    assert fastest_fixed_s(planned, lengths) > margin * plan.step_s
+
+
+@pytest.mark.parametrize("lengths", [(512,) * 64, (1000,) * 50, (6000,) * 8, (40,) * 300])
+def test_not_slower_than_fixed_chunks_where_samples_are_alike(lengths):
+    planned = planner(max(lengths), ranks=2)
+    assert planned.plan(lengths).step_s <= 1.02 * fastest_fixed_s(planned, lengths)
+
+
+def test_smaller_subsequences_where_memory_is_short():
+    lengths = draw("magi", 128, seed=0, scale=1 / 16, longest=12288)
+    roomy = planner(12288)
+    plan = roomy.plan(lengths)
+    device = roomy.base.workload.hardware.device
+    least = min(
+        packing.packed.sequences
+        and assess(roomy.base.with_packed(packing.packed.sequences)).device_peak_bytes
+        for packing in roomy._packings(lengths)
+    )
+    assert least < plan.evaluated.device_peak_bytes
+    tight = replace(
+        device, memory_bytes=(least + plan.evaluated.device_peak_bytes) // 2, reserved_bytes=0
+    )
+    workload = roomy.base.workload
+    hardware = replace(workload.hardware, device=tight)
+    base = replace(roomy.base, workload=replace(workload, hardware=hardware), policy="retain")
+    found = replace(roomy, base=base).plan(lengths)
+    assert found.evaluated.shortfall is None
+    assert samples_of(found) == samples_of(plan)
+
+
+def test_a_plan_is_the_same_twice():
+    lengths = draw("magi", 64, seed=3, scale=1 / 16, longest=12288)
+    one, other = planner(12288).plan(lengths), planner(12288).plan(lengths)
+    assert one.program.digest() == other.program.digest()
+
+
+@pytest.mark.slow
+def test_a_large_step_is_planned_within_a_second():
+    """512 samples on 8 pipeline ranks of 4 sequence-parallel ones, where memory is short."""
+    planned = planner(131072, model=LARGE, hardware="a100-40g", ranks=8, sequence_parallel=4)
+    planned.plan(draw("github", 512, seed=0, longest=131072))
+    lengths = draw("github", 512, seed=1, longest=131072)
+    begin = time.process_time()
+    planned.plan(lengths)
+    assert time.process_time() - begin < 1.0
