@@ -295,6 +295,25 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
     },
     # train/: whole runs on several ranks.
+    "train/test_sample_runs.py": {
+        "test_the_run_is_longer_than_an_epoch": only("by tokens", why="a test of a test"),
+        "test_a_run_goes_on_with_other_degrees": only(
+            "by tokens", why="steps of so many samples are the simpler ones"
+        ),
+        "test_losses_and_weights_are_those_of_one_rank": replaced(
+            "train/test_sample_runs.py::test_a_run_goes_on_with_other_degrees",
+            "engine/test_packed_samples.py::test_samples_train_as_if_each_were_alone",
+            why="a run that changes its degrees, and every grid in the engine",
+        ),
+        "test_ranks_that_share_weights_out_do_what_one_does": replaced(
+            "engine/test_packed_samples.py::test_samples_train_as_if_each_were_alone",
+            why="the same comparison in the engine",
+        ),
+        "test_schedules_and_policies_change_nothing": replaced(
+            "engine/test_packed_samples.py::test_samples_train_as_if_each_were_alone",
+            why="the same comparison in the engine",
+        ),
+    },
     "train/test_parallel_runs.py": {
         "test_losses_and_weights_are_those_of_one_rank": only(
             "(2, 2, 2)",

@@ -24,6 +24,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "several": {"train": {"sequences_per_step": 3}, "data": {"shuffle": True}},
     "async": {"checkpoint": {"async_save": True}},
     "documents": {"data": {"isolate_documents": True}},
+    "samples": {
+        "data": {"samples": "documents", "shuffle": True},
+        "train": {"tokens_per_step": 2 * LENGTH},
+    },
     "kv on a disk": {
         "model": {"num_layers": 3},
         "parallel": {"virtual_stages": 3},
