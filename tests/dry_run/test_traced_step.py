@@ -63,7 +63,7 @@ def run_of(model, policy, *, preset="h100", length=24001, pieces=3, **sections):
         sequence={"num_subsequences": pieces},
         hardware={"preset": preset, "devices_per_node": 1},
         activations={"policy": policy},
-        **sections,
+        **{"parallel": {"virtual_stages": 1}, **sections},
     )
 
 
