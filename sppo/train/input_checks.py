@@ -126,15 +126,6 @@ def degree_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
 def _sample_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield (key of ``parallel``, rule) for degrees with which samples cannot be trained on."""
     parallel = run.parallel
-    replicas = parallel.data_parallel_degree
-    if parallel.zero >= 2 and replicas > 1:
-        yield (
-            "zero",
-            f"parallel.zero {parallel.zero}: {replicas} data-parallel replicas would gather weights"
-            " or reduce gradients after each use, and with data.samples=documents each uses them "
-            "as often as its own samples need; write parallel.zero=1, or share the state over "
-            "parallel.sequence_parallel_degree instead",
-        )
     if parallel.multiplexed == "on" or parallel.schedule == "sppo_msp":
         yield (
             "multiplexed",

@@ -157,7 +157,7 @@ def train(
             group=ranks.mesh.groups.world,
             timeout_s=CHECKPOINT_TIMEOUT_FACTOR * run.parallel.timeout_s,
         )
-        first_step, consumed = _resume(manager, state, run=run, tokens=preflight.data.data)
+        first_step, consumed = _resume(manager, state, tokens=preflight.data.data)
         _check_finite(run, state, ranks=ranks)
         state.tensors.forget()
         ranks.decided_by_main(lambda: note_configuration(run, output))
@@ -196,7 +196,7 @@ def train(
 
 
 def _resume(
-    manager: CheckpointManager, state: TrainingState, *, run: RunConfig, tokens: TokenData
+    manager: CheckpointManager, state: TrainingState, *, tokens: TokenData
 ) -> tuple[int, int]:
     """Load the newest valid checkpoint into ``state``.
 
@@ -204,18 +204,11 @@ def _resume(
         Steps done so far, and how many sequences or samples they consumed.
 
     Raises:
-        ValueError: the token data is not what the run began with, or is read in another way.
+        ValueError: the token data is not what the run began with.
     """
     checkpoint = manager.latest_valid()
     if checkpoint is None:
         return 0, 0
-    read_as = checkpoint.metadata.get("config", {}).get("data", {}).get("samples", "stream")
-    if read_as != run.data.samples:
-        raise ValueError(
-            f"data.samples={run.data.samples}, but the run began with data.samples={read_as} "
-            f"({checkpoint.path}), and counts what it has read in those: write data.samples="
-            f"{read_as}, or choose another train.output"
-        )
     began_with = checkpoint.metadata.get("tokens_sha256")
     if began_with not in (None, tokens.meta.tokens_sha256):
         raise ValueError(

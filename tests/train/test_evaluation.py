@@ -17,6 +17,7 @@ from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.train import cpu_device, evaluation
 from sppo.train.evaluation import Evaluation, loss_by_position
 from sppo.train.state_tensors import starting_weights
+from sppo.train.training_data import training_data
 from tests.conftest import LENGTH, write_tokens
 from tests.engine.reference import reference_token_losses
 
@@ -80,6 +81,29 @@ def test_cuts_do_not_matter(work, run_file):
     whole = evaluate_initial(load_run(run_file(sequence={"num_subsequences": 1})), max_sequences=3)
     run = load_run(run_file(sequence={"boundaries": [0, 1, 40, 64], "num_subsequences": "auto"}))
     assert evaluate_initial(run, max_sequences=3).loss == pytest.approx(whole.loss, rel=1e-6)
+
+
+def test_samples_as_the_plain_model_says(work, run_file):
+    """Short ones side by side, long ones cut, each at its own positions."""
+    starts = (3, 50, 51, LENGTH, 2 * LENGTH + 9, 4 * LENGTH)
+    write_tokens(work / "documents", num_tokens=5 * LENGTH, documents=starts)
+    train = {"samples_per_step": 1}
+    data = {"tokens": "documents", "samples": "documents"}
+    run = load_run(run_file(data=data, train=train, sequence={"num_subsequences": 3}))
+    result = evaluate_initial(run)
+    weights = {name: weight.double() for name, weight in starting_weights(run)}
+    samples = training_data(run)
+    losses, counts = torch.zeros(LENGTH, dtype=torch.float64), torch.zeros(LENGTH)
+    for index in range(samples.num_samples):
+        alone = samples.row([index])
+        length = len(alone.tokens_S)
+        losses[:length] += reference_token_losses(run.model, weights, alone)
+        counts[:length] += 1
+    assert result.num_sequences == samples.num_samples == 8  # two of more than 64 tokens are cut
+    assert result.num_tokens == int(counts.sum())
+    assert result.loss == pytest.approx(float(losses.sum() / counts.sum()), rel=1e-5)
+    few = evaluate_initial(run, max_sequences=2)
+    assert few.num_tokens == sum(samples.lengths([0, 1]))
 
 
 def test_bf16_is_close(work, run_file):
