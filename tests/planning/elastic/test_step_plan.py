@@ -75,10 +75,10 @@ def planners(draw, schedules=SCHEDULES, policies=POLICIES):
 
 @st.composite
 def packed_candidates(draw, **of_planners):
-    """A candidate with the sequences that a planner makes of some samples."""
+    """A candidate with the sequences that a planner tries for some samples."""
     planner = draw(planners(**of_planners))
-    packed = planner._packed(draw(lengths_of_samples(longest=planner.longest)), planner.slices)
-    return planner.base.with_packed(packed.sequences)
+    packings = planner._packings(draw(lengths_of_samples(longest=planner.longest)))
+    return planner.base.with_packed(draw(st.sampled_from(packings)).packed.sequences)
 
 
 @settings(
