@@ -19,6 +19,7 @@ import torch
 
 from tests.conftest import succeed
 from tests.model.hf_models import tiny_hf_model
+from tests.train.test_parallel_runs import run_on
 
 transformers = pytest.importorskip("transformers")
 
@@ -143,20 +144,32 @@ def run_file(case, directory):
     return path
 
 
-def train_ours(case, directory, sppo):
-    """Import, prepare, train, export; the exported model and the lines of metrics.jsonl."""
-    documents = []
-    for index, ids in enumerate(stream_of(case)):
-        documents.append(directory / f"document{index}.npy")
-        np.save(documents[-1], ids)
+def prepared(directory, documents, sppo):
+    """Import the published model, and prepare documents, given as (ids, loss mask or None)."""
+    paths = []
+    for index, (ids, mask) in enumerate(documents):
+        paths.append(directory / f"document{index:02}.npy")
+        np.save(paths[-1], ids)
+        if mask is not None:
+            np.save(directory / f"document{index:02}.mask.npy", mask)
     sppo("convert", "from-hf", directory / "published", directory / "ours")
     prepare = ("data", "prepare", "--tokenizer", "ids", "--vocab-size", 61)
-    sppo(*prepare, "--out", directory / "tokens", *documents)
-    assert "7 subsequences of " in sppo("train", run_file(case, directory))
+    sppo(*prepare, "--out", directory / "tokens", *paths)
+
+
+def exported(directory, sppo):
+    """Export what was trained; the model and the lines of metrics.jsonl."""
     sppo("convert", "to-hf", directory / "run", directory / "exported")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(directory / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory / "exported")
     lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
-    return exported, [json.loads(line) for line in lines]
+    return model, [json.loads(line) for line in lines]
+
+
+def train_ours(case, directory, sppo):
+    """Import, prepare, train, export; the exported model and the lines of metrics.jsonl."""
+    prepared(directory, [(ids, None) for ids in stream_of(case)], sppo)
+    assert "7 subsequences of " in sppo("train", run_file(case, directory))
+    return exported(directory, sppo)
 
 
 def optimizer_of(model):
@@ -196,7 +209,7 @@ def train_theirs(case, model):
 
 
 def assert_same_metrics(lines, expected):
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines] == list(range(1, len(expected) + 1))
     for line, (loss, norm) in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(loss, rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -248,3 +261,104 @@ def test_five_steps_are_those_of_transformers(name, tmp_path):
 
 def test_the_installed_command_does_the_same(tmp_path):
     check(Case("llama", cut="flops", rates=WARM_UP_COSINE), tmp_path, as_command)
+
+
+SAMPLE_STEPS, SAMPLES_PER_STEP, LONGEST = 4, 3, 47
+DOCUMENTS = (30, 2, 48, 17, 70, 3, 5, 41, 8, 23, 11)
+"""Tokens of each. The one beyond the longest sample is cut, which makes twelve samples."""
+
+
+def masked_documents():
+    """(ids, whether predicting each counts): as of questions and answers, and one without."""
+    random = np.random.default_rng(5)
+    found = []
+    for index, tokens in enumerate(DOCUMENTS):
+        ids = random.integers(0, 61, size=tokens, dtype=np.uint16)
+        mask = random.random(tokens) < 0.6
+        mask[-1] = True
+        found.append((ids, None if index == 2 else mask))
+    return found
+
+
+def samples_of_documents():
+    """Token ids of each sample with its last label, and which labels count."""
+    found = []
+    for ids, mask in masked_documents():
+        counts = np.ones(len(ids), dtype=bool) if mask is None else mask
+        for start in range(0, len(ids) - 1, LONGEST):
+            own = slice(start, min(start + LONGEST, len(ids) - 1) + 1)
+            found.append((ids[own].astype(np.int64), counts[own]))
+    assert len(found) == SAMPLE_STEPS * SAMPLES_PER_STEP
+    return found
+
+
+def samples_file(directory, more):
+    """A run file of the samples in their order."""
+    settings = {
+        "model": {"from_hf": str(directory / "ours")},
+        "data": {"tokens": str(directory / "tokens"), "samples": "documents", "shuffle": False},
+        "sequence": {"length": LONGEST, "num_subsequences": 5, "alignment": 1},
+        "optimizer": {
+            "lr": LR, "betas": [0.9, 0.95], "eps": 1e-5, "weight_decay": 0.3, "clip_norm": 0.5,
+            "schedule": "constant", "warmup_steps": 0,
+        },
+        "train": {
+            "steps": SAMPLE_STEPS,
+            "samples_per_step": SAMPLES_PER_STEP,
+            "dtype": "fp32",
+            "output": str(directory / "run"),
+        },
+        **more,
+    }  # fmt: skip
+    path = directory / "run.yaml"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def train_theirs_alone(model):
+    """Train sample by sample in place: losses add up to the mean of a step's labels."""
+    optimizer, samples, metrics = optimizer_of(model), samples_of_documents(), []
+    for step in range(SAMPLE_STEPS):
+        own = samples[step * SAMPLES_PER_STEP :][:SAMPLES_PER_STEP]
+        counted = sum(int(counts[1:].sum()) for _, counts in own)
+        optimizer.zero_grad()
+        total = 0.0
+        for ids, counts in own:
+            tokens = torch.from_numpy(ids)
+            labels = tokens[1:].masked_fill(~torch.from_numpy(counts[1:]), -100)
+            logits = model(tokens[None, :-1]).logits[0]
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / counted
+            loss.backward()
+            total += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        metrics.append((total, float(norm)))
+    return metrics
+
+
+SAMPLE_CASES = {
+    "llama": ("llama", {}),
+    "gpt2, recomputed": ("gpt2", {"activations": {"policy": "recompute"}}),
+    "mistral": ("mistral", {}),
+    "qwen3, layer by layer": ("qwen3", {"parallel": {"virtual_stages": NUM_LAYERS}}),
+}
+
+
+@pytest.mark.parametrize("pipeline_ranks", [1, 2])
+@pytest.mark.parametrize("name", SAMPLE_CASES)
+def test_samples_train_as_transformers_does_one_by_one(name, pipeline_ranks, tmp_path, ranks):
+    family, more = SAMPLE_CASES[name]
+    if pipeline_ranks > 1:
+        more = {key: value for key, value in more.items() if key != "parallel"}
+    theirs, _ = tiny_hf_model(family, seed=11)
+    theirs.save_pretrained(tmp_path / "published", max_shard_size="20KB")
+    before = {key: value.clone() for key, value in theirs.state_dict().items()}
+    prepared(tmp_path, masked_documents(), succeed)
+    run = samples_file(tmp_path, more)
+    if pipeline_ranks == 1:
+        succeed("train", run)
+    else:
+        run_on(ranks, tmp_path, (1, 2, 1), SAMPLE_STEPS, tmp_path / "run")
+    ours, lines = exported(tmp_path, succeed)
+    assert_same_metrics(lines, train_theirs_alone(theirs))
+    assert_same_weights(ours, theirs, before)
