@@ -116,7 +116,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--simulated-ranks", type=several(positive), default=[4, 8], help="only simulated"
     )
-    parser.add_argument("--dtype", type=one_of("bf16", "fp32"), default="bf16")
+    parser.add_argument(
+        "--dtype",
+        type=one_of("bf16", "fp32"),
+        default="fp32",
+        help="in bf16 a CPU compiles code for every number of tokens that it has not met before",
+    )
     parser.add_argument("--hardware", type=Path, help="rates of sppo bench, for one thread")
     parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
     parser.add_argument("--plots", type=Path, help="draw a timeline of each side in this folder")

@@ -65,7 +65,7 @@ def test_fixed_chunks_split_long_samples_and_pack_short_ones_first_fit(scripts):
 def test_sides_are_planned_for_the_same_tokens(scripts):
     sides = scripts("elastic_sides")
     request = sides.Request(
-        scripts("compare_elastic").MODEL, "bf16", PRESETS["laptop-cpu"], 1 << 30,
+        scripts("compare_elastic").MODEL, "fp32", PRESETS["laptop-cpu"], 1 << 30,
         (LENGTHS, LENGTHS[:3]), longest=1024, row_tokens=1024, chunk_tokens=None,
     )  # fmt: skip
     found = sides.side_steps(request, ranks=2, sides=sides.SIDES)

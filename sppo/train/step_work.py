@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config import RunConfig
 from sppo.cost.flops import executed_step_flops, sample_flops, step_flops
+from sppo.cost.memory.process_growth import code_bytes
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.cost.packed_sequence import parts_of_sequence
 from sppo.data.samples import DocumentSamples
@@ -65,7 +66,7 @@ class StepWork:
         sequences: What it trains on.
         boundaries: Cuts of each.
         num_consumed: Sequences, or samples, of all replicas.
-        tokens: Of this replica, padding included.
+        tokens: Of this replica, without padding.
         model_flops: Of this replica's step.
         executed_flops: The same with what is recomputed.
         step_s: Predicted seconds of its step.
@@ -179,6 +180,7 @@ class Samples:
     ) -> None:
         self._run, self._data, self._mesh = run, data, mesh
         self._planner = step_planner(plan)
+        self._lengths: set[int] = set()
 
     def work(self, step: int, *, consumed: int) -> StepWork:
         """Plan a step and read its samples.
@@ -193,6 +195,7 @@ class Samples:
         own_lengths = self._data.lengths(own)
         plan = self._planner.plan(own_lengths)
         seconds = time.perf_counter() - begin
+        self._lengths.update(plan.evaluated.candidate.lengths)
         return StepWork(
             [
                 self._sequence([own[index] for index in packed if index != PADDING], tokens)
@@ -202,12 +205,12 @@ class Samples:
             ],
             [sequence.boundaries for sequence in plan.sequences],
             num_consumed=len(samples),
-            tokens=plan.tokens,
+            tokens=sum(own_lengths),
             model_flops=sample_flops(self._run.model, own_lengths),
             executed_flops=plan.executed_flops,
             step_s=plan.step_s,
             phases=PlannedPhases(*plan.phases_s),
-            memory=plan.evaluated.memory[self._mesh.at.pipeline].device,
+            memory=self._memory(plan),
             planned=plan,
             packed=PackedCounts(
                 len(own), plan.num_split, plan.num_batched, plan.num_hybrid,
@@ -216,6 +219,14 @@ class Samples:
             planning_s=seconds,
             bubble_fraction=plan.bubble_fraction,
         )  # fmt: skip
+
+    def _memory(self, plan: StepPlan) -> MemoryBuckets:
+        """Return the memory of this rank, with code that earlier steps' lengths took for good."""
+        candidate = plan.evaluated.candidate
+        device = plan.evaluated.memory[self._mesh.at.pipeline].device
+        taken = code_bytes(candidate.workload, lengths=self._lengths)
+        taken -= code_bytes(candidate.workload, lengths=candidate.lengths)
+        return replace(device, growth_bytes=device.growth_bytes + taken)
 
     def _sequence(self, samples: Sequence[int], tokens: int) -> SequenceData:
         """Read the samples of one sequence, and pad it to so many tokens."""

@@ -61,7 +61,12 @@ class _Bucket:
 
 
 def pack_samples(
-    lengths: Sequence[int], *, cost: SampleCost, mesh: Mesh, least_tokens: int = 1
+    lengths: Sequence[int],
+    *,
+    cost: SampleCost,
+    mesh: Mesh,
+    least_tokens: int = 1,
+    multiple: int = 1,
 ) -> PackedSamples:
     """Cut and pack samples.
 
@@ -70,6 +75,7 @@ def pack_samples(
         cost: of their parts.
         mesh: where they are cut.
         least_tokens: of every subsequence: ranks that share its tokens need one each.
+        multiple: to which subsequences of tails and short samples are padded.
     """
     cuts = [_slices(tokens, mesh, least_tokens=least_tokens) for tokens in lengths]
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -77,7 +83,7 @@ def pack_samples(
     buckets.open({index: cuts[index] for index in order if len(cuts[index]) > 1})
     short = [index for index in order if len(cuts[index]) == 1]
     buckets.fill(short, np.array([lengths[index] for index in short], dtype=np.float64))
-    return buckets.packed(lengths)
+    return buckets.packed(lengths, multiple=multiple)
 
 
 def subsequence_seconds(packed: PackedSamples, *, cost: SampleCost) -> Floats:
@@ -132,9 +138,10 @@ class _Buckets:
             self._tokens[place] = after[place]
             self._attention_s[place] += own_s
 
-    def packed(self, lengths: Sequence[int]) -> PackedSamples:
+    def packed(self, lengths: Sequence[int], *, multiple: int) -> PackedSamples:
         """Return the sequences, those of most subsequences first, then the costliest."""
         self._raise_to_least()
+        self._tokens = np.ceil(self._tokens / multiple) * multiple
         seconds = self._seconds()
         order = sorted(
             (index for index, bucket in enumerate(self._buckets) if bucket.samples),

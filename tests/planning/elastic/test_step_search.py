@@ -27,7 +27,7 @@ LARGE = ModelConfig(
 
 def planner(longest, *, model=SMALL, hardware="laptop-cpu", ranks=4, sequence_parallel=1):
     workload = Workload(
-        model, PRESETS[hardware], dtype="bf16", sequence_parallel_degree=sequence_parallel
+        model, PRESETS[hardware], dtype="fp32", sequence_parallel_degree=sequence_parallel
     )
     base = Candidate(workload, (longest,), pipeline_parallel_degree=ranks)
     return StepPlanner(base, longest=longest, slices=8, alignment=64, searches=True)
@@ -66,7 +66,7 @@ def samples_of(plan):
     )
 
 
-@pytest.mark.parametrize(("ranks", "margin"), [(2, 1.0), (4, 1.1), (8, 1.2)])
+@pytest.mark.parametrize(("ranks", "margin"), [(2, 1.0), (4, 1.1), (8, 1.1)])
 @pytest.mark.parametrize("name", ["magi", "github"])
 def test_faster_than_the_best_fixed_chunks(name, ranks, margin):
     lengths = draw(name, 256, seed=1, scale=1 / 16, longest=12288)
