@@ -126,17 +126,21 @@ def _gpipe(request: _Request, rank: int) -> RankOrder:
 
 
 def _seq1f1b(request: _Request, rank: int) -> RankOrder:
-    """Seq1F1B: `hop` more forwards in flight per rank towards the front (papers/seq1f1b)."""
+    """Seq1F1B: `hop` more forwards in flight per rank towards the front (papers/seq1f1b).
+
+    Where sequences have unequal numbers of subsequences, no more are in flight at a time than the
+    sequences that are left need.
+    """
     forward, _, least = _single_chunk(request.lengths)
-    warmup = least + request.hop * (request.num_ranks - 1 - rank)
-    return _paired_up(request.lengths, min(warmup, len(forward)))
+    ahead = request.hop * (request.num_ranks - 1 - rank)
+    return _paired_up(request.lengths, min(ahead, len(forward) - least))
 
 
 @lru_cache(maxsize=2)
-def _paired_up(lengths: Lengths, warmup: int) -> RankOrder:
+def _paired_up(lengths: Lengths, ahead: int) -> RankOrder:
     """The order of one stage: of ranks that run all forwards first, the same list."""
     forward, backward, _ = _single_chunk(lengths)
-    return orders.pair_up(forward, backward=backward, warmup=warmup)
+    return orders.pair_up_ahead(forward, backward=backward, ahead=ahead)
 
 
 @lru_cache(maxsize=2)

@@ -94,6 +94,31 @@ def pair_up(
     return order
 
 
+def pair_up_ahead(
+    forward: Sequence[Step], *, backward: Sequence[Step], ahead: int
+) -> list[tuple[str, Step]]:
+    """One forward, one backward after a warm-up that shrinks when the sequences that need it end.
+
+    Before each backward run as many forwards as :func:`least_warmup` asks for on behalf of the
+    backwards that are left, and `ahead` more. Where sequences have unequal numbers of
+    subsequences, those with most first, fewer units are held once these are done. Where they have
+    equal numbers this is :func:`pair_up`.
+    """
+    position = {step: index for index, step in enumerate(forward)}
+    needed, least = [0] * len(backward), 0
+    for index in reversed(range(len(backward))):
+        least = max(least, position[backward[index]] - index)
+        needed[index] = least
+    order: list[tuple[str, Step]] = []
+    done = 0
+    for index, step in enumerate(backward):
+        until = min(len(forward), index + 1 + needed[index] + ahead)
+        order.extend(("F", other) for other in forward[done:until])
+        done = max(done, until)
+        order.append(("B", step))
+    return order
+
+
 def delay_weights(order: Sequence[tuple[str, Step]], *, delay: int) -> list[tuple[str, Step]]:
     """Split every backward and run its weight half `delay` backwards later (ZB-H1).
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sppo.schedule import orders
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import find_violations, validate
 from sppo.schedule.communication import place_messages
@@ -69,6 +70,24 @@ def test_warm_up_of_seq1f1b_and_its_hop():
     latent = make("seq1f1b", p=3, n=2, m=4, hop=2)
     assert order(latent, 0)[:7] == [f"0F{m}.{n}" for m in range(3) for n in range(2)] + ["0B0.1"]
     assert order(latent, 2) == order(schedule, 2)
+
+
+def test_a_long_sequence_holds_no_more_once_it_is_through():
+    """After 4 subsequences come single ones, of which as many are held as under plain 1F1B."""
+    schedule = generate("seq1f1b", num_ranks=2, lengths=[(8,) * 4, *[(8,)] * 4])
+    assert "".join(action[1] for action in order(schedule, 0, "FB")) == "FFFFFBBBBFBFBFBB"
+    assert "".join(action[1] for action in order(schedule, 1, "FB")) == "FFFFBBBBFBFBFBFB"
+
+
+@settings(deadline=None, max_examples=examples(25, all=100))
+@given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 8))
+def test_equal_sequences_pair_up_after_a_constant_warm_up(ahead, m, n):
+    lengths = ((8,) * n,) * m
+    groups = [range(m)]
+    forward = orders.forward_steps(lengths, groups=groups, num_chunks=1)
+    backward = orders.backward_steps(lengths, groups=groups, num_chunks=1)
+    shrinking = orders.pair_up_ahead(forward, backward=backward, ahead=ahead)
+    assert shrinking == orders.pair_up(forward, backward=backward, warmup=n - 1 + ahead)
 
 
 def test_a_single_sequence_makes_sppo_and_seq1f1b_the_same_program():
