@@ -221,17 +221,20 @@ def _announce(run: RunConfig, preflight: Preflight, console: Console, *, device:
 
 def _epoch(preflight: Preflight) -> str:
     """What an epoch has."""
+    import numpy as np
+
     from sppo.data.samples import DocumentSamples
     from sppo.units import format_count, format_tokens
 
     data = preflight.data
     if not isinstance(data, DocumentSamples):
         return f"{data.num_sequences} sequences of {format_tokens(data.length)} an epoch"
-    lengths = data.table.lengths
-    left_out = data.table.num_left_out
+    lengths, left_out = data.table.lengths, data.table.num_left_out
+    middle = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
     return (
         f"{format_count(data.num_samples)} samples of {int(lengths.min())} to "
-        f"{int(lengths.max())} tokens, mean {round(float(lengths.mean()))}, an epoch"
+        f"{int(lengths.max())} tokens an epoch, mean {round(float(lengths.mean()))}, "
+        + ", ".join(f"p{share} {value}" for share, value in zip((50, 90, 99), middle, strict=True))
         + (f" ({left_out} documents left out)" if left_out else "")
     )
 

@@ -23,7 +23,7 @@ _MOST_MEMORY_POINTS = 4000
 _LEGEND_ORDER = (
     *style.KIND_COLOURS.values(),
     *style.OTHER_COPY_COLOURS.values(),
-    *style.LATER_STAGE_COLOURS.values(),
+    *style.SECOND_COLOURS.values(),
     *style.PHASE_COLOURS.values(),
 )
 
@@ -106,8 +106,8 @@ def _bar(
     phase = phases.get((action.stage, action.sequence, action.subsequence))
     if action.num_shards > 1 and phase and (action.kind, phase) in style.PHASE_COLOURS:
         name = f"{name}, {style.PHASE_NAMES[phase]}"
-    elif colour in style.LATER_STAGE_COLOURS.values():
-        name = f"{name}, a rank's 2nd stage"
+    elif colour in style.SECOND_COLOURS.values():
+        name = f"{name}, {style.shades(schedule)}"
     number = styles.setdefault((colour, name), len(styles))
     label = style.unit_label(action, schedule=schedule) if span.lane == "compute" else ""
     return [

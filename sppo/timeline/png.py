@@ -326,9 +326,8 @@ def _legend_entries(panels: Sequence[_Panel]) -> list[tuple[str, tuple[str, ...]
         for copy, name in style.OTHER_COPY_NAMES.items()
         if copy in seen.other_copies
     ]
-    if seen.is_interleaved:
-        shades = (style.LATER_STAGE_COLOURS[forward], style.LATER_STAGE_COLOURS[backward])
-        entries.append(("a rank's 2nd stage", shades))
+    second = style.SECOND_COLOURS[forward], style.SECOND_COLOURS[backward]
+    entries += [(name, second) for name in seen.shades]
     entries += [
         (name, (style.PHASE_COLOURS[forward, phase], style.PHASE_COLOURS[backward, phase]))
         for phase, name in style.PHASE_NAMES.items()
@@ -369,7 +368,7 @@ class _Seen:
     other_copies: frozenset[style.Copy]
     causes: frozenset[IdleCause]
     phases: frozenset[style.Phase]
-    is_interleaved: bool
+    shades: tuple[str, ...]
 
     @classmethod
     def of(cls, panels: Sequence[_Panel]) -> _Seen:
@@ -385,5 +384,5 @@ class _Seen:
             frozenset(filter(None, map(style.other_copy, actions))),
             frozenset(idle.cause for track in tracks for idle in track.idle),
             frozenset(p for t in timelines for p in style.phases(t.schedule).values()),
-            any(t.schedule.placement.num_virtual > 1 for t in timelines),
+            tuple(dict.fromkeys(filter(None, (style.shades(t.schedule) for t in timelines)))),
         )

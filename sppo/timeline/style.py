@@ -52,8 +52,8 @@ OTHER_COPY_NAMES: dict[Copy, str] = {
     (ActionKind.D2H, "gradients"): "gradients out",
     (ActionKind.H2D, "gradients"): "gradients back",
 }
-# A later stage of the same rank, and shards of an MSP unit by phase.
-LATER_STAGE_COLOURS: dict[ActionKind, str] = {
+# Every second stage of a rank, or every second sequence of samples; shards of an MSP unit by phase.
+SECOND_COLOURS: dict[ActionKind, str] = {
     ActionKind.F: "#8FB4D9",
     ActionKind.B: "#7BBF87",
     ActionKind.W: "#D9CC7A",
@@ -103,7 +103,7 @@ def colour_of(
     schedule: Schedule,
     phases: Mapping[tuple[int, int | None, int | None], Phase],
 ) -> str:
-    """The colour of an action; stages of the same rank alternate between dark and light."""
+    """The colour of an action, dark or light by turns, see :func:`shades`."""
     copy = other_copy(action)
     if copy is not None:
         return OTHER_COPY_COLOURS[copy]
@@ -111,10 +111,25 @@ def colour_of(
         phase = phases.get((action.stage, action.sequence, action.subsequence))
         if phase is not None and (action.kind, phase) in PHASE_COLOURS:
             return PHASE_COLOURS[action.kind, phase]
-    turn = action.stage // schedule.num_ranks
-    if turn % 2 == 1 and action.kind in LATER_STAGE_COLOURS:
-        return LATER_STAGE_COLOURS[action.kind]
+    if schedule.placement.num_virtual > 1:
+        turn = action.stage // schedule.num_ranks
+    else:
+        turn = (action.sequence or 0) * (shades(schedule) is not None)
+    if turn % 2 == 1 and action.kind in SECOND_COLOURS:
+        return SECOND_COLOURS[action.kind]
     return KIND_COLOURS[action.kind]
+
+
+def shades(schedule: Schedule) -> str | None:
+    """What has light colours; None where all is dark.
+
+    Stages of a rank alternate, and where each has one the sequences of a step whose samples were
+    packed: those differ in length.
+    """
+    if schedule.placement.num_virtual > 1:
+        return "a rank's 2nd stage"
+    are_alike = all(lengths == schedule.lengths[0] for lengths in schedule.lengths)
+    return None if are_alike else "every 2nd sequence"
 
 
 def other_copy(action: Action) -> Copy | None:

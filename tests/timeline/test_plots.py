@@ -10,6 +10,7 @@ import pytest
 
 from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case
 from sppo.schedule.actions import ActionKind
+from sppo.schedule.generators import generate
 from sppo.schedule.simulate import simulate
 from sppo.timeline import style
 from sppo.timeline.chrome_trace import write_trace
@@ -94,7 +95,7 @@ def test_a_step_of_too_many_bars_is_painted(tmp_path):
     path = tmp_path / "a.png"
     write_png(path, timelines=[play(make("interleaved_seq1f1b", p=16, v=2, n=8, m=64))])
     seen = pixels(path)
-    kinds = (style.KIND_COLOURS[ActionKind.F], style.LATER_STAGE_COLOURS[ActionKind.B])
+    kinds = (style.KIND_COLOURS[ActionKind.F], style.SECOND_COLOURS[ActionKind.B])
     assert {rgb(colour) for colour in (*kinds, style.IDLE_COLOURS["bubble"])} <= seen
 
 
@@ -102,6 +103,19 @@ def test_an_empty_evaluation_and_a_single_rank_can_be_drawn(tmp_path):
     path = tmp_path / "a.png"
     write_png(path, timelines=[play(make("sppo", p=1, n=1, m=1, forward_only=True))])
     assert path.stat().st_size > 5000
+
+
+def test_sequences_that_differ_alternate_between_dark_and_light():
+    packed = generate("sppo", num_ranks=2, lengths=((8, 4), (9,), (3,)))
+    colours = {
+        action.sequence: style.colour_of(action, schedule=packed, phases={})
+        for action in packed.programs[0]
+        if action.kind is ActionKind.B
+    }
+    dark, light = style.KIND_COLOURS[ActionKind.B], style.SECOND_COLOURS[ActionKind.B]
+    assert colours == {0: dark, 1: light, 2: dark}
+    assert style.shades(packed) == "every 2nd sequence"
+    assert style.shades(make("sppo", p=2, n=3, m=2)) is None
 
 
 def test_labels_name_the_unit_and_no_more():
