@@ -1,9 +1,10 @@
 """Trains random combinations of everything that can be combined, and checks every number of them.
 
-Models, cuts, documents, activation policies, tiers, schedules, degrees, ZeRO, precision, and going
-on from a checkpoint with other degrees: losses, gradients, norms and updated weights are compared
-with plain autograd in float64. Ranks are threads of this process by default, whose messages move at
-moments that the seed chooses; ``--ranks real`` makes them processes that talk over gloo.
+Models, cuts, documents, samples, activation policies, tiers, schedules, degrees, ZeRO, precision,
+and going on from a checkpoint with other degrees: losses, gradients, norms and updated weights are
+compared with plain autograd in float64, of samples with that of each by itself. Ranks are threads
+of this process by default, whose messages move at moments that the seed chooses; ``--ranks real``
+makes them processes that talk over gloo.
 
     python scripts/random_training.py --count 2000
 

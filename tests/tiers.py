@@ -726,6 +726,10 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "reductions_reused",
             why="tests of a test: one each of messages, memory, reductions and data",
         ),
+        "test_every_number_of_random_trainings_on_samples": replaced(
+            "random_training/test_random_training.py::test_every_number_of_random_trainings",
+            why="samples are among them, if fewer",
+        ),
         "test_every_number_of_random_trainings": without(
             "10", "20", why="one of three samples of the same trainings stays"
         ),

@@ -92,6 +92,21 @@ class Shape(_Short):
 
 
 @dataclass(frozen=True, repr=False)
+class Samples(_Short):
+    """Documents that a training takes as samples."""
+
+    documents: tuple[int, ...] = (9, 4, 30)
+    """Tokens of each."""
+    longest: int = 16
+    """Tokens of the longest sample."""
+    longer: str = "cut"
+    """What becomes of documents beyond it: cut or drop."""
+    samples_per_step: int = 0
+    tokens_per_step: int = 0
+    """One of the two says how large a step is."""
+
+
+@dataclass(frozen=True, repr=False)
 class Leg(_Short):
     """Some steps on one grid of ranks; the state goes on to the next leg."""
 
@@ -100,6 +115,8 @@ class Leg(_Short):
     """Of every sequence, from 0 to its length."""
     other_cuts: tuple[int, ...] = ()
     """Of every second sequence of a replica instead, where there are any."""
+    slices: int = 1
+    """Of samples: into how many the longest one is cut."""
     replica_sequences: int = 1
     """Sequences of a step on each data-parallel replica."""
     dp: int = 1
@@ -165,6 +182,8 @@ class Case(_Short):
     dtype: str = "fp32"
     model: Shape = Shape()
     legs: tuple[Leg, ...] = (Leg(),)
+    samples: Samples | None = None
+    """What is trained on instead of sequences that are all cut alike."""
     documents: int = 1
     """Isolated documents of a sequence."""
     ignored: float = 0.1

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
+from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from tests.offload.emulated_queues import SCHEDULERS
-from tests.random_training.case import FAMILIES, ROPES, Case, Leg, Shape
+from tests.random_training.case import FAMILIES, ROPES, Case, Leg, Samples, Shape
 
 T = TypeVar("T")
 
@@ -52,8 +52,52 @@ class _Draw:
             weight_decay=pick([0.1, 0.0]),
         )
         legs = tuple(self._leg(shape) for _ in range(pick([1, 1, 1, 2, 2, 3])))
+        if chance(0.2):
+            samples = self._samples(legs)
+            legs = tuple(self._of_samples(leg, samples) for leg in legs)
+            return replace(case, legs=legs, samples=samples, documents=1)
         shortest = min(cuts[-1] for leg in legs for cuts in (leg.cuts, leg.other_cuts) if cuts)
         return replace(case, legs=legs, documents=min(case.documents, shortest))
+
+    def _samples(self, legs: Sequence[Leg]) -> Samples:
+        """Documents of which at least one is a sample, and steps with one for each replica."""
+        longest, replicas = self._pick([5, 16, 40]), max(leg.dp for leg in legs)
+        tokens = [self._pick([2, 3, 6, longest, 2 * longest, 3 * longest]) for _ in range(9)]
+        documents = tuple(self._random.randint(2, most) for most in tokens)
+        by_samples = self._chance(0.5)
+        most = self._random.randint(replicas, 9)
+        return Samples(
+            documents=(self._random.randint(2, longest), *documents),
+            longest=longest,
+            longer=self._pick(["cut", "drop"]),
+            samples_per_step=most if by_samples else 0,
+            tokens_per_step=0 if by_samples else longest * replicas + 7 * (most - replicas),
+        )
+
+    def _of_samples(self, leg: Leg, samples: Samples) -> Leg:
+        """A leg as one that trains on samples can be."""
+        whole = leg.schedule in WHOLE_SEQUENCES
+        leg = replace(
+            leg,
+            schedule="sppo" if leg.schedule == "sppo_msp" else leg.schedule,
+            # Replicas that run programs of their own meet at the end of a step only.
+            zero=leg.zero if leg.dp == 1 else min(leg.zero, 1),
+            cuts=(0, samples.longest),
+            other_cuts=(),
+            replica_sequences=1,
+            slices=1 if whole else self._random.randint(1, max(1, samples.longest // leg.sp)),
+            evaluates=False,
+            kv_offloaded=(),
+            kv_recomputed=(),
+        )
+        if leg.schedule != LOOPED or leg.virtual == 1:
+            return leg
+        # What a plan says of K and V: all stages of a rank but its last.
+        away = tuple(range(leg.num_stages - leg.pp))
+        choices = [{}, {"kv_offloaded": away}] if leg.tier else [{}]
+        if not leg.tier and leg.input_every == 1:
+            choices.append({"kv_recomputed": away})
+        return replace(leg, **self._pick(choices))
 
     def _shape(self) -> Shape:
         chance, pick = self._chance, self._pick

@@ -271,7 +271,7 @@ MUTATIONS: dict[str, tuple[Mutation, Callable[[Case], bool]]] = {
         (gathers_not_awaited, lambda case: any(leg.zero == 3 for leg in case.legs)),
         (positions_from_subsequence, lambda case: any(len(leg.cuts) > 2 for leg in case.legs)),
         (prefix_without_dk, lambda case: any(len(leg.cuts) > 2 for leg in case.legs)),
-        (documents_not_isolated, lambda case: case.documents > 1),
+        (documents_not_isolated, lambda case: case.documents > 1 or case.samples is not None),
         (norm_of_own_gradients, lambda case: case.num_ranks > 1),
         (tied_gradients_apart, lambda case: case.model.tied and case.num_ranks > 1),
         (resumed_without_step, lambda case: len(case.legs) > 1),

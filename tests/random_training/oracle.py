@@ -16,6 +16,7 @@ from tests.engine.models import autograd_step, random_weights
 from tests.engine.reference import reference_token_losses
 from tests.random_training.case import DTYPES, Case
 from tests.random_training.run_leg import Blocks, StepResult, places
+from tests.random_training.samples import samples_alone
 
 State = dict[str, Tensor]
 """Whole masters and moments by name, as a checkpoint has them."""
@@ -61,7 +62,7 @@ def step_faults(
     model = case.model.config()
     compute = DTYPES[case.dtype]
     weights = {n: before[MODEL_PREFIX + n].to(compute).double() for n in parameter_shapes(model)}
-    sequences = case.sequences(leg, step)
+    sequences = step_sequences(case, leg, step)
     loss, gradients = autograd_step(model, weights, sequences, terms=case.terms)
     gradients = {MODEL_PREFIX + name: gradient for name, gradient in gradients.items()}
     counted = sum(data.num_valid for data in sequences)
@@ -91,6 +92,13 @@ def step_faults(
         faults += _update_faults(case, step, before, found_gradients, after)
         faults += _copy_faults(case, after, ranks)
     return faults, after
+
+
+def step_sequences(case: Case, leg: int, step: int) -> list[SequenceData]:
+    """What a step trains on: whole sequences, or every sample by itself."""
+    if case.samples is None:
+        return case.sequences(leg, step)
+    return samples_alone(case, leg, step)
 
 
 def _loss_faults(

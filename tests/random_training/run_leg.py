@@ -33,6 +33,7 @@ from sppo.parallel.ulysses import UlyssesAllToAll
 from tests.engine.offloading import RatioRows, queues_of
 from tests.engine.streaming import LateTransfers
 from tests.random_training.case import DTYPES, Case, Leg
+from tests.random_training.samples import planned_samples
 
 Blocks = dict[str, StateBlock]
 """Parts of the whole model's tensors, by name."""
@@ -150,9 +151,16 @@ class _Rank:
 
     def _step(self, step: int) -> StepResult:
         case, leg, shared, gradients = self._case, self._leg, self._shared, self._gradients
-        everything = case.sequences(self._number, step)
-        first = self._mesh.at.data * leg.replica_sequences
-        own = everything[first : first + leg.replica_sequences]
+        planned = None
+        if case.samples is None:
+            everything = case.sequences(self._number, step)
+            first = self._mesh.at.data * leg.replica_sequences
+            own = everything[first : first + leg.replica_sequences]
+            cuts = [leg.cuts_of(sequence) for sequence in range(len(own))]
+        else:
+            replicas = planned_samples(case, self._number, step)
+            everything = [data for sequences, _, _ in replicas for data in sequences]
+            own, cuts, planned = replicas[self._mesh.at.data]
         evaluated = float("nan")
         if leg.evaluates:
             losses = self._engine.evaluate(everything[0], leg.cuts)
@@ -161,8 +169,9 @@ class _Rank:
             gradient.zero_()
         done = self._engine.accumulate(
             own,
-            [leg.cuts_of(sequence) for sequence in range(len(own))],
+            cuts,
             num_valid=sum(data.num_valid for data in everything),
+            planned=planned,
         )
         if self._streamed_gradients is not None:
             self._streamed_gradients.arrive()

@@ -41,6 +41,14 @@ def test_every_number_of_random_trainings(first):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("first", [0, 40, 80, 120])
+def test_every_number_of_random_trainings_on_samples(first):
+    cases = [case for case in map(draw, range(first, first + 40)) if case.samples is not None]
+    assert cases
+    wrong = [f"{case}: {faults}" for case in cases if (faults := faults_of(case))]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_ranks_that_are_processes(ranks):
     """Also their messages are real; of the cases of up to four ranks the first few."""
     cases = [case for case in map(draw, range(1000, 1100)) if 2 <= case.num_ranks <= 4][:4]

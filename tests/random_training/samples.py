@@ -1,0 +1,152 @@
+"""Trainings on samples: each step's own, found and planned as a run does it, and naively."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from sppo.config.model import ModelConfig
+from sppo.cost.candidate import Candidate
+from sppo.cost.state_tiers import StateTiers
+from sppo.data.order import SequenceOrder
+from sppo.data.sample_table import SampleTable, sample_table
+from sppo.data.samples import DocumentSamples
+from sppo.engine.engine import PlannedStep
+from sppo.engine.unit import SequenceData
+from sppo.kernels.labels import IGNORED_LABEL
+from sppo.planning.elastic.packing import PADDING
+from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
+from tests.engine.packed_steps import base_candidate, joined, padding
+from tests.random_training.case import Case, Leg, Samples
+
+ReplicaStep = tuple[list[SequenceData], list[tuple[int, ...]], PlannedStep]
+"""Sequences of a replica, their boundaries, and what the engine follows."""
+
+
+def samples_alone(case: Case, leg: int, step: int) -> list[SequenceData]:
+    """The samples of a step, each by itself, by going through all steps before it."""
+    samples = _samples(case)
+    pieces = [
+        (start + skipped, min(samples.longest, end - 1 - start - skipped))
+        for start, end in zip(_offsets(samples), _offsets(samples)[1:], strict=False)
+        for skipped in range(0, end - 1 - start, samples.longest)
+        if samples.longer == "cut" or end - 1 - start <= samples.longest
+    ]
+    order = SequenceOrder(len(pieces), seed=case.seed, shuffle=True)
+    position, own = 0, []
+    for _ in range(sum(before.steps for before in case.legs[:leg]) + step + 1):
+        position, own = position + len(own), []
+        while not own or _has_room(samples, [length for _, length in own]):
+            piece = pieces[int(order.sequence_indices(position + len(own), 1)[0])]
+            if samples.tokens_per_step and own:
+                tokens = sum(length for _, length in own) + piece[1]
+                if tokens > samples.tokens_per_step:
+                    break
+            own.append(piece)
+    return [_sample(case, start, length) for start, length in own]
+
+
+def _has_room(samples: Samples, lengths: Sequence[int]) -> bool:
+    if samples.samples_per_step:
+        return len(lengths) < samples.samples_per_step
+    return sum(lengths) < samples.tokens_per_step
+
+
+def planned_samples(case: Case, leg: int, step: int) -> list[ReplicaStep]:
+    """The step of each replica, as a run that was resumed at this leg finds and plans it."""
+    samples, how = _samples(case), case.legs[leg]
+    data = _document_samples(case)
+    first = sum(before.steps for before in case.legs[:leg])
+    own = data.step_samples(data.position_of_step(first + step))
+    planner = StepPlanner(
+        _base(how, case.model.config()), samples.longest, how.slices, alignment=1, searches=False
+    )
+    found = []
+    for replica in planner.divided(data.lengths(own)):
+        plan = _plan(planner, data.lengths([own[index] for index in replica]))
+        table = data.table
+        read = [
+            _sample(case, int(table.starts[own[n]]), int(table.lengths[own[n]])) for n in replica
+        ]
+        sequences = [
+            joined(
+                padding(tokens) if index == PADDING else read[index]
+                for index, tokens in zip(indices, sequence.samples, strict=True)
+            )
+            for indices, sequence in zip(plan.packed.samples, plan.sequences, strict=True)
+        ]
+        cuts = [sequence.boundaries for sequence in plan.sequences]
+        found.append((sequences, cuts, PlannedStep(plan.program, plan.placements)))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _plan(planner: StepPlanner, lengths: tuple[int, ...]) -> StepPlan:
+    """Plan a step once for all ranks."""
+    return planner.plan(lengths)
+
+
+def _base(leg: Leg, model: ModelConfig) -> Candidate:
+    """What the steps of a leg are planned for."""
+    options: dict[str, Any] = {"policy": leg.policy}
+    if leg.tier:
+        everything = leg.ratio == 1.0 and leg.last_too
+        options = {"policy": "offload_all"} if everything else {"offload_ratio": leg.ratio}
+    kv = "offloaded" if leg.kv_offloaded else "recomputed" if leg.kv_recomputed else "retained"
+    return base_candidate(
+        model,
+        degrees=(leg.dp, leg.pp, leg.sp),
+        sequence_parallel=leg.sequence_parallel,
+        schedule=leg.schedule,
+        virtual_stages=leg.virtual,
+        input_every=leg.input_every,
+        zero=leg.zero,
+        kv=kv,
+        state=StateTiers(
+            weights="host" if "weights" in leg.streams else "device",
+            gradients="host" if "gradients" in leg.streams else "device",
+        ),
+        **options,
+    )
+
+
+def _document_samples(case: Case) -> DocumentSamples:
+    samples = _samples(case)
+    table: SampleTable = sample_table(
+        np.array(_offsets(samples), dtype=np.int64), length=samples.longest, longer=samples.longer
+    )
+    data: Any = None  # tokens come from the case
+    return DocumentSamples(
+        data,
+        table,
+        seed=case.seed,
+        shuffle=True,
+        samples_per_step=samples.samples_per_step or None,
+        tokens_per_step=samples.tokens_per_step or None,
+    )
+
+
+def _samples(case: Case) -> Samples:
+    assert case.samples is not None, "only asked for where a case trains on samples"
+    return case.samples
+
+
+def _offsets(samples: Samples) -> list[int]:
+    return list(accumulate(samples.documents, initial=0))
+
+
+def _sample(case: Case, start: int, length: int) -> SequenceData:
+    """Tokens of one sample out of the stream, and its labels without those that are masked."""
+    generator = torch.Generator().manual_seed(case.seed * 7 + 5)
+    count = sum(_samples(case).documents)
+    stream = torch.randint(0, case.model.vocab_size, (count,), generator=generator)
+    counts = torch.rand(count, generator=generator) >= case.ignored
+    counts[start + 1] = True  # at least one
+    labels = stream[start + 1 : start + length + 1].clone()
+    labels[~counts[start + 1 : start + length + 1]] = IGNORED_LABEL
+    return SequenceData(stream[start : start + length], labels)
