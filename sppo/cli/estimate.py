@@ -53,14 +53,13 @@ def estimate(
         sppo estimate configs/run/llama_1b_1m_1gpu.yaml sequence.length=64Ki --trace
     """
     with exit_codes():
+        from sppo.cli.planned_run import load_planned_run
         from sppo.cli.run_hardware import run_hardware
-        from sppo.config import load_run
-        from sppo.planning.elastic.longest_samples import run_of_longest_samples
         from sppo.planning.estimate import estimate as estimate_run
 
         if layers is not None and not trace:
             raise ValueError("--layers says what --trace traces: write both")
-        run = run_of_longest_samples(load_run(run_file, overrides or ()))
+        run = load_planned_run(run_file, overrides or ())
         found = estimate_run(run, hardware=run_hardware(run))
         rows = _baselines(found) if compare else ()
         traced = _trace(found, layers=layers) if trace else None

@@ -221,15 +221,14 @@ def _program(flags: Flags) -> Simulation:
 
 
 def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
+    from sppo.cli.planned_run import load_planned_run
     from sppo.cli.run_hardware import run_hardware
-    from sppo.config import load_run
     from sppo.planning.chosen_run import ChosenRun, with_chosen_degrees
-    from sppo.planning.elastic.longest_samples import run_of_longest_samples
     from sppo.planning.simulated_run import RunShape, simulated_run
 
     _refuse_abstract_costs(targets, flags)
     assert targets.run_file is not None, "only called for a run file"
-    run = run_of_longest_samples(load_run(targets.run_file, targets.overrides))
+    run = load_planned_run(targets.run_file, targets.overrides)
     shapes = [RunShape(name, flags.ranks, flags.subsequences) for name in (flags.schedule, *names)]
     hardware = run_hardware(run)
     # With --ranks this is a what-if about the run as it stands.

@@ -65,12 +65,11 @@ def solve(
 
 
 def _solution(run_file: Path, overrides: list[str]) -> Solution:
+    from sppo.cli.planned_run import load_planned_run
     from sppo.cli.run_hardware import run_hardware
-    from sppo.config import load_run
-    from sppo.planning.elastic.longest_samples import run_of_longest_samples
     from sppo.planning.search.solver import solve as solve_run
 
-    run = run_of_longest_samples(load_run(run_file, overrides))
+    run = load_planned_run(run_file, overrides)
     return solve_run(run, hardware=run_hardware(run))
 
 

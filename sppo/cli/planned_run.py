@@ -1,0 +1,32 @@
+"""The run that a planning command is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from sppo.config import RunConfig
+
+_NOTE = (
+    "data.samples=documents: planned for the longest samples, of sequence.length tokens; each step "
+    "is planned when sppo train knows its samples"
+)
+
+
+def load_planned_run(run_file: Path, overrides: Sequence[str]) -> RunConfig:
+    """Load a run file as it is planned; of samples that is a step of the longest, which is said.
+
+    Raises:
+        ValueError: a run file that cannot be used.
+    """
+    from sppo.config import load_run
+    from sppo.planning.elastic.longest_samples import run_of_longest_samples
+
+    run = load_run(run_file, overrides)
+    if run.data.samples == "documents":
+        typer.echo(_NOTE, err=True)
+    return run_of_longest_samples(run)
