@@ -34,6 +34,7 @@ from sppo.cost.packed_sequence import PackedSequence
 from sppo.data.length_distributions import DISTRIBUTIONS, draw
 from sppo.hardware.this_machine import this_machine, usable_memory_bytes
 from sppo.output_file import write_text
+from sppo.planning.search.simulated_candidate import simulated_device_bytes
 from sppo.schedule.actions import COMPUTE_KINDS
 from sppo.schedule.timeline import Timeline
 from sppo.units import MIB
@@ -326,7 +327,7 @@ class _Measured:
         seconds: Of each step, turn by turn.
         idle_shares: Of all ranks in each step and turn; on rank 0.
         losses: Mean loss of each step.
-        peak_bytes: Most bytes above the idle process.
+        peak_bytes: Most bytes above the idle process in each turn.
         timelines: Of each step, the last turn; on rank 0.
     """
 
@@ -334,7 +335,7 @@ class _Measured:
     seconds: dict[int, list[float]] = field(default_factory=dict)
     idle_shares: list[float] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
-    peak_bytes: int = 0
+    peak_bytes: dict[int, int] = field(default_factory=dict)
     timelines: dict[int, Timeline] = field(default_factory=dict)
 
     def note(self, step: int, took_s: float, engine: _RankEngine) -> None:
@@ -342,8 +343,9 @@ class _Measured:
         from sppo.kernels.native.process_memory import peak_resident_bytes
         from sppo.train.executed_step import executed_timeline
 
-        self.peak_bytes = max(self.peak_bytes, peak_resident_bytes() - engine.idle_bytes)
         self.seconds.setdefault(step, []).append(took_s)
+        turn, peak = len(self.seconds[step]), peak_resident_bytes() - engine.idle_bytes
+        self.peak_bytes[turn] = max(self.peak_bytes.get(turn, 0), peak)
         done = engine.done
         assert done is not None, "a step was run"
         total = engine.ranks.peers.total([float(done.total_loss)])[0]
@@ -364,7 +366,9 @@ class _Measured:
 
     def figures(self, engine: _RankEngine, *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Return the figures of the side, on rank 0 complete; every rank calls it."""
-        peaks = engine.ranks.peers.all_gather(self.peak_bytes + engine.state_bytes)
+        # What a process compiles and keeps for good belongs to the turn that met it first.
+        peak = min(self.peak_bytes.values()) + engine.state_bytes
+        peaks = engine.ranks.peers.all_gather(peak)
         step_s = [statistics.median(self.seconds[step]) for step in range(len(self.steps))]
         plans = [step.plan for step in self.steps]
         found: dict[str, Any] = {
@@ -387,14 +391,22 @@ class _Measured:
 
 
 def _predicted_bytes(steps: Sequence[SideStep]) -> list[int]:
-    """Most memory of each rank in any step, as predicted, without an optimizer: none is here."""
-    of_steps = [
-        [
-            rank.device.total_bytes - rank.device.optimizer_bytes
-            for rank in step.plan.evaluated.memory
-        ]
-        for step in steps
-    ]
+    """Most memory of each rank in any step, as predicted.
+
+    Without an optimizer, for none is here, and without what processes take beside tensors.
+    """
+    of_steps = []
+    for step in steps:
+        plan = step.plan
+        devices = [rank.device for rank in plan.evaluated.memory]
+        simulated = simulated_device_bytes(plan.evaluated)
+        assert simulated is not None, "every plan of a step is simulated"
+        of_steps.append(
+            [
+                total - device.optimizer_bytes - device.growth_bytes
+                for total, device in zip(simulated, devices, strict=True)
+            ]
+        )
     return [max(of_rank) for of_rank in zip(*of_steps, strict=True)]
 
 

@@ -1,7 +1,8 @@
 """The sides of ``compare_elastic.py``, planned and simulated: what each runs in every step.
 
 Every side is planned by the same code from the same rates. Where nothing else is asked for, a side
-of fixed chunks takes the number of tokens with which its steps are simulated to be fastest.
+of fixed chunks takes the number of tokens with which its steps are simulated to be fastest. The
+elastic side may hold no more than the baseline does in the step in which that holds most.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,8 @@ SIDES = ("padded", "stream", "fixed", "elastic")
 BASELINE = "fixed"
 LEAST_CHUNK = 256
 """Tokens of the smallest fixed chunks that are tried; larger ones double."""
+_ATTEMPTS = 8
+"""Times that a step is planned anew for less memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,12 +93,13 @@ def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[st
         "stream": partial(stream, row_tokens=request.row_tokens),
         "fixed": fixed_chunks,
     }
-    return {
-        side: _elastic(planner, request)
-        if side == "elastic"
-        else _fastest(planner, request, pack=packings[side])
-        for side in sides
+    found = {
+        side: _fastest(planner, request, pack=packings[side]) for side in sides if side in packings
     }
+    if "elastic" in sides:
+        limit = max((held_bytes(step.plan) for step in found.get(BASELINE, ())), default=None)
+        found["elastic"] = [_elastic(planner, lengths, limit) for lengths in request.lengths]
+    return {side: found[side] for side in sides}
 
 
 def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> d
         "length_deviation": statistics.median(
             deviation(plan.evaluated.candidate.lengths) for plan in plans
         ),
-        "device_peak_bytes": max(plan.device_peak_bytes for plan in plans),
+        "held_bytes": max(map(held_bytes, plans)),
         "planning_s": statistics.median(step.planning_s for step in steps),
     }
 
@@ -149,14 +153,35 @@ def _planner(request: Request, *, ranks: int) -> StepPlanner:
     return step_planner(plan)
 
 
-def _elastic(planner: StepPlanner, request: Request) -> list[SideStep]:
-    steps = []
-    for lengths in request.lengths:
+def held_bytes(plan: StepPlan) -> int:
+    """Return what the fullest device holds, but for what its process takes beside tensors."""
+    return plan.device_peak_bytes - max(rank.device.growth_bytes for rank in plan.evaluated.memory)
+
+
+def _elastic(planner: StepPlanner, lengths: Sequence[int], limit: int | None) -> SideStep:
+    """Return a step as the planner of steps makes it, holding at most so many bytes."""
+    begin = time.perf_counter()
+    plan = planner.plan(lengths)
+    seconds = time.perf_counter() - begin
+    room = plan.evaluated.device_peak_bytes
+    for _ in range(_ATTEMPTS):
+        excess = 0 if limit is None else held_bytes(plan) - limit
+        if excess <= 0:
+            break
+        room -= excess
         begin = time.perf_counter()
-        plan = planner.plan(lengths)
+        plan = _with_room(planner, room).plan(lengths)
         seconds = time.perf_counter() - begin
-        steps.append(SideStep(planned(plan.packed, lengths), plan, seconds))
-    return steps
+    return SideStep(planned(plan.packed, lengths), plan, seconds)
+
+
+def _with_room(planner: StepPlanner, room: int) -> StepPlanner:
+    """Return a planner for devices with so many bytes."""
+    workload = planner.base.workload
+    device = replace(workload.hardware.device, memory_bytes=room, reserved_bytes=0)
+    hardware = replace(workload.hardware, device=device)
+    base = replace(planner.base, workload=replace(workload, hardware=hardware))
+    return replace(planner, base=base)
 
 
 def _fastest(
@@ -169,7 +194,12 @@ def _fastest(
         try:
             found.append(
                 [
-                    _priced(planner, partial(pack, lengths, chunk_tokens=chunk_tokens))
+                    _priced(
+                        planner,
+                        partial(
+                            pack, lengths, chunk_tokens=chunk_tokens, multiple=planner.multiple
+                        ),
+                    )
                     for lengths in request.lengths
                 ]
             )

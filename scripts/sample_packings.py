@@ -1,6 +1,7 @@
 """Ways to pack the samples of a step into sequences, which ``compare_elastic.py`` compares.
 
-All of them give a `Packing`; the tokens of every sample are in it once.
+All of them give a `Packing`; the tokens of every sample are in it once. Sequences are padded to a
+multiple of tokens where the planner of steps pads them, too.
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ class Packing:
     pieces: tuple[tuple[Piece, ...], ...]
 
 
-def padded(lengths: Sequence[int], *, chunk_tokens: int) -> Packing:
+def padded(lengths: Sequence[int], *, chunk_tokens: int, multiple: int = 1) -> Packing:
     """Return each sample in a sequence of its own, padded to the longest of the step."""
-    longest = max(lengths)
-    sequence = _cut((longest,), chunk_tokens)
+    longest = -(-max(lengths) // multiple) * multiple
+    sequence = _cut((longest,), chunk_tokens, multiple)
     pieces = tuple((Piece(sample, 0, tokens),) for sample, tokens in enumerate(lengths))
     return Packing((sequence,) * len(lengths), pieces)
 
 
-def stream(lengths: Sequence[int], *, chunk_tokens: int, row_tokens: int) -> Packing:
+def stream(
+    lengths: Sequence[int], *, chunk_tokens: int, row_tokens: int, multiple: int = 1
+) -> Packing:
     """Return the stream of all samples cut into rows, the last of which is shorter.
 
     A sample that a cut falls into is two documents, the second without the context of the first.
@@ -64,10 +67,10 @@ def stream(lengths: Sequence[int], *, chunk_tokens: int, row_tokens: int) -> Pac
             rows[-1].append(Piece(sample, begin, end))
             room -= end - begin
             begin = end
-    return _packing(rows, chunk_tokens)
+    return _packing(rows, chunk_tokens, multiple)
 
 
-def fixed_chunks(lengths: Sequence[int], *, chunk_tokens: int) -> Packing:
+def fixed_chunks(lengths: Sequence[int], *, chunk_tokens: int, multiple: int = 1) -> Packing:
     """Return chunks of a fixed number of tokens, the baseline that InfiniPipe calls Seq1F1B.
 
     Longer samples are cut into such chunks, each a sequence of its own. The others are packed
@@ -88,7 +91,7 @@ def fixed_chunks(lengths: Sequence[int], *, chunk_tokens: int) -> Packing:
         else:
             rows.append([piece])
             open_rows.append((tokens, rows[-1]))
-    return _packing(rows, chunk_tokens)
+    return _packing(rows, chunk_tokens, multiple)
 
 
 def planned(packed: PackedSamples, lengths: Sequence[int]) -> Packing:
@@ -100,13 +103,19 @@ def planned(packed: PackedSamples, lengths: Sequence[int]) -> Packing:
     return Packing(packed.sequences, pieces)
 
 
-def _packing(rows: Iterable[Sequence[Piece]], chunk_tokens: int) -> Packing:
+def _packing(rows: Iterable[Sequence[Piece]], chunk_tokens: int, multiple: int) -> Packing:
     pieces = tuple(tuple(row) for row in rows)
-    sequences = (_cut(tuple(piece.tokens for piece in row), chunk_tokens) for row in pieces)
+    sequences = (
+        _cut(tuple(piece.tokens for piece in row), chunk_tokens, multiple) for row in pieces
+    )
     return Packing(tuple(sequences), pieces)
 
 
-def _cut(documents: tuple[int, ...], chunk_tokens: int) -> PackedSequence:
-    """Return documents side by side, cut every so many tokens."""
-    whole, rest = divmod(sum(documents), chunk_tokens)
-    return PackedSequence(documents, (*[chunk_tokens] * whole, *([rest] if rest else [])))
+def _cut(documents: tuple[int, ...], chunk_tokens: int, multiple: int) -> PackedSequence:
+    """Return documents side by side, padded to a multiple and cut every so many tokens."""
+    padding = -sum(documents) % multiple
+    whole, rest = divmod(sum(documents) + padding, chunk_tokens)
+    return PackedSequence(
+        (*documents, *([padding] if padding else [])),
+        (*[chunk_tokens] * whole, *([rest] if rest else [])),
+    )

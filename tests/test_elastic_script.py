@@ -62,6 +62,19 @@ def test_fixed_chunks_split_long_samples_and_pack_short_ones_first_fit(scripts):
     assert tokens_of(found) == every_token()
 
 
+def test_all_packings_pad_alike(scripts):
+    packings = scripts("sample_packings")
+    found = packings.fixed_chunks(LENGTHS, chunk_tokens=64, multiple=32)
+    assert found.sequences[0].samples == (300, 20)
+    assert found.sequences[0].lengths == (64,) * 5
+    rows = packings.stream(LENGTHS, chunk_tokens=256, row_tokens=400, multiple=32)
+    assert rows.sequences[-1].samples == (240, 60, 10, 10)
+    alone = packings.padded(LENGTHS, chunk_tokens=256, multiple=32)
+    assert alone.sequences[0].samples == (704,)
+    for packing in (found, rows, alone):
+        assert tokens_of(packing) == every_token()
+
+
 def test_sides_are_planned_for_the_same_tokens(scripts):
     sides = scripts("elastic_sides")
     request = sides.Request(
@@ -75,6 +88,7 @@ def test_sides_are_planned_for_the_same_tokens(scripts):
         assert tokens_of(steps[0].packing) == every_token()
         padding = 5 * 700 - sum(LENGTHS) if name == "padded" else 0
         assert figures[name]["padding_tokens"][0] == padding
+    assert figures["elastic"]["held_bytes"] <= figures["fixed"]["held_bytes"]
     assert figures["padded"]["tokens_per_s"] < figures["fixed"]["tokens_per_s"]
     assert figures["elastic"]["tokens_per_s"] >= 0.98 * figures["fixed"]["tokens_per_s"]
     asked = sides.side_steps(replace(request, chunk_tokens=512), ranks=2, sides=("fixed",))["fixed"]

@@ -55,7 +55,9 @@ _SHORT_SAMPLES = 4096
 _PRICED = 4
 """Tokens of the largest subsequence over those of the largest first slice that is tried."""
 _SIMULATED = 3
-"""Packings that fit of which the fastest is taken."""
+"""Packings that fit, everything retained, of which the fastest is taken."""
+_MOST_SIMULATED = 6
+"""Packings that fit of which it is taken where activations cannot stay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +224,10 @@ class StepPlanner:
         largest = None
         for packing in packings:
             fastest = min((plan.step_s for plan in found), default=None)
-            if len(found) == _SIMULATED or (fastest is not None and fastest <= packing.least_s):
+            retaining = sum(plan.evaluated.effective_policy == "retain" for plan in found)
+            if retaining == _SIMULATED or len(found) == _MOST_SIMULATED:
+                break
+            if fastest is not None and fastest <= packing.least_s:
                 break
             if largest is not None and packing.most_tokens >= largest:
                 continue
@@ -302,7 +307,7 @@ class StepPlanner:
             cost=self._cost,
             mesh=mesh,
             least_tokens=self.base.workload.sequence_parallel_degree,
-            multiple=self._multiple,
+            multiple=self.multiple,
         )
         seconds = subsequence_seconds(packed, cost=self._cost)
         ranks = self.base.pipeline_parallel_degree
@@ -311,7 +316,7 @@ class StepPlanner:
         return _Packing(packed, least_s, first)
 
     @property
-    def _multiple(self) -> int:
+    def multiple(self) -> int:
         """Multiple of tokens that subsequences are padded to.
 
         A CPU's products in half precision compile code for every number of rows, MiBs of it that
