@@ -3,9 +3,10 @@
 Samples are drawn from a published distribution of document lengths. *padded*: each alone, as long
 as the longest of its step. *stream*: rows of a fixed length cut from one stream, documents
 isolated. *fixed*: Seq1F1B with chunks of a fixed number of tokens. *elastic*: packed and cut by the
-planner of steps. All sides train the same samples with the same engine, weights and schedule, on
-pipeline ranks that are processes with one thread each, over gloo; steps alternate, so that noise of
-the machine falls on all. The same steps are simulated, also on more ranks than were measured.
+planner of steps, the same schedule. *elastic_auto*: the schedule is planned, too, and how many
+stages a rank has. All sides train the same samples with the same engine and weights, on pipeline
+ranks that are processes with one thread each, over gloo; steps alternate, so that noise of the
+machine falls on all. The same steps are simulated, also on more ranks than were measured.
 
     OMP_NUM_THREADS=1 sppo bench all --output hardware.json
     python scripts/compare_elastic.py --hardware hardware.json --output elastic.json --plots .
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
     from sppo.engine.engine import StepResult
     from sppo.engine.unit import SequenceData
+    from sppo.parallel.pipeline_p2p import PipelineLinks
+    from sppo.train.ranks import Ranks
 
 MODEL = {
     "vocab_size": 512,
@@ -196,23 +199,29 @@ def _serve(rank: int, given: tuple[argparse.Namespace, Request]) -> dict[str, An
     """One rank."""
     arguments, request = given
     sides = side_steps(request, ranks=arguments.ranks, sides=arguments.sides)
-    engine = _RankEngine(rank, arguments, request)
+    joined = _join(rank, arguments.ranks)
+    engines = {
+        virtual: _RankEngine(request, joined, virtual_stages=virtual)
+        for virtual in dict.fromkeys(_virtual_stages(steps) for steps in sides.values())
+    }
     measured = {name: _Measured(steps) for name, steps in sides.items()}
     for steps in sides.values():
-        engine.warm_up(steps[0])
+        engines[_virtual_stages(steps)].warm_up(steps[0])
     for turn in range(arguments.turns):
         for step in range(arguments.steps):
             for name, steps in sides.items():
+                engine = engines[_virtual_stages(steps)]
                 engine.begin(steps[step], step)
                 took_s = timed_s(engine.step)
                 measured[name].note(step, took_s, engine)
                 if rank == 0:
-                    print(f"  turn {turn} step {step} {name:<8} {took_s:8.2f} s", flush=True)
+                    print(f"  turn {turn} step {step} {name:<12} {took_s:8.2f} s", flush=True)
     if arguments.plots is not None and rank == 0:
         for name, side in measured.items():
             side.draw(arguments.plots / f"elastic_{name}.png")
     of_sides = {
-        name: side.figures(engine, lengths=request.lengths) for name, side in measured.items()
+        name: side.figures(engines[_virtual_stages(side.steps)], lengths=request.lengths)
+        for name, side in measured.items()
     }
     if rank:
         return None
@@ -224,18 +233,46 @@ def _serve(rank: int, given: tuple[argparse.Namespace, Request]) -> dict[str, An
     return {"measured": of_sides, "loss_difference": difference}
 
 
+def _virtual_stages(steps: Sequence[SideStep]) -> int:
+    """Return the stages of each rank for a side."""
+    return steps[0].plan.evaluated.candidate.virtual_stages
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """A rank that has joined the others."""
+
+    ranks: Ranks
+    links: PipelineLinks
+
+
+def _join(rank: int, ranks: int) -> _Joined:
+    """Return this rank of a pipeline, which is the default process group."""
+    import torch
+
+    from sppo.kernels.native.cpu_allocator import install_cpu_allocator
+    from sppo.parallel.host_collectives import HostCollectives
+    from sppo.parallel.mesh import Mesh, MeshShape
+    from sppo.parallel.pipeline_p2p import PipelineLinks
+    from sppo.train.ranks import Ranks
+
+    install_cpu_allocator()
+    shape = MeshShape(pipeline_parallel=ranks)
+    mesh = Mesh(shape, rank=rank, timeout_s=TIMEOUT.total_seconds()).connect(wraps=True)
+    together = Ranks(mesh, HostCollectives(mesh), None)  # type: ignore[arg-type]
+    return _Joined(together, PipelineLinks(mesh, device=torch.device("cpu")))
+
+
 class _RankEngine:
-    """The engine of one rank, which runs any side's step.
+    """An engine of one rank, which runs the steps of all sides with as many stages on it.
 
     Args:
-        rank: of the default process group, which is the pipeline.
-        arguments: of the script.
         request: what is compared.
+        joined: this rank.
+        virtual_stages: of every rank.
     """
 
-    def __init__(self, rank: int, arguments: argparse.Namespace, request: Request) -> None:
-        import torch
-
+    def __init__(self, request: Request, joined: _Joined, *, virtual_stages: int) -> None:
         from sppo.config.model import ModelConfig
         from sppo.cost.parameters import stage_shapes
         from sppo.engine.engine import Engine
@@ -243,27 +280,22 @@ class _RankEngine:
         from sppo.kernels.native.cpu_allocator import install_cpu_allocator
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
-        from sppo.parallel.host_collectives import HostCollectives
-        from sppo.parallel.mesh import Mesh, MeshShape
-        from sppo.parallel.pipeline_p2p import PipelineLinks
-        from sppo.train.ranks import Ranks
         from sppo.train.state_tensors import DTYPES
 
         self._pool = install_cpu_allocator()
         model = ModelConfig.model_validate(request.model)
-        mesh = Mesh(
-            MeshShape(pipeline_parallel=arguments.ranks),
-            rank=rank,
-            timeout_s=TIMEOUT.total_seconds(),
-        ).connect()
-        links = PipelineLinks(mesh, device=torch.device("cpu"))
-        self.rank = rank
-        self.ranks = Ranks(mesh, HostCollectives(mesh), None)  # type: ignore[arg-type]
-        pipeline = Pipeline("sppo", arguments.ranks, rank, p2p=links)
+        self.ranks = joined.ranks
+        shape, at = joined.ranks.mesh.shape, joined.ranks.mesh.at
+        # Every step brings its program; the schedule named here makes those of warming up.
+        schedule = "sppo" if virtual_stages == 1 else "looped_bfs"
+        pipeline = Pipeline(
+            schedule, shape.pipeline_parallel, at.pipeline, virtual_stages, p2p=joined.links
+        )
         everything = initial_weights(model, seed=0)
         weights = {
             name: everything[name].to(DTYPES[request.dtype])
-            for name in stage_shapes(model, pipeline.layers(model.num_layers)[rank])
+            for layers in pipeline.layers(model.num_layers).values()
+            for name in stage_shapes(model, layers)
         }
         self._gradients = zero_gradients(weights)
         self.state_bytes = sum(
@@ -382,7 +414,7 @@ class _Measured:
                 deviation(plan.evaluated.candidate.lengths) for plan in plans
             ),
         }
-        if engine.rank == 0:
+        if engine.ranks.is_main:
             found["idle_share"] = statistics.median(self.idle_shares)
             found["time_deviation"] = statistics.median(
                 deviation(_unit_seconds(timeline)) for timeline in self.timelines.values()

@@ -2,7 +2,8 @@
 
 Every side is planned by the same code from the same rates. Where nothing else is asked for, a side
 of fixed chunks takes the number of tokens with which its steps are simulated to be fastest. The
-elastic side may hold no more than the baseline does in the step in which that holds most.
+elastic sides may hold no more than the baseline does in the step in which that holds most. All run
+Seq1F1B but the last, whose schedule and stages on a rank are planned, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
-SIDES = ("padded", "stream", "fixed", "elastic")
+SIDES = ("padded", "stream", "fixed", "elastic", "elastic_auto")
 BASELINE = "fixed"
 LEAST_CHUNK = 256
 """Tokens of the smallest fixed chunks that are tried; larger ones double."""
@@ -87,7 +88,7 @@ def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[st
     Raises:
         MemoryError: a step does not fit.
     """
-    planner = _planner(request, ranks=ranks)
+    planner = _planner(request, ranks=ranks, schedule="sppo")
     packings: dict[str, Callable[..., Packing]] = {
         "padded": padded,
         "stream": partial(stream, row_tokens=request.row_tokens),
@@ -96,9 +97,13 @@ def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[st
     found = {
         side: _fastest(planner, request, pack=packings[side]) for side in sides if side in packings
     }
-    if "elastic" in sides:
-        limit = max((held_bytes(step.plan) for step in found.get(BASELINE, ())), default=None)
-        found["elastic"] = [_elastic(planner, lengths, limit) for lengths in request.lengths]
+    limit = max((held_bytes(step.plan) for step in found.get(BASELINE, ())), default=None)
+    for side in sides:
+        if side not in packings:
+            own = planner
+            if side == "elastic_auto":
+                own = _planner(request, ranks=ranks, schedule="auto")
+            found[side] = [_elastic(own, lengths, limit) for lengths in request.lengths]
     return {side: found[side] for side in sides}
 
 
@@ -120,6 +125,8 @@ def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> d
             deviation(plan.evaluated.candidate.lengths) for plan in plans
         ),
         "held_bytes": max(map(held_bytes, plans)),
+        "schedules": [plan.evaluated.candidate.schedule for plan in plans],
+        "virtual_stages": plans[0].evaluated.candidate.virtual_stages,
         "planning_s": statistics.median(step.planning_s for step in steps),
     }
 
@@ -129,7 +136,7 @@ def deviation(values: Sequence[float]) -> float:
     return float(np.std(values) / np.mean(values))
 
 
-def _planner(request: Request, *, ranks: int) -> StepPlanner:
+def _planner(request: Request, *, ranks: int, schedule: str) -> StepPlanner:
     """What `sppo train` plans steps with."""
     run = check_run(
         {
@@ -138,7 +145,7 @@ def _planner(request: Request, *, ranks: int) -> StepPlanner:
             "sequence": {"length": request.longest},
             "parallel": {
                 "pipeline_parallel_degree": ranks,
-                "schedule": "sppo",
+                "schedule": schedule,
                 "multiplexed": "off",
             },
             "train": {"dtype": request.dtype, "samples_per_step": len(request.lengths[0])},

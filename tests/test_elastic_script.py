@@ -83,12 +83,15 @@ def test_sides_are_planned_for_the_same_tokens(scripts):
     )  # fmt: skip
     found = sides.side_steps(request, ranks=2, sides=sides.SIDES)
     figures = {name: sides.figures(steps, lengths=request.lengths) for name, steps in found.items()}
-    assert tuple(figures) == ("padded", "stream", "fixed", "elastic")
+    assert tuple(figures) == ("padded", "stream", "fixed", "elastic", "elastic_auto")
     for name, steps in found.items():
         assert tokens_of(steps[0].packing) == every_token()
         padding = 5 * 700 - sum(LENGTHS) if name == "padded" else 0
         assert figures[name]["padding_tokens"][0] == padding
-    assert figures["elastic"]["held_bytes"] <= figures["fixed"]["held_bytes"]
+    assert {*figures["elastic"]["schedules"]} == {"sppo"}
+    assert figures["elastic_auto"]["virtual_stages"] > 1
+    for name in ("elastic", "elastic_auto"):
+        assert figures[name]["held_bytes"] <= figures["fixed"]["held_bytes"]
     assert figures["padded"]["tokens_per_s"] < figures["fixed"]["tokens_per_s"]
     assert figures["elastic"]["tokens_per_s"] >= 0.98 * figures["fixed"]["tokens_per_s"]
     asked = sides.side_steps(replace(request, chunk_tokens=512), ranks=2, sides=("fixed",))["fixed"]
@@ -100,7 +103,14 @@ def test_all_sides_take_turns_and_agree(tmp_path):
     subprocess.run(
         [
             *(sys.executable, script, "--samples", "6", "--scale", "0.05", "--longest", "512"),
-            *("--steps", "1", "--turns", "1", "--sides", "padded,stream,fixed,elastic"),
+            *(
+                "--steps",
+                "1",
+                "--turns",
+                "1",
+                "--sides",
+                "padded,stream,fixed,elastic,elastic_auto",
+            ),
             *("--output", str(report), "--plots", str(tmp_path)),
         ],
         check=True,

@@ -22,6 +22,7 @@ from sppo.cost.candidate import Candidate
 from sppo.cost.flops import executed_step_flops
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.packed_sequence import PackedSequence
+from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.elastic.mesh import Mesh, mesh_of_first_slice, mesh_of_slices
 from sppo.planning.elastic.packing import (
@@ -41,6 +42,7 @@ from sppo.schedule.actions import Schedule
 from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
 from sppo.units import format_bytes
 
+_INTERLEAVED = "interleaved_seq1f1b"
 LEAST_TOKENS = 256
 """Subsequences are not cut shorter than this to fill a pipeline."""
 _MOST_PER_RANK = 32
@@ -173,6 +175,8 @@ class StepPlanner:
         slices: Subsequences that the plan cuts it into.
         alignment: Cuts of samples fall on multiples of this.
         searches: Whether other numbers of slices may be tried.
+        interleaves: Whether a plan in the looped order may run sequences side by side instead, by
+            interleaved Seq1F1B on the same stages.
     """
 
     base: Candidate
@@ -180,6 +184,7 @@ class StepPlanner:
     slices: int
     alignment: int
     searches: bool
+    interleaves: bool = False
 
     def divided(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return the samples of each replica, by their places among those of a step.
@@ -202,8 +207,10 @@ class StepPlanner:
         """
         packings = self._packings(lengths)
         short: list[EvaluatedCandidate] = []
-        for base in self._bases():
-            found = self._fitting(packings, base=base, short=short)
+        for bases in self._bases():
+            found = [
+                plan for base in bases for plan in self._fitting(packings, base=base, short=short)
+            ]
             if found:
                 return min(found, key=lambda plan: plan.step_s)
         raise MemoryError(_too_large(lengths, short))
@@ -239,11 +246,17 @@ class StepPlanner:
                 largest = packing.most_tokens
         return found
 
-    def _bases(self) -> Iterator[Candidate]:
-        """The candidates to try until one fits: sequences side by side, then one after another."""
-        yield self.base
+    def _bases(self) -> Iterator[tuple[Candidate, ...]]:
+        """Candidates of which the fastest is taken, until some fit.
+
+        First those that may run sequences side by side, then those that run one after another.
+        """
+        if self.interleaves:
+            yield replace(self.base, schedule=_INTERLEAVED, kv="retained"), self.base
+            return
+        yield (self.base,)
         if self.base.schedule != LOOPED and self.base.pipeline_parallel_degree > 1:
-            yield replace(self.base, schedule=LOOPED)
+            yield (replace(self.base, schedule=LOOPED),)
 
     def _packings(self, lengths: Sequence[int]) -> list[_Packing]:
         """Return the samples packed in the ways that are tried, those that may be fastest first."""
@@ -383,6 +396,11 @@ def step_planner(plan: ExecutionPlan) -> StepPlanner:
         slices=len(plan.lengths),
         alignment=sequence["alignment"],
         searches=free and candidate.pipeline_parallel_degree > 1,
+        interleaves=run["parallel"]["schedule"] == "auto"
+        and schedule == LOOPED
+        and candidate.virtual_stages > 1
+        and candidate.pipeline_parallel_degree > 1
+        and candidate.state == ON_DEVICE,
     )
 
 
