@@ -248,6 +248,7 @@ class PolicyInputs:
         tier_bytes: Room in the next tier for each stage, [stages].
         slots: Device memory that copies take.
         allow_partial: Whether a class may be cut; if not, all of it has one fate.
+        lasts: The last subsequence of each sequence, whose backward starts at once.
     """
 
     tokens: Counts
@@ -263,6 +264,7 @@ class PolicyInputs:
     tier_bytes: Table
     slots: CopySlots
     allow_partial: bool = True
+    lasts: tuple[int, ...] = (-1,)
 
     @property
     def class_bytes(self) -> Table:

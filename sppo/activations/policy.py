@@ -134,7 +134,7 @@ def decide_ratio(inputs: PolicyInputs, *, ratio: float) -> ActivationPlacement:
     if ratio > 0:
         _check_tier(inputs, f"activations.offload_ratio {ratio:g}")
     wanted = inputs.class_bytes.sum(axis=2) * ratio
-    wanted[:, -1] = 0.0
+    wanted[:, list(inputs.lasts)] = 0.0
     return _offloaded_bytes(inputs, wanted)
 
 
@@ -161,9 +161,9 @@ def _whole(
 
 
 def _hideable(inputs: PolicyInputs) -> Table:
-    """Bytes each subsequence moves behind its own time, none of the last one's."""
+    """Bytes each subsequence moves behind its own time, none of the last one's of a sequence."""
     wanted: Table = np.minimum(inputs.hidden_bytes, inputs.class_bytes.sum(axis=2))
-    wanted[:, -1] = 0.0
+    wanted[:, list(inputs.lasts)] = 0.0
     return wanted
 
 

@@ -435,8 +435,8 @@ class _Loop:
             ValueError: ranks have planned it differently.
         """
         work = self._source.work(step, consumed=self._consumed)
-        if work.program_digest is not None:
-            self._ranks.check_same_in_replica(f"plan of step {step + 1}", work.program_digest)
+        if work.planned is not None:
+            self._ranks.check_same_in_replica(f"plan of step {step + 1}", work.planned.digest)
         return work
 
     def _num_actions(self, work: StepWork) -> int:

@@ -10,6 +10,7 @@ and the fastest that fits, as simulated, is run.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -94,6 +95,12 @@ class StepPlan:
         """The program of the step."""
         evaluated = self.evaluated
         return evaluated.program or candidate_program(evaluated.candidate, costs=evaluated.costs)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of what ranks must have alike: program, placements, and which samples where."""
+        content = repr((self.program.digest(), self.packed.samples, self.placements))
+        return hashlib.sha256(content.encode()).hexdigest()
 
     @cached_property
     def placements(self) -> tuple[tuple[tuple[SubsequencePlacement, ...], ...], ...]:

@@ -542,8 +542,8 @@ def _inputs(
     exchange = exchange_seconds(candidate.workload, tokens=tokens.astype(np.float64))
     exchange = layers[:, None] * exchange
     unit_s = seconds.units
-    forward = _following(unit_s.forward[:, :count] - exchange)
-    backward = _following((unit_s.backward + unit_s.weight)[:, :count] - exchange)
+    forward = _following(candidate, unit_s.forward[:, :count] - exchange)
+    backward = _following(candidate, (unit_s.backward + unit_s.weight)[:, :count] - exchange)
     out, back = copy_bytes_per_s(candidate)
     used = np.array([state.device.total_bytes for state in states], dtype=np.float64)
     operands = weight_operand_bytes(candidate)
@@ -577,6 +577,7 @@ def _inputs(
         tier_bytes=tier_room,
         allow_partial=candidate.allow_partial,
         slots=copy_slots(candidate, shares=shares),
+        lasts=tuple(own.stop - 1 for own in candidate.distinct_sequences),
     )
 
 
@@ -590,7 +591,9 @@ def _kv_slots_bytes(candidate: Candidate) -> Table:
     return np.array(slots, dtype=np.float64) * block_bytes
 
 
-def _following(seconds: Table) -> Table:
+def _following(candidate: Candidate, seconds: Table) -> Table:
     """Seconds of the next subsequence of a sequence; for the last one, its own."""
     following: Table = np.concatenate([seconds[:, 1:], seconds[:, -1:]], axis=1)
+    lasts = [own.stop - 1 for own in candidate.distinct_sequences]
+    following[:, lasts] = seconds[:, lasts]
     return following
