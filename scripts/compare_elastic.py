@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_sides import BASELINE, SIDES, Request, SideStep, deviation, figures, side_steps
+from kernel_seconds import with_kernel_seconds  # beside this file
 from option_types import one_of, output_file, positive, several
 from pipeline_ranks import TIMEOUT, provenance, run_ranks, timed_s  # beside this file
 from sample_packings import Piece
 
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.data.length_distributions import DISTRIBUTIONS, draw
-from sppo.hardware.this_machine import this_machine, usable_memory_bytes
+from sppo.hardware.this_machine import divide_cpu, this_machine, usable_memory_bytes
 from sppo.output_file import write_text
-from sppo.planning.search.simulated_candidate import simulated_device_bytes
 from sppo.schedule.actions import COMPUTE_KINDS
 from sppo.schedule.timeline import Timeline
 from sppo.units import MIB
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 
 MODEL = {
     "vocab_size": 512,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "num_layers": 16,
-    "num_heads": 1,
-    "num_kv_heads": 1,
-    "mlp_size": 256,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "mlp_size": 512,
 }
 """Two layers for each of eight stages, narrow, for attention to matter in samples that fit here."""
 USABLE_FRACTION = 0.8
@@ -80,6 +80,7 @@ def main() -> None:
         "model": MODEL,
         "dtype": arguments.dtype,
         "rates": request.hardware.provenance,
+        "kernel_s": request.hardware.device.kernel_s,
         "distribution": arguments.distribution,
         "source": DISTRIBUTIONS[arguments.distribution].source,
         "scale": arguments.scale,
@@ -101,7 +102,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--distribution", type=one_of(*DISTRIBUTIONS), default="magi")
-    parser.add_argument("--samples", type=positive, default=384, help="of a step")
+    parser.add_argument("--samples", type=positive, default=192, help="of a step")
     parser.add_argument("--scale", type=float, default=1 / 8, help="factor of all lengths")
     parser.add_argument("--longest", type=positive, default=24576, help="longer samples are cut")
     parser.add_argument("--seed", type=int, default=0, help="of the first step's lengths")
@@ -141,6 +142,7 @@ def _arguments() -> argparse.Namespace:
 
 def _request(arguments: argparse.Namespace) -> Request:
     """What is compared; all ranks are given the same."""
+    one_thread = divide_cpu(this_machine(arguments.hardware), 1, threads=1)
     lengths = [
         draw(
             arguments.distribution,
@@ -154,7 +156,7 @@ def _request(arguments: argparse.Namespace) -> Request:
     return Request(
         MODEL,
         arguments.dtype,
-        this_machine(arguments.hardware),
+        with_kernel_seconds(one_thread, model=MODEL, dtype=arguments.dtype),
         int(USABLE_FRACTION * usable_memory_bytes() / arguments.ranks),
         tuple(lengths),
         arguments.longest,
@@ -336,6 +338,7 @@ class _RankEngine:
         if self._pool is not None:
             self._pool.trim()
         ctypes.CDLL(None).malloc_trim(0)
+        self.take_saved_bytes()
         self.idle_bytes = resident_bytes()
         reset_peak()
 
@@ -349,6 +352,11 @@ class _RankEngine:
         planned = PlannedStep(step.plan.program, step.plan.placements)
         self.done = self._engine.accumulate(data, boundaries, planned=planned)
 
+    def take_saved_bytes(self) -> int:
+        """Return the most bytes of saved activations and K/V since the last call."""
+        peaks = self._engine.take_peaks()
+        return peaks.activations_bytes + peaks.kv_bytes
+
 
 @dataclass(slots=True)
 class _Measured:
@@ -359,7 +367,8 @@ class _Measured:
         seconds: Of each step, turn by turn.
         idle_shares: Of all ranks in each step and turn; on rank 0.
         losses: Mean loss of each step.
-        peak_bytes: Most bytes above the idle process in each turn.
+        resident_bytes: Most bytes above the idle process in each turn.
+        saved_bytes: Most bytes of saved activations, K/V and their gradients in any step.
         timelines: Of each step, the last turn; on rank 0.
     """
 
@@ -367,7 +376,8 @@ class _Measured:
     seconds: dict[int, list[float]] = field(default_factory=dict)
     idle_shares: list[float] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
-    peak_bytes: dict[int, int] = field(default_factory=dict)
+    resident_bytes: dict[int, int] = field(default_factory=dict)
+    saved_bytes: int = 0
     timelines: dict[int, Timeline] = field(default_factory=dict)
 
     def note(self, step: int, took_s: float, engine: _RankEngine) -> None:
@@ -377,7 +387,8 @@ class _Measured:
 
         self.seconds.setdefault(step, []).append(took_s)
         turn, peak = len(self.seconds[step]), peak_resident_bytes() - engine.idle_bytes
-        self.peak_bytes[turn] = max(self.peak_bytes.get(turn, 0), peak)
+        self.resident_bytes[turn] = max(self.resident_bytes.get(turn, 0), peak)
+        self.saved_bytes = max(self.saved_bytes, engine.take_saved_bytes())
         done = engine.done
         assert done is not None, "a step was run"
         total = engine.ranks.peers.total([float(done.total_loss)])[0]
@@ -398,9 +409,10 @@ class _Measured:
 
     def figures(self, engine: _RankEngine, *, lengths: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Return the figures of the side, on rank 0 complete; every rank calls it."""
+        gather = engine.ranks.peers.all_gather
         # What a process compiles and keeps for good belongs to the turn that met it first.
-        peak = min(self.peak_bytes.values()) + engine.state_bytes
-        peaks = engine.ranks.peers.all_gather(peak)
+        resident = gather(min(self.resident_bytes.values()) + engine.state_bytes)
+        peaks = gather(self.saved_bytes + engine.state_bytes)
         step_s = [statistics.median(self.seconds[step]) for step in range(len(self.steps))]
         plans = [step.plan for step in self.steps]
         found: dict[str, Any] = {
@@ -408,6 +420,7 @@ class _Measured:
             "all_step_s": list(self.seconds.values()),
             "tokens_per_s": sum(map(sum, lengths)) / sum(step_s),
             "losses": list(self.losses.values()),
+            "resident_bytes": list(resident),
             "peak_bytes": list(peaks),
             "predicted_peak_bytes": _predicted_bytes(self.steps),
             "length_deviation": statistics.median(
@@ -422,23 +435,26 @@ class _Measured:
         return found
 
 
-def _predicted_bytes(steps: Sequence[SideStep]) -> list[int]:
-    """Most memory of each rank in any step, as predicted.
+_COUNTED = (
+    "weights_bytes",
+    "gradients_bytes",
+    "kv_bytes",
+    "kv_gradients_bytes",
+    "activations_bytes",
+    "loss_gradient_bytes",
+)
+"""Buckets that an engine counts: all tensors but the working set; an optimizer is not here."""
 
-    Without an optimizer, for none is here, and without what processes take beside tensors.
-    """
-    of_steps = []
-    for step in steps:
-        plan = step.plan
-        devices = [rank.device for rank in plan.evaluated.memory]
-        simulated = simulated_device_bytes(plan.evaluated)
-        assert simulated is not None, "every plan of a step is simulated"
-        of_steps.append(
-            [
-                total - device.optimizer_bytes - device.growth_bytes
-                for total, device in zip(simulated, devices, strict=True)
-            ]
-        )
+
+def _predicted_bytes(steps: Sequence[SideStep]) -> list[int]:
+    """Most bytes of each rank in any step, as predicted, of what an engine counts."""
+    of_steps = [
+        [
+            sum(getattr(rank.device, name) for name in _COUNTED)
+            for rank in step.plan.evaluated.memory
+        ]
+        for step in steps
+    ]
     return [max(of_rank) for of_rank in zip(*of_steps, strict=True)]
 
 

@@ -279,7 +279,10 @@ class StepPlanner:
         rough = [self._sized(lengths, first) for first in self._first_slices(lengths)]
         best = min(rough, key=lambda packing: packing.least_s)
         more = [
-            *(self._sized(lengths, round(best.first * factor)) for factor in (2**-0.5, 2**0.5)),
+            *(
+                self._sized(lengths, max(self._least_first, round(best.first * factor)))
+                for factor in (2**-0.5, 2**0.5)
+            ),
             *(
                 self._sized(lengths, best.first, least=least, room=room)
                 for least in _LEAST_SLICES
@@ -294,7 +297,7 @@ class StepPlanner:
         """Tokens of a first slice that are tried: powers of two with enough subsequences."""
         ranks, cost = self.base.pipeline_parallel_degree, self._cost
         each_s = sum(cost.of_samples(lengths)) / ranks
-        least = max(LEAST_TOKENS, self.base.workload.sequence_parallel_degree)
+        least = self._least_first
         doublings = int(np.log2(self._most_tokens / _PRICED / least))
         sizes = least * 2.0 ** np.arange(max(1, doublings + 1))
         seconds = np.array(cost.of_samples(sizes.astype(np.int64).tolist()))
@@ -347,6 +350,11 @@ class StepPlanner:
         narrow = workload.element_bytes < ACCUMULATION_BYTES
         on_cpu = workload.hardware.device.kind == "cpu"
         return ROW_ALIGNMENT if narrow and on_cpu else 1
+
+    @property
+    def _least_first(self) -> int:
+        """Tokens of the smallest first slice that is tried."""
+        return max(LEAST_TOKENS, self.base.workload.sequence_parallel_degree)
 
     @property
     def _most_tokens(self) -> int:
