@@ -179,6 +179,12 @@ class ExecutionPlan:
         )
 
     @property
+    def has_tier(self) -> bool:
+        """Whether there is a tier that something could be offloaded to."""
+        node = self.hardware.node
+        return node.host_memory_bytes > 0 or node.disk_bytes > 0
+
+    @property
     def uses_tier(self) -> bool:
         """Whether anything goes to the tier behind the devices."""
         return self.offloads_anything or self.state_tiers.leaves_device

@@ -11,6 +11,7 @@ are interleaved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from sppo.schedule.actions import Action, ActionKind
 
@@ -38,7 +39,10 @@ def sequence_groups(lengths: Lengths, *, num_ranks: int) -> list[range]:
     before its sequence is through. Sequences are spread evenly over the groups, larger groups
     first, because a short last group can starve the ranks for good.
     """
-    smallest = min(len(sequence) for sequence in lengths)
+    counts = [len(sequence) for sequence in lengths]
+    if len({*counts}) > 1:
+        return _groups_of_unequal(counts, num_ranks=num_ranks)
+    smallest = counts[0]
     per_group = -(-num_ranks // smallest)
     num_groups = max(1, len(lengths) // per_group)
     size, larger = divmod(len(lengths), num_groups)
@@ -48,6 +52,21 @@ def sequence_groups(lengths: Lengths, *, num_ranks: int) -> list[range]:
         groups.append(range(begin, end))
         begin = end
     return groups
+
+
+def _groups_of_unequal(counts: Sequence[int], *, num_ranks: int) -> list[range]:
+    """Groups of as few sequences as have `num_ranks` units; what is left joins the last one."""
+    ends, units = [0], 0
+    for index, count in enumerate(counts):
+        units += count
+        if units >= num_ranks:
+            ends.append(index + 1)
+            units = 0
+    if units and len(ends) > 1:
+        ends.pop()
+    if ends[-1] < len(counts):
+        ends.append(len(counts))
+    return [range(begin, end) for begin, end in pairwise(ends)]
 
 
 def forward_steps(lengths: Lengths, *, groups: Sequence[range], num_chunks: int) -> list[Step]:

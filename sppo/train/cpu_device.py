@@ -132,7 +132,7 @@ class CpuDevice:
         give_up_s: float | None,
     ) -> list[OffloadStore]:
         """Return stores that offload to a disk, each through worker threads of its own."""
-        if not plan.offloads_anything:
+        if not count:
             return []
         assert disk is not None, "checked before training"
         # Compute waits for each copy out. Into a free staging slot that is a memory copy, which

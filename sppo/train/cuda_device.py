@@ -200,7 +200,7 @@ class CudaDevice:
         give_up_s: float | None,
     ) -> list[OffloadStore]:
         """Return stores that offload to page-locked host memory, or through it to a disk."""
-        if not plan.offloads_anything:
+        if not count:
             return []
         assert disk is not None or plan.tier == "host", "checked before training"
         streams = CopyStreams(_cuda, self.torch_device, give_up_s=give_up_s)

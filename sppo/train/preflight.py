@@ -36,6 +36,7 @@ from sppo.train.device import Device, Kind
 from sppo.train.input_checks import check_inputs
 from sppo.train.libraries import load_libraries
 from sppo.train.ranks import mesh_shape
+from sppo.train.state import may_offload
 from sppo.train.training_data import training_data
 from sppo.units import format_bytes
 
@@ -105,10 +106,12 @@ def check_before_training(
         check_streams(mesh_shape(run), _stream_use(run, plan))
     if plan.uses_tier and plan.tier == "disk":
         _check_disk(run, plan, disk, local_ranks=local_ranks)
-    return Preflight(training, plan, _first_step(training, plan))
+    return Preflight(training, plan, _first_step(run, training, plan))
 
 
-def _first_step(training: TrainingData | DocumentSamples, plan: ExecutionPlan) -> StepPlan | None:
+def _first_step(
+    run: RunConfig, training: TrainingData | DocumentSamples, plan: ExecutionPlan
+) -> StepPlan | None:
     """Return the plan of a run's first step, where steps differ.
 
     Raises:
@@ -117,7 +120,7 @@ def _first_step(training: TrainingData | DocumentSamples, plan: ExecutionPlan) -
     if not isinstance(training, DocumentSamples):
         return None
     lengths = training.lengths(training.step_samples(0))
-    planner = step_planner(plan)
+    planner = step_planner(plan, background_saves=run.checkpoint.async_save)
     own = planner.divided(lengths)[0]
     return planner.plan([lengths[index] for index in own])
 
@@ -193,7 +196,7 @@ def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
         ranges=sorted(ranges),
         ties_ends=run.model.tie_embeddings,
         gathers_weights=plan.zero == 3,
-        offloads=plan.offloads_anything,
+        offloads=may_offload(run, plan),
         offloads_state=plan.state_tiers.leaves_device,
     )
 

@@ -149,7 +149,7 @@ def build_state(
     shard_stages = range(len(plan.stages) if cuts_units else 0)
     stores = device.offload_stores(
         plan,
-        count=1 + len(shard_stages),
+        count=(1 + len(shard_stages)) * may_offload(run, plan),
         disk=disk,
         debug=run.activations.debug,
         give_up_s=GIVE_UP_S if mesh.is_distributed else None,
@@ -173,6 +173,11 @@ def build_state(
         debug=run.activations.debug,
     )
     return TrainingState(tensors, engine, sharded)
+
+
+def may_offload(run: RunConfig, plan: ExecutionPlan) -> bool:
+    """Return whether any step of a run may offload activations: those of samples decide anew."""
+    return plan.offloads_anything or (run.data.samples == "documents" and plan.has_tier)
 
 
 def _exchange(run: RunConfig, mesh: Mesh) -> UlyssesAllToAll | MegatronSequenceParallel | None:

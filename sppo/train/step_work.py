@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -76,6 +77,7 @@ class StepWork:
         packed: How its samples are packed; None where there are none.
         planning_s: Seconds that planning it took.
         bubble_fraction: Idle share of its pipeline ranks, as simulated.
+        division_digest: Of the samples of all replicas; "" without samples.
     """
 
     sequences: Sequence[SequenceData]
@@ -91,6 +93,7 @@ class StepWork:
     packed: PackedCounts | None = None
     planning_s: float = 0.0
     bubble_fraction: float = 0.0
+    division_digest: str = ""
 
     @property
     def program_digest(self) -> str | None:
@@ -179,7 +182,7 @@ class Samples:
         self, run: RunConfig, data: DocumentSamples, *, plan: ExecutionPlan, mesh: Mesh
     ) -> None:
         self._run, self._data, self._mesh = run, data, mesh
-        self._planner = step_planner(plan)
+        self._planner = step_planner(plan, background_saves=run.checkpoint.async_save)
         self._lengths: set[int] = set()
 
     def work(self, step: int, *, consumed: int) -> StepWork:
@@ -191,7 +194,8 @@ class Samples:
         samples = self._data.step_samples(consumed)
         lengths = self._data.lengths(samples)
         begin = time.perf_counter()
-        own = [samples[index] for index in self._planner.divided(lengths)[self._mesh.at.data]]
+        replicas = self._planner.divided(lengths)
+        own = [samples[index] for index in replicas[self._mesh.at.data]]
         own_lengths = self._data.lengths(own)
         plan = self._planner.plan(own_lengths)
         seconds = time.perf_counter() - begin
@@ -218,6 +222,7 @@ class Samples:
             ),
             planning_s=seconds,
             bubble_fraction=plan.bubble_fraction,
+            division_digest=hashlib.sha256(repr((samples, replicas)).encode()).hexdigest(),
         )  # fmt: skip
 
     def _memory(self, plan: StepPlan) -> MemoryBuckets:

@@ -73,6 +73,10 @@ CHECKPOINT_TIMEOUT_FACTOR = 10
 """Times as long as a rank waits in a step, it waits for others to read or write a checkpoint."""
 
 
+class StepTooLargeError(MemoryError):
+    """A step of samples does not fit; the state before it is saved."""
+
+
 @dataclass(slots=True)
 class TrainingOutcome:
     """What a call of :func:`train` did."""
@@ -133,6 +137,7 @@ def train(
         ValueError: the output directory is in use, or its checkpoints cannot be read.
         CheckpointError: the disk is full; earlier checkpoints are untouched.
         NonFiniteError: too many steps in a row with NaN or inf, or the state at the end has them.
+        StepTooLargeError: a step of samples does not fit; the state is saved.
         OSError: a step could not be recorded; the state is saved.
         PeerLostError: another rank ended or does not answer.
     """
@@ -317,8 +322,11 @@ class _Loop:
                 outcome.interrupted_by = stop.signal_name or self._stopped_by
                 done = f"saving after step {outcome.done_steps}"
                 self._say(f"{outcome.interrupted_by}: {done}", display)
-            except NonFiniteError:
-                self._save_if_first(display)
+            except (NonFiniteError, StepTooLargeError) as error:
+                if isinstance(error, StepTooLargeError):
+                    self._save(display)
+                else:
+                    self._save_if_first(display)
                 self._manager.wait()
                 raise
             outcome.saved = self._saves_now()
@@ -433,9 +441,21 @@ class _Loop:
 
         Raises:
             ValueError: ranks have planned it differently.
+            StepTooLargeError: on every rank, where no plan of one replica fits.
         """
-        work = self._source.work(step, consumed=self._consumed)
+        work, problem = None, None
+        try:
+            work = self._source.work(step, consumed=self._consumed)
+        except MemoryError as error:
+            problem = str(error)
+        for told in self._peers.all_gather(problem):
+            if told is not None:
+                raise StepTooLargeError(f"step {step + 1}: {told}")
+        assert work is not None, "a step without a problem has work"
         if work.planned is not None:
+            self._ranks.check_same_on_all_ranks(
+                f"division of the samples of step {step + 1}", work.division_digest
+            )
             self._ranks.check_same_in_replica(f"plan of step {step + 1}", work.planned.digest)
         return work
 

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from sppo.config import load_run
 from sppo.data.tokens import LOSS_MASK_FILE, META_FILE
+from sppo.planning.elastic.step_plan import StepPlanner, step_planner
+from sppo.planning.search.evaluated_candidate import assess
 from sppo.train import trainer
 from sppo.train.input_checks import run_file_problems
 from sppo.train.preflight import check_before_training
@@ -100,3 +102,31 @@ def test_a_resumed_run_reads_on_where_it_ended(samples):
 def _told(line):
     step = json.loads(line)
     return step["loss"], step["samples"], step["tokens"], step["program_digest"]
+
+
+def test_a_step_that_does_not_fit_ends_a_run_that_is_saved(samples, monkeypatch):
+    plan, planned = StepPlanner.plan, []
+
+    def too_large(self, lengths):
+        planned.append(lengths)
+        if len(planned) > 2:  # the first one before the start, and the first step
+            raise MemoryError("too large")
+        return plan(self, lengths)
+
+    monkeypatch.setattr(StepPlanner, "plan", too_large)
+    with pytest.raises(trainer.StepTooLargeError, match="step 2: too large"):
+        train(samples())
+    monkeypatch.setattr(StepPlanner, "plan", plan)
+    outcome = train(samples())
+    assert (outcome.first_step, outcome.done_steps) == (1, 2)
+
+
+def test_a_step_of_the_longest_sample_is_the_plan_of_the_run(samples):
+    """In memory and all: what holds of the plan before the start holds of such a step."""
+    run = samples(sequence={"length": 4096, "num_subsequences": 4}, checkpoint={"async_save": True})
+    preflight = check_before_training(run)
+    planner = step_planner(preflight.plan, background_saves=True)
+    (alone,) = planner._as_planned([planner.longest])
+    evaluated = assess(planner.base.with_packed(alone.packed.sequences))
+    assert evaluated.candidate.lengths == preflight.plan.lengths
+    assert evaluated.memory == preflight.plan.rank_memory

@@ -47,15 +47,22 @@ def _waiting_tokens(candidate: Candidate) -> np.typing.NDArray[np.float64]:
     """Tokens that wait while a unit runs on each stage of a rank, [virtual stages, N].
 
     Nothing waits in front of the first stage or behind the last one. Of the sequences of a group
-    the one counts that has most of the others on the side where they wait. Of a step of packed
-    sequences the longest group counts, all of it.
+    the one counts that has most of the others on the side where they wait. Packed sequences of a
+    group are each counted where they are.
     """
     lengths = np.array(candidate.lengths, dtype=np.float64)
     if candidate.packed:
         of_sequences = candidate.sequence_lengths
         groups = sequence_groups(of_sequences, num_ranks=candidate.pipeline_parallel_degree)
-        most = max(sum(sum(of_sequences[sequence]) for sequence in group) for group in groups)
-        return np.full((candidate.virtual_stages, len(lengths)), float(most))
+        ends = np.cumsum([len(of_sequence) for of_sequence in of_sequences])
+        tokens = np.zeros((candidate.virtual_stages, len(lengths)))
+        for group in groups:
+            own = slice(int(ends[group.start - 1]) if group.start else 0, int(ends[group.stop - 1]))
+            up_to = np.cumsum(lengths[own])
+            tokens[:, own] = up_to[-1] - lengths[own]
+            tokens[0, own] = up_to - lengths[own]
+            tokens[-1, own] = up_to[-1] - up_to
+        return tokens
     others = (UnitsInFlight(candidate).group_sequences - 1) * lengths.sum()
     in_front, behind = np.cumsum(lengths) - lengths, np.cumsum(lengths[::-1])[::-1] - lengths
     tokens = np.tile(in_front + behind + others, (candidate.virtual_stages, 1))

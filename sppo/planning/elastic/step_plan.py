@@ -37,6 +37,7 @@ from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
 from sppo.planning.make_plan import compute_seconds, stage_plans
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
+from sppo.planning.search.choices import SUBSEQUENCE_TOKENS
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import Schedule
@@ -182,6 +183,8 @@ class StepPlanner:
         slices: Subsequences that the plan cuts it into.
         alignment: Cuts of samples fall on multiples of this.
         searches: Whether other numbers of slices may be tried.
+        room: Tokens of a subsequence of several samples that are tried on one rank, however short
+            the longest sample is; 0 for those of a slice.
         interleaves: Whether a plan in the looped order may run sequences side by side instead, by
             interleaved Seq1F1B on the same stages.
     """
@@ -191,6 +194,7 @@ class StepPlanner:
     slices: int
     alignment: int
     searches: bool
+    room: int = 0
     interleaves: bool = False
 
     def divided(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -220,6 +224,11 @@ class StepPlanner:
             ]
             if found:
                 return min(found, key=lambda plan: plan.step_s)
+        # What the run's plan was made for: its own cuts, one sequence after another.
+        for bases in self._bases():
+            found = self._fitting(self._as_planned(lengths), base=bases[-1], short=short)
+            if found:
+                return found[0]
         raise MemoryError(_too_large(lengths, short))
 
     def _fitting(
@@ -267,15 +276,12 @@ class StepPlanner:
 
     def _packings(self, lengths: Sequence[int]) -> list[_Packing]:
         """Return the samples packed in the ways that are tried, those that may be fastest first."""
+        if self.room:
+            mesh = self._mesh_as_planned
+            wider = self._packing(lengths, replace(mesh, room=max(mesh.room, self.room)))
+            return [wider, *self._as_planned(lengths)]
         if not self.searches:
-            mesh = mesh_of_slices(
-                self._cost,
-                longest=self.longest,
-                slices=self.slices,
-                balanced=self.base.pipeline_parallel_degree > 1,
-                alignment=self.alignment,
-            )
-            return [self._packing(lengths, mesh)]
+            return self._as_planned(lengths)
         rough = [self._sized(lengths, first) for first in self._first_slices(lengths)]
         best = min(rough, key=lambda packing: packing.least_s)
         more = [
@@ -293,6 +299,20 @@ class StepPlanner:
         different = {packing.packed.sequences: packing for packing in (*rough, *more)}
         return sorted(different.values(), key=lambda packing: packing.least_s)
 
+    def _as_planned(self, lengths: Sequence[int]) -> list[_Packing]:
+        """Return the samples packed by the mesh of the run's plan, the only packing."""
+        return [self._packing(lengths, self._mesh_as_planned)]
+
+    @property
+    def _mesh_as_planned(self) -> Mesh:
+        return mesh_of_slices(
+            self._cost,
+            longest=self.longest,
+            slices=self.slices,
+            balanced=self.base.pipeline_parallel_degree > 1,
+            alignment=self.alignment,
+        )
+
     def _first_slices(self, lengths: Sequence[int]) -> list[int]:
         """Tokens of a first slice that are tried: powers of two with enough subsequences."""
         ranks, cost = self.base.pipeline_parallel_degree, self._cost
@@ -302,7 +322,10 @@ class StepPlanner:
         sizes = least * 2.0 ** np.arange(max(1, doublings + 1))
         seconds = np.array(cost.of_samples(sizes.astype(np.int64).tolist()))
         fits = (seconds <= each_s) & (seconds * _MOST_PER_RANK >= each_s)
-        return [int(size) for size in sizes[fits]] or [least]
+        if fits.any():
+            return [int(size) for size in sizes[fits]]
+        # So much work that the largest makes more units than need be, or so little that none fits.
+        return [int(sizes[-1]) if seconds[-1] <= each_s else least]
 
     def _sized(
         self,
@@ -387,18 +410,21 @@ class _Packing:
         return max(max(sequence.lengths) for sequence in self.packed.sequences)
 
 
-def step_planner(plan: ExecutionPlan) -> StepPlanner:
+def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> StepPlanner:
     """Return what plans the steps of a run of samples.
 
     Args:
         plan: of the run, for its longest samples.
+        background_saves: whether checkpoints are copied in memory and written while it goes on.
     """
     candidate = plan_candidate(plan)
+    shards_weights = plan.sequence_parallel == "megatron" and plan.sequence_parallel_degree > 1
     # Units of different sequences are not cut over ranks; that order without it is the SPPO one.
     schedule = "sppo" if candidate.schedule == "sppo_msp" else candidate.schedule
     run = plan.run
     policy, ratio = run["activations"]["policy"], run["activations"]["offload_ratio"]
     sequence = run["sequence"]
+    kind = plan.hardware.device.kind
     free = sequence["num_subsequences"] == "auto" and schedule not in WHOLE_SEQUENCES
     return StepPlanner(
         replace(
@@ -406,11 +432,15 @@ def step_planner(plan: ExecutionPlan) -> StepPlanner:
             schedule=schedule,
             policy="hybrid" if policy == "auto" else policy,
             offload_ratio=None if ratio == "auto" else ratio,
+            # Where weights are sharded, tensors are recomputed whole or not at all.
+            allow_partial=plan.has_tier and not shards_weights,
+            background_saves=background_saves,
         ),
         longest=plan.boundaries[-1],
         slices=len(plan.lengths),
         alignment=sequence["alignment"],
         searches=free and candidate.pipeline_parallel_degree > 1,
+        room=SUBSEQUENCE_TOKENS[kind][1] if free and candidate.pipeline_parallel_degree == 1 else 0,
         interleaves=run["parallel"]["schedule"] == "auto"
         and schedule == LOOPED
         and candidate.virtual_stages > 1
@@ -428,6 +458,6 @@ def _too_large(lengths: Sequence[int], short: Sequence[EvaluatedCandidate]) -> s
         f"a step of {len(lengths)} samples, the longest of {max(lengths)} tokens, needs "
         f"{format_bytes(shortfall.needed_bytes)} (most of it "
         f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}), and "
-        f"{format_bytes(shortfall.available_bytes)} may be used: shorten sequence.length, or "
-        "raise sequence.num_subsequences"
+        f"{format_bytes(shortfall.available_bytes)} may be used: fewer samples a step, a lower "
+        "sequence.length, or activations.policy=auto, with another train.output, would need less"
     )
