@@ -70,7 +70,7 @@ class StepMetrics:
     padding_tokens: int | None = None
     """Tokens that belong to no sample."""
     planned_bubble_fraction: float | None = None
-    """Idle share of pipeline ranks as simulated, mean over replicas."""
+    """Idle share of pipeline ranks as simulated, mean over replicas; None without a pipeline."""
     bubble_fraction: float | None = None
     """Share of the time of all ranks in which no forward or backward ran, without the update."""
     program_digest: str | None = None

@@ -54,7 +54,7 @@ def _samples(metrics: StepMetrics) -> str:
     text = f"{metrics.samples} samples, {format_count(metrics.tokens)} tokens in {counts}"
     if metrics.padding_tokens:
         text += f", {metrics.padding_tokens} padding"
-    if metrics.bubble_fraction is not None and metrics.planned_bubble_fraction:
+    if metrics.bubble_fraction is not None and metrics.planned_bubble_fraction is not None:
         planned = f"(plan {metrics.planned_bubble_fraction:.1%})"
         text += f" | bubble {metrics.bubble_fraction:.1%} {planned}"
     return text

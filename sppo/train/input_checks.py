@@ -128,7 +128,7 @@ def _sample_problems(run: RunConfig) -> Iterator[tuple[str, str]]:
     parallel = run.parallel
     if parallel.multiplexed == "on" or parallel.schedule == "sppo_msp":
         yield (
-            "multiplexed",
+            "multiplexed" if parallel.multiplexed == "on" else "schedule",
             "multiplexed sequence partitioning cuts subsequences of one long sequence, and with "
             "data.samples=documents they hold many samples; leave parallel.multiplexed and "
             "parallel.schedule out",

@@ -563,11 +563,16 @@ class _Loop:
             "batched_subsequences": int(batched),
             "hybrid_subsequences": int(hybrid),
             "padding_tokens": int(padding),
-            "planned_bubble_fraction": bubble / replicas,
-            "bubble_fraction": max(0.0, 1 - busy_s / actions_s),
+            **(self._bubbles(bubble / replicas, 1 - busy_s / actions_s)),
             "planning_wait_s": planning_s,
             "program_digest": self._peers.broadcast(work.program_digest),
         }
+
+    def _bubbles(self, planned: float, measured: float) -> dict[str, float]:
+        """Return the idle share of pipeline ranks, of a pipeline."""
+        if self._ranks.mesh.shape.pipeline_parallel == 1:
+            return {}
+        return {"planned_bubble_fraction": planned, "bubble_fraction": max(0.0, measured)}
 
     def _of_replicas(self, *values: float) -> Sequence[float]:
         """Add up what every replica has of each."""

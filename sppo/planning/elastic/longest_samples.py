@@ -11,8 +11,8 @@ _OVERLAPPING = 2
 def run_of_longest_samples(run: RunConfig, *, longest: int | None = None) -> RunConfig:
     """Return a run of fixed sequences that are as long as the longest samples.
 
-    It takes as much memory as any step: one such sequence for each replica, or two where pipeline
-    ranks overlap them. A run of the token stream is returned as it is.
+    One such sequence for each replica, or two where pipeline ranks overlap them; steps of many
+    samples may need more. A run of the token stream is returned as it is.
 
     Args:
         run: checked.

@@ -24,6 +24,9 @@ from sppo.hardware.rates import Floats
 from sppo.planning.elastic.mesh import Mesh
 from sppo.planning.elastic.sample_cost import SampleCost
 
+PADDING = -1
+"""Stands for a sample where tokens belong to none."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
@@ -31,7 +34,7 @@ class PackedSamples:
 
     Attributes:
         sequences: What they are packed into.
-        samples: Which samples each sequence has, in order; -1 is padding.
+        samples: Which samples each sequence has, in order; PADDING is none.
     """
 
     sequences: tuple[PackedSequence, ...]
@@ -44,11 +47,8 @@ class PackedSamples:
             tokens
             for sequence, samples in zip(self.sequences, self.samples, strict=True)
             for tokens, sample in zip(sequence.samples, samples, strict=True)
-            if sample < 0
+            if sample == PADDING
         )
-
-
-PADDING = -1
 
 
 @dataclass(slots=True)
