@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 from click.testing import Result
+from hypothesis import settings
 from typer.testing import CliRunner
 
 from sppo.data.tokens import (
@@ -38,6 +39,10 @@ from tests.unpainted import unpainted
 if not torch.cuda.is_available():
     # Kernels run under Triton's interpreter. Read when triton is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# How long an example takes says nothing on a machine that others use, too.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 VOCAB_SIZE = 32
 LENGTH = 64
