@@ -15,6 +15,7 @@ import numpy as np
 
 from sppo.schedule.costs import Costs, Link, Table
 from sppo.schedule.encoding import B, F, W
+from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.generators import RankOrder, rank_orders
 from sppo.schedule.played_step import PlayedStep
 
@@ -41,6 +42,7 @@ def play_whole_units(
 
     Raises:
         ValueError: a schedule that cannot serve the request.
+        DeadlockError: its ranks would wait for each other.
     """
     assert costs.layer_copies, "copies of whole units are simulated by schedule.simulate"
     assert not costs.kv_offload_bytes.any(), "and so are copies of K and V"
@@ -146,8 +148,8 @@ class _Rank:
         arrived = max((wire.last_s for wire in self._wires.values()), default=0.0)
         return max(reduced, arrived, self._leaving_s, self._last_return_s)
 
-    def run(self) -> Iterator[None]:
-        """Walk the order of the rank to its end."""
+    def run(self) -> Iterator[tuple[int, int, int]]:
+        """Walk the order of the rank to its end; yield the (code, chunk, unit) that waits."""
         # The room for a unit that comes back is free when the backward two in front of its own has
         # ended: when that in front of it might begin.
         begun_s = room_s = 0.0
@@ -157,12 +159,12 @@ class _Rank:
             begun_before_s, begun_s = begun_s, self.free_s
             if code == F:
                 while chunk.activations[unit] < 0:
-                    yield
+                    yield code, place, unit
                 self._forward(chunk, unit, chunk.activations[unit])
                 continue
             if code == B:
                 while chunk.gradients[unit] < 0:
-                    yield
+                    yield code, place, unit
                 permitted_s = begun_before_s if first_backward else room_s
                 self._backward(chunk, unit, chunk.gradients[unit], permitted_s)
                 first_backward, room_s = False, begun_s
@@ -254,14 +256,29 @@ def _compute(order: RankOrder, offsets: list[int]) -> _Compute:
 
 
 def _play(ranks: Sequence[_Rank]) -> None:
-    """Resume rank after rank, down the pipeline and up again, until all have ended."""
+    """Resume rank after rank, down the pipeline and up again, until all have ended.
+
+    Raises:
+        DeadlockError: they wait for each other.
+    """
     walks = [rank.run() for rank in ranks]
+    waiting: dict[int, tuple[int, int, int]] = {}
     going = list(range(len(walks)))
     while going:
-        going = [place for place in reversed(going) if next(walks[place], _ENDED) is not _ENDED]
-
-
-_ENDED = object()
+        before, waiting = waiting, {}
+        for place in reversed(going):
+            waits = next(walks[place], None)
+            if waits is not None:
+                waiting[place] = waits
+        going = list(waiting)
+        if waiting and waiting == before:
+            rank = min(waiting)
+            raise DeadlockError(
+                f"rank {rank} and {len(waiting) - 1} others wait for each other: the order of "
+                "their programs contradicts itself",
+                rank=rank,
+                index=[*zip(*ranks[rank].order, strict=True)].index(waiting[rank]),
+            )
 
 
 def _held_bytes(rank: _Rank, *, costs: Costs, offsets: np.typing.NDArray[np.int64]) -> float:

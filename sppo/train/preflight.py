@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,8 +79,7 @@ def check_before_training(
     training = training_data(run)
     if isinstance(training, DocumentSamples):
         run = run_of_longest_samples(run, longest=int(training.table.lengths.max()))
-    else:
-        _check_labels(training, steps=run.train.steps)
+    _check_labels(training, steps=run.train.steps)
     if device.kind == "cpu":
         load_libraries(tensorboard=run.train.tensorboard)
     available, disk = device.room_bytes(local_ranks=local_ranks), _disk_room(run)
@@ -125,17 +125,37 @@ def _first_step(
     return planner.plan([lengths[index] for index in own])
 
 
-def _check_labels(training: TrainingData, *, steps: int) -> None:
+def _check_labels(training: TrainingData | DocumentSamples, *, steps: int) -> None:
     """Raise ValueError if no step has a label; looks no further than the first that has one."""
-    epoch = -(-training.num_sequences // training.sequences_per_step)
     tokens = training.data
-    looked_at = 0 if tokens.num_documents == tokens.num_tokens else min(steps, epoch)
-    if not training.isolate_documents or any(map(training.has_labels, range(looked_at))):
+    isolates = isinstance(training, TrainingData) and training.isolate_documents
+    if tokens.loss_mask is None and not isolates:
         return
+    if any(map(training.has_labels, _places_of_steps(training, steps=steps))):
+        return
+    fix = (
+        "Prepare the data again, with a loss mask that is true for what is to be learnt"
+        if tokens.loss_mask is not None
+        else "Set data.isolate_documents=false, or prepare longer documents"
+    )
     raise ValueError(
         f"{training.why_no_labels(0)}, and so it is in every step: there is nothing to learn "
-        "from. Set data.isolate_documents=false, or prepare longer documents"
+        f"from. {fix}"
     )
+
+
+def _places_of_steps(training: TrainingData | DocumentSamples, *, steps: int) -> Iterator[int]:
+    """Yield where each step of a run begins, for an epoch at most; nothing without any label."""
+    if isinstance(training, DocumentSamples):
+        position = 0
+        for _ in range(steps):
+            if position >= training.num_samples:
+                return
+            yield position
+            position += len(training.step_samples(position))
+    elif training.data.num_documents < training.data.num_tokens:
+        epoch = -(-training.num_sequences // training.sequences_per_step)
+        yield from range(min(steps, epoch))
 
 
 def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,10 @@ def build_state(
     """
     mesh, device = mesh or alone(), device or CpuDevice()
     cuts_units = plan.schedule == "sppo_msp"
-    timeouts = device_timeouts(run.parallel.timeout_s, predicted_step_s=plan.predicted.step_s)
+    # Steps of samples are planned later, and may take many times as long as one of the longest.
+    differ = run.data.samples == "documents"
+    predicted_step_s = math.inf if differ else plan.predicted.step_s
+    timeouts = device_timeouts(run.parallel.timeout_s, predicted_step_s=predicted_step_s)
     mesh.connect(
         timeout_s=timeouts.issued_s if device.group_device is not None else None,
         wraps=plan.virtual_stages > 1,

@@ -41,25 +41,6 @@ class PlannedPhases:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedCounts:
-    """How the samples of one replica's step are packed.
-
-    Attributes:
-        samples: Samples.
-        split: Subsequences that are a slice of a long sample.
-        batched: Subsequences of short samples.
-        hybrid: Subsequences of the tail of a long sample and short ones.
-        padding_tokens: Tokens that belong to no sample.
-    """
-
-    samples: int
-    split: int
-    batched: int
-    hybrid: int
-    padding_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepWork:
     """One step of one replica.
 
@@ -74,9 +55,7 @@ class StepWork:
         phases: Predicted seconds by phase.
         memory: Predicted memory of one of this rank's devices.
         planned: What was planned for this step alone; None where all steps are alike.
-        packed: How its samples are packed; None where there are none.
         planning_s: Seconds that planning it took.
-        bubble_fraction: Idle share of its pipeline ranks, as simulated.
         division_digest: Of the samples of all replicas; "" without samples.
     """
 
@@ -90,15 +69,8 @@ class StepWork:
     phases: PlannedPhases
     memory: MemoryBuckets
     planned: StepPlan | None = None
-    packed: PackedCounts | None = None
     planning_s: float = 0.0
-    bubble_fraction: float = 0.0
     division_digest: str = ""
-
-    @property
-    def program_digest(self) -> str | None:
-        """Digest of the step's program; None where all steps have the plan's."""
-        return None if self.planned is None else self.planned.program.digest()
 
     @property
     def for_engine(self) -> PlannedStep | None:
@@ -216,14 +188,9 @@ class Samples:
             phases=PlannedPhases(*plan.phases_s),
             memory=self._memory(plan),
             planned=plan,
-            packed=PackedCounts(
-                len(own), plan.num_split, plan.num_batched, plan.num_hybrid,
-                plan.packed.padding_tokens,
-            ),
             planning_s=seconds,
-            bubble_fraction=plan.bubble_fraction,
             division_digest=hashlib.sha256(repr((samples, replicas)).encode()).hexdigest(),
-        )  # fmt: skip
+        )
 
     def _memory(self, plan: StepPlan) -> MemoryBuckets:
         """Return the memory of this rank, with code that earlier steps' lengths took for good."""

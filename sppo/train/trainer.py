@@ -296,6 +296,7 @@ class _Loop:
 
         Raises:
             NonFiniteError: too many steps failed, or the state at the end cannot be saved.
+            StepTooLargeError: a step of samples does not fit; the state is saved.
             OSError: a step could not be recorded; the state is saved.
         """
         outcome, total = self._outcome, self._run.train.steps
@@ -322,11 +323,12 @@ class _Loop:
                 outcome.interrupted_by = stop.signal_name or self._stopped_by
                 done = f"saving after step {outcome.done_steps}"
                 self._say(f"{outcome.interrupted_by}: {done}", display)
-            except (NonFiniteError, StepTooLargeError) as error:
-                if isinstance(error, StepTooLargeError):
-                    self._save(display)
-                else:
-                    self._save_if_first(display)
+            except StepTooLargeError:
+                self._save(display)
+                self._manager.wait()
+                raise
+            except NonFiniteError:
+                self._save_if_first(display)
                 self._manager.wait()
                 raise
             outcome.saved = self._saves_now()
@@ -386,7 +388,7 @@ class _Loop:
                 read=read,
                 before_action=before_action,
                 on_failure=progress.failed,
-                reduced=lambda result: self._await_device(step, result),
+                reduced=lambda result: self._await_device(step, result, work[0]),
                 learning_rate=lambda sums: self._learning_rate(step, sums, display),
             ),
             clip_norm=self._run.optimizer.clip_norm,
@@ -419,7 +421,7 @@ class _Loop:
     def _scheduled_lr(self, step: int) -> float:
         return learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
 
-    def _await_device(self, step: int, result: StepResult) -> None:
+    def _await_device(self, step: int, result: StepResult, work: StepWork) -> None:
         """Wait for the device, which waits for the devices of other ranks.
 
         Raises:
@@ -428,7 +430,7 @@ class _Loop:
         if not self._ranks.mesh.is_distributed:
             return
         still_s = device_timeouts(
-            self._run.parallel.timeout_s, predicted_step_s=self._plan.predicted.step_s
+            self._run.parallel.timeout_s, predicted_step_s=work.step_s
         ).still_s
         if not self._device.done_in_time(result.executed.marks, still_s=still_s):
             raise PeerLostError(
@@ -543,29 +545,30 @@ class _Loop:
 
     def _packing(self, work: StepWork, done: DoneStep, *, planning_s: float) -> dict[str, Any]:
         """Return how the samples of all replicas are packed, and how pipelines idle; {} without."""
-        if work.packed is None:
+        plan = work.planned
+        if plan is None:
             return {}
         busy_s = done.result.forward_s + done.result.backward_s
         actions_s = done.seconds - done.rest_s
         (busy_s, actions_s) = self._peers.total([busy_s, actions_s])
-        packed, replicas = work.packed, self._ranks.mesh.shape.data_parallel
         samples, split, batched, hybrid, padding, bubble = self._of_replicas(
-            packed.samples,
-            packed.split,
-            packed.batched,
-            packed.hybrid,
-            packed.padding_tokens,
-            work.bubble_fraction,
+            plan.num_samples,
+            plan.num_split,
+            plan.num_batched,
+            plan.num_hybrid,
+            plan.packed.padding_tokens,
+            plan.bubble_fraction,
         )
+        replicas = self._ranks.mesh.shape.data_parallel
         return {
             "samples": int(samples),
             "split_subsequences": int(split),
             "batched_subsequences": int(batched),
             "hybrid_subsequences": int(hybrid),
             "padding_tokens": int(padding),
-            **(self._bubbles(bubble / replicas, 1 - busy_s / actions_s)),
+            **self._bubbles(bubble / replicas, 1 - busy_s / actions_s),
             "planning_wait_s": planning_s,
-            "program_digest": self._peers.broadcast(work.program_digest),
+            "program_digest": self._peers.broadcast(plan.program.digest()),
         }
 
     def _bubbles(self, planned: float, measured: float) -> dict[str, float]:

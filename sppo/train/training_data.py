@@ -54,12 +54,7 @@ def check_tokens(run: RunConfig, tokens: TokenData) -> None:
     Raises:
         ValueError: every rule that is broken, one per line.
     """
-    vocab_size, mask = run.model.vocab_size, tokens.loss_mask
-    if mask is not None and not mask.any():
-        raise ValueError(
-            f"{tokens.directory}: its loss mask leaves all labels out, so there is nothing to "
-            "learn from; prepare the data again, with a mask that is true for the answers"
-        )
+    vocab_size = run.model.vocab_size
     if run.data.samples == "documents":
         check_samples(tokens, samples_of(run, tokens), vocab_size=vocab_size)
     else:

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sppo.schedule import whole_units
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links
+from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
 from sppo.schedule.played_step import played_step
 from sppo.schedule.program import step_program
@@ -97,3 +99,20 @@ def test_a_step_is_that_of_its_program(schedule, ranks, virtual, counts, copies,
     assert found.held_bytes == pytest.approx(expected.held_bytes, rel=1e-12)
     assert found.bubble_fraction == pytest.approx(expected.bubble_fraction, abs=1e-12)
     assert found.exposed_copy_s == pytest.approx(expected.exposed_copy_s, abs=1e-9)
+
+
+def test_ranks_that_wait_for_each_other_are_named(monkeypatch):
+    def contradicting(name, **request):
+        first, second = orders(name, **request)
+        return [[*reversed(first)], second]
+
+    orders = whole_units.rank_orders
+    monkeypatch.setattr(whole_units, "rank_orders", contradicting)
+    with pytest.raises(DeadlockError, match="rank 0 and 1 others wait for each other") as raised:
+        play_whole_units(
+            "seq1f1b",
+            num_ranks=2,
+            lengths=[[1]],
+            costs=some_costs(stages=2, units=1, copies=0.0, seed=0),
+        )
+    assert (raised.value.rank, raised.value.index) == (0, 0)
