@@ -9,31 +9,22 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from sppo.activations.hybrid import choices
-from sppo.activations.placement import ActivationPlacement, Counts, PolicyInputs
+from sppo.activations.placement import ActivationPlacement, PolicyInputs
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
 from sppo.cost.candidate import Candidate
-from sppo.cost.kv import kv_offload_bytes, kv_tier_bytes, largest_kv_block
-from sppo.cost.layer import exchange_seconds
 from sppo.cost.memory.copy_room import (
-    copy_slots,
-    slots_on_device,
-    tier_padding_bytes,
     with_placement,
 )
-from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.memory.msp import with_msp
 from sppo.cost.memory.stage_memory import StageMemory, state_memory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
-    copy_bytes_per_s,
     message_bytes,
     pipeline_links,
     placed_bytes,
-    row_bytes_of,
     stage_costs,
     stage_seconds,
-    weight_operand_bytes,
 )
 from sppo.cost.step_time import StepTime, least_step_s, step_time
 from sppo.planning.candidate_program import candidate_program
@@ -44,6 +35,7 @@ from sppo.planning.search.candidate_checks import (
     kv_choices,
 )
 from sppo.planning.search.choices import Degrees
+from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
@@ -281,7 +273,7 @@ def assess_placement(candidate: Candidate, placement: ActivationPlacement) -> Ev
         candidate: what to assess.
         placement: of the activations of as many stages and subsequences.
     """
-    units, states = UnitsInFlight(candidate), _states(candidate)
+    units, states = UnitsInFlight(candidate), memory_without_activations(candidate)
     memory = with_placement(states, candidate=candidate, placement=placement, units=units)
     prices = StepPrices(candidate, stage_seconds(candidate), placement)
     found = EvaluatedCandidate(candidate, prices, memory, find_shortfall(candidate, memory))
@@ -365,13 +357,13 @@ def _assess_whole(
         seconds: of its units, with everything retained.
         first_that_fits: whether any placement that fits will do, the fastest or not.
     """
-    units, states = UnitsInFlight(candidate), _states(candidate)
+    units, states = UnitsInFlight(candidate), memory_without_activations(candidate)
     lengths = np.array(candidate.lengths, dtype=np.float64)
     tokens = np.tile(lengths, (candidate.num_stages, 1))
     # Even what is not held at that moment is held at another.
     in_flight = np.maximum(units.counts(tokens), 1)
     for _ in range(_ATTEMPTS):
-        inputs = _inputs(
+        inputs = policy_inputs(
             candidate, seconds=seconds, in_flight=in_flight, units=units, states=states
         )
         choice = _PlacementChoice(candidate, seconds, inputs, units, states)
@@ -495,7 +487,9 @@ def leaves_room(candidate: Candidate) -> bool:
     if candidate.kv is None:
         return any(leaves_room(replace(candidate, kv=kv)) for kv in kv_choices(candidate))
     budget = candidate.budget_bytes
-    return all(state.device.total_bytes <= budget for state in _states(candidate))
+    return all(
+        state.device.total_bytes <= budget for state in memory_without_activations(candidate)
+    )
 
 
 def may_fit(candidate: Candidate) -> bool:
@@ -505,11 +499,11 @@ def may_fit(candidate: Candidate) -> bool:
     if candidate.schedule == "sppo_msp":
         # Sequences of a program that cuts units follow one another.
         candidate = replace(candidate, sequences=1)
-    return _leaves_room_beside(candidate, states=_states(candidate))
+    return _leaves_room_beside(candidate, states=memory_without_activations(candidate))
 
 
 @lru_cache(maxsize=512)
-def _states(candidate: Candidate) -> tuple[StageMemory, ...]:
+def memory_without_activations(candidate: Candidate) -> tuple[StageMemory, ...]:
     """Memory of each rank without any saved activation, which is asked for several times."""
     return state_memory(candidate, units=UnitsInFlight(candidate))
 
@@ -521,79 +515,3 @@ def _leaves_room_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]
         device.total_bytes - device.working_bytes - device.heap_bytes <= candidate.budget_bytes
         for device in devices
     )
-
-
-def _inputs(
-    candidate: Candidate,
-    *,
-    seconds: StageSeconds,
-    in_flight: Counts,
-    units: UnitsInFlight,
-    states: tuple[StageMemory, ...],
-) -> PolicyInputs:
-    """What the activation policy decides from.
-
-    A stage has its share of its rank's room, by its layers.
-    """
-    hardware = candidate.workload.hardware
-    count = len(candidate.lengths)
-    tokens = np.array(candidate.lengths, dtype=np.int64)
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
-    exchange = exchange_seconds(candidate.workload, tokens=tokens.astype(np.float64))
-    exchange = layers[:, None] * exchange
-    unit_s = seconds.units
-    forward = _following(candidate, unit_s.forward[:, :count] - exchange)
-    backward = _following(candidate, (unit_s.backward + unit_s.weight)[:, :count] - exchange)
-    out, back = copy_bytes_per_s(candidate)
-    used = np.array([state.device.total_bytes for state in states], dtype=np.float64)
-    operands = weight_operand_bytes(candidate)
-    used += units.peak(np.zeros_like(operands), deferred=operands)
-    used += _kv_slots_bytes(candidate)
-    state_bytes = np.array([state.tier_state_bytes for state in states], dtype=np.float64)
-    on_host = hardware.node.host_memory_bytes > 0
-    tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
-    virtual = candidate.virtual_stages
-    shares = layers / np.tile(np.array(candidate.layers_of_ranks, dtype=np.float64), virtual)
-    device_room = shares * np.tile(np.maximum(0.0, candidate.budget_bytes - used), virtual)
-    tier_room = shares * np.tile(tier - state_bytes, virtual)
-    tier_room = tier_room - kv_tier_bytes(candidate) * units.sequences
-    tier_room = np.maximum(0.0, tier_room - tier_padding_bytes(candidate, units=units))
-    hidden = np.minimum(forward * out, backward * back)
-    if candidate.kv == "recomputed" and candidate.policy == "hybrid":
-        # Inputs are what a policy offloads first, and K and V are recomputed from them.
-        out = back = 0.0
-        tier_room, hidden = np.zeros_like(tier_room), np.zeros_like(hidden)
-    return PolicyInputs(
-        tokens=tokens,
-        row_bytes=row_bytes_of(candidate),
-        in_flight=in_flight,
-        sequences=units.sequences,
-        next_forward_s=forward,
-        hidden_bytes=np.maximum(0.0, hidden - kv_offload_bytes(candidate)),
-        linear_recompute_s=seconds.units.linear_recompute[:, :count],
-        attention_recompute_s=seconds.units.attention_recompute[:, :count],
-        copy_bytes_per_s=min(out, back),
-        device_bytes=device_room,
-        tier_bytes=tier_room,
-        allow_partial=candidate.allow_partial,
-        slots=copy_slots(candidate, shares=shares),
-        lasts=tuple(own.stop - 1 for own in candidate.distinct_sequences),
-    )
-
-
-def _kv_slots_bytes(candidate: Candidate) -> Table:
-    """What slots for blocks of K and V take of each rank's memory, [ranks]."""
-    block_bytes = largest_kv_block(candidate)
-    slots = [
-        slots_on_device(candidate, block_layout(candidate, stage=rank))
-        for rank in range(candidate.pipeline_parallel_degree)
-    ]
-    return np.array(slots, dtype=np.float64) * block_bytes
-
-
-def _following(candidate: Candidate, seconds: Table) -> Table:
-    """Seconds of the next subsequence of a sequence; for the last one, its own."""
-    following: Table = np.concatenate([seconds[:, 1:], seconds[:, -1:]], axis=1)
-    lasts = [own.stop - 1 for own in candidate.distinct_sequences]
-    following[:, lasts] = seconds[:, lasts]
-    return following

@@ -1,0 +1,104 @@
+"""What an activation policy decides from: bytes, seconds and room of a candidate's stages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sppo.activations.placement import Counts, PolicyInputs
+from sppo.cost.candidate import Candidate
+from sppo.cost.kv import kv_offload_bytes, kv_tier_bytes, largest_kv_block
+from sppo.cost.layer import exchange_seconds
+from sppo.cost.memory.copy_room import copy_slots, slots_on_device, tier_padding_bytes
+from sppo.cost.memory.joined_tensors import block_layout
+from sppo.cost.memory.stage_memory import StageMemory
+from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.stage_cost import (
+    StageSeconds,
+    copy_bytes_per_s,
+    row_bytes_of,
+    weight_operand_bytes,
+)
+from sppo.schedule.costs import Table
+
+
+def policy_inputs(
+    candidate: Candidate,
+    *,
+    seconds: StageSeconds,
+    in_flight: Counts,
+    units: UnitsInFlight,
+    states: tuple[StageMemory, ...],
+) -> PolicyInputs:
+    """Return what an activation policy decides from.
+
+    A stage has its share of its rank's room, by its layers.
+
+    Args:
+        candidate: whose activations are placed.
+        seconds: of its units, with everything retained.
+        in_flight: how often each unit is held at the worst moment, [stages, subsequences].
+        units: in flight.
+        states: memory of each rank without any saved activation.
+    """
+    hardware = candidate.workload.hardware
+    count = len(candidate.lengths)
+    tokens = np.array(candidate.lengths, dtype=np.int64)
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+    exchange = exchange_seconds(candidate.workload, tokens=tokens.astype(np.float64))
+    exchange = layers[:, None] * exchange
+    unit_s = seconds.units
+    forward = _following(candidate, unit_s.forward[:, :count] - exchange)
+    backward = _following(candidate, (unit_s.backward + unit_s.weight)[:, :count] - exchange)
+    out, back = copy_bytes_per_s(candidate)
+    used = np.array([state.device.total_bytes for state in states], dtype=np.float64)
+    operands = weight_operand_bytes(candidate)
+    used += units.peak(np.zeros_like(operands), deferred=operands)
+    used += _kv_slots_bytes(candidate)
+    state_bytes = np.array([state.tier_state_bytes for state in states], dtype=np.float64)
+    on_host = hardware.node.host_memory_bytes > 0
+    tier = hardware.host_bytes_per_device if on_host else hardware.disk_bytes_per_device
+    virtual = candidate.virtual_stages
+    shares = layers / np.tile(np.array(candidate.layers_of_ranks, dtype=np.float64), virtual)
+    device_room = shares * np.tile(np.maximum(0.0, candidate.budget_bytes - used), virtual)
+    tier_room = shares * np.tile(tier - state_bytes, virtual)
+    tier_room = tier_room - kv_tier_bytes(candidate) * units.sequences
+    tier_room = np.maximum(0.0, tier_room - tier_padding_bytes(candidate, units=units))
+    hidden = np.minimum(forward * out, backward * back)
+    if candidate.kv == "recomputed" and candidate.policy == "hybrid":
+        # Inputs are what a policy offloads first, and K and V are recomputed from them.
+        out = back = 0.0
+        tier_room, hidden = np.zeros_like(tier_room), np.zeros_like(hidden)
+    return PolicyInputs(
+        tokens=tokens,
+        row_bytes=row_bytes_of(candidate),
+        in_flight=in_flight,
+        sequences=units.sequences,
+        next_forward_s=forward,
+        hidden_bytes=np.maximum(0.0, hidden - kv_offload_bytes(candidate)),
+        linear_recompute_s=seconds.units.linear_recompute[:, :count],
+        attention_recompute_s=seconds.units.attention_recompute[:, :count],
+        copy_bytes_per_s=min(out, back),
+        device_bytes=device_room,
+        tier_bytes=tier_room,
+        allow_partial=candidate.allow_partial,
+        slots=copy_slots(candidate, shares=shares),
+        lasts=tuple(own.stop - 1 for own in candidate.distinct_sequences),
+    )
+
+
+def _kv_slots_bytes(candidate: Candidate) -> Table:
+    """What slots for blocks of K and V take of each rank's memory, [ranks]."""
+    block_bytes = largest_kv_block(candidate)
+    slots = [
+        slots_on_device(candidate, block_layout(candidate, stage=rank))
+        for rank in range(candidate.pipeline_parallel_degree)
+    ]
+    return np.array(slots, dtype=np.float64) * block_bytes
+
+
+def _following(candidate: Candidate, seconds: Table) -> Table:
+    """Seconds of the next subsequence of a sequence; for the last one, its own."""
+    following: Table = np.concatenate([seconds[:, 1:], seconds[:, -1:]], axis=1)
+    lasts = [own.stop - 1 for own in candidate.distinct_sequences]
+    following[:, lasts] = seconds[:, lasts]
+    return following
