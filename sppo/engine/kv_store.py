@@ -154,9 +154,9 @@ class KVStore:
         return self._bytes
 
     def _new(self, length: int, dtype: torch.dtype) -> Tensor:
+        # Buffers of sequences of other lengths that are over would only take room.
+        self._spare = {key: spare for key, spare in self._spare.items() if key[0] == length}
         if not self._spare.get((length, dtype)):
-            # Sequences of other lengths are over: their buffers would never be asked for again.
-            self._spare = {key: spare for key, spare in self._spare.items() if key[0] == length}
             buffer = empty_keys(
                 length, *self._tail, dtype=dtype, device=self._device, sent=self._sent
             )

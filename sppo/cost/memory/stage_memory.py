@@ -18,7 +18,7 @@ from sppo.cost.layer import ACCUMULATION_BYTES, Workload
 from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
-from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.memory.units_in_flight import KVTokens, UnitsInFlight
 from sppo.cost.parameters import layer_shapes, num_parameters
 from sppo.cost.sharding.parts import ShardedParts, outer_by_copies, rank_parts
 from sppo.cost.stage_cost import (
@@ -83,6 +83,9 @@ class MemoryBuckets:
     what a sequence-parallel group exchanges."""
     growth_bytes: int = 0
     """What the process takes beside tensors, see :mod:`sppo.cost.memory.process_growth`."""
+    never_at_once_bytes: int = 0
+    """At most 0: what is held of K and V, their gradients and saved tensors at the fullest moment
+    of a step of samples, less the sum of their peaks, which come at different moments."""
 
     @property
     def total_bytes(self) -> int:
@@ -250,27 +253,44 @@ def with_activations(
     most_computing, most_sent = (
         most_of_ranks(candidate, running.most) for running in (computing, sent)
     )
+    counts_kv = bool(candidate.packed) and not keeps_a_stack(candidate)
+    at_once = held
     if keeps_a_stack(candidate):
         beside = held + most_computing
         together = beside + most_sent
     else:
-        beside = units.peak(retained, deferred=deferred, running=computing)
-        together = units.peak(retained, deferred=deferred, running=computing + sent)
+        kv = kv_tokens(candidate) if counts_kv else None
+        if kv is not None:
+            at_once = units.peak(retained, deferred=deferred, kv=kv)
+        beside, together = (
+            units.peak(retained, deferred=deferred, running=running, kv=kv)
+            for running in (computing, computing + sent)
+        )
     heap_share = candidate.workload.hardware.device.heap_share
-    tables = [held, beside, together, most_sent, most_computing * heap_share]
+    tables = [held, at_once, beside, together, most_sent, most_computing * heap_share]
     peaks = np.rint(tables).astype(np.int64).T.tolist()
     ranks = []
-    for state, (saved, computed, everything, in_states, heap) in zip(states, peaks, strict=True):
+    for state, peak in zip(states, peaks, strict=True):
+        saved, most, computed, everything, in_states, heap = peak
         collective = state.device.communication_bytes - in_states
+        apart = saved + (state.device.kv_bytes + state.device.kv_gradients_bytes) * counts_kv
         device = replace(
             state.device,
             activations_bytes=saved,
-            working_bytes=computed - saved,
+            working_bytes=computed - most,
             heap_bytes=heap,
             communication_bytes=collective + everything - computed,
+            never_at_once_bytes=min(0, most - apart),
         )
         ranks.append(replace(state, device=device))
     return tuple(ranks)
+
+
+def kv_tokens(candidate: Candidate) -> KVTokens:
+    """Return what K and V, and their gradients, of a token take on each stage."""
+    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
+    kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
+    return KVTokens(layers * kv_bytes, layers * gradient_bytes)
 
 
 def keeps_a_stack(candidate: Candidate) -> bool:
@@ -298,11 +318,10 @@ def _kv_bytes(candidate: Candidate, *, units: UnitsInFlight) -> tuple[Table, Tab
     the layer's stage unless they leave in between; those of gradients from its first backward
     there, so the stages of a rank take turns with them.
     """
-    layers = np.array([len(stage) for stage in candidate.stages], dtype=np.float64)
-    kv_bytes, gradient_bytes = kv_bytes_per_token(candidate.workload)
+    of_token = kv_tokens(candidate)
     return (
-        units.peak_of_kv(layers * kv_bytes),
-        most_of_ranks(candidate, layers * candidate.longest_sequence * gradient_bytes),
+        units.peak_of_kv(of_token.kv),
+        most_of_ranks(candidate, candidate.longest_sequence * of_token.gradients),
     )
 
 

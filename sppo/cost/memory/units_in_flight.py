@@ -54,6 +54,14 @@ class Running:
         return most
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KVTokens:
+    """Bytes of K and V of a token, and of their gradients, on each stage, [stages] each."""
+
+    kv: Table
+    gradients: Table
+
+
 @dataclass(frozen=True)
 class UnitsInFlight:
     """Units that each pipeline rank of a candidate holds at once."""
@@ -61,7 +69,12 @@ class UnitsInFlight:
     candidate: Candidate
 
     def peak(
-        self, held: Table, *, deferred: Table | None = None, running: Running | None = None
+        self,
+        held: Table,
+        *,
+        deferred: Table | None = None,
+        running: Running | None = None,
+        kv: KVTokens | None = None,
     ) -> Table:
         """Return the most bytes that each rank holds, [ranks].
 
@@ -70,7 +83,10 @@ class UnitsInFlight:
             deferred: of a unit from its backward to the end of its weight half, where that is
                 deferred, [stages, N].
             running: of a unit while it runs; None counts what is held alone.
+            kv: of packed sequences, what their K, V and gradients take beside that; None counts
+                none.
         """
+        assert kv is None or self.candidate.packed, "others have as much K and V all the time"
         if self._is_overlapping:
             moments = self._moments(held)
             if running is not None:
@@ -86,13 +102,17 @@ class UnitsInFlight:
             if deferred is not None:
                 change = change + deferred[at] * events.deferred
             total = np.cumsum(change, axis=1)
+            # Operands of a weight half, and gradients of K and V, come while what backward ends to
+            # hold goes.
+            during = np.maximum(total, total - change)
             if running is not None:
-                # Operands of a weight half come while what backward ends to hold goes.
-                during = np.maximum(total, total - change)
                 total = np.maximum(
                     (total + running.forward[at]) * events.is_forward,
                     (during + running.backward[at]) * events.is_backward,
                 )
+            if kv is not None:
+                held_beside = self._kv_at_events(events, kv)
+                total = (during if running is None else total) + held_beside
             peaks.append(total.max(axis=1, initial=0.0))
         return np.concatenate(peaks)
 
@@ -171,6 +191,20 @@ class UnitsInFlight:
                 for rank in events.ranks.tolist()
             ]
         )
+
+    def _kv_at_events(self, events: _Events, kv: KVTokens) -> Table:
+        """Return bytes of K, V and their gradients of packed sequences, [ranks, events]."""
+        ranks, count = self._shape[0], len(events.subsequences)
+        tokens = np.array([sequence.tokens for sequence in self.candidate.packed], dtype=float)
+        places, firsts, lasts, sequences, backwards = events.spans.T
+        found = np.zeros((len(events.ranks), count + 1))
+        for own, rank in zip(found, events.ranks.tolist(), strict=True):
+            for token_bytes, begins in ((kv.kv, firsts), (kv.gradients, backwards)):
+                held = token_bytes.reshape(-1, ranks)[places, rank] * tokens[sequences]
+                np.add.at(own, begins, held)
+                np.subtract.at(own, lasts + 1, held)
+        bytes_held: Table = np.cumsum(found, axis=1)[:, :count]
+        return bytes_held
 
     def _kv_spans(self, spans: Places) -> Places:
         """Return when K and V of each sequence are on the device, from when anything of it is."""
@@ -337,7 +371,8 @@ class _Events:
         deferred: Of what is held from a backward to the end of its deferred weight half.
         is_forward: 1 where a forward runs.
         is_backward: 1 where a backward runs.
-        spans: Rows (position of a stage on its rank, first event, last event, sequence).
+        spans: Rows (position of a stage on its rank, first event, last event, sequence, first
+            backward).
         ranks: Which.
     """
 
@@ -374,17 +409,19 @@ def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
     deferred = {step for kind, step in order if kind == "W"}
     rows = []
     spans: dict[tuple[int, int], list[int]] = {}
+    backwards: dict[tuple[int, int], int] = {}
     for place, (kind, (chunk, (sequence, within))) in enumerate(order):
         index = within + (firsts[sequence] if firsts else 0)
         if kind == "F":
             rows.append((chunk, index, 1, 0, 1, 0))
         elif kind == "B":
             rows.append((chunk, index, -1, int((chunk, (sequence, within)) in deferred), 0, 1))
+            backwards.setdefault((chunk, sequence), place)
         else:
             rows.append((chunk, index, 0, -1, 0, 0))
         spans.setdefault((chunk, sequence), [place, place])[1] = place
     table = np.array(
-        [(chunk, *ends, sequence) for (chunk, sequence), ends in spans.items()], dtype=np.intp
+        [(*key[:1], *ends, *key[1:], backwards[key]) for key, ends in spans.items()], dtype=np.intp
     )
     chunks, indices, held, deferred_halves, is_forward, is_backward = (
         np.array(rows, dtype=np.int64).reshape(-1, 6).T

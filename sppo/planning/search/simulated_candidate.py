@@ -12,7 +12,7 @@ from sppo.schedule.played_step import played_step
 from sppo.schedule.simulate import simulate
 from sppo.schedule.whole_units import play_whole_units
 
-_IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes")
+_IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "never_at_once_bytes")
 """Buckets that a simulation follows; the others do not change during a step."""
 
 
