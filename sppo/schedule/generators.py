@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from sppo.quoting import quoted
 from sppo.schedule import orders
@@ -29,6 +30,7 @@ class _Request:
     lengths: Lengths
     hop: int
     forward_only: bool
+    pipelines: tuple[int, ...]
 
     @property
     def everything(self) -> range:
@@ -52,6 +54,7 @@ def generate(
     num_virtual: int = 1,
     hop: int = 1,
     forward_only: bool = False,
+    pipelines: Sequence[int] = (),
     costs: Costs | None = None,
 ) -> Schedule:
     """The schedule `name`.
@@ -65,6 +68,8 @@ def generate(
         hop: Extra warm-up forwards per rank towards the front: 1 is Seq1F1B; 2 hides message
             latency at the price of one more unit in flight per rank. Only without interleaving.
         forward_only: Leave out backwards and reductions (evaluation).
+        pipelines: Sequences of each of several pipelines, of which a rank begins one when it has
+            ended the one before; empty: one of all sequences.
         costs: What sppo_msp weighs its choice with; equal units and free messages if not given.
 
     Raises:
@@ -72,7 +77,14 @@ def generate(
     """
     request = _checked(
         name,
-        _Request(num_ranks, num_virtual, tuple(map(tuple, lengths)), hop, forward_only),
+        _Request(
+            num_ranks,
+            num_virtual,
+            tuple(map(tuple, lengths)),
+            hop,
+            forward_only,
+            tuple(pipelines),
+        ),
     )
     if name == "sppo_msp":
         plain = replace(_plain("sppo", request), name=name)
@@ -81,7 +93,12 @@ def generate(
 
 
 def rank_orders(
-    name: str, *, num_ranks: int, lengths: Sequence[Sequence[int]], num_virtual: int = 1
+    name: str,
+    *,
+    num_ranks: int,
+    lengths: Sequence[Sequence[int]],
+    num_virtual: int = 1,
+    pipelines: Sequence[int] = (),
 ) -> Iterator[RankOrder]:
     """The order of each rank's compute, where every unit runs whole.
 
@@ -90,22 +107,40 @@ def rank_orders(
         num_ranks: Pipeline ranks.
         lengths: Tokens of every subsequence of every sequence.
         num_virtual: Stages per rank; more than 1 only for `WITH_VIRTUAL_STAGES`.
+        pipelines: Sequences of each of several pipelines, see `generate`.
 
     Raises:
         ValueError: an unknown name, or a request the schedule cannot serve, with what to change.
     """
-    request = _checked(name, _Request(num_ranks, num_virtual, tuple(map(tuple, lengths)), 1, False))
-    generator = _GENERATORS["sppo" if name == "sppo_msp" else name]
-    return (generator(request, rank) for rank in range(num_ranks))
+    request = _checked(
+        name,
+        _Request(num_ranks, num_virtual, tuple(map(tuple, lengths)), 1, False, tuple(pipelines)),
+    )
+    plain = "sppo" if name == "sppo_msp" else name
+    return (_rank_order(plain, request, rank) for rank in range(num_ranks))
+
+
+def _rank_order(name: str, request: _Request, rank: int) -> RankOrder:
+    """Return the order of a rank's compute, one pipeline behind the other."""
+    generator = _GENERATORS[name]
+    if len(request.pipelines) < 2:
+        return generator(request, rank)
+    ends = [*accumulate(request.pipelines)]
+    return [
+        (kind, (chunk, (first + sequence, subsequence)))
+        for first, end in pairwise((0, *ends))
+        for kind, (chunk, (sequence, subsequence)) in generator(
+            replace(request, lengths=request.lengths[first:end], pipelines=()), rank
+        )
+    ]
 
 
 def _plain(name: str, request: _Request) -> Schedule:
     """Return a schedule in which every unit runs on the rank of its stage."""
-    generator = _GENERATORS[name]
     placement = Placement(num_ranks=request.num_ranks, num_virtual=request.num_virtual)
     programs = []
     for rank in range(request.num_ranks):
-        order: Iterable[tuple[str, Step]] = generator(request, rank)
+        order: Iterable[tuple[str, Step]] = _rank_order(name, request, rank)
         if request.forward_only:
             order = (item for item in order if item[0] == "F")
         programs.append(_program(order, stages=placement.stages_of(rank)))
@@ -136,14 +171,14 @@ def _seq1f1b(request: _Request, rank: int) -> RankOrder:
     return _paired_up(request.lengths, min(ahead, len(forward) - least))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def _paired_up(lengths: Lengths, ahead: int) -> RankOrder:
     """The order of one stage: of ranks that run all forwards first, the same list."""
     forward, backward, _ = _single_chunk(lengths)
     return orders.pair_up_ahead(forward, backward=backward, ahead=ahead)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def _single_chunk(lengths: Lengths) -> tuple[tuple[Step, ...], tuple[Step, ...], int]:
     """Forward steps, backward steps and least warm-up of a rank with one stage."""
     groups = [range(len(lengths))]
@@ -206,7 +241,7 @@ def _looped_bfs(request: _Request, rank: int) -> RankOrder:
     return _breadth_first(request.lengths, request.num_ranks, request.num_virtual)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def _breadth_first(lengths: Lengths, num_ranks: int, num_chunks: int) -> RankOrder:
     """The looped breadth-first order, which is the same list on all ranks."""
     order: RankOrder = []
@@ -279,7 +314,25 @@ def _checked(name: str, request: _Request) -> _Request:
             "num_virtual to 1"
         )
     _check_lengths(name, request.lengths)
+    _check_pipelines(name, request)
     return request
+
+
+def _check_pipelines(name: str, request: _Request) -> None:
+    """Refuse pipelines that do not have all sequences, and those of a schedule that cuts units."""
+    pipelines = request.pipelines
+    if not pipelines:
+        return
+    if min(pipelines) < 1 or sum(pipelines) != len(request.lengths):
+        raise ValueError(
+            f"pipelines of {list(pipelines)} sequences for {len(request.lengths)}: each needs at "
+            "least 1, and together they have all"
+        )
+    if name == "sppo_msp" and len(pipelines) > 1:
+        raise ValueError(
+            f"{len(pipelines)} pipelines of {name}, which cuts units of a whole step over ranks: "
+            "use sppo, or one pipeline"
+        )
 
 
 def _check_lengths(name: str, lengths: Lengths) -> None:

@@ -46,6 +46,7 @@ def step_program(
     num_virtual: int = 1,
     hop: int = 1,
     forward_only: bool = False,
+    pipelines: Sequence[int] = (),
     prefetch: int = 1,
 ) -> Schedule:
     """Make the program of a step, checked.
@@ -61,6 +62,7 @@ def step_program(
         num_virtual: Stages per rank.
         hop: Extra warm-up forwards, see `generators.generate`.
         forward_only: Leave out backwards, copies and reductions (evaluation).
+        pipelines: Sequences of each of several pipelines, see `generators.generate`.
         prefetch: How many backwards ahead a unit may come back from the next tier.
 
     Raises:
@@ -75,6 +77,7 @@ def step_program(
         lengths=lengths,
         hop=hop,
         forward_only=forward_only,
+        pipelines=pipelines,
         costs=costs,
     )
     if forward_only:

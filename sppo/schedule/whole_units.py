@@ -30,6 +30,7 @@ def play_whole_units(
     lengths: Sequence[Sequence[int]],
     costs: Costs,
     num_virtual: int = 1,
+    pipelines: Sequence[int] = (),
 ) -> PlayedStep:
     """Simulate a step of the schedule `name`.
 
@@ -39,6 +40,7 @@ def play_whole_units(
         lengths: Tokens of every subsequence of every sequence.
         costs: Of as many stages and units; copies flow layer by layer.
         num_virtual: Stages per rank.
+        pipelines: Sequences of each of several pipelines, see `generators.generate`.
 
     Raises:
         ValueError: a schedule that cannot serve the request.
@@ -54,7 +56,9 @@ def play_whole_units(
     inbox = [_Inbox(costs.num_units) for _ in range(num_ranks * num_virtual)]
     ranks: list[_Rank] = []
     before = None
-    orders = rank_orders(name, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual)
+    orders = rank_orders(
+        name, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual, pipelines=pipelines
+    )
     for place, order in enumerate(orders):
         compute = ranks[-1].order if order is before else _compute(order, offsets.tolist())
         stages = range(place, num_ranks * num_virtual, num_ranks)

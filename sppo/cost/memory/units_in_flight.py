@@ -352,6 +352,7 @@ class UnitsInFlight:
             num_ranks=candidate.pipeline_parallel_degree,
             lengths=candidate.sequence_lengths,
             num_virtual=candidate.virtual_stages,
+            pipelines=candidate.pipelines,
         )
         firsts = [own.start for own in candidate.distinct_sequences] if candidate.packed else []
         return tuple(
