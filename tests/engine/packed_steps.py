@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
+import numpy as np
 import torch
 
 from sppo.cost.candidate import Candidate
@@ -14,9 +16,10 @@ from sppo.engine.engine import PlannedStep
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.labels import IGNORED_LABEL
+from sppo.planning.elastic.levels import LEVELS, OFFLOADING_LEVELS, Level, _level_choice
 from sppo.planning.elastic.packing import PADDING, PackedSamples
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
-from sppo.planning.search.evaluated_candidate import assess
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.engine.models import random_sequence
 
@@ -147,14 +150,39 @@ def planned_step(
 
 
 def hand_packed_step(
-    base: Candidate, sequences: Sequence[PackedSequence], *, seed: int = 0
+    base: Candidate,
+    sequences: Sequence[PackedSequence],
+    *,
+    seed: int = 0,
+    mixed: bool = False,
+    pipelines: tuple[int, ...] = (),
 ) -> PackedStep:
-    """Return a step of sequences that were packed in any way, planned as those of a run are."""
+    """Return a step of sequences that were packed in any way, planned as those of a run are.
+
+    Args:
+        base: of the run.
+        sequences: what the samples are packed into.
+        seed: of the first sample.
+        mixed: whether every unit has a level of its own instead of what the policy decides.
+        pipelines: sequences of each of several pipelines.
+    """
     places = iter(range(sum(len(sequence.samples) for sequence in sequences)))
     indices = tuple(tuple(next(places) for _ in one.samples) for one in sequences)
     packed = PackedSamples(tuple(sequences), indices)
-    evaluated = simulate_candidate(assess(base.with_packed(packed.sequences)))
-    return PackedStep(packed, _followed(StepPlan(packed, evaluated)), seed)
+    candidate = base.with_packed(packed.sequences, pipelines=pipelines)
+    evaluated = _with_mixed_levels(candidate, seed=seed) if mixed else assess(candidate)
+    return PackedStep(packed, _followed(StepPlan(packed, simulate_candidate(evaluated))), seed)
+
+
+def _with_mixed_levels(candidate: Candidate, *, seed: int) -> EvaluatedCandidate:
+    """Return the candidate with any level for each unit of each stage, cut at any row."""
+    levels = list(LEVELS if candidate.kv == "recomputed" else OFFLOADING_LEVELS)
+    if candidate.workload.sequence_parallel == "ulysses":
+        levels += [Level(*shares) for shares in ((0.5, 0.5), (0.5, 1.0), (0.0, 0.3), (0.7, 0.0))]
+    with mock.patch("sppo.planning.elastic.levels.ROW_ALIGNMENT", 1):
+        choice = _level_choice(candidate, levels=levels, counts_shares=False)
+    shape = candidate.num_stages, len(candidate.lengths)
+    return choice.evaluated(np.random.default_rng(seed).integers(0, len(levels), shape))
 
 
 def _followed(plan: StepPlan) -> PlannedStep:

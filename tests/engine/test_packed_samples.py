@@ -144,11 +144,20 @@ def steps(draw, base, *, whole, seed):
             alignment=draw(st.sampled_from([1, 3])),
             seed=seed,
         )
+    mixed, several = draw(st.booleans()), draw(st.booleans())
+    packed = [
+        draw(packed_sequences(least_tokens=least, whole=whole))
+        for _ in range(base.data_parallel_degree)
+    ]
     return tuple(
         hand_packed_step(
-            base, draw(packed_sequences(least_tokens=least, whole=whole)), seed=seed + 20 * replica
+            base,
+            sequences,
+            seed=seed + 20 * replica,
+            mixed=mixed,
+            pipelines=(1, len(sequences) - 1) if several and len(sequences) > 1 else (),
         )
-        for replica in range(base.data_parallel_degree)
+        for replica, sequences in enumerate(packed)
     )
 
 

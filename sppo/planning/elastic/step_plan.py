@@ -25,6 +25,8 @@ from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.cost.state_tiers import ON_DEVICE
 from sppo.planning.candidate_program import candidate_program
+from sppo.planning.elastic.grouping import grouped
+from sppo.planning.elastic.levels import fastest_levels
 from sppo.planning.elastic.mesh import Mesh, mesh_of_first_slice, mesh_of_slices
 from sppo.planning.elastic.packing import (
     PADDING,
@@ -34,6 +36,7 @@ from sppo.planning.elastic.packing import (
 )
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
+from sppo.planning.elastic.shortage import shortage_text
 from sppo.planning.make_plan import compute_seconds, stage_plans
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_candidate
@@ -42,7 +45,6 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import Schedule
 from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
-from sppo.units import format_bytes
 
 _INTERLEAVED = "interleaved_seq1f1b"
 LEAST_TOKENS = 256
@@ -62,6 +64,8 @@ _SIMULATED = 3
 """Packings that fit, everything retained, of which the fastest is taken."""
 _MOST_SIMULATED = 6
 """Packings that fit of which it is taken where activations cannot stay."""
+_LEVELLED = 2
+"""Of these, packings whose activations are placed by integer program, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +221,7 @@ class StepPlanner:
             MemoryError: none fits.
         """
         packings = self._packings(lengths)
-        short: list[EvaluatedCandidate] = []
+        short: list[tuple[PackedSamples, EvaluatedCandidate]] = []
         for bases in self._bases():
             found = [
                 plan for base in bases for plan in self._fitting(packings, base=base, short=short)
@@ -229,14 +233,14 @@ class StepPlanner:
             found = self._fitting(self._as_planned(lengths), base=bases[-1], short=short)
             if found:
                 return found[0]
-        raise MemoryError(_too_large(lengths, short))
+        raise MemoryError(shortage_text(lengths, short))
 
     def _fitting(
         self,
         packings: Sequence[_Packing],
         *,
         base: Candidate,
-        short: list[EvaluatedCandidate],
+        short: list[tuple[PackedSamples, EvaluatedCandidate]],
     ) -> list[StepPlan]:
         """Return the first plans that fit; adds those that do not to `short`.
 
@@ -244,6 +248,7 @@ class StepPlanner:
         is faster than it can be.
         """
         found: list[StepPlan] = []
+        pressed: list[tuple[float, PackedSamples, Candidate]] = []
         largest = None
         for packing in packings:
             fastest = min((plan.step_s for plan in found), default=None)
@@ -258,9 +263,13 @@ class StepPlanner:
             if evaluated.shortfall is None:
                 found.append(StepPlan(packing.packed, simulate_candidate(evaluated)))
             else:
-                short.append(evaluated)
+                short.append((packing.packed, evaluated))
                 largest = packing.most_tokens
-        return found
+            if evaluated.effective_policy != "retain" and _chooses_levels(base):
+                fits = evaluated.shortfall is None
+                least_s = found[-1].step_s if fits else np.inf
+                pressed.append((least_s, packing.packed, evaluated.candidate))
+        return found + _with_levels(pressed)
 
     def _bases(self) -> Iterator[tuple[Candidate, ...]]:
         """Candidates of which the fastest is taken, until some fit.
@@ -410,6 +419,28 @@ class _Packing:
         return max(max(sequence.lengths) for sequence in self.packed.sequences)
 
 
+def _chooses_levels(base: Candidate) -> bool:
+    """Whether its activations may be placed unit by unit, as is fastest."""
+    return base.policy == "hybrid" and base.offload_ratio is None
+
+
+def _with_levels(pressed: Sequence[tuple[float, PackedSamples, Candidate]]) -> list[StepPlan]:
+    """Return plans whose activations have levels, of the packings that are fastest without.
+
+    Args:
+        pressed: seconds by the policy, samples and candidate of packings of which not everything
+            can be retained.
+    """
+    found: list[StepPlan] = []
+    for _, packed, candidate in sorted(pressed, key=lambda one: one[0]):
+        alone = fastest_levels(candidate)
+        several = grouped(candidate, alone=alone)
+        found += [StepPlan(packed, placed) for placed in (alone, several) if placed is not None]
+        if len({plan.packed for plan in found}) == _LEVELLED:
+            break
+    return found
+
+
 def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> StepPlanner:
     """Return what plans the steps of a run of samples.
 
@@ -446,18 +477,4 @@ def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> Step
         and candidate.virtual_stages > 1
         and candidate.pipeline_parallel_degree > 1
         and candidate.state == ON_DEVICE,
-    )
-
-
-def _too_large(lengths: Sequence[int], short: Sequence[EvaluatedCandidate]) -> str:
-    """Say what a step that does not fit lacks."""
-    least = min(short, key=lambda evaluated: evaluated.short_bytes)
-    shortfall = least.shortfall
-    assert shortfall is not None, "only called where nothing fits"
-    return (
-        f"a step of {len(lengths)} samples, the longest of {max(lengths)} tokens, needs "
-        f"{format_bytes(shortfall.needed_bytes)} (most of it "
-        f"{shortfall.bucket.replace('_', ' ')}: {format_bytes(shortfall.bucket_bytes)}), and "
-        f"{format_bytes(shortfall.available_bytes)} may be used: fewer samples a step, a lower "
-        "sequence.length, or activations.policy=auto, with another train.output, would need less"
     )

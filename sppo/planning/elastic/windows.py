@@ -1,0 +1,142 @@
+"""Windows: the units that a pipeline rank holds something of at the same moment.
+
+They follow from the order of the rank's compute alone, so they are those of any schedule whose
+units run whole. A moment lies on a *diagonal*: the k-th backward of rank r of p is on diagonal
+k + p - 1 - r. In a steady pipeline the backwards of one diagonal run at the same time, each rank
+one unit behind the rank after it (InfiniPipe's C[f2b(k) + d_p - p]).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sppo.cost.candidate import Candidate
+from sppo.cost.memory.stage_memory import kv_tokens
+from sppo.cost.memory.units_in_flight import KVTokens
+from sppo.cost.stage_cost import weight_operand_bytes
+from sppo.schedule.costs import Table
+from sppo.schedule.generators import RankOrder, rank_orders
+
+Places = npt.NDArray[np.intp]
+_NEVER = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankWindows:
+    """What one rank holds, moment by moment, its units in the order of their backwards.
+
+    Attributes:
+        rank: Which.
+        stages: Stage of each unit, [units of the rank].
+        units: Place of its subsequence in the candidate's lengths, [units of the rank].
+        diagonals: Diagonal of its backward, [units of the rank].
+        holds: Whether saved tensors of a unit are held, [moments, units of the rank].
+        running: Which unit of the rank runs, [moments].
+        is_backward: Whether that is its backward, [moments].
+        fixed_bytes: K and V, their gradients, and operands of deferred weight halves, which no
+            placement changes, [moments].
+    """
+
+    rank: int
+    stages: Places
+    units: Places
+    diagonals: Places
+    holds: npt.NDArray[np.bool_]
+    running: Places
+    is_backward: npt.NDArray[np.bool_]
+    fixed_bytes: Table
+
+    def of_units(self, tables: Table) -> Table:
+        """Return what tables [levels, stages, subsequences] have, [units of the rank, levels]."""
+        own: Table = tables[:, self.stages, self.units].T
+        return own
+
+
+def rank_windows(candidate: Candidate) -> tuple[RankWindows, ...]:
+    """Return the windows of every rank at all moments that may be the fullest.
+
+    Those are all but forwards that another forward follows: it holds all that these hold.
+
+    Args:
+        candidate: with packed sequences.
+    """
+    assert candidate.packed, "units are told apart by their places among all of a step"
+    orders = rank_orders(
+        candidate.schedule,
+        num_ranks=candidate.pipeline_parallel_degree,
+        lengths=candidate.sequence_lengths,
+        num_virtual=candidate.virtual_stages,
+        pipelines=candidate.pipelines,
+    )
+    operands, kv = weight_operand_bytes(candidate), kv_tokens(candidate)
+    return tuple(
+        _windows_of(candidate, order, rank=rank, operands=operands, kv=kv)
+        for rank, order in enumerate(orders)
+    )
+
+
+def _windows_of(
+    candidate: Candidate, order: RankOrder, *, rank: int, operands: Table, kv: KVTokens
+) -> RankWindows:
+    firsts = [own.start for own in candidate.distinct_sequences]
+    stage_of = candidate.stages_of_rank(rank)
+    steps = [step for kind, step in order if kind == "B"]
+    place_of = {step: place for place, step in enumerate(steps)}
+    stages = np.array([stage_of[chunk] for chunk, _ in steps])
+    sequences = np.array([sequence for _, (sequence, _) in steps])
+    units = np.array([firsts[sequence] + within for _, (sequence, within) in steps])
+    index_of = {action: index for index, action in enumerate(order)}
+    begins, ends, weights = (
+        np.array([index_of.get((kind, step), _NEVER) for step in steps]) for kind in "FBW"
+    )
+    kinds = [kind for kind, _ in order]
+    followed = [*kinds[1:], ""]
+    moments = [
+        index
+        for index, (kind, following) in enumerate(zip(kinds, followed, strict=True))
+        if kind == "B" or (kind == "F" and following != "F")
+    ]
+    at = np.array(moments)[:, None]
+    waits = (ends < at) & (at <= weights)
+    spans = _Spans(stages, sequences, begins, ends, np.maximum(ends, weights))
+    return RankWindows(
+        rank,
+        stages,
+        units,
+        diagonals=np.arange(len(steps)) + candidate.pipeline_parallel_degree - 1 - rank,
+        holds=(begins <= at) & (at <= ends),
+        running=np.array([place_of[order[index][1]] for index in moments]),
+        is_backward=np.array([kinds[index] == "B" for index in moments]),
+        fixed_bytes=waits @ operands[stages, units] + spans.kv_bytes(candidate, at, kv),
+    )
+
+
+class _Spans(NamedTuple):
+    """When units of a rank are worked on, each [units of the rank], as places in its order."""
+
+    stages: Places
+    sequences: Places
+    begins: Places
+    """Of their forwards."""
+    ends: Places
+    """Of their backwards."""
+    lasts: Places
+    """Of what is last of them."""
+
+    def kv_bytes(self, candidate: Candidate, at: Places, kv: KVTokens) -> Table:
+        """Return bytes of K, V and their gradients at some places, [places, 1]; [places]."""
+        tokens = np.array([sequence.tokens for sequence in candidate.packed], dtype=np.float64)
+        keys, own = np.unique(self.stages * len(tokens) + self.sequences, return_inverse=True)
+        stages, sequences = np.divmod(keys, len(tokens))
+        first, first_backward = np.full((2, len(keys)), np.iinfo(np.intp).max)
+        last = np.full(len(keys), _NEVER)
+        np.minimum.at(first, own, self.begins)
+        np.minimum.at(first_backward, own, self.ends)
+        np.maximum.at(last, own, self.lasts)
+        held: Table = ((first <= at) & (at <= last)) @ (kv.kv[stages] * tokens[sequences])
+        held += ((first_backward <= at) & (at <= last)) @ (kv.gradients[stages] * tokens[sequences])
+        return held

@@ -1,0 +1,102 @@
+"""The integer program against every choice there is, and the windows it is made of."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy import sparse
+
+from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.planning.elastic.level_program import LevelProgram, solve
+from sppo.planning.elastic.windows import rank_windows
+from sppo.schedule.costs import abstract_costs
+from sppo.schedule.generators import generate
+from sppo.schedule.program import lower
+from sppo.schedule.simulate import simulate
+from tests.planning.elastic.test_step_plan import packed_candidates
+from tests.tiers import examples
+
+
+@st.composite
+def programs(draw):
+    """Few diagonals and levels; windows of some diagonals, from ample to too small."""
+    diagonals, levels = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    cost = random.random((diagonals, levels)).cumsum(axis=1)
+    cost[:, 0] *= draw(st.sampled_from([0.0, 1.0]))
+    taken = random.random((diagonals, levels))
+    windows = draw(st.integers(1, 6))
+    holds = random.random((windows, diagonals)) < 0.6
+    used = (holds[:, :, None] * taken).reshape(windows, -1)
+    most = (holds * taken.max(axis=1)).sum(axis=1)
+    room = most * draw(st.floats(0.1, 1.1)) + 1e-3
+    return LevelProgram(cost, sparse.csr_array(used), room)
+
+
+def best_of_all(program):
+    """Least that any choice of levels adds; None where none fits."""
+    diagonals, levels = program.cost.shape
+    choices = (np.array(choice) for choice in product(range(levels), repeat=diagonals))
+    return min((program.added(choice) for choice in choices if program.fits(choice)), default=None)
+
+
+@settings(deadline=None, max_examples=examples(60, all=600))
+@given(programs())
+def test_no_choice_that_fits_adds_less(program):
+    found, best = solve(program, gap=0.0), best_of_all(program)
+    if found is None:
+        assert best is None
+        return
+    assert program.fits(found)
+    assert program.added(found) == pytest.approx(best, rel=1e-6, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=examples(10, all=100))
+@given(programs())
+def test_a_choice_within_the_gap_is_the_same_twice(program):
+    one, other = solve(program), solve(program)
+    assert (one is None) == (other is None)
+    if one is not None:
+        assert one.tolist() == other.tolist()
+
+
+@settings(
+    deadline=None, max_examples=examples(20, all=300), suppress_health_check=[HealthCheck.too_slow]
+)
+@given(packed_candidates(policies=("retain",)), st.integers(0, 2**32 - 1))
+def test_windows_hold_what_is_in_flight(candidate, seed):
+    shape = candidate.num_stages, len(candidate.lengths)
+    held = np.random.default_rng(seed).random(shape)
+    windows = rank_windows(candidate)
+    most = [(own.holds @ held[own.stages, own.units]).max() for own in windows]
+    assert most == pytest.approx(UnitsInFlight(candidate).peak(held))
+    for own in windows:
+        units = set(zip(own.stages.tolist(), own.units.tolist(), strict=True))
+        assert len(units) == len(own.units)
+        assert {stage for stage, _ in units} == {*candidate.stages_of_rank(own.rank)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("diagonal", [8, 11, 13])
+def test_what_a_diagonal_adds_is_added_once(ranks, diagonal):
+    """All ranks recompute for as long at the same time; one rank, and the others wait for it."""
+    lengths, count = ((1,) * 8, (1,) * 8, (1,) * 8), 24
+
+    def step_s(recomputed):
+        costs = abstract_costs(ranks, num_units=count, backward_s=2.0, weight_s=0.0)
+        backward_s = costs.backward_s.copy()
+        for stage, unit in recomputed:
+            backward_s[stage, unit] += 0.5
+        costs = replace(costs, backward_s=backward_s)
+        schedule = generate("seq1f1b", num_ranks=ranks, lengths=lengths)
+        return simulate(lower(schedule, costs=costs), costs=costs).makespan_s
+
+    backwards = [8 * sequence + unit for sequence in range(3) for unit in reversed(range(8))]
+    on_diagonal = [(rank, backwards[diagonal - (ranks - 1 - rank)]) for rank in range(ranks)]
+    before = step_s([])
+    assert step_s(on_diagonal) - before == pytest.approx(0.5)
+    elsewhere = [(rank, backwards[diagonal - rank]) for rank in range(ranks)]
+    assert step_s(elsewhere) - before > 0.5
