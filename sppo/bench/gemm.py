@@ -12,7 +12,7 @@ import torch
 from sppo.bench.operands import DTYPES, Operands
 from sppo.bench.timing import Call, Rounds, TimedCase, Timing, Watcher, time_cases, time_once
 from sppo.hardware.rates import GemmPoint, Product
-from sppo.kernels.linear import accumulate_weight_gradient, linear
+from sppo.kernels.linear import accumulate_weight_gradient, input_gradient, linear
 
 GemmKey = tuple[str, int, int, Product]
 """(dtype, tokens, width, product)."""
@@ -100,6 +100,6 @@ def _make(operands: Operands, dtype: str, tokens: int, width: int, product: Prod
     if product == "forward":
         return lambda: linear(x, weight)
     if product == "input":
-        return lambda: dy @ weight
+        return lambda: input_gradient(dy, weight)
     total = operands.zeros(width, width, dtype=torch.float32)
     return lambda: accumulate_weight_gradient(total, dy, x)

@@ -28,7 +28,7 @@ from sppo.cost.logits_tile import tile_tokens
 from sppo.kernels.elementwise import accumulation_dtype
 from sppo.kernels.fused import fused
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.kernels.linear import accumulate_weight_gradient, linear
+from sppo.kernels.linear import accumulate_weight_gradient, input_gradient, linear
 from sppo.kernels.row_tiles import row_tiles
 
 
@@ -92,7 +92,7 @@ def linear_cross_entropy_with_gradient(
         hidden_tE = hidden_CE[rows]
         logits_tV = linear(hidden_tE, weight_VE)
         losses_C[rows] = losses_to_gradient_(logits_tV, labels_C[rows], scale=scale, terms=terms)
-        torch.mm(logits_tV, weight_VE, out=dhidden_CE[rows])
+        input_gradient(logits_tV, weight_VE, into_CI=dhidden_CE[rows])
         accumulate_weight_gradient(dweight_VE, logits_tV, hidden_tE)
         del logits_tV  # before the next tile is made
     return losses_C, dhidden_CE

@@ -10,25 +10,48 @@ from torch import Tensor
 from torch.nn import functional
 
 from sppo.cost.product_tile import product_rows
+from sppo.kernels.half_products import add_product_by_casts, needs_casts, product_by_casts
 from sppo.kernels.row_tiles import row_tiles
 
 
 def linear(x_CI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, ``[C, O]``."""
+    if needs_casts(x_CI):
+        y_CO = x_CI.new_empty(x_CI.shape[0], weight_OI.shape[0])
+        return product_by_casts(x_CI, weight_OI.t(), into_MN=y_CO, bias_N=bias_O)
     return functional.linear(x_CI, weight_OI, bias_O)
+
+
+def input_gradient(dy_CO: Tensor, weight_OI: Tensor, *, into_CI: Tensor | None = None) -> Tensor:
+    """``dy @ weight``, ``[C, I]``, written over ``into_CI`` if that is given."""
+    if not needs_casts(dy_CO):
+        return torch.mm(dy_CO, weight_OI, out=into_CI)
+    if into_CI is None:
+        into_CI = dy_CO.new_empty(dy_CO.shape[0], weight_OI.shape[1])
+    return product_by_casts(dy_CO, weight_OI, into_MN=into_CI)
+
+
+def add_input_gradient_(dx_CI: Tensor, dy_CO: Tensor, weight_OI: Tensor) -> None:
+    """Add ``dy @ weight`` to ``dx``."""
+    if needs_casts(dy_CO):
+        add_product_by_casts(dx_CI, dy_CO, weight_OI)
+    else:
+        dx_CI.addmm_(dy_CO, weight_OI)
 
 
 def accumulate_weight_gradient(total_OI: Tensor, dy_CO: Tensor, x_CI: Tensor) -> None:
     """Add ``dy.T @ x`` to ``total_OI`` (fp32 or better).
 
     With N = 160 subsequences a sum kept in bf16 would lose the small terms; this one never is. A
-    GPU adds its fp32 product in place. A CPU's bf16 product comes out rounded to bf16, so there it
-    is made and added tile by tile.
+    GPU adds its fp32 product in place, and so does a CPU that has to cast to fp32. A CPU's bf16
+    product comes out rounded to bf16, so there it is made and added tile by tile.
     """
     if total_OI.dtype == x_CI.dtype:
         total_OI.addmm_(dy_CO.t(), x_CI)
     elif x_CI.device.type == "cuda":
         _add_product(total_OI, dy_CO.t(), x_CI)
+    elif needs_casts(x_CI):
+        add_product_by_casts(total_OI, dy_CO.t(), x_CI)
     else:
         _add_product_by_tiles(total_OI, dy_CO, x_CI)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.kernels import elementwise
-from sppo.kernels.linear import linear
+from sppo.kernels.linear import add_input_gradient_, input_gradient, linear
 from sppo.kernels.rotary import RotaryTable, rotate, rotate_backward
 from sppo.model.gradients import GradientSink
 
@@ -158,7 +158,7 @@ class Layer:
         del x_mid
         d_o = self.tokens.gather(dx_mid)
         gradients.linear("o", dy_CO=d_o, x_CI=o)
-        do_CND = (d_o @ weights["o.weight"]).view_as(q)
+        do_CND = input_gradient(d_o, weights["o.weight"]).view_as(q)
         del d_o
         dq, dk, dv = attention.backward(do_CND, q, o.view_as(do_CND), lse)
         del o, do_CND
@@ -345,16 +345,16 @@ class Layer:
         if gate is None and self.model.gated:
             gate = linear(n2, weights["gate.weight"], weights.get("gate.bias"))
         dy = self.tokens.gather(dy_CE)
-        dhidden = dy @ weights["down.weight"]
+        dhidden = input_gradient(dy, weights["down.weight"])
         inner = elementwise.activation_backward_(dhidden, gate, up, kind=self.model.mlp)
         del dhidden, gate, up
         gradients.linear("down", dy_CO=dy, x_CI=inner.hidden_CF)
         del dy
         gradients.linear("up", dy_CO=inner.dup_CF, x_CI=n2)
-        dn2 = inner.dup_CF @ weights["up.weight"]
+        dn2 = input_gradient(inner.dup_CF, weights["up.weight"])
         if inner.dgate_CF is not None:
             gradients.linear("gate", dy_CO=inner.dgate_CF, x_CI=n2)
-            dn2.addmm_(inner.dgate_CF, weights["gate.weight"])
+            add_input_gradient_(dn2, inner.dgate_CF, weights["gate.weight"])
         del inner
         dn2 = self.tokens.scatter_sum(dn2)
         return self._norm_backward("mlp_norm", dn2, x_mid_CE, dy_CE, weights, gradients)
@@ -369,9 +369,9 @@ class Layer:
         gradients: GradientSink,
     ) -> Tensor:
         """Gradient of the normed layer input through the three projections."""
-        dn1 = dq_CND.flatten(1) @ weights["q.weight"]
+        dn1 = input_gradient(dq_CND.flatten(1), weights["q.weight"])
         for name, d_CKD in (("k", dk_CKD), ("v", dv_CKD)):
-            dn1.addmm_(d_CKD.flatten(1), weights[f"{name}.weight"])
+            add_input_gradient_(dn1, d_CKD.flatten(1), weights[f"{name}.weight"])
         for name, d_CHD in (("q", dq_CND), ("k", dk_CKD), ("v", dv_CKD)):
             gradients.linear(name, dy_CO=d_CHD.flatten(1), x_CI=n1_CE)
         return dn1

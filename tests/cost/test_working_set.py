@@ -15,7 +15,7 @@ from sppo.cost.memory.stage_memory import evaluation_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS
-from sppo.kernels import row_tiles
+from sppo.kernels import half_products, row_tiles
 from sppo.kernels.attention import blocks as attention_blocks
 from sppo.kernels.attention import cpu_flash, rectangle_attention
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
@@ -97,6 +97,12 @@ def predicted(model, *, dtype, policy, lengths, input_every):
     return max(*moments, planned.loss_working_set(workload, tokens=max(lengths)), key=live)
 
 
+def scratch_unused(dtype):
+    """Scratch of oneDNN that is planned for, and that a CPU without such products never takes."""
+    casts = half_products.needs_casts(torch.empty(0, dtype=DTYPES[dtype]))
+    return cpu_scratch._WEIGHT_PRODUCT_BYTES if casts else 0
+
+
 def live(moment):
     return moment.live_bytes
 
@@ -117,7 +123,8 @@ def test_it_is_what_the_allocator_hands_out(shape, dtype, policy):
     finally:
         torch.set_num_threads(threads)
     moment = predicted(model_of(shape), **case)
-    assert seen == pytest.approx(moment.live_bytes, rel=0.03, abs=THREADS_BYTES), moment
+    unused = scratch_unused(dtype)
+    assert seen == pytest.approx(moment.live_bytes, rel=0.03, abs=THREADS_BYTES + unused), moment
 
 
 @pytest.mark.parametrize(
