@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sppo.engine.engine import StepResult
     from sppo.engine.unit import SequenceData
     from sppo.parallel.pipeline_p2p import PipelineLinks
-    from sppo.train.ranks import Ranks
+    from sppo.training.ranks import Ranks
 
 MODEL = {
     "vocab_size": 512,
@@ -256,7 +256,7 @@ def _join(rank: int, ranks: int) -> _Joined:
     from sppo.parallel.host_collectives import HostCollectives
     from sppo.parallel.mesh import Mesh, MeshShape
     from sppo.parallel.pipeline_p2p import PipelineLinks
-    from sppo.train.ranks import Ranks
+    from sppo.training.ranks import Ranks
 
     install_cpu_allocator()
     shape = MeshShape(pipeline_parallel=ranks)
@@ -282,7 +282,7 @@ class _RankEngine:
         from sppo.kernels.native.cpu_allocator import install_cpu_allocator
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
-        from sppo.train.state_tensors import DTYPES
+        from sppo.training.state_tensors import DTYPES
 
         self._pool = install_cpu_allocator()
         model = ModelConfig.model_validate(request.model)
@@ -383,7 +383,7 @@ class _Measured:
     def note(self, step: int, took_s: float, engine: _RankEngine) -> None:
         """Take in what a rank has just done; every rank calls it."""
         from sppo.kernels.native.process_memory import peak_resident_bytes
-        from sppo.train.executed_step import executed_timeline
+        from sppo.training.executed_step import executed_timeline
 
         self.seconds.setdefault(step, []).append(took_s)
         turn, peak = len(self.seconds[step]), peak_resident_bytes() - engine.idle_bytes

@@ -166,8 +166,8 @@ class _Sides:
         """Figures of both sides, on rank 0; every rank calls it."""
         from sppo.parallel.host_collectives import HostCollectives
         from sppo.schedule.simulate import simulate
-        from sppo.train.executed_step import executed_timeline
-        from sppo.train.ranks import Ranks
+        from sppo.training.executed_step import executed_timeline
+        from sppo.training.ranks import Ranks
 
         ranks = Ranks(self._mesh, HostCollectives(self._mesh), None)  # type: ignore[arg-type]
         losses = {

@@ -90,7 +90,7 @@ class _Orders:
         from sppo.parallel.mesh import Mesh, MeshShape
         from sppo.parallel.pipeline_p2p import PipelineLinks
         from sppo.planning.partition import boundaries_by_flops
-        from sppo.train.ranks import Ranks
+        from sppo.training.ranks import Ranks
 
         install_cpu_allocator()
         self._arguments = arguments
@@ -156,7 +156,7 @@ class _Orders:
 
     def note_idle_share(self, virtual: int) -> None:
         """Keep what share of the last step all ranks were idle; every rank calls it."""
-        from sppo.train.executed_step import executed_timeline
+        from sppo.training.executed_step import executed_timeline
 
         timeline = executed_timeline(self._done[virtual], self._ranks)
         if timeline is not None:

@@ -56,7 +56,7 @@ def _measure(_rank: int, request: _Request) -> dict[str, float]:
     from sppo.engine.unit import SequenceData
     from sppo.kernels.native.cpu_allocator import install_cpu_allocator
     from sppo.model.gradients import zero_gradients
-    from sppo.train.state_tensors import DTYPES
+    from sppo.training.state_tensors import DTYPES
 
     install_cpu_allocator()
     model = ModelConfig.model_validate(request.model)

@@ -17,8 +17,8 @@ import torch
 from sppo.engine import trace
 from sppo.hardware.numa import NumaNode
 from sppo.offload import cuda_queues
-from sppo.train import cuda_device
-from sppo.train.cuda_device import CudaDevice
+from sppo.training import cuda_device
+from sppo.training.cuda_device import CudaDevice
 from sppo.units import GIB, MIB
 from tests.offload.test_cuda_queues import EventOfNow, runtime_without_a_gpu
 

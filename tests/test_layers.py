@@ -50,7 +50,7 @@ def test_contracts_hold(tmp_path):
     [
         ("units.py", "import torch", "The planning core never reaches torch"),
         ("cost/flops.py", "from sppo.kernels import linear", "Layers"),
-        ("engine/unit.py", "from sppo.train import trainer", "Layers"),
+        ("engine/unit.py", "from sppo.training import trainer", "Layers"),
         ("schedule/multiplex.py", "from sppo.schedule import generators", "No circles"),
         ("kernels/native/file.py", "from sppo.kernels.native import extension", "No circles"),
     ],

@@ -252,7 +252,7 @@ _BY_ITSELF = {
     "sppo/output_file.py": "the mechanism",
     "sppo/report/metrics.py": "metrics.jsonl grows by whole lines",
     "sppo/data/token_writer.py": "in a directory that is renamed when it is complete",
-    "sppo/train/run_directory.py": "the lock, which says who holds it",
+    "sppo/training/run_directory.py": "the lock, which says who holds it",
     "sppo/kernels/native/process_memory.py": "a switch of the kernel",
     "sppo/parallel/failures.py": "a mapped file of the launcher's own",
     "scripts/full_disk.py": "what fills the disk, and inputs of its runs",

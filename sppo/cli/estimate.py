@@ -54,7 +54,7 @@ def estimate(
     """
     with exit_codes():
         from sppo.cli.planned_run import load_planned_run
-        from sppo.cli.run_hardware import run_hardware
+        from sppo.hardware.run_hardware import run_hardware
         from sppo.planning.estimate import estimate as estimate_run
 
         if layers is not None and not trace:

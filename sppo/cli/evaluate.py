@@ -16,7 +16,7 @@ from sppo.output_file import check_output_files
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sppo.train.evaluation import Evaluation
+    from sppo.training.evaluation import Evaluation
 
 
 _PROGRESS_LINES = 10
@@ -62,8 +62,8 @@ def evaluate(
     console = Console(stderr=json_output)
     with exit_codes():
         run = load_run(run_file, overrides or ())
-        from sppo.train.choose_device import choose_device
-        from sppo.train.evaluation import evaluate as evaluate_run
+        from sppo.training.choose_device import choose_device
+        from sppo.training.evaluation import evaluate as evaluate_run
 
         check_output_files({"--png": png}, plots=["--png"], inputs=[run_file])
         if initial and checkpoint is not None:

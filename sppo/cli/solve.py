@@ -66,7 +66,7 @@ def solve(
 
 def _solution(run_file: Path, overrides: list[str]) -> Solution:
     from sppo.cli.planned_run import load_planned_run
-    from sppo.cli.run_hardware import run_hardware
+    from sppo.hardware.run_hardware import run_hardware
     from sppo.planning.search.solver import solve as solve_run
 
     run = load_planned_run(run_file, overrides)

@@ -2,7 +2,7 @@
 
 The first one is raised as an exception in the main thread, so that locks and partial files go as
 after any other error; a second one ends the process at once. A training loop takes over with
-:class:`sppo.train.interruption.StopRequest`, which saves first. Imports nothing slow: it stands
+:class:`sppo.training.interruption.StopRequest`, which saves first. Imports nothing slow: it stands
 before every other import of the command.
 """
 

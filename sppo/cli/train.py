@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sppo.config import RunConfig
     from sppo.parallel.environment import RankEnvironment
     from sppo.planning.plan import ExecutionPlan
-    from sppo.train.device import Device
-    from sppo.train.preflight import Preflight
+    from sppo.training.device import Device
+    from sppo.training.preflight import Preflight
 
 PlanFile = Annotated[
     Path | None,
@@ -54,9 +54,9 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
         keep_torch_quiet(os.environ)
         environment = rank_environment(os.environ)
         _check_room_for_libraries(run, starts_ranks=environment is None)
-        from sppo.train.choose_device import choose_device, device_kind
-        from sppo.train.preflight import given_plan
-        from sppo.train.ranks import mesh_shape
+        from sppo.training.choose_device import choose_device, device_kind
+        from sppo.training.preflight import given_plan
+        from sppo.training.ranks import mesh_shape
 
         chosen = None
         if plan is not None:
@@ -103,7 +103,7 @@ def _start_ranks(
     from sppo.parallel.launch import run_ranks
     from sppo.parallel.rendezvous import allow_connections
     from sppo.report.display import log_to
-    from sppo.train.preflight import check_before_training
+    from sppo.training.preflight import check_before_training
 
     console = Console()
     log_to(console)
@@ -134,13 +134,13 @@ def _train_as_rank(
     from rich.console import Console
 
     from sppo.report.display import log_to
-    from sppo.train.interruption import StopRequest
-    from sppo.train.libraries import load_libraries
-    from sppo.train.nonfinite import NonFiniteError
-    from sppo.train.preflight import check_before_training
-    from sppo.train.ranks import joined
-    from sppo.train.results import report
-    from sppo.train.trainer import train as train_run
+    from sppo.training.interruption import StopRequest
+    from sppo.training.libraries import load_libraries
+    from sppo.training.nonfinite import NonFiniteError
+    from sppo.training.preflight import check_before_training
+    from sppo.training.ranks import joined
+    from sppo.training.results import report
+    from sppo.training.trainer import train as train_run
 
     is_main = environment is None or environment.rank == 0
     console = Console(quiet=not is_main)

@@ -20,8 +20,8 @@ from sppo.checkpoint.tensors import read_tensors, saved_shapes
 from sppo.cli.convert import app
 from sppo.output_file import write_json
 from tests.checkpoint import resharding_ranks as work
-from tests.train import faulty_ranks as faulty
-from tests.train.forked_ranks import ForkedRanks
+from tests.training import faulty_ranks as faulty
+from tests.training.forked_ranks import ForkedRanks
 
 LAYOUTS = ["whole", "rows", "columns", "grid", "stages", *(f"random {i}" for i in range(4))]
 SAVING_RANKS = 4

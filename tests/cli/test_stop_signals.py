@@ -110,7 +110,7 @@ _LATE = {
     "Watch._unheard",
 }
 _TAKERS = {
-    "a training loop": "from sppo.train.interruption import StopRequest as Taker",
+    "a training loop": "from sppo.training.interruption import StopRequest as Taker",
     "a launcher": "from sppo.parallel.launch import _Job\nTaker = lambda: _Job(grace_s=1)",
 }
 
@@ -139,7 +139,7 @@ def test_a_deaf_main_thread_is_ended_behind_a_signal_that_was_taken():
     code = """
 import ctypes, threading
 from sppo.cli import stop_signals
-from sppo.train.interruption import StopRequest
+from sppo.training.interruption import StopRequest
 stop_signals._UNHEARD_S = 0.2
 mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
 with stop_signals.stop_signals():

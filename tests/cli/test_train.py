@@ -17,8 +17,8 @@ import pytest
 
 from sppo.checkpoint import checkpoint
 from sppo.kernels.native.machine_memory import MemoryRoom
-from sppo.train import cpu_device, trainer
-from sppo.train import results as report
+from sppo.training import cpu_device, trainer
+from sppo.training import results as report
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 
 KEYS = {
@@ -105,7 +105,7 @@ def test_broken_token_data(work, name, fault):
 
 
 def test_not_enough_memory(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: MemoryRoom(1 << 16))
+    monkeypatch.setattr("sppo.training.cpu_device.memory_room", lambda: MemoryRoom(1 << 16))
     error = refuse_unchanged(work, code=4)
     assert "even with everything recomputed" in error
     assert "of 64.0 KiB" in error
@@ -115,7 +115,7 @@ def test_not_enough_memory(work, monkeypatch):
 
 
 def test_a_policy_that_was_asked_for_is_taken_as_long_as_it_fits(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: MemoryRoom(1 << 30))
+    monkeypatch.setattr("sppo.training.cpu_device.memory_room", lambda: MemoryRoom(1 << 30))
     assert "policy    retain: " in succeed("train", "run.yaml", "activations.policy=retain")
 
 
@@ -527,7 +527,7 @@ def test_a_vocabulary_larger_than_the_data_is_no_fault(work):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_after_the_last_step_leaves_the_exit_code_0(work, monkeypatch, number):
-    from sppo.train import results as report
+    from sppo.training import results as report
 
     drawn = report.loss_plot
 
@@ -591,7 +591,7 @@ def test_limits_of_the_system_are_told_in_a_line(work, monkeypatch, error):
 
 
 def test_a_step_larger_than_memory_is_refused_before_anything_is_built(work, monkeypatch):
-    monkeypatch.setattr("sppo.train.cpu_device.memory_room", lambda: MemoryRoom(64 << 20))
+    monkeypatch.setattr("sppo.training.cpu_device.memory_room", lambda: MemoryRoom(64 << 20))
     before = tree(work)
     start_s = time.process_time()
     said = refuse("train", "run.yaml", "train.sequences_per_step=16384", code=4)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sppo.output_file import write_figure
-from sppo.train.evaluation import Evaluation, PositionLoss
+from sppo.training.evaluation import Evaluation, PositionLoss
 from sppo.units import format_count, format_tokens
 
 _LINE, _PALE = "#1f5fa8", "#a9c7e8"

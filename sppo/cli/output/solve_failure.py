@@ -9,9 +9,9 @@ from rich.table import Table
 
 from sppo.cli.output.solve_tables import run_line
 from sppo.cli.output.solve_text import degrees_text, rejected_groups
-from sppo.cli.run_hardware import hardware_line
 from sppo.cost.memory.plot import BUCKETS, bucket_text
 from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.advice import Advice, too_long_for
 from sppo.planning.search.candidate_search import Rejection
 from sppo.planning.search.candidates import candidate_of_subsequences

@@ -22,9 +22,9 @@ from sppo.cli.output.solve_text import (
     sampled_ratios,
     state_text,
 )
-from sppo.cli.run_hardware import hardware_line
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import num_parameters
+from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.improvements import Improvement
 from sppo.planning.make_plan import predict
 from sppo.planning.plan import Prediction

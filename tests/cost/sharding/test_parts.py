@@ -19,7 +19,7 @@ from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.planning.run_plan import plan_run, run_candidate
 from tests.planning.cases import run_config
 from tests.random_training.emulated_ranks import run_emulated
-from tests.train.test_one_program import execute
+from tests.training.test_one_program import execute
 
 A100 = PRESETS["a100-80g"]
 INSTANT = {"bf16_flops_per_s": 1e30, "fp32_flops_per_s": 1e30, "memory_bytes_per_s": 1e30}

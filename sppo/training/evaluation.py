@@ -1,0 +1,227 @@
+"""Loss on held-out tokens, as a whole and by position in the context.
+
+What people who train long contexts look at: a model that uses its context predicts later tokens
+better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sppo.checkpoint.checkpoint import read_weights
+from sppo.checkpoint.search import Checkpoint, NoCheckpointError, find_checkpoint
+from sppo.config import RunConfig
+from sppo.cost.layer import Workload
+from sppo.cost.memory.stage_memory import evaluation_bytes
+from sppo.data.model_tokenizer import check_same_vocabulary
+from sppo.engine.engine import Engine
+from sppo.engine.unit import document_positions
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.file import hardware_for
+from sppo.kernels.labels import IGNORED_LABEL
+from sppo.planning.partition import lengths_of
+from sppo.planning.run_plan import evaluation_boundaries
+from sppo.quoting import quoted
+from sppo.training.cpu_device import CpuDevice
+from sppo.training.device import Device
+from sppo.training.evaluated_sequences import evaluated_sequences
+from sppo.training.input_checks import check_weights, open_data
+from sppo.training.state_tensors import DTYPES, starting_weights
+from sppo.units import format_bytes
+
+_FIRST_BIN_TOKENS = 64
+_LARGEST_EXPONENT = 700
+_NOT_ITS_SHAPE = frozenset({"preset", "from_hf", "family", "init_std"})
+"""Keys of a model section that say where it comes from or goes to, not what it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLoss:
+    """Mean loss of the tokens at positions ``[start, end)`` of their sequence."""
+
+    start: int
+    end: int
+    loss: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation."""
+
+    loss: float
+    """Mean over all valid labels, nats."""
+    perplexity: float
+    num_tokens: int
+    num_sequences: int
+    """Sequences, or samples of a run of samples."""
+    by_position: tuple[PositionLoss, ...]
+    weights_from: str
+    """The checkpoint, directory or seed the weights come from."""
+    step: int
+    """Optimizer steps those weights have seen."""
+    tokens_from: str
+    held_out: bool
+    """Whether the tokens are ``data.eval_tokens`` rather than training tokens."""
+    are_samples: bool = False
+    """Whether it is samples that were counted."""
+
+
+def evaluate(
+    run: RunConfig,
+    *,
+    checkpoint: Path | None = None,
+    initial: bool = False,
+    max_sequences: int | None = None,
+    on_sequence: Callable[[int, int], None] = lambda done, total: None,
+    device: Device | None = None,
+) -> Evaluation:
+    """Loss of a run's newest weights on ``data.eval_tokens``, or on ``data.tokens`` without them.
+
+    Args:
+        run: checked.
+        checkpoint: a particular checkpoint; None takes the run's newest.
+        initial: evaluate the weights that the run starts from, whatever it has learnt since: those
+            of ``model.from_hf``, or random ones.
+        max_sequences: evaluate the first of them, or of the samples, only.
+        on_sequence: called with (sequences or samples done, all of them).
+        device: that computes; None: the CPU.
+
+    Raises:
+        ValueError: no checkpoint, data or weights that cannot be used, or no label that counts.
+        MemoryError: it does not fit in this machine's memory.
+    """
+    device = device or CpuDevice()
+    found = None if initial else _checkpoint(run, checkpoint)
+    directory = run.data.eval_tokens or run.data.tokens
+    data = open_data(run, directory)
+    check_same_vocabulary(data, training=Path(run.data.tokens))
+    hardware = hardware_for(
+        run.hardware, this_machine=None if device.kind == "cpu" else device.machine()
+    )
+    boundaries = evaluation_boundaries(run, hardware=hardware)
+    device.begin()
+    _check_memory(run, hardware=hardware, boundaries=boundaries, device=device)
+    source = None if found is None else checkpoint or Path(run.train.output)
+    weights, weights_from, step = _weights(run, source, device=device.torch_device)
+    engine = Engine(run.model, weights=weights, gradients=None)
+    length, done = run.sequence.length, 0
+    evaluated = evaluated_sequences(run, data, boundaries=boundaries, most=max_sequences)
+    total = evaluated.count
+    losses_S = torch.zeros(length, dtype=torch.float64)
+    counts_S = torch.zeros(length, dtype=torch.int64)
+    for part in evaluated.parts:
+        losses = engine.evaluate(device.put(part.sequence), part.boundaries).double().cpu()
+        positions = document_positions(len(losses), part.sequence.document_starts)
+        losses_S.index_add_(0, positions, losses)
+        counts_S.index_add_(0, positions, (part.sequence.labels_S != IGNORED_LABEL).long())
+        done += part.count
+        on_sequence(done, total)
+    unit = "samples" if run.data.samples == "documents" else "sequences"
+    if not counts_S.any():
+        raise ValueError(
+            f"{directory}: no label of its first {total} {unit} counts: the first token of an "
+            "isolated document is nobody's label, nor is one that a loss mask leaves out"
+        )
+    loss = float(losses_S.sum() / counts_S.sum())
+    return Evaluation(
+        loss,
+        math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf,
+        int(counts_S.sum()),
+        total,
+        loss_by_position(losses_S, counts_S),
+        weights_from,
+        step,
+        directory,
+        run.data.eval_tokens is not None,
+        run.data.samples == "documents",
+    )
+
+
+def loss_by_position(losses_S: Tensor, counts_S: Tensor) -> tuple[PositionLoss, ...]:
+    """Mean loss in bins that double in width: [0, 64), [64, 128), [128, 256), ...
+
+    Args:
+        losses_S: summed loss at each position.
+        counts_S: valid labels at each position; bins without any are left out.
+    """
+    bins = []
+    start, end, length = 0, min(_FIRST_BIN_TOKENS, len(losses_S)), len(losses_S)
+    while start < length:
+        count = int(counts_S[start:end].sum())
+        if count:
+            bins.append(PositionLoss(start, end, float(losses_S[start:end].sum()) / count, count))
+        start, end = end, min(end * 2, length)
+    return tuple(bins)
+
+
+def _check_memory(
+    run: RunConfig, *, hardware: HardwareSpec, boundaries: tuple[int, ...], device: Device
+) -> None:
+    workload = Workload(run.model, hardware, dtype=run.train.dtype)
+    needed = evaluation_bytes(workload, lengths=lengths_of(boundaries))
+    if needed > device.room_bytes(local_ranks=1):
+        raise MemoryError(
+            f"evaluating a sequence of {run.sequence.length} tokens needs {format_bytes(needed)}: "
+            f"{device.describe_room()}; shorten sequence.length, or evaluate on a larger machine"
+        )
+
+
+def _checkpoint(run: RunConfig, given: Path | None) -> Checkpoint:
+    """Return the checkpoint ``given``, or the newest of the run.
+
+    Raises:
+        ValueError: there is none: weights that nothing has trained are evaluated only on request.
+    """
+    if given is not None:
+        return find_checkpoint(given)
+    try:
+        return find_checkpoint(run.train.output)
+    except NoCheckpointError as error:
+        raise ValueError(
+            f"train.output: {error}{'' if str(error).endswith('?') else '.'} To evaluate "
+            f"{_initial_weights(run)}, which the run starts from, write --initial"
+        ) from None
+
+
+def _initial_weights(run: RunConfig) -> str:
+    return run.model.from_hf or f"random weights of seed {run.train.seed}"
+
+
+def _weights(
+    run: RunConfig, source: Path | None, *, device: torch.device
+) -> tuple[dict[str, Tensor], str, int]:
+    """(weights in the compute dtype on the device, where they come from, steps they have seen)."""
+    dtype = DTYPES[run.train.dtype]
+    if source is None:
+        check_weights(run)
+        weights = {name: w.to(device, dtype) for name, w in starting_weights(run)}
+        return weights, _initial_weights(run), 0
+    found, weights = read_weights(source)  # the newest by now
+    _check_model(run, found.metadata, found.path)
+    placed = {name: w.to(device, dtype) for name, w in weights.items()}
+    return placed, str(found.path), found.step
+
+
+def _check_model(run: RunConfig, metadata: dict[str, object], path: Path) -> None:
+    config = metadata.get("config")
+    trained = config.get("model") if isinstance(config, dict) else None
+    ours = run.model.model_dump(mode="json")
+    if not isinstance(trained, dict):
+        return
+    different = [
+        f"model.{key} is {quoted(trained[key])} there, {quoted(ours[key])} in the run file"
+        for key in ours.keys() & trained.keys() - _NOT_ITS_SHAPE
+        if ours[key] != trained[key]
+    ]
+    if different:
+        raise ValueError(
+            f"{path} holds another model: {'; '.join(sorted(different))}. "
+            "Use the run file it was trained with"
+        )

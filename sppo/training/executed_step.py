@@ -1,0 +1,131 @@
+"""The last step of a run as it was executed: one timeline of a pipeline's ranks, beside the plan's.
+
+Every rank records when its actions began and ended by its own clock. On one machine all clocks are
+the same; between machines they are set by a moment at which all ranks meet, which is right to
+about the latency of the network.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sppo.engine.engine import StepResult
+from sppo.schedule.actions import Action
+from sppo.schedule.timeline import Timeline, measured_timeline
+from sppo.timeline.chrome_trace import write_trace
+from sppo.timeline.html import write_html
+from sppo.timeline.png import write_png
+from sppo.training.ranks import Ranks
+from sppo.training.run_directory import TIMELINE_PAGE, TIMELINE_PLOT, TIMELINE_TRACE
+
+_log = logging.getLogger(__name__)
+
+_MOST_DRAWN = 4000
+"""Actions above which a plot shows nothing any more; the page can still be zoomed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RankStep:
+    """What one rank did; sent to rank 0."""
+
+    host: str
+    met_s: float
+    """Its clock when all ranks met."""
+    pipeline_rank: int
+    actions: tuple[Action, ...]
+    """What it executed, in that order."""
+    times_s: tuple[tuple[float, float], ...]
+    """(start, end) of each."""
+
+
+def executed_timeline(executed: StepResult | None, ranks: Ranks) -> Timeline | None:
+    """The measured timeline of the first pipeline, on rank 0; None elsewhere and without a step.
+
+    Every rank must call it.
+    """
+    if not ranks.peers.any(executed is not None):
+        return None
+    assert executed is not None, "all ranks have done the same steps"
+    ranks.peers.barrier()
+    own = _RankStep(
+        platform.node(),
+        time.perf_counter(),
+        ranks.mesh.at.pipeline,
+        tuple(done.action for done in executed.trace),
+        tuple((done.start_s, done.finish_s) for done in executed.trace),
+    )
+    steps = ranks.peers.all_gather(own)
+    if not ranks.is_main:
+        return None
+    pipeline = [steps[rank] for rank in ranks.mesh.pipeline_ranks]
+    others = [n for n, s in enumerate(steps) if s.actions != pipeline[s.pipeline_rank].actions]
+    if others:
+        _log.warning("ranks %s executed another program than the first pipeline", others)
+    return _timeline(executed, pipeline)
+
+
+def _timeline(executed: StepResult, steps: Sequence[_RankStep]) -> Timeline:
+    """Put the ranks of one pipeline, first to last, on the clock of the first."""
+    first = steps[0]
+    offsets = [0.0 if step.host == first.host else step.met_s - first.met_s for step in steps]
+    begin = min(
+        start - offset
+        for step, offset in zip(steps, offsets, strict=True)
+        for start, _ in step.times_s
+    )
+    times = [
+        [(start - offset - begin, finish - offset - begin) for start, finish in step.times_s]
+        for step, offset in zip(steps, offsets, strict=True)
+    ]
+    program = replace(executed.schedule, programs=tuple(step.actions for step in steps))
+    return measured_timeline(program, times_s=times)
+
+
+def timeline_writers(planned: Timeline, measured: Timeline) -> dict[str, Callable[[Path], None]]:
+    """What draws the plan above what was measured, by file: a plot, a page, a Chrome trace."""
+    both = (planned, measured)
+    writers: dict[str, Callable[[Path], None]] = {
+        TIMELINE_PAGE: partial(write_html, timelines=both),
+        TIMELINE_TRACE: partial(write_trace, timelines=both),
+    }
+    if sum(timeline.schedule.num_actions for timeline in both) <= _MOST_DRAWN:
+        writers[TIMELINE_PLOT] = partial(write_png, timelines=both)
+    return writers
+
+
+def timeline_summary(
+    planned: Timeline, measured: Timeline, *, exposed_copy_s: Sequence[float]
+) -> Mapping[str, Any]:
+    """Figures of the last step for ``run_summary.json``.
+
+    Args:
+        planned: As the plan simulates it.
+        measured: As it was executed; a wait for a copy lies within the action that waited.
+        exposed_copy_s: How long each pipeline rank waited for copies. With that, `idle_fraction`
+            counts the same as the simulation's idle share; `bubble_fraction` has the gaps only.
+    """
+    step_s = len(measured.ranks) * measured.makespan_s
+    exposed = sum(exposed_copy_s) / step_s if step_s else 0.0
+    return {
+        "idle_fraction": {
+            "predicted": planned.bubble_fraction,
+            "measured": measured.bubble_fraction + exposed,
+        },
+        "exposed_copy_s_by_rank": {
+            "predicted": [track.idle_s("copy") for track in planned.ranks],
+            "measured": list(exposed_copy_s),
+        },
+        "pipeline_ranks": len(measured.ranks),
+        "makespan_s": {"predicted": planned.makespan_s, "measured": measured.makespan_s},
+        "bubble_fraction": {
+            "predicted": planned.bubble_fraction,
+            "measured": measured.bubble_fraction,
+        },
+    }

@@ -1,0 +1,175 @@
+"""What a run leaves behind: a plot of its loss, and the summary, predicted against measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY
+from sppo.config import RunConfig
+from sppo.report.copies_summary import copies_summary
+from sppo.report.loss_plot import loss_plot
+from sppo.report.metrics import METRICS_FILE, read_metrics
+from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
+from sppo.training.executed_step import (
+    timeline_summary,
+    timeline_writers,
+)
+from sppo.training.measured import predicted_and_measured
+from sppo.training.preflight import Preflight
+from sppo.training.run_directory import (
+    LOSS_PLOT,
+    RESULT_FILES,
+    SUMMARY_FILE,
+)
+from sppo.training.trainer import TrainingOutcome
+
+_WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
+"""Names in the output directory, in the order in which the report lists them."""
+
+
+def report(
+    run: RunConfig,
+    preflight: Preflight,
+    outcome: TrainingOutcome,
+    *,
+    console: Console,
+    command: str = "the same command",
+) -> None:
+    """Summarise, write, draw and print; a run that was done before keeps its summary.
+
+    The run is over and its state saved, so a file that cannot be written is a warning.
+
+    Args:
+        run: checked.
+        preflight: of the same run.
+        outcome: what training did.
+        console: where to print.
+        command: that goes on with the run where steps are left.
+    """
+    output = outcome.output
+    if _was_done(outcome):
+        _say(
+            f"{output}: all {run.train.steps} steps were done before, nothing to do; "
+            "raise train.steps to go on",
+            console,
+        )
+        if not (output / LOSS_PLOT).exists():
+            _write({LOSS_PLOT: _loss_writer(run, outcome)}, outcome, console=console)
+        return
+    steps = read_metrics(output / METRICS_FILE)
+    summary = run_summary(
+        steps,
+        name=output.name,
+        wall_s=outcome.wall_s,
+        memory_bytes=_memory(outcome),
+        phases_s=_phases(outcome),
+    )
+    hardware = preflight.plan.hardware
+    summary["predicted_for"] = f"{hardware.name} ({hardware.provenance})"
+    summary["copies"] = copies_summary(preflight.plan, outcome.copies)
+    summary["interrupted_by"] = outcome.interrupted_by
+    writers: dict[str, Callable[[Path], None]] = {SUMMARY_FILE: partial(write_summary, summary)}
+    if steps:
+        writers[LOSS_PLOT] = _loss_writer(run, outcome)
+    if outcome.timeline is not None and outcome.planned_timeline is not None:
+        summary["program_digest"] = outcome.timeline.schedule.digest()
+        planned = outcome.planned_timeline
+        summary["timeline"] = timeline_summary(
+            planned, outcome.timeline, exposed_copy_s=outcome.exposed_copy_s
+        )
+        writers |= timeline_writers(planned, outcome.timeline)
+    missing = _write(writers, outcome, console=console)
+    print_summary(summary, console=console)
+    written = [name for name in _WRITTEN if name not in missing and (output / name).exists()]
+    _say(f"{output}: {', '.join(written)}", console)
+    if outcome.interrupted_by is not None:
+        _say(
+            f"stopped by {outcome.interrupted_by} after step {outcome.done_steps} of "
+            f"{run.train.steps}, {run.train.steps - outcome.done_steps} left; to go on: {command}",
+            console,
+        )
+
+
+def _loss_writer(run: RunConfig, outcome: TrainingOutcome) -> Callable[[Path], None]:
+    metrics = outcome.output / METRICS_FILE
+    return partial(loss_plot, metrics, terms=run.train.beside_cross_entropy)
+
+
+def _write(
+    writers: Mapping[str, Callable[[Path], None]], outcome: TrainingOutcome, *, console: Console
+) -> list[str]:
+    """Write the files that can be written; warn of the others, and return their names."""
+    missing = []
+    for name, write in writers.items():
+        path = outcome.output / name
+        try:
+            write(path)
+        except Exception as error:  # of whatever kind: the run itself is whole
+            missing.append(name)
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            told = "; ".join([why or type(error).__name__, *getattr(error, "__notes__", [])])
+            _say(f"warning: {path} cannot be written: {told}", console)
+    if missing:
+        writable = [name for name in missing if name in (SUMMARY_FILE, LOSS_PLOT)]
+        again = writable and outcome.saved
+        hint = f"; the same command writes {', '.join(writable)}" if again else ""
+        done = "done and saved" if outcome.saved else "done"
+        _say(
+            f"{outcome.output}: {done} after step {outcome.done_steps}, without "
+            f"{', '.join(missing)}{hint}",
+            console,
+        )
+    return missing
+
+
+def _was_done(outcome: TrainingOutcome) -> bool:
+    """Whether nothing was done now, and what was done before is summed up."""
+    if outcome.done_steps > outcome.first_step or outcome.interrupted_by is not None:
+        return False
+    try:
+        summary = json.loads((outcome.output / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return bool(summary["steps"] == outcome.done_steps)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _say(text: str, console: Console) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _memory(outcome: TrainingOutcome) -> Mapping[str, Pair]:
+    """Buckets that were measured, beside their prediction."""
+    if outcome.most_planned is None:
+        return {}
+    return predicted_and_measured(
+        outcome.most_planned,
+        outcome.buckets,
+        all_bytes=outcome.peak_bytes - outcome.baseline_bytes + outcome.warm_up_bytes,
+    )
+
+
+def _phases(outcome: TrainingOutcome) -> dict[str, Pair]:
+    """Median time of each phase beside the median of its predictions."""
+    if not outcome.phases:
+        return {}
+    median, planned, measured = statistics.median, outcome.planned_phases, outcome.phases
+    return {
+        "forward": (
+            median(step.forward_s for step in planned),
+            median(step.forward_s for step in measured),
+        ),
+        "backward": (
+            median(step.backward_s for step in planned),
+            median(step.backward_s for step in measured),
+        ),
+        "data and update": (
+            median(step.update_s for step in planned),
+            median(step.rest_s for step in measured),
+        ),
+    }

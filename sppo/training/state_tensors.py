@@ -1,0 +1,259 @@
+"""The tensors that a run changes, each in the tier that the plan names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sppo.config import RunConfig
+from sppo.cost.memory.stage_memory import DISK_UPDATE_ELEMENTS
+from sppo.cost.parameters import parameter_shapes
+from sppo.cost.state_tiers import StateTier, StateTiers
+from sppo.engine.streamed_gradients import StreamedGradients
+from sppo.engine.streamed_weights import StreamedWeights
+from sppo.model.hf import open_hf_weights
+from sppo.model.initialize import made_ahead
+from sppo.offload.copy_report import CopyReport
+from sppo.offload.state_memory import DiskMemory, LockedHostMemory, StateMemory
+from sppo.offload.transfers import Transfers
+from sppo.optim.adamw import AdamW
+from sppo.optim.host_adamw import HostAdamW
+from sppo.optim.sharded_state import ShardedState
+from sppo.training.device import Device
+
+_log = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensors:
+    """Weights, gradients and optimizer of a rank, and how they come to its device.
+
+    Attributes:
+        tiers: Where they live.
+        weights: What this rank keeps of its stages' parameters, in the compute dtype.
+        gradients: fp32 sums over the step: whole, or this rank's rows of them.
+        optimizer: Of the rows that are this rank's to update.
+        streamed_weights: Those on the device; None where all are there all the time.
+        streamed_gradients: Likewise.
+        memory: Of the tier behind the device; None where nothing lives there.
+    """
+
+    tiers: StateTiers
+    weights: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    optimizer: AdamW | HostAdamW
+    streamed_weights: StreamedWeights | None
+    streamed_gradients: StreamedGradients | None
+    memory: StateMemory | None
+
+    @property
+    def used_weights(self) -> Mapping[str, Tensor]:
+        """Weights as the device has them."""
+        return self.weights if self.streamed_weights is None else self.streamed_weights
+
+    @property
+    def used_gradients(self) -> Mapping[str, Tensor]:
+        """Gradients as the device has them."""
+        return self.gradients if self.streamed_gradients is None else self.streamed_gradients
+
+    def forget(self) -> None:
+        """Take what was read of a file, all at once, out of memory."""
+        if self.memory is not None:
+            self.memory.forget()
+
+    def with_state(self, copies: CopyReport) -> CopyReport:
+        """Add what of the state lives behind the device to what copies hold there."""
+        weights = tensor_bytes(self.weights) * self.tiers.streams_weights
+        gradients = tensor_bytes(self.gradients) * self.tiers.streams_gradients
+        optimizer = self.optimizer
+        states = optimizer.row_bytes if isinstance(optimizer, HostAdamW) else 0
+        behind = weights + gradients + states
+        if self.tiers.optimizer == "disk":
+            return replace(copies, disk_bytes=copies.disk_bytes + behind)
+        return replace(copies, host_bytes=copies.host_bytes + behind)
+
+    @property
+    def device_bytes(self) -> tuple[int, int, int]:
+        """Bytes of weights, gradients and optimizer states that are on the device all the time."""
+        tiers, optimizer = self.tiers, self.optimizer
+        weights = 0 if tiers.streams_weights else tensor_bytes(self.weights)
+        gradients = 0 if tiers.streams_gradients else tensor_bytes(self.gradients)
+        if isinstance(optimizer, HostAdamW):
+            return weights, gradients, optimizer.bucket_bytes * (tiers.optimizer == "disk")
+        own = {t.untyped_storage()._cdata for t in self.weights.values()}
+        states = optimizer.state().items()
+        others = {n: t for n, t in states if t.untyped_storage()._cdata not in own}
+        return weights, gradients, tensor_bytes(others)
+
+
+def make_state(
+    run: RunConfig, *, tiers: StateTiers, sharded: ShardedState, device: Device
+) -> StateTensors:
+    """Make weights as the run starts with them, zero gradients, zero moments.
+
+    Args:
+        run: checked.
+        tiers: where they live.
+        sharded: this rank's shard of them.
+        device: that this rank computes on.
+
+    Raises:
+        MemoryError: the host has not the memory, or may not lock its part of it.
+        OSError: the disk has not the space.
+    """
+    _say_what_stays(run, device)
+    memory, transfers = _tier(run, tiers, device)
+    weights, masters = _start(run, tiers, sharded, memory=memory, place=device.torch_device)
+    shapes = sharded.gradient_shapes
+    if tiers.streams_gradients:
+        assert memory is not None, "a tier has memory"
+        gradients = memory.tensors(shapes, torch.float32)
+    else:
+        gradients = {
+            name: torch.zeros(shape, dtype=torch.float32, device=device.torch_device)
+            for name, shape in shapes.items()
+        }
+    optimizer = make_optimizer(
+        run,
+        sharded.own(weights),
+        tier=tiers.optimizer,
+        masters=masters,
+        memory=memory,
+        transfers=transfers,
+    )
+    stages, place = sharded.names_of_stages, device.torch_device
+    streamed_weights = streamed_gradients = None
+    if transfers is not None and tiers.streams_weights:
+        streamed_weights = StreamedWeights(
+            weights, stages=stages, device=place, transfers=transfers
+        )
+    if transfers is not None and tiers.streams_gradients:
+        streamed_gradients = StreamedGradients(
+            gradients, stages=stages, device=place, transfers=transfers
+        )
+    return StateTensors(
+        tiers, weights, gradients, optimizer, streamed_weights, streamed_gradients, memory
+    )
+
+
+def _start(
+    run: RunConfig,
+    tiers: StateTiers,
+    sharded: ShardedState,
+    *,
+    memory: StateMemory | None,
+    place: torch.device,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of step 0 in their tier, and the fp32 values they were rounded from."""
+    dtype = DTYPES[run.train.dtype]
+    weights: dict[str, Tensor] = {}
+    if tiers.streams_weights:
+        assert memory is not None, "a tier has memory"
+        weights = memory.tensors(sharded.kept_shapes, dtype)
+    masters: dict[str, Tensor] = {}
+    for name, whole in starting_weights(run, sharded.shapes):
+        weight = sharded.sharding.cut(name, whole)
+        if tiers.streams_weights:
+            weights[name].copy_(sharded.kept(name, weight.to(dtype)))
+        else:
+            weights[name] = sharded.kept(name, weight.to(device=place, dtype=dtype))
+        if dtype is not torch.float32:
+            master = weight if tiers.offloads_optimizer else weight.to(place)
+            masters |= sharded.own({name: master}, copy=True)
+    return weights, masters
+
+
+def make_optimizer(
+    run: RunConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    tier: StateTier,
+    masters: Mapping[str, Tensor],
+    memory: StateMemory | None = None,
+    transfers: Transfers | None = None,
+) -> AdamW | HostAdamW:
+    """Make the optimizer where its state lives.
+
+    Args:
+        run: checked.
+        weights: that it updates, on the device or behind it.
+        tier: where.
+        masters: fp32 values that weights in the compute dtype were rounded from; empty where there
+            are none.
+        memory: of the tier behind the device, if anything lives there.
+        transfers: to and from it.
+
+    Raises:
+        MemoryError: the host has not the memory, or may not lock its part of it.
+        OSError: the disk has not the space.
+    """
+    config, wide = run.optimizer, masters or None
+    if tier == "device":
+        return AdamW(weights, config=config, masters=wide)
+    assert transfers is not None, "a tier has copies"
+    if tier == "host":
+        return HostAdamW(weights, config=config, transfers=transfers, masters=wide)
+    return HostAdamW(
+        weights,
+        config=config,
+        transfers=transfers,
+        masters=wide,
+        memory=memory,
+        bucket_elements=DISK_UPDATE_ELEMENTS,
+    )
+
+
+def _say_what_stays(run: RunConfig, device: Device) -> None:
+    """Note that host memory is no other tier on a CPU."""
+    asked = {part: getattr(run.state, part) for part in ("weights", "gradients", "optimizer")}
+    if run.optimizer.offload:
+        asked["optimizer"] = "host"
+    for part, tier in asked.items():
+        if device.kind == "cpu" and tier == "host":
+            _log.info("state.%s=host: it stays, for a CPU's memory is the host's", part)
+
+
+def _tier(
+    run: RunConfig, tiers: StateTiers, device: Device
+) -> tuple[StateMemory | None, Transfers | None]:
+    """Return the memory of the tier behind the device, and the copies to and from it."""
+    if not tiers.leaves_device:
+        return None, None
+    if "disk" in (tiers.weights, tiers.gradients, tiers.optimizer):
+        assert run.activations.disk is not None, "checked with the run file"
+        memory = DiskMemory(Path(run.activations.disk))
+        return memory, device.transfers(memory)
+    transfers = device.transfers(None)
+    return LockedHostMemory(transfers), transfers
+
+
+def starting_weights(
+    run: RunConfig, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """fp32 weights of step 0 by name: from ``model.from_hf``, or random from the seed.
+
+    Args:
+        run: checked.
+        names: of those to make; None for all.
+    """
+    every = parameter_shapes(run.model)
+    shapes = every if names is None else {name: every[name] for name in names}
+    if run.model.from_hf is None:
+        threads = torch.get_num_threads()
+        yield from made_ahead(shapes, model=run.model, seed=run.train.seed, threads=threads)
+        return
+    stored = open_hf_weights(Path(run.model.from_hf), run.model)
+    for name in shapes:
+        yield name, stored[name].float()
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())

@@ -1,0 +1,182 @@
+"""Runs ``sppo`` in forked children and sends them signals at an exact moment of an exact step.
+
+One process pays for importing torch, then forks for every call; it never computes, so children
+inherit no threads. Run as ``python -m tests.training.forked_sppo``: reads one JSON object per line
+(``argv``, ``cwd``, and ``step``, ``action``, ``signals`` or nulls), answers with one.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.unpainted import unpainted
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A call of ``sppo`` that is over."""
+
+    returncode: int
+    """Negative: the signal that killed it."""
+    stdout: str
+    stderr: str
+
+
+class ForkedSppo:
+    """The other end: starts the process and asks it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.training.forked_sppo"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        )
+
+    def __call__(
+        self,
+        *argv: object,
+        cwd: Path,
+        step: int | None = None,
+        action: int = 0,
+        signals: Sequence[int] = (),
+    ) -> Ended:
+        """``sppo argv`` in ``cwd``.
+
+        Args:
+            argv: words after ``sppo``.
+            cwd: working directory.
+            step: counted from 1; in it the process sends itself ``signals``.
+            action: before which forward or backward pass of that step.
+            signals: one after another.
+        """
+        request = {
+            "argv": [str(word) for word in argv],
+            "cwd": str(cwd),
+            "step": step,
+            "action": action,
+            "signals": list(signals),
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return Ended(**json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+def signal_in_step(step: int, action: int, signals: Sequence[int]) -> None:
+    """Send this process ``signals`` before pass number ``action`` of step number ``step``."""
+    from sppo.engine.engine import Engine
+    from sppo.training import trainer
+
+    trainer.warm_up = lambda run, **_: None  # a step of another model, not to be counted
+    steps = 0
+    accumulate = Engine.accumulate
+
+    def counting(engine: Any, *args: Any, before_action: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        actions = 0
+
+        def counted(*now: Any) -> None:
+            nonlocal actions
+            if steps == step and actions == action:
+                for number in signals:
+                    os.kill(os.getpid(), number)
+            actions += 1
+            before_action(*now)
+
+        return accumulate(engine, *args, before_action=counted, **kwargs)
+
+    Engine.accumulate = counting  # type: ignore[method-assign]
+
+
+def run_child(request: dict[str, Any], stdout: int, stderr: int) -> None:
+    """Be ``sppo``; does not return."""
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.chdir(request["cwd"])
+    if request["step"] is not None:
+        signal_in_step(request["step"], request["action"], request["signals"])
+    from sppo.__main__ import main
+
+    sys.argv = ["sppo", *request["argv"]]
+    code: Any = 0
+    try:
+        with unpainted():
+            main()
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    from concurrent.futures import thread
+
+    thread._python_exit()  # a background save ends before the process, as at a usual exit
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def serve() -> None:
+    """Answer requests until there are no more."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import rich.table
+    import torch._dynamo  # what torch's optimizers import when the first one is made
+
+    import sppo.cli.app
+    import sppo.config
+    import sppo.training.cpu_device
+    import sppo.training.evaluation
+    import sppo.training.results
+    import sppo.training.trainer
+
+    # How fast matrices are multiplied is no matter here, and takes as long to find as ten steps.
+    sppo.training.cpu_device.measure_matmul_flops_per_s = lambda dtype: 1e10
+    del matplotlib, rich, torch
+    answers = os.fdopen(os.dup(1), "w")
+    gc.freeze()  # collections leave out what was imported
+    for line in sys.stdin:
+        request = json.loads(line)
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            child = os.fork()
+            if child == 0:
+                run_child(request, out.fileno(), err.fileno())
+            _, status = os.waitpid(child, 0)
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read().decode())
+        answer = {
+            "returncode": os.waitstatus_to_exitcode(status),
+            "stdout": texts[0],
+            "stderr": texts[1],
+        }
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,150 @@
+"""Loss by position against the plain model, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sppo.config import load_run
+from sppo.data.sequences import training_sequence
+from sppo.data.tokens import open_tokens
+from sppo.kernels.labels import IGNORED_LABEL
+from sppo.kernels.native.machine_memory import MemoryRoom
+from sppo.training import cpu_device, evaluation
+from sppo.training.evaluation import Evaluation, loss_by_position
+from sppo.training.state_tensors import starting_weights
+from sppo.training.training_data import training_data
+from tests.conftest import LENGTH, write_tokens
+from tests.engine.reference import reference_token_losses
+
+
+def evaluate_initial(run, **options) -> Evaluation:
+    """What a run says before it has trained."""
+    return evaluation.evaluate(run, initial=True, **options)
+
+
+def directly(run, *, sequences):
+    """(losses, counts) at each position by the plain model."""
+    weights = {name: weight.double() for name, weight in starting_weights(run)}
+    data = open_tokens(run.data.tokens)
+    losses = torch.zeros(run.sequence.length, dtype=torch.float64)
+    counts = torch.zeros(run.sequence.length)
+    for index in range(sequences):
+        sequence = training_sequence(
+            data,
+            index,
+            length=run.sequence.length,
+            isolate_documents=run.data.isolate_documents,
+        )
+        losses += reference_token_losses(run.model, weights, sequence)
+        counts += sequence.labels_S != IGNORED_LABEL
+    return losses, counts
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_as_the_plain_model_says(work, run_file, isolate):
+    starts = (3, 50, LENGTH, LENGTH + 1, 2 * LENGTH - 1, 150)
+    write_tokens(work / "documents", num_tokens=3 * LENGTH + 1, documents=starts)
+    run = load_run(run_file(data={"tokens": "documents", "isolate_documents": isolate}))
+    result = evaluate_initial(run)
+    losses, counts = directly(run, sequences=3)
+    assert result.num_tokens == int(counts.sum()) == 3 * LENGTH - isolate * len(starts)
+    assert result.loss == pytest.approx(float(losses.sum() / counts.sum()), rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+    assert (result.num_sequences, result.held_out, result.step) == (3, False, 0)
+    (only,) = result.by_position
+    assert only.loss == pytest.approx(result.loss)
+
+
+def test_bins_as_the_plain_model_says(work, run_file):
+    run = load_run(run_file(sequence={"length": 300, "num_subsequences": 5}))
+    result = evaluate_initial(run, max_sequences=2)
+    losses, counts = directly(run, sequences=2)
+    assert [(row.start, row.end) for row in result.by_position] == [
+        (0, 64),
+        (64, 128),
+        (128, 256),
+        (256, 300),
+    ]
+    for row in result.by_position:
+        part = slice(row.start, row.end)
+        assert row.num_tokens == 2 * (row.end - row.start)
+        expected = float(losses[part].sum() / counts[part].sum())
+        assert row.loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_cuts_do_not_matter(work, run_file):
+    whole = evaluate_initial(load_run(run_file(sequence={"num_subsequences": 1})), max_sequences=3)
+    run = load_run(run_file(sequence={"boundaries": [0, 1, 40, 64], "num_subsequences": "auto"}))
+    assert evaluate_initial(run, max_sequences=3).loss == pytest.approx(whole.loss, rel=1e-6)
+
+
+def test_samples_as_the_plain_model_says(work, run_file):
+    """Short ones side by side, long ones cut, each at its own positions."""
+    starts = (3, 50, 51, LENGTH, 2 * LENGTH + 9, 4 * LENGTH)
+    write_tokens(work / "documents", num_tokens=5 * LENGTH, documents=starts)
+    train = {"samples_per_step": 1}
+    data = {"tokens": "documents", "samples": "documents"}
+    run = load_run(run_file(data=data, train=train, sequence={"num_subsequences": 3}))
+    result = evaluate_initial(run)
+    weights = {name: weight.double() for name, weight in starting_weights(run)}
+    samples = training_data(run)
+    losses, counts = torch.zeros(LENGTH, dtype=torch.float64), torch.zeros(LENGTH)
+    for index in range(samples.num_samples):
+        alone = samples.row([index])
+        length = len(alone.tokens_S)
+        losses[:length] += reference_token_losses(run.model, weights, alone)
+        counts[:length] += 1
+    assert result.num_sequences == samples.num_samples == 8  # two of more than 64 tokens are cut
+    assert result.num_tokens == int(counts.sum())
+    assert result.loss == pytest.approx(float(losses.sum() / counts.sum()), rel=1e-5)
+    few = evaluate_initial(run, max_sequences=2)
+    assert few.num_tokens == sum(samples.lengths([0, 1]))
+
+
+def test_bf16_is_close(work, run_file):
+    wide = evaluate_initial(load_run(run_file()), max_sequences=3)
+    narrow = evaluate_initial(load_run(run_file(train={"dtype": "bf16"})), max_sequences=3)
+    assert narrow.loss != wide.loss
+    assert narrow.loss == pytest.approx(wide.loss, rel=1e-2)
+
+
+def test_no_label_that_counts(work, run_file):
+    starts = tuple(range(1, 2 * LENGTH + 1))
+    write_tokens(work / "words", num_tokens=2 * LENGTH + 1, documents=starts)
+    run = load_run(run_file(data={"tokens": "words", "isolate_documents": True}))
+    with pytest.raises(ValueError, match="no label of its first 2 sequences counts"):
+        evaluate_initial(run)
+
+
+def test_progress(work, run_file):
+    seen = []
+    evaluate_initial(
+        load_run(run_file()), max_sequences=3, on_sequence=lambda *pair: seen.append(pair)
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.integers(0, 3)), min_size=1, max_size=700))
+def test_bins_double_and_lose_nothing(positions):
+    counts = torch.tensor([count for _, count in positions])
+    losses = torch.tensor([loss * count for loss, count in positions], dtype=torch.float64)
+    bins = loss_by_position(losses, counts)
+    assert sum(row.num_tokens for row in bins) == counts.sum()
+    total = sum(row.loss * row.num_tokens for row in bins)
+    assert total == pytest.approx(float(losses.sum()), abs=1e-9)
+    assert all(row.num_tokens for row in bins)
+    for row in bins:
+        assert row.start in (0, *(64 << k for k in range(8)))
+        assert row.end in (len(positions), *(64 << k for k in range(8)))
+
+
+def test_too_large_is_said_before_any_weight_is_read(work, run_file, monkeypatch):
+    monkeypatch.setattr(cpu_device, "memory_room", lambda: MemoryRoom(machine_bytes=1000))
+    monkeypatch.setattr(evaluation, "_weights", None)
+    with pytest.raises(MemoryError, match=f"of {LENGTH} tokens needs .*1000 B available"):
+        evaluate_initial(load_run(run_file()))

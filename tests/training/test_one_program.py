@@ -1,0 +1,240 @@
+"""What is planned, simulated and executed is one program: the same digest everywhere."""
+
+import json
+import random
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+
+from sppo.config import load_run
+from sppo.config.loading import check_run
+from sppo.engine.executor import Executor
+from sppo.engine.unit import SequenceData
+from sppo.hardware.file import hardware_for
+from sppo.hardware.presets import PRESETS
+from sppo.parallel.mesh import Mesh, alone
+from sppo.planning.make_plan import make_plan
+from sppo.planning.plan import plan_json, read_plan
+from sppo.planning.plan_program import check_program, plan_program
+from sppo.planning.run_plan import plan_run
+from sppo.planning.search.solver import solve
+from sppo.planning.simulated_run import simulated_plan
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.generators import (
+    LOOPED,
+    WHOLE_SEQUENCES,
+    WITH_VIRTUAL_STAGES,
+    schedule_names,
+)
+from sppo.training.ranks import mesh_shape
+from sppo.training.state import build_state
+from tests.random_training.emulated_ranks import run_emulated
+
+LENGTH = 96
+MODEL = {
+    "vocab_size": 17,
+    "hidden_size": 16,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "mlp_size": 24,
+}
+NUM_PLANS = 42
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of one plan."""
+
+    schedule: str
+    degrees: tuple[int, int, int]
+    sharding: str
+    policy: str
+    tier: str
+    sequences: int
+
+    @property
+    def virtual_stages(self):
+        fits = 2 * self.degrees[1] <= MODEL["num_layers"]
+        return 2 if self.schedule in WITH_VIRTUAL_STAGES and fits else 1
+
+    @property
+    def kv(self):
+        """What becomes of K and V where ranks have several stages."""
+        if self.schedule != LOOPED or self.virtual_stages == 1:
+            return "auto"
+        return "recompute" if self.tier == "device" else "offload"
+
+    @property
+    def is_possible(self):
+        _, pipeline, sequence = self.degrees
+        whole_weights = self.sharding in ("ulysses", "zero 2")
+        if self.schedule == "sppo_msp" and (pipeline == 1 or not whole_weights):
+            return False
+        offloads = self.policy in ("offload_all", "sppo")
+        return offloads == (self.tier != "device") and (self.sharding != "megatron" or sequence > 1)
+
+
+def settings():
+    """Of all possible ones enough that every two values come together, then some more."""
+    names = ("schedule", "degrees", "sharding", "policy", "tier", "sequences")
+    everything = [
+        setting
+        for values in product(
+            schedule_names(),
+            [(1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
+            ["ulysses", "megatron", "zero 2", "zero 3"],
+            ["retain", "keep_attention", "offload_all", "sppo"],
+            ["device", "host", "disk"],
+            [1, 2],
+        )
+        if (setting := Setting(*values)).is_possible
+    ]
+    random.Random(5).shuffle(everything)
+    chosen, seen = [], set()
+    for setting in everything:
+        pairs = set(combinations([(name, getattr(setting, name)) for name in names], 2))
+        if len(pairs - seen) > (3 if len(chosen) < NUM_PLANS // 2 else 1):
+            chosen.append(setting)
+            seen |= pairs
+    return [*chosen, *(s for s in everything if s not in chosen)][:NUM_PLANS]
+
+
+def run_of(setting, disk):
+    data, pipeline, sequence = setting.degrees
+    whole = setting.schedule in WHOLE_SEQUENCES
+    keys = {
+        "model": MODEL,
+        "data": {"tokens": "."},
+        "sequence": {"length": LENGTH, "num_subsequences": 1 if whole else 3, "alignment": 1},
+        "parallel": {
+            "data_parallel_degree": data,
+            "pipeline_parallel_degree": pipeline,
+            "sequence_parallel_degree": sequence,
+            "sequence_parallel": "megatron" if setting.sharding == "megatron" else "ulysses",
+            "zero": {"zero 2": 2, "zero 3": 3}.get(setting.sharding, 1),
+            "schedule": setting.schedule,
+            "virtual_stages": setting.virtual_stages,
+        },
+        "activations": {"policy": setting.policy, "kv": setting.kv},
+        "train": {"dtype": "fp32", "sequences_per_step": data * setting.sequences},
+    }
+    if setting.tier != "device":
+        keys["activations"] |= {"disk": str(disk), "tier": setting.tier}
+    return check_run(keys, source="test")
+
+
+def plan_of(setting, run):
+    """For a machine with the tier; on a host tier what a GPU would do, executed here on a disk."""
+    room = 1 << 34
+    if setting.tier == "host":
+        machine = PRESETS["a100-80g"]
+        return plan_run(run, hardware=machine, available_bytes=room, host_bytes=room)
+    machine = PRESETS["laptop-cpu"]
+    return plan_run(run, hardware=machine, available_bytes=room, disk_bytes=room)
+
+
+def execute(rank, run, plan):
+    """(place in the pipeline, executed actions) of one rank."""
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        shape = mesh_shape(run)
+        mesh = Mesh(shape, rank=rank, timeout_s=30.0) if shape.num_ranks > 1 else alone()
+        state = build_state(run, plan=plan, mesh=mesh)
+        tokens = torch.arange(LENGTH + 1) % MODEL["vocab_size"]
+        data = [SequenceData(tokens[:-1], tokens[1:])] * plan.sequences
+        try:
+            done = state.engine.accumulate(data, [plan.boundaries] * plan.sequences)
+        finally:
+            state.engine.close()
+        return mesh.at.pipeline, tuple(executed.action for executed in done.trace)
+
+
+def executed_digests(run, plan):
+    """Of every pipeline of ranks."""
+    ranks = mesh_shape(run).num_ranks
+    done = run_emulated(execute, run, plan, ranks=ranks, seed=0)
+    by_place = {}
+    for place, actions in done:
+        by_place.setdefault(place, set()).add(actions)
+    assert all(len(found) == 1 for found in by_place.values()), "replicas do the same"
+    programs = tuple(by_place[place].pop() for place in sorted(by_place))
+    return replace(plan_program(plan), programs=programs).digest()
+
+
+@pytest.mark.parametrize("setting", settings(), ids=str)
+def test_planned_simulated_and_executed_programs_are_one(setting, tmp_path):
+    run = run_of(setting, tmp_path)
+    plan = plan_of(setting, run)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_json(plan)), encoding="utf-8")
+    read = read_plan(file)
+    check_program(read)
+    simulated = simulated_plan(read).case.schedule
+    kinds = {action.kind for program in simulated.programs for action in program}
+    assert (ActionKind.D2H in kinds) == (ActionKind.H2D in kinds) == plan.offloads_anything
+    assert (ActionKind.KV in kinds) == (setting.kv == "recompute")
+    assert simulated.digest() == plan.program_digest == executed_digests(run, read)
+
+
+def test_enough_settings_are_tried():
+    chosen = settings()
+    assert len({*chosen}) == NUM_PLANS >= 40
+    assert {setting.schedule for setting in chosen} == {*schedule_names()}
+    assert {setting.kv for setting in chosen} == {"auto", "offload", "recompute"}
+    for name, count in {
+        "degrees": 7,
+        "sharding": 4,
+        "policy": 4,
+        "tier": 3,
+        "sequences": 2,
+    }.items():
+        assert len({getattr(setting, name) for setting in chosen}) == count
+
+
+@pytest.mark.parametrize("kind", [ActionKind.D2H, ActionKind.RECV, ActionKind.SEND])
+def test_an_action_that_is_executed_elsewhere_is_found(kind, tmp_path, monkeypatch):
+    setting = Setting("sppo", (1, 2, 1), "ulysses", "offload_all", "disk", 1)
+    run = run_of(setting, tmp_path)
+    plan = plan_of(setting, run)
+    original = Executor.__init__
+
+    def reordered(self, *arguments, **options):
+        original(self, *arguments, **options)
+        program = list(self._program)
+        for n, (first, second) in enumerate(pairwise(program)):
+            # A copy or a send stands one place later, a receive one earlier: the run does not mind.
+            moved, other = (second, first) if kind is ActionKind.RECV else (first, second)
+            if moved.kind is kind is not other.kind:
+                program[n : n + 2] = second, first
+                break
+        self._program = tuple(program)
+
+    assert executed_digests(run, plan) == plan.program_digest
+    monkeypatch.setattr(Executor, "__init__", reordered)
+    assert executed_digests(run, plan) != plan.program_digest
+
+
+@pytest.mark.parametrize("name", ["gpt_7b_512k_32gpu", "llama_8b_1m_1node"])
+def test_large_runs_execute_what_is_simulated(name, tmp_path):
+    """Without the compute: what the solver plans, and what every rank's trainer would walk."""
+    run = load_run(Path(__file__).parents[2] / "configs" / "run" / f"{name}.yaml", [])
+    solution = solve(run, hardware=hardware_for(run.hardware))
+    plan = make_plan(solution.run, solution.best)
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_json(plan)), encoding="utf-8")
+    read = read_plan(file)
+    simulated, executed = simulated_plan(read).case.schedule, plan_program(read)
+    assert simulated.programs == executed.programs
+    assert simulated.digest() == executed.digest() == plan.program_digest
+
+
+def test_a_plan_of_another_program_is_refused(tmp_path):
+    run = run_of(Setting("sppo", (1, 2, 1), "ulysses", "retain", "device", 1), tmp_path)
+    plan = plan_of(Setting("sppo", (1, 2, 1), "ulysses", "retain", "device", 1), run)
+    with pytest.raises(ValueError, match=r"digest 000000000000, and here .*again with sppo solve"):
+        check_program(replace(plan, program_digest="0" * 64))
+    check_program(replace(plan, program_digest=None))  # made by an earlier version

@@ -1,0 +1,140 @@
+"""What the ranks of a run decide together."""
+
+import pytest
+
+from sppo.config import load_run
+from sppo.data.tokens import open_tokens
+from sppo.parallel.failures import RankProgress
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.mesh import Mesh, MeshShape
+from sppo.training.input_facts import fingerprint, input_facts
+from sppo.training.ranks import Ranks, _configuration, one_rank
+from tests.conftest import write_tokens
+from tests.training.test_parallel_runs import overrides, train_as
+
+
+def ranks_of(rank, count):
+    mesh = Mesh(MeshShape(data_parallel=count), rank=rank, timeout_s=30.0)
+    return Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), count)
+
+
+def refusal(act):
+    with pytest.raises(ValueError, match=".") as caught:
+        act()
+    return str(caught.value)
+
+
+def different_schedules(rank):
+    ranks = ranks_of(rank, 3)
+    ranks.check_same_on_all_ranks("schedule", "the same")
+    return refusal(
+        lambda: ranks.check_same_on_all_ranks("schedule", "odd" if rank == 1 else "usual")
+    )
+
+
+def main_fails(rank):
+    ranks = ranks_of(rank, 2)
+    assert ranks.decided_by_main(lambda: rank + 7) == 7
+    assert ranks.decided_by_main(lambda: None) is None
+
+    def fail():
+        raise ValueError("no such directory")
+
+    return refusal(lambda: ranks.decided_by_main(fail))
+
+
+def figures(rank):
+    peers = ranks_of(rank, 3).peers
+    return (
+        peers.total([rank, 0.5]),
+        peers.largest([-rank, rank]),
+        peers.any(rank == 2),
+        peers.any(False),
+        peers.all_gather(f"rank {rank}"),
+    )
+
+
+def test_a_schedule_of_one_rank_alone_is_refused_by_all(ranks):
+    for told in ranks.run(different_schedules, ranks=3):
+        assert told.startswith("ranks 1 have made another schedule than rank 0")
+
+
+def test_what_rank_0_raises_is_raised_by_all(ranks):
+    assert ranks.run(main_fails, ranks=2) == ["no such directory"] * 2
+
+
+def test_figures_are_the_same_on_every_rank(ranks):
+    expected = ([3.0, 1.5], [0.0, 2.0], True, False, ["rank 0", "rank 1", "rank 2"])
+    assert ranks.run(figures, ranks=3) == [expected] * 3
+
+
+def test_a_rank_that_is_alone_asks_itself():
+    ranks = one_rank()
+    ranks.check_same_on_all_ranks("schedule", "any")
+    assert ranks.decided_by_main(lambda: 3) == 3
+    assert ranks.peers.total([2.0]) == [2.0]
+    assert ranks.peers.all_gather("me") == ["me"]
+    with pytest.raises(ValueError, match="no"):
+        ranks.decided_by_main(lambda: int("no"))
+
+
+def train_on_own_data(rank, directory, paths):
+    """A pipeline of two ranks, each of which reads its own path; what it was told, if refused."""
+    own = {"data.tokens": paths[rank], "train.sequences_per_step": 2}
+    try:
+        train_as(rank, directory, overrides((1, 2, 1), 1, **own))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def copies(work, run_file):
+    """Directories with the same tokens, and one with others."""
+    run_file(model={"num_layers": 2})
+    write_tokens(work / "copy")
+    write_tokens(work / "other", seed=1)
+    write_tokens(work / "documents", documents=[100])
+    return work
+
+
+def test_ranks_with_different_tokens_refuse_before_anything_is_made(ranks, copies):
+    said = ranks.run(train_on_own_data, copies, ["tokens", "other"], ranks=2)
+    assert said[0] == said[1]
+    assert "data.tokens, tokens_sha256: " in said[0]
+    assert " on rank 0, " in said[0]
+    assert not (copies / "out").exists()
+
+
+def test_ranks_with_different_documents_refuse(ranks, copies):
+    said = ranks.run(train_on_own_data, copies, ["tokens", "documents"], ranks=2)
+    assert "data.tokens, documents: 1 on rank 0, 2 on rank 1" in said[0]
+
+
+def test_ranks_may_read_equal_copies_in_different_places(ranks, copies):
+    assert ranks.run(train_on_own_data, copies, ["tokens", "copy"], ranks=2) == ["", ""]
+    here, there = (
+        load_run(copies / "run.yaml", [f"data.tokens={path}"]) for path in ("tokens", "copy")
+    )
+    assert _configuration(here) == _configuration(there)
+
+
+def test_tokens_that_no_longer_are_what_their_checksum_says(copies):
+    """Each rank opens a file of the right size; nothing reads all of it before a run."""
+    run = load_run(copies / "run.yaml")
+    before = input_facts(run, open_tokens("tokens"))
+    file = copies / "tokens/tokens.bin"
+    file.write_bytes(file.read_bytes()[::-1])
+    after = input_facts(run, open_tokens("tokens"))
+    assert {key for key in before if before[key] != after[key]} == {
+        "data.tokens, sample of tokens.bin"
+    }
+
+
+def test_a_fingerprint_of_a_large_file(tmp_path):
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1 << 20))
+    before = fingerprint(file)
+    assert fingerprint(file) == before
+    file.write_bytes(bytes((1 << 20) - 1) + b"x")
+    assert fingerprint(file) != before

@@ -1,0 +1,115 @@
+"""What is left at the end of a run, and said."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from sppo.config import load_run
+from sppo.report.metrics import JsonlSink, StepMetrics
+from sppo.training.measured import MeasuredBuckets, StepPhases
+from sppo.training.preflight import check_before_training
+from sppo.training.results import report
+from sppo.training.run_directory import note_configuration
+from sppo.training.step_work import PlannedPhases
+from sppo.training.trainer import TrainingOutcome
+from tests.conftest import tree
+
+
+@pytest.fixture
+def run(work, run_file):
+    return load_run(run_file())
+
+
+def metrics(step):
+    return StepMetrics(
+        step=step, loss=3.0, grad_norm=1.0, lr=0.1, tokens=64, step_s=0.5, tokens_per_s=128.0
+    )
+
+
+def outcome_of(work, *, first=0, done=4, interrupted_by=None):
+    output = work / "out"
+    output.mkdir(exist_ok=True)
+    note_configuration(load_run("run.yaml"), output)
+    sink = JsonlSink(output / "metrics.jsonl", resume_step=first)
+    for step in range(first + 1, done + 1):
+        sink.write(metrics(step))
+    sink.close()
+    return TrainingOutcome(
+        output,
+        first,
+        done,
+        interrupted_by,
+        wall_s=2.0,
+        baseline_bytes=100,
+        peak_bytes=350,
+        phases=[StepPhases(0.1, 0.3, 0.05 * step) for step in range(first, done)],
+        buckets=MeasuredBuckets(1, 2, 3, 4, 5),
+    )
+
+
+def told(run, outcome):
+    screen, preflight = io.StringIO(), check_before_training(run)
+    predicted = preflight.plan.predicted
+    phases = PlannedPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
+    outcome.planned_phases = [phases] * len(outcome.phases)
+    outcome.most_planned = preflight.plan.stages[0].memory.device
+    report(run, preflight, outcome, console=Console(file=screen, width=120))
+    return screen.getvalue()
+
+
+def test_a_whole_run(work, run):
+    text = told(run, outcome_of(work))
+    assert "out: metrics.jsonl, run_summary.json, loss.png\n" in text
+    assert "stopped" not in text
+    summary = json.loads((work / "out/run_summary.json").read_text())
+    assert (summary["name"], summary["steps"], summary["interrupted_by"]) == ("out", 4, None)
+    plan = check_before_training(run).plan
+    predicted = plan.stages[0].memory.device
+    memory = summary["memory_bytes"]
+    kv_bytes = predicted.kv_bytes + predicted.kv_gradients_bytes
+    assert memory["K/V and gradients"] == {"predicted": kv_bytes, "measured": 4}
+    assert memory["all"] == {"predicted": predicted.total_bytes, "measured": 250}
+    expected = {"predicted": plan.predicted.backward_s, "measured": 0.3}
+    assert summary["phases_s"]["backward"] == expected
+    assert summary["phases_s"]["data and update"]["measured"] == pytest.approx(0.075)
+
+
+def test_a_run_that_was_stopped(work, run):
+    text = told(run, outcome_of(work, done=2, interrupted_by="SIGTERM"))
+    assert "stopped by SIGTERM after step 2 of 4, 2 left; to go on: the same command" in text
+    summary = json.loads((work / "out/run_summary.json").read_text())
+    assert summary["interrupted_by"] == "SIGTERM"
+
+
+def test_a_run_that_was_stopped_before_its_first_step(work, run):
+    text = told(run, outcome_of(work, done=0, interrupted_by="SIGINT"))
+    assert "out: metrics.jsonl, run_summary.json\n" in text, text
+    assert not (work / "out/loss.png").exists()
+    assert "stopped by SIGINT after step 0 of 4" in text
+
+
+def test_a_resumed_run_is_summed_up_as_a_whole(work, run):
+    told(run, outcome_of(work, done=2, interrupted_by="SIGTERM"))
+    told(run, outcome_of(work, first=2, done=4))
+    summary = json.loads((work / "out/run_summary.json").read_text())
+    assert (summary["steps"], summary["interrupted_by"]) == (4, None)
+
+
+def test_a_run_with_nothing_left_to_do_keeps_its_summary(work, run):
+    told(run, outcome_of(work))
+    before = tree(work)
+    text = told(run, outcome_of(work, first=4, done=4))
+    assert "all 4 steps were done before, nothing to do; raise train.steps to go on" in text
+    assert tree(work) == before
+
+
+def test_a_run_that_ended_before_its_report_gets_one(work, run):
+    told(run, outcome_of(work, done=2, interrupted_by="SIGTERM"))
+    outcome_of(work)  # killed between its last checkpoint and the summary
+    told(run, outcome_of(work, first=4, done=4))
+    assert json.loads((work / "out/run_summary.json").read_text())["steps"] == 4
+    assert (work / "out/loss.png").exists()

@@ -1,0 +1,272 @@
+"""A killed run, started again by the same command, is bit for bit the run that was not killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sppo.checkpoint.checkpoint import read_model
+from tests.conftest import LENGTH, SCREEN_LINES, tree, write_run, write_tokens
+from tests.training.forked_sppo import Ended, ForkedSppo
+
+STEPS = 10
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "epochs": {"data": {"shuffle": True}},  # ten steps over four sequences
+    "bf16": {"train": {"dtype": "bf16"}},
+    "several": {"train": {"sequences_per_step": 3}, "data": {"shuffle": True}},
+    "async": {"checkpoint": {"async_save": True}},
+    "documents": {"data": {"isolate_documents": True}},
+    "samples": {
+        "data": {"samples": "documents", "shuffle": True},
+        "train": {"tokens_per_step": 2 * LENGTH},
+    },
+    "kv on a disk": {
+        "model": {"num_layers": 3},
+        "parallel": {"virtual_stages": 3},
+        "activations": {"policy": "offload_all", "kv": "offload", "disk": "spill"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def sppo() -> Iterator[ForkedSppo]:
+    command = ForkedSppo()
+    yield command
+    command.close()
+
+
+class Run:
+    """One variant of the run, and what it does when nothing disturbs it."""
+
+    def __init__(self, sppo: ForkedSppo, directory: Path, variant: str) -> None:
+        self.sppo, self.directory = sppo, directory
+        documents = (30, LENGTH + 1, 2 * LENGTH)
+        (directory / "spill").mkdir()
+        write_tokens(directory / "tokens", num_tokens=4 * LENGTH + 1, documents=documents)
+        sections = {name: dict(keys) for name, keys in VARIANTS[variant].items()}
+        train = {"steps": STEPS, **sections.pop("train", {})}
+        checkpoint = {"every": 2, **sections.pop("checkpoint", {})}
+        write_run(directory / "run.yaml", train=train, checkpoint=checkpoint, **sections)
+        ended = self.train("undisturbed")
+        assert ended.returncode == 0, ended.stderr
+        self.records = self.read("undisturbed")
+        assert [record["step"] for record in self.records] == list(range(1, STEPS + 1))
+
+    def train(self, output: str, **event: Any) -> Ended:
+        words = ("train", "run.yaml", f"train.output={output}")
+        return self.sppo(*words, cwd=self.directory, **event)
+
+    def read(self, output: str) -> list[dict[str, Any]]:
+        lines = (self.directory / output / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def assert_undisturbed(self, output: str) -> None:
+        """Every step once, every loss the same double, every weight the same bits."""
+        keys = ("step", "loss", "grad_norm", "lr", "tokens", "skipped")
+        ours, theirs = (
+            [{key: record[key] for key in keys} for record in records]
+            for records in (self.read(output), self.records)
+        )
+        assert ours == theirs
+        steps, weights = zip(
+            *(read_model(self.directory / name) for name in (output, "undisturbed")), strict=True
+        )
+        assert [metadata["step"] for metadata in steps] == [STEPS, STEPS]
+        for name, weight in weights[0].items():
+            assert torch.equal(weight, weights[1][name]), name
+
+
+@pytest.fixture(scope="module")
+def runs(sppo: ForkedSppo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    made: dict[str, Run] = {}
+
+    class Runs(dict[str, Run]):
+        def __missing__(self, variant: str) -> Run:
+            made[variant] = self[variant] = Run(sppo, tmp_path_factory.mktemp(variant), variant)
+            return made[variant]
+
+    return Runs()
+
+
+@pytest.fixture
+def plain(runs: dict[str, Run]) -> Run:
+    return runs["plain"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_killed_in_step_seven(runs, variant):
+    run = runs[variant]
+    killed = run.train("killed", step=7, action=5, signals=[signal.SIGKILL])
+    assert killed.returncode == -signal.SIGKILL
+    assert [record["step"] for record in run.read("killed")] == [1, 2, 3, 4, 5, 6]
+    again = run.train("killed")
+    assert again.returncode == 0, again.stderr
+    after = 4 if "after step 4" in again.stderr and variant == "async" else 6
+    assert f"going on after step {after} from killed/checkpoints/step_00000{after}" in again.stderr
+    assert f"step {after + 1}/10" in again.stdout
+    assert f"step {after}/10" not in again.stdout
+    run.assert_undisturbed("killed")
+    assert list((run.directory / "spill").iterdir()) == []
+
+
+def test_killed_while_keys_come_back(runs):
+    """Of 24 passes of a step 12 are forwards of three stages; K and V come back after them."""
+    run = runs["kv on a disk"]
+    killed = run.train("back", step=7, action=14, signals=[signal.SIGKILL])
+    assert killed.returncode == -signal.SIGKILL
+    assert run.train("back").returncode == 0
+    run.assert_undisturbed("back")
+
+
+def test_the_variants_differ(runs):
+    losses = [tuple(r["loss"] for r in runs[variant].records) for variant in VARIANTS]
+    assert len(set(losses)) == len(VARIANTS) - 1  # background saves change nothing
+
+
+def test_killed_before_the_first_checkpoint_starts_anew(plain):
+    assert plain.train("early", step=2, signals=[signal.SIGKILL]).returncode == -signal.SIGKILL
+    again = plain.train("early")
+    assert again.returncode == 0
+    assert "going on" not in again.stderr
+    plain.assert_undisturbed("early")
+
+
+def test_killed_again_and_again(plain):
+    for _ in range(2):
+        ended = plain.train("often", step=3, action=7, signals=[signal.SIGKILL])
+        assert ended.returncode == -signal.SIGKILL
+    assert plain.train("often").returncode == 0
+    plain.assert_undisturbed("often")
+
+
+def test_a_line_torn_by_the_kill_is_written_anew(plain):
+    plain.train("torn", step=7, signals=[signal.SIGKILL])
+    with (plain.directory / "torn/metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1.2')
+    assert plain.train("torn").returncode == 0
+    plain.assert_undisturbed("torn")
+
+
+def copy_of(run: Run, name: str) -> Path:
+    return Path(shutil.copytree(run.directory / "undisturbed", run.directory / name))
+
+
+def largest_file(directory: Path) -> Path:
+    return max(directory.iterdir(), key=lambda path: path.stat().st_size)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(plain, damage):
+    output = copy_of(plain, damage.__name__)
+    file = largest_file(output / "checkpoints/step_000010")
+    damage(file)
+    again = plain.train(output.name)
+    assert again.returncode == 0, again.stderr
+    said = next(line for line in again.stderr.splitlines() if "damaged" in line)
+    assert f"{output.name}/checkpoints/step_000010 is damaged: {file.name}: " in said
+    assert said.endswith("using step_000008")
+    assert "going on after step 8" in again.stderr
+    plain.assert_undisturbed(output.name)
+
+
+def test_without_a_whole_checkpoint_nothing_is_done(plain):
+    output = copy_of(plain, "ruined")
+    for checkpoint in (output / "checkpoints").iterdir():
+        flip(largest_file(checkpoint))
+    before = tree(output)
+    again = plain.train("ruined")
+    assert again.returncode == 2
+    assert "every checkpoint in ruined/checkpoints is damaged: step_000010: " in again.stderr
+    assert "step_000006: " in again.stderr
+    assert "Traceback" not in again.stderr
+    assert len(again.stderr.splitlines()) <= SCREEN_LINES
+    assert tree(output) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_saves_and_ends_well(plain, number):
+    output = f"asked-{number.name}"
+    ended = plain.train(output, step=5, action=6, signals=[number])
+    assert ended.returncode == 128 + number, ended.stderr
+    assert f"{number.name}: saving after step 4" in ended.stdout
+    left = f"stopped by {number.name} after step 4 of 10, 6 left; to go on: sppo train run.yaml "
+    assert left in ended.stdout
+    summary = json.loads((plain.directory / output / "run_summary.json").read_text())
+    assert (summary["steps"], summary["interrupted_by"]) == (4, number.name)
+    again = plain.train(output)
+    assert again.returncode == 0
+    assert "going on after step 4" in again.stderr
+    summary = json.loads((plain.directory / output / "run_summary.json").read_text())
+    assert (summary["steps"], summary["interrupted_by"]) == (10, None)
+    plain.assert_undisturbed(output)
+
+
+def test_a_request_between_checkpoints_loses_no_step(plain):
+    ended = plain.train("between", step=6, action=0, signals=[signal.SIGTERM])
+    assert ended.returncode == 143
+    assert (plain.directory / "between/checkpoints/step_000005").is_dir()
+    assert plain.train("between").returncode == 0
+    plain.assert_undisturbed("between")
+
+
+def test_a_request_in_the_first_step(plain):
+    ended = plain.train("at-once", step=1, action=1, signals=[signal.SIGTERM])
+    assert ended.returncode == 143, ended.stderr
+    assert "SIGTERM: saving after step 0" in ended.stdout
+    assert "loss.png" not in ended.stdout
+    assert plain.train("at-once").returncode == 0
+    plain.assert_undisturbed("at-once")
+
+
+def test_a_request_in_the_last_pass_leaves_that_step(plain):
+    ended = plain.train("last", step=10, action=7, signals=[signal.SIGTERM])
+    assert ended.returncode == 143
+    assert "after step 9 of 10, 1 left" in ended.stdout
+    assert plain.train("last").returncode == 0
+    plain.assert_undisturbed("last")
+
+
+def test_a_second_request_ends_at_once(plain):
+    ended = plain.train("twice", step=5, signals=[signal.SIGTERM, signal.SIGTERM])
+    assert ended.returncode == 143
+    assert "error: stopped by SIGTERM: the same command goes on from the newest checkpoint" in (
+        ended.stderr
+    )
+    assert not (plain.directory / "twice/checkpoints/step_000005").exists()
+    assert plain.train("twice").returncode == 0
+    plain.assert_undisturbed("twice")
+
+
+def test_a_run_that_is_done_is_left_as_it_is(plain):
+    before = tree(plain.directory / "undisturbed")
+    again = plain.train("undisturbed")
+    assert again.returncode == 0
+    assert "all 10 steps were done before, nothing to do" in again.stdout
+    assert tree(plain.directory / "undisturbed") == before
+
+
+def test_more_steps_go_on(plain):
+    copy_of(plain, "longer")
+    changes = ("train.steps=12", "data.eval_tokens=x", "parallel.timeout_s=5")
+    words = ("train", "run.yaml", "train.output=longer", *changes)
+    assert plain.sppo(*words, cwd=plain.directory).returncode == 0
+    assert [record["step"] for record in plain.read("longer")] == list(range(1, 13))
+    assert [r["loss"] for r in plain.read("longer")[:10]] == [r["loss"] for r in plain.records]

@@ -1,0 +1,163 @@
+"""Which directories a run may have; the command line's tests show it from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import stat
+
+import pytest
+
+from sppo.config import load_run
+from sppo.training.run_directory import check_output, locked_output, note_configuration
+from tests.conftest import tree
+
+
+@pytest.fixture
+def run(work, run_file):
+    return load_run(run_file())
+
+
+def with_output(run_file, output):
+    return load_run(run_file(train={"output": str(output)}))
+
+
+def test_looking_changes_nothing(work, run):
+    before = tree(work)
+    check_output(run)
+    assert tree(work) == before
+
+
+def test_a_new_directory_is_made_with_its_parents(work, run_file):
+    run = with_output(run_file, "a/b/c")
+    check_output(run)
+    with locked_output(run) as output:
+        note_configuration(run, output)
+    assert json.loads((work / "a/b/c/run.json").read_text()) == run.model_dump(mode="json")
+
+
+def test_an_empty_directory_will_do(work, run):
+    (work / "out").mkdir()
+    check_output(run)
+
+
+def test_a_link_to_a_directory_will_do(work, run):
+    (work / "elsewhere").mkdir()
+    (work / "out").symlink_to("elsewhere")
+    with locked_output(run) as output:
+        note_configuration(run, output)
+    check_output(run)
+    assert (work / "elsewhere/run.json").exists()
+
+
+def test_a_link_to_nowhere_is_refused(work, run):
+    (work / "out").symlink_to("nowhere")
+    before = tree(work)
+    with pytest.raises(ValueError, match="out cannot be made"), locked_output(run):
+        pass
+    assert tree(work) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_is_not_writable(work, run):
+    (work / "out").mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(ValueError, match="not writable"):
+        check_output(run)
+
+
+def test_not_writable_as_the_system_says(work, run, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="is not writable; choose another place"):
+        check_output(run)
+
+
+def test_two_runs_in_one_directory(run):
+    with locked_output(run) as output:
+        before = tree(output)
+        with pytest.raises(ValueError, match="in use by another run") as caught, locked_output(run):
+            pass
+        assert f"(pid {os.getpid()} on {socket.gethostname()}); wait" in str(caught.value)
+        assert tree(output) == before
+        with pytest.raises(ValueError, match="in use"), locked_output(run):
+            pass
+    with locked_output(run):
+        pass
+
+
+def test_a_disk_too_full_to_say_who_holds_the_directory(run):
+    """As a full disk: this process may make files, and write nothing into them."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    entered = False
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with locked_output(run):
+            entered = True
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert entered
+
+
+def test_a_run_that_came_between_looking_and_locking(run, run_file):
+    other = load_run(run_file(optimizer={"lr": 0.5}))
+    check_output(run)
+    check_output(other)
+    with locked_output(run) as output:
+        note_configuration(run, output)
+    said = r"optimizer.lr: 0.01 there, 0.5 here"
+    with pytest.raises(ValueError, match=said), locked_output(other):
+        pass
+
+
+def note_with(work, run, change):
+    """A directory whose noted configuration ``change`` has turned into another version's."""
+    with locked_output(run) as output:
+        note_configuration(run, output)
+    noted = json.loads((work / "out/run.json").read_text())
+    change(noted)
+    (work / "out/run.json").write_text(json.dumps(noted))
+
+
+def test_a_run_of_an_older_version_goes_on(work, run):
+    def forget(noted):
+        del noted["model"]["qk_norm"], noted["train"]["z_loss"], noted["optimizer"]["betas"]
+        del noted["activations"]
+
+    note_with(work, run, forget)
+    check_output(run)
+
+
+def test_an_older_version_did_what_the_defaults_say(work, run, run_file):
+    def forget(noted):
+        del noted["model"]["qk_norm"], noted["train"]["z_loss"]
+
+    note_with(work, run, forget)
+    other = load_run(run_file(model={"qk_norm": True}, train={"z_loss": 1e-4}))
+    with pytest.raises(ValueError, match="another configuration") as caught:
+        check_output(other)
+    assert "model.qk_norm: False there, True here" in str(caught.value)
+    assert "train.z_loss: 0 there, 0.0001 here" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 5000, "run.json: nested more than 100 levels deep"),
+        ("{", "run.json: not JSON"),
+        ("[]", "is no run's configuration"),
+        ('{"optimizer": NaN}', "run.json: NaN is not JSON"),
+    ],
+)
+def test_a_noted_configuration_that_cannot_be_read(work, run, text, says):
+    (work / "out").mkdir()
+    (work / "out/run.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{says}.*choose another train.output"):
+        check_output(run)
+
+
+def test_a_key_that_this_version_does_not_know(work, run):
+    note_with(work, run, lambda noted: noted["optimizer"].update(momentum=0.5))
+    with pytest.raises(ValueError, match="another configuration") as caught:
+        check_output(run)
+    assert "optimizer.momentum: 0.5 there, None here" in str(caught.value)

@@ -1,0 +1,194 @@
+"""The loop against ordinary training, written out with torch's own parts."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from sppo.checkpoint.checkpoint import read_model
+from sppo.config import load_run
+from sppo.kernels.cross_entropy import LossTerms
+from sppo.optim.learning_rate import learning_rate
+from sppo.training import cpu_device, trainer
+from sppo.training.preflight import check_before_training
+from sppo.training.state import build_state
+from sppo.training.state_tensors import starting_weights
+from tests.conftest import LENGTH, VOCAB_SIZE, write_tokens
+from tests.engine.reference import reference_loss
+
+
+@pytest.fixture(autouse=True)
+def _quick(work, monkeypatch):
+    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+
+
+def train(run):
+    screen = io.StringIO()
+    outcome = trainer.train(run, check_before_training(run), console=Console(file=screen))
+    lines = (outcome.output / "metrics.jsonl").read_text().splitlines()
+    return outcome, [json.loads(line) for line in lines], screen.getvalue()
+
+
+def ordinary(run):
+    """(losses, gradient norms, weights) of the same run by autograd and torch.optim."""
+    weights = {n: w.clone().requires_grad_() for n, w in starting_weights(run)}
+    data = check_before_training(run).data
+    config = run.optimizer
+    groups = [
+        {"params": [w for w in weights.values() if (w.dim() > 1) is matrices], "weight_decay": rate}
+        for matrices, rate in ((True, config.weight_decay), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
+    losses, norms = [], []
+    for step in range(run.train.steps):
+        optimizer.zero_grad()
+        terms = LossTerms(run.train.label_smoothing, run.train.z_loss)
+        loss = reference_loss(run.model, weights, data.step(step), terms=terms)
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(weights.values(), config.clip_norm)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config=config, total_steps=run.train.steps)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, norms, weights
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"train": {"sequences_per_step": 3}, "data": {"shuffle": True}},
+        {"data": {"isolate_documents": True}},
+        {"optimizer": {"clip_norm": 0.5, "warmup_steps": 2, "weight_decay": 0.3}},
+        {"sequence": {"boundaries": [0, 1, 30, 64], "num_subsequences": "auto"}},
+        {"activations": {"policy": "recompute"}},
+        {"activations": {"policy": "keep_attention"}},
+        {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}},
+    ],
+    ids=[
+        "plain",
+        "several",
+        "documents",
+        "optimizer",
+        "boundaries",
+        "recompute",
+        "keep_attention",
+        "loss terms",
+    ],
+)
+def test_losses_norms_and_weights_are_those_of_ordinary_training(work, run_file, sections):
+    write_tokens(work / "documents", num_tokens=6 * LENGTH + 1, documents=(10, 64, 90, 200))
+    keys = {name: dict(section) for name, section in sections.items()}
+    keys["data"] = {"tokens": "documents", **keys.get("data", {})}
+    keys["optimizer"] = {"eps": 1e-5, **keys.get("optimizer", {})}
+    run = load_run(run_file(**keys))
+    losses, norms, weights = ordinary(run)
+    _, records, _ = train(run)
+    assert [r["loss"] for r in records] == pytest.approx(losses, rel=1e-5)
+    assert [r["grad_norm"] for r in records] == pytest.approx(norms, rel=1e-4)
+    for name, weight in read_model("out")[1].items():
+        torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_falls_on_what_can_be_learnt(run_file):
+    _, records, _ = train(load_run(run_file(train={"steps": 40, "dtype": "bf16"})))
+    assert records[0]["loss"] == pytest.approx(3.5, abs=0.2)
+    assert records[-1]["loss"] < 3.1
+
+
+def test_the_same_run_twice_is_the_same_run(run_file):
+    first = train(load_run(run_file()))[1]
+    second = train(load_run(run_file(train={"output": "again"})))[1]
+    other = train(load_run(run_file(train={"output": "seed", "seed": 1})))[1]
+    assert [r["loss"] for r in first] == [r["loss"] for r in second]
+    assert [r["loss"] for r in first] != [r["loss"] for r in other]
+
+
+def test_rates_and_tokens_of_a_step(run_file):
+    _, records, _ = train(load_run(run_file(train={"sequences_per_step": 2})))
+    for record in records:
+        assert record["tokens"] == 2 * LENGTH
+        assert record["tokens_per_s"] == pytest.approx(2 * LENGTH / record["step_s"])
+        assert 0 < record["mfu"] <= record["hfu"]
+        assert record["offloaded_bytes"] == record["exposed_copy_s"] == 0
+    assert records[0]["lr"] == 1e-2
+    assert records[-1]["lr"] < records[0]["lr"]
+
+
+def test_recomputing_does_more_work_for_the_same_model(run_file):
+    def ratio(policy):
+        run = load_run(run_file(activations={"policy": policy}, train={"output": policy}))
+        record = train(run)[1][0]
+        return record["hfu"] / record["mfu"]
+
+    assert ratio("retain") < ratio("keep_attention") < ratio("recompute")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", ["retain", "keep_attention", "recompute"])
+def test_measured_buckets_are_the_predicted_ones(run_file, dtype, policy):
+    keys = {"activations": {"policy": policy}, "train": {"dtype": dtype, "steps": 1}}
+    run = load_run(run_file(**keys))
+    predicted = check_before_training(run).plan.stages[0].memory.device
+    measured = train(run)[0].buckets
+    for bucket in ("weights", "gradients", "optimizer", "kv", "activations"):
+        expected = getattr(predicted, f"{bucket}_bytes")
+        if bucket == "kv":
+            expected += predicted.kv_gradients_bytes
+        if bucket == "activations":
+            expected += predicted.loss_gradient_bytes
+        assert getattr(measured, f"{bucket}_bytes") == pytest.approx(expected, rel=0.01), bucket
+
+
+def test_what_a_call_reports(run_file):
+    first, _, screen = train(load_run(run_file()))
+    assert (first.first_step, first.done_steps, first.interrupted_by) == (0, 4, None)
+    assert len(first.phases) == 4
+    assert all(min(p.forward_s, p.backward_s, p.rest_s) > 0 for p in first.phases)
+    assert 0 < first.baseline_bytes <= first.peak_bytes
+    assert first.wall_s > sum(p.forward_s + p.backward_s + p.rest_s for p in first.phases)
+    assert len(screen.splitlines()) == 4
+    second, _, _ = train(load_run(run_file(train={"steps": 6})))
+    assert (second.first_step, second.done_steps, len(second.phases)) == (4, 6, 2)
+
+
+def test_bars_on_a_terminal(run_file):
+    run = load_run(run_file())
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    trainer.train(run, check_before_training(run), console=console)
+    text = screen.getvalue()
+    assert "step 4/4 | loss" in text
+    assert "run" in text
+    assert "\x1b[" in text
+
+
+def test_narrow_weights_follow_wide_masters(run_file):
+    run = load_run(run_file(train={"dtype": "bf16"}))
+    state = build_state(run, plan=check_before_training(run).plan)
+    saved = state.optimizer.state()
+    for name, weight in state.weights.items():
+        master = saved[f"model.{name}"]
+        assert (weight.dtype, master.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(weight, master.bfloat16())
+    run = load_run(run_file())
+    wide = build_state(run, plan=check_before_training(run).plan)
+    saved = wide.optimizer.state()
+    assert all(saved[f"model.{name}"] is weight for name, weight in wide.weights.items())
+
+
+def test_starting_weights_are_those_of_the_directory_given(work, run_file):
+    from tests.conftest import succeed
+
+    train(load_run(run_file(train={"output": "first"})))
+    succeed("convert", "to-hf", "first", "hf")
+    shape = {"preset": None, "vocab_size": VOCAB_SIZE, "num_layers": 1, "from_hf": "hf"}
+    run = load_run(run_file(model=shape, train={"output": "second"}))
+    assert run.model.hidden_size == 32
+    expected = read_model("first")[1]
+    for name, weight in starting_weights(run):
+        assert torch.equal(weight, expected[name]), name
