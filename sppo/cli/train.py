@@ -246,15 +246,19 @@ def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
 
     data, lengths = preflight.data, preflight.plan.lengths
     if isinstance(data, DocumentSamples):
-        first = preflight.first_step
-        assert first is not None, "a step of samples was planned"
-        return (
+        packed = (
             f"cut       samples into subsequences of at most about {max(lengths)} tokens, packed "
-            "anew for every step",
-            f"step      the first one: {format_count(first.num_samples)} samples, "
-            f"{format_count(first.tokens)} tokens in {first.num_split} split, "
-            f"{first.num_batched} batched and {first.num_hybrid} hybrid subsequences; predicted "
-            f"{format_duration(first.step_s)}, {first.bubble_fraction:.1%} idle",
+            "anew for every step"
+        )
+        if preflight.next_step is None:  # all steps are done
+            return (packed,)
+        number, step = preflight.next_step.number, preflight.next_step.plan
+        return (
+            packed,
+            f"step      number {number}: {format_count(step.num_samples)} samples, "
+            f"{format_count(step.tokens)} tokens in {step.num_split} split, "
+            f"{step.num_batched} batched and {step.num_hybrid} hybrid subsequences; predicted "
+            f"{format_duration(step.step_s)}, {step.bubble_fraction:.1%} idle",
         )
     if len(lengths) == 1:
         return (f"cut       nowhere: one subsequence of {lengths[0]} tokens",)

@@ -210,6 +210,12 @@ class TrainConfig(Section):
     """Stop after this many such steps in a row."""
     tensorboard: bool = False
     """Whether TensorBoard event files are written too (needs ``pip install 'sppo[track]'``)."""
+    plan_ahead: bool = True
+    """Whether another process plans the next step while a step runs; of ``data.samples=documents``,
+    whose steps differ. false plans each step when it begins, the same."""
+    planning_limit_s: float = Field(default=30, gt=0, le=LONGEST_TIMEOUT_S)
+    """Seconds a step waits, at most, for a plan that was begun ahead, and never longer than half of
+    ``parallel.timeout_s``; then a smaller search plans it, and a line says so."""
 
     @property
     def beside_cross_entropy(self) -> str:

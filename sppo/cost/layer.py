@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import prod, sqrt
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -106,6 +106,10 @@ class Workload:
     @cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the hash out of pickles: strings have another one in every process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
 
 def layer_seconds(workload: Workload, parts: SampleParts, *, window: int | None) -> LayerSeconds:

@@ -167,7 +167,7 @@ def _served_store(num_ranks: int) -> Iterator[int]:
 
 
 @contextmanager
-def _held_back(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+def held_back(numbers: Sequence[signal.Signals]) -> Iterator[None]:
     """Block signals in this process, and in processes that start within the context."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -210,7 +210,7 @@ class _Job:
     ) -> None:
         """Start one rank in its own process group, which a terminal's Ctrl-C does not reach."""
         wrapped = (sys.executable, "-I", "-S", str(_WRAPPER), str(os.getpid()), *command)
-        with _held_back(STOP_SIGNALS):
+        with held_back(STOP_SIGNALS):
             process = subprocess.Popen(
                 wrapped,
                 env=dict(environment),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sppo.activations.placement import check_whole_classes
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, METADATA_FILE, list_checkpoints
 from sppo.config import RunConfig
+from sppo.config.json_file import read_json
 from sppo.cost.kv import offloaded_kv_bytes
-from sppo.cost.memory.process_growth import REPORT_BYTES, step_bytes
+from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
 from sppo.data.samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.hardware.description import HardwareSpec
@@ -26,6 +29,7 @@ from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk import DiskRoom, is_memory, usable_directory
 from sppo.parallel.stream_budget import StreamUse, check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
+from sppo.planning.elastic.replica_plan import plan_replica
 from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.plan_program import check_program, plan_candidate, plan_program
@@ -43,14 +47,28 @@ from sppo.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
+class NextStep:
+    """The step of samples that a run begins with, or goes on with.
+
+    Attributes:
+        number: Counted from 1.
+        plan: Of the first replica.
+    """
+
+    number: int
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
 class Preflight:
     """A run whose inputs are known to fit together."""
 
     data: TrainingData | DocumentSamples
     plan: ExecutionPlan
     """Of its steps; of samples, of a step of the longest ones."""
-    first_step: StepPlan | None = None
-    """Of the first replica's first step of samples; None of sequences, whose steps are alike."""
+    next_step: NextStep | None = None
+    """The step of samples that is run first; None of sequences, whose steps are alike, and where
+    all steps are done."""
 
 
 def check_before_training(
@@ -86,6 +104,10 @@ def check_before_training(
     if starts_ranks and device.kind == "cpu":  # each loads what this process has loaded
         available = max(0, available - private_bytes())
     host_bytes = device.host_room_bytes(local_ranks=local_ranks)
+    if isinstance(training, DocumentSamples) and run.train.plan_ahead:
+        host_bytes = max(0, host_bytes - PLANNING_PROCESS_BYTES)
+        if device.kind == "cpu":
+            available = max(0, available - PLANNING_PROCESS_BYTES)
     if device.kind == "cpu":
         _check_step_size(run, available)
     if plan is None:
@@ -106,23 +128,36 @@ def check_before_training(
         check_streams(mesh_shape(run), _stream_use(run, plan))
     if plan.uses_tier and plan.tier == "disk":
         _check_disk(run, plan, disk, local_ranks=local_ranks)
-    return Preflight(training, plan, _first_step(run, training, plan))
+    return Preflight(training, plan, _next_step(run, training, plan))
 
 
-def _first_step(
+def _next_step(
     run: RunConfig, training: TrainingData | DocumentSamples, plan: ExecutionPlan
-) -> StepPlan | None:
-    """Return the plan of a run's first step, where steps differ.
+) -> NextStep | None:
+    """Return the plan of the step that a run begins or goes on with, where steps differ.
+
+    That of the newest checkpoint as it lies there: whether it is whole shows when it is loaded.
 
     Raises:
         MemoryError: it does not fit.
     """
     if not isinstance(training, DocumentSamples):
         return None
-    lengths = training.lengths(training.step_samples(0))
+    done, consumed = _done_before(run)
+    if done >= run.train.steps:
+        return None
+    lengths = training.lengths(training.step_samples(consumed))
     planner = step_planner(plan, background_saves=run.checkpoint.async_save)
-    own = planner.divided(lengths)[0]
-    return planner.plan([lengths[index] for index in own])
+    return NextStep(done + 1, plan_replica(planner, lengths, replica=0).plan)
+
+
+def _done_before(run: RunConfig) -> tuple[int, int]:
+    """Return the steps of the newest checkpoint, and the samples that they consumed."""
+    for _, path in list_checkpoints(Path(run.train.output) / CHECKPOINTS_DIRECTORY):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            metadata = read_json(path / METADATA_FILE)
+            return int(metadata["step"]), int(metadata["sequences_consumed"])
+    return 0, 0
 
 
 def _check_labels(training: TrainingData | DocumentSamples, *, steps: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -29,6 +28,8 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline import Timeline
+from sppo.training.planning_ahead import StepPlans
+from sppo.training.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class StepWork:
         phases: Predicted seconds by phase.
         memory: Predicted memory of one of this rank's devices.
         planned: What was planned for this step alone; None where all steps are alike.
-        planning_s: Seconds that planning it took.
+        planning_wait_s: Seconds that it waited for its plan.
+        planning_note: What is to be told of how it was planned; "" where nothing went wrong.
         division_digest: Of the samples of all replicas; "" without samples.
     """
 
@@ -69,7 +71,8 @@ class StepWork:
     phases: PlannedPhases
     memory: MemoryBuckets
     planned: StepPlan | None = None
-    planning_s: float = 0.0
+    planning_wait_s: float = 0.0
+    planning_note: str = ""
     division_digest: str = ""
 
     @property
@@ -98,6 +101,10 @@ class StepSource(Protocol):
 
     def planned_timeline(self, last: StepWork) -> Timeline:
         """Return the simulation of a step."""
+        ...
+
+    def close(self) -> None:
+        """End what prepares steps ahead; none is asked for any more."""
         ...
 
 
@@ -146,31 +153,41 @@ class FixedSequences:
         case = simulated_plan(self._plan).case
         return simulate(case.schedule, costs=case.costs)
 
+    def close(self) -> None:
+        """Do nothing: no step is prepared ahead."""
+
 
 class Samples:
     """Samples, each step's own: divided over replicas, packed, planned."""
 
     def __init__(
-        self, run: RunConfig, data: DocumentSamples, *, plan: ExecutionPlan, mesh: Mesh
+        self, run: RunConfig, data: DocumentSamples, *, plan: ExecutionPlan, ranks: Ranks
     ) -> None:
-        self._run, self._data, self._mesh = run, data, mesh
-        self._planner = step_planner(plan, background_saves=run.checkpoint.async_save)
+        self._run, self._data, self._mesh = run, data, ranks.mesh
+        self._plans = StepPlans(
+            step_planner(plan, background_saves=run.checkpoint.async_save),
+            replica=ranks.mesh.at.data,
+            ahead=run.train.plan_ahead,
+            # Other ranks wait as well, and one that plans after the limit needs some time.
+            limit_s=min(run.train.planning_limit_s, run.parallel.timeout_s / 2),
+            any_rank=ranks.peers.any,
+        )
         self._lengths: set[int] = set()
 
     def work(self, step: int, *, consumed: int) -> StepWork:
-        """Plan a step and read its samples.
+        """Take the plan of a step, have the next one planned, and read the samples.
 
         Raises:
             MemoryError: no plan fits.
         """
         samples = self._data.step_samples(consumed)
-        lengths = self._data.lengths(samples)
-        begin = time.perf_counter()
-        replicas = self._planner.divided(lengths)
+        taken = self._plans.take(self._data.lengths(samples))
+        if step + 1 < self._run.train.steps:
+            following = self._data.step_samples(consumed + len(samples))
+            self._plans.begin(self._data.lengths(following))
+        replicas, plan = taken.replica.replicas, taken.replica.plan
         own = [samples[index] for index in replicas[self._mesh.at.data]]
         own_lengths = self._data.lengths(own)
-        plan = self._planner.plan(own_lengths)
-        seconds = time.perf_counter() - begin
         self._lengths.update(plan.evaluated.candidate.lengths)
         return StepWork(
             [
@@ -188,7 +205,8 @@ class Samples:
             phases=PlannedPhases(*plan.phases_s),
             memory=self._memory(plan),
             planned=plan,
-            planning_s=seconds,
+            planning_wait_s=taken.wait_s,
+            planning_note=taken.note,
             division_digest=hashlib.sha256(repr((samples, replicas)).encode()).hexdigest(),
         )
 
@@ -221,11 +239,15 @@ class Samples:
         assert last.planned is not None, "every step of samples is planned"
         return simulate(last.planned.program, costs=last.planned.evaluated.costs)
 
+    def close(self) -> None:
+        """End the process that plans ahead."""
+        self._plans.close()
+
 
 def step_source(
-    run: RunConfig, data: TrainingData | DocumentSamples, *, plan: ExecutionPlan, mesh: Mesh
+    run: RunConfig, data: TrainingData | DocumentSamples, *, plan: ExecutionPlan, ranks: Ranks
 ) -> StepSource:
-    """Return what gives this rank the work of every step of a run."""
+    """Return what gives this rank the work of every step of a run; close it at the end."""
     if isinstance(data, DocumentSamples):
-        return Samples(run, data, plan=plan, mesh=mesh)
-    return FixedSequences(run, data, plan=plan, mesh=mesh)
+        return Samples(run, data, plan=plan, ranks=ranks)
+    return FixedSequences(run, data, plan=plan, mesh=ranks.mesh)

@@ -184,7 +184,7 @@ def train(
             consumed=consumed,
         )
         # The failure is noted first: closing may wait for a device that no longer answers.
-        with closing(state.engine), ranks.progress.failing():
+        with closing(state.engine), closing(loop), ranks.progress.failing():
             loop.run(console)
         outcome.timeline = executed_timeline(outcome.last_step, ranks)
         if outcome.timeline is not None:
@@ -265,7 +265,7 @@ class _Loop:
         self._run, self._state, self._device = run, state, device
         self._ranks, self._peers = ranks, ranks.peers
         self._data, self._plan = preflight.data, preflight.plan
-        self._source = step_source(run, preflight.data, plan=preflight.plan, mesh=ranks.mesh)
+        self._source = step_source(run, preflight.data, plan=preflight.plan, ranks=ranks)
         self._consumed = consumed
         self._last_work: StepWork | None = None
         self._manager, self._outcome = manager, outcome
@@ -285,6 +285,10 @@ class _Loop:
         self._peak_flops_per_s = peak_flops_per_s
         self._stopped_by: str | None = None
         self._unrecorded: OSError | None = None
+
+    def close(self) -> None:
+        """End what prepares steps ahead."""
+        self._source.close()
 
     def planned_timeline(self) -> Timeline | None:
         """Return the simulation of the last step of this rank's replica; None without a step."""
@@ -378,7 +382,7 @@ class _Loop:
         work: list[StepWork] = []
 
         def read() -> StepInput:
-            work.append(self._planned(step))
+            work.append(self._planned(step, display))
             display.step_begins(num_actions=self._num_actions(work[0]))
             return self._input(work[0])
 
@@ -438,8 +442,8 @@ class _Loop:
                 f"timed out after {still_s:g} s"
             )
 
-    def _planned(self, step: int) -> StepWork:
-        """Return the work of a step, the same on all ranks of this replica.
+    def _planned(self, step: int, display: TrainingDisplay) -> StepWork:
+        """Return the work of a step, the same on all ranks of this replica; say what went wrong.
 
         Raises:
             ValueError: ranks have planned it differently.
@@ -450,9 +454,15 @@ class _Loop:
             work = self._source.work(step, consumed=self._consumed)
         except MemoryError as error:
             problem = str(error)
-        for told in self._peers.all_gather(problem):
-            if told is not None:
-                raise StepTooLargeError(f"step {step + 1}: {told}")
+        note = "" if work is None else work.planning_note
+        told = self._peers.all_gather((problem, note))
+        for rank, (_, said) in enumerate(told):
+            if said:
+                where = f"rank {rank}: " if self._ranks.mesh.is_distributed else ""
+                self._say(f"step {step + 1}: {where}{said}", display)
+        for problem, _ in told:
+            if problem is not None:
+                raise StepTooLargeError(f"step {step + 1}: {problem}")
         assert work is not None, "a step without a problem has work"
         if work.planned is not None:
             self._ranks.check_same_on_all_ranks(
@@ -493,7 +503,7 @@ class _Loop:
         outcome.copies.append(copies)
         own_peak = self._device.peak_bytes()
         outcome.peak_bytes = max(outcome.peak_bytes, own_peak)
-        forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, planning_s = (
+        forward_s, backward_s, rest_s, seconds, peak, exposed_s, predicted_s, planning_wait_s = (
             self._peers.largest(
                 [
                     result.forward_s,
@@ -503,7 +513,7 @@ class _Loop:
                     own_peak,
                     copies.exposed_s,
                     work.step_s,
-                    work.planning_s,
+                    work.planning_wait_s,
                 ]
             )
         )
@@ -540,10 +550,10 @@ class _Loop:
             copy_back_bytes_per_s=copies.back_bytes_per_s or None,
             disk_peak_bytes=int(disk_bytes),
             skipped=done.lr is None,
-            **self._packing(work, done, planning_s=planning_s),
+            **self._packing(work, done, planning_wait_s=planning_wait_s),
         )
 
-    def _packing(self, work: StepWork, done: DoneStep, *, planning_s: float) -> dict[str, Any]:
+    def _packing(self, work: StepWork, done: DoneStep, *, planning_wait_s: float) -> dict[str, Any]:
         """Return how the samples of all replicas are packed, and how pipelines idle; {} without."""
         plan = work.planned
         if plan is None:
@@ -567,7 +577,7 @@ class _Loop:
             "hybrid_subsequences": int(hybrid),
             "padding_tokens": int(padding),
             **self._bubbles(bubble / replicas, 1 - busy_s / actions_s),
-            "planning_wait_s": planning_s,
+            "planning_wait_s": planning_wait_s,
             "program_digest": self._peers.broadcast(plan.program.digest()),
         }
 

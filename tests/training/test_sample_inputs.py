@@ -70,9 +70,25 @@ def test_the_plan_is_that_of_the_longest_sample_there_is(samples):
     longest = 400 - 150 - 1
     assert preflight.data.table.lengths.max() == longest
     assert preflight.plan.boundaries[-1] == longest
-    first = preflight.first_step
-    assert first.num_samples == 4
-    assert first.tokens == sum(preflight.data.lengths(preflight.data.step_samples(0)))
+    step = preflight.next_step
+    assert (step.number, step.plan.num_samples) == (1, 4)
+    assert step.plan.tokens == sum(preflight.data.lengths(preflight.data.step_samples(0)))
+
+
+def test_a_resumed_run_is_told_the_step_that_it_goes_on_with(samples, work):
+    """Not the first one: that may fit where the next does not, and the other way round."""
+    tokens = {"samples_per_step": None, "tokens_per_step": 300}
+    train(samples(train=tokens))
+    consumed = json.loads((work / "out/checkpoints/step_000002/metadata.json").read_text())[
+        "sequences_consumed"
+    ]
+    preflight = check_before_training(samples(train={**tokens, "steps": 3}))
+    step, data = preflight.next_step, preflight.data
+    expected = data.lengths(data.step_samples(consumed))
+    assert expected != data.lengths(data.step_samples(0))
+    assert step.number == 3
+    assert sum(expected) == step.plan.tokens
+    assert check_before_training(samples(train=tokens)).next_step is None
 
 
 def test_a_run_goes_on_with_what_it_began_with(samples):

@@ -27,6 +27,9 @@ ACTION_BYTES = 4 * KIB
 """An action of a step's program, the record of its last execution, and that of the one before."""
 TOKEN_BYTES = 16
 """An input and its label, int64; a step's sequences are read at once."""
+PLANNING_PROCESS_BYTES = 112 * MIB
+"""The process that plans steps of samples ahead, and the one that Python keeps beside it: 93 and 13
+MiB were measured, libraries included, with CPython 3.11, numpy and scipy."""
 REPORT_BYTES = 32 * MIB
 """The plots at the end, 20 MiB, for which there is what training had taken."""
 

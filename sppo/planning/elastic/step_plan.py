@@ -191,6 +191,8 @@ class StepPlanner:
             the longest sample is; 0 for those of a slice.
         interleaves: Whether a plan in the looped order may run sequences side by side instead, by
             interleaved Seq1F1B on the same stages.
+        quick: Whether the first packing that fits is taken, its activations placed by the policy;
+            all is searched where none does.
     """
 
     base: Candidate
@@ -200,6 +202,7 @@ class StepPlanner:
     searches: bool
     room: int = 0
     interleaves: bool = False
+    quick: bool = False
 
     def divided(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return the samples of each replica, by their places among those of a step.
@@ -233,6 +236,8 @@ class StepPlanner:
             found = self._fitting(self._as_planned(lengths), base=bases[-1], short=short)
             if found:
                 return found[0]
+        if self.quick:
+            return replace(self, quick=False).plan(lengths)
         raise MemoryError(shortage_text(lengths, short))
 
     def _fitting(
@@ -253,7 +258,7 @@ class StepPlanner:
         for packing in packings:
             fastest = min((plan.step_s for plan in found), default=None)
             retaining = sum(plan.evaluated.effective_policy == "retain" for plan in found)
-            if retaining == _SIMULATED or len(found) == _MOST_SIMULATED:
+            if retaining == _SIMULATED or len(found) == _MOST_SIMULATED or (self.quick and found):
                 break
             if fastest is not None and fastest <= packing.least_s:
                 break
@@ -265,7 +270,7 @@ class StepPlanner:
             else:
                 short.append((packing.packed, evaluated))
                 largest = packing.most_tokens
-            if evaluated.effective_policy != "retain" and _chooses_levels(base):
+            if evaluated.effective_policy != "retain" and _chooses_levels(base) and not self.quick:
                 fits = evaluated.shortfall is None
                 least_s = found[-1].step_s if fits else np.inf
                 pressed.append((least_s, packing.packed, evaluated.candidate))
@@ -292,6 +297,8 @@ class StepPlanner:
         if not self.searches:
             return self._as_planned(lengths)
         rough = [self._sized(lengths, first) for first in self._first_slices(lengths)]
+        if self.quick:
+            return sorted(rough, key=lambda packing: packing.least_s)
         best = min(rough, key=lambda packing: packing.least_s)
         more = [
             *(
