@@ -210,18 +210,23 @@ class TrainConfig(Section):
     """Stop after this many such steps in a row."""
     tensorboard: bool = False
     """Whether TensorBoard event files are written too (needs ``pip install 'sppo[track]'``)."""
-    plan_ahead: bool = True
-    """Whether another process plans the next step while a step runs; of ``data.samples=documents``,
-    whose steps differ. false plans each step when it begins, the same."""
-    planning_limit_s: float = Field(default=30, gt=0, le=LONGEST_TIMEOUT_S)
-    """Seconds a step waits, at most, for a plan that was begun ahead, and never longer than half of
-    ``parallel.timeout_s``; then a smaller search plans it, and a line says so."""
 
     @property
     def beside_cross_entropy(self) -> str:
         """Terms of the loss that training reports beside the cross entropy, "" without any."""
         terms = {"label smoothing": self.label_smoothing, "z-loss": self.z_loss}
         return " and ".join(f"{name} {weight:g}" for name, weight in terms.items() if weight)
+
+
+class PlanningConfig(Section):
+    """How each step of ``data.samples=documents`` is planned; steps of a stream are all alike."""
+
+    ahead: bool = True
+    """Whether another process plans the next step while a step runs. false plans each step when it
+    begins, the same."""
+    limit_s: float = Field(default=30, gt=0, le=LONGEST_TIMEOUT_S)
+    """Seconds a step waits for a plan that was begun ahead, at most half of ``parallel.timeout_s``;
+    then a smaller search plans it, and a line says so."""
 
 
 class CheckpointConfig(Section):
@@ -283,6 +288,8 @@ class RunConfig(Section):
     """How weights are updated."""
     train: TrainConfig = TrainConfig()
     """How long, in which precision, and where to."""
+    planning: PlanningConfig = PlanningConfig()
+    """How steps of samples are planned."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When state is saved."""
     hardware: Auto | HardwareConfig = "auto"

@@ -96,7 +96,7 @@ class StepPlans:
         except TimeoutError:
             late = True
             self._note = (
-                f"its plan was not there after {self._limit_s:g} s (train.planning_limit_s), so it "
+                f"its plan was not there after {self._limit_s:g} s (planning.limit_s), so it "
                 "is planned by a smaller search"
             )
         except _NotThereError as why:

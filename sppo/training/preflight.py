@@ -104,7 +104,7 @@ def check_before_training(
     if starts_ranks and device.kind == "cpu":  # each loads what this process has loaded
         available = max(0, available - private_bytes())
     host_bytes = device.host_room_bytes(local_ranks=local_ranks)
-    if isinstance(training, DocumentSamples) and run.train.plan_ahead:
+    if isinstance(training, DocumentSamples) and run.planning.ahead:
         host_bytes = max(0, host_bytes - PLANNING_PROCESS_BYTES)
         if device.kind == "cpu":
             available = max(0, available - PLANNING_PROCESS_BYTES)

@@ -62,6 +62,7 @@ _MAY_CHANGE = (
     ("activations",),
     ("state",),
     ("optimizer", "offload"),
+    ("planning",),
     ("hardware",),
 )
 

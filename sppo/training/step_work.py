@@ -167,9 +167,9 @@ class Samples:
         self._plans = StepPlans(
             step_planner(plan, background_saves=run.checkpoint.async_save),
             replica=ranks.mesh.at.data,
-            ahead=run.train.plan_ahead,
+            ahead=run.planning.ahead,
             # Other ranks wait as well, and one that plans after the limit needs some time.
-            limit_s=min(run.train.planning_limit_s, run.parallel.timeout_s / 2),
+            limit_s=min(run.planning.limit_s, run.parallel.timeout_s / 2),
             any_rank=ranks.peers.any,
         )
         self._lengths: set[int] = set()

@@ -220,7 +220,7 @@ def job(work):
 
 
 def test_a_run_whose_process_is_killed(job, capsys):
-    alone(job, overrides((1, 1, 1), STEPS, **{"train.plan_ahead": "false"}))
+    alone(job, overrides((1, 1, 1), STEPS, **{"planning.ahead": "false"}))
     with watched_plans() as plans, each_step(kill_in(2, plans)):
         alone(job, overrides((1, 1, 1), STEPS, **{"train.output": "ahead"}))
     assert plans[0]._failures == 1
@@ -261,7 +261,7 @@ def on_two_ranks(ranks, job, output, *, killed_in=0, planned_otherwise_by=None, 
 
 def test_two_ranks_never_wait_after_the_first_step(ranks, job):
     on_two_ranks(ranks, job, "ahead")
-    on_two_ranks(ranks, job, "in line", **{"train.plan_ahead": "false"})
+    on_two_ranks(ranks, job, "in line", **{"planning.ahead": "false"})
     waits = [step["planning_wait_s"] for step in records(job, "ahead")]
     assert waits[0] > 0
     assert waits[1:] == [0.0] * (STEPS - 1)
@@ -271,7 +271,7 @@ def test_two_ranks_never_wait_after_the_first_step(ranks, job):
 
 def test_two_ranks_one_of_whose_processes_is_killed(ranks, job):
     on_two_ranks(ranks, job, "killed", killed_in=2)
-    on_two_ranks(ranks, job, "in line", **{"train.plan_ahead": "false"})
+    on_two_ranks(ranks, job, "in line", **{"planning.ahead": "false"})
     waits = [step["planning_wait_s"] for step in records(job, "killed")]
     assert [wait > 0 for wait in waits] == [True, False, True, False]
     assert_same_training(job, "killed", "in line")
@@ -308,6 +308,6 @@ def test_an_interrupted_run_leaves_no_process(sppo, job, number):
     again = sppo(*words, cwd=job)
     assert again.returncode == 0, again.stderr
     wait_for(lambda: processes_in(job) == [])
-    whole = sppo("train", "run.yaml", "train.output=whole", "train.plan_ahead=false", cwd=job)
+    whole = sppo("train", "run.yaml", "train.output=whole", "planning.ahead=false", cwd=job)
     assert whole.returncode == 0
     assert_same_training(job, "stopped", "whole")
