@@ -12,8 +12,8 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 NATIVE_FILES = ["CMakeLists.txt", *(f"csrc/{p.name}" for p in sorted((ROOT / "csrc").glob("*.*")))]
 NATIVE_PLACE = "sppo/kernels/_native"
-VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "sppo/__init__.py").read_text())
-assert VERSION is not None, "sppo/__init__.py names the version"
+VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "sppo/version.py").read_text())
+assert VERSION is not None, "sppo/version.py names the version"
 
 DEV = [
     "hypothesis>=6.100",

@@ -1,6 +1,102 @@
 """SPPO: train transformers on sequences that do not fit, cut into subsequences.
 
-Importing this package imports nothing else; see ``README.md`` for the layers.
+The Python interface, which does what the command line does::
+
+    import sppo
+
+    run = sppo.load_run("run.yaml", {"optimizer.lr": 1e-3})
+    plan = sppo.solve(run)
+    result = sppo.train(run)
+
+Importing this package imports nothing else: each name below loads what it needs when it is first
+used, and only training, evaluation and the engine load torch.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sppo.version import __version__
+
+if TYPE_CHECKING:
+    from sppo.config import ConfigError, RunConfig, load_run
+    from sppo.engine.engine import Engine
+    from sppo.engine.unit import SequenceData
+    from sppo.interface.evaluating import evaluate
+    from sppo.interface.planning import (
+        NothingFitsError,
+        estimate,
+        load_plan,
+        save_plan,
+        simulate,
+        solve,
+    )
+    from sppo.interface.training import RunFailedError, TrainedRun, train, trained_run
+    from sppo.model.gradients import zero_gradients
+    from sppo.model.initialize import initial_weights
+    from sppo.planning.plan import ExecutionPlan
+    from sppo.schedule.timeline import Timeline
+
+_HOMES = {
+    "ConfigError": "sppo.config",
+    "RunConfig": "sppo.config",
+    "load_run": "sppo.config",
+    "NothingFitsError": "sppo.interface.planning",
+    "estimate": "sppo.interface.planning",
+    "load_plan": "sppo.interface.planning",
+    "save_plan": "sppo.interface.planning",
+    "simulate": "sppo.interface.planning",
+    "solve": "sppo.interface.planning",
+    "RunFailedError": "sppo.interface.training",
+    "TrainedRun": "sppo.interface.training",
+    "train": "sppo.interface.training",
+    "trained_run": "sppo.interface.training",
+    "evaluate": "sppo.interface.evaluating",
+    "Engine": "sppo.engine.engine",
+    "SequenceData": "sppo.engine.unit",
+    "initial_weights": "sppo.model.initialize",
+    "zero_gradients": "sppo.model.gradients",
+    "ExecutionPlan": "sppo.planning.plan",
+    "Timeline": "sppo.schedule.timeline",
+}
+"""Modules of the names that this package offers."""
+
+__all__ = [
+    "ConfigError",
+    "Engine",
+    "ExecutionPlan",
+    "NothingFitsError",
+    "RunConfig",
+    "RunFailedError",
+    "SequenceData",
+    "Timeline",
+    "TrainedRun",
+    "__version__",
+    "estimate",
+    "evaluate",
+    "initial_weights",
+    "load_plan",
+    "load_run",
+    "save_plan",
+    "simulate",
+    "solve",
+    "train",
+    "trained_run",
+    "zero_gradients",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load one of the names of ``__all__`` when it is first used."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'sppo' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the names that are offered, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sppo import __version__
 from sppo.checkpoint.files import (
     METADATA_FILE,
     list_checkpoints,
@@ -61,6 +60,7 @@ from sppo.checkpoint.tensors import (
 from sppo.config import RunConfig
 from sppo.output_file import write_json
 from sppo.units import MIB, format_bytes, format_duration
+from sppo.version import __version__
 
 __all__ = [
     "MODEL_PREFIX",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import typer
 
-from sppo import __version__
 from sppo.cli import config, convert, data
 from sppo.cli.bench import bench
 from sppo.cli.estimate import estimate
@@ -15,6 +14,7 @@ from sppo.cli.evaluate import evaluate
 from sppo.cli.simulate import simulate
 from sppo.cli.solve import solve
 from sppo.cli.train import train
+from sppo.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -10,6 +10,7 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
 
@@ -123,7 +124,7 @@ def _naming(name: str) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, name) from error
 
 
-def fail(message: str, *, code: int) -> None:
+def fail(message: str, *, code: int) -> NoReturn:
     """Print ``message`` and end the command."""
     from sppo.quoting import readable
 

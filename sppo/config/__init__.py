@@ -1,6 +1,6 @@
 """Run configuration: sections, model shapes, presets, loading."""
 
-from sppo.config.loading import check_run, load_run
+from sppo.config.loading import check_run, load_run, run_sections
 from sppo.config.model import ModelConfig, RopeScaling
 from sppo.config.presets import PRESETS
 from sppo.config.problems import ConfigError, Problem
@@ -15,4 +15,5 @@ __all__ = [
     "RunConfig",
     "check_run",
     "load_run",
+    "run_sections",
 ]

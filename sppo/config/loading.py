@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,48 @@ from sppo.config.yaml_file import parse_yaml, read_yaml
 from sppo.quoting import quoted
 
 _REQUIRED = ("model", "data", "sequence")
+_WRITTEN = "an override is written section.key=value"
 _SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")
 """What a model without preset or from_hf must say."""
 
 
-def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read, merge and check one run file.
+def load_run(
+    source: Path | str | Mapping[str, Any],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+) -> RunConfig:
+    """Read, merge and check one run.
 
     Args:
-        path: RUN.yaml.
-        overrides: ``section.key=value`` arguments from the command line, values in YAML.
+        source: path of a run file; or its sections as a mapping.
+        overrides: what replaces values of the run file: ``section.key=value`` words with values in
+            YAML, as the command line has them, or a mapping of ``section.key`` to values.
 
     Raises:
         ConfigError: every problem of the file and the overrides, at once.
+
+    >>> sections = {"model": {"preset": "tiny"}, "data": {"tokens": "data"}}
+    >>> run = load_run(sections, {"sequence.length": "4Ki", "optimizer.lr": 1e-3})
+    >>> run.sequence.length, run.optimizer.lr
+    (4096, 0.001)
     """
-    path = Path(path)
-    raw = read_yaml(path)
+    if isinstance(source, Mapping):
+        raw, name = _plain(source), "the run"
+    else:
+        raw, name = read_yaml(Path(source)), str(source)
     problems: list[Problem] = []
-    merged = apply_overrides(raw, overrides, problems)
-    return check_run(merged, source=str(path), problems=problems)
+    if isinstance(overrides, Mapping):
+        merged = replace_values(raw, overrides, problems)
+    else:
+        merged = apply_overrides(raw, overrides, problems)
+    return check_run(merged, source=name, problems=problems)
+
+
+def run_sections(run: RunConfig) -> dict[str, Any]:
+    """The sections of ``run`` as :func:`load_run` takes them, of plain values.
+
+    A key that was left out is left out here, too: what the solver may choose stays its choice.
+    """
+    return run.model_dump(mode="json", exclude_unset=True)
 
 
 def apply_overrides(
@@ -53,19 +77,45 @@ def apply_overrides(
     merged: dict[str, Any] = copy.deepcopy(raw)
     for word in overrides:
         path, equals, text = word.partition("=")
-        keys = path.strip().split(".")
-        if not equals or not all(keys):
-            problems.append(Problem(word, "", "an override is written section.key=value"))
+        if not equals or not all(path.strip().split(".")):
+            problems.append(Problem(word, "", _WRITTEN))
             continue
         try:
             value = parse_yaml(text, source=word)
         except ConfigError as error:
             problems.append(Problem(path, quoted(text), error.problems[0].rule))
             continue
-        if not _write(merged, keys, value):
-            rule = f"{'.'.join(keys[:-1])} is a value in the run file: it has no keys"
-            problems.append(Problem(path, quoted(value), rule))
+        _replace(merged, path, value, problems)
     return merged
+
+
+def replace_values(
+    raw: dict[str, Any], values: Mapping[str, Any], problems: list[Problem]
+) -> dict[str, Any]:
+    """A copy of ``raw`` with each ``a.b: value`` written in; faults are added to ``problems``."""
+    merged: dict[str, Any] = copy.deepcopy(raw)
+    for path, value in values.items():
+        _replace(merged, str(path), _plain(value), problems)
+    return merged
+
+
+def _plain(value: Any) -> Any:
+    """A copy of ``value`` as a run file would have it: paths are text."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _replace(target: dict[str, Any], path: str, value: Any, problems: list[Problem]) -> None:
+    """Write ``value`` at ``a.b``; what keeps it from being written is added to ``problems``."""
+    keys = path.strip().split(".")
+    if not all(keys):
+        problems.append(Problem(path, quoted(value), _WRITTEN))
+    elif not _write(target, keys, value):
+        rule = f"{'.'.join(keys[:-1])} is a value in the run file: it has no keys"
+        problems.append(Problem(path, quoted(value), rule))
 
 
 def _write(target: dict[str, Any], keys: list[str], value: Any) -> bool:

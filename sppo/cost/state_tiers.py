@@ -47,6 +47,13 @@ class StateTiers:
         """Whether any part lives behind the device."""
         return any(getattr(self, field.name) != "device" for field in fields(self))
 
+    def text(self) -> str:
+        """Say what lives behind the device, and where; "on the device" if nothing does."""
+        parts = [field.name for field in fields(self) if getattr(self, field.name) != "device"]
+        if not parts:
+            return "on the device"
+        return f"{', '.join(parts)} on {getattr(self, parts[-1])}"
+
 
 ON_DEVICE = StateTiers()
 """Everything on the device."""

@@ -7,7 +7,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from sppo import __version__
 from sppo.activations.placement import SubsequencePlacement
 from sppo.config.run import RunConfig
 from sppo.cost.flops import step_flops
@@ -25,6 +24,7 @@ from sppo.planning.plan import (
     planned_part,
 )
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
+from sppo.version import __version__
 
 
 def make_plan(run: RunConfig, evaluated: EvaluatedCandidate) -> ExecutionPlan:

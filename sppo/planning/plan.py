@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from sppo import __version__
 from sppo.activations.placement import SubsequencePlacement
 from sppo.config.json_file import JsonError, read_json
 from sppo.config.model import ModelConfig
@@ -26,6 +25,7 @@ from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Provenance
 from sppo.quoting import one_line, quoted
 from sppo.schedule.kv_placement import KVPlacement
+from sppo.version import __version__
 
 PLAN_VERSION = 1
 """Raised whenever the meaning of a field changes; other versions are refused."""

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere.
+"""What a person sees while a run goes on: bars on a terminal or in a notebook, else plain lines.
 
 Rich redraws the bars from where it left the cursor. A line that reaches the same terminal by
 another way moves the cursor, so the bars stay behind as dead text and the line is drawn over.
@@ -9,18 +9,37 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
-def log_to(console: Console) -> None:
-    """Show the log messages of this process as lines of their own, above any bars of ``console``.
+@contextmanager
+def logging_to(console: Console | None) -> Iterator[None]:
+    """Show the log messages of this process within as lines of their own, above any bars.
 
-    They go to stderr, unless that is the terminal which ``console`` draws on.
+    They go to stderr, unless that is the terminal which ``console`` draws on. A program that
+    handles log messages itself goes on to do so.
+
+    Args:
+        console: of the bars; None shows nothing.
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogHandler(console)])
+    root, own = logging.getLogger(), logging.getLogger("sppo")
+    if console is None or root.handlers:
+        yield
+        return
+    handler, level = LogHandler(console), own.level
+    root.addHandler(handler)
+    own.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        own.setLevel(level)
 
 
 class LogHandler(logging.Handler):
@@ -51,8 +70,13 @@ def _stderr_shares_terminal(console: Console) -> bool:
     return console.is_terminal and sys.stderr.isatty()
 
 
+def _is_notebook_with_widgets(console: Console) -> bool:
+    """Whether a notebook shows what is printed, and can redraw a part of it."""
+    return console.is_jupyter and find_spec("ipywidgets") is not None
+
+
 class TrainingDisplay:
-    """One line per step; on a terminal, below them, how far the run and its current step are.
+    """One line per step; below them, on a terminal or in a notebook, bars of the run and its step.
 
     Args:
         console: where to write.
@@ -63,7 +87,7 @@ class TrainingDisplay:
     def __init__(self, console: Console, *, total_steps: int, first_step: int) -> None:
         self._console = console
         self._progress: Progress | None = None
-        if console.is_terminal:
+        if console.is_terminal or _is_notebook_with_widgets(console):
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),

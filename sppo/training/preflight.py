@@ -268,15 +268,25 @@ def given_plan(
 ) -> tuple[RunConfig, ExecutionPlan]:
     """The plan in ``plan_file``, if it is for this run, and the run with the degrees it chose.
 
+    Raises:
+        ValueError: it is no plan; or see :func:`followed_plan`.
+    """
+    plan = read_plan(plan_file)
+    return followed_plan(run, plan, kind=kind, source=str(plan_file)), plan
+
+
+def followed_plan(run: RunConfig, plan: ExecutionPlan, *, kind: Kind, source: str) -> RunConfig:
+    """The run with the degrees of a plan that it can follow.
+
     Args:
         run: checked.
-        plan_file: of `sppo solve`.
+        plan: of `sppo solve`.
         kind: of the device that the run is trained on.
+        source: what errors call the plan.
 
     Raises:
         ValueError: it is for another run or machine, or this version cannot follow it.
     """
-    plan = read_plan(plan_file)
     check_plan_fits(plan, run_of_longest_samples(run))
     check_program(plan)
     planned = plan.hardware
@@ -285,7 +295,7 @@ def given_plan(
             ("the CPU", "hardware.preset=laptop-cpu") if kind == "cpu" else ("a GPU", "its preset")
         )
         raise ValueError(
-            f"{plan_file} was made for {planned.name}, and this run is trained on {here}: solve "
+            f"{source} was made for {planned.name}, and this run is trained on {here}: solve "
             f"again with {hint}, or with a hardware.file of this machine, or keep the plan for "
             "sppo simulate"
         )
@@ -295,7 +305,7 @@ def given_plan(
         "sequence_parallel_degree": plan.sequence_parallel_degree,
         "sequence_parallel": plan.sequence_parallel,
     }
-    return run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)}), plan
+    return run.model_copy(update={"parallel": run.parallel.model_copy(update=chosen)})
 
 
 def _check_step_size(run: RunConfig, available: int) -> None:

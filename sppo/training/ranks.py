@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import torch
 
-from sppo import __version__
 from sppo.config import RunConfig
 from sppo.parallel.environment import RankEnvironment
 from sppo.parallel.failures import RankProgress
@@ -29,6 +28,7 @@ from sppo.parallel.timed_call import end_without_shutdown
 from sppo.training.cpu_device import CpuDevice
 from sppo.training.device import Device
 from sppo.training.run_directory import locked_output
+from sppo.version import __version__
 
 T = TypeVar("T")
 

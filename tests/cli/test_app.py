@@ -5,8 +5,8 @@ import time
 import pytest
 import typer
 
-from sppo import __version__
 from sppo.cli.app import app
+from sppo.version import __version__
 from tests.conftest import call, succeed
 
 COMMANDS = ("train", "eval", "data", "convert", "config")

@@ -20,7 +20,6 @@ from sppo.cli.output.solve_text import (
     ratio_text,
     rejected_groups,
     sampled_ratios,
-    state_text,
 )
 from sppo.config.run import RunConfig
 from sppo.cost.parameters import num_parameters
@@ -116,7 +115,7 @@ def _option_table(solution: Solution) -> Table:
     if any(evaluated.kv != "retained" for evaluated in candidates):
         add("K and V between", lambda o, _: o.kv)
     if any(evaluated.candidate.state.leaves_device for evaluated in candidates):
-        add("state", lambda o, _: state_text(o.candidate.state))
+        add("state", lambda o, _: o.candidate.state.text())
     add("policy", lambda o, _: o.effective_policy)
     add("offload ratio", lambda _, p: ratio_text(p.offload_ratios))
     if any(any(predicted.offload_ratios) for predicted in predictions):

@@ -11,7 +11,6 @@ from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.plot import bucket_text
 from sppo.cost.stage_cost import row_bytes_of
-from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec
 from sppo.planning.plan import Prediction
 from sppo.planning.search.candidate_search import Rejection
@@ -58,15 +57,6 @@ def schedule_text(candidate: Candidate) -> str:
     if candidate.virtual_stages == 1:
         return candidate.schedule
     return f"{candidate.schedule} with {candidate.virtual_stages} stages on a rank"
-
-
-def state_text(state: StateTiers) -> str:
-    """Say what of the training state lives behind the device; "on the device" if nothing does."""
-    every = ("weights", "gradients", "optimizer")
-    parts = [part for part in every if getattr(state, part) != "device"]
-    if not parts:
-        return "on the device"
-    return f"{', '.join(parts)} on {getattr(state, parts[-1])}"
 
 
 def policy_text(evaluated: EvaluatedCandidate) -> str:

@@ -1,0 +1,1 @@
+"""What ``import sppo`` offers: planning, training and evaluation as functions."""

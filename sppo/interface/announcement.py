@@ -1,0 +1,169 @@
+"""What a run is about to do, as lines before it begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sppo.config import RunConfig
+    from sppo.training.device import Device
+    from sppo.training.preflight import Preflight
+
+
+def announce(run: RunConfig, preflight: Preflight, console: Console, *, device: Device) -> None:
+    """Print the model, the data, how it is cut and divided, and the predicted memory.
+
+    Args:
+        run: checked.
+        preflight: of the same run.
+        console: where to print.
+        device: that the run computes on.
+    """
+    import torch
+
+    from sppo.cost.parameters import num_parameters
+    from sppo.kernels.native.extension import describe
+    from sppo.units import format_bytes, format_count
+
+    memory = preflight.plan.stages[0].memory.device
+    parallel = run.parallel
+    degrees = (
+        ("data", parallel.data_parallel_degree),
+        ("pipeline", parallel.pipeline_parallel_degree),
+        ("sequence", parallel.sequence_parallel_degree),
+    )
+    parallelism = ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
+    name = run.model.preset or run.model.from_hf or "model"
+    data = preflight.data
+    lines = (
+        f"model     {name}: {format_count(num_parameters(run.model))} parameters, "
+        f"{run.train.dtype} on {device.describe()}, torch {torch.__version__}",
+        f"data      {format_count(data.data.num_tokens)} tokens in {data.data.num_documents} "
+        f"documents: {_epoch(preflight)}" + _ids_made_elsewhere(run, preflight),
+        *_loss(run),
+        *_positions(run),
+        *_cut(run, preflight),
+        *([f"parallel  {parallelism}; schedule {preflight.plan.schedule}"] if parallelism else ()),
+        f"policy    {preflight.plan.policy}: predicted peak {format_bytes(memory.total_bytes)} "
+        f"({format_bytes(memory.activations_bytes)} activations, "
+        f"{format_bytes(memory.kv_bytes + memory.kv_gradients_bytes)} K/V)",
+        *_state(run, preflight),
+        *_offloads(run, preflight),
+        f"library   {describe()}",
+        f"output    {run.train.output}",
+    )
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _epoch(preflight: Preflight) -> str:
+    """What an epoch has."""
+    import numpy as np
+
+    from sppo.data.samples import DocumentSamples
+    from sppo.units import format_count, format_tokens
+
+    data = preflight.data
+    if not isinstance(data, DocumentSamples):
+        return f"{data.num_sequences} sequences of {format_tokens(data.length)} an epoch"
+    lengths, left_out = data.table.lengths, data.table.num_left_out
+    middle = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
+    return (
+        f"{format_count(data.num_samples)} samples of {int(lengths.min())} to "
+        f"{int(lengths.max())} tokens an epoch, mean {round(float(lengths.mean()))}, "
+        + ", ".join(f"p{share} {value}" for share, value in zip((50, 90, 99), middle, strict=True))
+        + (f" ({left_out} documents left out)" if left_out else "")
+    )
+
+
+def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
+    """How sequences are cut, or samples packed."""
+    from sppo.data.samples import DocumentSamples
+    from sppo.units import format_count, format_duration
+
+    data, lengths = preflight.data, preflight.plan.lengths
+    if isinstance(data, DocumentSamples):
+        packed = (
+            f"cut       samples into subsequences of at most about {max(lengths)} tokens, packed "
+            "anew for every step"
+        )
+        if preflight.next_step is None:  # all steps are done
+            return (packed,)
+        number, step = preflight.next_step.number, preflight.next_step.plan
+        return (
+            packed,
+            f"step      number {number}: {format_count(step.num_samples)} samples, "
+            f"{format_count(step.tokens)} tokens in {step.num_split} split, "
+            f"{step.num_batched} batched and {step.num_hybrid} hybrid subsequences; predicted "
+            f"{format_duration(step.step_s)}, {step.bubble_fraction:.1%} idle",
+        )
+    if len(lengths) == 1:
+        return (f"cut       nowhere: one subsequence of {lengths[0]} tokens",)
+    return (
+        f"cut       {len(lengths)} subsequences of {max(lengths)} to {min(lengths)} tokens "
+        f"(sequence.partition={_cut_by(run)})",
+    )
+
+
+def _state(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
+    """Where the training state lives, if not all of it on the device."""
+    from sppo.units import format_bytes
+
+    tiers = preflight.plan.state_tiers
+    if not tiers.leaves_device:
+        return ()
+    behind = max(rank.tier_state_bytes for rank in preflight.plan.rank_memory)
+    where = f" ({run.activations.disk})" if preflight.plan.tier == "disk" else ""
+    return (f"state     {tiers.text()}{where}: {format_bytes(behind)}",)
+
+
+def _ids_made_elsewhere(run: RunConfig, preflight: Preflight) -> str:
+    """What nobody could check about ready-made ids for weights that know a vocabulary."""
+    unknown = preflight.data.data.meta.tokenizer.name == "ids" and run.model.from_hf is not None
+    return f"; ready-made ids, taken for those of {run.model.from_hf}" if unknown else ""
+
+
+def _positions(run: RunConfig) -> tuple[str, ...]:
+    """A warning where published weights meet positions that they have never seen."""
+    length, reach = run.sequence.length, run.model.context_reach
+    if run.model.from_hf is None or reach is None or length <= reach:
+        return ()
+    factor = -(-length // reach)
+    scaling = f"{{type: yarn, factor: {factor}, original_max_positions: {reach}}}"
+    return (
+        f"warning   sequence.length {length} is beyond the {reach} positions of these weights, "
+        f"which have never seen such; stretch them with e.g. model.rope_scaling={scaling}",
+    )
+
+
+def _loss(run: RunConfig) -> tuple[str, ...]:
+    """What the loss is, where it is more than the cross entropy."""
+    terms = run.train.beside_cross_entropy
+    return (
+        (f"loss      cross entropy with {terms}; sppo eval reports the cross entropy alone",)
+        if terms
+        else ()
+    )
+
+
+def _offloads(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
+    """What goes to the next tier, if anything does."""
+    from sppo.units import format_bytes
+
+    plan = preflight.plan
+    if not plan.offloads_anything:
+        return ()
+    ratios = plan.predicted.offload_ratios
+    size = max(rank.tier_activations_bytes for rank in plan.rank_memory)
+    where = "host memory" if plan.tier == "host" else run.activations.disk
+    what = f"{min(ratios):.0%} to {max(ratios):.0%} of what a subsequence saves"
+    if plan.stages[0].kv == "offloaded":
+        others = len(plan.stages) - plan.pipeline_parallel_degree
+        what += f"; K and V of {others} of {len(plan.stages)} stages"
+    return (f"offload   {format_bytes(size)} to {where} and back: {what}",)
+
+
+def _cut_by(run: RunConfig) -> str:
+    return "boundaries" if run.sequence.boundaries is not None else run.sequence.partition

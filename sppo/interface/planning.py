@@ -1,0 +1,171 @@
+"""Planning as functions: recommend, estimate, simulate, and plans as files. Needs no torch.
+
+The examples plan on a preset of a machine, so they need neither data nor that machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sppo.config.run import RunConfig
+from sppo.hardware.run_hardware import hardware_line, run_hardware
+from sppo.output_file import write_json
+from sppo.planning.elastic.longest_samples import run_of_longest_samples
+from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
+from sppo.planning.search.solver import nearest_rejection
+from sppo.schedule.timeline import Timeline
+from sppo.units import format_bytes
+
+if TYPE_CHECKING:
+    from sppo.planning.advice import Advice
+    from sppo.planning.estimate import Estimate
+    from sppo.planning.search.solver import Solution
+
+
+class NothingFitsError(MemoryError):
+    """No way to run what was asked for fits the machine's memory.
+
+    Attributes:
+        changes: Of the request that would make it fit, the nearest first.
+    """
+
+    def __init__(self, message: str, changes: tuple[Advice, ...]) -> None:
+        super().__init__(message)
+        self.changes = changes
+
+
+def solve(run: RunConfig) -> ExecutionPlan:
+    """The fastest plan for ``run`` that fits: degrees, cuts, schedule, activations, memory.
+
+    A key that the run leaves out is chosen here, one that it has is a condition. Of
+    ``data.samples=documents`` it is the plan of a step of the longest samples; training plans each
+    step when it knows its samples.
+
+    Args:
+        run: of :func:`sppo.load_run`; its ``hardware`` says for which machine, this one by default.
+
+    Raises:
+        NothingFitsError: no plan fits; says what is short, and what would fit.
+        ValueError: the run asks for what the machine or the model cannot do.
+
+    >>> import sppo
+    >>> run = sppo.load_run(
+    ...     {
+    ...         "model": {"preset": "gpt-7b"},
+    ...         "data": {"tokens": "data"},
+    ...         "sequence": {"length": "512Ki"},
+    ...         "parallel": {"sequence_parallel_degree": 8, "pipeline_parallel_degree": 4},
+    ...         "hardware": {"preset": "a100-80g", "nodes": 4},
+    ...     }
+    ... )
+    >>> plan = sppo.solve(run)
+    >>> plan.sequence_parallel_degree, plan.pipeline_parallel_degree
+    (8, 4)
+    >>> plan.predicted.device_peak_bytes < 80 * 2**30
+    True
+    """
+    from sppo.planning.make_plan import make_plan
+    from sppo.planning.search.solver import solve as search
+
+    solution = search(run_of_longest_samples(run), hardware=run_hardware(run))
+    if solution.best is None:
+        raise _nothing_fits(solution)
+    return make_plan(solution.run, solution.best)
+
+
+def estimate(run: RunConfig) -> Estimate:
+    """Memory of ``run`` by bucket as it stands, whether it fits or not; nothing is run.
+
+    ``.evaluated.memory`` has the memory of each stage, ``.evaluated.shortfall`` what is short, or
+    None.
+
+    Raises:
+        ValueError: the run asks for what the machine or the model cannot do.
+    """
+    from sppo.planning.estimate import estimate as estimate_run
+
+    return estimate_run(run_of_longest_samples(run), hardware=run_hardware(run))
+
+
+def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
+    """One step of a plan, or of a run as it would be planned, played with its costs.
+
+    Returns:
+        what each pipeline rank of one replica does when: ``.makespan_s``, ``.bubble_fraction`` and
+        ``.ranks``, with their actions, waits and memory.
+
+    Raises:
+        ValueError: degrees or a schedule that do not fit the run.
+
+    >>> import sppo
+    >>> run = sppo.load_run(
+    ...     {
+    ...         "model": {"preset": "tiny"},
+    ...         "data": {"tokens": "data"},
+    ...         "sequence": {"length": "16Ki", "num_subsequences": 8},
+    ...         "parallel": {"pipeline_parallel_degree": 2, "schedule": "seq1f1b"},
+    ...         "hardware": {"preset": "laptop-cpu", "nodes": 2},
+    ...     }
+    ... )
+    >>> timeline = sppo.simulate(run)
+    >>> len(timeline.ranks), 0 < timeline.bubble_fraction < 0.5
+    (2, True)
+    """
+    from sppo.planning.chosen_run import with_chosen_degrees
+    from sppo.planning.simulated_run import simulated_plan, simulated_run
+    from sppo.schedule.simulate import simulate as play
+
+    if isinstance(what, ExecutionPlan):
+        case = simulated_plan(what).case
+    else:
+        run, hardware = run_of_longest_samples(what), run_hardware(what)
+        whole = with_chosen_degrees(run, hardware=hardware)
+        case = simulated_run(whole.run, hardware=hardware).case
+    return play(case.schedule, costs=case.costs)
+
+
+def save_plan(plan: ExecutionPlan, path: Path | str) -> None:
+    """Write a plan as ``sppo solve -o`` does, for ``sppo train --plan`` and ``sppo simulate``.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_json(Path(path), plan_json(plan))
+
+
+def load_plan(path: Path | str) -> ExecutionPlan:
+    """Read a plan from its file.
+
+    Raises:
+        ValueError: it is no plan, of another version, or was changed.
+        OSError: the file cannot be read.
+    """
+    return read_plan(Path(path))
+
+
+def _nothing_fits(solution: Solution) -> NothingFitsError:
+    """The error that says what is short, and what would fit."""
+    from sppo.planning.advice import what_would_fit
+
+    changes = what_would_fit(solution.run, hardware=solution.hardware)
+    nearest = nearest_rejection(solution.rejected)
+    if nearest is not None and nearest.shortfall is not None:
+        short = nearest.shortfall
+        reason = (
+            f"the nearest way is short by {format_bytes(short.short_bytes)} of {short.place} "
+            f"memory on rank {short.rank} ({format_bytes(short.needed_bytes)} needed, "
+            f"{format_bytes(short.available_bytes)} there)"
+        )
+    else:
+        reason = (
+            solution.rejected[0].reason if solution.rejected else "there is no way to divide it"
+        )
+    fixes = ", or ".join(change.change for change in changes)
+    return NothingFitsError(
+        f"no plan fits {hardware_line(solution.hardware)}: {reason}. "
+        + (
+            f"What would fit: {fixes}" if fixes else "No smaller change was found that makes it fit"
+        ),
+        changes,
+    )

@@ -1,0 +1,69 @@
+"""What ``import sppo`` offers, what it costs, and the examples in its docstrings."""
+
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import sppo
+
+PLANNING = "import sppo, sys; {}; assert 'torch' not in sys.modules, 'torch was loaded'"
+SECTIONS = (
+    "{'model': {'preset': 'tiny'}, 'data': {'tokens': 'd'}, 'sequence': {'length': '16Ki'}, "
+    "'parallel': {'pipeline_parallel_degree': 2}, 'hardware': {'preset': 'laptop-cpu', 'nodes': 2}}"
+)
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", sppo.__all__)
+def test_every_name_is_there_and_explains_itself(name):
+    value = getattr(sppo, name)
+    if name != "__version__":
+        assert re.match(r"\w.*\.$", value.__doc__.split("\n\n")[0], re.S), name
+        assert value.__module__.startswith("sppo.")
+    assert name in dir(sppo)
+
+
+def test_a_name_that_is_not_offered_is_refused():
+    with pytest.raises(AttributeError, match="'sppo' has no attribute 'trian'"):
+        sppo.trian  # noqa: B018
+
+
+def test_importing_loads_nothing_else():
+    code = (
+        "import sys; before = set(sys.modules); import sppo; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    heavy = ("sppo", "torch", "numpy", "pydantic", "rich", "typer")
+    assert [name for name in run(code).split() if name.startswith(heavy)] == [
+        "sppo",
+        "sppo.version",
+    ]
+
+
+def test_planning_needs_no_torch():
+    run(
+        PLANNING.format(
+            f"r = sppo.load_run({SECTIONS}); sppo.simulate(sppo.solve(r)); sppo.estimate(r)"
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["sppo", "sppo.config.loading", "sppo.interface.planning", "sppo.interface.training"],
+)
+def test_examples_of_docstrings(module):
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.failed == 0
+    assert result.attempted > 0 or module == "sppo"

@@ -1,0 +1,123 @@
+"""Planning through ``import sppo``: the same answers as the command line, plans as files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import sppo
+from sppo.config import run_sections
+from tests.conftest import call, succeed
+
+RUN = {
+    "model": {"preset": "tiny"},
+    "data": {"tokens": "data"},
+    "sequence": {"length": "16Ki"},
+    "parallel": {"pipeline_parallel_degree": 2},
+    "hardware": {"preset": "laptop-cpu", "nodes": 2},
+}
+
+
+def write(path: Path, sections: dict) -> Path:
+    path.write_text(json.dumps(sections))
+    return path
+
+
+def test_solve_is_the_command(tmp_path):
+    file = write(tmp_path / "run.yaml", RUN)
+    succeed("solve", file, "-o", tmp_path / "plan.json")
+    plan = sppo.solve(sppo.load_run(file))
+    assert plan == sppo.load_plan(tmp_path / "plan.json")
+    sppo.save_plan(plan, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "plan.json").read_text()
+
+
+def test_simulate_is_the_command(tmp_path):
+    file = write(tmp_path / "run.yaml", RUN)
+    told = json.loads(succeed("simulate", file, "--json"))
+    of_run = sppo.simulate(sppo.load_run(file))
+    assert (of_run.makespan_s, of_run.bubble_fraction) == (
+        told["makespan_s"],
+        told["bubble_fraction"],
+    )
+    plan = sppo.solve(sppo.load_run(file))
+    sppo.save_plan(plan, tmp_path / "plan.json")
+    told = json.loads(succeed("simulate", tmp_path / "plan.json", "--json"))
+    assert sppo.simulate(plan).makespan_s == told["makespan_s"]
+    assert sppo.simulate(plan).schedule.digest() == plan.program_digest
+
+
+def test_estimate_is_the_command(tmp_path):
+    file = write(tmp_path / "run.yaml", RUN)
+    told = json.loads(succeed("estimate", file, "--json"))
+    found = sppo.estimate(sppo.load_run(file))
+    assert found.evaluated.shortfall is None
+    peak = max(stage.device.total_bytes for stage in found.evaluated.memory)
+    assert peak == told["device_peak_bytes"]
+
+
+def test_what_does_not_fit_says_what_would(tmp_path):
+    sections = {
+        **RUN,
+        "model": {"preset": "gpt-7b"},
+        "parallel": {"sequence_parallel_degree": 8, "pipeline_parallel_degree": 1},
+        "sequence": {"length": "1Mi"},
+        "hardware": {"preset": "a100-80g"},
+    }
+    file = write(tmp_path / "run.yaml", sections)
+    assert call("solve", file).exit_code == 3
+    with pytest.raises(sppo.NothingFitsError, match="short by .* What would fit: ") as caught:
+        sppo.solve(sppo.load_run(file))
+    assert isinstance(caught.value, MemoryError)
+    assert caught.value.changes
+    assert all(change.change in str(caught.value) for change in caught.value.changes)
+
+
+def test_samples_are_planned_as_a_step_of_the_longest(tmp_path):
+    sections = {
+        **RUN,
+        "data": {"tokens": "data", "samples": "documents"},
+        "train": {"samples_per_step": 4},
+    }
+    file = write(tmp_path / "run.yaml", sections)
+    succeed("solve", file, "-o", tmp_path / "plan.json")
+    assert sppo.solve(sppo.load_run(file)) == sppo.load_plan(tmp_path / "plan.json")
+
+
+def test_a_run_goes_through_its_sections():
+    """What was left out is still left out: the solver may choose it."""
+    for file in sorted(Path("configs/run").glob("*.yaml")):
+        run = sppo.load_run(file)
+        again = sppo.load_run(run_sections(run))
+        assert again == run
+        assert again.parallel.model_fields_set == run.parallel.model_fields_set
+        assert again.sequence.model_fields_set == run.sequence.model_fields_set
+        assert json.loads(json.dumps(run_sections(run))) == run_sections(run)
+
+
+def test_overrides_are_words_or_values(tmp_path):
+    file = write(tmp_path / "run.yaml", RUN)
+    by_words = sppo.load_run(file, ["optimizer.lr=1e-3", "sequence.length=8Ki"])
+    by_values = sppo.load_run(file, {"optimizer.lr": 1e-3, "sequence.length": 8192})
+    assert (
+        by_words
+        == by_values
+        == sppo.load_run(RUN, {"optimizer.lr": 0.001, "sequence.length": "8Ki"})
+    )
+    assert sppo.load_run(RUN, {"data.tokens": tmp_path}).data.tokens == str(tmp_path)
+    assert sppo.load_run({**RUN, "data": {"tokens": tmp_path}}).data.tokens == str(tmp_path)
+    assert RUN["data"] == {"tokens": "data"}, "what was given is unchanged"
+
+
+def test_all_faults_of_overrides_at_once():
+    with pytest.raises(sppo.ConfigError) as caught:
+        sppo.load_run(RUN, {"optimizer.lr": -1, "train.stesp": 3, "model.preset.x": 1, ".a": 1})
+    text = str(caught.value)
+    for part in (
+        "optimizer.lr",
+        "train.stesp",
+        "Did you mean",
+        "it has no keys",
+        "section.key=value",
+    ):
+        assert part in text, part

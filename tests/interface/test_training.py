@@ -1,0 +1,170 @@
+"""Training and evaluation through ``import sppo``, in one process and several."""
+
+import json
+import math
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import sppo
+from tests.conftest import succeed
+from tests.unpainted import unpainted
+
+TWO = {"model.num_layers": 2, "parallel.pipeline_parallel_degree": 2}
+DIVERGES = {"optimizer.lr": 1e30, "train.nonfinite": "stop", "train.steps": 30}
+
+
+@pytest.fixture
+def run(work):
+    return sppo.load_run(work / "run.yaml")
+
+
+def test_trains_as_the_command_does(work, run, capsys):
+    with unpainted():
+        succeed("train", "run.yaml", "train.output=by_command")
+        result = sppo.train(run, progress=False)
+    assert capsys.readouterr().out == ""
+    lines = (work / "by_command/metrics.jsonl").read_text().splitlines()
+    assert result.losses == [json.loads(line)["loss"] for line in lines]
+    assert (result.steps, result.interrupted_by) == (4, None)
+    assert result.checkpoint is not None
+    assert result.checkpoint.name == "step_000004"
+    assert result.summary["steps"] == 4
+    assert (
+        result.plan.program_digest
+        == json.loads((result.output / "plan.json").read_text())["program_digest"]
+    )
+
+
+def test_goes_on_and_says_what_it_does(run, capsys):
+    with unpainted():
+        sppo.train(run.model_copy(update={"train": run.train.model_copy(update={"steps": 2})}))
+        result = sppo.train(run)
+    out = capsys.readouterr().out
+    assert "step 2/2" in out
+    assert "step 3/4" in out
+    assert [metrics.step for metrics in result.metrics] == [1, 2, 3, 4]
+
+
+def test_follows_a_plan(work, run):
+    plan = sppo.solve(sppo.load_run(work / "run.yaml", {"sequence.num_subsequences": 3}))
+    chosen = sppo.load_run(work / "run.yaml", {"sequence.num_subsequences": 3})
+    with unpainted():
+        assert sppo.train(chosen, plan, progress=False).plan == plan
+    with pytest.raises(ValueError, match="the plan was made for another run"):
+        sppo.train(run, plan, progress=False)
+
+
+def test_ranks_are_started_and_learn_the_same(work, capfd):
+    two = sppo.load_run(work / "run.yaml", {**TWO, "train.output": "two"})
+    one = sppo.load_run(work / "run.yaml", {"model.num_layers": 2})
+    with unpainted():
+        alone = sppo.train(one, progress=False)
+    result = sppo.train(two)
+    assert result.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert "step 4/4" in capfd.readouterr().out
+
+
+def test_a_rank_that_fails_is_an_error(work):
+    two = sppo.load_run(
+        work / "run.yaml",
+        {**TWO, **DIVERGES, "train.output": "two"},
+    )
+    with pytest.raises(sppo.RunFailedError, match="exit code 1") as caught:
+        sppo.train(two, progress=False)
+    assert caught.value.exit_code == 1
+
+
+def test_bad_input_is_refused_before_anything_starts(work):
+    missing = sppo.load_run(work / "run.yaml", {"data.tokens": "nowhere"})
+    with pytest.raises(ValueError, match="nowhere"):
+        sppo.train(missing, progress=False)
+    assert not Path(missing.train.output).exists()
+
+
+def test_only_the_main_thread_trains(run):
+    found = []
+
+    def attempt():
+        with pytest.raises(ValueError, match="main thread"):
+            sppo.train(run)
+        found.append(True)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    assert found == [True]
+    assert not Path(run.train.output).exists()
+
+
+def test_an_interrupt_saves_and_is_told(work):
+    code = (
+        "import sppo; run = sppo.load_run('run.yaml', {'train.steps': 100000}); "
+        "print(sppo.train(run).interrupted_by, flush=True)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait(60) == 0
+    assert rest.splitlines()[-1] == "SIGINT"
+    run = sppo.load_run("run.yaml", {"train.steps": 100000})
+    done = sppo.trained_run(run)
+    assert done.checkpoint is not None
+    assert done.checkpoint.name == f"step_{done.steps:06d}"
+
+
+def test_what_was_logged_before_stays(run, caplog):
+    """A program that handles log messages itself keeps its handlers and levels."""
+    import logging
+
+    before = (list(logging.getLogger().handlers), logging.getLogger("sppo").level)
+    with unpainted():
+        sppo.train(run, progress=False)
+    assert (list(logging.getLogger().handlers), logging.getLogger("sppo").level) == before
+
+
+def test_evaluates_as_the_command_does(run):
+    with unpainted():
+        sppo.train(run, progress=False)
+    told = json.loads(succeed("eval", "run.yaml", "--json", "--sequences", "2"))
+    seen = []
+    found = sppo.evaluate(run, sequences=2, on_sequence=lambda done, of: seen.append((done, of)))
+    assert (found.loss, found.step, seen) == (told["loss"], 4, [(1, 2), (2, 2)])
+    assert math.isfinite(found.perplexity)
+    initial = sppo.evaluate(run, initial=True, sequences=1)
+    assert initial.step == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"initial": True, "checkpoint": "runs/x"}, "leave one of the two out"),
+        ({"sequences": 0}, "at least one"),
+        ({}, "--initial"),
+    ],
+)
+def test_evaluation_refuses_bad_requests(run, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        sppo.evaluate(run, **arguments)
+
+
+def test_a_run_that_has_not_begun_has_nothing(run):
+    nothing = sppo.trained_run(run)
+    assert (nothing.steps, nothing.losses, nothing.checkpoint) == (0, [], None)
+
+
+def test_the_example_of_an_own_loop_learns(capsys):
+    example = Path(__file__).parents[2] / "docs/examples/own_loop.py"
+    runpy.run_path(str(example), run_name="__main__")
+    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 1
