@@ -9,12 +9,12 @@ import typer
 
 from sppo.cli import config, convert, data
 from sppo.cli.bench import bench
+from sppo.cli.doctor import doctor
 from sppo.cli.estimate import estimate
 from sppo.cli.evaluate import evaluate
 from sppo.cli.simulate import simulate
 from sppo.cli.solve import solve
 from sppo.cli.train import train
-from sppo.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,14 +28,20 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"sppo {__version__}")
+        from sppo.interface.version_lines import version_lines
+
+        typer.echo("\n".join(version_lines()))
         raise typer.Exit
 
 
 @app.callback()
 def sppo(
     version: bool = typer.Option(
-        False, "--version", callback=_show_version, is_eager=True, help="Print the version."
+        False,
+        "--version",
+        callback=_show_version,
+        is_eager=True,
+        help="Print the version, and what was built and found.",
     ),
 ) -> None:
     """Train transformers on sequences that do not fit, cut into subsequences."""
@@ -47,6 +53,7 @@ app.command("solve")(solve)
 app.command("estimate")(estimate)
 app.command("simulate")(simulate)
 app.command("bench")(bench)
+app.command("doctor")(doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(convert.app, name="convert")
 app.add_typer(config.app, name="config")

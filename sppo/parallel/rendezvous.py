@@ -83,6 +83,11 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
+def files_of_a_rank(num_ranks: int) -> int:
+    """Files and connections that a rank of a job of so many opens, about."""
+    return _OPEN_FILES + _CONNECTIONS_PER_RANK * num_ranks
+
+
 def allow_connections(num_ranks: int) -> None:
     """Raise this process's limit of open files to the hard limit, and refuse one that is too low.
 
@@ -92,7 +97,7 @@ def allow_connections(num_ranks: int) -> None:
     Raises:
         MemoryError: the hard limit is below what a rank opens.
     """
-    needed = _OPEN_FILES + _CONNECTIONS_PER_RANK * num_ranks
+    needed = files_of_a_rank(num_ranks)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     most = hard if hard != unlimited else max(soft, 2 * needed)

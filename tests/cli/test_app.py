@@ -3,13 +3,14 @@ import sys
 import time
 
 import pytest
+import torch
 import typer
 
 from sppo.cli.app import app
 from sppo.version import __version__
 from tests.conftest import call, succeed
 
-COMMANDS = ("train", "eval", "data", "convert", "config")
+COMMANDS = ("train", "eval", "data", "convert", "config", "doctor")
 
 
 def paths(command, *before):
@@ -66,7 +67,10 @@ def test_help_answers_at_once():
 
 
 def test_version():
-    assert succeed("--version") == f"sppo {__version__}\n"
+    lines = succeed("--version").splitlines()
+    assert lines[0] == f"sppo {__version__}"
+    assert f"torch {torch.__version__}" in lines[1]
+    assert lines[2].startswith("built: ")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_what_does_not_fit_says_what_would(tmp_path):
         **RUN,
         "model": {"preset": "gpt-7b"},
         "parallel": {"sequence_parallel_degree": 8, "pipeline_parallel_degree": 1},
-        "sequence": {"length": "1Mi"},
+        "sequence": {"length": "4Mi"},
         "hardware": {"preset": "a100-80g"},
     }
     file = write(tmp_path / "run.yaml", sections)

@@ -175,7 +175,7 @@ def why_not(name: Name, case: AttentionCase) -> str | None:
         return f"takes head sizes divisible by {able.head_size_multiple}, not {case.head_size}"
     if case.window and not able.window:
         return "has no sliding window"
-    if able.module is not None and not _installed(able.module):
+    if able.module is not None and not is_installed(able.module):
         return f"needs {able.module}, which is not installed"
     if case.device.type == "cuda" and able.compute_majors is not None:
         major, minor = torch.cuda.get_device_capability(case.device)
@@ -193,7 +193,8 @@ def _why_not_triton(device: torch.device) -> str | None:
 
 
 @lru_cache(maxsize=16)
-def _installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether a module can be found; it is not imported, but the packages around it are."""
     try:
         return find_spec(module) is not None
     except Exception:  # of the package that it is part of, which is imported and may be broken

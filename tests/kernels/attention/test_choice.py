@@ -29,7 +29,7 @@ def _forget():
 def gpu(monkeypatch):
     """A device of compute capability 9.0 with everything installed, where everything works."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention_choice, "_installed", lambda module: True)
+    monkeypatch.setattr(attention_choice, "is_installed", lambda module: True)
     broken = {}
     monkeypatch.setattr(
         attention_choice, "error_on_a_small_case", lambda name, case: broken.get(name)
@@ -63,7 +63,7 @@ def test_cudnn_goes_before_flash_attn_2_on_hopper_alone(
     gpu, monkeypatch, capability, window, chosen
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(attention_choice, "_installed", lambda module: False)
+    monkeypatch.setattr(attention_choice, "is_installed", lambda module: False)
     assert chosen_name("auto", case(window=window)) == chosen
 
 
@@ -102,7 +102,7 @@ def test_compute_capability_counts(gpu, monkeypatch):
 
 
 def test_what_is_not_installed_is_not_taken(gpu, monkeypatch):
-    monkeypatch.setattr(attention_choice, "_installed", lambda module: False)
+    monkeypatch.setattr(attention_choice, "is_installed", lambda module: False)
     assert chosen_name("auto", case()) == "cudnn"
     assert chosen_name("auto", case(dtype=torch.float32)) == "torch_blocks"
     with pytest.raises(ValueError, match="needs flash_attn_2_cuda, which is not installed"):
@@ -168,9 +168,9 @@ def test_a_package_that_fails_to_import_is_not_installed(tmp_path, monkeypatch):
     (tmp_path / "broken_package").mkdir()
     (tmp_path / "broken_package/__init__.py").write_text("raise OSError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert not attention_choice._installed("broken_package.part")
-    assert not attention_choice._installed("json.no_such_part")
-    assert attention_choice._installed("json.decoder")
+    assert not attention_choice.is_installed("broken_package.part")
+    assert not attention_choice.is_installed("json.no_such_part")
+    assert attention_choice.is_installed("json.decoder")
 
 
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):

@@ -99,9 +99,12 @@ def test_a_place_that_cannot_be_written_stops_nothing(tmp_path, capfd):
     assert "the program does without" in capfd.readouterr().out
 
 
+FILES_OF_THE_PACKAGE = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+
+
 def test_an_installation_without_a_compiler_succeeds(tmp_path, without_programs):
     """The step of setup.py that pip runs, on a copy and without any program to be found."""
-    for name in ("setup.py", "CMakeLists.txt", "csrc", "sppo"):
+    for name in (*FILES_OF_THE_PACKAGE, "CMakeLists.txt", "csrc", "sppo"):
         source, target = ROOT / name, tmp_path / "src" / name
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "_native"))

@@ -1,0 +1,328 @@
+"""What this machine offers for planning and training, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sppo.units import GIB, MIB, format_bytes
+
+State = Literal["ok", "note", "missing", "broken"]
+"""ok: there, and used; note: something to know; missing: not there, and a use of it is lost;
+broken: there, and it does not work."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_BYTES = 64 * MIB
+_MANY_RANKS = 64
+_HEAD_SIZE, _GROUP = 128, 4
+"""Of the attention that back ends are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        subject: What it belongs to, e.g. "GPU".
+        name: What it is.
+        state: Whether it is there.
+        found: What was found.
+        advice: What to do about it; "" where nothing needs to be done.
+    """
+
+    subject: str
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
+    """Look at this machine; nothing is measured, changed or downloaded.
+
+    Args:
+        hardware: a file of ``sppo bench``, whose figures are looked at as well.
+
+    Raises:
+        ValueError: that file is no hardware description.
+        OSError: it cannot be read.
+    """
+    looks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _machine,
+        _limits,
+        _packages,
+        _native_parts,
+        _gpu,
+        _attention,
+        lambda: _measured(hardware),
+    )
+    return tuple(finding for look in looks for finding in look())
+
+
+def _machine() -> Iterator[Finding]:
+    """Processor, memory, NUMA nodes."""
+    from sppo.hardware.this_machine import (
+        control_group_limit_bytes,
+        count_cores,
+        count_numa_nodes,
+        cpu_model,
+        usable_memory_bytes,
+    )
+
+    subject = "machine"
+    cores, all_cores = count_cores(), os.cpu_count() or 1
+    of = f" of {all_cores}" if cores != all_cores else ""
+    yield Finding(subject, "processor", "ok", f"{cpu_model()}, {cores}{of} cores")
+    yield _threads(cores)
+    limit = control_group_limit_bytes()
+    group = "" if limit is None else f" (limit of the control group: {format_bytes(limit)})"
+    yield Finding(subject, "memory", "ok", f"{format_bytes(usable_memory_bytes())}{group}")
+    nodes = count_numa_nodes()
+    plural = "s" if nodes > 1 else ""
+    yield Finding(subject, "NUMA", "ok", f"{nodes} memory node{plural}")
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    yield Finding(subject, "system", "ok", system)
+
+
+def _threads(cores: int) -> Finding:
+    """What OMP_NUM_THREADS lets torch use."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    subject, name = "machine", "threads"
+    if given is None:
+        return Finding(subject, name, "ok", f"OMP_NUM_THREADS is not set: torch takes {cores}")
+    if not given.isdecimal() or not 1 <= int(given) <= cores:
+        return Finding(
+            subject,
+            name,
+            "note",
+            f"OMP_NUM_THREADS={given}, and there are {cores} cores",
+            f"unset it, or write a number from 1 to {cores}",
+        )
+    advice = f"unset it to train one rank on all {cores} cores" if int(given) < cores else ""
+    state: State = "note" if advice else "ok"
+    return Finding(subject, name, state, f"OMP_NUM_THREADS={given}", advice)
+
+
+def _limits() -> Iterator[Finding]:
+    """Limits that a run with many ranks, or a GPU, may meet."""
+    from sppo.parallel.rendezvous import files_of_a_rank
+
+    subject = "limits"
+    unlimited = resource.RLIM_INFINITY
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files_of_a_rank(_MANY_RANKS)
+    enough = files == unlimited or files >= needed
+    yield Finding(
+        subject,
+        "open files",
+        "ok" if enough else "note",
+        "unlimited" if files == unlimited else f"{files} at most",
+        "" if enough else f"a rank of {_MANY_RANKS} opens about {needed}: raise it (ulimit -Hn)",
+    )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    few = locked != unlimited and locked < GIB
+    yield Finding(
+        subject,
+        "locked memory",
+        "note" if few else "ok",
+        "unlimited" if locked == unlimited else f"{format_bytes(locked)} at most",
+        "enough for page-locked host memory, which the driver locks; InfiniBand needs more: "
+        "ulimit -l unlimited"
+        if few
+        else "",
+    )
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size != unlimited:
+        advice = "a disk tier and checkpoints are files: raise it (ulimit -f) if they are larger"
+        yield Finding(subject, "file size", "note", f"{format_bytes(size)} at most", advice)
+    yield _shared_memory()
+
+
+def _shared_memory() -> Finding:
+    subject, name = "limits", "shared memory"
+    try:
+        room = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        found, advice = f"no {_SHARED_MEMORY}", "NCCL between GPUs of a machine needs it: mount it"
+        return Finding(subject, name, "note", found, advice)
+    free = room.f_bavail * room.f_frsize
+    found = f"{format_bytes(free)} free in {_SHARED_MEMORY}"
+    if free >= _LEAST_SHARED_BYTES:
+        return Finding(subject, name, "ok", found)
+    advice = "NCCL between GPUs of a machine needs more: in a container start it with --shm-size=1g"
+    return Finding(subject, name, "note", found, advice)
+
+
+_OPTIONAL = (
+    ("triton", "triton", "GPU kernels of SPPO; without it a GPU runs slower ones of torch"),
+    ("flash-attn", "flash-attn", "attention on a GPU before Hopper; torch has its own copy"),
+    ("pynvml", "nvidia-ml-py", "finds out which GPU this is; without it the plan assumes one"),
+    ("tokenizers", "tokenizers", "reads tokenizer.json: pip install 'sppo[hf]'"),
+    ("tensorboard", "tensorboard", "train.tensorboard=true: pip install 'sppo[track]'"),
+    ("ipywidgets", "ipywidgets", "bars in a notebook; without it lines"),
+)
+"""Name, distribution and use of packages that a run may do without."""
+
+
+def _packages() -> Iterator[Finding]:
+    """Torch, and what is optional beside it."""
+    subject = "packages"
+    from sppo.version import __version__
+
+    yield Finding(subject, "sppo", "ok", __version__)
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        told = f"cannot be imported: {error}"
+        yield Finding(subject, "torch", "broken", told, "install it again: pip install torch")
+        return
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    yield Finding(subject, "torch", "ok", f"{torch.__version__} ({built})")
+    for name, distribution, use in _OPTIONAL:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(subject, name, "missing", "not installed", use)
+        else:
+            yield Finding(subject, name, "ok", version)
+
+
+def _native_parts() -> Iterator[Finding]:
+    """What was compiled when SPPO was installed."""
+    from sppo.kernels.native.extension import describe, native_library
+
+    subject = "native parts"
+    again = "install a C and a C++ compiler (gcc, g++), then install sppo again"
+    state: State = "ok" if native_library() is not None else "missing"
+    advice = "" if state == "ok" else f"host memory and files are slower: {again}"
+    yield Finding(subject, "host library", state, describe(), advice)
+    try:
+        from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
+
+        pool = install_cpu_allocator() is not None
+        found = describe_cpu_allocator()
+    except ImportError as error:
+        yield Finding(subject, "memory pool", "missing", str(error), "install torch")
+        return
+    advice = "" if pool else f"memory of CPU runs is less exact: {again}"
+    yield Finding(subject, "memory pool", "ok" if pool else "missing", found, advice)
+
+
+def _gpu() -> Iterator[Finding]:
+    """GPUs, and what a run on one would lack."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        return
+    subject = "GPU"
+    if torch.version.cuda is None:
+        advice = "to train on a GPU, install a torch with CUDA on a machine with one"
+        yield Finding(subject, "CUDA", "missing", "this torch was built without it", advice)
+    elif not torch.cuda.is_available():
+        advice = "nvidia-smi says whether the driver sees one; CUDA_VISIBLE_DEVICES may hide it"
+        yield Finding(subject, "CUDA", "missing", "torch sees no GPU", advice)
+    else:
+        yield from _visible_gpus()
+        return
+    found = "training runs on the CPU; plans for GPUs need none (hardware.preset)"
+    yield Finding(subject, "training", "note", found)
+
+
+def _visible_gpus() -> Iterator[Finding]:
+    """The GPUs that torch sees."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found = (
+            f"{properties.name}, {format_bytes(properties.total_memory)}, compute capability "
+            f"{properties.major}.{properties.minor}"
+        )
+        yield Finding("GPU", f"cuda:{index}", "ok", found)
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    advice = "" if nccl else "runs on several GPUs need a torch with NCCL"
+    yield Finding("GPU", "NCCL", "ok" if nccl else "missing", "there" if nccl else "none", advice)
+
+
+def _attention() -> Iterator[Finding]:
+    """Back ends of attention, in the order of preference on the device of a run."""
+    try:
+        import torch
+
+        from sppo.kernels.attention.choice import (
+            CAPABILITIES,
+            AttentionCase,
+            chosen_name,
+            is_installed,
+            preference,
+            why_not,
+        )
+        from sppo.kernels.half_products import needs_casts
+    except (ImportError, OSError):
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    case = AttentionCase(device, torch.bfloat16, _HEAD_SIZE, _GROUP, window=False)
+    subject = f"attention ({device.type}, bf16)"
+    chosen = chosen_name("auto", case)
+    names = [name for name in preference(device) if CAPABILITIES[name].automatic]
+    for name in names:
+        if device.type not in CAPABILITIES[name].devices:
+            continue
+        reason = why_not(name, case)
+        found = "taken by auto" if name == chosen else (reason or "there")
+        yield Finding(subject, name, "ok" if reason is None else "missing", found)
+    if device.type == "cpu":
+        modules = {name: CAPABILITIES[name].module for name in names}
+        there = [name for name, module in modules.items() if module is None or is_installed(module)]
+        yield _on_a_gpu([name for name in there if "cuda" in CAPABILITIES[name].devices])
+        yield _half_products(needs_casts(torch.empty(1, dtype=torch.bfloat16)))
+
+
+def _on_a_gpu(names: list[str]) -> Finding:
+    found = f"{', '.join(names)} are installed"
+    return Finding(
+        "attention (cuda)", "on a GPU", "note", found, "which of them runs, a GPU decides"
+    )
+
+
+def _half_products(casts: bool) -> Finding:
+    found = "multiplied in fp32, tile by tile" if casts else "the processor multiplies them itself"
+    advice = "train.dtype=fp32 is as fast here" if casts else ""
+    return Finding("arithmetic", "bf16 on the CPU", "note" if casts else "ok", found, advice)
+
+
+def _measured(hardware: Path | None) -> Iterator[Finding]:
+    """Figures of ``sppo bench``, if there are any."""
+    subject, bench = "measured", "sppo bench all -o hardware.json (two minutes)"
+    if hardware is None:
+        advice = f"plans for this machine use a preset until it is measured: {bench}"
+        yield Finding(subject, "rates", "missing", "no file was named (--hardware FILE)", advice)
+        return
+    from sppo.hardware.file import read_hardware
+
+    spec = read_hardware(hardware)
+    yield Finding(subject, "rates", "ok", f"{spec.name}: {spec.provenance}, in {hardware}")
+    device, node = spec.device, spec.node
+    dtypes = sorted({point.dtype for point in device.gemm_points})
+    rates = [f"{device.flops_per_s(dtype) / 1e12:.3g} TFLOP/s in {dtype}" for dtype in dtypes]
+    yield Finding(
+        subject, "products", "ok", f"at most {', '.join(rates)}" if rates else "a preset's"
+    )
+    if node.disk_bytes and node.disk_write_bytes_per_s:
+        found = (
+            f"{node.disk_write_bytes_per_s / 1e9:.2f} GB/s written, "
+            f"{node.disk_read_bytes_per_s / 1e9:.2f} GB/s read"
+        )
+        yield Finding(subject, "disk", "ok", found)
+    if node.host_memory_bytes and node.d2h_bytes_per_s:
+        found = (
+            f"{node.d2h_bytes_per_s / 1e9:.1f} GB/s to the host, "
+            f"{node.h2d_bytes_per_s / 1e9:.1f} GB/s back"
+        )
+        yield Finding(subject, "host copies", "ok", found)

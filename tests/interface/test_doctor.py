@@ -1,0 +1,115 @@
+"""``sppo doctor``: what it says of this machine, and of machines that lack something."""
+
+import json
+import resource
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sppo.interface import doctor
+from sppo.kernels.native.cpu_allocator import describe_cpu_allocator
+from tests.conftest import call, succeed
+
+
+def found(findings, name):
+    return next(finding for finding in findings if finding.name == name)
+
+
+def test_says_what_is_there():
+    findings = doctor.examine()
+    assert {finding.state for finding in findings} <= {"ok", "note", "missing", "broken"}
+    assert found(findings, "torch").found.startswith(torch.__version__)
+    assert found(findings, "memory pool").found == describe_cpu_allocator()
+    assert found(findings, "cpu_flash").found == "taken by auto"
+    assert found(findings, "rates").state == "missing"
+    for finding in findings:
+        if finding.state in ("missing", "broken") and not finding.subject.startswith("attention"):
+            assert finding.advice, finding
+
+
+def test_json_has_every_finding():
+    report = json.loads(succeed("doctor", "--json"))
+    assert [entry["name"] for entry in report["findings"]] == [f.name for f in doctor.examine()]
+    assert set(report["findings"][0]) == {"subject", "name", "state", "found", "advice"}
+
+
+def test_table_shows_findings_and_advice():
+    text = " ".join(succeed("doctor").split())
+    assert "cpu_flash taken by auto" in text
+    assert "sppo bench all" in text
+
+
+def test_a_hardware_file_is_shown(tmp_path):
+    file = tmp_path / "hardware.json"
+    succeed("bench", "gemm", "--quick", "-o", file)
+    findings = doctor.examine(file)
+    assert f"calibrated, in {file}" in found(findings, "rates").found
+    assert "TFLOP/s in" in found(findings, "products").found
+    file.write_text("{}")
+    result = call("doctor", "--hardware", file)
+    assert result.exit_code == 2
+    assert "hardware file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("threads", "state"), [("1", "ok"), ("0", "note"), ("99", "note"), ("x", "note")]
+)
+def test_threads(monkeypatch, threads, state):
+    monkeypatch.setattr("sppo.hardware.this_machine.count_cores", lambda: 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert found(doctor.examine(), "threads").state == state
+
+
+def test_fewer_threads_than_cores_are_told(monkeypatch):
+    monkeypatch.setattr("sppo.hardware.this_machine.count_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "all 8 cores" in found(doctor.examine(), "threads").advice
+
+
+@pytest.mark.parametrize(
+    ("limit", "name", "state"),
+    [
+        (resource.RLIMIT_MEMLOCK, "locked memory", "note"),
+        (resource.RLIMIT_NOFILE, "open files", "note"),
+        (resource.RLIMIT_FSIZE, "file size", "note"),
+    ],
+)
+def test_low_limits_are_told(monkeypatch, limit, name, state):
+    real = resource.getrlimit
+    monkeypatch.setattr(resource, "getrlimit", lambda n: (64, 64) if n == limit else real(n))
+    finding = found(doctor.examine(), name)
+    assert finding.state == state
+    assert "raise it" in finding.advice or "ulimit -l unlimited" in finding.advice
+
+
+def test_little_shared_memory_is_told(monkeypatch):
+    small = SimpleNamespace(f_bavail=1, f_frsize=4096)
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: small)
+    assert "--shm-size" in found(doctor.examine(), "shared memory").advice
+
+
+def test_broken_torch_ends_with_1(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = call("doctor", "--json")
+    assert result.exit_code == 1
+    broken = [f for f in json.loads(result.stdout)["findings"] if f["state"] == "broken"]
+    assert [finding["name"] for finding in broken] == ["torch"]
+
+
+def test_gpus_are_listed(monkeypatch):
+    properties = SimpleNamespace(name="H100", total_memory=80 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    findings = list(doctor._gpu())
+    assert [finding.name for finding in findings] == ["cuda:0", "cuda:1", "NCCL"]
+    assert found(findings, "cuda:1").found == "H100, 80.0 GiB, compute capability 9.0"
+
+
+def test_a_gpu_that_cannot_be_seen_is_told(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "nvidia-smi" in found(list(doctor._gpu()), "CUDA").advice
