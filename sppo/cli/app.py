@@ -18,7 +18,6 @@ from sppo.cli.train import train
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train transformers on sequences that do not fit, cut into subsequences.",

@@ -106,7 +106,8 @@ def train(
     Args:
         run: of :func:`sppo.load_run`.
         plan: of :func:`sppo.solve`, to follow; None decides here, for the memory that is free.
-        progress: print what the run is, a line for each step, and a summary.
+        progress: print what the run is, a line for each step, and a summary; a notebook with
+            ipywidgets shows bars, too. Without it only warnings are logged.
 
     Raises:
         ValueError: input that cannot be trained on; nothing was changed.
@@ -215,7 +216,7 @@ def start_ranks(
     from sppo.report.display import logging_to
     from sppo.training.preflight import check_before_training
 
-    with logging_to(console):
+    with logging_to(None if console.quiet else console):
         allow_connections(num_ranks)
         preflight = check_before_training(
             run, plan=plan, local_ranks=num_ranks, device=device, starts_ranks=True
@@ -267,7 +268,10 @@ def train_as_rank(
 
     is_main = environment is None or environment.rank == 0
     console = console if is_main else Console(quiet=True)
-    with logging_to(console if is_main else None), joined(run, environment, device=device) as ranks:
+    with (
+        logging_to(None if console.quiet else console),
+        joined(run, environment, device=device) as ranks,
+    ):
         local = ranks.local_count
         if device.kind == "cpu":
             load_libraries()

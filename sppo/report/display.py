@@ -22,8 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 def logging_to(console: Console | None) -> Iterator[None]:
     """Show the log messages of this process within as lines of their own, above any bars.
 
-    They go to stderr, unless that is the terminal which ``console`` draws on. A program that
-    handles log messages itself goes on to do so.
+    They go to stderr, unless that is the terminal or notebook which ``console`` draws on. A program
+    that handles log messages itself goes on to do so.
 
     Args:
         console: of the bars; None shows nothing.
@@ -53,7 +53,7 @@ class LogHandler(logging.Handler):
         """Write one message."""
         try:
             text = self.format(record)
-            if _stderr_shares_terminal(self._console):
+            if self._console.is_jupyter or _stderr_shares_terminal(self._console):
                 print_line(text, self._console)
             else:
                 print(text, file=sys.stderr, flush=True)
@@ -72,7 +72,7 @@ def _stderr_shares_terminal(console: Console) -> bool:
 
 def _is_notebook_with_widgets(console: Console) -> bool:
     """Whether a notebook shows what is printed, and can redraw a part of it."""
-    return console.is_jupyter and find_spec("ipywidgets") is not None
+    return console.is_jupyter and not console.quiet and find_spec("ipywidgets") is not None
 
 
 class TrainingDisplay:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -47,6 +48,18 @@ def test_help_shows_defaults_and_fills_its_lines(monkeypatch):
     lines = [line.strip() for line in "\n\n".join(paragraphs).splitlines()]
     start = next(n for n, line in enumerate(lines) if line.startswith("On the machine's GPUs"))
     assert all(len(line) > 60 for line in lines[start : start + 4]), lines[start : start + 4]
+
+
+def test_a_shell_completes_commands(monkeypatch):
+    """As bash asks for it, once `sppo --install-completion` was called."""
+    asked = {"_SPPO_COMPLETE": "complete_bash", "COMP_WORDS": "sppo data st", "COMP_CWORD": "2"}
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.argv[0] = 'sppo'; from sppo.__main__ import main; main()",
+    ]
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True)
+    assert done.stdout.split() == ["stats"], done.stderr
 
 
 def test_there_are_commands_within_commands():

@@ -14,7 +14,8 @@ import time
 import pytest
 from rich.console import Console
 
-from sppo.report.display import LogHandler, TrainingDisplay
+from sppo.report import display
+from sppo.report.display import LogHandler, TrainingDisplay, logging_to
 
 
 class _Terminal(io.StringIO):
@@ -106,3 +107,57 @@ def test_messages_of_libraries_stand_above_the_bars_too(log, monkeypatch):
         print("a warning", file=sys.stderr)
         time.sleep(0.12)
     assert _screen(terminal.getvalue(), width=80) == ["a warning"]
+
+
+def bare_root(monkeypatch):
+    """The root logger of a program that has not set up logging; called when pytest's is there."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    return logging.getLogger()
+
+
+def test_messages_are_shown_while_a_run_lasts(monkeypatch, capsys):
+    root, own = bare_root(monkeypatch), logging.getLogger("sppo")
+    with logging_to(Console()):
+        own.info("going on")
+    own.info("after the run")
+    assert "going on" in capsys.readouterr().err
+    assert (root.handlers, own.level) == ([], logging.NOTSET)
+
+
+def test_without_a_console_only_warnings_are_shown(monkeypatch, capsys):
+    bare_root(monkeypatch)
+    with logging_to(None):
+        logging.getLogger("sppo").info("going on")
+        logging.getLogger("sppo").warning("damaged")
+    assert capsys.readouterr().err == "damaged\n"
+
+
+def test_a_program_that_handles_messages_goes_on_to(monkeypatch, capsys):
+    heard: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    bare_root(monkeypatch).handlers = [Heard()]
+    with logging_to(Console()):
+        logging.getLogger("sppo").warning("once")
+    assert (heard, capsys.readouterr().err) == (["once"], "")
+
+
+@pytest.mark.parametrize(
+    ("quiet", "widgets", "bars"),
+    [(False, True, True), (False, False, False), (True, True, False)],
+)
+def test_a_notebook_has_bars_where_it_can_redraw_them(monkeypatch, quiet, widgets, bars):
+    monkeypatch.setattr(display, "find_spec", lambda name: object() if widgets else None)
+    console = Console(force_jupyter=True, quiet=quiet)
+    assert (TrainingDisplay(console, total_steps=2, first_step=0)._progress is not None) == bars
+
+
+def test_messages_of_a_notebook_are_lines_like_the_others(monkeypatch, capsys):
+    shown: list[str] = []
+    console = Console(force_jupyter=True)
+    monkeypatch.setattr(console, "print", lambda text, **_: shown.append(text))
+    LogHandler(console).emit(logging.makeLogRecord({"msg": "saved"}))
+    assert (shown, capsys.readouterr().err) == (["saved"], "")
