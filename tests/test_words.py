@@ -68,6 +68,8 @@ STAYS = {
     "--picture": "command-line name of scripts",
     "docs/pictures": "folder of the README's plots",
     "](pictures/": "the same, seen from docs",
+    "](../pictures/": "the same, seen from folders of docs",
+    "`rebuilt`": "key of plan files, in the reference",
 }
 """Text that stays as it is, and why."""
 
@@ -131,7 +133,7 @@ def findings(path: Path) -> list[Finding]:
 
 
 def _files() -> list[Path]:
-    patterns = ("sppo/**/*.py", "scripts/*", "docs/*.md", "README.md", "tests/**/*.py")
+    patterns = ("sppo/**/*.py", "scripts/*", "docs/**/*.md", "README.md", "tests/**/*.py")
     found = {path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
     return sorted(path for path in found if path.suffix in (".py", ".sh", ".md"))
 

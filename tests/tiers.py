@@ -795,20 +795,14 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
     },
     # Scripts and documents: processes that import torch for a few milliseconds of work.
-    "test_readme.py": {
-        "test_command_of_the_readme": without(
-            "bash scripts/compare_*",
-            "OMP_WAIT_POLICY=passive python scripts/*",
-            "sppo bench *",
-            "sppo train run.yaml optimizer.lr=1e-3*",
-            "sppo eval run.yaml*",
-            "sppo convert to-hf*",
-            "sppo train configs/run/tiny_cpu.yaml*",
-            "sppo estimate configs/run/*",
-            "cat > run.yaml*",
-            "sppo config check run.yaml*",
-            why="scripts, measurements and several ranks have tests of their own; the quickstart"
-            " prepares data, trains and evaluates tiny_cpu.yaml",
+    "test_documents.py": {
+        "test_commands_of_a_page": without(
+            "docs/kernels.md: *",
+            "docs/results.md: *",
+            "docs/howto/*",
+            "docs/explanation/*",
+            why="the README runs the same commands; scripts, measurements and several ranks have "
+            "tests of their own",
             by=(
                 "cli/test_config.py::test_check_says_so_when_nothing_is_wrong",
                 "cli/test_config.py::test_check_lists_all_that_is_wrong",
@@ -922,7 +916,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
         "test_the_installed_command_does_the_same": replaced(
             "test_hf_training.py::test_five_steps_are_those_of_transformers",
-            "test_readme.py::test_command_of_the_readme",
+            "test_documents.py::test_commands_of_a_page",
             why="numbers are compared in one process, and the README runs the installed command",
         ),
     },

@@ -7,11 +7,10 @@ most one class of a subsequence is cut, at a multiple of 128 rows.
 - ``retain``, ``keep_attention``, ``recompute`` offload nothing: they keep all three classes, the
   first two, or the first.
 - ``offload_all`` offloads everything.
-- ``sppo`` (SPPO paper, section 5.2) offloads what hides behind a subsequence's forward,
-  alpha_i A_i = bandwidth * T_c, keeps the rest, and keeps the last subsequence whole.
+- ``sppo`` (SPPO paper, section 5.2) offloads what hides behind the next subsequence's forward,
+  alpha_i A_i = bandwidth * T_(i+1), retains the rest, and retains the last subsequence whole.
 - ``hybrid`` retains what fits, offloads what hides of the rest, and recomputes what neither fits
-    nor
-  hides, or waits for its copy where that is cheaper (:mod:`sppo.activations.hybrid`). When
+  nor hides, or waits for its copy where that is cheaper (:mod:`sppo.activations.hybrid`). When
   everything fits it is ``retain``.
 """
 
@@ -44,6 +43,28 @@ POLICIES = ("retain", "keep_attention", "recompute")
 """Policies that offload nothing, from most memory to least."""
 OFFLOADING_POLICIES = ("offload_all", "sppo", "hybrid")
 """Policies that need another tier, or a memory budget."""
+
+DESCRIPTIONS: Mapping[str, tuple[str, str, str]] = {
+    "retain": ("everything backward reads", "", "norms and activations"),
+    "keep_attention": (
+        "layer input, attention output and log-sum-exp",
+        "",
+        "the projections, not attention",
+    ),
+    "recompute": ("layer input", "", "projections and attention"),
+    "offload_all": ("", "everything", "norms and activations"),
+    "sppo": (
+        "what does not hide, and the last subsequence",
+        "what hides behind the next subsequence",
+        "norms and activations",
+    ),
+    "hybrid": (
+        "what fits, decided for each stage and subsequence",
+        "of the rest what hides",
+        "what is left, cheapest first",
+    ),
+}
+"""What each policy retains, offloads and recomputes, in words."""
 
 _RETAINED: Mapping[str, tuple[int, ...]] = {
     "retain": (X_IN, ATTENTION, LINEAR),

@@ -1,7 +1,4 @@
-"""Errors as people should meet them: one screen on stderr and an exit code, no traceback.
-
-0 done · 1 anything else · 2 bad input · 3 no feasible plan · 4 out of memory or disk.
-"""
+"""Errors as people should meet them: one screen on stderr and an exit code, no traceback."""
 
 from __future__ import annotations
 
@@ -21,6 +18,16 @@ FAULT = 1
 BAD_INPUT = 2
 NO_PLAN = 3
 NO_ROOM = 4
+MEANINGS = {
+    0: "done",
+    FAULT: "anything else: a lost rank, a disk that fails, a bug",
+    BAD_INPUT: "bad configuration or input",
+    NO_PLAN: "no feasible plan",
+    NO_ROOM: "out of memory, disk, open files or processes",
+    130: "stopped by SIGINT (Ctrl-C) with steps left",
+    143: "stopped by SIGTERM with steps left",
+}
+"""What the exit codes of all commands mean."""
 
 _NO_ROOM = FULL_ERRNOS | {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN}
 """Error numbers for too little memory or disk, open files or processes."""

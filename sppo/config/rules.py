@@ -161,6 +161,7 @@ def _replicas_share_no_step(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
+    """Subsequences are not empty, and explicit cuts ascend from 0 to the length."""
     cuts, length = sequence.boundaries, sequence.length
     if cuts is None:
         count = sequence.num_subsequences
@@ -187,6 +188,7 @@ def _cuts_tile(sequence: SequenceConfig) -> Iterator[Problem]:
 
 
 def _schedule_exists(parallel: ParallelConfig) -> Iterator[Problem]:
+    """A schedule is named as it is known."""
     if parallel.schedule not in SCHEDULES:
         yield Problem(
             "parallel.schedule",
@@ -309,6 +311,7 @@ def _disk_is_named(state: StateConfig, activations: ActivationsConfig) -> Iterat
 
 
 def _window_fits(model: ModelConfig) -> Iterator[Problem]:
+    """The first layer with a window is one of the model's."""
     if model.sliding_window_first_layer > model.num_layers:
         yield Problem(
             "model.sliding_window_first_layer",
@@ -318,6 +321,7 @@ def _window_fits(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _positions_reach(model: ModelConfig, sequence: SequenceConfig) -> Iterator[Problem]:
+    """A sequence is not longer than the table of learned positions."""
     rows = model.max_positions
     if model.position == "learned" and rows is not None and sequence.length > rows:
         yield Problem(

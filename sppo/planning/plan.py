@@ -36,13 +36,13 @@ class StagePlan:
     """One stage of the pipeline.
 
     Attributes:
-        first_layer: Its first layer.
-        num_layers: How many it has.
-        subsequences: What it does with each subsequence's saved tensors. Their
+        first_layer: First layer of the stage.
+        num_layers: Number of its layers.
+        subsequences: What happens to the saved tensors of each subsequence. Their
             `slot_offset_bytes` are within the stage's own part of its rank's tier.
-        memory: Predicted, of one device of the rank that has the stage. A rank with several
+        memory: Predicted memory of one device of the rank that has the stage. A rank with several
             virtual stages has them all in it, and each of them says the same.
-        kv: What becomes of its K and V between its forward and its backward.
+        kv: What becomes of the stage's K and V between its forward and its backward.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -59,20 +59,21 @@ class Prediction:
     """What one step will take.
 
     Attributes:
-        provenance: Of the machine's figures it rests on.
+        provenance: Provenance of the machine's figures: measured, calibrated or analytic.
         simulated: Whether the step was simulated, rather than computed in closed form.
-        step_s: The whole step.
-        forward_s: Forwards of the busiest rank.
-        backward_s: Its backwards, with what they recompute.
-        update_s: Reducing gradients and the optimizer step.
-        exposed_copy_s: Waiting for copies.
-        tokens_per_s_per_gpu: Of the whole step.
+        step_s: Time of the whole step.
+        forward_s: Time of the forwards of the busiest rank.
+        backward_s: Time of its backwards, with what they recompute.
+        update_s: Time of reducing gradients and of the optimizer step.
+        exposed_copy_s: Time of waiting for copies.
+        tokens_per_s_per_gpu: Tokens of a step over its time, for each device.
         mfu: Model FLOPs over time and peak.
         bubble_fraction: Idle share of all ranks.
-        device_peak_bytes: Of the fullest device.
-        host_peak_bytes: Of host memory behind it.
-        disk_peak_bytes: Of disk behind it.
-        offload_ratios: Share of its saved bytes that each subsequence moves, on the first stage.
+        device_peak_bytes: Memory of the fullest device.
+        host_peak_bytes: Host memory behind it.
+        disk_peak_bytes: Bytes on the disk behind it.
+        offload_ratios: Fraction of its saved bytes that each subsequence offloads, on the first
+            stage.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -98,26 +99,26 @@ class ExecutionPlan:
     """What to run, and what will come of it.
 
     Attributes:
-        version: Of this format.
+        version: Version of this format.
         made_by: Version of SPPO that made it.
         run: The keys of the run file that the plan rests on, by section.
-        run_digest: Of the same.
-        hardware: The machine it is for.
-        hardware_digest: Of the same.
-        data_parallel_degree: Replicas.
+        run_digest: SHA-256 of these keys.
+        hardware: Description of the machine that the plan is for.
+        hardware_digest: SHA-256 of this description.
+        data_parallel_degree: Number of replicas.
         pipeline_parallel_degree: Ranks of a pipeline.
-        sequence_parallel_degree: Devices that share each subsequence.
+        sequence_parallel_degree: Devices over which each subsequence is sharded.
         sequence_parallel: "ulysses" or "megatron".
-        zero: How much of the state replicas shard.
+        zero: ZeRO level: which state is sharded over ranks that would hold the same.
         sequences: Sequences per step of one replica.
         boundaries: Cuts of a sequence.
         schedule: Name of the schedule.
         policy: Activation policy, by what it does.
         stages: Each stage, in the order of their layers. Stage `s` is on pipeline rank
             `s % pipeline_parallel_degree`.
-        predicted: What a step takes.
-        program_digest: Of the program of a step, `schedule.program.step_program`; None in plans
-            that were made before it stood there.
+        predicted: Predicted time and memory of a step.
+        program_digest: Digest of the program of a step, `schedule.program.step_program`; None in
+            plans that were made before it stood there.
         virtual_stages: Stages on each pipeline rank; 1 in plans that were made before it stood
             there.
         state: Where the training state lives; None in plans that were made before it stood there.

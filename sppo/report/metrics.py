@@ -34,31 +34,38 @@ class StepMetrics:
     grad_norm: float
     """Global norm before clipping."""
     lr: float
+    """Learning rate of the step."""
     tokens: int
-    """Trained in this step."""
+    """Tokens trained in this step, of all replicas."""
     labels: int | None = None
     """Labels that the loss is the mean of; with isolated documents fewer than there are tokens,
     and none where every document has one token. None in files from before they were counted."""
     step_s: float
+    """Wall time of the step, on the rank that took longest."""
     predicted_step_s: float | None = None
     """Step time that the plan predicts; None where it predicts none."""
     tokens_per_s: float
+    """Tokens of the step over its wall time."""
     mfu: float | None = None
     """Model FLOPs of the step per second, as a fraction of the device's peak; None if unknown."""
     hfu: float | None = None
     """Executed FLOPs, those of recomputation included, as a fraction of the device's peak."""
     device_peak_bytes: int | None = None
+    """Most memory of a device in the step, on the rank with most; on a CPU the peak of the
+    process's resident set."""
     host_peak_bytes: int | None = None
+    """Host memory reserved for what is offloaded, or on its way to a disk, added up over the
+    ranks."""
     offloaded_bytes: int = 0
-    """Sent from the device to another tier in this step."""
+    """Sent from the device to another tier in this step, added up over the ranks."""
     exposed_copy_s: float = 0.0
-    """Time compute waited for copies."""
+    """Time compute waited for copies, on the rank that waited longest."""
     copy_out_bytes_per_s: float | None = None
     """Rate of what was sent, while the slowest queue out was busy; None where nothing was."""
     copy_back_bytes_per_s: float | None = None
     """Rate of copies back to the device in this step."""
     disk_peak_bytes: int = 0
-    """Size of the file of a disk tier."""
+    """Size of the files of a disk tier, added up over the ranks."""
     samples: int | None = None
     """Samples of the step; None, like all that follows from them, in a run of the token stream."""
     split_subsequences: int | None = None

@@ -19,6 +19,50 @@ if TYPE_CHECKING:
 Pair = tuple[float | None, float | None]
 """(predicted, measured), either of which may be unknown."""
 
+SUMMARY_FIELDS: Mapping[str, str] = {
+    "name": "Name of the output directory.",
+    "steps": "Steps of the whole run, those before a resumption included.",
+    "skipped_steps": "Steps whose update was left out.",
+    "tokens": "Tokens trained in all steps.",
+    "wall_s": "Wall time of this process, start and checkpoints included.",
+    "tokens_per_s": "Median over the steps.",
+    "mfu": "Median over the steps of model FLOPs per second, as a fraction of the device's peak.",
+    "hfu": "The same of executed FLOPs.",
+    "loss_steps": "Steps that the first and the last loss are means of.",
+    "loss_first": "Mean loss of the first steps.",
+    "loss_last": "Mean loss of the last steps.",
+    "device_peak_bytes": "Most device memory of a rank in any step.",
+    "host_peak_bytes": "Most host memory reserved for copies in any step, of all ranks.",
+    "offloaded_bytes_per_step": "Median over the steps of what was sent to another tier.",
+    "exposed_copy_s": "Median over the steps of the time that compute waited for copies.",
+    "step_s": "Median step time, predicted and measured.",
+    "phases_s": "Median time of forward, backward, and data and update, predicted and measured.",
+    "memory_bytes": "Peak of every memory bucket, predicted and measured; `all` is the process, or "
+    "the device, beyond what it held before the run.",
+    "predicted_for": "Machine that the prediction was made for, and whether its figures are "
+    "measured or analytic.",
+    "interrupted_by": "Signal that ended the run early; null if none did.",
+    "copies": "Copies of a step; null where the plan offloads nothing.",
+    "copies.out_bytes": "Bytes sent by tensor class in the last step, on this rank.",
+    "copies.back_bytes": "Bytes that came back by tensor class in the last step.",
+    "copies.out_bytes_per_s": "Rate of copies out, predicted and median over the steps.",
+    "copies.back_bytes_per_s": "Rate of copies back, predicted and median over the steps.",
+    "copies.exposed_s": "Time that compute waited for copies, predicted and median over the steps.",
+    "copies.host_bytes": "Host memory for copies, predicted and reserved.",
+    "copies.disk_bytes": "File of a disk tier, predicted and its size.",
+    "program_digest": "Of the actions that the ranks executed in the last step; that of "
+    "`plan.json` where steps are alike.",
+    "timeline": "The last step of a pipeline's ranks, as planned and as executed.",
+    "timeline.pipeline_ranks": "Pipeline ranks.",
+    "timeline.makespan_s": "From the first action to the end of the last one.",
+    "timeline.bubble_fraction": "Share of all ranks' time between actions; predicted, also waits "
+    "for copies.",
+    "timeline.idle_fraction": "Idle share of all ranks, waits for copies included.",
+    "timeline.exposed_copy_s_by_rank": "Time that each rank waited for copies.",
+}
+"""What stands in ``run_summary.json``, keys within keys behind a point. The last nine stand there
+where a run made a step."""
+
 _MOST_ENDS = 5  # steps that the first and the last loss are means of, where they do not overlap
 
 

@@ -6,7 +6,7 @@ are placed by later passes (`copies`, `communication`), which see the whole sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -273,6 +273,24 @@ _GENERATORS: dict[str, Callable[[_Request, int], RankOrder]] = {
     "seq_zb_h1": _zero_bubble,
     "sppo": _sppo,
 }
+DESCRIPTIONS: Mapping[str, str] = {
+    "gpipe": "All forwards, then all backwards (GPipe).",
+    "1f1b": "One forward, one backward in turn after a warm-up, of whole sequences "
+    "(PipeDream-Flush, Megatron-LM).",
+    "interleaved_1f1b": "The same with several stages on a rank, between which it changes "
+    "(Megatron-LM).",
+    "seq1f1b": "One forward, one backward in turn, of subsequences (Seq1F1B).",
+    "interleaved_seq1f1b": "The same with several stages on a rank, for any number of "
+    "subsequences.",
+    "looped_bfs": "All units of a sequence pass one stage of every rank before the next one; "
+    "backward takes the stages in reverse (Breadth-First Pipeline Parallelism).",
+    "zb_h1": "1F1B with the gradients of weights put off by one backward a rank (Zero Bubble).",
+    "seq_zb_h1": "The same of subsequences.",
+    "sppo": "Seq1F1B; a single rank runs sequence after sequence, with K and V of one (SPPO).",
+    "sppo_msp": "The same, with the units next to bubbles cut once more over the ranks that would "
+    "idle (SPPO, section 6).",
+}
+"""What the schedules are, by name, and whose."""
 # Schedules whose warm-up can be lengthened to hide the latency of messages.
 _WITH_HOP = ("1f1b", "seq1f1b", "zb_h1", "seq_zb_h1", "sppo")
 # Schedules that run the weight half of a backward as an action of its own.

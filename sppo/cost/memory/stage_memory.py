@@ -103,6 +103,7 @@ class StageMemory:
     """One device of a pipeline rank, with all stages of the rank, and what it puts elsewhere."""
 
     device: MemoryBuckets
+    """What is on the device, by bucket."""
     tier_activations_bytes: int
     """Offloaded tensors in the next tier."""
     host_optimizer_bytes: int
