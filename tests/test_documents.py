@@ -17,6 +17,7 @@ import pytest
 from tests.documents import ROOT, blocks, pages, statements
 
 PASSIVE = "OMP_WAIT_POLICY=passive python scripts"
+SHORT = "sequence.length=1Ki"  # of all commands that share a run
 SHORTER = {
     "bash scripts/quickstart.sh": " quickstart sequence.length=1Ki train.steps=2",
     "bash scripts/compare_cpu.sh": " --lengths 512 --steps 1",
@@ -26,6 +27,10 @@ SHORTER = {
     f"{PASSIVE}/compare_cross_entropy.py": " --tokens 64 --vocabulary 512 --hidden 64 --turns 1",
     f"{PASSIVE}/compare_attention.py": " --length 512 --tokens 256 --turns 1",
     "sppo bench": " --quick",
+    "sppo train run.yaml": f" {SHORT}",
+    "sppo eval run.yaml": f" {SHORT}",
+    "sppo train short.yaml": " train.steps=2",
+    "sppo train long.yaml": " train.steps=2",
 }
 """Arguments appended to a command that takes minutes."""
 NOT_RUN = {"bash scripts/test.sh": "it is what runs this test"}

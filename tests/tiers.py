@@ -801,6 +801,11 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "docs/results.md: *",
             "docs/howto/*",
             "docs/explanation/*",
+            "docs/tutorials/laptop.md: sppo bench*",
+            "docs/tutorials/two_ranks.md: sppo train run.yaml train.output=runs/two train.steps*",
+            "docs/tutorials/million_tokens.md: sppo solve configs/run/llama_8b_*.yaml sequence*",
+            "docs/tutorials/million_tokens.md: sppo estimate*",
+            "docs/tutorials/million_tokens.md: SPPO_DRY_RUN*",
             why="the README runs the same commands; scripts, measurements and several ranks have "
             "tests of their own",
             by=(
