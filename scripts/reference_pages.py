@@ -71,6 +71,8 @@ def _keys(
 ) -> Iterator[str]:
     for key, entry in properties.items():
         path = f"{section}.{key}"
+        if path not in examples:
+            raise ValueError(f"sppo/config/examples.py: {path} has no example of a value")
         default = "needed" if key in needed else f"default {_default(section, key, entry)}"
         facts = [_type(entry), default, *_bounds(entry), f"example `{path}={examples[path]}`"]
         yield f"#### `{path}`"
@@ -221,7 +223,7 @@ def _option(option: Any, hint: Any) -> str:
 def _value(hint: Any) -> str:
     """Return what an option of a type takes, in capitals or as its choices."""
     kinds = [kind for kind in get_args(hint) if kind is not NoneType] or [hint]
-    kind = kinds[0] if isinstance(kinds[0], type) else get_args(kinds[0])[0]
+    kind: Any = kinds[0] if isinstance(kinds[0], type) else get_args(kinds[0])[0]
     if issubclass(kind, Enum):
         return "|".join(str(choice.value) for choice in kind)
     names = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}

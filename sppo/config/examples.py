@@ -94,6 +94,8 @@ EXAMPLES: Mapping[str, str] = {
     "train.nonfinite": "stop",
     "train.max_nonfinite_steps": "2",
     "train.tensorboard": "true",
+    "planning.ahead": "false",
+    "planning.limit_s": "60",
     "checkpoint.every": "50",
     "checkpoint.at_end": "false",
     "checkpoint.keep": "2",
