@@ -16,6 +16,7 @@ from sppo.bench.copies import CopyMeasurements
 from sppo.bench.disk import measure_disk
 from sppo.bench.elementwise import measure_elementwise
 from sppo.bench.gemm import GemmGrid, gemm_grid, measure_gemm
+from sppo.bench.messages import MessageMeasurements, measure_messages
 from sppo.bench.operands import Operands
 from sppo.bench.overlap import MeasuredLayer, OverlapMeasurements, measure_overlap
 from sppo.bench.pcie import measure_pcie
@@ -40,6 +41,7 @@ class Measurements:
         copies: One entry per tier behind the device.
         overlap: Copies behind compute; None where not asked for.
         backends: Attention with every back end; None where not asked for.
+        messages: Between ranks on the CPU; None where not asked for.
     """
 
     device: str
@@ -51,6 +53,7 @@ class Measurements:
     copies: tuple[CopyMeasurements, ...] = ()
     overlap: OverlapMeasurements | None = None
     backends: BackendComparison | None = None
+    messages: MessageMeasurements | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,8 @@ def measure(
     """Measure ``subjects``.
 
     Args:
-        subjects: of gemm, attention, elementwise, pcie, overlap; the last two need ``copying``.
+        subjects: of gemm, attention, elementwise, messages, pcie, overlap; the last two need
+            ``copying``.
         device: "cpu" or "cuda".
         dtypes: of bf16, fp32.
         quick: fewer shapes and rounds: to see that everything works, not to plan with.
@@ -135,6 +139,9 @@ def measure(
             operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick
         )
         timings += kernels.values()
+    messages: MessageMeasurements | None = None
+    if "messages" in subjects:
+        messages = measure_messages(quick=quick, watcher=watcher)
     copies: tuple[CopyMeasurements, ...] = ()
     overlap: OverlapMeasurements | None = None
     if "pcie" in subjects:
@@ -150,8 +157,18 @@ def measure(
         )
     spreads = [timing.spread for timing in timings]
     spreads += [point.spread for measured in copies for point in measured.points]
+    spreads += [] if messages is None else [messages.spread]
     spreads += [] if overlap is None else [point.spread for point in overlap.points]
     wall_s = time.perf_counter() - start
     return Measurements(
-        device, gemm, attention, elementwise, tuple(spreads), wall_s, copies, overlap, backends
+        device,
+        gemm,
+        attention,
+        elementwise,
+        tuple(spreads),
+        wall_s,
+        copies,
+        overlap,
+        backends,
+        messages,
     )

@@ -38,21 +38,31 @@ class Subject(StrEnum):
     GEMM = "gemm"
     ATTENTION = "attention"
     ELEMENTWISE = "elementwise"
+    MESSAGES = "messages"
     PCIE = "pcie"
     OVERLAP = "overlap"
     ALL = "all"
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The subjects it stands for."""
-        if self is Subject.ALL:
-            return tuple(subject.value for subject in Subject if subject is not Subject.ALL)
-        return (self.value,)
+    def parts(self, device: str) -> tuple[str, ...]:
+        """The subjects it stands for on a "cpu" or "cuda".
+
+        Raises:
+            ValueError: messages of a GPU are asked for.
+        """
+        if self is Subject.MESSAGES and device != "cpu":
+            raise ValueError(
+                "sppo bench messages measures ranks on the CPU, and ranks here compute on GPUs: "
+                "hide those with CUDA_VISIBLE_DEVICES= to measure the CPU"
+            )
+        if self is not Subject.ALL:
+            return (self.value,)
+        left_out = (Subject.ALL, Subject.MESSAGES) if device != "cpu" else (Subject.ALL,)
+        return tuple(subject.value for subject in Subject if subject not in left_out)
 
     @property
     def copies(self) -> bool:
         """Whether copies are measured."""
-        return bool({Subject.PCIE.value, Subject.OVERLAP.value} & set(self.parts))
+        return self in (Subject.PCIE, Subject.OVERLAP, Subject.ALL)
 
 
 def bench(
@@ -60,8 +70,8 @@ def bench(
         Subject,
         typer.Argument(
             metavar="SUBJECT",
-            help="gemm, attention, elementwise, pcie (copies to host memory, or to disk), overlap "
-            "(copies behind compute), or all of them.",
+            help="gemm, attention, elementwise, messages (between ranks on the CPU), pcie (copies "
+            "to host memory, or to disk), overlap (copies behind compute), or all of them.",
         ),
     ],
     output: Annotated[
@@ -122,7 +132,6 @@ def bench(
     with exit_codes():
         dtypes = _dtypes(dtype)
         shapes = ShapeOptions(queries, keys, heads, head_size, backend, tokens, width)
-        shapes.check_subjects(subject.value, subject.parts)
         _check_copy_options(subject, disk=disk, run_file=run)
         check_output_files(
             {"-o": output, "--png": png},
@@ -139,15 +148,17 @@ def bench(
         from sppo.bench.suite import device_to_measure, measure
 
         device = device_to_measure()
+        parts = subject.parts(device)
+        shapes.check_subjects(subject.value, parts)
         grids = asked_grids(
             shapes, device=device, dtypes=dtypes, quick=quick, for_plans=output is not None
         )
         copying = _copying(subject, device=device, disk=disk, run_file=run, quick=quick)
         base = starting_description(described_machine(device), path=output)
-        check_memory(grids, subjects=subject.parts, device=device, dtypes=dtypes)
+        check_memory(grids, subjects=parts, device=device, dtypes=dtypes)
         with BenchDisplay(console) as display:
             found = measure(
-                subject.parts,
+                parts,
                 device=device,
                 dtypes=dtypes,
                 quick=quick,
@@ -258,6 +269,8 @@ def _print(
             report["attention_backends"] = [rate.as_json() for rate in found.backends.rates]
         if found.copies:
             report["copies"] = [asdict(copies) for copies in found.copies]
+        if found.messages is not None:
+            report["messages"] = asdict(found.messages)
         if found.overlap is not None:
             report["overlap"] = asdict(found.overlap)
         typer.echo(json.dumps(report, allow_nan=False))

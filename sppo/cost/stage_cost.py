@@ -143,10 +143,11 @@ def stage_costs(
     kv_offloaded = _of_units(kv_offload_bytes(candidate), candidate.sequences)
     copied = offloaded + kv_offloaded
     disturbed_s = copied * workload.hardware.node.copy_compute_s_per_byte
+    carried_s = message_seconds(candidate)
     recomputed_s = _recompute_seconds(candidate, units=units, recomputed=rows.recomputed)
     return Costs(
-        forward_s=units.forward + disturbed_s,
-        backward_s=units.backward + disturbed_s + recomputed_s,
+        forward_s=units.forward + disturbed_s + carried_s,
+        backward_s=units.backward + disturbed_s + carried_s + recomputed_s,
         weight_s=units.weight,
         reduce_s=seconds.reduce_s + seconds.update_s,
         message_bytes=message_bytes(candidate),
@@ -386,6 +387,20 @@ def message_bytes(candidate: Candidate) -> Floats:
     row_bytes = workload.model.hidden_size * workload.element_bytes
     sizes: Floats = lengths * row_bytes / workload.sequence_parallel_degree
     return sizes
+
+
+def message_seconds(candidate: Candidate) -> Table:
+    """Compute that messages of a forward, or of a backward, take of their rank, [stages, units].
+
+    A stage receives from one neighbour and sends to the other; the first and the last have one.
+    """
+    network, num_stages = candidate.workload.hardware.network, len(candidate.stages)
+    ends = np.zeros((num_stages, 1))
+    if candidate.pipeline_parallel_degree > 1:
+        ends[:-1] += 1
+        ends[1:] += 1
+    seconds: Table = ends * message_bytes(candidate) * network.message_compute_s_per_byte
+    return seconds
 
 
 def pipeline_links(candidate: Candidate) -> Links:

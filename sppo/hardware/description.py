@@ -264,6 +264,8 @@ class NetworkSpec:
         intra_node_latency_s: Of a message inside a node.
         inter_node_bytes_per_s: From one device to one of another node.
         inter_node_latency_s: Of a message between nodes.
+        message_compute_s_per_byte: Compute that a byte of a message takes on each end, where the
+            device carries its messages itself, as a CPU does.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -272,6 +274,7 @@ class NetworkSpec:
     intra_node_latency_s: float
     inter_node_bytes_per_s: float
     inter_node_latency_s: float
+    message_compute_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         links = ("intra_node_bytes_per_s", "inter_node_bytes_per_s")

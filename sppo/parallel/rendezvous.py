@@ -66,7 +66,7 @@ def connect(
     if facts is not None:
         _check_same_facts(store, facts, rank=rank, world_size=world_size, timeout_s=timeout_s)
     if backend == "gloo" and environment.is_one_machine:
-        _use_loopback()
+        use_loopback()
     with peer_errors("connecting to the other ranks"):
         dist.init_process_group(
             backend,
@@ -276,7 +276,7 @@ def _check_host(host: str, *, port: int) -> None:
         ) from None
 
 
-def _use_loopback() -> None:
+def use_loopback() -> None:
     """Make gloo use the loopback interface: the name of a machine may have no address."""
     names = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in _LOOPBACKS if name in names), None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, head_flops, layer_flops
 from sppo.cost.pass_parts import PART_NAMES, PassParts
-from sppo.cost.stage_cost import stage_parts, stage_seconds
+from sppo.cost.stage_cost import message_seconds, stage_parts, stage_seconds
 from sppo.hardware.preset_sources import source_of
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 
@@ -22,6 +22,7 @@ PARTS: Mapping[str, str] = {
     "recompute": "recomputation",
     "zero_collectives": "weights and gradients of ZeRO, not hidden",
     "beside_copies": "compute slowed by copies",
+    "carried": "messages that the cores carry",
     "borrowed": "other ranks' units less own (MSP)",
     "communication": "waits for messages",
     "copy": "waits for copies",
@@ -64,6 +65,7 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
     per_byte = candidate.workload.hardware.node.copy_compute_s_per_byte
     copied_bytes = costs.offload_bytes + costs.kv_offload_bytes
     beside_copies = 2 * per_byte * copied_bytes.sum(axis=1)
+    carried_s = message_seconds(candidate)
     own = (costs.forward_s + costs.backward_s + costs.weight_s + costs.kv_recompute_s).sum(axis=1)
     found = []
     for rank in range(candidate.pipeline_parallel_degree):
@@ -71,6 +73,7 @@ def step_parts(evaluated: EvaluatedCandidate) -> tuple[Mapping[str, float], ...]
         parts = _summed([plain[stage] for stage in stages], sequences=candidate.sequences)
         parts["zero_collectives"] = float(nothing_recomputed[stages].sum()) - sum(parts.values())
         parts["beside_copies"] = float(beside_copies[stages].sum())
+        parts["carried"] = 2 * float(carried_s[stages].sum())
         parts["recompute"] = float(own[stages].sum()) - sum(parts.values())
         parts |= _waits(evaluated, rank=rank, own_s=float(own[stages].sum()))
         parts["reduce"] = float(seconds.reduce_s[stages].sum())

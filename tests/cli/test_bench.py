@@ -68,7 +68,7 @@ def read_hardware_here():
 
 def test_all_is_every_subject_in_every_precision(measured):
     text = succeed("bench", "all", "-o", "hardware.json")
-    subjects = ("gemm", "attention", "elementwise", "pcie", "overlap")
+    subjects = ("gemm", "attention", "elementwise", "messages", "pcie", "overlap")
     assert measured == [(subjects, ("bf16", "fp32"), False)]
     assert read_hardware_here().provenance == "measured"
     assert "measuring gemm: 1 timings" in text

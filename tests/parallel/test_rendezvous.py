@@ -278,5 +278,5 @@ def test_a_host_without_an_address_is_refused(monkeypatch):
 
 def test_the_users_interface_stays(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    rendezvous._use_loopback()
+    rendezvous.use_loopback()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -41,7 +41,7 @@ def test_the_parts_of_each_stage_are_the_step(case, simulated):
         evaluated = simulate_candidate(evaluated)
     costs = evaluated.costs
     own = (costs.forward_s + costs.backward_s + costs.weight_s).sum(axis=1)
-    computed = (*PART_NAMES, "recompute", "zero_collectives", "beside_copies")
+    computed = (*PART_NAMES, "recompute", "zero_collectives", "beside_copies", "carried")
     for stage, parts in enumerate(step_parts(evaluated)):
         assert tuple(parts) == tuple(PARTS)
         assert sum(parts.values()) == pytest.approx(evaluated.step_s, rel=1e-9)

@@ -71,7 +71,7 @@ def starting_description(detected: HardwareSpec, *, path: Path | None) -> Hardwa
 
 
 def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
-    """``base`` with measured points, the peaks that follow from them, and rates of copies.
+    """``base`` with measured points, the peaks that follow from them, rates of copies and messages.
 
     "measured" once matrix products, attention and element-wise kernels are, "calibrated" before.
     """
@@ -93,9 +93,17 @@ def describe(base: HardwareSpec, measurements: Measurements) -> HardwareSpec:
         node = _with_copies(node, copies)
     if measurements.overlap is not None:
         node = replace(node, copy_compute_s_per_byte=measurements.overlap.added_s_per_byte)
+    network = base.network
+    if measurements.messages is not None:
+        network = replace(
+            network,
+            intra_node_bytes_per_s=measurements.messages.bytes_per_s,
+            intra_node_latency_s=measurements.messages.latency_s,
+            message_compute_s_per_byte=measurements.messages.compute_s_per_byte,
+        )
     complete = device.gemm_points and device.attention_points and device.elementwise_points
     provenance: Provenance = "measured" if complete else "calibrated"
-    return replace(base, device=device, node=node, provenance=provenance)
+    return replace(base, device=device, node=node, network=network, provenance=provenance)
 
 
 def _with_copies(node: NodeSpec, copies: CopyMeasurements) -> NodeSpec:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sppo.bench.messages import MessageMeasurements
 from sppo.bench.report.attention_tables import print_attention
 from sppo.bench.report.copy_tables import print_copies, print_overlap
 from sppo.bench.report.figures import flops_unit, format_rates, measurement_table
@@ -30,6 +31,8 @@ def print_measurements(measurements: Measurements, *, console: Console) -> None:
         print_attention(measurements.backends, console=console)
     if measurements.elementwise:
         console.print(_elementwise_table(measurements.elementwise))
+    if measurements.messages is not None:
+        console.print(messages_line(measurements.messages), highlight=False, soft_wrap=True)
     for copies in measurements.copies:
         print_copies(copies, console=console)
     if measurements.overlap is not None:
@@ -38,6 +41,15 @@ def print_measurements(measurements: Measurements, *, console: Console) -> None:
     warning = unsteady_line(measurements.spreads)
     if warning is not None:
         console.print(warning, highlight=False, soft_wrap=True)
+
+
+def messages_line(found: MessageMeasurements) -> str:
+    """Rate and latency of messages between ranks, and the compute they take."""
+    return (
+        f"messages between two ranks: {found.bytes_per_s / 1e9:.2f} GB/s, "
+        f"{format_duration(found.latency_s)} for a small one; a byte takes "
+        f"{found.compute_s_per_byte * 1e9:.2f} ns of compute on each end"
+    )
 
 
 def summary_line(measurements: Measurements) -> str:

@@ -21,6 +21,7 @@ from sppo.cost.memory.units_in_flight import UnitsInFlight
 from sppo.cost.stage_cost import (
     StageSeconds,
     message_bytes,
+    message_seconds,
     pipeline_links,
     placed_bytes,
     stage_costs,
@@ -246,10 +247,10 @@ def least_seconds(candidate: Candidate, *, seconds: StageSeconds) -> float:
         candidate: whose.
         seconds: of its units, with everything retained.
     """
-    units = seconds.units
+    units, carried_s = seconds.units, message_seconds(candidate)
     return least_step_s(
-        units.forward,
-        units.backward + units.weight,
+        units.forward + carried_s,
+        units.backward + carried_s + units.weight,
         message_bytes=message_bytes(candidate),
         links=pipeline_links(candidate),
         reduce_s=seconds.reduce_s + seconds.update_s,

@@ -1,0 +1,129 @@
+"""Messages between ranks: measured, written, read by plans, told to people."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sppo.bench import messages, suite
+from sppo.bench.messages import MessageMeasurements, measure_messages
+from sppo.bench.report.hardware_description import describe
+from sppo.config.model import ModelConfig
+from sppo.config.presets import PRESETS as MODELS
+from sppo.cost.candidate import Candidate
+from sppo.cost.layer import Workload
+from sppo.cost.stage_cost import message_bytes, message_seconds, stage_costs, stage_seconds
+from sppo.hardware.presets import PRESETS
+from sppo.planning.explain import step_parts
+from sppo.planning.search.evaluated_candidate import assess, least_seconds
+from sppo.planning.search.simulated_candidate import simulate_candidate
+from tests.bench.report.test_hardware_description import NOTHING
+from tests.conftest import refuse, succeed
+
+FOUND = MessageMeasurements(2e9, 1e-4, 3e-9, 0.1)
+LAPTOP = PRESETS["laptop-cpu"]
+
+
+class Rounds:
+    def __init__(self):
+        self.told = []
+
+    def begin(self, subject, *, total):
+        self.told.append((subject, total))
+
+    def advance(self):
+        self.told.append("round")
+
+
+def candidate(per_byte, *, ranks=3, **changes):
+    network = replace(LAPTOP.network, message_compute_s_per_byte=per_byte)
+    hardware = replace(LAPTOP, network=network, num_nodes=ranks)
+    model = ModelConfig.model_validate({**MODELS["tiny"], "num_layers": 6})
+    workload = Workload(model, hardware, dtype="fp32")
+    return Candidate(
+        workload, (300, 200, 100), pipeline_parallel_degree=ranks, policy="retain", **changes
+    )
+
+
+def test_two_processes_measure_their_messages(capfd):
+    rounds = Rounds()
+    found = measure_messages(quick=True, watcher=rounds)
+    assert found.bytes_per_s > 1e6
+    assert 0 < found.latency_s < 1
+    assert 0 <= found.compute_s_per_byte < 1e-6
+    assert rounds.told == [("messages", 2), "round", "round"]
+    assert capfd.readouterr().err == ""
+
+
+def _fail(rank, *_):
+    raise ValueError("no messages here")
+
+
+def test_a_process_that_fails_is_an_error(monkeypatch, capfd):
+    monkeypatch.setattr(messages, "_serve", _fail)
+    with pytest.raises(RuntimeError, match="a process failed"):
+        measure_messages(quick=True, watcher=Rounds())
+    assert "no messages here" in capfd.readouterr().err
+
+
+def test_plans_read_what_was_measured():
+    network = describe(LAPTOP, replace(NOTHING, messages=FOUND)).network
+    assert network == replace(
+        LAPTOP.network,
+        intra_node_bytes_per_s=2e9,
+        intra_node_latency_s=1e-4,
+        message_compute_s_per_byte=3e-9,
+    )
+
+
+def test_the_command_tells_what_it_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(suite, "measure_messages", lambda **_: FOUND)
+    text = " ".join(succeed("bench", "messages", "-o", "hardware.json").split())
+    assert "2.00 GB/s, 0.1 ms for a small one; a byte takes 3.00 ns of compute" in text
+    assert json.loads(succeed("bench", "messages", "--json"))["messages"]["latency_s"] == 1e-4
+    written = json.loads((tmp_path / "hardware.json").read_text())
+    assert written["network"]["message_compute_s_per_byte"] == 3e-9
+
+
+def test_messages_of_gpus_are_refused_and_no_part_of_all(monkeypatch):
+    from sppo.cli.bench import Subject
+
+    monkeypatch.setattr(suite, "device_to_measure", lambda: "cuda")
+    assert "ranks on the CPU" in refuse("bench", "messages")
+    assert "messages" not in Subject.ALL.parts("cuda")
+    assert "messages" in Subject.ALL.parts("cpu")
+
+
+def test_each_end_of_a_message_takes_compute():
+    """First and last stage have one neighbour, the one between two."""
+    priced = candidate(1e-6)
+    expected = 1e-6 * np.outer([1, 2, 1], message_bytes(priced))
+    np.testing.assert_allclose(message_seconds(priced), expected)
+    free, costs = (stage_costs(one, seconds=stage_seconds(one)) for one in (candidate(0.0), priced))
+    np.testing.assert_allclose(costs.forward_s - free.forward_s, expected)
+    np.testing.assert_allclose(costs.backward_s - free.backward_s, expected)
+
+
+def test_one_rank_sends_nothing():
+    assert not message_seconds(candidate(1e-6, ranks=1)).any()
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_more_stages_carry_more_messages(virtual_stages):
+    schedule = "sppo" if virtual_stages == 1 else "looped_bfs"
+    priced = candidate(1e-6, virtual_stages=virtual_stages, schedule=schedule)
+    crossings = 2 * (3 * virtual_stages - 1)
+    total = float(message_seconds(priced).sum())
+    assert total == pytest.approx(crossings * 1e-6 * message_bytes(priced).sum())
+
+
+def test_the_bound_of_a_step_holds_and_its_parts_add_up():
+    evaluated = simulate_candidate(assess(candidate(1e-6)))
+    assert least_seconds(evaluated.candidate, seconds=evaluated.prices.seconds) <= evaluated.step_s
+    for rank, parts in enumerate(step_parts(evaluated)):
+        assert sum(parts.values()) == pytest.approx(evaluated.step_s)
+        carried = 2 * float(message_seconds(evaluated.candidate)[rank].sum())
+        assert parts["carried"] == pytest.approx(carried)
+        assert parts["recompute"] == pytest.approx(0, abs=1e-9)
