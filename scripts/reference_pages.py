@@ -513,6 +513,14 @@ def exit_codes_page() -> str:
     )
 
 
+def python_page() -> str:
+    """Return the page of the Python interface."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from python_reference import python_page as made  # beside this file
+
+    return made()
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "run_file.md": run_file_page,
     "commands.md": commands_page,
@@ -521,6 +529,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "schedules.md": schedules_page,
     "presets.md": presets_page,
     "exit_codes.md": exit_codes_page,
+    "python.md": python_page,
 }
 """What makes each page."""
 

@@ -1,8 +1,8 @@
 """Every command of the README and of the documentation runs as written, in order within a page.
 
-What is fenced as ``bash`` is run; ``sh`` is what cannot run here, or is not for a test. Each page
-has a directory of its own. Long commands get arguments that make them short; nothing else is
-changed.
+What is fenced as ``bash`` is run, and then what is fenced as ``python``, as one program; ``sh`` is
+what cannot run here, or is not for a test. Each page has a directory of its own. Long commands get
+arguments that make them short; nothing else is changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHORTER = {
 """Arguments appended to a command that takes minutes."""
 NOT_RUN = {"bash scripts/test.sh": "it is what runs this test"}
 ELSEWHERE = {"docs/data.md": "tests/cli/test_data_doc.py runs it"}
-LANGUAGES = {"bash", "sh", "text", "yaml", "python", "bibtex"}
+LANGUAGES = {"bash", "sh", "text", "yaml", "python", "pycon", "bibtex"}
 
 
 def _cases() -> list[tuple[str, str]]:
@@ -47,6 +47,17 @@ def _cases() -> list[tuple[str, str]]:
         for block in blocks(page)
         if block.language == "bash"
     ]
+
+
+def _programs() -> dict[str, str]:
+    """What is fenced as ``python`` on each page."""
+    found = {}
+    for page in pages():
+        parts = [block.text for block in blocks(page) if block.language == "python"]
+        name = page.relative_to(ROOT).as_posix()
+        if parts and name not in ELSEWHERE:
+            found[name] = "\n".join(parts)
+    return found
 
 
 def shortened(code: str) -> str:
@@ -94,6 +105,20 @@ def test_commands_of_a_page(page: str, code: str, directories: dict[str, Path]) 
         timeout=300,
     )
     assert done.returncode == 0, f"{page}\n{code}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize(("page", "code"), _programs().items(), ids=[*_programs()])
+def test_python_of_a_page(page: str, code: str, directories: dict[str, Path]) -> None:
+    """After the commands of the same page, which may make what it reads."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=directories[page],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{page}\n{done.stdout}\n{done.stderr}"
 
 
 def test_every_block_says_what_it_is() -> None:
