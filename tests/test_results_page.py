@@ -1,0 +1,64 @@
+"""Tables of docs/results.md hold the figures of the files that were measured."""
+
+import json
+
+import pytest
+
+from tests.documents import ROOT
+
+TEXT = (ROOT / "docs/results.md").read_text()
+MIB = 2**20
+
+
+def _file(name):
+    return json.loads((ROOT / f"docs/results/{name}.json").read_text())
+
+
+def _by_side(name):
+    return {(m["side"], m["length_tokens"]): m for m in _file(name)["measurements"]}
+
+
+@pytest.mark.parametrize("length", [8192, 16384, 32768, 65536])
+def test_long_sequences_beside_transformers(length):
+    measured = _by_side("compare_cpu_growth")
+    ours = measured["sppo keep_attention", length]
+    theirs = measured["transformers checkpointing", length]
+    cells = [f"{length // 1024}Ki"]
+    for side in (ours, theirs):
+        cells += [f"{side['step_s']:.1f} s", f"{side['peak_bytes'] / MIB:.0f} MiB"]
+    cells += [f"{ours[key] / theirs[key]:.2f}x" for key in ("step_s", "peak_bytes")]
+    assert f"| {' | '.join(cells)} |" in TEXT
+
+
+@pytest.mark.parametrize(
+    "side",
+    [
+        "sppo keep_attention",
+        "sppo looped",
+        "sppo disk",
+        "sppo looped disk",
+        "transformers checkpointing",
+    ],
+)
+def test_stages_on_one_rank(side):
+    measured = _by_side("compare_looped")
+    cells = [f"{measured[side, length]['peak_bytes'] / MIB:.0f} MiB" for length in (8192, 16384)]
+    assert f" | {' | '.join(cells)} |" in TEXT
+    for length in (8192, 16384):
+        ours = measured["sppo keep_attention", length]["loss"]
+        if side.startswith("sppo"):
+            assert measured[side, length]["loss"] == ours
+
+
+@pytest.mark.parametrize("case", _file("check_prediction_cpu")["cases"], ids=lambda c: c["case"])
+def test_predictions(case):
+    step = {
+        key: sum(pair[key] for pair in case["phases_s"].values())
+        for key in ("predicted", "measured")
+    }
+    memory = case["memory_bytes"]["all"]
+    row = next(line for line in TEXT.splitlines() if line.startswith(f"| {case['case']} "))
+    cells = [f"{value:.2f} s" for value in step.values()]
+    cells += [f"{memory[key] / MIB:.0f} MiB" for key in ("predicted", "measured")]
+    assert row.endswith(f"| {' | '.join(cells)} |")
+    assert abs(memory["measured"] / memory["predicted"] - 1) < 0.04
