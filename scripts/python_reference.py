@@ -66,7 +66,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
     if name in _ELSEWHERE:
         yield _ELSEWHERE[name]
         return
-    if dataclasses.is_dataclass(value):
+    if inspect.isclass(value) and dataclasses.is_dataclass(value):
         yield from _properties(value)
     for method in _METHODS.get(name, ()):
         yield f"#### `sppo.{name}.{method}`"
