@@ -29,8 +29,8 @@ from sppo.hardware.description import HardwareSpec
 from sppo.hardware.this_machine import divide_cpu
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.packing import PackedSamples
+from sppo.planning.elastic.samples_plan import STEPS, plan_samples
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
-from sppo.planning.run_plan import plan_run
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
@@ -152,10 +152,11 @@ def _planner(request: Request, *, ranks: int, schedule: str) -> StepPlanner:
         },
         source="scripts/compare_elastic.py",
     )
-    plan = plan_run(
+    plan = plan_samples(
         run_of_longest_samples(run),
         hardware=divide_cpu(request.hardware, ranks, threads=1, cores=ranks),
         available_bytes=request.free_bytes,
+        steps=request.lengths[:STEPS],
     )
     return step_planner(plan)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sppo.activations.placement import check_whole_classes
 from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, METADATA_FILE, list_checkpoints
@@ -30,6 +31,7 @@ from sppo.offload.disk import DiskRoom, is_memory, usable_directory
 from sppo.parallel.stream_budget import StreamUse, check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.replica_plan import plan_replica
+from sppo.planning.elastic.samples_plan import STEPS, plan_samples
 from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.plan_program import check_program, plan_candidate, plan_program
@@ -114,8 +116,9 @@ def check_before_training(
         hardware = _as_used(run, device, local_ranks=local_ranks)
         if device.kind == "cuda":  # what no plan may use is not free either
             available = min(available, hardware.device.usable_bytes)
-        plan = plan_run(
+        plan = _planned(
             run,
+            training,
             hardware=hardware,
             available_bytes=available,
             disk_bytes=disk.usable_bytes,  # the plan divides it
@@ -129,6 +132,24 @@ def check_before_training(
     if plan.uses_tier and plan.tier == "disk":
         _check_disk(run, plan, disk, local_ranks=local_ranks)
     return Preflight(training, plan, _next_step(run, training, plan))
+
+
+def _planned(
+    run: RunConfig, training: TrainingData | DocumentSamples, **room: Any
+) -> ExecutionPlan:
+    """Return the plan of a run's steps; of samples, judged by those that come next."""
+    if not isinstance(training, DocumentSamples):
+        return plan_run(run, **room)
+    return plan_samples(run, steps=tuple(_next_steps(run, training)), **room)
+
+
+def _next_steps(run: RunConfig, training: DocumentSamples) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of each sample of the first steps from where a run goes on."""
+    _, consumed = _done_before(run)
+    for _ in range(STEPS):
+        samples = training.step_samples(consumed)
+        consumed += len(samples)
+        yield training.lengths(samples)
 
 
 def _next_step(
