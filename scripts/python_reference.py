@@ -17,13 +17,19 @@ _GROUPS = {
         "initial_weights",
         "zero_gradients",
     ),
-    "What functions take and return": ("RunConfig", "ExecutionPlan", "Timeline"),
+    "What functions take and return": (
+        "RunConfig",
+        "ExecutionPlan",
+        "Timeline",
+        "StepMetrics",
+    ),
     "Errors": ("ConfigError", "NothingFitsError", "RunFailedError"),
 }
 _METHODS = {"Engine": ("accumulate", "evaluate", "take_peaks", "close")}
 """What of a class is for callers."""
 _ELSEWHERE = {
     "RunConfig": "Its sections and keys are those of a [run file](run_file.md).",
+    "StepMetrics": "Its fields are those of [`metrics.jsonl`](files.md).",
     "ExecutionPlan": "Its fields are those of [`plan.json`](files.md).",
 }
 _SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Yields):$", re.MULTILINE)

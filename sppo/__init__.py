@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from sppo.model.gradients import zero_gradients
     from sppo.model.initialize import initial_weights
     from sppo.planning.plan import ExecutionPlan
+    from sppo.report.metrics import StepMetrics
     from sppo.schedule.timeline import Timeline
 
 _HOMES = {
@@ -58,6 +59,7 @@ _HOMES = {
     "initial_weights": "sppo.model.initialize",
     "zero_gradients": "sppo.model.gradients",
     "ExecutionPlan": "sppo.planning.plan",
+    "StepMetrics": "sppo.report.metrics",
     "Timeline": "sppo.schedule.timeline",
 }
 """Modules of the names that this package offers."""
@@ -70,6 +72,7 @@ __all__ = [
     "RunConfig",
     "RunFailedError",
     "SequenceData",
+    "StepMetrics",
     "Timeline",
     "TrainedRun",
     "__version__",
