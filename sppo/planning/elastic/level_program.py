@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 
+from sppo.planning.elastic.silent_milp import milp
 from sppo.schedule.costs import Table
 
 Levels = npt.NDArray[np.intp]
