@@ -199,6 +199,12 @@ def test_a_field_without_a_description_is_refused(reference):
         reference._fields_table(Bare)
 
 
+def test_every_package_is_in_the_architecture():
+    text = (ROOT / "docs/architecture.md").read_text()
+    packages = [path.parent.name for path in ROOT.glob("sppo/*/__init__.py")]
+    assert not [name for name in packages if f"\n  {name}/ " not in text]
+
+
 def test_files_of_figures_are_listed():
     text = (ROOT / "docs/results.md").read_text()
     for path in Path(ROOT / "docs/results").iterdir():
