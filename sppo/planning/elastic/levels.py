@@ -75,7 +75,9 @@ def checkpointing_levels(layers: int) -> tuple[Level, ...]:
 def place_levels(
     candidate: Candidate, *, levels: Sequence[Level], counts_shares: bool = False
 ) -> EvaluatedCandidate | None:
-    """Return the candidate with levels chosen by integer program; None where none fits.
+    """Return the candidate with levels chosen by integer program; None where the last does not fit.
+
+    Where the search finds no choice that fits, all units have the last level.
 
     Args:
         candidate: with packed sequences; its policy is not asked.
@@ -85,39 +87,43 @@ def place_levels(
     """
     choice = _level_choice(candidate, levels=levels, counts_shares=counts_shares)
     least = np.full((candidate.num_stages, len(candidate.lengths)), len(levels) - 1)
-    found = choice.evaluated(least)
-    if found.shortfall is not None:
+    everything = choice.evaluated(least)
+    if everything.shortfall is not None:
         return None
-    room = choice.peak_bytes(least) - _excess_bytes(found)
+    room = choice.peak_bytes(least) - _excess_bytes(everything)
     for _ in range(_ATTEMPTS):
         of_diagonals = solve(choice.program(room))
         if of_diagonals is None:
-            return None
+            break
         chosen = choice.of_units(of_diagonals, room=room)
         found = choice.evaluated(chosen)
         if found.shortfall is None:
             return found
         if found.shortfall.place != "device":
-            return None
+            break
         room = np.minimum(room, choice.peak_bytes(chosen) - _excess_bytes(found))
-    return None
+    return everything
 
 
 def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     """Return the candidate with the levels that are fastest as simulated; None where none fits.
 
-    Offloading takes room for copies, so levels without it are tried, too.
+    Offloading takes room for copies, so levels without it are tried, too, unless nothing has to be
+    recomputed with it.
 
     Args:
         candidate: with packed sequences; its policy is not asked.
     """
+    retaining = place_levels(candidate, levels=LEVELS[:1])
+    if retaining is not None:
+        return simulate_candidate(retaining)
     has_tier = copy_bytes_per_s(candidate)[0] > 0 and candidate.kv != "recomputed"
-    found = [
-        simulate_candidate(placed)
-        for levels in (LEVELS, OFFLOADING_LEVELS)[: 1 + has_tier]
-        if (placed := place_levels(candidate, levels=levels)) is not None
-    ]
-    return min(found, key=lambda one: one.step_s, default=None)
+    offloading = place_levels(candidate, levels=OFFLOADING_LEVELS) if has_tier else None
+    if offloading is not None and not offloading.placement.recomputed.any():
+        return simulate_candidate(offloading)
+    found = [offloading, place_levels(candidate, levels=LEVELS)]
+    simulated = [simulate_candidate(placed) for placed in found if placed is not None]
+    return min(simulated, key=lambda one: one.step_s, default=None)
 
 
 def _excess_bytes(evaluated: EvaluatedCandidate) -> Table:
@@ -141,6 +147,7 @@ class _LevelChoice:
         tier_share: Bytes offloaded, over those that a sequence may offload on the stage.
         windows: Of each rank.
         lowers: Whether units have lower levels than their diagonals where their rank has room.
+        base_s: Seconds of the busiest rank with everything retained; 0 where shares are added.
     """
 
     candidate: Candidate
@@ -152,6 +159,7 @@ class _LevelChoice:
     tier_share: Table
     windows: tuple[RankWindows, ...]
     lowers: bool
+    base_s: float
 
     def program(self, room: Table) -> LevelProgram:
         """Return the integer program for so much room on each rank, [ranks]."""
@@ -165,7 +173,8 @@ class _LevelChoice:
             if self.tier_share.any():
                 used.append(self._tier_used(own, diagonals))
                 left.append(np.ones(used[-1].shape[0]))
-        return LevelProgram(cost, sparse.csr_array(sparse.vstack(used)), np.concatenate(left))
+        windows = sparse.csr_array(sparse.vstack(used))
+        return LevelProgram(cost, windows, np.concatenate(left), self.base_s)
 
     def of_units(self, of_diagonals: Levels, *, room: Table) -> Levels:
         """Return the level of each unit, [stages, subsequences], from those of the diagonals."""
@@ -289,7 +298,16 @@ def _level_choice(
         tier_share=share,
         windows=rank_windows(candidate),
         lowers=not counts_shares,
+        base_s=0.0 if counts_shares else _busiest_s(candidate, seconds),
     )
+
+
+def _busiest_s(candidate: Candidate, seconds: StageSeconds) -> float:
+    """Return the seconds that the busiest rank computes with everything retained."""
+    units = seconds.units
+    of_stages = (units.forward + units.backward + units.weight).sum(axis=1)
+    ranks = candidate.pipeline_parallel_degree
+    return max(float(of_stages[rank::ranks].sum()) for rank in range(ranks))
 
 
 def _shares(candidate: Candidate, levels: Sequence[Level]) -> Table:

@@ -1,0 +1,141 @@
+"""Levels of small steps against every choice there is, counted along the program itself.
+
+Nothing of the integer program is used to say what a choice adds or takes: diagonals come from the
+backwards of the generated program, memory from a walk along it.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sppo.cost.memory.units_in_flight import Running
+from sppo.cost.packed_sequence import PackedSequence
+from sppo.cost.stage_cost import weight_operand_bytes
+from sppo.planning.elastic.level_program import solve
+from sppo.planning.elastic.levels import LEVELS, _level_choice
+from sppo.schedule.actions import ActionKind
+from tests.planning.elastic.test_step_search import planner
+from tests.planning.elastic.walked_memory import schedule_of, walked_peaks
+from tests.tiers import examples
+
+_LAYOUTS = [
+    ("seq1f1b", 1, 1), ("seq1f1b", 2, 1), ("seq1f1b", 3, 1), ("seq_zb_h1", 2, 1), ("gpipe", 2, 1),
+    ("looped_bfs", 1, 2), ("interleaved_seq1f1b", 2, 2),
+]  # fmt: skip
+"""Schedule, ranks, and stages of a rank."""
+_MOST_DIAGONALS = 6
+
+
+@st.composite
+def small_choices(draw):
+    """Levels with random seconds and bytes of a few units, and room between least and most."""
+    schedule, ranks, virtual = draw(st.sampled_from(_LAYOUTS))
+    most = (_MOST_DIAGONALS - ranks + 1) // virtual
+    cuts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=most))
+    while sum(cuts) > most:
+        cuts.pop()
+    sequences = tuple(PackedSequence((300 * count,), (300,) * count) for count in cuts or [most])
+    several = draw(st.booleans()) and len(sequences) > 1
+    base = replace(planner(4096, ranks=ranks).base, schedule=schedule, virtual_stages=virtual)
+    candidate = base.with_packed(sequences, pipelines=(1, len(sequences) - 1) if several else ())
+    count = draw(st.integers(2, 3))
+    choice = _level_choice(candidate, levels=LEVELS[:count], counts_shares=False)
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    size = float(choice.windows[0].fixed_bytes.max())
+    held, forward, backward, added = random.random((4, *choice.added.shape))
+    choice = replace(
+        choice,
+        held_bytes=size * held,
+        forward_bytes=size * forward,
+        # A backward forms the operands that its weight half waits with.
+        backward_bytes=size * backward + weight_operand_bytes(candidate),
+        added=added * random.choice([0.0, 1.0], size=added.shape, p=[0.2, 0.8]),
+    )
+    levels = range(count)
+    alike = [choice_peaks(choice, np.full(added.shape[1:], level)) for level in levels]
+    # No choice takes all of the room but for HiGHS's tolerance.
+    room = np.array(alike).max(axis=0) * (draw(st.floats(0.5, 1.1)) + 1e-4 * random.random())
+    return choice, room
+
+
+def diagonals_of(schedule, candidate):
+    """Which diagonal the backward of each (stage, unit) is on: its place among its rank's."""
+    firsts = [own.start for own in candidate.distinct_sequences]
+    ranks = candidate.pipeline_parallel_degree
+    return {
+        (action.stage, firsts[action.sequence] + action.subsequence): place + ranks - 1 - rank
+        for rank, program in enumerate(schedule.programs)
+        for place, action in enumerate(a for a in program if a.kind is ActionKind.B)
+    }
+
+
+def chosen(tables, levels):
+    """Entries [stages, units] of tables [levels, stages, units]."""
+    return np.take_along_axis(tables, levels[None], axis=0)[0]
+
+
+def choice_peaks(choice, levels, schedule=None):
+    """Most bytes of each rank under levels of units, [stages, units]."""
+    running = Running(chosen(choice.forward_bytes, levels), chosen(choice.backward_bytes, levels))
+    return walked_peaks(choice.candidate, chosen(choice.held_bytes, levels), running, schedule)
+
+
+def added_by(choice, diagonals, levels):
+    """What levels of units add: on each diagonal as much as the slowest rank."""
+    slowest = defaultdict(float)
+    for (stage, unit), diagonal in diagonals.items():
+        added = float(choice.added[levels[stage, unit], stage, unit])
+        slowest[diagonal] = max(slowest[diagonal], added)
+    return sum(slowest.values())
+
+
+def of_units(choice, diagonals, of_diagonals):
+    """Levels of units, [stages, units], from those of their diagonals."""
+    levels = np.zeros(choice.added.shape[1:], dtype=np.intp)
+    for at, diagonal in diagonals.items():
+        levels[at] = of_diagonals[diagonal]
+    return levels
+
+
+@settings(
+    deadline=None, max_examples=examples(25, all=300), suppress_health_check=[HealthCheck.too_slow]
+)
+@given(small_choices())
+def test_of_every_choice_for_a_small_step_none_that_fits_adds_less(given_choice):
+    choice, room = given_choice
+    schedule = schedule_of(choice.candidate)
+    diagonals = diagonals_of(schedule, choice.candidate)
+    sums = []
+    for one in product(range(len(choice.placements)), repeat=max(diagonals.values()) + 1):
+        levels = of_units(choice, diagonals, one)
+        if (np.array(choice_peaks(choice, levels, schedule)) <= room).all():
+            sums.append(added_by(choice, diagonals, levels))
+    found = solve(choice.program(room), gap=0.0)
+    assert (found is None) == (not sums)
+    if found is None:
+        return
+    levels = of_units(choice, diagonals, found)
+    assert (np.array(choice_peaks(choice, levels, schedule)) <= room * (1 + 1e-9)).all()
+    assert added_by(choice, diagonals, levels) == pytest.approx(min(sums), rel=1e-6, abs=1e-9)
+
+
+@settings(
+    deadline=None, max_examples=examples(40, all=400), suppress_health_check=[HealthCheck.too_slow]
+)
+@given(small_choices())
+def test_units_are_lowered_only_where_there_is_room_and_nobody_waits(given_choice):
+    choice, room = given_choice
+    found = solve(choice.program(room), gap=0.0)
+    if found is None:
+        return
+    schedule = schedule_of(choice.candidate)
+    diagonals = diagonals_of(schedule, choice.candidate)
+    alike, lowered = of_units(choice, diagonals, found), choice.of_units(found, room=room)
+    assert (chosen(choice.added, lowered) <= chosen(choice.added, alike)).all()
+    assert (np.array(choice_peaks(choice, lowered, schedule)) <= room * (1 + 1e-9)).all()
+    assert added_by(choice, diagonals, lowered) <= added_by(choice, diagonals, alike)
