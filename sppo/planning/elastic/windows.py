@@ -57,9 +57,7 @@ class RankWindows:
 
 
 def rank_windows(candidate: Candidate) -> tuple[RankWindows, ...]:
-    """Return the windows of every rank at all moments that may be the fullest.
-
-    Those are all but forwards that another forward follows: it holds all that these hold.
+    """Return the windows of every rank, one for each of its forwards and backwards.
 
     Args:
         candidate: with packed sequences.
@@ -94,12 +92,8 @@ def _windows_of(
         np.array([index_of.get((kind, step), _NEVER) for step in steps]) for kind in "FBW"
     )
     kinds = [kind for kind, _ in order]
-    followed = [*kinds[1:], ""]
-    moments = [
-        index
-        for index, (kind, following) in enumerate(zip(kinds, followed, strict=True))
-        if kind == "B" or (kind == "F" and following != "F")
-    ]
+    # A forward that another one follows holds less, but may need more while it runs.
+    moments = [index for index, kind in enumerate(kinds) if kind != "W"]
     at = np.array(moments)[:, None]
     waits = (ends < at) & (at <= weights)
     spans = _Spans(stages, sequences, begins, ends, np.maximum(ends, weights))

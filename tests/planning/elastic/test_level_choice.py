@@ -51,7 +51,7 @@ def small_choices(draw):
     choice = replace(
         choice,
         held_bytes=size * held,
-        forward_bytes=size * forward,
+        forward_bytes=size * forward * draw(st.sampled_from([0.2, 1, 4])),
         # A backward forms the operands that its weight half waits with.
         backward_bytes=size * backward + weight_operand_bytes(candidate),
         added=added * random.choice([0.0, 1.0], size=added.shape, p=[0.2, 0.8]),
