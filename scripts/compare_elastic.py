@@ -4,9 +4,11 @@ Samples are drawn from a published distribution of document lengths. *padded*: e
 as the longest of its step. *stream*: rows of a fixed length cut from one stream, documents
 isolated. *fixed*: Seq1F1B with chunks of a fixed number of tokens. *elastic*: packed and cut by the
 planner of steps, the same schedule. *elastic_auto*: the schedule is planned, too, and how many
-stages a rank has. All sides train the same samples with the same engine and weights, on pipeline
-ranks that are processes with one thread each, over gloo; steps alternate, so that noise of the
-machine falls on all. The same steps are simulated, also on more ranks than were measured.
+stages a rank has. *recompute_all*, *recompute_uniform*, *checkpointing* and *levels* are given less
+memory than it takes to retain everything, and recompute (``level_sides.py``). All sides train the
+same samples with the same engine and weights, on pipeline ranks that are processes with one thread
+each, over gloo; steps alternate, so that noise of the machine falls on all. The same steps are
+simulated, also on more ranks than were measured.
 
     OMP_NUM_THREADS=1 sppo bench all --output hardware.json
     python scripts/compare_elastic.py --hardware hardware.json --output elastic.json --plots .
@@ -20,13 +22,23 @@ import gc
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_sides import BASELINE, SIDES, Request, SideStep, deviation, figures, side_steps
+from elastic_sides import (
+    BASELINE,
+    BASELINES,
+    PACKED_SIDES,
+    SIDES,
+    Request,
+    SideStep,
+    deviation,
+    figures,
+    side_steps,
+)
 from kernel_seconds import with_kernel_seconds  # beside this file
 from option_types import one_of, output_file, positive, several
 from pipeline_ranks import TIMEOUT, provenance, run_ranks, timed_s  # beside this file
@@ -89,6 +101,7 @@ def main() -> None:
         "tokens": [sum(lengths) for lengths in request.lengths],
         "longest_samples": [max(lengths) for lengths in request.lengths],
         "turns": arguments.turns,
+        "memory_share": request.memory_share,
         "simulated": {ranks: _over_baseline(sides) for ranks, sides in simulated.items()},
         "ranks": arguments.ranks,
         **measured,
@@ -108,7 +121,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first step's lengths")
     parser.add_argument("--steps", type=positive, default=3, help="each of other samples")
     parser.add_argument("--turns", type=positive, default=3, help="measurements of each step")
-    parser.add_argument("--sides", type=several(one_of(*SIDES)), default=list(SIDES[1:]))
+    parser.add_argument("--sides", type=several(one_of(*SIDES)), default=list(PACKED_SIDES[1:]))
     parser.add_argument(
         "--chunk-tokens",
         type=positive,
@@ -116,6 +129,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--row-tokens", type=positive, help="of a row of the stream; default: --longest"
+    )
+    parser.add_argument(
+        "--memory-share",
+        type=float,
+        default=0.5,
+        help="memory of sides that recompute: 0 just lets them recompute, 1 retain everything",
     )
     parser.add_argument("--ranks", type=positive, default=2, help="that measure")
     parser.add_argument(
@@ -162,20 +181,31 @@ def _request(arguments: argparse.Namespace) -> Request:
         arguments.longest,
         arguments.row_tokens or arguments.longest,
         arguments.chunk_tokens,
+        arguments.memory_share,
     )
 
 
 def _over_baseline(sides: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Add how many times the tokens per second of the baseline each side has."""
-    base = sides[BASELINE]["tokens_per_s"] if BASELINE in sides else None
+    baseline = _baseline(sides)
+    base = sides[baseline]["tokens_per_s"] if baseline in sides else None
     return {
-        name: {**side, f"over_{BASELINE}": side["tokens_per_s"] / base if base else None}
+        name: {**side, f"over_{baseline}": side["tokens_per_s"] / base if base else None}
         for name, side in sides.items()
     }
 
 
+def _baseline(sides: Iterable[str]) -> str:
+    """Return the side that others are compared with; the first choice where there is none."""
+    own = set(sides)
+    return next((name for name in BASELINES if name in own), BASELINE)
+
+
 def _print(report: Mapping[str, Any]) -> None:
-    print(f"{'':<24}{'tokens/s':>9} {'of fixed':>9} {'idle':>6} {'deviation of time':>18}, length")
+    baseline = _baseline(report["measured"])
+    compared = f"of {baseline}"
+    header = f"{'':<24}{'tokens/s':>9} {compared:>16} {'idle':>6} {'deviation of time':>18}, length"
+    print(header)
     rows = {
         **{f"simulated, {ranks} ranks": sides for ranks, sides in report["simulated"].items()},
         f"measured, {report['ranks']} ranks": report["measured"],
@@ -183,10 +213,10 @@ def _print(report: Mapping[str, Any]) -> None:
     for label, sides in rows.items():
         print(label)
         for name, side in sides.items():
-            over = side[f"over_{BASELINE}"]
+            over = side[f"over_{baseline}"]
             print(
                 f"  {name:<22}{side['tokens_per_s']:>9.0f} "
-                f"{'' if over is None else f'{over:.3f}x':>9} {side['idle_share']:>6.1%} "
+                f"{'' if over is None else f'{over:.3f}x':>16} {side['idle_share']:>6.1%} "
                 f"{side['time_deviation']:>18.1%}, {side['length_deviation']:.1%}"
             )
     for name, side in report["measured"].items():

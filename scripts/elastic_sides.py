@@ -3,7 +3,7 @@
 Every side is planned by the same code from the same rates. Where nothing else is asked for, a side
 of fixed chunks takes the number of tokens with which its steps are simulated to be fastest. The
 elastic sides may hold no more than the baseline does in the step in which that holds most. All run
-Seq1F1B but the last, whose schedule and stages on a rank are planned, too.
+Seq1F1B but *elastic_auto*, whose schedule and stages on a rank are planned, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from level_sides import RECOMPUTING_BASELINE, RECOMPUTING_SIDES, recomputing_step
 from sample_packings import (  # beside this file
     Packing,
     fixed_chunks,
@@ -24,6 +25,7 @@ from sample_packings import (  # beside this file
     stream,
 )
 
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config import check_run
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.this_machine import divide_cpu
@@ -34,8 +36,11 @@ from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
-SIDES = ("padded", "stream", "fixed", "elastic", "elastic_auto")
+PACKED_SIDES = ("padded", "stream", "fixed", "elastic", "elastic_auto")
+SIDES = (*PACKED_SIDES, *RECOMPUTING_SIDES)
 BASELINE = "fixed"
+BASELINES = (BASELINE, RECOMPUTING_BASELINE)
+"""Sides that others are compared with: the first of these that is there."""
 LEAST_CHUNK = 256
 """Tokens of the smallest fixed chunks that are tried; larger ones double."""
 _ATTEMPTS = 8
@@ -70,6 +75,8 @@ class Request:
         longest: Tokens of the longest sample there may be.
         row_tokens: Tokens of a row of the stream.
         chunk_tokens: Of a subsequence where it is fixed; None leaves it open.
+        memory_share: Of the bytes between recomputing and retaining everything, those that sides
+            which recompute may fill.
     """
 
     model: Mapping[str, int]
@@ -80,6 +87,7 @@ class Request:
     longest: int
     row_tokens: int
     chunk_tokens: int | None
+    memory_share: float
 
 
 def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[str, list[SideStep]]:
@@ -99,7 +107,11 @@ def side_steps(request: Request, *, ranks: int, sides: Sequence[str]) -> dict[st
     }
     limit = max((held_bytes(step.plan) for step in found.get(BASELINE, ())), default=None)
     for side in sides:
-        if side not in packings:
+        if side in RECOMPUTING_SIDES:
+            found[side] = [
+                _recomputing(planner, request, lengths, side=side) for lengths in request.lengths
+            ]
+        elif side not in packings:
             own = planner
             if side == "elastic_auto":
                 own = _planner(request, ranks=ranks, schedule="auto")
@@ -125,6 +137,8 @@ def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> d
             deviation(plan.evaluated.candidate.lengths) for plan in plans
         ),
         "held_bytes": max(map(held_bytes, plans)),
+        "recomputed_share": [_recomputed_share(plan) for plan in plans],
+        "pipelines": [len(plan.evaluated.candidate.pipelines) or 1 for plan in plans],
         "schedules": [plan.evaluated.candidate.schedule for plan in plans],
         "virtual_stages": plans[0].evaluated.candidate.virtual_stages,
         "planning_s": statistics.median(step.planning_s for step in steps),
@@ -164,6 +178,16 @@ def _planner(request: Request, *, ranks: int, schedule: str) -> StepPlanner:
 def held_bytes(plan: StepPlan) -> int:
     """Return what the fullest device holds, but for what its process takes beside tensors."""
     return plan.device_peak_bytes - max(rank.device.growth_bytes for rank in plan.evaluated.memory)
+
+
+def _recomputing(
+    planner: StepPlanner, request: Request, lengths: Sequence[int], *, side: str
+) -> SideStep:
+    """Return a step of a side that recomputes."""
+    begin = time.perf_counter()
+    plan = recomputing_step(planner, lengths, side=side, memory_share=request.memory_share)
+    seconds = time.perf_counter() - begin
+    return SideStep(planned(plan.packed, lengths), plan, seconds)
 
 
 def _elastic(planner: StepPlanner, lengths: Sequence[int], limit: int | None) -> SideStep:
@@ -237,6 +261,14 @@ def _priced(planner: StepPlanner, pack: Callable[[], Packing]) -> SideStep:
     samples = tuple(tuple(piece.sample for piece in pieces) for pieces in packing.pieces)
     plan = StepPlan(PackedSamples(packing.sequences, samples), simulate_candidate(evaluated))
     return SideStep(packing, plan, time.perf_counter() - begin)
+
+
+def _recomputed_share(plan: StepPlan) -> float:
+    """Share of the rows of the attention and linear classes that backward recomputes."""
+    placement = plan.evaluated.placement
+    recomputable = [ATTENTION, LINEAR]
+    rows = len(recomputable) * len(placement.recomputed) * int(placement.tokens.sum())
+    return float(placement.recomputed[:, :, recomputable].sum() / rows)
 
 
 def _time_deviation(plan: StepPlan) -> float:

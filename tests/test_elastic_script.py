@@ -80,8 +80,9 @@ def test_sides_are_planned_for_the_same_tokens(scripts):
     request = sides.Request(
         scripts("compare_elastic").MODEL, "fp32", PRESETS["laptop-cpu"], 1 << 30,
         (LENGTHS, LENGTHS[:3]), longest=1024, row_tokens=1024, chunk_tokens=None,
+        memory_share=0.5,
     )  # fmt: skip
-    found = sides.side_steps(request, ranks=2, sides=sides.SIDES)
+    found = sides.side_steps(request, ranks=2, sides=sides.PACKED_SIDES)
     figures = {name: sides.figures(steps, lengths=request.lengths) for name, steps in found.items()}
     assert tuple(figures) == ("padded", "stream", "fixed", "elastic", "elastic_auto")
     for name, steps in found.items():
@@ -98,6 +99,33 @@ def test_sides_are_planned_for_the_same_tokens(scripts):
     assert asked[0].plan.evaluated.candidate.lengths == (410, 512, 188)
 
 
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_sides_that_recompute_have_the_same_samples_and_memory(scripts, share):
+    sides, recomputing = scripts("elastic_sides"), scripts("level_sides").RECOMPUTING_SIDES
+    lengths = (3000, 40, 700, 1060, 10, 900, 2000)
+    request = sides.Request(
+        scripts("compare_elastic").MODEL, "fp32", PRESETS["laptop-cpu"], 1 << 30,
+        (lengths,), longest=4096, row_tokens=4096, chunk_tokens=None, memory_share=share,
+    )  # fmt: skip
+    found = sides.side_steps(request, ranks=2, sides=tuple(recomputing))
+    plans = {name: steps[0].plan for name, steps in found.items()}
+    budgets = {plan.evaluated.candidate.budget_bytes for plan in plans.values()}
+    assert len(budgets) == 1
+    assert len({plan.packed for plan in plans.values()}) == 1
+    for plan in plans.values():
+        assert plan.device_peak_bytes <= max(budgets)
+        assert not plan.evaluated.placement.offloaded.any()
+    shares = {
+        name: sides.figures(steps, lengths=request.lengths)["recomputed_share"][0]
+        for name, steps in found.items()
+    }
+    assert shares["recompute_all"] == 1.0
+    assert 0 < shares["levels"] < shares["recompute_uniform"] < 1
+    assert shares["checkpointing"] <= shares["recompute_uniform"]
+    assert plans["levels"].step_s < plans["recompute_uniform"].step_s
+    assert plans["recompute_uniform"].step_s < plans["recompute_all"].step_s
+
+
 def test_all_sides_take_turns_and_agree(tmp_path):
     report, script = tmp_path / "report.json", str(ROOT / "scripts/compare_elastic.py")
     subprocess.run(
@@ -109,7 +137,7 @@ def test_all_sides_take_turns_and_agree(tmp_path):
                 "--turns",
                 "1",
                 "--sides",
-                "padded,stream,fixed,elastic,elastic_auto",
+                "padded,stream,fixed,elastic,elastic_auto,recompute_all,levels",
             ),
             *("--output", str(report), "--plots", str(tmp_path)),
         ],

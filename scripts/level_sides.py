@@ -1,0 +1,105 @@
+"""Sides of ``compare_elastic.py`` that recompute: the same samples, packed alike, in little memory.
+
+A device of every step has the memory between what it takes to recompute everything and what it
+takes to retain everything, so something must be recomputed. *recompute_all*: everything.
+*recompute_uniform*: of all subsequences on all stages the same number of layers, the least that
+fits. *checkpointing*: InfiniPipe's integer program over numbers of layers. *levels*: the planner's,
+in several pipelines where that is faster. Nothing is offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sppo.cost.candidate import Candidate
+from sppo.planning.elastic.grouping import grouped
+from sppo.planning.elastic.levels import (
+    LEVELS,
+    checkpointing_levels,
+    fastest_levels,
+    place_levels,
+)
+from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.search.simulated_candidate import simulate_candidate
+
+RECOMPUTING_BASELINE = "recompute_all"
+
+
+def recomputing_step(
+    planner: StepPlanner, lengths: Sequence[int], *, side: str, memory_share: float
+) -> StepPlan:
+    """Return a step of a side that recomputes.
+
+    Args:
+        planner: of steps; it packs the samples as if there were room for everything.
+        lengths: tokens of each sample.
+        side: one of `RECOMPUTING_SIDES`.
+        memory_share: of the bytes between recomputing and retaining everything, those there are.
+
+    Raises:
+        MemoryError: nothing fits.
+    """
+    packed = planner.plan(lengths).packed
+    base = _without_tier(planner.base)
+    candidate = _with_memory(base.with_packed(packed.sequences), memory_share)
+    found = RECOMPUTING_SIDES[side](candidate)
+    if found is None:
+        raise MemoryError(f"{side} does not fit: take a larger --memory-share than {memory_share}")
+    return StepPlan(packed, found)
+
+
+def _everything(candidate: Candidate) -> EvaluatedCandidate | None:
+    placed = place_levels(candidate, levels=LEVELS[-1:])
+    return None if placed is None else simulate_candidate(placed)
+
+
+def _uniform(candidate: Candidate) -> EvaluatedCandidate | None:
+    """Return the candidate with the fewest layers of all units recomputed, as many of each."""
+    for level in checkpointing_levels(len(candidate.stages[0])):
+        placed = place_levels(candidate, levels=[level])
+        if placed is not None:
+            return simulate_candidate(placed)
+    return None
+
+
+def _checkpointing(candidate: Candidate) -> EvaluatedCandidate | None:
+    levels = checkpointing_levels(len(candidate.stages[0]))
+    placed = place_levels(candidate, levels=levels, counts_shares=True)
+    return None if placed is None else simulate_candidate(placed)
+
+
+def _levels(candidate: Candidate) -> EvaluatedCandidate | None:
+    alone = fastest_levels(candidate)
+    found = [one for one in (alone, grouped(candidate, alone=alone)) if one is not None]
+    return min(found, key=lambda one: one.step_s, default=None)
+
+
+RECOMPUTING_SIDES: dict[str, Callable[[Candidate], EvaluatedCandidate | None]] = {
+    RECOMPUTING_BASELINE: _everything,
+    "recompute_uniform": _uniform,
+    "checkpointing": _checkpointing,
+    "levels": _levels,
+}
+
+
+def _without_tier(base: Candidate) -> Candidate:
+    """Return a candidate for a machine whose devices have no memory behind them."""
+    hardware = base.workload.hardware
+    node = replace(hardware.node, host_memory_bytes=0, disk_bytes=0)
+    return replace(base, workload=replace(base.workload, hardware=replace(hardware, node=node)))
+
+
+def _with_memory(candidate: Candidate, share: float) -> Candidate:
+    """Return the candidate for devices with a share of the bytes that recomputing saves."""
+    least, most = (
+        assess(replace(candidate, policy=policy)).device_peak_bytes
+        for policy in ("recompute", "retain")
+    )
+    hardware = candidate.workload.hardware
+    device = replace(
+        hardware.device, memory_bytes=round(least + share * (most - least)), reserved_bytes=0
+    )
+    hardware = replace(hardware, device=device)
+    return replace(candidate, workload=replace(candidate.workload, hardware=hardware))
