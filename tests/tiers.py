@@ -799,7 +799,12 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         "test_commands_of_a_page": without(
             "docs/kernels.md: *",
             "docs/results.md: *",
-            "docs/howto/[!p]*",
+            "docs/howto/degrees.md: *",
+            "docs/howto/disk_tier.md: *",
+            "docs/howto/documents.md: *",
+            "docs/howto/measure.md: *",
+            "docs/howto/memory_errors.md: *",
+            "docs/howto/resume.md: *",
             "docs/explanation/*",
             "docs/tutorials/laptop.md: sppo bench*",
             "docs/tutorials/two_ranks.md: sppo train run.yaml train.output=runs/two train.steps*",
