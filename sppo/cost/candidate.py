@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, chain, pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sppo.cost.layer import Workload
 from sppo.cost.packed_sequence import (
     PackedSequence,
@@ -16,6 +19,8 @@ from sppo.cost.packed_sequence import (
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.schedule.generators import LOOPED
 from sppo.schedule.kv_placement import KVPlacement
+
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,15 @@ class Candidate:
     def stages(self) -> tuple[range, ...]:
         """The layers of each stage; stage s is on rank s mod `pipeline_parallel_degree`."""
         return layers_of_stages(self.workload.model.num_layers, num_stages=self.num_stages)
+
+    @property
+    def neighbours(self) -> Counts:
+        """Stages on another rank that each stage receives from or sends to, [stages]."""
+        counts = np.zeros(self.num_stages, dtype=np.int64)
+        if self.pipeline_parallel_degree > 1:
+            counts[:-1] += 1
+            counts[1:] += 1
+        return counts
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the pipeline rank that has a stage."""

@@ -8,6 +8,7 @@ Legend: V vocabulary, E hidden, N query heads, K key/value heads, D head size, F
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 from sppo.config.model import ModelConfig
@@ -33,6 +34,19 @@ def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
     shapes |= _linear("up", f, e, bias=model.mlp_bias)
     shapes |= _linear("down", e, f, bias=model.mlp_bias)
     return shapes
+
+
+@lru_cache(maxsize=64)
+def layer_parameters(model: ModelConfig) -> int:
+    """Trainable scalars of one layer."""
+    return sum(prod(shape) for shape in layer_shapes(model).values())
+
+
+@lru_cache(maxsize=64)
+def outer_parameters(model: ModelConfig) -> tuple[int, int]:
+    """Trainable scalars in front of the layers, and behind them; tied, both have the embedding."""
+    before, behind = (sum(map(prod, shapes.values())) for shapes in outer_parts(model))
+    return before, behind
 
 
 def outer_shapes(model: ModelConfig) -> dict[str, Shape]:

@@ -31,7 +31,7 @@ from sppo.cost.layer import (
     update_seconds,
 )
 from sppo.cost.packed_sequence import PackedSequence, parts_of_packed, parts_of_sequence
-from sppo.cost.parameters import layer_shapes, outer_shapes
+from sppo.cost.parameters import layer_parameters, outer_shapes
 from sppo.cost.pass_parts import PASS_NAMES, LayerSeconds, PassParts
 from sppo.cost.sharding.collectives import shard_seconds
 from sppo.cost.sharding.part_seconds import (
@@ -281,7 +281,7 @@ def copy_engines(candidate: Candidate) -> CopyEngines:
 def stage_parameters(candidate: Candidate) -> Table:
     """Parameters of each stage: its layers, the embedding on the first, the head on the last."""
     model, stages = candidate.workload.model, candidate.stages
-    layer = sum(prod(shape) for shape in layer_shapes(model).values())
+    layer = layer_parameters(model)
     counts = np.array([float(layer * len(layers)) for layers in stages])
     for name, shape in outer_shapes(model).items():
         counts[0 if name.startswith(("embed.", "positions.")) else -1] += prod(shape)
@@ -298,7 +298,7 @@ def _streamed_parameters(candidate: Candidate) -> Table:
     to a borrower group, which puts it together over its fast links.
     """
     workload = candidate.workload
-    layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
+    layer = layer_parameters(workload.model)
     counts = np.array([float(layer * len(layers)) for layers in candidate.stages])
     return counts / workload.sequence_parallel_degree
 
@@ -369,9 +369,10 @@ def _parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
     workload, everything = candidate.workload, stage_parameters(candidate)
     layers = np.array([float(len(stage)) for stage in candidate.stages])
     found = {copies: layers * held for copies, held in layer_by_copies(workload).items()}
-    layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
-    for stage, outer in enumerate((everything - layers * layer).tolist()):
-        for copies, held in outer_by_copies(workload, outer).items():
+    layer = layer_parameters(workload.model)
+    outer = everything - layers * layer
+    for stage in np.flatnonzero(outer).tolist():
+        for copies, held in outer_by_copies(workload, float(outer[stage])).items():
             found.setdefault(copies, np.zeros(len(layers)))[stage] += held
     return found
 
@@ -394,12 +395,12 @@ def message_seconds(candidate: Candidate) -> Table:
 
     A stage receives from one neighbour and sends to the other; the first and the last have one.
     """
-    network, num_stages = candidate.workload.hardware.network, len(candidate.stages)
-    ends = np.zeros((num_stages, 1))
-    if candidate.pipeline_parallel_degree > 1:
-        ends[:-1] += 1
-        ends[1:] += 1
-    seconds: Table = ends * message_bytes(candidate) * network.message_compute_s_per_byte
+    network = candidate.workload.hardware.network
+    seconds: Table = (
+        candidate.neighbours[:, None]
+        * message_bytes(candidate)
+        * network.message_compute_s_per_byte
+    )
     return seconds
 
 

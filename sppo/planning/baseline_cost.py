@@ -15,7 +15,6 @@ tiles), so these are the best that each way can reach, not what a given release 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from sppo.cost.memory.stage_memory import StageMemory, state_memory
 from sppo.cost.memory.unit_messages import exchanged_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.parameters import layer_shapes, num_parameters
+from sppo.cost.parameters import layer_parameters, num_parameters
 from sppo.cost.stage_cost import stage_costs, stage_seconds
 from sppo.cost.state_tiers import StateTiers
 from sppo.cost.step_time import step_time
@@ -234,7 +233,7 @@ def _with_state_on_host(stage: StageMemory, candidate: Candidate) -> StageMemory
     These are two layers, one in use and one that comes or goes, and the embedding or the head.
     """
     model = candidate.workload.model
-    layer = sum(prod(shape) for shape in layer_shapes(model).values())
+    layer = layer_parameters(model)
     held = 2 * layer + model.vocab_size * model.hidden_size
     weights = min(stage.device.weights_bytes, held * candidate.workload.element_bytes)
     gradients = min(stage.device.gradients_bytes, held * ACCUMULATION_BYTES)

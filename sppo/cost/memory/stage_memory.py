@@ -7,7 +7,7 @@ heads, D head size, V vocabulary, g sequence-parallel degree.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
 from sppo.cost.memory.units_in_flight import KVTokens, UnitsInFlight
-from sppo.cost.parameters import layer_shapes, num_parameters
+from sppo.cost.parameters import layer_parameters, num_parameters
 from sppo.cost.sharding.parts import ShardedParts, outer_by_copies, rank_parts
 from sppo.cost.stage_cost import (
     device_parameters,
@@ -124,60 +124,111 @@ class StageMemory:
         return self.tier_activations_bytes + self.tier_state_bytes
 
 
+class _RankFigures(NamedTuple):
+    """What memory of a rank follows from, beside what all ranks have alike.
+
+    Attributes:
+        parameters: That a device computes with.
+        updated: That a device updates.
+        weights: Elements held all the time.
+        gradients: The same of gradients.
+        kv_bytes: Most K and V.
+        kv_gradients_bytes: Their gradients.
+        sent_bytes: Most of messages.
+        num_layers: Of all its stages.
+        is_first: Whether it has the first stage.
+        is_last: Whether it has the last one.
+    """
+
+    parameters: float
+    updated: float
+    weights: float
+    gradients: float
+    kv_bytes: float
+    kv_gradients_bytes: float
+    sent_bytes: int
+    num_layers: int
+    is_first: bool
+    is_last: bool
+
+
 def state_memory(candidate: Candidate, *, units: UnitsInFlight) -> tuple[StageMemory, ...]:
     """Memory of each rank without any saved activation, whatever will be recomputed."""
-    workload = candidate.workload
     parameters, updated = (
-        of_ranks(candidate, of_stages(candidate))
+        of_ranks(candidate, of_stages(candidate)).tolist()
         for of_stages in (device_parameters, updated_parameters)
     )
-    tiers, element = candidate.state, workload.element_bytes
-    held_weights, held_gradients = _held_elements(candidate)
-    masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
-    kv, kv_gradients = _kv_bytes(candidate, units=units)
+    sent = np.rint(most_of_ranks(candidate, sent_bytes(candidate).most)).astype(np.int64)
+    kv = (table.tolist() for table in _kv_bytes(candidate, units=units))
+    held, layers = _held_elements(candidate), candidate.layers_of_ranks
+    last = candidate.rank_of_stage(candidate.num_stages - 1)
+    is_first, is_last = ([rank == end for rank in range(len(layers))] for end in (0, last))
+    columns = (parameters, updated, *held, *kv, sent.tolist(), layers, is_first, is_last)
     layer = _most_working_bytes(candidate)
-    loss = loss_bytes(candidate.workload, tokens=max(candidate.lengths))
-    heap_share = workload.hardware.device.heap_share
-    sent = np.rint(most_of_ranks(candidate, sent_bytes(candidate).most)).astype(np.int64).tolist()
+    working_bytes = {
+        False: layer,
+        True: max(layer, loss_bytes(candidate.workload, tokens=max(candidate.lengths))),
+    }
+    alike: dict[_RankFigures, StageMemory] = {}  # most ranks of many are
     ranks = []
-    for rank, (count, own) in enumerate(zip(parameters.tolist(), updated.tolist(), strict=True)):
-        is_last = rank == candidate.rank_of_stage(candidate.num_stages - 1)
-        working = max(layer, loss) if is_last else layer
-        optimizer = int((own if candidate.zero else count) * (2 * ACCUMULATION_BYTES + masters))
-        saved = int((own if candidate.zero else count) * 3 * ACCUMULATION_BYTES)
-        update_room = _update_room_bytes(candidate, parameters=own if candidate.zero else count)
-        parts = rank_parts(candidate, rank=rank)
-        kept_weights = (own if candidate.zero >= 3 else count) * element
-        kept_gradients = (own if candidate.zero >= 2 else count) * ACCUMULATION_BYTES
-        weights = held_weights[rank] + parts.room_elements * (candidate.zero >= 3)
-        gradients = held_gradients[rank] + parts.room_elements * (candidate.zero >= 2)
-        buckets = MemoryBuckets(
-            weights_bytes=int(weights * element),
-            gradients_bytes=int(gradients * ACCUMULATION_BYTES),
-            optimizer_bytes=update_room if tiers.offloads_optimizer else optimizer,
-            kv_bytes=int(kv[rank]),
-            kv_gradients_bytes=int(kv_gradients[rank]),
-            activations_bytes=0,
-            copies_bytes=0,
-            loss_gradient_bytes=_loss_gradient_bytes(candidate, units) if is_last else 0,
-            working_bytes=working,
-            heap_bytes=round(working * heap_share),
-            communication_bytes=sent[rank] + _collective_bytes(candidate, parts, parameters=count),
-            growth_bytes=process_growth_bytes(
+    for rank, figures in enumerate(zip(*columns, strict=True)):
+        own = _RankFigures(*figures)
+        if own not in alike:
+            alike[own] = _rank_memory(
                 candidate,
-                background_save_bytes=saved if candidate.background_saves else 0,
-            ),
-        )
-        ranks.append(
-            StageMemory(
-                buckets,
-                0,
-                saved * tiers.offloads_optimizer,
-                int(kept_weights) * tiers.streams_weights,
-                int(kept_gradients) * tiers.streams_gradients,
+                own,
+                parts=rank_parts(candidate, rank=rank),
+                working_bytes=working_bytes[own.is_last],
+                loss_gradient_bytes=_loss_gradient_bytes(candidate, units) if own.is_last else 0,
             )
-        )
+        ranks.append(alike[own])
     return tuple(ranks)
+
+
+def _rank_memory(
+    candidate: Candidate,
+    own: _RankFigures,
+    *,
+    parts: ShardedParts,
+    working_bytes: int,
+    loss_gradient_bytes: int,
+) -> StageMemory:
+    """Memory of one rank without any saved activation."""
+    tiers, element = candidate.state, candidate.workload.element_bytes
+    masters = ACCUMULATION_BYTES if element < ACCUMULATION_BYTES else 0
+    stepped = own.updated if candidate.zero else own.parameters
+    optimizer = int(stepped * (2 * ACCUMULATION_BYTES + masters))
+    saved = int(stepped * 3 * ACCUMULATION_BYTES)
+    kept_weights = (own.updated if candidate.zero >= 3 else own.parameters) * element
+    kept_gradients = (own.updated if candidate.zero >= 2 else own.parameters) * ACCUMULATION_BYTES
+    weights = own.weights + parts.room_elements * (candidate.zero >= 3)
+    gradients = own.gradients + parts.room_elements * (candidate.zero >= 2)
+    collective = _collective_bytes(candidate, parts, parameters=own.parameters)
+    buckets = MemoryBuckets(
+        weights_bytes=int(weights * element),
+        gradients_bytes=int(gradients * ACCUMULATION_BYTES),
+        optimizer_bytes=_update_room_bytes(candidate, parameters=stepped)
+        if tiers.offloads_optimizer
+        else optimizer,
+        kv_bytes=int(own.kv_bytes),
+        kv_gradients_bytes=int(own.kv_gradients_bytes),
+        activations_bytes=0,
+        copies_bytes=0,
+        loss_gradient_bytes=loss_gradient_bytes,
+        working_bytes=working_bytes,
+        heap_bytes=round(working_bytes * candidate.workload.hardware.device.heap_share),
+        communication_bytes=own.sent_bytes + collective,
+        growth_bytes=process_growth_bytes(
+            candidate, background_save_bytes=saved if candidate.background_saves else 0
+        ),
+    )
+    return StageMemory(
+        buckets,
+        0,
+        saved * tiers.offloads_optimizer,
+        int(kept_weights) * tiers.streams_weights,
+        int(kept_gradients) * tiers.streams_gradients,
+    )
 
 
 def _update_room_bytes(candidate: Candidate, *, parameters: float) -> int:
@@ -354,7 +405,7 @@ def _longest(candidate: Candidate) -> int:
 def two_layers_bytes(candidate: Candidate) -> int:
     """Weights of two layers, as far as a device computes with them."""
     workload = candidate.workload
-    layer = sum(prod(shape) for shape in layer_shapes(workload.model).values())
+    layer = layer_parameters(workload.model)
     shared = workload.sequence_parallel == "megatron"
     degree = workload.sequence_parallel_degree if shared else 1
     return 2 * layer * workload.element_bytes // degree

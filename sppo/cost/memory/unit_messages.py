@@ -15,12 +15,12 @@ def sent_bytes(candidate: Candidate) -> Running:
 
     With it what waits on the rank of a unit for another of its stages.
     """
-    workload, last = candidate.workload, candidate.num_stages - 1
+    workload = candidate.workload
     lengths = np.array(candidate.lengths, dtype=np.float64)
-    crosses_ranks = candidate.pipeline_parallel_degree > 1
-    neighbours = np.array([[(stage > 0) + (stage < last)] for stage in range(last + 1)])
     row_bytes = 2 * workload.model.hidden_size * workload.element_bytes  # one message each way
-    sent = crosses_ranks * neighbours * (lengths // workload.sequence_parallel_degree * row_bytes)
+    sent = candidate.neighbours[:, None] * (
+        lengths // workload.sequence_parallel_degree * row_bytes
+    )
     sent = sent + exchanged_bytes(candidate, lengths)
     running = Running(sent, sent)
     return running if candidate.virtual_stages == 1 else running + waiting_bytes(candidate)

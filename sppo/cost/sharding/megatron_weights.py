@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 
 from sppo.config.model import ModelConfig
@@ -36,6 +37,7 @@ def held_elements(name: str, shape: Shape, model: ModelConfig, *, degree: int) -
     return prod(shape) * copies_of(name, model, degree=degree) / degree
 
 
+@lru_cache(maxsize=256)
 def layer_elements(model: ModelConfig, *, degree: int) -> Mapping[int, float]:
     """Elements of one layer on one device, by the devices that hold the same."""
     found: dict[int, float] = {}

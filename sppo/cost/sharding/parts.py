@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
-from sppo.cost.parameters import layer_shapes, outer_parts
+from sppo.cost.parameters import layer_parameters, outer_parameters
 from sppo.cost.sharding.megatron_weights import layer_elements
 
 ElementsByCopies = Mapping[int, float]
@@ -56,9 +55,7 @@ def sharded_parts(candidate: Candidate, *, stage: int) -> ShardedParts:
     if candidate.zero < 2:
         return ShardedParts(len(candidate.stages[stage]), {}, {}, {})
     workload = candidate.workload
-    before, behind = (
-        sum(prod(shape) for shape in shapes.values()) for shapes in outer_parts(workload.model)
-    )
+    before, behind = outer_parameters(workload.model)
     return ShardedParts(
         len(candidate.stages[stage]),
         _sharded(layer_by_copies(workload), candidate),
@@ -71,11 +68,12 @@ def sharded_parts(candidate: Candidate, *, stage: int) -> ShardedParts:
 
 def rank_parts(candidate: Candidate, *, rank: int) -> ShardedParts:
     """Return the parts of all stages of a pipeline rank, which use the same room in turn."""
-    stages = [sharded_parts(candidate, stage=stage) for stage in candidate.stages_of_rank(rank)]
-    first, last = stages[0], stages[-1]
-    return ShardedParts(
-        sum(stage.num_layers for stage in stages), first.layer, first.before, last.behind
-    )
+    stages = candidate.stages_of_rank(rank)
+    first = last = sharded_parts(candidate, stage=stages[0])
+    if len(stages) > 1:
+        last = sharded_parts(candidate, stage=stages[-1])
+    num_layers = sum(len(candidate.stages[stage]) for stage in stages)
+    return ShardedParts(num_layers, first.layer, first.before, last.behind)
 
 
 def layer_by_copies(workload: Workload) -> ElementsByCopies:
@@ -83,7 +81,7 @@ def layer_by_copies(workload: Workload) -> ElementsByCopies:
     degree = workload.sequence_parallel_degree
     if workload.sequence_parallel == "megatron" and degree > 1:
         return layer_elements(workload.model, degree=degree)
-    return {degree: float(sum(prod(shape) for shape in layer_shapes(workload.model).values()))}
+    return {degree: float(layer_parameters(workload.model))}
 
 
 def outer_by_copies(workload: Workload, elements: float) -> ElementsByCopies:
