@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -90,7 +91,11 @@ class CheckpointError(OSError):
 
 
 def run_metadata(
-    config: RunConfig, *, sequences_consumed: int, tokens_sha256: str | None = None
+    config: RunConfig,
+    *,
+    sequences_consumed: int,
+    tokens_sha256: str | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What a checkpoint says about its run: all that is needed to go on, besides the tensors.
 
@@ -99,8 +104,10 @@ def run_metadata(
         sequences_consumed: the position in the data, the only state of its order: sequences, or
             samples of a run of samples.
         tokens_sha256: of the token data, so that a run goes on with the same one.
+        more: that steps go on from, as plain values.
     """
     return {
+        **more,
         "sequences_consumed": sequences_consumed,
         "tokens_sha256": tokens_sha256,
         "sppo_version": __version__,

@@ -96,6 +96,7 @@ EXAMPLES: Mapping[str, str] = {
     "train.tensorboard": "true",
     "planning.ahead": "false",
     "planning.limit_s": "60",
+    "planning.corrected": "true",
     "checkpoint.every": "50",
     "checkpoint.at_end": "false",
     "checkpoint.keep": "2",

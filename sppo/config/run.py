@@ -227,6 +227,10 @@ class PlanningConfig(Section):
     limit_s: float = Field(default=30, gt=0, le=LONGEST_TIMEOUT_S)
     """Seconds a step waits for a plan that was begun ahead, at most half of ``parallel.timeout_s``;
     then a smaller search plans it, and a line says so."""
+    corrected: bool = False
+    """Whether steps are planned with seconds of compute corrected by what earlier steps took, as
+    predictions of steps always are. Such plans depend on the clock, so that losses of a run that is
+    repeated, or goes on from a checkpoint, agree up to rounding and no longer to the last bit."""
 
 
 class CheckpointConfig(Section):

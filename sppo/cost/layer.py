@@ -23,6 +23,7 @@ import numpy as np
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensors_of
 from sppo.config.model import ModelConfig
+from sppo.cost.correction import UNCORRECTED, CostCorrection
 from sppo.cost.elementwise import (
     Work,
     backward_work,
@@ -85,6 +86,7 @@ class Workload:
         sequence_parallel: How a layer is sharded over the group.
         vocabulary_sharded: Whether a Megatron group shards embedding and head as well. Megatron
             itself does; here each device has them whole.
+        correction: Of the seconds of compute, by what steps of a run took.
     """
 
     model: ModelConfig
@@ -93,6 +95,7 @@ class Workload:
     sequence_parallel_degree: int = 1
     sequence_parallel: Mechanism = "ulysses"
     vocabulary_sharded: bool = False
+    correction: CostCorrection = UNCORRECTED
 
     @property
     def element_bytes(self) -> int:
@@ -131,13 +134,13 @@ def layer_parts(workload: Workload, parts: SampleParts, *, window: int | None) -
     matrices = [shape for shape in shapes.values() if len(shape) == 2]
     recomputed = [shapes[f"{name}.weight"] for name in recomputed_linear_names(model)]
     attention, attention_backward = map(
-        parts.by_subsequence, attention_seconds(workload, parts, window=window)
+        parts.by_subsequence, _attention_seconds(workload, parts, window=window)
     )
     exchange = exchange_seconds(workload, tokens=tokens)
     times = _EXCHANGES[workload.sequence_parallel]
     saving = {index: _saving_seconds(workload, index, tokens=tokens) for index in _CLASSES}
     backward_elementwise = backward_work(model, element_bytes=workload.element_bytes)
-    return LayerParts(
+    found = LayerParts(
         forward=pass_parts(
             tokens,
             products=_product_seconds(workload, matrices, tokens=tokens, product="forward"),
@@ -174,6 +177,7 @@ def layer_parts(workload: Workload, parts: SampleParts, *, window: int | None) -
             exchange=exchange * times.attention_recompute,
         ),
     )
+    return found.corrected(workload.correction)
 
 
 def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
@@ -192,7 +196,7 @@ def kv_seconds(workload: Workload, *, tokens: Floats) -> Table:
         + _elementwise_seconds(workload, kv_work(model), tokens=tokens)
         + exchange_seconds(workload, tokens=tokens) * share
     )
-    return seconds
+    return seconds * workload.correction.backward
 
 
 def head_parts(workload: Workload, *, tokens: Floats) -> PassParts:
@@ -223,12 +227,13 @@ def head_parts(workload: Workload, *, tokens: Floats) -> PassParts:
     )
     norms = [Work(model.norm, model.hidden_size), Work(f"{model.norm}_backward", model.hidden_size)]
     tiles = here / tile
-    return pass_parts(
+    found = pass_parts(
         tokens,
         products=products * tiles,
         elementwise=loss * tiles + _elementwise_seconds(workload, norms, tokens=tokens),
         gradient_sums=_gradient_sum_seconds(workload, [shape]) * tiles,
     )
+    return found.times(workload.correction.forward)
 
 
 def update_seconds(workload: Workload, *, parameters: Floats, shards: int) -> Table:
@@ -274,6 +279,14 @@ def attention_seconds(
     workload: Workload, parts: SampleParts, *, window: int | None
 ) -> tuple[Table, Table]:
     """Return the seconds of attention forward and backward on one device of the group, [parts]."""
+    forward, backward = _attention_seconds(workload, parts, window=window)
+    return forward * workload.correction.forward, backward * workload.correction.backward
+
+
+def _attention_seconds(
+    workload: Workload, parts: SampleParts, *, window: int | None
+) -> tuple[Table, Table]:
+    """Return what :func:`attention_seconds` does, uncorrected."""
     model, device = workload.model, workload.hardware.device
     degree, begins, ends = workload.sequence_parallel_degree, parts.begins, parts.ends
     pairs = causal_pairs(begins.astype(np.int64), ends.astype(np.int64), window=window)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from sppo.cost.correction import UNCORRECTED, CostCorrection
 from sppo.schedule.costs import Table
 
 
@@ -45,6 +46,10 @@ class PassParts:
     def times(self, factor: Table | float) -> PassParts:
         """Every part multiplied by `factor`."""
         return PassParts(*(getattr(self, name) * factor for name in PART_NAMES))
+
+    def with_launches(self, seconds: float) -> PassParts:
+        """Add fixed costs."""
+        return replace(self, launches=self.launches + seconds)
 
 
 PART_NAMES = tuple(field.name for field in fields(PassParts))
@@ -94,6 +99,19 @@ class LayerParts:
     weight: PassParts
     linear_recompute: PassParts
     attention_recompute: PassParts
+
+    def corrected(self, correction: CostCorrection) -> LayerParts:
+        """Every pass as corrected for its kind; launches count with forward and backward."""
+        if correction == UNCORRECTED:
+            return self
+        backward = {
+            name: getattr(self, name).times(correction.backward)
+            for name in PASS_NAMES
+            if name != "forward"
+        }
+        backward["backward"] = backward["backward"].with_launches(correction.backward_launch_s)
+        forward = self.forward.times(correction.forward)
+        return LayerParts(forward.with_launches(correction.forward_launch_s), **backward)
 
     @property
     def seconds(self) -> LayerSeconds:

@@ -91,13 +91,14 @@ def _cut(run: RunConfig, preflight: Preflight) -> tuple[str, ...]:
         )
         if preflight.next_step is None:  # all steps are done
             return (packed,)
-        number, step = preflight.next_step.number, preflight.next_step.plan
+        number, planned = preflight.next_step.number, preflight.next_step.planned
+        step = planned.plan
         return (
             packed,
             f"step      number {number}: {format_count(step.num_samples)} samples, "
             f"{format_count(step.tokens)} tokens in {step.num_split} split, "
             f"{step.num_batched} batched and {step.num_hybrid} hybrid subsequences; predicted "
-            f"{format_duration(step.step_s)}, {step.bubble_fraction:.1%} idle",
+            f"{format_duration(planned.prediction.step_s)}, {step.bubble_fraction:.1%} idle",
         )
     if len(lengths) == 1:
         return (f"cut       nowhere: one subsequence of {lengths[0]} tokens",)

@@ -43,7 +43,8 @@ class StepMetrics:
     step_s: float
     """Wall time of the step, on the rank that took longest."""
     predicted_step_s: float | None = None
-    """Step time that the plan predicts; None where it predicts none."""
+    """Step time that the plan predicts, of samples corrected by what earlier steps took; None where
+    it predicts none."""
     tokens_per_s: float
     """Tokens of the step over its wall time."""
     mfu: float | None = None
@@ -84,6 +85,24 @@ class StepMetrics:
     """Of the program that the first replica ran."""
     planning_wait_s: float | None = None
     """Time the step waited for its plan, on the rank that waited longest."""
+    uncorrected_step_s: float | None = None
+    """Step time as the cost model says; ``predicted_step_s`` is corrected by earlier steps."""
+    correction_steps: int | None = None
+    """Earlier steps that the correction rests on, at most seven; 0 corrects nothing."""
+    forward_correction: float | None = None
+    """Factor of the predicted time of forwards: median of what those steps measured."""
+    backward_correction: float | None = None
+    """Factor of the predicted time of backwards."""
+    forward_launch_s: float | None = None
+    """Time added to the forward of each subsequence in each layer, for launching its kernels."""
+    backward_launch_s: float | None = None
+    """Time added to the backward of each subsequence in each layer."""
+    waiting_correction: float | None = None
+    """Factor of the time from first action to last, beyond what compute explains."""
+    predicted_rest_s: float | None = None
+    """Predicted time outside of the program: reading data, adding up gradients, the update."""
+    prediction_error: float | None = None
+    """Predicted over measured step time, less 1."""
     skipped: bool = False
     """The update was left out: loss or gradients were not finite, or no label counts."""
 

@@ -36,6 +36,12 @@ SUMMARY_FIELDS: Mapping[str, str] = {
     "offloaded_bytes_per_step": "Median over the steps of what was sent to another tier.",
     "exposed_copy_s": "Median over the steps of the time that compute waited for copies.",
     "step_s": "Median step time, predicted and measured.",
+    "prediction_error": "How far predictions of steps of samples were off; null where none was "
+    "corrected by earlier steps.",
+    "prediction_error.steps": "Steps that were corrected.",
+    "prediction_error.corrected": "Median over these of the absolute error, as a fraction of the "
+    "measured time.",
+    "prediction_error.uncorrected": "The same without correction.",
     "phases_s": "Median time of forward, backward, and data and update, predicted and measured.",
     "memory_bytes": "Peak of every memory bucket, predicted and measured; `all` is the process, or "
     "the device, beyond what it held before the run.",
@@ -107,9 +113,31 @@ def run_summary(
         "offloaded_bytes_per_step": _median(m.offloaded_bytes for m in steps),
         "exposed_copy_s": _median(m.exposed_copy_s for m in steps),
         "step_s": _labelled(step_s),
+        "prediction_error": _prediction_error(steps),
         "phases_s": {phase: _labelled(pair) for phase, pair in phases_s.items()},
         "memory_bytes": {bucket: _labelled(pair) for bucket, pair in memory_bytes.items()},
     }
+
+
+def _prediction_error(steps: Sequence[StepMetrics]) -> dict[str, Any] | None:
+    """Return by how much predictions of steps were off; None without any corrected one.
+
+    Median absolute errors relative to the measured time, over the steps whose prediction was
+    corrected by what earlier ones took, and what the error of these was before.
+    """
+    corrected = [m for m in steps if m.correction_steps]
+    if not corrected:
+        return None
+    return {
+        "steps": len(corrected),
+        "corrected": _median(_error(m.predicted_step_s, m.step_s) for m in corrected),
+        "uncorrected": _median(_error(m.uncorrected_step_s, m.step_s) for m in corrected),
+    }
+
+
+def _error(predicted_s: float | None, measured_s: float) -> float:
+    """Return the absolute error of a prediction relative to the measured time; NaN without one."""
+    return math.nan if predicted_s is None else abs(predicted_s / measured_s - 1)
 
 
 def write_summary(summary: Mapping[str, Any], path: Path) -> None:
@@ -165,6 +193,11 @@ def _facts(summary: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         nothing = key == "host_peak_bytes" and summary[key] == 0  # a CPU has no host beside it
         if summary[key] is not None and not nothing:
             yield label, show(summary[key])
+    error = summary.get("prediction_error")
+    if error is not None and error["corrected"] is not None:
+        before = _percent(error["uncorrected"])
+        of = f"{error['steps']} steps, {before} before correction"
+        yield "error of predicted steps (median)", f"{_percent(error['corrected'])} ({of})"
     if summary["offloaded_bytes_per_step"]:
         yield "offloaded per step", format_bytes(int(summary["offloaded_bytes_per_step"]))
 

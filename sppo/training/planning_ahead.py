@@ -1,20 +1,25 @@
 """Plans of the steps of a run of samples, each made while the step before runs.
 
-Another process makes them, which knows nothing but the planner and lengths of samples: they are
-what this process would plan itself. It does, when a step begins, wherever a plan is not there.
+Another process makes them, which knows nothing but the planner and the request: they are what this
+process would plan itself. It does, when a step begins, wherever a plan is not there.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
 from sppo.parallel.worker_process import WorkerLostError, WorkerProcess
-from sppo.planning.elastic.replica_plan import ReplicaPlan, plan_pickled, plan_replica
+from sppo.planning.elastic.replica_plan import (
+    ReplicaPlan,
+    StepRequest,
+    plan_pickled,
+    plan_replica,
+)
 from sppo.planning.elastic.step_plan import StepPlanner
 
 _PROCESSES = 2
@@ -66,23 +71,24 @@ class StepPlans:
         self._ahead = ahead
         self._worker = WorkerProcess() if ahead else None
         self._failures = 0
-        self._begun: tuple[tuple[int, ...], Future[ReplicaPlan]] | None = None
+        self._begun: tuple[StepRequest, Future[ReplicaPlan]] | None = None
         self._note = ""
         """What went wrong since the last plan was taken."""
 
-    def begin(self, lengths: Sequence[int]) -> None:
-        """Have the other process plan a step of samples of these lengths."""
+    def begin(self, request: StepRequest) -> None:
+        """Have the other process plan a step."""
         if self._worker is None:
             return
-        wanted = tuple(lengths)
         try:
-            future = self._worker.submit(plan_pickled, self._pickled, wanted, replica=self._replica)
-            self._begun = wanted, future
+            future = self._worker.submit(
+                plan_pickled, self._pickled, request, replica=self._replica
+            )
+            self._begun = request, future
         except WorkerLostError as error:
             self._note = self._failed(str(error))
 
-    def take(self, lengths: Sequence[int]) -> TakenPlan:
-        """Return the plan of a step of samples of these lengths, the same as without a process.
+    def take(self, request: StepRequest) -> TakenPlan:
+        """Return the plan of a step, the same as without a process.
 
         Where that is too slow on any rank, all ranks plan by a smaller search instead.
 
@@ -92,7 +98,7 @@ class StepPlans:
         start = time.perf_counter()
         found, late, waited = None, False, True
         try:
-            found, waited = self._found(tuple(lengths))
+            found, waited = self._found(request)
         except TimeoutError:
             late = True
             self._note = (
@@ -101,7 +107,7 @@ class StepPlans:
             )
         except _NotThereError as why:
             self._note = self._note or str(why)
-        plan = partial(plan_replica, lengths=lengths, replica=self._replica)
+        plan = partial(plan_replica, request=request, replica=self._replica)
         if late:
             self._stop()
         if self._ahead and self._any_rank(late):
@@ -116,7 +122,7 @@ class StepPlans:
         self._stop()
         self._worker = None
 
-    def _found(self, lengths: tuple[int, ...]) -> tuple[ReplicaPlan, bool]:
+    def _found(self, request: StepRequest) -> tuple[ReplicaPlan, bool]:
         """Return the plan that was begun, and whether it had to be waited for.
 
         Raises:
@@ -124,7 +130,7 @@ class StepPlans:
             _NotThereError: there is none.
         """
         begun, self._begun = self._begun, None
-        if begun is None or begun[0] != lengths:
+        if begun is None or begun[0] != request:
             raise _NotThereError
         assert self._worker is not None, "what was begun has a process"
         future = begun[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,14 +30,15 @@ from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk import DiskRoom, is_memory, usable_directory
 from sppo.parallel.stream_budget import StreamUse, check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.elastic.replica_plan import plan_replica
+from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_replica
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
-from sppo.planning.elastic.step_plan import StepPlan, step_planner
+from sppo.planning.elastic.step_plan import step_planner
 from sppo.planning.plan import ExecutionPlan, check_plan_fits, read_plan
 from sppo.planning.plan_program import check_program, plan_candidate, plan_program
 from sppo.planning.run_plan import offload_less, plan_run
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import find_msp_groups
+from sppo.training.corrections import saved_history
 from sppo.training.cpu_device import CpuDevice
 from sppo.training.device import Device, Kind
 from sppo.training.input_checks import check_inputs
@@ -54,11 +55,11 @@ class NextStep:
 
     Attributes:
         number: Counted from 1.
-        plan: Of the first replica.
+        planned: Of the first replica.
     """
 
     number: int
-    plan: StepPlan
+    planned: ReplicaPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def _planned(
 
 def _next_steps(run: RunConfig, training: DocumentSamples) -> Iterator[tuple[int, ...]]:
     """Yield the tokens of each sample of the first steps from where a run goes on."""
-    _, consumed = _done_before(run)
+    consumed = int(_newest_metadata(run)["sequences_consumed"])
     for _ in range(STEPS):
         samples = training.step_samples(consumed)
         consumed += len(samples)
@@ -164,21 +165,27 @@ def _next_step(
     """
     if not isinstance(training, DocumentSamples):
         return None
-    done, consumed = _done_before(run)
+    metadata = _newest_metadata(run)
+    done, consumed = int(metadata["step"]), int(metadata["sequences_consumed"])
     if done >= run.train.steps:
         return None
-    lengths = training.lengths(training.step_samples(consumed))
+    request = StepRequest(
+        training.lengths(training.step_samples(consumed)),
+        saved_history(metadata, plan=plan).previous,
+        corrects_plan=run.planning.corrected,
+    )
     planner = step_planner(plan, background_saves=run.checkpoint.async_save)
-    return NextStep(done + 1, plan_replica(planner, lengths, replica=0).plan)
+    return NextStep(done + 1, plan_replica(planner, request, replica=0))
 
 
-def _done_before(run: RunConfig) -> tuple[int, int]:
-    """Return the steps of the newest checkpoint, and the samples that they consumed."""
+def _newest_metadata(run: RunConfig) -> Mapping[str, Any]:
+    """Return that of the newest checkpoint; without one that of a run that begins."""
     for _, path in list_checkpoints(Path(run.train.output) / CHECKPOINTS_DIRECTORY):
         with suppress(OSError, ValueError, KeyError, TypeError):
             metadata = read_json(path / METADATA_FILE)
-            return int(metadata["step"]), int(metadata["sequences_consumed"])
-    return 0, 0
+            if type(metadata["step"]) is type(metadata["sequences_consumed"]) is int:
+                return dict(metadata)
+    return {"step": 0, "sequences_consumed": 0}
 
 
 def _check_labels(training: TrainingData | DocumentSamples, *, steps: int) -> None:

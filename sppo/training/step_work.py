@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,13 +23,18 @@ from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.mesh import Mesh
 from sppo.planning.elastic.packing import PADDING
+from sppo.planning.elastic.replica_plan import StepRequest
+from sppo.planning.elastic.step_correction import CorrectionHistory, StepCorrection
 from sppo.planning.elastic.step_plan import StepPlan, step_planner
+from sppo.planning.elastic.step_prediction import StepPrediction
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
 from sppo.schedule.simulate import simulate
 from sppo.schedule.timeline import Timeline
+from sppo.training.corrections import Corrections, saved_history
 from sppo.training.planning_ahead import StepPlans
 from sppo.training.ranks import Ranks
+from sppo.training.step import DoneStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class StepWork:
         planned: What was planned for this step alone; None where all steps are alike.
         planning_wait_s: Seconds that it waited for its plan.
         planning_note: What is to be told of how it was planned; "" where nothing went wrong.
+        prediction: What its step takes, corrected by earlier steps; None without samples.
         division_digest: Of the samples of all replicas; "" without samples.
     """
 
@@ -73,6 +79,7 @@ class StepWork:
     planned: StepPlan | None = None
     planning_wait_s: float = 0.0
     planning_note: str = ""
+    prediction: StepPrediction | None = None
     division_digest: str = ""
 
     @property
@@ -101,6 +108,14 @@ class StepSource(Protocol):
 
     def planned_timeline(self, last: StepWork) -> Timeline:
         """Return the simulation of a step."""
+        ...
+
+    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
+        """Take in what a step took, together with all ranks; return figures for its metrics."""
+        ...
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return what the next steps go on from, for the metadata of a checkpoint."""
         ...
 
     def close(self) -> None:
@@ -153,6 +168,14 @@ class FixedSequences:
         case = simulated_plan(self._plan).case
         return simulate(case.schedule, costs=case.costs)
 
+    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
+        """Return nothing: the plan's prediction stays as it is."""
+        return {}
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return nothing: a step follows from its number."""
+        return {}
+
     def close(self) -> None:
         """Do nothing: no step is prepared ahead."""
 
@@ -161,9 +184,16 @@ class Samples:
     """Samples, each step's own: divided over replicas, packed, planned."""
 
     def __init__(
-        self, run: RunConfig, data: DocumentSamples, *, plan: ExecutionPlan, ranks: Ranks
+        self,
+        run: RunConfig,
+        data: DocumentSamples,
+        *,
+        plan: ExecutionPlan,
+        ranks: Ranks,
+        history: CorrectionHistory,
     ) -> None:
         self._run, self._data, self._mesh = run, data, ranks.mesh
+        self._corrections = Corrections(history, plan=plan, peers=ranks.peers)
         self._plans = StepPlans(
             step_planner(plan, background_saves=run.checkpoint.async_save),
             replica=ranks.mesh.at.data,
@@ -181,11 +211,12 @@ class Samples:
             MemoryError: no plan fits.
         """
         samples = self._data.step_samples(consumed)
-        taken = self._plans.take(self._data.lengths(samples))
+        taken = self._plans.take(self._request(samples, self._corrections.current))
         if step + 1 < self._run.train.steps:
             following = self._data.step_samples(consumed + len(samples))
-            self._plans.begin(self._data.lengths(following))
+            self._plans.begin(self._request(following, self._corrections.following))
         replicas, plan = taken.replica.replicas, taken.replica.plan
+        prediction = taken.replica.prediction
         own = [samples[index] for index in replicas[self._mesh.at.data]]
         own_lengths = self._data.lengths(own)
         self._lengths.update(plan.evaluated.candidate.lengths)
@@ -201,13 +232,19 @@ class Samples:
             tokens=sum(own_lengths),
             model_flops=sample_flops(self._run.model, own_lengths),
             executed_flops=plan.executed_flops,
-            step_s=plan.step_s,
-            phases=PlannedPhases(*plan.phases_s),
+            step_s=prediction.step_s,
+            phases=PlannedPhases(*prediction.phases_s),
             memory=self._memory(plan),
             planned=plan,
+            prediction=prediction,
             planning_wait_s=taken.wait_s,
             planning_note=taken.note,
             division_digest=hashlib.sha256(repr((samples, replicas)).encode()).hexdigest(),
+        )
+
+    def _request(self, samples: Sequence[int], correction: StepCorrection) -> StepRequest:
+        return StepRequest(
+            self._data.lengths(samples), correction, corrects_plan=self._run.planning.corrected
         )
 
     def _memory(self, plan: StepPlan) -> MemoryBuckets:
@@ -239,15 +276,38 @@ class Samples:
         assert last.planned is not None, "every step of samples is planned"
         return simulate(last.planned.program, costs=last.planned.evaluated.costs)
 
+    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
+        """Correct the predictions of the steps after the next; return figures of this one."""
+        assert work.prediction is not None, "every step of samples is predicted"
+        return self._corrections.learn(done, work.prediction, planning_wait_s=work.planning_wait_s)
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return what predictions are corrected by."""
+        return self._corrections.saved()
+
     def close(self) -> None:
         """End the process that plans ahead."""
         self._plans.close()
 
 
 def step_source(
-    run: RunConfig, data: TrainingData | DocumentSamples, *, plan: ExecutionPlan, ranks: Ranks
+    run: RunConfig,
+    data: TrainingData | DocumentSamples,
+    *,
+    plan: ExecutionPlan,
+    ranks: Ranks,
+    metadata: Mapping[str, Any],
 ) -> StepSource:
-    """Return what gives this rank the work of every step of a run; close it at the end."""
+    """Return what gives this rank the work of every step of a run; close it at the end.
+
+    Args:
+        run: checked.
+        data: of the run.
+        plan: of the run.
+        ranks: all that train it.
+        metadata: of the checkpoint that it goes on from; {} without one.
+    """
     if isinstance(data, DocumentSamples):
-        return Samples(run, data, plan=plan, ranks=ranks)
+        history = saved_history(metadata, plan=plan)
+        return Samples(run, data, plan=plan, ranks=ranks, history=history)
     return FixedSequences(run, data, plan=plan, mesh=ranks.mesh)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +162,7 @@ def train(
             group=ranks.mesh.groups.world,
             timeout_s=CHECKPOINT_TIMEOUT_FACTOR * run.parallel.timeout_s,
         )
-        first_step, consumed = _resume(manager, state, tokens=preflight.data.data)
+        first_step, metadata = _resume(manager, state, tokens=preflight.data.data)
         _check_finite(run, state, ranks=ranks)
         state.tensors.forget()
         ranks.decided_by_main(lambda: note_configuration(run, output))
@@ -181,7 +181,7 @@ def train(
             device=device,
             capacity_bytes=capacity,
             peak_flops_per_s=peak_flops_per_s * ranks.mesh.shape.num_ranks,
-            consumed=consumed,
+            metadata=metadata,
         )
         # The failure is noted first: closing may wait for a device that no longer answers.
         with closing(state.engine), closing(loop), ranks.progress.failing():
@@ -202,18 +202,18 @@ def train(
 
 def _resume(
     manager: CheckpointManager, state: TrainingState, *, tokens: TokenData
-) -> tuple[int, int]:
+) -> tuple[int, Mapping[str, Any]]:
     """Load the newest valid checkpoint into ``state``.
 
     Returns:
-        Steps done so far, and how many sequences or samples they consumed.
+        Steps done so far, and the checkpoint's metadata, {} without one.
 
     Raises:
         ValueError: the token data is not what the run began with.
     """
     checkpoint = manager.latest_valid()
     if checkpoint is None:
-        return 0, 0
+        return 0, {}
     began_with = checkpoint.metadata.get("tokens_sha256")
     if began_with not in (None, tokens.meta.tokens_sha256):
         raise ValueError(
@@ -225,7 +225,7 @@ def _resume(
     state.optimizer.load_state(live)
     state.sharded.gather(state.weights)
     _log.info("going on after step %d from %s", checkpoint.step, checkpoint.path)
-    return checkpoint.step, int(checkpoint.metadata.get("sequences_consumed", 0))
+    return checkpoint.step, checkpoint.metadata
 
 
 def _check_finite(run: RunConfig, state: TrainingState, *, ranks: Ranks) -> None:
@@ -260,13 +260,15 @@ class _Loop:
         device: Device,
         capacity_bytes: int,
         peak_flops_per_s: float,
-        consumed: int,
+        metadata: Mapping[str, Any],
     ) -> None:
         self._run, self._state, self._device = run, state, device
         self._ranks, self._peers = ranks, ranks.peers
         self._data, self._plan = preflight.data, preflight.plan
-        self._source = step_source(run, preflight.data, plan=preflight.plan, ranks=ranks)
-        self._consumed = consumed
+        self._source = step_source(
+            run, preflight.data, plan=preflight.plan, ranks=ranks, metadata=metadata
+        )
+        self._consumed = int(metadata.get("sequences_consumed", 0))
         self._last_work: StepWork | None = None
         self._manager, self._outcome = manager, outcome
         self._capacity_bytes = capacity_bytes
@@ -551,6 +553,7 @@ class _Loop:
             disk_peak_bytes=int(disk_bytes),
             skipped=done.lr is None,
             **self._packing(work, done, planning_wait_s=planning_wait_s),
+            **self._source.learn(work, done),
         )
 
     def _packing(self, work: StepWork, done: DoneStep, *, planning_wait_s: float) -> dict[str, Any]:
@@ -664,6 +667,7 @@ class _Loop:
             self._run,
             sequences_consumed=self._consumed,
             tokens_sha256=self._data.data.meta.tokens_sha256,
+            more=self._source.saved(),
         )
         self._manager.save(self._state.sharded.saved(state), step=done, metadata=metadata)
         self._state.tensors.forget()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,30 @@ def test_a_whole_run(tmp_path: Path) -> None:
         assert part in text, text
     assert "1.50" in text
     assert "1.25" in text
+
+
+def test_the_error_of_corrected_predictions_is_a_median(tmp_path: Path) -> None:
+    """Of the steps that were corrected, 2 s each, with the error that these had before."""
+    steps = [
+        *_steps(1, correction_steps=0, predicted_step_s=9.0, uncorrected_step_s=9.0),
+        *_steps(1, step=2, correction_steps=1, predicted_step_s=2.1, uncorrected_step_s=1.0),
+        *_steps(1, step=3, correction_steps=2, predicted_step_s=1.8, uncorrected_step_s=1.2),
+        *_steps(1, step=4, correction_steps=3, predicted_step_s=2.4, uncorrected_step_s=1.4),
+    ]
+    steps = [replace(step, step_s=2.0) for step in steps]
+    summary = run_summary(steps, name="samples", wall_s=1.0, memory_bytes={}, phases_s={})
+    error = summary["prediction_error"]
+    assert error == {
+        "steps": 3,
+        "corrected": pytest.approx(0.1),
+        "uncorrected": pytest.approx(0.4),
+    }
+    text = _printed(summary)
+    assert "error of predicted steps (median)" in text
+    assert "10.0% (3 steps, 40.0% before correction)" in text
+    stream = run_summary(_steps(3), name="a", wall_s=1.0, memory_bytes={}, phases_s={})
+    assert stream["prediction_error"] is None
+    assert "error of predicted" not in _printed(stream)
 
 
 def test_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from sppo.checkpoint.checkpoint import read_model
 from sppo.engine.engine import Engine
-from sppo.planning.elastic.replica_plan import plan_replica
+from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
 from sppo.training import step_work
 from sppo.training.planning_ahead import StepPlans
 from tests.parallel.test_launch import wait_for
@@ -27,8 +27,8 @@ from tests.training.forked_sppo import ForkedSppo
 from tests.training.test_parallel_runs import alone, overrides, train_as
 from tests.training.test_sample_runs import write_samples
 
-LENGTHS = (3000, 700, 600, 250, 90, 80, 70, 64, 12, 3)
-OTHER_LENGTHS = (2000, 1500, 300, 30, 30, 2)
+REQUEST = StepRequest((3000, 700, 600, 250, 90, 80, 70, 64, 12, 3))
+OTHER_REQUEST = StepRequest((2000, 1500, 300, 30, 30, 2))
 TIMEOUT_S = 60.0
 STEPS = 4
 
@@ -44,8 +44,8 @@ def plans():
         yield made
 
 
-def in_line(lengths, *, quick=False):
-    return plan_replica(replace(planner(4096, ranks=2), quick=quick), lengths, replica=0).plan
+def in_line(request, *, quick=False):
+    return plan_replica(replace(planner(4096, ranks=2), quick=quick), request, replica=0).plan
 
 
 def begun(plans):
@@ -54,63 +54,63 @@ def begun(plans):
 
 
 def test_a_plan_made_ahead_is_the_one_made_in_line(plans):
-    for lengths in (LENGTHS, OTHER_LENGTHS):
-        plans.begin(lengths)
+    for request in (REQUEST, OTHER_REQUEST):
+        plans.begin(request)
         wait_for(begun(plans).done)
-        taken = plans.take(lengths)
-        assert taken.replica.plan.digest == in_line(lengths).digest
-        assert taken.replica.plan.step_s == in_line(lengths).step_s
+        taken = plans.take(request)
+        assert taken.replica.plan.digest == in_line(request).digest
+        assert taken.replica.plan.step_s == in_line(request).step_s
         assert (taken.wait_s, taken.note) == (0.0, "")
 
 
 def test_a_step_waits_for_a_plan_that_is_being_made(plans):
-    plans.begin(LENGTHS)
-    assert plans.take(LENGTHS).wait_s > 0
+    plans.begin(REQUEST)
+    assert plans.take(REQUEST).wait_s > 0
 
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_what_was_not_begun_is_planned_in_line(ahead):
     with contextlib.closing(plans_of(ahead=ahead)) as plans:
-        plans.begin(OTHER_LENGTHS)
-        taken = plans.take(LENGTHS)
-    assert taken.replica.plan.digest == in_line(LENGTHS).digest
+        plans.begin(OTHER_REQUEST)
+        taken = plans.take(REQUEST)
+    assert taken.replica.plan.digest == in_line(REQUEST).digest
     assert taken.wait_s > 0
     assert taken.note == ""
 
 
 def test_two_processes_may_be_killed(plans):
     for then in ("another one is started", "so is every other step"):
-        plans.begin(LENGTHS)
+        plans.begin(REQUEST)
         os.kill(plans._worker.pid, signal.SIGKILL)
-        taken = plans.take(LENGTHS)
+        taken = plans.take(REQUEST)
         assert taken.note == (
             "the process that plans ahead was killed by SIGKILL: this step is planned when it "
             f"begins, and {then}"
         )
-        assert taken.replica.plan.digest == in_line(LENGTHS).digest
-    plans.begin(LENGTHS)
-    taken = plans.take(LENGTHS)
-    assert (taken.note, taken.replica.plan.digest) == ("", in_line(LENGTHS).digest)
+        assert taken.replica.plan.digest == in_line(REQUEST).digest
+    plans.begin(REQUEST)
+    taken = plans.take(REQUEST)
+    assert (taken.note, taken.replica.plan.digest) == ("", in_line(REQUEST).digest)
 
 
 def test_a_process_killed_before_it_is_given_work(plans):
-    plans.begin(LENGTHS)
-    plans.take(LENGTHS)
+    plans.begin(REQUEST)
+    plans.take(REQUEST)
     worker = psutil.Process(plans._worker.pid)
     worker.kill()
     wait_for(lambda: not worker.is_running())
-    plans.begin(OTHER_LENGTHS)
-    taken = plans.take(OTHER_LENGTHS)
+    plans.begin(OTHER_REQUEST)
+    taken = plans.take(OTHER_REQUEST)
     assert "was killed by SIGKILL" in taken.note
-    assert taken.replica.plan.digest == in_line(OTHER_LENGTHS).digest
+    assert taken.replica.plan.digest == in_line(OTHER_REQUEST).digest
 
 
 def test_what_the_process_raises_is_told(plans):
     plans._pickled = pickle.dumps("not a planner")
-    plans.begin(LENGTHS)
-    taken = plans.take(LENGTHS)
+    plans.begin(REQUEST)
+    taken = plans.take(REQUEST)
     assert "failed (AssertionError: a str is no planner)" in taken.note
-    assert taken.replica.plan.digest == in_line(LENGTHS).digest
+    assert taken.replica.plan.digest == in_line(REQUEST).digest
 
 
 def test_samples_that_do_not_fit_are_no_failure_of_the_process():
@@ -120,11 +120,11 @@ def test_samples_that_do_not_fit_are_no_failure_of_the_process():
     workload = replace(small.base.workload, hardware=hardware)
     small = replace(small, base=replace(small.base, workload=workload))
     with contextlib.closing(plans_of(small)) as plans:
-        plans.begin(LENGTHS)
+        plans.begin(REQUEST)
         wait_for(begun(plans).done)
         assert isinstance(begun(plans).exception(), MemoryError)
         with pytest.raises(MemoryError, match="does not fit"):
-            plans.take(LENGTHS)
+            plans.take(REQUEST)
         assert plans._worker.pid is not None
 
 
@@ -132,25 +132,25 @@ def test_a_smaller_search_takes_the_place_of_a_late_plan():
     with contextlib.closing(plans_of(limit_s=0.2)) as plans:
         for _ in range(3):  # slow, not broken: every time
             plans._worker.submit(time.sleep, TIMEOUT_S)
-            plans.begin(LENGTHS)
-            taken = plans.take(LENGTHS)
+            plans.begin(REQUEST)
+            taken = plans.take(REQUEST)
             assert taken.note.startswith("its plan was not there after 0.2 s")
             assert taken.wait_s >= 0.2
-            assert taken.replica.plan.digest == in_line(LENGTHS, quick=True).digest
+            assert taken.replica.plan.digest == in_line(REQUEST, quick=True).digest
 
 
 def test_ranks_that_are_not_late_take_the_smaller_search_too():
     with contextlib.closing(plans_of(any_rank=lambda _: True)) as plans:
-        plans.begin(LENGTHS)
+        plans.begin(REQUEST)
         wait_for(begun(plans).done)
-        taken = plans.take(LENGTHS)
-    assert taken.replica.plan.digest == in_line(LENGTHS, quick=True).digest
+        taken = plans.take(REQUEST)
+    assert taken.replica.plan.digest == in_line(REQUEST, quick=True).digest
     assert taken.note == ""
 
 
 def test_the_smaller_search_is_another_one():
-    assert in_line(LENGTHS).step_s <= in_line(LENGTHS, quick=True).step_s
-    assert in_line(LENGTHS).digest != in_line(LENGTHS, quick=True).digest
+    assert in_line(REQUEST).step_s <= in_line(REQUEST, quick=True).step_s
+    assert in_line(REQUEST).digest != in_line(REQUEST, quick=True).digest
 
 
 # Whole runs.

@@ -71,8 +71,8 @@ def test_the_plan_is_that_of_the_longest_sample_there_is(samples):
     assert preflight.data.table.lengths.max() == longest
     assert preflight.plan.boundaries[-1] == longest
     step = preflight.next_step
-    assert (step.number, step.plan.num_samples) == (1, 4)
-    assert step.plan.tokens == sum(preflight.data.lengths(preflight.data.step_samples(0)))
+    assert (step.number, step.planned.plan.num_samples) == (1, 4)
+    assert step.planned.plan.tokens == sum(preflight.data.lengths(preflight.data.step_samples(0)))
 
 
 def test_a_resumed_run_is_told_the_step_that_it_goes_on_with(samples, work):
@@ -87,7 +87,7 @@ def test_a_resumed_run_is_told_the_step_that_it_goes_on_with(samples, work):
     expected = data.lengths(data.step_samples(consumed))
     assert expected != data.lengths(data.step_samples(0))
     assert step.number == 3
-    assert sum(expected) == step.plan.tokens
+    assert sum(expected) == step.planned.plan.tokens
     assert check_before_training(samples(train=tokens)).next_step is None
 
 

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from sppo.planning.elastic.step_correction import NO_CORRECTION, StepCorrection
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
+from sppo.planning.elastic.step_prediction import StepPrediction, predict_step
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """What a plan of a step is made from, beside the planner of the run.
+
+    Attributes:
+        lengths: Tokens of each sample of the step, of all replicas.
+        correction: By what earlier steps took.
+        corrects_plan: Whether the plan is made with it, too; else the prediction alone.
+    """
+
+    lengths: tuple[int, ...]
+    correction: StepCorrection = NO_CORRECTION
+    corrects_plan: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,35 +33,39 @@ class ReplicaPlan:
     Attributes:
         replicas: Samples of each replica, by their places among those of the step.
         plan: Of one replica.
+        prediction: What that takes.
     """
 
     replicas: tuple[tuple[int, ...], ...]
     plan: StepPlan
+    prediction: StepPrediction
 
 
-def plan_replica(planner: StepPlanner, lengths: Sequence[int], *, replica: int) -> ReplicaPlan:
+def plan_replica(planner: StepPlanner, request: StepRequest, *, replica: int) -> ReplicaPlan:
     """Divide the samples of a step, and plan those of one replica; a function of its arguments.
 
     Program and digest are made, too, so that a process that plans ahead leaves nothing to do.
 
     Args:
         planner: of the run.
-        lengths: tokens of each sample of the step, of all replicas.
+        request: the step.
         replica: which one.
 
     Raises:
         MemoryError: no plan fits.
         ValueError: a replica would have no samples.
     """
-    replicas = planner.divided(lengths)
-    plan = planner.plan([lengths[index] for index in replicas[replica]])
+    if request.corrects_plan:
+        planner = planner.corrected(request.correction.compute)
+    replicas = planner.divided(request.lengths)
+    plan = planner.plan([request.lengths[index] for index in replicas[replica]])
     assert plan.digest, "a plan has a program, and both have a digest"
-    return ReplicaPlan(replicas, plan)
+    return ReplicaPlan(replicas, plan, predict_step(plan, request.correction))
 
 
-def plan_pickled(planner: bytes, lengths: Sequence[int], *, replica: int) -> ReplicaPlan:
+def plan_pickled(planner: bytes, request: StepRequest, *, replica: int) -> ReplicaPlan:
     """Return :func:`plan_replica` of a pickled planner, which a process unpickles once."""
-    return plan_replica(_unpickled(planner), lengths, replica=replica)
+    return plan_replica(_unpickled(planner), request, replica=replica)
 
 
 @lru_cache(maxsize=1)

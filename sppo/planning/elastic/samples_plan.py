@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from sppo.config.run import RunConfig
 from sppo.hardware.description import HardwareSpec
-from sppo.planning.elastic.replica_plan import plan_replica
-from sppo.planning.elastic.step_plan import step_planner
+from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
+from sppo.planning.elastic.step_plan import StepPlanner, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.run_plan import plan_run
 
@@ -75,4 +75,9 @@ def _seconds(plan: ExecutionPlan, steps: Sequence[Sequence[int]]) -> float:
         MemoryError: one does not fit.
     """
     planner = replace(step_planner(plan), quick=True)
-    return sum(plan_replica(planner, lengths, replica=0).plan.step_s for lengths in steps)
+    return sum(_step_s(planner, lengths) for lengths in steps)
+
+
+def _step_s(planner: StepPlanner, lengths: Sequence[int]) -> float:
+    """Seconds of one step of samples, of the first replica."""
+    return plan_replica(planner, StepRequest(tuple(lengths)), replica=0).plan.step_s

@@ -20,6 +20,7 @@ import numpy as np
 from sppo.activations.placement import ROW_ALIGNMENT, SubsequencePlacement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.cost.candidate import Candidate
+from sppo.cost.correction import CostCorrection
 from sppo.cost.flops import executed_step_flops
 from sppo.cost.layer import ACCUMULATION_BYTES
 from sppo.cost.packed_sequence import PackedSequence
@@ -203,6 +204,11 @@ class StepPlanner:
     room: int = 0
     interleaves: bool = False
     quick: bool = False
+
+    def corrected(self, correction: CostCorrection) -> StepPlanner:
+        """Return the planner that plans with corrected seconds of compute."""
+        workload = replace(self.base.workload, correction=correction)
+        return replace(self, base=replace(self.base, workload=workload))
 
     def divided(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return the samples of each replica, by their places among those of a step.

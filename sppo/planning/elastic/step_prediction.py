@@ -1,0 +1,64 @@
+"""What a planned step takes: as the cost model says, and corrected by what earlier steps took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sppo.cost.correction import UNCORRECTED, CostCorrection
+from sppo.cost.stage_cost import stage_seconds
+from sppo.planning.elastic.step_correction import StepCorrection
+from sppo.planning.elastic.step_plan import StepPlan
+from sppo.planning.make_plan import compute_seconds
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, StepPrices
+from sppo.planning.search.simulated_candidate import simulate_candidate
+from sppo.schedule.costs import Costs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPrediction:
+    """Predicted seconds of one planned step.
+
+    Attributes:
+        correction: What it is corrected by.
+        step_s: The step.
+        phases_s: Forwards and backwards of the busiest rank, and what is outside of the program.
+        uncorrected_s: The step as the cost model says.
+        uncorrected_actions_s: From the first action of the program to the last, likewise.
+        uncorrected: Costs of its actions, likewise.
+    """
+
+    correction: StepCorrection
+    step_s: float
+    phases_s: tuple[float, float, float]
+    uncorrected_s: float
+    uncorrected_actions_s: float
+    uncorrected: Costs
+
+
+def predict_step(plan: StepPlan, correction: StepCorrection) -> StepPrediction:
+    """Return the prediction for a plan, whatever correction it was made with."""
+    plain = _priced(plan.evaluated, UNCORRECTED)
+    corrected = _priced(plan.evaluated, correction.compute)
+    rest_s = plain.time.update_s if correction.rest_s is None else correction.rest_s
+    return StepPrediction(
+        correction,
+        step_s=_actions_s(corrected) * correction.waiting + rest_s,
+        phases_s=(*compute_seconds(corrected), rest_s),
+        uncorrected_s=plain.step_s,
+        uncorrected_actions_s=_actions_s(plain),
+        uncorrected=plain.costs,
+    )
+
+
+def _priced(evaluated: EvaluatedCandidate, correction: CostCorrection) -> EvaluatedCandidate:
+    """Return the same candidate and placement with other prices, simulated."""
+    workload = evaluated.candidate.workload
+    if workload.correction == correction and evaluated.played is not None:
+        return evaluated
+    candidate = replace(evaluated.candidate, workload=replace(workload, correction=correction))
+    prices = StepPrices(candidate, stage_seconds(candidate), evaluated.placement)
+    return simulate_candidate(replace(evaluated, candidate=candidate, prices=prices))
+
+
+def _actions_s(evaluated: EvaluatedCandidate) -> float:
+    return evaluated.step_s - evaluated.time.update_s
