@@ -56,7 +56,7 @@ def evaluated_sequences(
     """
     if run.data.samples == "documents":
         samples = DocumentSamples(
-            data, samples_of(run, data), seed=0, shuffle=False, samples_per_step=1
+            samples_of(run, data), data, seed=0, shuffle=False, samples_per_step=1
         )
         count = samples.num_samples if most is None else min(most, samples.num_samples)
         parts = _packed(samples, count, tokens=max(lengths_of(boundaries)))

@@ -20,8 +20,8 @@ def training_data(run: RunConfig) -> TrainingData | DocumentSamples:
     tokens = open_tokens(Path(run.data.tokens))
     if run.data.samples == "documents":
         return DocumentSamples(
-            tokens,
             samples_of(run, tokens),
+            tokens,
             seed=run.train.seed,
             shuffle=run.data.shuffle,
             samples_per_step=run.train.samples_per_step,

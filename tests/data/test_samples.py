@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.data import samples
+from sppo.data import step_samples
 from sppo.data.sample_table import sample_table
 from sppo.data.samples import DocumentSamples, check_samples
 from sppo.data.sequences import IGNORED_LABEL, training_sequence
@@ -34,7 +34,7 @@ def samples_of(
     """Documents of the given lengths; the token at position p of the stream is p."""
     data = stream_of(lengths, loss_mask=loss_mask)
     table = sample_table(data.document_offsets, length=length, longer=longer)
-    return DocumentSamples(data, table, seed=7, shuffle=shuffle, **step)
+    return DocumentSamples(table, data, seed=7, shuffle=shuffle, **step)
 
 
 def walk(training: DocumentSamples, steps: int) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -86,8 +86,8 @@ def test_a_resumed_run_finds_the_position_of_its_step(
     training = samples_of(lengths, tokens_per_step=tokens_per_step)
     taken, positions = walk(training, 6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(samples, "_BLOCK_SAMPLES", block)
-        patch.setattr(samples, "_SPARE", 10**9)
+        patch.setattr(step_samples, "_BLOCK_SAMPLES", block)
+        patch.setattr(step_samples, "_SPARE", 10**9)
         found = {step: training.position_of_step(step) for step in (0, 1, 5)}
         for step, position in found.items():
             assert position == positions[step]
@@ -182,6 +182,6 @@ def test_data_without_samples_is_refused() -> None:
 def test_tens_of_thousands_of_samples_a_step_take_milliseconds() -> None:
     lengths = np.random.default_rng(0).integers(2, 100, 200_000)
     table = sample_table(np.concatenate([[0], np.cumsum(lengths)]), length=64, longer="cut")
-    training = DocumentSamples(stream_of([2]), table, seed=0, shuffle=True, tokens_per_step=1 << 20)
+    training = DocumentSamples(table, stream_of([2]), seed=0, shuffle=True, tokens_per_step=1 << 20)
     step = training.step_samples(training.position_of_step(20))
     assert (1 << 20) - 64 < sum(training.lengths(step)) <= 1 << 20

@@ -220,7 +220,7 @@ def token_data(rng: random.Random, directory: Path) -> None:
         training_sequence(data, index, length=8, isolate_documents=True)
     table = sample_table(data.document_offsets, length=16, longer=rng.choice(("cut", "drop")))
     check_samples(data, table, vocab_size=64)
-    training = DocumentSamples(data, table, seed=0, shuffle=True, tokens_per_step=20)
+    training = DocumentSamples(table, data, seed=0, shuffle=True, tokens_per_step=20)
     training.row(training.step_samples(rng.randrange(10)))
 
 

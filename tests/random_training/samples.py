@@ -122,8 +122,8 @@ def _document_samples(case: Case) -> DocumentSamples:
     )
     data: Any = None  # tokens come from the case
     return DocumentSamples(
-        data,
         table,
+        data,
         seed=case.seed,
         shuffle=True,
         samples_per_step=samples.samples_per_step or None,
