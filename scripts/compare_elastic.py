@@ -28,26 +28,25 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_sides import (
+from elastic_sides import (  # beside this file
     BASELINE,
     BASELINES,
     PACKED_SIDES,
     SIDES,
     Request,
-    SideStep,
-    deviation,
     figures,
     side_steps,
 )
 from kernel_seconds import with_kernel_seconds  # beside this file
 from option_types import one_of, output_file, positive, several
 from pipeline_ranks import TIMEOUT, provenance, run_ranks, timed_s  # beside this file
-from sample_packings import Piece
 
 from sppo.cost.packed_sequence import PackedSequence
 from sppo.data.length_distributions import DISTRIBUTIONS, draw
 from sppo.hardware.this_machine import divide_cpu, this_machine, usable_memory_bytes
 from sppo.output_file import write_text
+from sppo.planning.corpus.packings import Piece
+from sppo.planning.corpus.sides import SideStep, deviation
 from sppo.schedule.actions import COMPUTE_KINDS
 from sppo.schedule.timeline import Timeline
 from sppo.units import MIB

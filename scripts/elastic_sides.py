@@ -10,31 +10,28 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from level_sides import RECOMPUTING_BASELINE, RECOMPUTING_SIDES, recomputing_step
-from sample_packings import (  # beside this file
-    Packing,
-    fixed_chunks,
-    padded,
-    planned,
-    stream,
-)
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config import check_run
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.this_machine import divide_cpu
+from sppo.planning.corpus.packings import Packing, fixed_chunks, padded, planned, stream
+from sppo.planning.corpus.sides import (
+    SideStep,
+    chunk_sizes,
+    deviation,
+    fastest_side,
+    time_deviation,
+)
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
-from sppo.planning.elastic.packing import PackedSamples
 from sppo.planning.elastic.samples_plan import STEPS, plan_samples
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner, step_planner
-from sppo.planning.search.evaluated_candidate import assess
-from sppo.planning.search.simulated_candidate import simulate_candidate
 
 PACKED_SIDES = ("padded", "stream", "fixed", "elastic", "elastic_auto")
 SIDES = (*PACKED_SIDES, *RECOMPUTING_SIDES)
@@ -45,21 +42,6 @@ LEAST_CHUNK = 256
 """Tokens of the smallest fixed chunks that are tried; larger ones double."""
 _ATTEMPTS = 8
 """Times that a step is planned anew for less memory."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SideStep:
-    """One step of one side.
-
-    Attributes:
-        packing: Of its samples.
-        plan: Of the step, simulated.
-        planning_s: Seconds that it took to find, once it is known how large fixed chunks are.
-    """
-
-    packing: Packing
-    plan: StepPlan
-    planning_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +114,7 @@ def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> d
         "padding_tokens": [
             plan.tokens - sum(of_step) for plan, of_step in zip(plans, lengths, strict=True)
         ],
-        "time_deviation": statistics.median(map(_time_deviation, plans)),
+        "time_deviation": statistics.median(map(time_deviation, plans)),
         "length_deviation": statistics.median(
             deviation(plan.evaluated.candidate.lengths) for plan in plans
         ),
@@ -143,11 +125,6 @@ def figures(steps: Sequence[SideStep], *, lengths: Sequence[Sequence[int]]) -> d
         "virtual_stages": plans[0].evaluated.candidate.virtual_stages,
         "planning_s": statistics.median(step.planning_s for step in steps),
     }
-
-
-def deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation over the mean."""
-    return float(np.std(values) / np.mean(values))
 
 
 def _planner(request: Request, *, ranks: int, schedule: str) -> StepPlanner:
@@ -220,47 +197,19 @@ def _fastest(
     planner: StepPlanner, request: Request, *, pack: Callable[..., Packing]
 ) -> list[SideStep]:
     """Return the steps in chunks of the size with which they are fastest together."""
-    found = []
-    problems = []
-    for chunk_tokens in _sizes(request):
-        try:
-            found.append(
-                [
-                    _priced(
-                        planner,
-                        partial(
-                            pack, lengths, chunk_tokens=chunk_tokens, multiple=planner.multiple
-                        ),
-                    )
-                    for lengths in request.lengths
-                ]
-            )
-        except MemoryError as error:
-            problems.append(error)
-    if not found:
-        raise problems[-1]
-    return min(found, key=lambda steps: sum(step.plan.step_s for step in steps))
-
-
-def _sizes(request: Request) -> Iterator[int]:
+    packs = [
+        partial(_packed, pack, lengths, multiple=planner.multiple) for lengths in request.lengths
+    ]
+    sizes = chunk_sizes(least=LEAST_CHUNK, most=request.longest)
     if request.chunk_tokens is not None:
-        yield request.chunk_tokens
-        return
-    tokens = min(LEAST_CHUNK, request.longest)
-    while tokens <= request.longest:
-        yield tokens
-        tokens *= 2
+        sizes = [request.chunk_tokens]
+    return fastest_side(planner, packs, sizes=sizes)
 
 
-def _priced(planner: StepPlanner, pack: Callable[[], Packing]) -> SideStep:
-    begin = time.perf_counter()
-    packing = pack()
-    evaluated = assess(planner.base.with_packed(packing.sequences))
-    if evaluated.shortfall is not None:
-        raise MemoryError(f"fixed chunks lack {evaluated.short_bytes} bytes: take fewer samples")
-    samples = tuple(tuple(piece.sample for piece in pieces) for pieces in packing.pieces)
-    plan = StepPlan(PackedSamples(packing.sequences, samples), simulate_candidate(evaluated))
-    return SideStep(packing, plan, time.perf_counter() - begin)
+def _packed(
+    pack: Callable[..., Packing], lengths: Sequence[int], chunk_tokens: int, *, multiple: int
+) -> Packing:
+    return pack(lengths, chunk_tokens=chunk_tokens, multiple=multiple)
 
 
 def _recomputed_share(plan: StepPlan) -> float:
@@ -269,10 +218,3 @@ def _recomputed_share(plan: StepPlan) -> float:
     recomputable = [ATTENTION, LINEAR]
     rows = len(recomputable) * len(placement.recomputed) * int(placement.tokens.sum())
     return float(placement.recomputed[:, :, recomputable].sum() / rows)
-
-
-def _time_deviation(plan: StepPlan) -> float:
-    """Deviation of the simulated seconds of subsequences, all stages together."""
-    costs = plan.evaluated.costs
-    seconds = costs.forward_s + costs.backward_s + costs.weight_s
-    return deviation(seconds.sum(axis=0).tolist())

@@ -11,9 +11,10 @@ and the fastest that fits, as simulated, is run.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -155,20 +156,20 @@ class StepPlan:
     @property
     def num_split(self) -> int:
         """Subsequences that are slices of a long sample alone."""
-        return self._kinds.count("split")
+        return self.kinds.count("split")
 
     @property
     def num_batched(self) -> int:
         """Subsequences of short samples."""
-        return self._kinds.count("batched")
+        return self.kinds.count("batched")
 
     @property
     def num_hybrid(self) -> int:
         """Subsequences of the tail of a long sample and short ones."""
-        return self._kinds.count("hybrid")
+        return self.kinds.count("hybrid")
 
     @cached_property
-    def _kinds(self) -> list[str]:
+    def kinds(self) -> list[str]:
         """Kind of each subsequence: split, batched, hybrid."""
         kinds = []
         for sequence in self.sequences:
@@ -194,6 +195,7 @@ class StepPlanner:
             interleaved Seq1F1B on the same stages.
         quick: Whether the first packing that fits is taken, its activations placed by the policy;
             all is searched where none does.
+        levels: Whether activations may have levels, by integer program.
     """
 
     base: Candidate
@@ -204,6 +206,7 @@ class StepPlanner:
     room: int = 0
     interleaves: bool = False
     quick: bool = False
+    levels: bool = True
 
     def corrected(self, correction: CostCorrection) -> StepPlanner:
         """Return the planner that plans with corrected seconds of compute."""
@@ -222,6 +225,36 @@ class StepPlanner:
         return divide_samples(
             self._cost.of_samples(lengths), replicas=self.base.data_parallel_degree
         )
+
+    def least_s(self, lengths: Sequence[int]) -> float:
+        """Return the seconds, about, that samples of these lengths take if all is retained.
+
+        Without the update.
+        """
+        return min(packing.least_s for packing in self._packings(lengths))
+
+    def seconds_of(self, lengths: Sequence[int]) -> tuple[float, ...]:
+        """Return what whole samples take on one device, by which replicas are balanced."""
+        return tuple(self._cost.of_samples(lengths))
+
+    def in_sequences(self, packed: PackedSamples) -> StepPlan:
+        """Return the fastest plan that fits, for samples that are packed already.
+
+        Raises:
+            MemoryError: none fits.
+        """
+        only = _Packing(packed, least_s=0.0, first=0)
+        short: list[tuple[PackedSamples, EvaluatedCandidate]] = []
+        alone = replace(self, quick=True)
+        for bases in self._bases():
+            found = [
+                plan for base in bases for plan in alone._fitting([only], base=base, short=short)
+            ]
+            if found:
+                return min(found, key=lambda plan: plan.step_s)
+        shortfall = min(short, key=lambda one: one[1].short_bytes)[1].shortfall
+        assert shortfall is not None, "what did not fit lacks something"
+        raise MemoryError(shortfall.reason)
 
     def plan(self, lengths: Sequence[int]) -> StepPlan:
         """Return the fastest plan that fits, for samples of these lengths.
@@ -276,7 +309,8 @@ class StepPlanner:
             else:
                 short.append((packing.packed, evaluated))
                 largest = packing.most_tokens
-            if evaluated.effective_policy != "retain" and _chooses_levels(base) and not self.quick:
+            levels = self.levels and not self.quick and _chooses_levels(base)
+            if levels and evaluated.effective_policy != "retain":
                 fits = evaluated.shortfall is None
                 least_s = found[-1].step_s if fits else np.inf
                 pressed.append((least_s, packing.packed, evaluated.candidate))
@@ -461,15 +495,32 @@ def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> Step
         plan: of the run, for its longest samples.
         background_saves: whether checkpoints are copied in memory and written while it goes on.
     """
-    candidate = plan_candidate(plan)
-    shards_weights = plan.sequence_parallel == "megatron" and plan.sequence_parallel_degree > 1
+    return planner_of_candidate(
+        plan_candidate(plan), run=plan.run, background_saves=background_saves
+    )
+
+
+def planner_of_candidate(
+    candidate: Candidate, *, run: Mapping[str, Any], background_saves: bool = False
+) -> StepPlanner:
+    """Return what plans the steps of a run of samples with the degrees of a candidate.
+
+    Args:
+        candidate: a step of the longest samples, with everything decided.
+        run: the keys of the run that its plan rests on.
+        background_saves: whether checkpoints are copied in memory and written while it goes on.
+    """
+    workload = candidate.workload
+    node, kind = workload.hardware.node, workload.hardware.device.kind
+    shards_weights = (
+        workload.sequence_parallel == "megatron" and workload.sequence_parallel_degree > 1
+    )
     # Units of different sequences are not cut over ranks; that order without it is the SPPO one.
     schedule = "sppo" if candidate.schedule == "sppo_msp" else candidate.schedule
-    run = plan.run
     policy, ratio = run["activations"]["policy"], run["activations"]["offload_ratio"]
     sequence = run["sequence"]
-    kind = plan.hardware.device.kind
     free = sequence["num_subsequences"] == "auto" and schedule not in WHOLE_SEQUENCES
+    has_tier = node.host_memory_bytes > 0 or node.disk_bytes > 0
     return StepPlanner(
         replace(
             candidate,
@@ -477,11 +528,11 @@ def step_planner(plan: ExecutionPlan, *, background_saves: bool = False) -> Step
             policy="hybrid" if policy == "auto" else policy,
             offload_ratio=None if ratio == "auto" else ratio,
             # Where weights are sharded, tensors are recomputed whole or not at all.
-            allow_partial=plan.has_tier and not shards_weights,
+            allow_partial=has_tier and not shards_weights,
             background_saves=background_saves,
         ),
-        longest=plan.boundaries[-1],
-        slices=len(plan.lengths),
+        longest=sum(candidate.lengths),
+        slices=len(candidate.lengths),
         alignment=sequence["alignment"],
         searches=free and candidate.pipeline_parallel_degree > 1,
         room=SUBSEQUENCE_TOKENS[kind][1] if free and candidate.pipeline_parallel_degree == 1 else 0,

@@ -96,13 +96,19 @@ def machine_asked_for(run: RunConfig, *, hardware: HardwareSpec) -> HardwareSpec
 
 
 def degrees_to_try(
-    run: RunConfig, *, hardware: HardwareSpec
+    run: RunConfig, *, hardware: HardwareSpec, samples: int | None = None
 ) -> tuple[list[Degrees], list[Refusal]]:
     """Every way to divide the machine that the run allows, and those it rules out.
 
     Sequence parallelism stays inside a node unless the run asks for more: its exchanges are on
     the way of every layer. Devices may be left over where the model has too few layers, or a step
     too few sequences, to use them.
+
+    Args:
+        run: checked.
+        hardware: the machine.
+        samples: fewest samples of a step, where steps are of samples; any number of replicas up to
+            that may divide them. None: replicas divide the sequences of a step evenly.
 
     Raises:
         ValueError: degrees in the run that need more devices than there are, or units sharded over
@@ -124,9 +130,10 @@ def degrees_to_try(
     possible, refused = [], []
     for sequence in _sequence_degrees(hardware, fixed=fixed):
         for pipeline in _pipeline_degrees(run, room=total // sequence, fixed=fixed):
-            data = _data_degree(run, room=total // sequence // pipeline, fixed=fixed)
+            room = total // sequence // pipeline
+            data = _data_degree(run, room=room, fixed=fixed, samples=samples)
             degrees = Degrees(data, pipeline, sequence)
-            reason = _refusal(run, degrees=degrees, total=total)
+            reason = _refusal(run, degrees=degrees, total=total, samples=samples)
             if reason is None:
                 possible.append(degrees)
             else:
@@ -225,15 +232,17 @@ def _pipeline_degrees(run: RunConfig, *, room: int, fixed: dict[str, int]) -> li
     return sorted(equal | set(_divisors(room)))
 
 
-def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int]) -> int:
-    """Return as many replicas as have a sequence each and a place."""
+def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int], samples: int | None) -> int:
+    """Return as many replicas as have a sequence or sample each and a place."""
     if "data_parallel_degree" in fixed:
         return fixed["data_parallel_degree"]
+    if samples is not None:
+        return max(1, min(room, samples))
     sequences = run.train.sequences_per_step
     return max(n for n in range(1, max(1, min(room, sequences)) + 1) if sequences % n == 0)
 
 
-def _refusal(run: RunConfig, *, degrees: Degrees, total: int) -> str | None:
+def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | None) -> str | None:
     model = run.model
     if degrees.num_devices > total:
         return f"needs {degrees.num_devices} devices, there are {total}"
@@ -252,7 +261,10 @@ def _refusal(run: RunConfig, *, degrees: Degrees, total: int) -> str | None:
             f"{model.num_heads} attention heads cannot be divided by a sequence-parallel group "
             f"of {degrees.sequence_parallel}"
         )
-    if run.train.sequences_per_step % degrees.data_parallel:
+    if samples is not None:
+        if degrees.data_parallel > samples:
+            return f"{samples} samples of a step for {degrees.data_parallel} replicas: one has none"
+    elif run.train.sequences_per_step % degrees.data_parallel:
         return (
             f"train.sequences_per_step {run.train.sequences_per_step} is not a multiple of "
             f"{degrees.data_parallel} replicas"

@@ -1,4 +1,4 @@
-"""Ways to pack the samples of a step into sequences, which ``compare_elastic.py`` compares.
+"""Ways to pack the samples of a step into sequences, which are compared with the planned one.
 
 All of them give a `Packing`; the tokens of every sample are in it once. Sequences are padded to a
 multiple of tokens where the planner of steps pads them, too.

@@ -1,0 +1,81 @@
+"""Lengths of the samples of a few steps, for planning before anything runs. Torch is not needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sppo.config.problems import nearest
+from sppo.config.run import RunConfig
+from sppo.data.length_distributions import DISTRIBUTIONS, draw
+from sppo.data.sample_table import sample_table
+from sppo.data.step_samples import StepSamples
+from sppo.data.tokens import open_tokens
+from sppo.planning.corpus.search import DrawnSteps
+from sppo.quoting import quoted
+
+DRAWN_STEPS = 3
+_DOCUMENTS = 1 << 16
+"""Documents that are drawn from a distribution; steps are drawn from these."""
+
+
+def drawn_steps(run: RunConfig, *, distribution: str | None = None) -> DrawnSteps:
+    """Draw the samples of a few steps of a run of documents; the same for the same arguments.
+
+    Of token data these are the first steps that training runs, in shuffled order also where
+    ``data.shuffle`` is false, for the order of files may go by length.
+
+    Args:
+        run: with ``data.samples=documents``.
+        distribution: a name of :data:`DISTRIBUTIONS`, instead of the documents of ``data.tokens``.
+
+    Raises:
+        ValueError: an unknown name, no token data where none is named, or no sample in it.
+        OSError: token data that cannot be read.
+    """
+    offsets, source, description = _documents(run, distribution)
+    table = sample_table(offsets, length=run.sequence.length, longer=run.sequence.longer)
+    if table.num_samples == 0:
+        raise ValueError(
+            f"{source}: none of its {len(offsets) - 1} documents is a sample: each has one token, "
+            "or is longer than sequence.length and dropped; raise sequence.length, or write "
+            "sequence.longer=cut"
+        )
+    samples = StepSamples(
+        table,
+        seed=run.train.seed,
+        shuffle=True,
+        samples_per_step=run.train.samples_per_step,
+        tokens_per_step=run.train.tokens_per_step,
+    )
+    lengths, position = [], 0
+    for _ in range(DRAWN_STEPS):
+        chosen = samples.step_samples(position)
+        lengths.append(samples.lengths(chosen))
+        position += len(chosen)
+    return DrawnSteps(source, description, tuple(lengths))
+
+
+def _documents(run: RunConfig, distribution: str | None) -> tuple[NDArray[np.int64], str, str]:
+    """Return where each document starts, then the number of tokens; its source, and in words."""
+    if distribution is not None:
+        if distribution not in DISTRIBUTIONS:
+            raise ValueError(
+                f"--lengths {quoted(distribution)}: no such distribution of lengths; there are "
+                f"{', '.join(DISTRIBUTIONS)}.{nearest(distribution, DISTRIBUTIONS)}"
+            )
+        lengths = np.array(draw(distribution, _DOCUMENTS, seed=run.train.seed), dtype=np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
+        return offsets, distribution, DISTRIBUTIONS[distribution].source
+    directory = Path(run.data.tokens)
+    if not directory.is_dir():
+        raise ValueError(
+            f"data.tokens {directory}: not there, and how long samples are decides the plan of "
+            "data.samples=documents; run sppo data prepare, or name a distribution of lengths: "
+            f"--lengths {'|'.join(DISTRIBUTIONS)}"
+        )
+    tokens = open_tokens(directory)
+    described = f"{tokens.num_documents} documents of {directory}"
+    return tokens.document_offsets, str(directory), described

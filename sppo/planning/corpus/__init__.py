@@ -1,0 +1,1 @@
+"""Plans for a corpus: degrees of parallelism for steps of samples drawn from it."""
