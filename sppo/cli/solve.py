@@ -12,6 +12,7 @@ from sppo.cli.exit_codes import NO_PLAN, exit_codes
 from sppo.output_file import check_output_files, write_json
 
 if TYPE_CHECKING:
+    from sppo.config import RunConfig
     from sppo.planning.ablation import AblationRow
     from sppo.planning.improvements import Improvement
     from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
@@ -39,19 +40,58 @@ def solve(
         bool,
         typer.Option("--explain", help="Also say where the seconds of the best step go, and why."),
     ] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            metavar="NAME",
+            help="Of data.samples=documents: draw lengths of samples from this published"
+            " distribution instead of data.tokens: magi, github, commoncrawl, lognormal-1024,"
+            " lognormal-768.",
+        ),
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            "--png",
+            metavar="FILE",
+            help="Of data.samples=documents: draw a step: its lengths, chunks, and levels.",
+        ),
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Recommend degrees of parallelism, cuts, schedule and policy; predict time and memory.
 
     A key written in the run file is a condition, a key left out is the solver's to choose. Needs
-    neither data nor weights nor the machine. Exit code 3: nothing fits, and what would.
+    neither data nor weights nor the machine; of data.samples=documents steps are drawn from
+    data.tokens or --lengths. Exit code 3: nothing fits, and what would.
 
         sppo solve configs/run/gpt_7b_512k_32gpu.yaml -o plan.json
         sppo solve configs/run/gpt_7b_512k_32gpu.yaml sequence.length=1Mi --json
+        sppo solve configs/run/gpt_7b_documents_32gpu.yaml --lengths github
     """
     with exit_codes():
-        check_output_files({"-o": output}, inputs=[run_file])
-        solution = _solution(run_file, overrides or [])
+        check_output_files({"-o": output, "--png": png}, plots=["--png"], inputs=[run_file])
+        run = _load(run_file, overrides or [])
+        if run.data.samples == "documents":
+            if ablation:
+                raise ValueError(
+                    "--ablation is of a run of the stream; of data.samples=documents other ways to "
+                    "pack samples are priced without it"
+                )
+            from sppo.cli.solve_corpus import solve_and_print
+
+            solve_and_print(
+                run, lengths=lengths, output=output, png=png, explain=explain, as_json=json_output
+            )
+            return
+        for option, value in (("--lengths", lengths), ("--png", png)):
+            if value is not None:
+                raise ValueError(
+                    f"{option}: only of data.samples=documents, and this run has the stream; leave "
+                    "it out (sppo simulate draws the step of a plan)"
+                )
+        solution = _solution(run)
         rows = _ablation(solution) if ablation and solution.best is not None else ()
         paying = _improvements(solution) if solution.best is not None else ()
         if solution.best is not None and output is not None:
@@ -64,12 +104,16 @@ def solve(
     )
 
 
-def _solution(run_file: Path, overrides: list[str]) -> Solution:
-    from sppo.cli.planned_run import load_planned_run
+def _load(run_file: Path, overrides: list[str]) -> RunConfig:
+    from sppo.config import load_run
+
+    return load_run(run_file, overrides)
+
+
+def _solution(run: RunConfig) -> Solution:
     from sppo.hardware.run_hardware import run_hardware
     from sppo.planning.search.solver import solve as solve_run
 
-    run = load_planned_run(run_file, overrides)
     return solve_run(run, hardware=run_hardware(run))
 
 

@@ -35,15 +35,18 @@ class NothingFitsError(MemoryError):
         self.changes = changes
 
 
-def solve(run: RunConfig) -> ExecutionPlan:
+def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
     """The fastest plan for ``run`` that fits: degrees, cuts, schedule, activations, memory.
 
     A key that the run leaves out is chosen here, one that it has is a condition. Of
-    ``data.samples=documents`` it is the plan of a step of the longest samples; training plans each
-    step when it knows its samples.
+    ``data.samples=documents`` degrees are those with which steps drawn from ``data.tokens`` are
+    fastest, and it is the plan of a step of the longest samples; training plans each step when it
+    knows its samples.
 
     Args:
         run: of :func:`sppo.load_run`; its ``hardware`` says for which machine, this one by default.
+        lengths: of ``data.samples=documents``, a published distribution of lengths to draw from
+            instead, such as "github".
 
     Raises:
         NothingFitsError: no plan fits; says what is short, and what would fit.
@@ -68,7 +71,11 @@ def solve(run: RunConfig) -> ExecutionPlan:
     from sppo.planning.make_plan import make_plan
     from sppo.planning.search.solver import solve as search
 
-    solution = search(run_of_longest_samples(run), hardware=run_hardware(run))
+    if run.data.samples == "documents":
+        return _solve_corpus(run, lengths)
+    if lengths is not None:
+        raise ValueError("lengths: only of data.samples=documents, and this run has the stream")
+    solution = search(run, hardware=run_hardware(run))
     if solution.best is None:
         raise _nothing_fits(solution)
     return make_plan(solution.run, solution.best)
@@ -142,6 +149,21 @@ def load_plan(path: Path | str) -> ExecutionPlan:
         OSError: the file cannot be read.
     """
     return read_plan(Path(path))
+
+
+def _solve_corpus(run: RunConfig, lengths: str | None) -> ExecutionPlan:
+    """Return the plan of the longest samples by the degrees that are best for drawn steps."""
+    from sppo.data.step_lengths import drawn_steps
+    from sppo.planning.corpus.search import plan_of_longest, solve_corpus
+
+    steps = drawn_steps(run, distribution=lengths)
+    solution = solve_corpus(run, hardware=run_hardware(run), steps=steps)
+    if solution.best is None:
+        reasons = [refused.reason for refused in solution.refused]
+        nearest = reasons[0] if reasons else "there is no way to divide it"
+        where = hardware_line(solution.hardware)
+        raise NothingFitsError(f"no plan fits {where}: {nearest}", ())
+    return plan_of_longest(solution)
 
 
 def _nothing_fits(solution: Solution) -> NothingFitsError:

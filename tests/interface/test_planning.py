@@ -80,8 +80,17 @@ def test_samples_are_planned_as_a_step_of_the_longest(tmp_path):
         "train": {"samples_per_step": 4},
     }
     file = write(tmp_path / "run.yaml", sections)
-    succeed("solve", file, "-o", tmp_path / "plan.json")
-    assert sppo.solve(sppo.load_run(file)) == sppo.load_plan(tmp_path / "plan.json")
+    succeed("solve", file, "--lengths", "magi", "-o", tmp_path / "plan.json")
+    run = sppo.load_run(file)
+    assert sppo.solve(run, lengths="magi") == sppo.load_plan(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="data.tokens data: not there"):
+        sppo.solve(run)
+
+
+def test_lengths_are_of_samples(tmp_path):
+    run = sppo.load_run(write(tmp_path / "run.yaml", RUN))
+    with pytest.raises(ValueError, match="only of data.samples=documents"):
+        sppo.solve(run, lengths="magi")
 
 
 def test_a_run_goes_through_its_sections():

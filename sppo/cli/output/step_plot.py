@@ -1,0 +1,268 @@
+"""Plot of a step of samples: how long they are, the chunks, and what becomes of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sppo.activations.tensor_classes import ATTENTION
+from sppo.cost.stage_cost import row_bytes_of
+from sppo.output_file import write_figure
+from sppo.planning.elastic.packing import PADDING
+from sppo.planning.elastic.step_plan import StepPlan
+from sppo.units import format_count, format_duration, format_tokens
+
+_SAMPLES, _TOKENS = "#1f5fa8", "#c2571a"
+_KINDS = {"split": "#1f5fa8", "hybrid": "#7a4fa3", "batched": "#d98a1f"}
+_LEVELS = {
+    "retained": "#2f7d4f",
+    "offloaded": "#4d9fd6",
+    "linear recomputed": "#f0b429",
+    "attention recomputed": "#c23b3b",
+}
+_INK, _QUIET, _GRID, _BAND = "#222222", "#6b6b6b", "#e6e6e6", "#f1f3f5"
+_SMALL_PT, _TITLE_PT = 9, 15
+_CELL = 24
+"""Points of a column of the plot of a unit, which its levels share."""
+_NAMED_SEQUENCES = 24
+"""Sequences up to which each is named; of more, some are."""
+_STAGE_TICKS = 16
+
+# Fractions of the figure: left edge, bottom edge, width, height.
+_LENGTHS_AREA = (0.075, 0.645, 0.875, 0.225)
+_CHUNKS_AREA = (0.075, 0.375, 0.875, 0.19)
+_LEVELS_AREA = (0.075, 0.065, 0.875, 0.215)
+
+
+def step_plot(plan: StepPlan, path: Path, *, source: str) -> None:
+    """Draw a step into ``path``, a PNG of 1600 by 1440 pixels.
+
+    Above: how long its samples are, with the chunks over that. Middle: the tokens of each chunk,
+    sequence by sequence. Below: what becomes of the saved tensors of each chunk on each stage.
+
+    Args:
+        plan: of one replica.
+        path: of the plot.
+        source: of the samples.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 9), dpi=160, facecolor="white")
+    FigureCanvasAgg(figure)
+    _draw_lengths(figure.add_axes(_LENGTHS_AREA), plan)
+    _draw_chunks(figure.add_axes(_CHUNKS_AREA), plan)
+    _draw_levels(figure.add_axes(_LEVELS_AREA), plan)
+    _write_title(figure, plan, source=source)
+    write_figure(path, figure)
+
+
+def level_shares(plan: StepPlan) -> npt.NDArray[np.float64]:
+    """Return the shares of a unit's saved bytes that have each level, [stages, units, levels].
+
+    Levels are retained, offloaded, recomputed but attention, attention recomputed.
+    """
+    placement = plan.evaluated.placement
+    row_bytes = row_bytes_of(plan.evaluated.candidate)[:, None, :]
+    retained, offloaded, recomputed = (
+        table * row_bytes
+        for table in (placement.retained, placement.offloaded, placement.recomputed)
+    )
+    attention = recomputed[:, :, ATTENTION]
+    levels = np.stack(
+        [
+            retained.sum(axis=2),
+            offloaded.sum(axis=2),
+            recomputed.sum(axis=2) - attention,
+            attention,
+        ],
+        axis=2,
+    )
+    shares: npt.NDArray[np.float64] = levels / levels.sum(axis=2, keepdims=True)
+    return shares
+
+
+def _draw_lengths(axes: Any, plan: StepPlan) -> None:
+    """Two falling curves over the length, and a mark for each chunk at its tokens."""
+    lengths = np.sort(_sample_lengths(plan))[::-1]
+    samples = np.arange(1, len(lengths) + 1) / len(lengths)
+    tokens = np.cumsum(lengths) / lengths.sum()
+    for shares, colour, text in (
+        (samples, _SAMPLES, "samples at least so long"),
+        (tokens, _TOKENS, "tokens in samples at least so long"),
+    ):
+        ends = [int(lengths[0]), *lengths, 1]
+        axes.step(ends, [0.0, *shares, 1.0], where="post", color=colour, lw=2, label=text)
+    chunks = plan.evaluated.candidate.lengths
+    for kind, colour in _KINDS.items():
+        own = [size for size, is_of in zip(chunks, plan.kinds, strict=True) if is_of == kind]
+        if own:
+            text = f"{len(own)} {kind} chunks" if len(own) > 1 else f"1 {kind} chunk"
+            axes.vlines(own, 1.04, 1.13, color=colour, lw=1.6, alpha=0.8, label=text)
+    _clean(axes, "how long the samples are, and above it how long the chunks are")
+    longest = max(2, int(lengths[0]), *chunks)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(1, longest * 1.15)
+    powers = range(longest.bit_length() + 1)
+    ticks = [1 << power for power in powers if power % (1 + len(powers) // 14) == 0]
+    ticks = [tick for tick in ticks if tick <= longest * 1.15]
+    axes.set_xticks(ticks, [format_tokens(tick) for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(0, 1.15)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
+    axes.set_xlabel("tokens", color=_INK, fontsize=_SMALL_PT)
+    legend = axes.legend(loc="lower left", fontsize=_SMALL_PT, frameon=True, edgecolor="none")
+    for line in legend.get_lines():
+        line.set_linewidth(3)
+
+
+def _draw_chunks(axes: Any, plan: StepPlan) -> None:
+    """A bar for each chunk, as high as it has tokens; sequences on bands."""
+    chunks = plan.evaluated.candidate.lengths
+    _draw_bands(axes, plan)
+    colours = [_KINDS[kind] for kind in plan.kinds]
+    axes.bar(np.arange(len(chunks)), chunks, width=0.84, color=colours, lw=0)
+    _clean(
+        axes, "tokens of each chunk; a band is a sequence: a long sample and what fills its tail"
+    )
+    axes.set_xlim(-0.5, len(chunks) - 0.5)
+    axes.set_xticks([])
+    axes.set_ylim(0, max(chunks) * 1.12)
+    ticks = axes.get_yticks()
+    ticks = [tick for tick in ticks if 0 <= tick <= max(chunks) * 1.12]
+    axes.set_yticks(ticks, [format_count(tick) for tick in ticks])
+    _name_sequences(axes, plan)
+
+
+def _draw_levels(axes: Any, plan: StepPlan) -> None:
+    """A cell for each stage and chunk, shared by its levels."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Patch
+
+    shares = level_shares(plan)
+    stages, units, _ = shares.shape
+    colours = np.array([to_rgb(colour) for colour in _LEVELS.values()])
+    ends = np.cumsum(shares, axis=2)
+    points = (np.arange(_CELL) + 0.5) / _CELL
+    level = (
+        (points[None, None, :, None] > ends[:, :, None, :]).sum(axis=3).clip(0, len(colours) - 1)
+    )
+    image = colours[level].transpose(0, 2, 1, 3).reshape(stages * _CELL, units, 3)
+    axes.imshow(
+        image,
+        aspect="auto",
+        interpolation="nearest",
+        extent=(-0.5, units - 0.5, stages - 0.5, -0.5),
+    )
+    for stage in range(1, stages):
+        axes.axhline(stage - 0.5, color="white", lw=1.2 if stages <= _STAGE_TICKS else 0.5)
+    for first in _first_chunks(plan)[1:]:
+        axes.axvline(first - 0.5, color="white", lw=1.6 if units <= 200 else 0.6)
+    _clean(axes, "what becomes of saved tensors, in bytes")
+    axes.grid(visible=False)
+    every = -(-stages // _STAGE_TICKS)
+    axes.set_yticks(range(0, stages, every))
+    axes.set_ylabel("stage", color=_INK, fontsize=_SMALL_PT)
+    axes.set_xlabel("chunk, in the order of the forwards", color=_INK, fontsize=_SMALL_PT)
+    handles = [Patch(color=colour, label=name) for name, colour in _LEVELS.items()]
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.005, 1.0),
+        ncols=len(handles),
+        fontsize=_SMALL_PT,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
+
+
+def _draw_bands(axes: Any, plan: StepPlan) -> None:
+    """Every other sequence on a band."""
+    firsts = [*_first_chunks(plan), len(plan.evaluated.candidate.lengths)]
+    for place in range(0, len(firsts) - 1, 2):
+        axes.axvspan(firsts[place] - 0.5, firsts[place + 1] - 0.5, color=_BAND, lw=0, zorder=0)
+
+
+def _name_sequences(axes: Any, plan: StepPlan) -> None:
+    """Number of each sequence, or of some, below its chunks."""
+    firsts = [*_first_chunks(plan), len(plan.evaluated.candidate.lengths)]
+    count = len(firsts) - 1
+    every = -(-count // _NAMED_SEQUENCES)
+    for place in range(0, count, every):
+        middle = (firsts[place] + firsts[place + 1] - 1) / 2
+        axes.text(
+            middle,
+            -0.03,
+            str(place),
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            va="top",
+            color=_QUIET,
+            fontsize=_SMALL_PT - 1,
+        )
+    axes.text(
+        0.5,
+        -0.13,
+        "sequence",
+        transform=axes.transAxes,
+        ha="center",
+        va="top",
+        color=_INK,
+        fontsize=_SMALL_PT,
+    )
+
+
+def _first_chunks(plan: StepPlan) -> list[int]:
+    """Return the place of the first chunk of each sequence."""
+    return [0, *accumulate(len(sequence.lengths) for sequence in plan.sequences[:-1])]
+
+
+def _sample_lengths(plan: StepPlan) -> npt.NDArray[np.int64]:
+    """Return the tokens of each sample, without padding."""
+    pairs: list[tuple[int, int]] = []
+    for sequence, samples in zip(plan.sequences, plan.packed.samples, strict=True):
+        pairs += zip(samples, sequence.samples, strict=True)
+    return np.array([tokens for sample, tokens in pairs if sample != PADDING], dtype=np.int64)
+
+
+def _clean(axes: Any, title: str) -> None:
+    for side in ("top", "left", "right"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#bbbbbb")
+    axes.tick_params(colors=_QUIET, labelsize=_SMALL_PT, length=0)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_title(title, loc="left", color=_INK, fontsize=_SMALL_PT + 1, pad=8)
+
+
+def _write_title(figure: Any, plan: StepPlan, *, source: str) -> None:
+    candidate = plan.evaluated.candidate
+    lines: Sequence[Sequence[str]] = (
+        (
+            f"{plan.num_samples} samples of {source}",
+            f"{format_count(plan.tokens)} tokens",
+            f"{len(candidate.lengths)} chunks in {len(plan.sequences)} sequences",
+        ),
+        (
+            candidate.schedule,
+            f"{candidate.num_stages} stages on {candidate.pipeline_parallel_degree} ranks",
+            f"{format_duration(plan.step_s)}, bubble {plan.bubble_fraction:.1%} (simulated)",
+        ),
+    )
+    left = _LENGTHS_AREA[0]
+    figure.text(
+        left, 0.962, "A step of one replica", color=_INK, fontsize=_TITLE_PT, fontweight="bold"
+    )
+    for place, facts in enumerate(lines):
+        text = "  ·  ".join(facts)
+        below = figure.text(left, 0.938 - 0.022 * place, text, color=_QUIET, fontsize=_SMALL_PT + 1)
+        below.set_parse_math(False)  # a directory may be called $HOME

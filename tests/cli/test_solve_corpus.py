@@ -1,0 +1,167 @@
+"""``sppo solve`` of a run of documents: tables, JSON, plan, plot, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sppo.data.length_distributions import DISTRIBUTIONS
+from sppo.planning.plan import read_plan
+from tests.conftest import call, refuse, succeed, write_run, write_tokens
+
+RUN = {
+    "model": {
+        "vocab_size": 4096,
+        "hidden_size": 1024,
+        "num_layers": 8,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "mlp_size": 4096,
+    },
+    "data": {"tokens": "none", "samples": "documents"},
+    "sequence": {"length": "32Ki"},
+    "train": {"samples_per_step": 24},
+    "hardware": {"preset": "a100-40g", "devices_per_node": 4},
+}
+SMALL = ("hardware.devices_per_node=2", "activations.tier=device", "parallel.virtual_stages=1")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(yaml.safe_dump(RUN))
+    return "run.yaml"
+
+
+def report(*words, code=0):
+    result = call("solve", *words, "--json")
+    assert result.exit_code == code, result.output
+    assert result.stdout.count("\n") == 1
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def test_a_corpus_by_name(run):
+    found = report(run, "--lengths", "github", "-o", "plan.json")
+    assert found == report(run, "--lengths", "github", "-o", "plan.json")
+    assert found["feasible"] is True
+    assert found["corpus"]["source"] == "github"
+    assert [step["samples"] for step in found["corpus"]["steps"]] == [24] * 3
+    best, plan = found["best"], read_plan(Path("plan.json"))
+    assert best == found["candidates"][0]
+    for name in ("sequence", "pipeline", "data"):
+        degree = f"{name}_parallel_degree"
+        assert best[degree] == getattr(plan, degree)
+    tokens = sum(step["tokens"] for step in found["corpus"]["steps"])
+    seconds = sum(step["step_s"] for step in best["steps"])
+    assert best["tokens_per_s"] == pytest.approx(tokens / seconds)
+    assert best["tokens_per_s_per_gpu"] * 4 == pytest.approx(best["tokens_per_s"])
+    assert 0 <= best["bubble_fraction"] < 1
+    budget = found["hardware"]["device_budget_bytes"]
+    for memory in (best["memory"], best["longest_sample"]["memory"]):
+        assert sum(memory["device"].values()) == pytest.approx(memory["device_bytes"])
+        assert memory["device_bytes"] <= budget
+    step = best["steps"][0]
+    chunks = step["chunks"]
+    assert chunks["split"] + chunks["batched"] + chunks["hybrid"] == chunks["count"]
+    assert chunks["least_tokens"] <= chunks["median_tokens"] <= chunks["most_tokens"]
+    assert {*found["sides"]} == {"padded", "stream", "fixed", "elastic"}
+    assert found["sides"]["elastic"]["tokens_per_s"] == pytest.approx(best["tokens_per_s"])
+    assert found["sides"]["fixed"]["over_fixed"] == 1
+    assert found["sides"]["padded"]["over_fixed"] < 1
+    assert found["searched"]["divisions"] >= found["searched"]["divisions_planned"] > 1
+
+
+def test_the_corpus_of_the_run(run, tmp_path):
+    starts = tuple(range(3000, 60000, 3000))
+    write_tokens(tmp_path / "tokens", num_tokens=60000, documents=starts)
+    found = report(run, "data.tokens=tokens")
+    assert found["corpus"]["source"] == "tokens"
+    assert {step["longest"] for step in found["corpus"]["steps"]} == {2999}
+    named = report(run, "data.tokens=tokens", "--lengths", "magi")
+    assert named["corpus"]["source"] == "magi"
+
+
+def test_the_help_names_the_distributions(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    told = " ".join(succeed("solve", "--help").split())
+    assert ", ".join(DISTRIBUTIONS) in told
+
+
+def test_tables_for_people(run):
+    told = succeed("solve", run, "--lengths", "github", "--explain", "-o", "plan.json")
+    for words in (
+        "3 steps drawn from github, of 24 samples",
+        "pipeline parallel",
+        "a  padded",
+        "d  elastic",
+        "ways to divide the devices",
+        "memory of one device of each rank",
+        "a step of the longest samples, of 32Ki tokens",
+        "go on each rank",
+        "written plan.json",
+    ):
+        assert words in told
+
+
+def test_nothing_fits(run):
+    words = ("--lengths", "github", "sequence.length=4Mi", *SMALL)
+    told = refuse("solve", run, *words, code=3)
+    assert re.search(
+        r"the longest sample, of 4194304 tokens, does not fit: stages? [\d, ]+(of rank \d+ )?"
+        r"needs? \S+ [KMGT]iB of device memory .* short by \S+ [KMGT]iB; most of it is",
+        told,
+    )
+    assert "what would fit" in told
+    found = report(run, *words, code=3)
+    assert found["feasible"] is False
+    assert found["nearest"]["short_bytes"] > 0
+    assert found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "data.tokens none: not there"),
+        (("--lengths", "githib"), "Did you mean 'github'?"),
+        (("--lengths", "magi", "--ablation"), "--ablation is of a run of the stream"),
+        (
+            ("--lengths", "magi", "data.samples=stream", "train.samples_per_step=null"),
+            "--lengths: only of data.samples=documents",
+        ),
+        (
+            ("--png", "a.png", "data.samples=stream", "train.samples_per_step=null"),
+            "--png: only of data.samples=documents",
+        ),
+        (("--lengths", "magi", "--png", "a.txt"), "a.txt"),
+    ],
+)
+def test_mistakes(run, words, said):
+    assert said in refuse("solve", run, *words)
+
+
+def test_a_step_is_drawn(run):
+    succeed("solve", run, "--lengths", "github", "--png", "step.png")
+    image = Path("step.png").read_bytes()
+    assert image[:4] == b"\x89PNG"
+    assert (int.from_bytes(image[16:20]), int.from_bytes(image[20:24])) == (1600, 1440)
+
+
+def test_training_follows_the_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path / "tokens", num_tokens=600, documents=tuple(range(30, 600, 30)))
+    write_run(
+        tmp_path / "run.yaml",
+        data={"samples": "documents"},
+        sequence={"num_subsequences": "auto"},
+        train={"samples_per_step": 4, "steps": 2},
+        hardware={"preset": "laptop-cpu"},
+    )
+    succeed("solve", "run.yaml", "-o", "plan.json")
+    assert read_plan(tmp_path / "plan.json").boundaries[-1] == 64
+    told = succeed("train", "run.yaml", "--plan", "plan.json")
+    assert "step 2/2" in told
