@@ -138,15 +138,18 @@ def check_before_training(
 def _planned(
     run: RunConfig, training: TrainingData | DocumentSamples, **room: Any
 ) -> ExecutionPlan:
-    """Return the plan of a run's steps; of samples, judged by those that come next."""
+    """Return the plan of a run's steps; of samples, judged by its first ones."""
     if not isinstance(training, DocumentSamples):
         return plan_run(run, **room)
-    return plan_samples(run, steps=tuple(_next_steps(run, training)), **room)
+    return plan_samples(run, steps=tuple(_first_steps(training)), **room)
 
 
-def _next_steps(run: RunConfig, training: DocumentSamples) -> Iterator[tuple[int, ...]]:
-    """Yield the tokens of each sample of the first steps from where a run goes on."""
-    consumed = int(_newest_metadata(run)["sequences_consumed"])
+def _first_steps(training: DocumentSamples) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of each sample of a run's first steps, also of one that goes on later.
+
+    So it goes on with the stages that it began with, bit for bit.
+    """
+    consumed = 0
     for _ in range(STEPS):
         samples = training.step_samples(consumed)
         consumed += len(samples)

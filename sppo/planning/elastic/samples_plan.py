@@ -1,8 +1,8 @@
-"""The plan of a run of samples: that of a step of the longest ones, judged by steps as they come.
+"""The plan of a run of samples: that of a step of the longest ones, judged by its first steps.
 
 A step of the longest samples has few subsequences and a long bubble, which several stages on a rank
 shorten. Most steps have many short samples that fill the pipeline by themselves; for them several
-stages only add messages. So how many stages a rank has is decided by the next steps.
+stages only add messages. So how many stages a rank has is decided by the first steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many stages a rank has in a run of samples: what the next steps want."""
+"""How many stages a rank has in a run of samples: what its steps want."""
 
 import json
 from dataclasses import replace
@@ -55,7 +55,7 @@ def seconds(plan):
 
 
 @pytest.mark.parametrize("per_byte", [0.0, DEAR])
-def test_the_next_steps_are_fastest_with_it(per_byte):
+def test_the_steps_are_fastest_with_it(per_byte):
     run, room = run_of_samples(), {"hardware": machine(per_byte), "available_bytes": 4 << 30}
     plan = plan_samples(run, steps=STEPS, **room)
     single = plan_run(run_of_samples(virtual_stages=1), **room)
