@@ -15,6 +15,8 @@ from sppo.cli.stop_signals import Stopped
 from sppo.parallel.failures import stopped_exit_code
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from sppo.config import RunConfig
     from sppo.parallel.environment import RankEnvironment
     from sppo.planning.plan import ExecutionPlan
@@ -29,7 +31,14 @@ PlanFile = Annotated[
 _GOES_ON = ": the same command goes on from the newest checkpoint, or begins again"
 
 
-def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None) -> None:
+def train(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    plan: PlanFile = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")
+    ] = False,
+) -> None:
     """Train; the same command goes on where a killed or stopped run left off.
 
     On the machine's GPUs if torch sees any and hardware names no CPU, each rank on one of its own.
@@ -52,6 +61,7 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
         from sppo.parallel.environment import keep_torch_quiet, rank_environment
 
         keep_torch_quiet(os.environ)
+        console = Console(quiet=quiet)
         environment = rank_environment(os.environ)
         from sppo.interface.training import check_room, start_ranks
 
@@ -67,13 +77,12 @@ def train(run_file: RunFile, overrides: Overrides = None, plan: PlanFile = None)
         if environment is None and num_ranks > 1:
             device = choose_device(run, local_ranks=num_ranks)
             words = sys.argv[1:]
-            console = Console()
             code = start_ranks(
                 run, chosen, words, num_ranks=num_ranks, device=device, console=console
             )
             raise typer.Exit(code)
         device = choose_device(run, environment=environment)
-        _train_as_rank(run, chosen, environment, device=device)
+        _train_as_rank(run, chosen, environment, device=device, console=console)
 
 
 def _train_as_rank(
@@ -82,11 +91,10 @@ def _train_as_rank(
     environment: RankEnvironment | None,
     *,
     device: Device,
+    console: Console,
 ) -> None:
     """Train as one rank of the run, or alone, and end with its exit code."""
     import signal
-
-    from rich.console import Console
 
     from sppo.interface.training import train_as_rank
     from sppo.training.nonfinite import NonFiniteError
@@ -97,7 +105,7 @@ def _train_as_rank(
             plan,
             environment,
             device=device,
-            console=Console(),
+            console=console,
             command=_command(environment),
         )
     except NonFiniteError as error:

@@ -18,7 +18,12 @@ from sppo.config import RunConfig, run_sections
 from sppo.interface.announcement import announce
 from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.output_file import write_json
-from sppo.parallel.environment import RankEnvironment, keep_torch_quiet, rank_environment
+from sppo.parallel.environment import (
+    RankEnvironment,
+    keep_torch_quiet,
+    rank_environment,
+    with_module_path,
+)
 from sppo.parallel.failures import STOP_SIGNALS, stopped_exit_code
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
@@ -135,9 +140,10 @@ def train(
     if environment is None and num_ranks > 1:
         device = choose_device(run, local_ranks=num_ranks)
         with tempfile.TemporaryDirectory(prefix="sppo-") as directory:
-            words = _as_files(asked, plan, Path(directory))
+            words = ["train", *_as_files(asked, plan, Path(directory))]
+            words += [] if progress else ["--quiet"]
             code = start_ranks(
-                run, plan, ["train", *words], num_ranks=num_ranks, device=device, console=console
+                run, plan, words, num_ranks=num_ranks, device=device, console=console
             )
         stopped = _signal_of(code)
         if code != 0 and stopped is None:
@@ -223,9 +229,9 @@ def start_ranks(
         )
         announce(run, preflight, console, device=device)
         return run_ranks(
-            [sys.executable, "-m", "sppo", *words],
+            [sys.executable, "-P", "-m", "sppo", *words],
             num_ranks=num_ranks,
-            environ=os.environ,
+            environ=with_module_path(os.environ),
             threads_per_rank=max(1, count_cores() // num_ranks),
         )
 

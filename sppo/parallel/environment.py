@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -90,6 +91,16 @@ def keep_torch_quiet(environ: MutableMapping[str, str]) -> None:
     To be called before torch is imported, which reads the level then.
     """
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def with_module_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` by which ``python -P`` finds the modules that this process finds.
+
+    A program may have found ``sppo`` beside itself; ``python -m`` would look into the current
+    directory first, where a file ``json.py`` takes the place of Python's own module.
+    """
+    places = [os.path.abspath(place) for place in sys.path]  # "" is the current directory
+    return {**environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
 def child_environment(

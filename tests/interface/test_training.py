@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import runpy
 import signal
 import subprocess
@@ -68,6 +69,29 @@ def test_ranks_are_started_and_learn_the_same(work, capfd):
     result = sppo.train(two)
     assert result.losses == pytest.approx(alone.losses, rel=1e-5)
     assert "step 4/4" in capfd.readouterr().out
+
+
+def test_ranks_of_a_quiet_run_print_nothing(work, capfd):
+    two = sppo.load_run(work / "run.yaml", {**TWO, "train.output": "two"})
+    assert sppo.train(two, progress=False).steps == 4
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ranks_find_the_modules_that_the_program_finds(work, tmp_path_factory):
+    """Not those of the current directory; and sppo where only the program knows of it."""
+    for name in ("json.py", "sppo.py", "torch.py"):
+        (work / name).write_text("raise SystemExit('a module of the current directory')")
+    script = tmp_path_factory.mktemp("elsewhere") / "script.py"
+    changes = {**TWO, "train.output": "two", "train.steps": 1}
+    script.write_text(
+        f"import sys; sys.path.append({str(Path(sppo.__file__).parents[1])!r}); import sppo; "
+        f"print(sppo.train(sppo.load_run('run.yaml', {changes!r}), progress=False).steps)"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, script], env=environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 def test_a_rank_that_fails_is_an_error(work):
