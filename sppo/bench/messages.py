@@ -7,8 +7,8 @@ So a message costs both of its ranks compute, which no schedule hides.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from sppo.bench.timing import Watcher
+from sppo.parallel.end_with_parent import end_with_parent
+from sppo.parallel.failures import STOP_SIGNALS
+from sppo.parallel.launch import held_back
+from sppo.parallel.worker_process import without_script
 from sppo.units import MIB
 
 _RANKS = 2
@@ -64,41 +68,27 @@ def measure_messages(*, quick: bool, watcher: Watcher) -> MessageMeasurements:
     products = _QUICK_PRODUCTS if quick else _PRODUCTS
     watcher.begin("messages", total=rounds)
     context = multiprocessing.get_context("spawn")
-    main = sys.modules["__main__"]
-    with tempfile.TemporaryDirectory(prefix="sppo-") as directory, _no_main_file(main):
+    with tempfile.TemporaryDirectory(prefix="sppo-") as directory:
         answers, answer = context.Pipe(duplex=False)
         store = Path(directory) / "store"
         processes = [
-            context.Process(target=_serve, args=(rank, store, rounds, products, answer))
+            context.Process(
+                target=_serve, args=(rank, store, rounds, products, answer, os.getpid())
+            )
             for rank in range(_RANKS)
         ]
-        for process in processes:
-            process.start()
-        answer.close()
         try:
+            # A terminal sends Ctrl-C to them, too: this process alone ends them.
+            with held_back(STOP_SIGNALS), without_script():
+                for process in processes:
+                    process.start()
+            answer.close()
             return MessageMeasurements(**_report(answers, processes, watcher))
         finally:
             for process in processes:
-                process.terminate()
-                process.join()
-
-
-class _no_main_file:  # noqa: N801 - used like a function
-    """Keeps processes that are spawned within from running the program's main file once more."""
-
-    def __init__(self, main: Any) -> None:
-        self._main, self._file = main, getattr(main, "__file__", None)
-        self._spec = getattr(main, "__spec__", None)
-
-    def __enter__(self) -> None:
-        self._main.__spec__ = None
-        if self._file is not None:
-            del self._main.__file__
-
-    def __exit__(self, *_: object) -> None:
-        self._main.__spec__ = self._spec
-        if self._file is not None:
-            self._main.__file__ = self._file
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
 
 
 def _report(
@@ -120,8 +110,11 @@ def _report(
             raise failed
 
 
-def _serve(rank: int, store: Path, rounds: int, products: int, answer: Connection) -> None:
-    """One of both processes."""
+def _serve(
+    rank: int, store: Path, rounds: int, products: int, answer: Connection, parent: int
+) -> None:
+    """One of both processes; ends with its parent."""
+    end_with_parent(parent)
     import torch
     import torch.distributed as dist
 

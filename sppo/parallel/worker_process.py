@@ -65,7 +65,7 @@ class WorkerProcess:
                 self._executor = ProcessPoolExecutor(
                     1, self._context, initializer=end_with_parent, initargs=(os.getpid(),)
                 )
-            with held_back(STOP_SIGNALS), _without_script():
+            with held_back(STOP_SIGNALS), without_script():
                 return self._executor.submit(function, *args, **kwargs)
         except BrokenExecutor as error:
             raise WorkerLostError(self._end()) from error
@@ -122,7 +122,7 @@ class _RecordingContext(SpawnContext):
 
 
 @contextmanager
-def _without_script() -> Iterator[None]:
+def without_script() -> Iterator[None]:
     """Keep a process that starts within from running the script that this one runs."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

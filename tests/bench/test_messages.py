@@ -1,6 +1,7 @@
 """Messages between ranks: measured, written, read by plans, told to people."""
 
 import json
+import multiprocessing
 from dataclasses import replace
 
 import numpy as np
@@ -127,3 +128,21 @@ def test_the_bound_of_a_step_holds_and_its_parts_add_up():
         carried = 2 * float(message_seconds(evaluated.candidate)[rank].sum())
         assert parts["carried"] == pytest.approx(carried)
         assert parts["recompute"] == pytest.approx(0, abs=1e-9)
+
+
+def test_processes_end_when_starting_is_interrupted(monkeypatch):
+    from multiprocessing.context import SpawnProcess
+
+    start, started = SpawnProcess.start, []
+
+    def interrupted(process):
+        if started:
+            raise KeyboardInterrupt
+        start(process)
+        started.append(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure_messages(quick=True, watcher=Rounds())
+    assert started
+    assert multiprocessing.active_children() == []
