@@ -6,11 +6,13 @@ import importlib.metadata
 import os
 import platform
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from sppo.quoting import quoted
 from sppo.units import GIB, MIB, format_bytes
 
 State = Literal["ok", "note", "missing", "broken"]
@@ -96,22 +98,24 @@ def _threads(cores: int) -> Finding:
     subject, name = "machine", "threads"
     if given is None:
         return Finding(subject, name, "ok", f"OMP_NUM_THREADS is not set: torch takes {cores}")
-    if not given.isdecimal() or not 1 <= int(given) <= cores:
+    outer = given.split(",")[0].strip()  # further numbers are for nested parallelism
+    if not outer.isdecimal() or not 1 <= int(outer) <= cores:
         return Finding(
             subject,
             name,
             "note",
-            f"OMP_NUM_THREADS={given}, and there are {cores} cores",
+            f"OMP_NUM_THREADS={quoted(given)}, and there are {cores} cores",
             f"unset it, or write a number from 1 to {cores}",
         )
-    advice = f"unset it to train one rank on all {cores} cores" if int(given) < cores else ""
+    advice = f"unset it to train one rank on all {cores} cores" if int(outer) < cores else ""
     state: State = "note" if advice else "ok"
     return Finding(subject, name, state, f"OMP_NUM_THREADS={given}", advice)
 
 
 def _limits() -> Iterator[Finding]:
     """Limits that a run with many ranks, or a GPU, may meet."""
-    from sppo.parallel.rendezvous import files_of_a_rank
+    from sppo.kernels.native.machine_memory import LIBRARY_ADDRESS_BYTES, address_room
+    from sppo.parallel.open_files import files_of_a_rank
 
     subject = "limits"
     unlimited = resource.RLIM_INFINITY
@@ -137,6 +141,12 @@ def _limits() -> Iterator[Finding]:
         if few
         else "",
     )
+    addresses = address_room()
+    if addresses is not None:
+        few = addresses < LIBRARY_ADDRESS_BYTES
+        advice = "weights, activations and libraries need them: raise it (ulimit -v, ulimit -d)"
+        found = f"{format_bytes(addresses)} left to a process"
+        yield Finding(subject, "addresses", "broken" if few else "note", found, advice)
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size != unlimited:
         advice = "a disk tier and checkpoints are files: raise it (ulimit -f) if they are larger"
@@ -177,7 +187,10 @@ def _packages() -> Iterator[Finding]:
 
     yield Finding(subject, "sppo", "ok", __version__)
     try:
-        import torch
+        torch = _torch()
+    except MemoryError as error:
+        yield Finding(subject, "torch", "broken", "there is no room to load it", str(error))
+        return
     except (ImportError, OSError) as error:
         told = f"cannot be imported: {error}"
         yield Finding(subject, "torch", "broken", told, "install it again: pip install torch")
@@ -193,6 +206,22 @@ def _packages() -> Iterator[Finding]:
             yield Finding(subject, name, "ok", version)
 
 
+def _torch() -> Any:
+    """Import torch, which ends the process without a word where it has no room.
+
+    Raises:
+        ImportError: it is not there, or damaged.
+        MemoryError: it has no room.
+    """
+    from sppo.kernels.native.machine_memory import check_room_for_libraries
+
+    if "torch" not in sys.modules:
+        check_room_for_libraries()
+    import torch
+
+    return torch
+
+
 def _native_parts() -> Iterator[Finding]:
     """What was compiled when SPPO was installed."""
     from sppo.kernels.native.extension import describe, native_library
@@ -203,12 +232,13 @@ def _native_parts() -> Iterator[Finding]:
     advice = "" if state == "ok" else f"host memory and files are slower: {again}"
     yield Finding(subject, "host library", state, describe(), advice)
     try:
+        _torch()
         from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
 
         pool = install_cpu_allocator() is not None
         found = describe_cpu_allocator()
-    except ImportError as error:
-        yield Finding(subject, "memory pool", "missing", str(error), "install torch")
+    except (ImportError, MemoryError, OSError):
+        yield Finding(subject, "memory pool", "missing", "it works with torch alone", "mend torch")
         return
     advice = "" if pool else f"memory of CPU runs is less exact: {again}"
     yield Finding(subject, "memory pool", "ok" if pool else "missing", found, advice)
@@ -217,8 +247,8 @@ def _native_parts() -> Iterator[Finding]:
 def _gpu() -> Iterator[Finding]:
     """GPUs, and what a run on one would lack."""
     try:
-        import torch
-    except (ImportError, OSError):
+        torch = _torch()
+    except (ImportError, MemoryError, OSError):
         return
     subject = "GPU"
     if torch.version.cuda is None:
@@ -253,8 +283,7 @@ def _visible_gpus() -> Iterator[Finding]:
 def _attention() -> Iterator[Finding]:
     """Back ends of attention, in the order of preference on the device of a run."""
     try:
-        import torch
-
+        torch = _torch()
         from sppo.kernels.attention.choice import (
             CAPABILITIES,
             AttentionCase,
@@ -264,7 +293,7 @@ def _attention() -> Iterator[Finding]:
             why_not,
         )
         from sppo.kernels.half_products import needs_casts
-    except (ImportError, OSError):
+    except (ImportError, MemoryError, OSError):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     case = AttentionCase(device, torch.bfloat16, _HEAD_SIZE, _GROUP, window=False)
@@ -278,9 +307,12 @@ def _attention() -> Iterator[Finding]:
         found = "taken by auto" if name == chosen else (reason or "there")
         yield Finding(subject, name, "ok" if reason is None else "missing", found)
     if device.type == "cpu":
-        modules = {name: CAPABILITIES[name].module for name in names}
-        there = [name for name, module in modules.items() if module is None or is_installed(module)]
-        yield _on_a_gpu([name for name in there if "cuda" in CAPABILITIES[name].devices])
+        if torch.version.cuda is None:
+            yield Finding("attention (cuda)", "on a GPU", "missing", "needs a torch with CUDA")
+        else:
+            modules = {name: CAPABILITIES[name].module for name in names}
+            there = [name for name, of in modules.items() if of is None or is_installed(of)]
+            yield _on_a_gpu([name for name in there if "cuda" in CAPABILITIES[name].devices])
         yield _half_products(needs_casts(torch.empty(1, dtype=torch.bfloat16)))
 
 

@@ -218,7 +218,7 @@ def start_ranks(
     """
     from sppo.hardware.this_machine import count_cores
     from sppo.parallel.launch import run_ranks
-    from sppo.parallel.rendezvous import allow_connections
+    from sppo.parallel.open_files import allow_connections
     from sppo.report.display import logging_to
     from sppo.training.preflight import check_before_training
 

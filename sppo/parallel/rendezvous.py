@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +25,6 @@ from sppo.quoting import quoted
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACKS = ("lo", "lo0")
-_OPEN_FILES = 64
-_CONNECTIONS_PER_RANK = 6
-"""Measured with two and four ranks: 61 to 73 open files in all, 19 to 24 of them connections."""
 _CONNECT_S = 5.0
 """Time beyond the timeout in which torch may report by itself that nobody listens."""
 _VERDICT_S = 5.0
@@ -81,33 +77,6 @@ def disconnect() -> None:
     """Leave all process groups, if this process is in any."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def files_of_a_rank(num_ranks: int) -> int:
-    """Files and connections that a rank of a job of so many opens, about."""
-    return _OPEN_FILES + _CONNECTIONS_PER_RANK * num_ranks
-
-
-def allow_connections(num_ranks: int) -> None:
-    """Raise this process's limit of open files to the hard limit, and refuse one that is too low.
-
-    Args:
-        num_ranks: of the job.
-
-    Raises:
-        MemoryError: the hard limit is below what a rank opens.
-    """
-    needed = files_of_a_rank(num_ranks)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    most = hard if hard != unlimited else max(soft, 2 * needed)
-    if soft not in (most, unlimited):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if soft != unlimited and most < needed:
-        raise MemoryError(
-            f"a rank of {num_ranks} opens about {needed} files and connections, and this process "
-            f"may open {most}: raise that limit (ulimit -n)"
-        )
 
 
 def flat_facts(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:

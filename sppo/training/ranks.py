@@ -17,8 +17,8 @@ from sppo.parallel.failures import RankProgress
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.megatron import tensor_shard
 from sppo.parallel.mesh import Mesh, MeshShape, alone
+from sppo.parallel.open_files import allow_connections
 from sppo.parallel.rendezvous import (
-    allow_connections,
     connect,
     difference_report,
     disconnect,

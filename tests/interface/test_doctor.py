@@ -1,8 +1,11 @@
 """``sppo doctor``: what it says of this machine, and of machines that lack something."""
 
 import json
+import os
 import resource
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -113,3 +116,37 @@ def test_a_gpu_that_cannot_be_seen_is_told(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "nvidia-smi" in found(list(doctor._gpu()), "CUDA").advice
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"), [("raise ImportError('half of it')", "half of it"), (None, "ulimit -v")]
+)
+def test_tells_everything_else_where_torch_cannot_be_loaded(tmp_path, broken, said):
+    """In a process of its own: nothing that doctor looks at may import torch by the way."""
+    if broken is not None:
+        (tmp_path / "torch.py").write_text(broken)
+    limit = (
+        "" if broken else "import resource; resource.setrlimit(resource.RLIMIT_AS, (600 << 20, -1))"
+    )
+    code = f"import sys; {limit or 'pass'}; from sppo.cli.app import app; app(['doctor', '--json'])"
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(doctor.__file__).parents[2]}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    told = {entry["name"]: entry for entry in json.loads(done.stdout)["findings"]}
+    assert {"processor", "open files", "torch", "host library", "rates"} <= set(told)
+    assert told["torch"]["state"] == "broken"
+    assert said in told["torch"]["found"] + told["torch"]["advice"]
+
+
+def test_numbers_of_nested_threads_are_read(monkeypatch):
+    monkeypatch.setattr("sppo.hardware.this_machine.count_cores", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", " 2,1")
+    assert found(doctor.examine(), "threads").state == "ok"
+
+
+def test_a_torch_without_cuda_has_no_attention_on_gpus(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    finding = found(doctor.examine(), "on a GPU")
+    assert (finding.state, finding.found) == ("missing", "needs a torch with CUDA")

@@ -162,7 +162,7 @@ except PeerLostError as error:
 
 LIMITED = """
 import resource
-from sppo.parallel.rendezvous import allow_connections
+from sppo.parallel.open_files import allow_connections
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 try:
     allow_connections(2)
