@@ -32,28 +32,47 @@ _SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "mlp_size")
 
 
 def load_run(
-    source: Path | str | Mapping[str, Any],
-    overrides: Sequence[str] | Mapping[str, Any] = (),
+    source: Path | str | Mapping[str, Any] | RunConfig,
+    overrides: str | Sequence[str] | Mapping[str, Any] = (),
 ) -> RunConfig:
     """Read, merge and check one run.
 
     Args:
-        source: path of a run file; or its sections as a mapping.
+        source: path of a run file; or its sections as a mapping; or a run, to change it.
         overrides: what replaces values of the run file: ``section.key=value`` words with values in
-            YAML, as the command line has them, or a mapping of ``section.key`` to values.
+            YAML, as the command line has them, or a mapping of ``section.key`` to values. Arrays
+            and numbers of numpy are taken as those of Python.
 
     Raises:
         ConfigError: every problem of the file and the overrides, at once.
+        TypeError: ``source`` or ``overrides`` is something else.
 
     >>> sections = {"model": {"preset": "tiny"}, "data": {"tokens": "data"}}
     >>> run = load_run(sections, {"sequence.length": "4Ki", "optimizer.lr": 1e-3})
     >>> run.sequence.length, run.optimizer.lr
     (4096, 0.001)
+    >>> load_run(run, "sequence.length=8Ki").sequence.length
+    8192
     """
-    if isinstance(source, Mapping):
-        raw, name = _plain(source), "the run"
-    else:
+    if isinstance(overrides, str):
+        overrides = (overrides,)
+    if not isinstance(overrides, (Mapping, Sequence)) or not all(
+        isinstance(word, str) for word in overrides
+    ):
+        raise TypeError(
+            f"overrides={quoted(overrides)}: write section.key=value words, or a mapping of "
+            "section.key to values"
+        )
+    if isinstance(source, (Mapping, RunConfig)):
+        sections = run_sections(source) if isinstance(source, RunConfig) else source
+        raw, name = _plain(sections), "the run"
+    elif isinstance(source, (str, Path)):
         raw, name = read_yaml(Path(source)), str(source)
+    else:
+        raise TypeError(
+            f"a run of {quoted(source)}: give the path of a run file, a mapping of its sections, "
+            "or a run"
+        )
     problems: list[Problem] = []
     if isinstance(overrides, Mapping):
         merged = replace_values(raw, overrides, problems)
@@ -95,15 +114,17 @@ def replace_values(
     """A copy of ``raw`` with each ``a.b: value`` written in; faults are added to ``problems``."""
     merged: dict[str, Any] = copy.deepcopy(raw)
     for path, value in values.items():
-        _replace(merged, str(path), _plain(value), problems)
+        _replace(merged, path, _plain(value), problems)
     return merged
 
 
 def _plain(value: Any) -> Any:
-    """A copy of ``value`` as a run file would have it: paths are text."""
+    """A copy of ``value`` as a run file would have it: paths are text, arrays are lists."""
+    if hasattr(value, "tolist"):  # arrays and numbers of numpy and torch
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, range)):
         return [_plain(inner) for inner in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class TrainedRun:
     """What a run has done so far, as its output directory has it.
 
     Attributes:
-        output: The directory.
+        output: The directory, by its absolute path.
         steps: Of training, done and recorded.
         metrics: Of each of them, in order.
         interrupted_by: Name of the signal that ended the last call early; None if none did.
@@ -60,7 +60,7 @@ class TrainedRun:
 
     output: Path
     steps: int
-    metrics: tuple[StepMetrics, ...]
+    metrics: tuple[StepMetrics, ...] = field(repr=False)
     interrupted_by: str | None = None
 
     @property
@@ -171,7 +171,7 @@ def trained_run(run: RunConfig, *, interrupted_by: str | None = None) -> Trained
     >>> sppo.trained_run(run).steps
     0
     """
-    output = Path(run.train.output)
+    output = Path(run.train.output).absolute()
     file = output / METRICS_FILE
     metrics = tuple(read_metrics(file)) if file.is_file() else ()
     return TrainedRun(output, metrics[-1].step if metrics else 0, metrics, interrupted_by)

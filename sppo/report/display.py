@@ -29,7 +29,7 @@ def logging_to(console: Console | None) -> Iterator[None]:
         console: of the bars; None shows nothing.
     """
     root, own = logging.getLogger(), logging.getLogger("sppo")
-    if console is None or root.handlers:
+    if console is None or own.hasHandlers():
         yield
         return
     handler, level = LogHandler(console), own.level

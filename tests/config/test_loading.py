@@ -4,6 +4,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -373,3 +374,23 @@ def test_any_override_is_a_config_error_or_a_run(tmp_path_factory, overrides):
     path.write_text(ESSENTIALS)
     with suppress(ConfigError):
         load_run(path, overrides)
+
+
+def test_values_of_numpy_are_taken():
+    changes = {"sequence.length": np.int64(64), "sequence.boundaries": np.array([0, 16, 64])}
+    run = load_run(RUN, changes)
+    assert (run.sequence.length, run.sequence.boundaries) == (64, (0, 16, 64))
+
+
+def test_a_run_is_changed():
+    run = load_run(RUN, "train.steps=3")
+    assert load_run(run, {"train.steps": 4}) == load_run(RUN, ["train.steps=4"])
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "said"),
+    [(None, (), "path of a run file"), (RUN, None, "overrides=None"), (RUN, [3], "key=value")],
+)
+def test_what_is_no_run_is_refused(source, overrides, said):
+    with pytest.raises(TypeError, match=said):
+        load_run(source, overrides)

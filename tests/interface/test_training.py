@@ -181,6 +181,18 @@ def test_evaluation_refuses_bad_requests(run, arguments, said):
         sppo.evaluate(run, **arguments)
 
 
+def test_a_result_stays_readable_elsewhere(work, run, monkeypatch, tmp_path):
+    import torch
+
+    before = torch.get_rng_state()
+    with unpainted():
+        result = sppo.train(run, progress=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.chdir(tmp_path)
+    assert result.summary["steps"] == 4
+    assert len(repr(result)) < 300
+
+
 def test_a_run_that_has_not_begun_has_nothing(run):
     nothing = sppo.trained_run(run)
     assert (nothing.steps, nothing.losses, nothing.checkpoint) == (0, [], None)
