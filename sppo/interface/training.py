@@ -26,6 +26,7 @@ from sppo.parallel.environment import (
 )
 from sppo.parallel.failures import STOP_SIGNALS, stopped_exit_code
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
+from sppo.quoting import quoted
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def train(
             ipywidgets shows bars, too. Without it only warnings are logged.
 
     Raises:
+        TypeError: ``run`` or ``plan`` is something else, e.g. a path.
         ValueError: input that cannot be trained on; nothing was changed.
         MemoryError: it does not fit.
         RunFailedError: a rank that was started failed.
@@ -127,6 +129,11 @@ def train(
     from sppo.training.preflight import followed_plan
     from sppo.training.ranks import mesh_shape
 
+    if not isinstance(run, RunConfig) or not isinstance(plan, ExecutionPlan | None):
+        raise TypeError(
+            f"sppo.train({quoted(run)}, {quoted(plan)}): give it a run of sppo.load_run, and a "
+            "plan of sppo.solve or sppo.load_plan"
+        )
     if threading.current_thread() is not threading.main_thread():
         raise ValueError("sppo.train: call it in the main thread, which alone hears signals")
     keep_torch_quiet(os.environ)

@@ -111,6 +111,17 @@ def test_bad_input_is_refused_before_anything_starts(work):
     assert not Path(missing.train.output).exists()
 
 
+@pytest.mark.parametrize("arguments", [("run.yaml",), ({},), (None,)])
+def test_what_is_no_run_is_refused(arguments):
+    with pytest.raises(TypeError, match=r"sppo\.load_run"):
+        sppo.train(*arguments)
+
+
+def test_a_path_is_no_plan(run):
+    with pytest.raises(TypeError, match=r"sppo\.load_plan"):
+        sppo.train(run, "plan.json")
+
+
 def test_only_the_main_thread_trains(run):
     found = []
 

@@ -124,6 +124,13 @@ def test_messages_are_shown_while_a_run_lasts(monkeypatch, capsys):
     assert (root.handlers, own.level) == ([], logging.NOTSET)
 
 
+def test_a_handler_of_sppo_alone_is_enough(monkeypatch):
+    root, own = bare_root(monkeypatch), logging.getLogger("sppo")
+    monkeypatch.setattr(own, "handlers", [logging.NullHandler()])
+    with logging_to(Console()):
+        assert root.handlers == []
+
+
 def test_without_a_console_only_warnings_are_shown(monkeypatch, capsys):
     bare_root(monkeypatch)
     with logging_to(None):
