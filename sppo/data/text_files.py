@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,10 +52,26 @@ def check_text_files(paths: Sequence[Path]) -> None:
         shown = "; ".join(f"{path} is not text: {reason}" for path, reason in found[:_SHOWN_FILES])
         more = f"; and {len(found) - _SHOWN_FILES} more" if len(found) > _SHOWN_FILES else ""
         raise ValueError(
-            f"{shown}{more}. Unpack compressed files, convert text to UTF-8, or choose the text"
-            " among them with --glob '*.txt'. If a model shall learn the bytes themselves, save"
-            " them as uint8 .npy for --tokenizer ids"
+            f"{shown}{more}. Unpack compressed files, convert text to UTF-8"
+            f"{_choice_of_text(paths, [path for path, _ in found])}. If a model shall learn the"
+            " bytes themselves, save them as uint8 .npy for --tokenizer ids"
         )
+
+
+def _choice_of_text(paths: Sequence[Path], binary: Sequence[Path]) -> str:
+    """Return the --glob that takes most of the text and nothing binary; empty if there is none."""
+    refused = {_pattern(path) for path in binary}
+    counts = Counter(pattern for path in paths if (pattern := _pattern(path)) not in refused)
+    if not counts:
+        return ""
+    ((pattern, count),) = counts.most_common(1)
+    files = "file" if count == 1 else "files"
+    return f", or choose the text among them, as --glob '{pattern}' does ({count} {files})"
+
+
+def _pattern(path: Path) -> str:
+    """Return the pattern of names that end like that of ``path``: its suffix, or else its name."""
+    return f"*{path.suffix}" if path.suffix else path.name
 
 
 def _why_binary(path: Path) -> str | None:

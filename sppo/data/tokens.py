@@ -144,6 +144,11 @@ def open_tokens(directory: Path | str) -> TokenData:
 
 
 def _check_files(directory: Path) -> None:
+    if directory.is_file():
+        raise ValueError(
+            f"{directory}: a file, not a directory of token data; make that of the file with"
+            f" `sppo data prepare --tokenizer bytes --out OUT {directory}`, and name OUT here"
+        )
     if not directory.is_dir():
         raise ValueError(
             f"{directory}: no such directory; token data is written by"
@@ -153,7 +158,9 @@ def _check_files(directory: Path) -> None:
     if missing:
         raise ValueError(
             f"{directory}: {', '.join(missing)} missing; a token directory holds"
-            f" {', '.join(sorted(TOKEN_DATA_FILES))}. Write it with `sppo data prepare`"
+            f" {', '.join(sorted(TOKEN_DATA_FILES))}. If {directory} holds text, make token data of"
+            f" it with `sppo data prepare --tokenizer bytes --out OUT {directory}`, and name OUT"
+            " here"
         )
 
 

@@ -300,8 +300,21 @@ def test_binary_files_are_refused_by_name(work: Path) -> None:
     )
     assert "; and 2 more. Unpack compressed files" in error
     assert "src/f.npy" not in error
+    assert "or choose the text among them, as --glob '*.txt' does (" in error
     assert_nothing_left(work)
     succeed("--tokenizer", "bytes", "--out", "out", "--glob", "*.txt", "src")
+
+
+def test_the_glob_that_is_proposed_takes_text_and_nothing_binary(work: Path) -> None:
+    source = work / "mixed"
+    source.mkdir()
+    for name in ("a.md", "b.md", "c.md", "d.rst", "e.dat", "f.dat", "g.dat", "h.dat"):
+        (source / name).write_bytes(b"text")
+    (source / "i.dat").write_bytes(b"ab\0c")
+    error = refuse("--tokenizer", "bytes", "--out", "deep/out", "mixed")
+    assert "mixed/i.dat is not text" in error
+    assert "as --glob '*.md' does (3 files)" in error
+    succeed("--tokenizer", "bytes", "--out", "out", "--glob", "*.md", "mixed")
 
 
 @pytest.mark.parametrize(
