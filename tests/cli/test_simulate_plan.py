@@ -42,6 +42,15 @@ def one_line(text):
     return " ".join(text.split())
 
 
+def test_values_of_the_rank_table_stay_on_one_line(plan, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = succeed("simulate", "plan.json").splitlines()
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert all(row[-1] in {"GiB", "MiB"} for row in rows)
+    assert not any("…" in line for line in lines)
+
+
 def test_the_simulation_is_the_prediction(plan):
     numbers = report()
     assert numbers["makespan_s"] == pytest.approx(plan["predicted"]["step_s"])

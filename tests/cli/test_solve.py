@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import subprocess
 import sys
 from functools import cache
@@ -142,6 +143,19 @@ def test_the_same_request_has_the_same_answer(run):
 def test_a_key_that_is_written_is_a_condition(run, word, key, value):
     for candidate in report(run, word)["candidates"]:
         assert candidate[key] == value
+
+
+def test_the_table_says_how_many_devices_each_way_uses_where_they_differ(run):
+    cluster = ("model.preset=llama-3.1-8b", "sequence.length=1Mi", "hardware.preset=a100-80g")
+    words = (*cluster, "hardware.nodes=8")
+    used = [
+        math.prod(candidate[f"{kind}_parallel_degree"] for kind in ("sequence", "pipeline", "data"))
+        for candidate in report(run, *words)["candidates"][:4]
+    ]
+    assert len(set(used)) > 1
+    shown = one_line(succeed("solve", run, *words))
+    assert f" devices used {' '.join(map(str, used))} subsequences (N) " in shown
+    assert "devices used" not in succeed("solve", run)
 
 
 def test_the_table_is_enough_to_decide_from(run):

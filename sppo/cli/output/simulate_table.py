@@ -76,7 +76,8 @@ def _rank_table(timeline: Timeline, *, devices: SimulatedDevices | None) -> Tabl
     headings = ("rank", "idle", "bubble", "waits for messages", "waits for copies", "in flight")
     memory = ("peak memory",) if is_abstract else ("saved + K/V", "one device")
     for heading in (*headings, *memory[: 1 + bool(totals)]):
-        table.add_column(heading, justify="right")
+        # Line breaks between words only, so that values stay on one line in 80 columns.
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for rank, track in enumerate(timeline.ranks[:_SHOWN_RANKS]):
         peak = track.memory["total"].peak_bytes if track.memory else 0.0
         table.add_row(

@@ -107,13 +107,15 @@ def _option_table(solution: Solution) -> Table:
     add("sequence parallel", lambda o, _: str(o.degrees.sequence_parallel))
     add("pipeline parallel", lambda o, _: str(o.degrees.pipeline_parallel))
     add("data parallel", lambda o, _: str(o.degrees.data_parallel))
+    if len({evaluated.degrees.num_devices for evaluated in candidates}) > 1:
+        add("devices used", lambda o, _: str(o.degrees.num_devices))
     add("subsequences (N)", lambda o, _: str(len(o.candidate.lengths)))
     add("tokens of each", lambda o, _: lengths_text(o.candidate.lengths))
     add("schedule", lambda o, _: o.candidate.schedule)
     if any(evaluated.candidate.virtual_stages > 1 for evaluated in candidates):
         add("stages on a rank", lambda o, _: str(o.candidate.virtual_stages))
     if any(evaluated.kv != "retained" for evaluated in candidates):
-        add("K and V between", lambda o, _: o.kv)
+        add("K/V placement", lambda o, _: o.kv)
     if any(evaluated.candidate.state.leaves_device for evaluated in candidates):
         add("state", lambda o, _: o.candidate.state.text())
     add("policy", lambda o, _: o.effective_policy)
