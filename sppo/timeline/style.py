@@ -127,7 +127,7 @@ def shades(schedule: Schedule) -> str | None:
     packed: those differ in length.
     """
     if schedule.placement.num_virtual > 1:
-        return "a rank's 2nd stage"
+        return "every 2nd stage of a rank"
     are_alike = all(lengths == schedule.lengths[0] for lengths in schedule.lengths)
     return None if are_alike else "every 2nd sequence"
 

@@ -116,6 +116,8 @@ def test_sequences_that_differ_alternate_between_dark_and_light():
     assert colours == {0: dark, 1: light, 2: dark}
     assert style.shades(packed) == "every 2nd sequence"
     assert style.shades(make("sppo", p=2, n=3, m=2)) is None
+    looped = generate("looped_bfs", num_ranks=2, lengths=((8, 4),), num_virtual=2)
+    assert style.shades(looped) == "every 2nd stage of a rank"
 
 
 def test_labels_name_the_unit_and_no_more():
