@@ -96,6 +96,8 @@ def parse_yaml(text: str, *, source: str) -> Any:
         where = f"line {mark.line + 1}" if mark else "somewhere"
         parts = (one_line(part) for part in (error.context, error.problem) if part)
         rule = ", ".join(parts)
+        if r"'\t'" in rule:
+            rule += "; indent with spaces, not with tabs"
         raise ConfigError(source, [Problem(where, "", rule)]) from None
     except yaml.YAMLError as error:
         rule = one_line(f"is not YAML text: {error}".partition("\n")[0])
