@@ -73,7 +73,11 @@ def open_hf_weights(directory: Path, model: ModelConfig) -> HfWeights:
     faults = _faults(stored, expected)
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
-        raise ValueError(f"{directory} does not hold the weights of this model:\n{lines}")
+        raise ValueError(
+            f"{directory} does not hold the weights of this model:\n{lines}\n"
+            "give the whole directory as it was published; in a run file leave out what changes"
+            " shapes beside model.from_hf"
+        )
     weights = HfWeights(model, stored)
     if duplicate is not None:
         _check_tied(directory, duplicate, weights["embed.weight"])

@@ -86,6 +86,7 @@ def test_every_wrong_tensor_is_listed(tmp_path):
     assert "unknown: score.weight [2, 32]" in text
     assert "wrong shape: model.layers.0.mlp.up_proj.weight [3, 4], needs [64, 32]" in text
     assert "model.layers.1.input_layernorm.weight I8" in text
+    assert text.endswith("leave out what changes shapes beside model.from_hf")
 
 
 def test_a_long_list_is_cut(tmp_path):
