@@ -21,6 +21,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from sppo.output_file import write_text
+
 DIRECTORY = Path(__file__).resolve().parents[1] / "docs/reference"
 _GENERATED = "<!-- Written by scripts/reference_pages.py from the code: change it there. -->\n\n"
 
@@ -582,7 +584,7 @@ def main() -> int:
         return 1 if names else 0
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     for name in PAGES:
-        (DIRECTORY / name).write_text(page(name), encoding="utf-8")
+        write_text(DIRECTORY / name, page(name))
     return 0
 
 

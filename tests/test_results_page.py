@@ -62,3 +62,19 @@ def test_predictions(case):
     cells += [f"{memory[key] / MIB:.0f} MiB" for key in ("predicted", "measured")]
     assert row.endswith(f"| {' | '.join(cells)} |")
     assert abs(memory["measured"] / memory["predicted"] - 1) < 0.04
+
+
+@pytest.mark.parametrize("side", ["stream", "fixed", "elastic", "elastic_auto"])
+def test_documents_of_their_own_length(side):
+    report = _file("compare_elastic")
+    measured = report["measured"][side]
+    cells = [f"{measured['tokens_per_s']:.0f}, {measured['over_fixed']:.2f}x"]
+    cells.append(f"{measured['idle_share']:.1%}")
+    cells += [f"{report['simulated'][ranks][side]['over_fixed']:.2f}x" for ranks in "248"]
+    assert f"| {' | '.join(cells)} |" in TEXT
+
+
+def test_samples_beside_rows():
+    report = _file("compare_samples")
+    assert f"isolated: {report['ratio']:.2f}x the tokens per second" in TEXT
+    assert report["num_samples"] == 100_000

@@ -73,7 +73,7 @@ def test_a_step_with_levels_is_never_slower_than_without(step):
 @settings(
     deadline=None, max_examples=examples(12, all=200), suppress_health_check=[HealthCheck.too_slow]
 )
-@given(packed_candidates(policies=("auto",), schedules=SCHEDULES), st.floats(0, 1.1))
+@given(packed_candidates(policies=("auto",), schedules=SCHEDULES), st.floats(1, 1.5))
 def test_where_everything_can_be_retained_it_is(candidate, share):
     candidate = with_room(candidate, share)
     retaining = assess(replace(candidate, policy="retain"))
