@@ -36,16 +36,17 @@ def prepare(
             " directories are searched, hidden files left out.",
         ),
     ],
+    out: Annotated[Path, typer.Option(help="Directory to write, for data.tokens of a run.")],
     tokenizer: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="bytes|ids|PATH",
+            show_default=False,
             help="bytes: 256 byte values and an end of document; ids: 1-D integer .npy files taken"
             " as they are, with NAME.mask.npy beside NAME.npy as its loss mask (one bool for each"
-            " id: whether predicting it counts); PATH: a tokenizer.json or its directory.",
+            " id: whether predicting it counts); PATH: a tokenizer.json or its directory. Needed.",
         ),
-    ],
-    out: Annotated[Path, typer.Option(help="Directory to write, for data.tokens of a run.")],
+    ] = None,
     glob: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,6 +83,11 @@ def prepare(
     from sppo.data.prepare import prepare_tokens
 
     with exit_codes(), _disk_full_explained(out), _progress(quiet=json_output) as on_progress:
+        if tokenizer is None:
+            raise ValueError(
+                "--tokenizer: how does text become ids? Write bytes, the path of a tokenizer.json, "
+                "or ids for files of ready-made ones"
+            )
         prepared = prepare_tokens(
             files,
             tokenizer=tokenizer,

@@ -165,4 +165,4 @@ def _error(source: str, text: str, position: int | None, rule: str) -> JsonError
     line = text.count("\n", 0, position) + 1
     column = position - text.rfind("\n", 0, position)
     where = f"line {line}, column {column}" if "\n" in text.strip() else f"column {column}"
-    return JsonError(f"{one_line(source)}: {rule} ({where})")
+    return JsonError(f"{one_line(source)}: {rule.removesuffix(' at')} ({where})")

@@ -111,8 +111,8 @@ def _step_suits_samples(data: DataConfig, train: TrainConfig) -> Iterator[Proble
         return
     if train.sequences_per_step != 1:
         rule = (
-            "counts sequences of a stream; with data.samples=documents leave it out, and write "
-            "train.samples_per_step or train.tokens_per_step"
+            "counts sequences of a stream; with data.samples=documents leave it out, or write 1 "
+            "over what a run file has, and write train.samples_per_step or train.tokens_per_step"
         )
         yield Problem("train.sequences_per_step", str(train.sequences_per_step), rule)
     if samples is None and tokens is None:

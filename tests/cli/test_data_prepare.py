@@ -428,3 +428,11 @@ assert "torch" not in sys.modules
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program, *words], check=True, env=environment)
     assert tokens_of(work / "out") == [104, 105, 256]
+
+
+def test_without_a_tokenizer_it_says_which_there_are(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("a")
+    said = refuse(file, "--out", tmp_path / "out")
+    assert "bytes, the path of a tokenizer.json, or ids" in said
+    assert not (tmp_path / "out").exists()
