@@ -86,6 +86,7 @@ def print_solution(solution: Solution, *, paying: Sequence[Improvement], console
     console.print()
     print_memory(best.memory, hardware=hardware, console=console)
     _print_rejected(solution, console=console)
+    _say(console, "words: docs/glossary.md; what is decided, and how: docs/planning.md")
 
 
 def _option_table(solution: Solution) -> Table:
