@@ -346,6 +346,13 @@ def _measured(hardware: Path | None) -> Iterator[Finding]:
     yield Finding(
         subject, "products", "ok", f"at most {', '.join(rates)}" if rates else "a preset's"
     )
+    network = spec.network
+    if network.message_compute_s_per_byte:
+        found = (
+            f"{network.intra_node_bytes_per_s / 1e9:.2f} GB/s between ranks; a byte takes "
+            f"{network.message_compute_s_per_byte * 1e9:.2f} ns of compute on each end"
+        )
+        yield Finding(subject, "messages", "ok", found)
     if node.disk_bytes and node.disk_write_bytes_per_s:
         found = (
             f"{node.disk_write_bytes_per_s / 1e9:.2f} GB/s written, "

@@ -294,8 +294,11 @@ def _draw_memory(axes: Axes, *, panel: _Panel, end_s: float) -> None:
         )
     axes.set_xlim(0, end_s)
     axes.set_ylim(0, peak * 1.35)  # the legend stands above every curve
-    held = "memory" if panel.is_abstract else "activations\nand K/V"
-    axes.set_ylabel(held, fontsize=8)
+    if panel.is_abstract:
+        axes.set_ylabel("memory", fontsize=8)
+    else:
+        held = "memory of activations, K and V"
+        axes.text(0.005, 0.93, held, transform=axes.transAxes, va="top", fontsize=8)
     if not panel.is_abstract and peak >= MIB:
         axes.yaxis.set_major_locator(MultipleLocator(binary_step(peak)))
         axes.yaxis.set_major_formatter(lambda value, _: format_bytes(round(value)))

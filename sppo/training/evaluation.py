@@ -186,7 +186,8 @@ def _checkpoint(run: RunConfig, given: Path | None) -> Checkpoint:
     except NoCheckpointError as error:
         raise ValueError(
             f"train.output: {error}{'' if str(error).endswith('?') else '.'} To evaluate "
-            f"{_initial_weights(run)}, which the run starts from, write --initial"
+            f"{_initial_weights(run)}, which the run starts from, write --initial (in Python "
+            "initial=True)"
         ) from None
 
 

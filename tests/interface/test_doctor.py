@@ -5,12 +5,15 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sppo.hardware.file import hardware_json
+from sppo.hardware.presets import PRESETS
 from sppo.interface import doctor
 from sppo.kernels.native.cpu_allocator import describe_cpu_allocator
 from tests.conftest import call, succeed
@@ -150,3 +153,11 @@ def test_a_torch_without_cuda_has_no_attention_on_gpus(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     finding = found(doctor.examine(), "on a GPU")
     assert (finding.state, finding.found) == ("missing", "needs a torch with CUDA")
+
+
+def test_measured_messages_are_shown(tmp_path):
+    laptop = PRESETS["laptop-cpu"]
+    network = replace(laptop.network, message_compute_s_per_byte=3e-9)
+    file = tmp_path / "hardware.json"
+    file.write_text(json.dumps(hardware_json(replace(laptop, network=network))))
+    assert "a byte takes 3.00 ns of compute" in found(doctor.examine(file), "messages").found
