@@ -35,6 +35,8 @@ _WIDTH = 512
 _PRODUCTS, _QUICK_PRODUCTS = 100, 10
 _ROUNDS, _QUICK_ROUNDS = 5, 2
 _TIMEOUT = timedelta(minutes=2)
+_END_S = 10.0
+"""How long a process that has measured may take to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +85,16 @@ def measure_messages(*, quick: bool, watcher: Watcher) -> MessageMeasurements:
                 for process in processes:
                     process.start()
             answer.close()
-            return MessageMeasurements(**_report(answers, processes, watcher))
+            found = MessageMeasurements(**_report(answers, processes, watcher))
+            for process in processes:  # one that ends first would be an error of the other
+                process.join(_END_S)
+            return found
         finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+            started = [process for process in processes if process.pid is not None]
+            for process in started:
+                process.kill()
+            for process in started:
+                process.join()
 
 
 def _report(
