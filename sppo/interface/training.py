@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from sppo.parallel.environment import (
     rank_environment,
     with_module_path,
 )
-from sppo.parallel.failures import STOP_SIGNALS, stopped_exit_code
+from sppo.parallel.failures import STOP_CODES
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
 from sppo.quoting import quoted
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
@@ -152,7 +151,7 @@ def train(
             code = start_ranks(
                 run, plan, words, num_ranks=num_ranks, device=device, console=console
             )
-        stopped = _signal_of(code)
+        stopped = STOP_CODES.get(code)
         if code != 0 and stopped is None:
             raise RunFailedError(code)
         return trained_run(run, interrupted_by=stopped)
@@ -312,9 +311,3 @@ def _as_files(run: RunConfig, plan: ExecutionPlan | None, directory: Path) -> li
         return [str(run_file)]
     write_json(plan_file, plan_json(plan))
     return [str(run_file), "--plan", str(plan_file)]
-
-
-def _signal_of(code: int) -> str | None:
-    """Name of the signal by which a run was asked to end, from its exit code; None if none was."""
-    names = {stopped_exit_code(number): signal.Signals(number).name for number in STOP_SIGNALS}
-    return names.get(code)

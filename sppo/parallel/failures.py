@@ -313,7 +313,8 @@ def stopped_exit_code(number: int) -> int:
     return 128 + number
 
 
-_STOP_CODES = {stopped_exit_code(number): number.name for number in STOP_SIGNALS}
+STOP_CODES = {stopped_exit_code(number): number.name for number in STOP_SIGNALS}
+"""Names of the signals that ask a process to end, by the exit codes of what they ended."""
 
 _NOTABLE_STILLNESS_S = 1.0
 
@@ -431,7 +432,7 @@ def was_said_by_rank_0(ends: Sequence[RankEnd]) -> bool:
     That is so if all of them refused the same, or if all ended because a signal asked them.
     """
     codes = {end.returncode for end in ends}
-    if codes <= {0, *_STOP_CODES}:
+    if codes <= {0, *STOP_CODES}:
         return ends[0].returncode != 0
     messages = {end.message for end in ends}
     return len(codes) == len(messages) == 1 and min(codes) > _OTHER_FAILURE and messages != {""}
@@ -499,8 +500,8 @@ def _did_not_answer(hung: RankEnd, ends: Sequence[RankEnd]) -> str:
 
 
 def _how(end: RankEnd) -> str:
-    if end.returncode in _STOP_CODES:
-        return f"was stopped by {_STOP_CODES[end.returncode]}"
+    if end.returncode in STOP_CODES:
+        return f"was stopped by {STOP_CODES[end.returncode]}"
     if end.returncode >= 0:
         return f"ended with exit code {end.returncode}"
     name = signal_name(-end.returncode)

@@ -7,6 +7,7 @@ stages only add messages. So how many stages a rank has is decided by the first 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -63,19 +64,18 @@ def plan_samples(
     try:
         # It rests on what was asked: there, too, the number of stages was left open.
         other = replace(planned(single), run=plan.run, run_digest=plan.run_digest)
-        return min((plan, other), key=lambda one: _seconds(one, steps))
     except MemoryError:  # several stages hold less
         return plan
+    return min((plan, other), key=lambda one: _seconds(one, steps))
 
 
 def _seconds(plan: ExecutionPlan, steps: Sequence[Sequence[int]]) -> float:
-    """Seconds of steps of samples under a plan, by the small search.
-
-    Raises:
-        MemoryError: one does not fit.
-    """
+    """Seconds of steps of samples under a plan, by the small search; no end if one does not fit."""
     planner = replace(step_planner(plan), quick=True)
-    return sum(_step_s(planner, lengths) for lengths in steps)
+    try:
+        return sum(_step_s(planner, lengths) for lengths in steps)
+    except MemoryError:
+        return math.inf
 
 
 def _step_s(planner: StepPlanner, lengths: Sequence[int]) -> float:
