@@ -25,7 +25,7 @@ from transformers_training import TransformersTraining
 from turns import take_turns  # beside this file
 
 from sppo.output_file import write_text
-from sppo.schedule.kv_placement import KVPlacement
+from sppo.schedule.transfers.kv_placement import KVPlacement
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 4096, 512, 6, 8, 2, 1792
 SIDES = ("sppo retain", "transformers", "sppo keep_attention", "transformers checkpointing")

@@ -429,7 +429,7 @@ class _Measured:
 
     def draw(self, path: Path) -> None:
         """Draw the last step as it was simulated and as it was executed."""
-        from sppo.schedule.simulate import simulate
+        from sppo.schedule.simulation.simulate import simulate
         from sppo.timeline.png import write_png
 
         plan = self.steps[-1].plan

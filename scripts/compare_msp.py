@@ -165,7 +165,7 @@ class _Sides:
     def report(self, seconds: dict[str, list[float]]) -> dict[str, Any] | None:
         """Figures of both sides, on rank 0; every rank calls it."""
         from sppo.parallel.host_collectives import HostCollectives
-        from sppo.schedule.simulate import simulate
+        from sppo.schedule.simulation.simulate import simulate
         from sppo.training.executed_step import executed_timeline
         from sppo.training.ranks import Ranks
 

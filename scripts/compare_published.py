@@ -39,7 +39,7 @@ from sppo.planning.baseline_cost import method_memory
 from sppo.planning.baseline_methods import Method
 from sppo.schedule.generators import generate
 from sppo.schedule.program import lower
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from sppo.units import format_bytes
 
 

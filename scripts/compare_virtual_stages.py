@@ -201,7 +201,7 @@ class _Orders:
         from sppo.cost.stage_cost import stage_costs, stage_seconds
         from sppo.hardware.this_machine import detect_machine
         from sppo.planning.candidate_program import candidate_program
-        from sppo.schedule.simulate import simulate
+        from sppo.schedule.simulation.simulate import simulate
 
         candidate = Candidate(
             Workload(self._model, detect_machine(), dtype="bf16"),

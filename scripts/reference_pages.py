@@ -400,7 +400,7 @@ def schedules_page() -> str:
 
 def _simulated_table(names: Iterable[str]) -> str:
     from sppo.schedule.abstract import AbstractCase, compared_case
-    from sppo.schedule.simulate import simulate
+    from sppo.schedule.simulation.simulate import simulate
 
     rows = []
     for name in names:

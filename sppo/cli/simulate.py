@@ -139,7 +139,7 @@ def _check_outputs(wanted: _Outputs, *, inputs: Sequence[Path | None]) -> None:
 
 def _play(request: Simulation) -> tuple[list[Timeline], float | None]:
     """Simulate everything asked for; the makespan of the forward alone where it is wanted."""
-    from sppo.schedule.simulate import simulate as play
+    from sppo.schedule.simulation.simulate import simulate as play
 
     timelines = [play(case.schedule, costs=case.costs) for case in request.cases]
     if request.forward is None:

@@ -18,7 +18,7 @@ from sppo.cost.packed_sequence import (
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
 from sppo.schedule.generators import LOOPED
-from sppo.schedule.kv_placement import KVPlacement
+from sppo.schedule.transfers.kv_placement import KVPlacement
 
 Counts = NDArray[np.int64]
 

@@ -18,7 +18,7 @@ from sppo.activations.placement import Counts
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload, kv_seconds
 from sppo.schedule.costs import Table
-from sppo.schedule.kv_placement import KVPlacement
+from sppo.schedule.transfers.kv_placement import KVPlacement
 
 
 def kv_bytes_per_token(workload: Workload) -> tuple[float, float]:

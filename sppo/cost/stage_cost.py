@@ -41,8 +41,8 @@ from sppo.cost.sharding.part_seconds import (
 )
 from sppo.cost.sharding.parts import layer_by_copies, outer_by_copies
 from sppo.hardware.rates import Floats
+from sppo.schedule.actions import STAGES_HELD
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links, Table
-from sppo.schedule.state_streaming import STAGES_HELD
 
 _Values = TypeVar("_Values", Table, Counts)
 
@@ -328,7 +328,8 @@ def most_of_ranks(candidate: Candidate, of_stages: Table) -> Table:
 def most_held_of_ranks(candidate: Candidate, of_stages: Table, *, consecutive: bool) -> Table:
     """Return the most that stages of each pipeline rank have together, [ranks].
 
-    As many of them as are on the device at once, see :mod:`sppo.schedule.state_streaming`.
+    As many of them as are on the device at once: see
+    :mod:`sppo.schedule.transfers.state_streaming`.
 
     Args:
         candidate: whose.

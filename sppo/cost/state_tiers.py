@@ -14,8 +14,8 @@ class StateTiers:
     """The tier of each part of the training state.
 
     Weights and gradients of a tier behind the device are on it for one stage in use, and one that
-    comes or goes (:mod:`sppo.schedule.state_streaming`). The optimizer steps where its state is,
-    bucket by bucket.
+    comes or goes (:mod:`sppo.schedule.transfers.state_streaming`). The optimizer steps where
+    its state is, bucket by bucket.
 
     Attributes:
         weights: In the compute dtype.

@@ -38,10 +38,10 @@ from sppo.planning.partition import lengths_of
 from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight
-from sppo.schedule.kv_placement import kv_placement
 from sppo.schedule.msp_groups import find_msp_groups
 from sppo.schedule.orders import UnitKey
 from sppo.schedule.program import equal_costs, step_program
+from sppo.schedule.transfers.kv_placement import kv_placement
 
 
 def _go_on(_position: int, _action: Action) -> None:

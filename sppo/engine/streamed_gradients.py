@@ -1,7 +1,8 @@
 """Gradients that live in another tier, on the device for the stages that add to them.
 
 The program says when those of a stage leave, and when they come back to be added to once more
-(:mod:`sppo.schedule.state_streaming`). At the end of a step all of them have left, or are about to.
+(:mod:`sppo.schedule.transfers.state_streaming`). At the end of a step all of them have left, or are
+about to.
 """
 
 from __future__ import annotations

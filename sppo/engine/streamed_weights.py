@@ -1,7 +1,8 @@
 """Weights that live in another tier, on the device for the stages that use them.
 
-The program names stages in the order of their use (:mod:`sppo.schedule.state_streaming`). The two
-that were named last are on the device, or on their way.
+The program names stages in the order of their use
+(:mod:`sppo.schedule.transfers.state_streaming`). The two that were named last are on the device, or
+on their way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sppo.offload.transfers import Done, Transfers
-from sppo.schedule.state_streaming import STAGES_HELD
+from sppo.schedule.actions import STAGES_HELD
 
 
 class StreamedWeights(Mapping[str, Tensor]):

@@ -121,7 +121,7 @@ def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
     """
     from sppo.planning.chosen_run import with_chosen_degrees
     from sppo.planning.simulated_run import simulated_plan, simulated_run
-    from sppo.schedule.simulate import simulate as play
+    from sppo.schedule.simulation.simulate import simulate as play
 
     if isinstance(what, ExecutionPlan):
         case = simulated_plan(what).case

@@ -20,8 +20,8 @@ from sppo.planning.search.simulated_candidate import simulate_candidate
 from sppo.planning.search.solver import solve
 from sppo.schedule.costs import Links
 from sppo.schedule.generators import LOOPED
-from sppo.schedule.played_step import played_step
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.played_step import played_step
+from sppo.schedule.simulation.simulate import simulate
 
 PAPER_SPEEDUPS = {"none": 1.0, "offload_all": 0.91, "sppo": 1.23, "sppo + MSP": 1.44}
 """Speedups that the SPPO paper reports; MSP on top of adaptive offload."""

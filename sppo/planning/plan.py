@@ -24,7 +24,7 @@ from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.state_tiers import StateTiers
 from sppo.hardware.description import HardwareSpec, Provenance
 from sppo.quoting import one_line, quoted
-from sppo.schedule.kv_placement import KVPlacement
+from sppo.schedule.transfers.kv_placement import KVPlacement
 from sppo.version import __version__
 
 PLAN_VERSION = 1

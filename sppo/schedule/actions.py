@@ -65,6 +65,9 @@ OF_STAGES = (
 """Kinds and wires of actions that concern a whole stage and name no unit."""
 COMPUTE_KINDS = (ActionKind.F, ActionKind.B, ActionKind.W, ActionKind.KV)
 """Kinds that occupy a rank's compute."""
+STAGES_HELD = 2
+"""Stages of a rank whose weights, or gradients, are on the device at once: one in use, and one that
+comes or goes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

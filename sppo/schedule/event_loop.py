@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sppo.schedule import encoding
-from sppo.schedule.actions import Schedule
+from sppo.schedule.actions import STAGES_HELD, Schedule
 from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import (
     D2H,
@@ -48,7 +48,6 @@ from sppo.schedule.encoding import (
     W,
 )
 from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes, msp_seconds
-from sppo.schedule.state_streaming import STAGES_HELD
 
 _NEVER = -1.0
 BUBBLE, COMMUNICATION, COPY = range(3)

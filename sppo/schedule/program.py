@@ -21,12 +21,12 @@ import numpy.typing as npt
 from sppo.schedule.actions import ActionKind, Schedule
 from sppo.schedule.checks.deadlock import check_deadlock_free
 from sppo.schedule.checks.validate import validate
-from sppo.schedule.communication import place_messages
-from sppo.schedule.copies import place_copies
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
 from sppo.schedule.generators import generate
-from sppo.schedule.kv_placement import place_kv
-from sppo.schedule.state_streaming import place_state
+from sppo.schedule.transfers.communication import place_messages
+from sppo.schedule.transfers.copies import place_copies
+from sppo.schedule.transfers.kv_placement import place_kv
+from sppo.schedule.transfers.state_streaming import place_state
 
 
 @dataclass(frozen=True, slots=True, eq=False)

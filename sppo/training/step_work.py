@@ -29,7 +29,7 @@ from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.elastic.step_prediction import StepPrediction
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.simulated_run import simulated_plan
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline
 from sppo.training.corrections import Corrections, saved_history
 from sppo.training.planning_ahead import StepPlans

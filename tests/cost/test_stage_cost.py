@@ -26,7 +26,7 @@ from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.simulated_run import RunShape, simulated_run
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from tests.planning.cases import A100, PERFECT, machine, price, run_config
 
 MODEL = run_config("llama-3.2-1b").model

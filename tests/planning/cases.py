@@ -16,7 +16,7 @@ from sppo.planning.search.solver import Solution, solve
 from sppo.schedule.costs import Costs
 from sppo.schedule.generators import generate
 from sppo.schedule.program import lower
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline
 
 A100 = PRESETS["a100-80g"]

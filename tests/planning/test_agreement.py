@@ -14,7 +14,7 @@ from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.simulated_candidate import simulated_device_bytes
 from sppo.planning.search.solver import Solution, solve
 from sppo.planning.simulated_run import simulated_plan
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from tests.planning.cases import run_config
 
 REQUESTS_EACH = 5

@@ -16,7 +16,7 @@ from sppo.planning.search.candidates import candidate_of_subsequences
 from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.simulated_run import simulated_plan
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config, solved
 

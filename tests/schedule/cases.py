@@ -5,7 +5,7 @@ from __future__ import annotations
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Link, Links, abstract_costs
 from sppo.schedule.generators import generate
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Timeline
 
 SUBSEQUENCE_SCHEDULES = (

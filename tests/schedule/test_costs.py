@@ -7,7 +7,7 @@ import pytest
 
 from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case, compared_case
 from sppo.schedule.costs import CopyEngines, Link, Links, abstract_costs, with_offload
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 
 
 def test_per_unit_values_repeat_over_the_sequences():

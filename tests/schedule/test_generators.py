@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sppo.schedule import orders
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import find_violations, validate
-from sppo.schedule.communication import place_messages
 from sppo.schedule.generators import WITH_VIRTUAL_STAGES, generate, schedule_names
+from sppo.schedule.transfers.communication import place_messages
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, in_flight, make, play
 from tests.tiers import examples
 

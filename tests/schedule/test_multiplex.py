@@ -23,7 +23,7 @@ from sppo.schedule.msp_groups import (
 )
 from sppo.schedule.multiplex import multiplex, multiplexed_ranks
 from sppo.schedule.program import lower
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from tests.schedule.cases import make, play
 
 

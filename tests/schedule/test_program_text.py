@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sppo.schedule.actions import Action, ActionKind
-from sppo.schedule.communication import place_messages
-from sppo.schedule.copies import place_copies
 from sppo.schedule.costs import abstract_costs
 from sppo.schedule.generators import generate
 from sppo.schedule.program_text import (
@@ -19,6 +17,8 @@ from sppo.schedule.program_text import (
     parse_action,
     parse_program,
 )
+from sppo.schedule.transfers.communication import place_messages
+from sppo.schedule.transfers.copies import place_copies
 from tests.schedule.cases import SUBSEQUENCE_SCHEDULES, make, play
 
 BY_HAND = """

@@ -11,14 +11,14 @@ import pytest
 from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import generate
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from sppo.timeline import style
 from sppo.timeline.chrome_trace import write_trace
 from sppo.timeline.html import write_html
 from sppo.timeline.png import binary_step, write_png
 from sppo.units import GIB, MIB
 from tests.schedule.cases import make, play
-from tests.schedule.test_kv_placement import program
+from tests.schedule.transfers.test_kv_placement import program
 
 
 def offloaded():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sppo.schedule.costs import abstract_costs
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.timeline import Idle, measured_timeline
 from sppo.timeline.report import timeline_report
 from tests.schedule.cases import make, play

@@ -6,7 +6,7 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.activations.tensor_classes import X_IN
 from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import copy_bytes_per_s
-from sppo.schedule.kv_placement import KVPlacement
+from sppo.schedule.transfers.kv_placement import KVPlacement
 
 
 def kv_choices(candidate: Candidate) -> tuple[KVPlacement, ...]:

@@ -9,7 +9,7 @@ from sppo.hardware.description import HardwareSpec
 from sppo.planning.search.choices import Degrees, cut_sequence, machine_asked_for
 from sppo.planning.search.state_choices import state_choices
 from sppo.schedule.generators import LOOPED
-from sppo.schedule.kv_placement import KVPlacement
+from sppo.schedule.transfers.kv_placement import KVPlacement
 
 _KV_PLACEMENTS: dict[str, KVPlacement | None] = {
     "auto": None,

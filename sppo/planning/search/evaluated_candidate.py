@@ -41,8 +41,8 @@ from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
 from sppo.schedule.generators import LOOPED
-from sppo.schedule.kv_placement import KVPlacement
-from sppo.schedule.played_step import PlayedStep
+from sppo.schedule.simulation.played_step import PlayedStep
+from sppo.schedule.transfers.kv_placement import KVPlacement
 
 _ATTEMPTS = 3
 """Times that policies decide anew by a worse moment than the one before."""

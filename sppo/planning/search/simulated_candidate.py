@@ -8,9 +8,9 @@ from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.schedule.costs import Costs
-from sppo.schedule.played_step import played_step
-from sppo.schedule.simulate import simulate
-from sppo.schedule.whole_units import play_whole_units
+from sppo.schedule.simulation.played_step import played_step
+from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.simulation.whole_units import play_whole_units
 
 _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "never_at_once_bytes")
 """Buckets that a simulation follows; the others do not change during a step."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule
+from sppo.schedule.actions import COMPUTE_KINDS, STAGES_HELD, Action, ActionKind, Schedule
 from sppo.schedule.checks.violations import Violation
-from sppo.schedule.state_streaming import STAGES_HELD
 
 _RULE = "state order"
 _READING = frozenset(COMPUTE_KINDS) - {ActionKind.W}

@@ -17,7 +17,7 @@ from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.generators import generate
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from tests.planning.elastic.test_levels import pressed, with_room
 from tests.planning.elastic.test_step_plan import SCHEDULES, packed_candidates, walked
 from tests.tiers import examples

@@ -17,7 +17,7 @@ from sppo.planning.search.simulated_candidate import simulate_candidate, simulat
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, generate
 from sppo.schedule.in_flight import sequences_in_flight
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
 

@@ -10,8 +10,8 @@ import pytest
 from sppo.schedule.abstract import AbstractCase, AbstractOffload, abstract_case
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import validate
-from sppo.schedule.copies import place_copies
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.transfers.copies import place_copies
 from tests.schedule.cases import make, peaks
 
 

@@ -2,8 +2,8 @@
 
 What such a program does follows from the order of each rank's compute, so it is played without the
 actions for messages and copies, and without a check: ten times as fast as
-:func:`sppo.schedule.simulate.simulate` plays the program of the same step, with the same result.
-:mod:`sppo.schedule.event_loop` says what waits for what.
+:func:`sppo.schedule.simulation.simulate.simulate` plays the program of the same step, with the same
+result. :mod:`sppo.schedule.event_loop` says what waits for what.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sppo.schedule.costs import Costs, Link, Table
 from sppo.schedule.encoding import B, F, W
 from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.generators import RankOrder, rank_orders
-from sppo.schedule.played_step import PlayedStep
+from sppo.schedule.simulation.played_step import PlayedStep
 
 _CODES = {"F": F, "B": B, "W": W}
 _UNKNOWN = -1.0

@@ -10,8 +10,8 @@ from sppo.schedule.costs import Costs
 from sppo.schedule.encoding import NUM_COMPUTE, encode
 from sppo.schedule.event_loop import Clock, run_clock
 from sppo.schedule.in_flight import peak_in_flight
-from sppo.schedule.memory_track import PlayedProgram, memory_tracks
 from sppo.schedule.msp_groups import find_msp_groups
+from sppo.schedule.simulation.memory_track import PlayedProgram, memory_tracks
 from sppo.schedule.timeline import Idle, IdleCause, RankTrack, Timeline
 
 _CAUSES: dict[int, IdleCause] = {

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sppo.schedule import whole_units
 from sppo.schedule.costs import CopyEngines, Costs, LayerCopies, Link, Links
 from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
-from sppo.schedule.played_step import played_step
 from sppo.schedule.program import step_program
-from sppo.schedule.simulate import simulate
-from sppo.schedule.whole_units import play_whole_units
+from sppo.schedule.simulation import whole_units
+from sppo.schedule.simulation.played_step import played_step
+from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.simulation.whole_units import play_whole_units
 from tests.tiers import examples
 
 SCHEDULES = (

@@ -14,7 +14,7 @@ from sppo.schedule.checks.validate import find_violations
 from sppo.schedule.costs import CopyEngines, abstract_costs
 from sppo.schedule.program import step_program
 from sppo.schedule.program_text import format_program, parse_program
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
 
 
 def costs(stages, units, *, weights=0.5, gradients=0.5):

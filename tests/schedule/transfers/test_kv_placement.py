@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.checks.validate import find_violations
 from sppo.schedule.costs import CopyEngines, LayerCopies, abstract_costs
-from sppo.schedule.kv_placement import place_kv
 from sppo.schedule.program import step_program
 from sppo.schedule.program_text import format_program, parse_program
-from sppo.schedule.simulate import simulate
+from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.transfers.kv_placement import place_kv
 from tests.schedule.cases import make, peaks
 from tests.tiers import examples
 

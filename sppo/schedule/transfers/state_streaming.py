@@ -19,10 +19,6 @@ from dataclasses import dataclass, replace
 
 from sppo.schedule.actions import Action, ActionKind, Schedule
 
-STAGES_HELD = 2
-"""Stages of a rank whose weights, or gradients, are on the device at once: one in use, and one that
-comes or goes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Phase:

@@ -1,0 +1,1 @@
+"""Playing programs against costs: times, waits, memory."""

@@ -1,0 +1,1 @@
+"""Messages and copies: where a program has them between its compute."""
