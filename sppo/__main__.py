@@ -10,7 +10,7 @@ def main() -> None:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     from sppo.cli.stop_signals import stop_signals
-    from sppo.parallel.timed_call import without_calls_left_behind
+    from sppo.parallel.job.timed_call import without_calls_left_behind
 
     with without_calls_left_behind(), stop_signals():
         from sppo.cli.app import app

@@ -380,24 +380,24 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
     },
     "training/test_failing_ranks.py": {
         "test_a_signal_saves_on_all_ranks_and_says_what_is_left": replaced(
-            "parallel/test_launch.py::test_a_signal_reaches_every_rank_once",
+            "parallel/job/test_launch.py::test_a_signal_reaches_every_rank_once",
             "training/test_resume.py::test_a_request_to_stop_saves_and_ends_well",
             why="the signal's way to all ranks, and what a run does with it, one after the other",
         ),
         "test_a_rank_that_hangs_is_given_up_after_the_timeout": (
             replaced(
-                "parallel/test_rendezvous.py::test_a_hung_rank_runs_into_the_timeout_and_is_named",
+                "parallel/job/test_rendezvous.py::test_a_hung_rank_runs_into_the_timeout_and_is_named",
                 why="the same wait and report, without the training around them",
             )
         ),
         "test_ranks_with_different_configurations_say_what_differs": (
             replaced(
-                "parallel/test_rendezvous.py::test_ranks_that_differ_refuse_with_one_voice",
+                "parallel/job/test_rendezvous.py::test_ranks_that_differ_refuse_with_one_voice",
                 why="the same comparison, without the training around it",
             )
         ),
         "test_a_rank_that_is_killed_ends_the_job_which_then_resumes": replaced(
-            "parallel/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
+            "parallel/job/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
             "checkpoint/test_kill.py::test_a_run_killed_at_each_call_that_changes_the_disk",
             "training/test_looped_runs.py"
             "::test_a_disk_that_fails_under_keys_ends_the_run_and_the_next_goes_on",
@@ -702,13 +702,13 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "address,undefined", why="one compilation; races of threads show in the other tier"
         ),
     },
-    "parallel/test_rendezvous.py": {
+    "parallel/job/test_rendezvous.py": {
         "test_a_limit_of_open_files_is_raised_or_refused": only(
             "50-64-*", why="refused; what is raised shows nothing but the limit"
         ),
         "test_ranks_meet_compute_and_part": replaced(
             "test_long_run_scripts.py::test_two_ranks_of_a_node_train_by_the_plan",
-            "parallel/test_rendezvous.py::test_ranks_that_differ_refuse_with_one_voice",
+            "parallel/job/test_rendezvous.py::test_ranks_that_differ_refuse_with_one_voice",
             why="a run of two ranks meets, computes and parts; who serves their meeting place under"
             " srun shows in the other tier alone",
         ),
@@ -772,9 +772,9 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="figures and table of another request",
         ),
     },
-    "parallel/test_launch.py": {
+    "parallel/job/test_launch.py": {
         "test_ctrl_c_in_a_terminal_reaches_every_rank_once": replaced(
-            "parallel/test_launch.py::test_a_signal_reaches_every_rank_once",
+            "parallel/job/test_launch.py::test_a_signal_reaches_every_rank_once",
             why="the same signal, sent to one process; that ranks are in a group of their own shows"
             " in the other tier alone",
         ),
@@ -822,7 +822,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
                 "cli/test_eval.py::test_the_table",
                 "cli/test_convert.py::test_to_hf_takes_the_newest_checkpoint",
                 "training/test_parallel_runs.py::test_losses_and_weights_are_those_of_one_rank",
-                "parallel/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
+                "parallel/job/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
                 "test_msp_script.py::test_both_sides_take_turns_and_agree",
                 "test_compare_kernels_scripts.py::test_cross_entropy_beside_two_steps",
                 "test_compare_kernels_scripts.py::test_attention_beside_one_unsplit_call",
@@ -888,7 +888,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
     },
     "test_rank_faults_script.py": {
         "test_one_fault_from_the_command_line": replaced(
-            "parallel/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
+            "parallel/job/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
             "training/test_resume.py::test_killed_in_step_seven",
             why="a fault of two ranks, and a run that goes on after one",
         ),
@@ -896,7 +896,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
     "test_long_run_scripts.py": {
         "test_a_slurm_job_starts_a_task_for_every_rank": replaced(
             "test_long_run_scripts.py::test_two_ranks_of_a_node_train_by_the_plan",
-            "parallel/test_environment.py::test_srun",
+            "parallel/job/test_environment.py::test_srun",
             why="the same run; how ranks know their places under SLURM has tests of its own",
         ),
         "test_what_does_not_fit_stops_with_the_solvers_reasons": replaced(

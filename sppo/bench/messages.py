@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from sppo.bench.timing import Watcher
-from sppo.parallel.end_with_parent import end_with_parent
-from sppo.parallel.failures import STOP_SIGNALS
-from sppo.parallel.launch import held_back
-from sppo.parallel.worker_process import without_script
+from sppo.parallel.job.end_with_parent import end_with_parent
+from sppo.parallel.job.failures import STOP_SIGNALS
+from sppo.parallel.job.launch import held_back
+from sppo.parallel.job.worker_process import without_script
 from sppo.units import MIB
 
 _RANKS = 2
@@ -124,7 +124,7 @@ def _serve(
     import torch
     import torch.distributed as dist
 
-    from sppo.parallel.rendezvous import use_loopback
+    from sppo.parallel.job.rendezvous import use_loopback
 
     torch.set_num_threads(1)
     use_loopback()

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from io import FileIO
 from types import FrameType
 
-from sppo.parallel.failures import STOP_SIGNALS, stopped_exit_code
-from sppo.parallel.taken_signals import listen, stop_listening
+from sppo.parallel.job.failures import STOP_SIGNALS, stopped_exit_code
+from sppo.parallel.job.taken_signals import listen, stop_listening
 
 _UNHEARD_S = 5.0
 """How long the main thread may be inside a library, where it hears no signal."""

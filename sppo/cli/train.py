@@ -12,13 +12,13 @@ import typer
 from sppo.cli.arguments import Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes, fail
 from sppo.cli.stop_signals import Stopped
-from sppo.parallel.failures import stopped_exit_code
+from sppo.parallel.job.failures import stopped_exit_code
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from sppo.config import RunConfig
-    from sppo.parallel.environment import RankEnvironment
+    from sppo.parallel.job.environment import RankEnvironment
     from sppo.planning.plan import ExecutionPlan
     from sppo.training.device import Device
 
@@ -58,7 +58,7 @@ def train(
 
     with exit_codes(), _stops_say(_GOES_ON):
         run = load_run(run_file, overrides or ())
-        from sppo.parallel.environment import keep_torch_quiet, rank_environment
+        from sppo.parallel.job.environment import keep_torch_quiet, rank_environment
 
         keep_torch_quiet(os.environ)
         console = Console(quiet=quiet)

@@ -115,7 +115,7 @@ def _threads(cores: int) -> Finding:
 def _limits() -> Iterator[Finding]:
     """Limits that a run with many ranks, or a GPU, may meet."""
     from sppo.kernels.native.machine_memory import LIBRARY_ADDRESS_BYTES, address_room
-    from sppo.parallel.open_files import files_of_a_rank
+    from sppo.parallel.job.open_files import files_of_a_rank
 
     subject = "limits"
     unlimited = resource.RLIM_INFINITY

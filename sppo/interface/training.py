@@ -17,13 +17,13 @@ from sppo.config import RunConfig, run_sections
 from sppo.interface.announcement import announce
 from sppo.kernels.native.machine_memory import check_room_for_libraries
 from sppo.output_file import write_json
-from sppo.parallel.environment import (
+from sppo.parallel.job.environment import (
     RankEnvironment,
     keep_torch_quiet,
     rank_environment,
     with_module_path,
 )
-from sppo.parallel.failures import STOP_CODES
+from sppo.parallel.job.failures import STOP_CODES
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
 from sppo.quoting import quoted
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
@@ -216,15 +216,15 @@ def start_ranks(
         console: where the run is announced.
 
     Returns:
-        the exit code, as :func:`sppo.parallel.launch.run_ranks`.
+        the exit code, as :func:`sppo.parallel.job.launch.run_ranks`.
 
     Raises:
         ValueError: input that cannot be trained on; nothing was changed.
         MemoryError: it does not fit.
     """
     from sppo.hardware.this_machine import count_cores
-    from sppo.parallel.launch import run_ranks
-    from sppo.parallel.open_files import allow_connections
+    from sppo.parallel.job.launch import run_ranks
+    from sppo.parallel.job.open_files import allow_connections
     from sppo.report.display import logging_to
     from sppo.training.preflight import check_before_training
 

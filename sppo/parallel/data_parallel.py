@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from sppo.cost.memory.stage_memory import REDUCE_BUCKET_BYTES, REDUCE_BUCKETS
 from sppo.parallel.collectives import all_gather, reduce_scatter
-from sppo.parallel.failures import peer_errors
+from sppo.parallel.job.failures import peer_errors
 
 
 def rows_of(num_rows: int, *, index: int, count: int) -> slice:

@@ -24,7 +24,7 @@ from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
 from sppo.cost.sharding.megatron_weights import COLUMNS, KEYS, ROWS
 from sppo.parallel.collectives import all_gather
-from sppo.parallel.failures import peer_errors
+from sppo.parallel.job.failures import peer_errors
 from sppo.parallel.mesh import Holders
 from sppo.parallel.ulysses import HeadShard, head_shard
 

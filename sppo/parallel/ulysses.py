@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sppo.parallel.failures import peer_errors
+from sppo.parallel.job.failures import peer_errors
 
 
 class HeadShard(NamedTuple):

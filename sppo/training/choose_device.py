@@ -6,7 +6,7 @@ import torch
 
 from sppo.config.run import RunConfig
 from sppo.hardware.file import hardware_for
-from sppo.parallel.environment import RankEnvironment
+from sppo.parallel.job.environment import RankEnvironment
 from sppo.training.cpu_device import CpuDevice
 from sppo.training.cuda_device import CudaDevice, prepare_cuda
 from sppo.training.device import Device, Kind

@@ -49,7 +49,7 @@ SETTINGS = {
     # Kernels of several communicators must come in one order on all devices, or they may wait for
     # each other's room; with this it is the host's (tests/engine/test_nccl_rules.py: steps end).
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-    # What NCCL was about when it timed out (sppo.parallel.environment says where that is written).
+    # What NCCL was about when it timed out (sppo.parallel.job.environment says where it writes).
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 """Environment variables that CUDA and torch read when they are first used."""

@@ -6,7 +6,7 @@ import os
 import signal
 from types import FrameType
 
-from sppo.parallel.taken_signals import signal_taken
+from sppo.parallel.job.taken_signals import signal_taken
 
 
 class Interrupted(Exception):  # noqa: N818 - a wish, not an error

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sppo.parallel.worker_process import WorkerLostError, WorkerProcess
+from sppo.parallel.job.worker_process import WorkerLostError, WorkerProcess
 from sppo.planning.elastic.replica_plan import (
     ReplicaPlan,
     StepRequest,

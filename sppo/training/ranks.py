@@ -12,19 +12,19 @@ from typing import TypeVar
 import torch
 
 from sppo.config import RunConfig
-from sppo.parallel.environment import RankEnvironment
-from sppo.parallel.failures import RankProgress
 from sppo.parallel.host_collectives import HostCollectives
-from sppo.parallel.megatron import tensor_shard
-from sppo.parallel.mesh import Mesh, MeshShape, alone
-from sppo.parallel.open_files import allow_connections
-from sppo.parallel.rendezvous import (
+from sppo.parallel.job.environment import RankEnvironment
+from sppo.parallel.job.failures import RankProgress
+from sppo.parallel.job.open_files import allow_connections
+from sppo.parallel.job.rendezvous import (
     connect,
     difference_report,
     disconnect,
     flat_facts,
 )
-from sppo.parallel.timed_call import end_without_shutdown
+from sppo.parallel.job.timed_call import end_without_shutdown
+from sppo.parallel.megatron import tensor_shard
+from sppo.parallel.mesh import Mesh, MeshShape, alone
 from sppo.training.cpu_device import CpuDevice
 from sppo.training.device import Device
 from sppo.training.run_directory import locked_output

@@ -19,11 +19,11 @@ from sppo.optim.adamw import AdamW, clip_
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.sharded_state import ShardedState
 from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job.timeouts import device_timeouts
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.mesh import Mesh, alone
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.pipeline_p2p import PipelineLinks
-from sppo.parallel.timeouts import device_timeouts
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program

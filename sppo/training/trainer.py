@@ -27,8 +27,8 @@ from sppo.engine.engine import StepResult
 from sppo.offload.copy_report import CopyReport
 from sppo.optim.learning_rate import learning_rate
 from sppo.output_file import write_json
-from sppo.parallel.failures import PeerLostError
-from sppo.parallel.timeouts import device_timeouts
+from sppo.parallel.job.failures import PeerLostError
+from sppo.parallel.job.timeouts import device_timeouts
 from sppo.planning.plan import plan_json
 from sppo.report.display import TrainingDisplay
 from sppo.report.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics

@@ -111,7 +111,7 @@ _LATE = {
 }
 _TAKERS = {
     "a training loop": "from sppo.training.interruption import StopRequest as Taker",
-    "a launcher": "from sppo.parallel.launch import _Job\nTaker = lambda: _Job(grace_s=1)",
+    "a launcher": "from sppo.parallel.job.launch import _Job\nTaker = lambda: _Job(grace_s=1)",
 }
 
 

@@ -19,7 +19,7 @@ from sppo.hardware.file import hardware_json
 from sppo.hardware.numa import NumaNode
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.native.machine_memory import MemoryRoom
-from sppo.parallel.environment import RankEnvironment
+from sppo.parallel.job.environment import RankEnvironment
 from sppo.schedule.actions import Action, ActionKind
 from sppo.training import choose_device as choose_device_module
 from sppo.training import cpu_device, cuda_device, preflight, trainer
@@ -111,7 +111,7 @@ def test_a_gpu_that_is_not_there_is_said(work, monkeypatch):
 
 
 def test_more_ranks_than_gpus_are_refused_before_any_starts(work, gpus, monkeypatch):
-    monkeypatch.setattr("sppo.parallel.launch.run_ranks", None)
+    monkeypatch.setattr("sppo.parallel.job.launch.run_ranks", None)
     words = ("parallel.data_parallel_degree=4", "train.sequences_per_step=4")
     error = refuse("train", "run.yaml", *words)
     assert "4 ranks on this machine, 2 GPUs: every rank needs one of its own" in error

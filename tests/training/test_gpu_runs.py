@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 
 from sppo.config import load_run
-from sppo.parallel.failures import RankProgress
 from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job.failures import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.training import trainer
 from sppo.training.choose_device import choose_device

@@ -13,10 +13,10 @@ from sppo.config import load_run
 from sppo.engine.engine import Engine
 from sppo.engine.executor import Executor
 from sppo.engine.stage import Stage
-from sppo.parallel import timed_call
-from sppo.parallel.environment import RankEnvironment
-from sppo.parallel.failures import PeerLostError, RankEnd, RankProgress, read_progress
 from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job import timed_call
+from sppo.parallel.job.environment import RankEnvironment
+from sppo.parallel.job.failures import PeerLostError, RankEnd, RankProgress, read_progress
 from sppo.parallel.mesh import alone
 from sppo.training import cpu_device, ranks, state, trainer
 from sppo.training.cpu_device import CpuDevice

@@ -21,7 +21,7 @@ from sppo.engine.engine import Engine
 from sppo.planning.elastic.replica_plan import StepRequest, plan_replica
 from sppo.training import step_work
 from sppo.training.planning_ahead import StepPlans
-from tests.parallel.test_launch import wait_for
+from tests.parallel.job.test_launch import wait_for
 from tests.planning.elastic.test_step_search import planner
 from tests.training.forked_sppo import ForkedSppo
 from tests.training.test_parallel_runs import alone, overrides, train_as

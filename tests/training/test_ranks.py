@@ -4,8 +4,8 @@ import pytest
 
 from sppo.config import load_run
 from sppo.data.tokens import open_tokens
-from sppo.parallel.failures import RankProgress
 from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job.failures import RankProgress
 from sppo.parallel.mesh import Mesh, MeshShape
 from sppo.training.input_facts import fingerprint, input_facts
 from sppo.training.ranks import Ranks, _configuration, one_rank

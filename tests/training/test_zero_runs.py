@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from sppo.config import load_run
-from sppo.parallel.failures import RankProgress
 from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job.failures import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.training import cpu_device, trainer
 from sppo.training.preflight import check_before_training

@@ -14,8 +14,8 @@ from unittest import mock
 import psutil
 import pytest
 
-from sppo.parallel.worker_process import WorkerLostError, WorkerProcess
-from tests.parallel.test_launch import ROOT, wait_for
+from sppo.parallel.job.worker_process import WorkerLostError, WorkerProcess
+from tests.parallel.job.test_launch import ROOT, wait_for
 
 TIMEOUT_S = 60.0
 
@@ -103,7 +103,9 @@ def test_a_daemonic_process_starts_none(worker):
 
 def test_no_room_for_its_queues(worker):
     with (
-        mock.patch("sppo.parallel.worker_process.ProcessPoolExecutor", side_effect=OSError(28, "")),
+        mock.patch(
+            "sppo.parallel.job.worker_process.ProcessPoolExecutor", side_effect=OSError(28, "")
+        ),
         pytest.raises(WorkerLostError, match="cannot be started"),
     ):
         worker.submit(os.getpid)
@@ -111,7 +113,7 @@ def test_no_room_for_its_queues(worker):
 
 SCRIPT = """
 import os, time
-from sppo.parallel.worker_process import WorkerProcess
+from sppo.parallel.job.worker_process import WorkerProcess
 worker = WorkerProcess()  # without a guard: a usual spawn would run this script once more
 worker.result(worker.submit(os.getpid), timeout_s=60)
 worker.submit(time.sleep, 600)

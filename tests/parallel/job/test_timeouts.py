@@ -3,7 +3,7 @@
 import pytest
 
 from sppo.config.base import LONGEST_TIMEOUT_S
-from sppo.parallel.timeouts import device_timeouts
+from sppo.parallel.job.timeouts import device_timeouts
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from sppo.parallel.failures import (
+from sppo.parallel.job.failures import (
     PeerLostError,
     ProgressNote,
     RankEnd,
@@ -122,7 +122,7 @@ def test_a_note_costs_microseconds():
 WRITER = """
 import sys
 from pathlib import Path
-from sppo.parallel.failures import RankProgress
+from sppo.parallel.job.failures import RankProgress
 
 progress = RankProgress.create(Path(sys.argv[1]))
 for number in range(10**9):

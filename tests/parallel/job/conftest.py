@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from sppo.parallel.launch import run_ranks
+from sppo.parallel.job.launch import run_ranks
 
 PREAMBLE = """
 import os, signal, sys, time
 from pathlib import Path
-from sppo.parallel.environment import rank_environment
-from sppo.parallel.failures import RankProgress
+from sppo.parallel.job.environment import rank_environment
+from sppo.parallel.job.failures import RankProgress
 
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
 place = rank_environment(os.environ)
@@ -29,7 +29,7 @@ rank = place.rank
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
     """Makes a command of Python code; its ranks work in an empty directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
 
     def command(code: str) -> list[str]:
         path = tmp_path / "rank.py"

@@ -33,8 +33,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from sppo.parallel.environment import child_environment, nccl_dump_prefix
-from sppo.parallel.failures import (
+from sppo.parallel.job.environment import child_environment, nccl_dump_prefix
+from sppo.parallel.job.failures import (
     STOP_SIGNALS,
     RankEnd,
     exit_code,
@@ -44,7 +44,7 @@ from sppo.parallel.failures import (
     signal_name,
     was_said_by_rank_0,
 )
-from sppo.parallel.taken_signals import signal_taken
+from sppo.parallel.job.taken_signals import signal_taken
 
 _LOOK_EVERY_S = 0.05
 _TERMINATE_S = 5.0

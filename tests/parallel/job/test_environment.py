@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from sppo.parallel.environment import (
+from sppo.parallel.job.environment import (
     RankEnvironment,
     child_environment,
     expand_hosts,

@@ -17,9 +17,9 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from sppo.parallel.end_with_parent import end_with_parent
-from sppo.parallel.failures import STOP_SIGNALS, signal_name
-from sppo.parallel.launch import held_back
+from sppo.parallel.job.end_with_parent import end_with_parent
+from sppo.parallel.job.failures import STOP_SIGNALS, signal_name
+from sppo.parallel.job.launch import held_back
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from sppo.parallel import launch, rendezvous
-from sppo.parallel.environment import RankEnvironment
-from sppo.parallel.failures import PeerLostError
-from sppo.parallel.rendezvous import connect, difference_report, flat_facts
+from sppo.parallel.job import launch, rendezvous
+from sppo.parallel.job.environment import RankEnvironment
+from sppo.parallel.job.failures import PeerLostError
+from sppo.parallel.job.rendezvous import connect, difference_report, flat_facts
 
 CONNECTED = """
 import torch
 import torch.distributed as dist
-from sppo.parallel.failures import PeerLostError, peer_errors
-from sppo.parallel.rendezvous import connect, disconnect
+from sppo.parallel.job.failures import PeerLostError, peer_errors
+from sppo.parallel.job.rendezvous import connect, disconnect
 
 TIMEOUT_S = 30.0
 
@@ -162,7 +162,7 @@ except PeerLostError as error:
 
 LIMITED = """
 import resource
-from sppo.parallel.open_files import allow_connections
+from sppo.parallel.job.open_files import allow_connections
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 try:
     allow_connections(2)

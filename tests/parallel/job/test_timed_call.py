@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sppo.parallel.timed_call import call_in_time
+from sppo.parallel.job.timed_call import call_in_time
 
 
 def test_what_returns_in_time_is_returned():
@@ -30,7 +30,7 @@ def test_a_process_with_a_call_left_behind_ends_without_pythons_shutdown(sleep_s
     limit_s = 60 if sleep_s == 0 else 0.1
     code = (
         "import atexit, sys, time\n"
-        "from sppo.parallel.timed_call import call_in_time, without_calls_left_behind\n"
+        "from sppo.parallel.job.timed_call import call_in_time, without_calls_left_behind\n"
         "atexit.register(lambda: print('shut down'))\n"
         "with without_calls_left_behind():\n"
         "    try:\n"
@@ -50,7 +50,7 @@ def test_a_process_with_a_call_left_behind_ends_without_pythons_shutdown(sleep_s
 def test_the_exit_code_is_the_one_of_pythons_shutdown(code, ends_with):
     program = (
         "import sys, time\n"
-        "from sppo.parallel.timed_call import call_in_time, without_calls_left_behind\n"
+        "from sppo.parallel.job.timed_call import call_in_time, without_calls_left_behind\n"
         "with without_calls_left_behind():\n"
         "    try:\n"
         "        call_in_time(lambda: time.sleep(600), limit_s=0.1)\n"
@@ -69,7 +69,7 @@ def test_a_signal_in_the_middle_of_a_call_ends_the_process_with_its_code():
         "import os, signal, threading, time\n"
         "import sppo.__main__\n"
         "from sppo.cli.stop_signals import stop_signals\n"
-        "from sppo.parallel.timed_call import call_in_time, without_calls_left_behind\n"
+        "from sppo.parallel.job.timed_call import call_in_time, without_calls_left_behind\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))\n"
         "import atexit; atexit.register(lambda: print('shut down'))\n"
         "with without_calls_left_behind(), stop_signals():\n"
@@ -88,7 +88,7 @@ def test_a_signal_in_the_middle_of_a_call_ends_the_process_with_its_code():
 def test_a_process_whose_device_may_not_answer_ends_without_pythons_shutdown(end, code, said):
     program = (
         "import atexit, sys\n"
-        "from sppo.parallel.timed_call import end_without_shutdown, without_calls_left_behind\n"
+        "from sppo.parallel.job.timed_call import end_without_shutdown, without_calls_left_behind\n"
         "atexit.register(lambda: print('shut down'))\n"
         "with without_calls_left_behind():\n"
         "    end_without_shutdown()\n"

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sppo.parallel import launch
+from sppo.parallel.job import launch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def wait_for(condition, *, timeout_s=30.0):
@@ -189,7 +189,7 @@ def start_job(command, **options):
     """A process that runs two ranks of ``command``."""
     code = f"""
 import os, sys
-from sppo.parallel.launch import run_ranks
+from sppo.parallel.job.launch import run_ranks
 sys.exit(run_ranks({command!r}, num_ranks=2, environ=os.environ))
 """
     return subprocess.Popen([sys.executable, "-c", code], **options)

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from sppo.parallel.environment import RankEnvironment
-from sppo.parallel.failures import PeerLostError, loss_in, peer_errors
-from sppo.parallel.timed_call import call_in_time
+from sppo.parallel.job.environment import RankEnvironment
+from sppo.parallel.job.failures import PeerLostError, loss_in, peer_errors
+from sppo.parallel.job.timed_call import call_in_time
 from sppo.quoting import quoted
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
