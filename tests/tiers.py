@@ -529,13 +529,13 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "each grid and schedule, size of the ends and ZeRO level once"
         ),
     },
-    "cost/test_working_set.py": {
+    "cost/live_sets/test_working_set.py": {
         "test_it_is_what_the_allocator_hands_out": each("each shape, type and policy once"),
         "test_squares_that_are_halved_and_layers_that_share_an_input": only(
             "lengths1-*", why="both at once"
         ),
         "test_many_query_heads_on_one_key_head": replaced(
-            "cost/test_working_set.py::test_it_is_what_the_allocator_hands_out",
+            "cost/live_sets/test_working_set.py::test_it_is_what_the_allocator_hands_out",
             why="a model with one key head is among them",
         ),
     },

@@ -1,7 +1,7 @@
 """Attention back ends on a fake GPU: torch's shapes, and the memory kernels take.
 
 What a back end's package allocates inside a call no fake tensor shows; it is allocated beside the
-call here, as :mod:`sppo.cost.attention_scratch` counts it.
+call here, as :mod:`sppo.cost.live_sets.attention_scratch` counts it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sppo.cost.attention_scratch import backward_scratch_bytes
+from sppo.cost.live_sets.attention_scratch import backward_scratch_bytes
 from sppo.kernels.attention.cudnn_blocks import CudnnBlocks
 from sppo.kernels.attention.flash_packages import TorchFlash
 from sppo.kernels.attention.kernel import AttentionKernel, OfBlocks

@@ -15,6 +15,11 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
+from sppo.cost.live_sets.working_set import (
+    forward_working_set,
+    loss_working_set,
+    most_working_set,
+)
 from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes
@@ -30,11 +35,6 @@ from sppo.cost.stage_cost import (
     same_weights_degree,
     updated_parameters,
     weight_operand_bytes,
-)
-from sppo.cost.working_set import (
-    forward_working_set,
-    loss_working_set,
-    most_working_set,
 )
 from sppo.schedule.costs import Table
 from sppo.schedule.generators import LOOPED
@@ -74,8 +74,8 @@ class MemoryBuckets:
     loss_gradient_bytes: int
     """Gradient of the last layer's output, formed in forward."""
     working_bytes: int
-    """Working set of the running subsequence (:mod:`sppo.cost.working_set`), and the saved tensors
-    that backward joins (:mod:`sppo.cost.memory.copy_room`)."""
+    """Working set of the running subsequence (:mod:`sppo.cost.live_sets.working_set`), and the
+    saved tensors that backward joins (:mod:`sppo.cost.memory.copy_room`)."""
     heap_bytes: int
     """What a C heap holds beyond that."""
     communication_bytes: int

@@ -16,11 +16,11 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.activations.tensor_classes import class_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
+from sppo.cost.live_sets.working_set import loss_working_set, working_sets
 from sppo.cost.memory.heaviest_runs import runs_of_blocks
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
 from sppo.cost.memory.unit_runs import UnitRun, unit_kinds
 from sppo.cost.memory.units_in_flight import Running
-from sppo.cost.working_set import loss_working_set, working_sets
 from sppo.schedule.costs import Table
 from sppo.schedule.generators import DEFERRING_WEIGHTS
 

@@ -22,9 +22,9 @@ from sppo.activations.placement import ActivationPlacement, planned_placement
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, tensor_bytes_per_token
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
+from sppo.cost.live_sets.working_set import working_sets
 from sppo.cost.memory.copy_room import stage_blocks
 from sppo.cost.memory.joined_tensors import block_layout, joined_bytes
-from sppo.cost.working_set import working_sets
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData
 from sppo.hardware.presets import PRESETS

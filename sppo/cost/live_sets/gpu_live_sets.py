@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
-from sppo.cost.attention_live_sets import attention_backward, attention_forward
+from sppo.cost.live_sets.attention_live_sets import attention_backward, attention_forward
+from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.cost.logits_tile import tile_tokens
-from sppo.cost.tensor_sizes import TensorSizes
 
 Named = tuple[str, int]
 """A point of a pass and its live bytes."""

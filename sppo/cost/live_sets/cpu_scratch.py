@@ -1,7 +1,7 @@
 """Bytes that CPU kernels take for themselves: tiles of casts and sums, and scratch of products.
 
 On a GPU all of them are 0: its kernels work in registers, and what a package allocates inside a
-call is in :mod:`sppo.cost.attention_scratch`.
+call is in :mod:`sppo.cost.live_sets.attention_scratch`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from math import gcd
 
 from sppo.cost.layer import ACCUMULATION_BYTES
+from sppo.cost.live_sets.tensor_sizes import TensorSizes
 from sppo.cost.parameters import layer_shapes
 from sppo.cost.product_tile import product_rows
-from sppo.cost.tensor_sizes import TensorSizes
 from sppo.units import MIB
 
 TILE_BYTES = MIB

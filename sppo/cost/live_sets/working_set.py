@@ -3,8 +3,9 @@
 Every tensor of :mod:`sppo.model.layer`, :mod:`sppo.kernels` and the head has a name and a size; a
 live set of a pass holds those that are live at a time, and the working set is the largest live set.
 Chains of element-wise operations count as tiles (:mod:`sppo.kernels.row_tiles`), and torch's CPU
-kernels with the scratch they were seen to take; of a GPU see :mod:`sppo.cost.gpu_live_sets`. Saved
-tensors are not counted: they have a bucket of their own, from which backward reads them in place.
+kernels with the scratch they were seen to take; of a GPU see
+:mod:`sppo.cost.live_sets.gpu_live_sets`. Saved tensors are not counted: they have a
+bucket of their own, from which backward reads them in place.
 
 Legend: C tokens of the subsequence on one device, E hidden, Q = N D query width, K D key width, F
 MLP width, V vocabulary, e element bytes.
@@ -18,17 +19,17 @@ from functools import lru_cache
 from itertools import starmap
 
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
-from sppo.cost import gpu_live_sets
-from sppo.cost.attention_live_sets import attention_backward, attention_forward
-from sppo.cost.cpu_scratch import (
+from sppo.cost.layer import ACCUMULATION_BYTES, Workload
+from sppo.cost.live_sets import gpu_live_sets
+from sppo.cost.live_sets.attention_live_sets import attention_backward, attention_forward
+from sppo.cost.live_sets.cpu_scratch import (
     layer_weight_gradient_bytes,
     product_bytes,
     tiles_bytes,
     weight_gradient_bytes,
 )
-from sppo.cost.layer import ACCUMULATION_BYTES, Workload
+from sppo.cost.live_sets.tensor_sizes import TensorSizes, tensor_sizes
 from sppo.cost.logits_tile import tile_tokens
-from sppo.cost.tensor_sizes import TensorSizes, tensor_sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ import torch
 from sppo.activations.policy import POLICIES
 from sppo.activations.tensor_classes import ATTENTION, LINEAR
 from sppo.config.model import ModelConfig
-from sppo.cost import attention_live_sets, cpu_scratch
-from sppo.cost import working_set as planned
 from sppo.cost.layer import Workload
+from sppo.cost.live_sets import attention_live_sets, cpu_scratch
+from sppo.cost.live_sets import working_set as planned
 from sppo.cost.memory.stage_memory import evaluation_bytes
 from sppo.engine.engine import Engine
 from sppo.engine.unit import SequenceData

@@ -1,15 +1,15 @@
 """Memory that attention takes beside its operands: blocks on a CPU, kernels of back ends on a GPU.
 
-Every function yields named live bytes; the largest counts (:mod:`sppo.cost.working_set`).
+Every function yields named live bytes; the largest counts (:mod:`sppo.cost.live_sets.working_set`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sppo.cost.attention_scratch import backward_scratch_bytes
-from sppo.cost.cpu_scratch import cast_bytes, flash_bytes, group_sum_bytes, key_parts
-from sppo.cost.tensor_sizes import TensorSizes
+from sppo.cost.live_sets.attention_scratch import backward_scratch_bytes
+from sppo.cost.live_sets.cpu_scratch import cast_bytes, flash_bytes, group_sum_bytes, key_parts
+from sppo.cost.live_sets.tensor_sizes import TensorSizes
 
 CAUSAL_TOKENS = 2048
 """Rows of the largest causal square, as in :mod:`sppo.kernels.attention.blocks`."""
