@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sppo.cli.arguments import Json
-from sppo.cli.bench_shapes import (
+from sppo.cli.arguments.bench_shapes import (
     Backends,
     HeadCounts,
     HeadSizes,
@@ -21,6 +20,7 @@ from sppo.cli.bench_shapes import (
     asked_grids,
     list_text,
 )
+from sppo.cli.arguments.common import Json
 from sppo.cli.exit_codes import exit_codes
 from sppo.output_file import check_output_files, write_json
 from sppo.quoting import quoted

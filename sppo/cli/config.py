@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sppo.cli.arguments import Json, Overrides, RunFile
+from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes
 
 if TYPE_CHECKING:

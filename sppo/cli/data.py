@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sppo.cli.arguments import Json
+from sppo.cli.arguments.common import Json
+from sppo.cli.arguments.numbers import count
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.numbers import count
 
 if TYPE_CHECKING:
     from sppo.data.length_stats import LengthStats

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sppo.cli.arguments import Json, Overrides, RunFile
+from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def estimate(
         sppo estimate configs/run/llama_1b_1m_1gpu.yaml sequence.length=64Ki --trace
     """
     with exit_codes():
-        from sppo.cli.planned_run import load_planned_run
+        from sppo.cli.arguments.planned_run import load_planned_run
         from sppo.hardware.run_hardware import run_hardware
         from sppo.planning.estimate import estimate as estimate_run
 

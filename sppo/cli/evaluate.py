@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sppo.cli.arguments import Json, Overrides, RunFile
+from sppo.cli.arguments.common import Json, Overrides, RunFile
+from sppo.cli.arguments.numbers import count
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.numbers import count
 from sppo.output_file import check_output_files
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from sppo.cli import simulate_options as options
-from sppo.cli.arguments import Json
+from sppo.cli.arguments import simulate_options as options
+from sppo.cli.arguments.common import Json
+from sppo.cli.arguments.simulate_request import Flags, Simulation, read_request, sort_targets
 from sppo.cli.exit_codes import exit_codes
-from sppo.cli.simulate_request import Flags, Simulation, read_request, sort_targets
 from sppo.output_file import check_output_files, write_text
 
 if TYPE_CHECKING:
-    from sppo.cli.simulate_request import SimulatedDevices
+    from sppo.cli.arguments.simulate_request import SimulatedDevices
     from sppo.schedule.timeline import Timeline
 
 

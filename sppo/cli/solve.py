@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sppo.cli.arguments import Json, Overrides, RunFile
+from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.exit_codes import NO_PLAN, exit_codes
 from sppo.output_file import check_output_files, write_json
 

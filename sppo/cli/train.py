@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sppo.cli.arguments import Overrides, RunFile
+from sppo.cli.arguments.common import Overrides, RunFile
 from sppo.cli.exit_codes import exit_codes, fail
 from sppo.cli.stop_signals import Stopped
 from sppo.parallel.job.failures import stopped_exit_code

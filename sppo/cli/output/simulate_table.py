@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sppo.cli.simulate_request import SimulatedDevices
+from sppo.cli.arguments.simulate_request import SimulatedDevices
 from sppo.schedule.timeline import Timeline
 from sppo.units import format_bytes, format_duration
 

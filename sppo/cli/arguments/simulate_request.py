@@ -221,7 +221,7 @@ def _program(flags: Flags) -> Simulation:
 
 
 def _run(targets: Targets, *, flags: Flags, names: Sequence[str]) -> Simulation:
-    from sppo.cli.planned_run import load_planned_run
+    from sppo.cli.arguments.planned_run import load_planned_run
     from sppo.hardware.run_hardware import run_hardware
     from sppo.planning.chosen_run import ChosenRun, with_chosen_degrees
     from sppo.planning.simulated_run import RunShape, simulated_run

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sppo.cli.numbers import amount, count
+from sppo.cli.arguments.numbers import amount, count
 
 _MOST = 1_000_000
 

@@ -1,0 +1,1 @@
+"""What commands are asked: their arguments and options, read and checked."""
