@@ -269,7 +269,7 @@ if __name__ == "__main__":
 
     import sppo.cli.app
     import sppo.engine.engine
-    import sppo.training.preflight  # noqa: F401
+    import sppo.training.checks.preflight  # noqa: F401
 
     shutil.which("unshare") or sys.exit("needs unshare, to mount a small disk")
     main()

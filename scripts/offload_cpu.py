@@ -86,7 +86,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     from sppo.offload.disk import usable_directory
     from sppo.planning.run_plan import plan_run
     from sppo.training.state import build_state
-    from sppo.training.warm_up import warm_up
+    from sppo.training.steps.warm_up import warm_up
 
     install_cpu_allocator()  # as `sppo train` does
     torch.set_num_threads(arguments.threads)

@@ -21,7 +21,7 @@ from sppo.parallel.mesh import Mesh, MeshShape
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.planning.run_plan import plan_run
 from sppo.schedule.actions import ActionKind
-from sppo.training.warm_up import warm_up
+from sppo.training.steps.warm_up import warm_up
 
 WARM_UP_TOKENS = 512
 TIMEOUT_S = 7200.0

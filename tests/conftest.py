@@ -153,7 +153,7 @@ def _cpu_unless_asked(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """Runs of these tests are a CPU's on a machine with a GPU too, but for those marked gpu."""
     wants = request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multigpu")
     if torch.cuda.is_available() and wants is None:
-        monkeypatch.setattr("sppo.training.choose_device.device_kind", lambda run: "cpu")
+        monkeypatch.setattr("sppo.training.devices.choose_device.device_kind", lambda run: "cpu")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that a test starts
 
 

@@ -17,8 +17,8 @@ import torch
 from sppo.engine import trace
 from sppo.hardware.numa import NumaNode
 from sppo.offload import cuda_queues
-from sppo.training import cuda_device
-from sppo.training.cuda_device import CudaDevice
+from sppo.training.devices import cuda_device
+from sppo.training.devices.cuda_device import CudaDevice
 from sppo.units import GIB, MIB
 from tests.offload.test_cuda_queues import EventOfNow, runtime_without_a_gpu
 

@@ -19,7 +19,7 @@ import torch
 
 from tests.conftest import succeed
 from tests.model.hf_models import tiny_hf_model
-from tests.training.test_parallel_runs import run_on
+from tests.training.whole_runs.test_parallel_runs import run_on
 
 transformers = pytest.importorskip("transformers")
 

@@ -73,7 +73,7 @@ def replaced(*by: str, why: str) -> Rule:
 
 _RANDOM_TRAININGS = "random_training/test_random_training.py::test_every_number_of_random_trainings"
 _ONE_RANK_GRID = "engine/test_gradients.py::test_policies_agree_bit_for_bit"
-_OTHER_DEGREES = "training/test_parallel_runs.py::test_a_run_goes_on_with_other_degrees"
+_OTHER_DEGREES = "training/whole_runs/test_parallel_runs.py::test_a_run_goes_on_with_other_degrees"
 
 LEFT_OUT: dict[str, dict[str, Rule]] = {
     # dry_run/: the engine on tensors without data, operation by operation.
@@ -217,7 +217,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         "test_with_sequence_and_data_parallelism": only(
             "keep_attention-shape4",
             why="four ranks to a stage; runs by plan have all axes at once",
-            by=("training/test_parallel_runs.py::test_pieces_of_units_by_plan",),
+            by=("training/whole_runs/test_parallel_runs.py::test_pieces_of_units_by_plan",),
         ),
         "test_several_sequences_and_steps": replaced(
             "engine/msp/test_msp.py::test_with_tensors_moved_to_a_disk",
@@ -295,13 +295,13 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
     },
     # training/: whole runs on several ranks.
-    "training/test_sample_runs.py": {
+    "training/whole_runs/test_sample_runs.py": {
         "test_the_run_is_longer_than_an_epoch": only("by tokens", why="a test of a test"),
         "test_a_run_goes_on_with_other_degrees": only(
             "by tokens", why="steps of so many samples are the simpler ones"
         ),
         "test_losses_and_weights_are_those_of_one_rank": replaced(
-            "training/test_sample_runs.py::test_a_run_goes_on_with_other_degrees",
+            "training/whole_runs/test_sample_runs.py::test_a_run_goes_on_with_other_degrees",
             "engine/test_packed_samples.py::test_samples_train_as_if_each_were_alone",
             why="a run that changes its degrees, and every grid in the engine",
         ),
@@ -314,7 +314,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="the same comparison in the engine",
         ),
     },
-    "training/test_parallel_runs.py": {
+    "training/whole_runs/test_parallel_runs.py": {
         "test_losses_and_weights_are_those_of_one_rank": only(
             "(2, 2, 2)",
             why="all axes at once; single axes are met by runs that change them",
@@ -347,7 +347,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         ),
         "test_a_run_of_many_ranks_goes_on_alone": replaced(
             _OTHER_DEGREES,
-            "training/test_zero_runs.py::test_a_run_with_rows_on_each_of_many_goes_on_on_one",
+            "training/whole_runs/test_zero_runs.py::test_a_run_with_rows_on_each_of_many_goes_on_on_one",
             why="other degrees, and one rank after many",
         ),
         "test_a_run_goes_on_with_other_sequence_parallelism": replaced(
@@ -356,32 +356,32 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="the same way from one layout of rows to another",
         ),
     },
-    "training/test_zero_runs.py": {
+    "training/whole_runs/test_zero_runs.py": {
         "test_ranks_that_keep_their_own_rows_do_what_one_does": (
             only("*3-(2, 2, 2)", why="all axes at once, with all that is sharded")
         ),
         "test_a_run_goes_on_with_less_shared_out": replaced(
-            "training/test_zero_runs.py::test_a_run_goes_on_with_more_shared_out",
-            "training/test_zero_runs.py::test_a_run_with_rows_on_each_of_many_goes_on_on_one",
+            "training/whole_runs/test_zero_runs.py::test_a_run_goes_on_with_more_shared_out",
+            "training/whole_runs/test_zero_runs.py::test_a_run_with_rows_on_each_of_many_goes_on_on_one",
             why="the same way from one layout of rows to another",
         ),
         "test_measured_gradients_are_the_predicted_ones": each("each level and largest part once"),
         "test_steps_that_are_not_finite_are_skipped": only("3", why="weights are sharded as well"),
         "test_rows_of_shared_weights": only("3", why="gradients are sharded as well"),
         "test_gathering_changes_no_bit": replaced(
-            "training/test_zero_runs.py::test_ranks_that_keep_their_own_rows_do_what_one_does",
+            "training/whole_runs/test_zero_runs.py::test_ranks_that_keep_their_own_rows_do_what_one_does",
             "engine/test_sharded_gradients.py::test_gradients_of_steps_in_a_row",
             why="both compare with weights that are not gathered",
         ),
         "test_a_run_of_one_rank_goes_on_with_rows_on_each_of_many": replaced(
-            "training/test_zero_runs.py::test_a_run_goes_on_with_more_shared_out",
+            "training/whole_runs/test_zero_runs.py::test_a_run_goes_on_with_more_shared_out",
             why="that run goes on with more ranks and with fewer",
         ),
     },
-    "training/test_failing_ranks.py": {
+    "training/whole_runs/test_failing_ranks.py": {
         "test_a_signal_saves_on_all_ranks_and_says_what_is_left": replaced(
             "parallel/job/test_launch.py::test_a_signal_reaches_every_rank_once",
-            "training/test_resume.py::test_a_request_to_stop_saves_and_ends_well",
+            "training/whole_runs/test_resume.py::test_a_request_to_stop_saves_and_ends_well",
             why="the signal's way to all ranks, and what a run does with it, one after the other",
         ),
         "test_a_rank_that_hangs_is_given_up_after_the_timeout": (
@@ -399,7 +399,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         "test_a_rank_that_is_killed_ends_the_job_which_then_resumes": replaced(
             "parallel/job/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
             "checkpoint/test_kill.py::test_a_run_killed_at_each_call_that_changes_the_disk",
-            "training/test_looped_runs.py"
+            "training/whole_runs/test_looped_runs.py"
             "::test_a_disk_that_fails_under_keys_ends_the_run_and_the_next_goes_on",
             why="the report of a job, and a run that goes on after a kill, one after the other",
         ),
@@ -409,38 +409,38 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="the refusal, and how all ranks of a job refuse",
         ),
     },
-    "training/test_control_group.py": {
+    "training/checks/test_control_group.py": {
         "test_what_little_is_accepted_trains_to_its_end": replaced(
-            "training/test_offloading_runs.py::test_hybrid_moves_what_does_not_fit",
+            "training/whole_runs/test_offloading_runs.py::test_hybrid_moves_what_does_not_fit",
             "training/test_trainer.py::test_measured_buckets_are_the_predicted_ones",
             why="a run in little memory, and what it took beside what was predicted",
         ),
         "test_too_low_a_limit_is_refused_before_anything_is_made": replaced(
-            "training/test_control_group.py::test_a_limit_below_the_libraries_is_refused_before_they_are_loaded",
+            "training/checks/test_control_group.py::test_a_limit_below_the_libraries_is_refused_before_they_are_loaded",
             "cli/test_train.py::test_a_step_larger_than_memory_is_refused_before_anything_is_built",
             why="one shows that the limit is read, the other how what does not fit is refused",
         ),
         "test_a_limit_is_planned_for": replaced(
-            "training/test_control_group.py::test_a_limit_below_the_libraries_is_refused_before_they_are_loaded",
-            "training/test_offloading_runs.py::test_hybrid_moves_what_does_not_fit",
+            "training/checks/test_control_group.py::test_a_limit_below_the_libraries_is_refused_before_they_are_loaded",
+            "training/whole_runs/test_offloading_runs.py::test_hybrid_moves_what_does_not_fit",
             why="one reads a group's limit, the other trains in less memory than it asks for",
         ),
     },
-    "training/test_gpu_runs.py": {
+    "training/whole_runs/test_gpu_runs.py": {
         "test_many_ranks_do_on_gpus_what_one_does_on_the_cpu": replaced(
-            "training/test_cuda_device.py::test_the_training_is_that_of_the_cpu",
-            "training/test_parallel_runs.py::test_losses_and_weights_are_those_of_one_rank",
+            "training/devices/test_cuda_device.py::test_the_training_is_that_of_the_cpu",
+            "training/whole_runs/test_parallel_runs.py::test_losses_and_weights_are_those_of_one_rank",
             why="one rank on an emulated GPU, and many ranks on the CPU",
         ),
     },
-    "training/test_cuda_device.py": {
+    "training/devices/test_cuda_device.py": {
         "test_the_training_is_that_of_the_cpu": only(
             "*'host', 'debug': True*",
             "*'disk'*",
             why="both tiers; what is decided by a policy does not depend on the device",
         ),
     },
-    "training/test_resume.py": {
+    "training/whole_runs/test_resume.py": {
         "test_killed_in_step_seven": only(
             "bf16",
             why="master weights, too; other variants differ in data, whose order is tested alone",
@@ -453,31 +453,31 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "flip", why="found by the checksum alone"
         ),
         "test_the_variants_differ": replaced(
-            "training/test_resume.py::test_killed_in_step_seven",
+            "training/whole_runs/test_resume.py::test_killed_in_step_seven",
             why="a test of a test: that the runs killed in the other tier are not all the same",
         ),
         "test_killed_while_keys_come_back": replaced(
-            "training/test_resume.py::test_killed_in_step_seven",
-            "training/test_looped_runs.py"
+            "training/whole_runs/test_resume.py::test_killed_in_step_seven",
+            "training/whole_runs/test_looped_runs.py"
             "::test_a_disk_that_fails_under_keys_ends_the_run_and_the_next_goes_on",
             why="a run that is killed, and one that loses K and V on their way back",
         ),
         "test_killed_again_and_again": replaced(
-            "training/test_resume.py::test_killed_in_step_seven",
-            "training/test_resume.py::test_killed_before_the_first_checkpoint_starts_anew",
+            "training/whole_runs/test_resume.py::test_killed_in_step_seven",
+            "training/whole_runs/test_resume.py::test_killed_before_the_first_checkpoint_starts_anew",
             why="a kill before the first checkpoint, and one after it",
         ),
         "test_a_request_in_the_last_pass_leaves_that_step": replaced(
-            "training/test_resume.py::test_a_request_between_checkpoints_loses_no_step",
+            "training/whole_runs/test_resume.py::test_a_request_between_checkpoints_loses_no_step",
             why="another moment of the same request",
         ),
     },
-    "training/test_looped_runs.py": {
+    "training/whole_runs/test_looped_runs.py": {
         "test_a_disk_that_fails_under_keys_ends_the_run_and_the_next_goes_on": only(
             "write-writing", why="a read that fails ends a run in the same way"
         ),
     },
-    "training/test_offloading_runs.py": {
+    "training/whole_runs/test_offloading_runs.py": {
         "test_a_full_disk_is_not_called_missing": only(
             "activations0", why="the same line for each way to ask for a tier"
         ),
@@ -485,7 +485,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "a ratio",
             why="other policies are followed by plans, and any rows by the engine",
             by=(
-                "training/test_offloading_runs.py::test_a_plan_that_moves_is_followed",
+                "training/whole_runs/test_offloading_runs.py::test_a_plan_that_moves_is_followed",
                 "engine/test_offload.py::test_any_rows_give_the_gradients_of_keeping_everything",
             ),
         ),
@@ -741,7 +741,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
         "test_what_may_change_on_the_way": only("words1", "words4", why="two of five keys"),
         "test_only_the_newest_checkpoints_stay": only("1-left0", why="the fewest that may stay"),
         "test_the_end_saves": replaced(
-            "training/test_resume.py::test_more_steps_go_on",
+            "training/whole_runs/test_resume.py::test_more_steps_go_on",
             why="it goes on from what the end has saved",
         ),
         "test_a_run_is_done_without_its_plot_or_summary": only(
@@ -821,7 +821,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
                 "cli/test_bench.py::test_a_real_measurement_is_read_back_by_plans",
                 "cli/test_eval.py::test_the_table",
                 "cli/test_convert.py::test_to_hf_takes_the_newest_checkpoint",
-                "training/test_parallel_runs.py::test_losses_and_weights_are_those_of_one_rank",
+                "training/whole_runs/test_parallel_runs.py::test_losses_and_weights_are_those_of_one_rank",
                 "parallel/job/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
                 "test_msp_script.py::test_both_sides_take_turns_and_agree",
                 "test_compare_kernels_scripts.py::test_cross_entropy_beside_two_steps",
@@ -837,7 +837,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
     },
     "test_state_tiers_script.py": {
         "test_the_two_trainings_take_turns_and_agree": replaced(
-            "training/test_state_tiers.py::test_training_is_that_on_the_device",
+            "training/whole_runs/test_state_tiers.py::test_training_is_that_on_the_device",
             why="five processes that train; the same comparison of smaller runs in one process",
         ),
     },
@@ -882,14 +882,14 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
     "test_gpu_training_script.py": {
         "test_the_rehearsal_fills_the_report": replaced(
             "test_gpu_training_script.py::test_what_fails_is_in_the_report_with_its_words",
-            "training/test_cuda_device.py::test_the_training_is_that_of_the_cpu",
+            "training/devices/test_cuda_device.py::test_the_training_is_that_of_the_cpu",
             why="script and device start there; the whole rehearsal is in the other tier alone",
         ),
     },
     "test_rank_faults_script.py": {
         "test_one_fault_from_the_command_line": replaced(
             "parallel/job/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
-            "training/test_resume.py::test_killed_in_step_seven",
+            "training/whole_runs/test_resume.py::test_killed_in_step_seven",
             why="a fault of two ranks, and a run that goes on after one",
         ),
     },

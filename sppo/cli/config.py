@@ -73,7 +73,7 @@ def _problems(run_file: Path, overrides: Sequence[str]) -> Sequence[Problem]:
         run = load_run(run_file, overrides)
     except ConfigError as error:
         return error.problems
-    from sppo.training.input_checks import run_file_problems
+    from sppo.training.checks.input_checks import run_file_problems
 
     return run_file_problems(run)
 

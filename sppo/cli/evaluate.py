@@ -62,7 +62,7 @@ def evaluate(
     console = Console(stderr=json_output)
     with exit_codes():
         run = load_run(run_file, overrides or ())
-        from sppo.training.choose_device import choose_device
+        from sppo.training.devices.choose_device import choose_device
         from sppo.training.evaluation import evaluate as evaluate_run
 
         check_output_files({"--png": png}, plots=["--png"], inputs=[run_file])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sppo.config import RunConfig
     from sppo.parallel.job.environment import RankEnvironment
     from sppo.planning.plan import ExecutionPlan
-    from sppo.training.device import Device
+    from sppo.training.devices.device import Device
 
 PlanFile = Annotated[
     Path | None,
@@ -66,8 +66,8 @@ def train(
         from sppo.interface.training import check_room, start_ranks
 
         check_room(run, environment)
-        from sppo.training.choose_device import choose_device, device_kind
-        from sppo.training.preflight import given_plan
+        from sppo.training.checks.preflight import given_plan
+        from sppo.training.devices.choose_device import choose_device, device_kind
         from sppo.training.ranks import mesh_shape
 
         chosen = None
@@ -97,7 +97,7 @@ def _train_as_rank(
     import signal
 
     from sppo.interface.training import train_as_rank
-    from sppo.training.nonfinite import NonFiniteError
+    from sppo.training.steps.nonfinite import NonFiniteError
 
     try:
         outcome = train_as_rank(

@@ -33,7 +33,8 @@ from sppo.model import rope
 from sppo.offload import cuda_queues
 from sppo.optim import host_adamw
 from sppo.optim.adamw import MOMENTS
-from sppo.training import cuda_device, state_tensors
+from sppo.training import state_tensors
+from sppo.training.devices import cuda_device
 
 _RUNTIME_NAMES = (
     "Stream", "Event", "stream", "current_stream", "synchronize", "set_device", "get_device_name",

@@ -14,7 +14,7 @@ from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
 from sppo.planning.run_plan import run_candidate
 from sppo.planning.search.evaluated_candidate import assess_placement
-from sppo.training.measured import MeasuredBuckets
+from sppo.training.steps.measured import MeasuredBuckets
 
 
 @dataclass(frozen=True)

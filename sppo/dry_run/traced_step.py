@@ -25,11 +25,11 @@ from sppo.parallel.mesh import Mesh, alone
 from sppo.planning.elastic.step_plan import StepPlan, step_planner
 from sppo.planning.plan import ExecutionPlan
 from sppo.schedule.actions import Action
-from sppo.training.cuda_device import CudaDevice
-from sppo.training.measured import MeasuredBuckets, predicted_and_measured
+from sppo.training.devices.cuda_device import CudaDevice
 from sppo.training.ranks import mesh_shape
 from sppo.training.state import TrainingState, build_state
-from sppo.training.step import StepHooks, StepInput, run_step
+from sppo.training.steps.measured import MeasuredBuckets, predicted_and_measured
+from sppo.training.steps.step import StepHooks, StepInput, run_step
 
 TRACED_STEPS = 2
 """Buffers that a first step makes and keeps are there in the second, which is reported."""

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sppo.config import RunConfig
-    from sppo.training.device import Device
-    from sppo.training.preflight import Preflight
+    from sppo.training.checks.preflight import Preflight
+    from sppo.training.devices.device import Device
 
 
 def announce(run: RunConfig, preflight: Preflight, console: Console, *, device: Device) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sppo.config.run import RunConfig
-from sppo.training.choose_device import choose_device
+from sppo.training.devices.choose_device import choose_device
 from sppo.training.evaluation import Evaluation
 from sppo.training.evaluation import evaluate as evaluate_run
 

@@ -31,7 +31,7 @@ from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sppo.training.device import Device
+    from sppo.training.devices.device import Device
     from sppo.training.trainer import TrainingOutcome
 
 
@@ -119,13 +119,13 @@ def train(
         ValueError: input that cannot be trained on; nothing was changed.
         MemoryError: it does not fit.
         RunFailedError: a rank that was started failed.
-        sppo.training.nonfinite.NonFiniteError: too many steps in a row with NaN or inf.
+        sppo.training.steps.nonfinite.NonFiniteError: too many steps in a row with NaN or inf.
         OSError: the disk is full or fails; what was saved is whole.
     """
     from rich.console import Console
 
-    from sppo.training.choose_device import choose_device, device_kind
-    from sppo.training.preflight import followed_plan
+    from sppo.training.checks.preflight import followed_plan
+    from sppo.training.devices.choose_device import choose_device, device_kind
     from sppo.training.ranks import mesh_shape
 
     if not isinstance(run, RunConfig) or not isinstance(plan, ExecutionPlan | None):
@@ -226,7 +226,7 @@ def start_ranks(
     from sppo.parallel.job.launch import run_ranks
     from sppo.parallel.job.open_files import allow_connections
     from sppo.report.display import logging_to
-    from sppo.training.preflight import check_before_training
+    from sppo.training.checks.preflight import check_before_training
 
     with logging_to(None if console.quiet else console):
         allow_connections(num_ranks)
@@ -271,9 +271,9 @@ def train_as_rank(
     from rich.console import Console
 
     from sppo.report.display import logging_to
+    from sppo.training.checks.libraries import load_libraries
+    from sppo.training.checks.preflight import check_before_training
     from sppo.training.interruption import StopRequest
-    from sppo.training.libraries import load_libraries
-    from sppo.training.preflight import check_before_training
     from sppo.training.ranks import joined
     from sppo.training.results import report
     from sppo.training.trainer import train as train_run

@@ -28,10 +28,10 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
-from sppo.training.cpu_device import CpuDevice
-from sppo.training.device import Device
+from sppo.training.checks.input_checks import check_weights, open_data
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.devices.device import Device
 from sppo.training.evaluated_sequences import evaluated_sequences
-from sppo.training.input_checks import check_weights, open_data
 from sppo.training.state_tensors import DTYPES, starting_weights
 from sppo.units import format_bytes
 

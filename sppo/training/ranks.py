@@ -25,8 +25,8 @@ from sppo.parallel.job.rendezvous import (
 from sppo.parallel.job.timed_call import end_without_shutdown
 from sppo.parallel.megatron import tensor_shard
 from sppo.parallel.mesh import Mesh, MeshShape, alone
-from sppo.training.cpu_device import CpuDevice
-from sppo.training.device import Device
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.devices.device import Device
 from sppo.training.run_directory import locked_output
 from sppo.version import __version__
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _MAY_DIFFER = frozenset({"data.tokens", "data.eval_tokens", "model.from_hf"})
 """Keys that may differ between ranks: paths of files that a node may have copies of, whose contents
-:func:`sppo.training.input_facts.input_facts` compares."""
+:func:`sppo.training.checks.input_facts.input_facts` compares."""
 
 
 @dataclass(frozen=True, slots=True)

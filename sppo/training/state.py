@@ -27,8 +27,8 @@ from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.plan import ExecutionPlan
 from sppo.planning.plan_program import plan_program
-from sppo.training.cpu_device import CpuDevice
-from sppo.training.device import Device
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.devices.device import Device
 from sppo.training.state_tensors import StateTensors, make_state
 
 GIVE_UP_S = 5.0

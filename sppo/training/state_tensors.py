@@ -24,7 +24,7 @@ from sppo.offload.transfers import Transfers
 from sppo.optim.adamw import AdamW
 from sppo.optim.host_adamw import HostAdamW
 from sppo.optim.sharded_state import ShardedState
-from sppo.training.device import Device
+from sppo.training.devices.device import Device
 
 _log = logging.getLogger(__name__)
 

@@ -36,19 +36,12 @@ from sppo.report.step_line import step_line
 from sppo.report.tensorboard_sink import TensorBoardSink
 from sppo.schedule.actions import Action
 from sppo.schedule.timeline import Timeline
-from sppo.training.cpu_device import CpuDevice
-from sppo.training.device import Device
+from sppo.training.checks.input_facts import input_facts
+from sppo.training.checks.preflight import Preflight
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.devices.device import Device
 from sppo.training.executed_step import executed_timeline
-from sppo.training.input_facts import input_facts
 from sppo.training.interruption import Interrupted, StopRequest
-from sppo.training.measured import MeasuredBuckets, StepPhases
-from sppo.training.nonfinite import (
-    NonFiniteError,
-    NonFiniteGuard,
-    nonfinite_place,
-    nonfinite_state,
-)
-from sppo.training.preflight import Preflight
 from sppo.training.ranks import Ranks, one_rank, shared_output
 from sppo.training.run_directory import (
     PLAN_FILE,
@@ -58,9 +51,16 @@ from sppo.training.run_directory import (
 )
 from sppo.training.state import TrainingState, build_state
 from sppo.training.state_tensors import DTYPES
-from sppo.training.step import DoneStep, StepHooks, StepInput, StepSums, run_step
-from sppo.training.step_work import PlannedPhases, StepWork, step_source
-from sppo.training.warm_up import warm_up
+from sppo.training.steps.measured import MeasuredBuckets, StepPhases
+from sppo.training.steps.nonfinite import (
+    NonFiniteError,
+    NonFiniteGuard,
+    nonfinite_place,
+    nonfinite_state,
+)
+from sppo.training.steps.step import DoneStep, StepHooks, StepInput, StepSums, run_step
+from sppo.training.steps.step_work import PlannedPhases, StepWork, step_source
+from sppo.training.steps.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 

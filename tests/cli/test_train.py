@@ -17,8 +17,9 @@ import pytest
 
 from sppo.checkpoint import checkpoint
 from sppo.kernels.native.machine_memory import MemoryRoom
-from sppo.training import cpu_device, trainer
 from sppo.training import results as report
+from sppo.training import trainer
+from sppo.training.devices import cpu_device
 from tests.conftest import LENGTH, call, refuse, succeed, tree, write_run, write_tokens
 
 KEYS = {
@@ -106,7 +107,7 @@ def test_broken_token_data(work, name, fault):
 
 
 def test_not_enough_memory(work, monkeypatch):
-    monkeypatch.setattr("sppo.training.cpu_device.memory_room", lambda: MemoryRoom(1 << 16))
+    monkeypatch.setattr("sppo.training.devices.cpu_device.memory_room", lambda: MemoryRoom(1 << 16))
     error = refuse_unchanged(work, code=4)
     assert "even with everything recomputed" in error
     assert "of 64.0 KiB" in error
@@ -116,7 +117,7 @@ def test_not_enough_memory(work, monkeypatch):
 
 
 def test_a_policy_that_was_asked_for_is_taken_as_long_as_it_fits(work, monkeypatch):
-    monkeypatch.setattr("sppo.training.cpu_device.memory_room", lambda: MemoryRoom(1 << 30))
+    monkeypatch.setattr("sppo.training.devices.cpu_device.memory_room", lambda: MemoryRoom(1 << 30))
     assert "policy    retain: " in succeed("train", "run.yaml", "activations.policy=retain")
 
 
@@ -592,7 +593,9 @@ def test_limits_of_the_system_are_told_in_a_line(work, monkeypatch, error):
 
 
 def test_a_step_larger_than_memory_is_refused_before_anything_is_built(work, monkeypatch):
-    monkeypatch.setattr("sppo.training.cpu_device.memory_room", lambda: MemoryRoom(64 << 20))
+    monkeypatch.setattr(
+        "sppo.training.devices.cpu_device.memory_room", lambda: MemoryRoom(64 << 20)
+    )
     before = tree(work)
     start_s = time.process_time()
     said = refuse("train", "run.yaml", "train.sequences_per_step=16384", code=4)

@@ -21,7 +21,7 @@ from sppo.offload.offload_store import OffloadStore
 from sppo.offload.queues import Ordering, Region
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.offload.worker_queue import WorkerQueue, close_queues, wait_for
-from sppo.training.cpu_device import CpuDevice
+from sppo.training.devices.cpu_device import CpuDevice
 from tests.offload.test_offload_store import failing_disk, run_step
 
 

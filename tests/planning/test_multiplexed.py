@@ -9,7 +9,7 @@ from sppo.planning.estimate import estimate
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.solver import solve
 from sppo.planning.simulated_run import simulated_run
-from sppo.training.input_checks import degree_problems
+from sppo.training.checks.input_checks import degree_problems
 from tests.planning.cases import run_config
 
 

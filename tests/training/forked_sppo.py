@@ -148,13 +148,13 @@ def serve() -> None:
 
     import sppo.cli.app
     import sppo.config
-    import sppo.training.cpu_device
+    import sppo.training.devices.cpu_device
     import sppo.training.evaluation
     import sppo.training.results
     import sppo.training.trainer
 
     # How fast matrices are multiplied is no matter here, and takes as long to find as ten steps.
-    sppo.training.cpu_device.measure_matmul_flops_per_s = lambda dtype: 1e10
+    sppo.training.devices.cpu_device.measure_matmul_flops_per_s = lambda dtype: 1e10
     del matplotlib, rich, torch
     answers = os.fdopen(os.dup(1), "w")
     gc.freeze()  # collections leave out what was imported

@@ -14,7 +14,8 @@ from sppo.data.sequences import training_sequence
 from sppo.data.tokens import open_tokens
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.kernels.native.machine_memory import MemoryRoom
-from sppo.training import cpu_device, evaluation
+from sppo.training import evaluation
+from sppo.training.devices import cpu_device
 from sppo.training.evaluation import Evaluation, loss_by_position
 from sppo.training.state_tensors import starting_weights
 from sppo.training.training_data import training_data

@@ -7,10 +7,10 @@ from sppo.data.tokens import open_tokens
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.failures import RankProgress
 from sppo.parallel.mesh import Mesh, MeshShape
-from sppo.training.input_facts import fingerprint, input_facts
+from sppo.training.checks.input_facts import fingerprint, input_facts
 from sppo.training.ranks import Ranks, _configuration, one_rank
 from tests.conftest import write_tokens
-from tests.training.test_parallel_runs import overrides, train_as
+from tests.training.whole_runs.test_parallel_runs import overrides, train_as
 
 
 def ranks_of(rank, count):

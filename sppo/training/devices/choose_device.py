@@ -1,0 +1,71 @@
+"""The device of a run: a GPU where there is one, unless the run file names a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from sppo.config.run import RunConfig
+from sppo.hardware.file import hardware_for
+from sppo.parallel.job.environment import RankEnvironment
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.devices.cuda_device import CudaDevice, prepare_cuda
+from sppo.training.devices.device import Device, Kind
+
+
+def device_kind(run: RunConfig) -> Kind:
+    """What ``run`` is trained on here: a GPU, unless there is none or it names a CPU."""
+    if torch.version.cuda is not None:
+        prepare_cuda()
+    return "cuda" if torch.cuda.is_available() and _named_kind(run) != "cpu" else "cpu"
+
+
+def choose_device(
+    run: RunConfig, *, environment: RankEnvironment | None = None, local_ranks: int = 1
+) -> Device:
+    """The device of one process of ``run``.
+
+    Args:
+        run: checked.
+        environment: the place of this process; None: it stands alone, or is to start ranks.
+        local_ranks: those it is to start.
+
+    Raises:
+        ValueError: the run names a GPU and there is none, or more ranks are on this machine than
+            GPUs.
+    """
+    if device_kind(run) == "cpu":
+        if _named_kind(run) == "cuda":
+            raise ValueError(_no_gpu(run))
+        return CpuDevice()
+    count, local_rank = torch.cuda.device_count(), 0
+    if environment is not None:
+        local_rank, local_ranks = environment.local_rank, environment.local_world_size
+        # srun may show every task the one GPU that is its own.
+        if environment.launcher == "slurm" and count == 1:
+            local_rank, local_ranks = 0, 1
+    if local_ranks > count:
+        raise ValueError(
+            f"{local_ranks} ranks on this machine, {count} GPU{'' if count == 1 else 's'}: every "
+            "rank needs one of its own; lower the degrees of parallelism, start ranks on more "
+            "machines (torchrun, srun), or write hardware.preset=laptop-cpu to train on the CPU"
+        )
+    starts_others = environment is None and local_ranks > 1
+    return CudaDevice(torch.device("cuda", local_rank), is_own=not starts_others)
+
+
+def _named_kind(run: RunConfig) -> Kind | None:
+    """Kind of device of the hardware that a run file names; None where it names none."""
+    config = run.hardware
+    if config == "auto" or (config.file is None and config.preset is None):
+        return None
+    return hardware_for(config).device.kind
+
+
+def _no_gpu(run: RunConfig) -> str:
+    named = hardware_for(run.hardware).name
+    why = "was built without CUDA" if torch.version.cuda is None else "sees none"
+    return (
+        f"hardware: {named} is a GPU, and torch {torch.__version__} {why} here: write "
+        "hardware.preset=laptop-cpu to train on the CPU, or install a torch with CUDA on a machine "
+        "with a GPU; sppo solve and sppo simulate need none"
+    )

@@ -1,0 +1,142 @@
+"""A CPU as what a rank computes on.
+
+Its device memory is the machine's, its work is done when it is issued, and offloaded tensors
+go to a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sppo.engine.trace import HostStopwatch, Stopwatch
+from sppo.engine.unit import SequenceData
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.this_machine import describe_cpu, usable_memory_bytes
+from sppo.kernels.native.cpu_allocator import describe_cpu_allocator, install_cpu_allocator
+from sppo.kernels.native.machine_memory import memory_room
+from sppo.kernels.native.process_memory import peak_resident_bytes, reset_peak, resident_bytes
+from sppo.kernels.peak import measure_matmul_flops_per_s
+from sppo.offload.offload_store import OffloadStore
+from sppo.offload.state_memory import StateMemory
+from sppo.offload.thread_queues import ThreadQueues
+from sppo.offload.transfers import ThreadTransfers, Transfers
+from sppo.planning.plan import ExecutionPlan
+from sppo.training.devices.device import Kind, PoolUse
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDevice:
+    """The CPU, with the machine's memory."""
+
+    kind: Kind = "cpu"
+    torch_device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    group_device: torch.device | None = None
+
+    def begin(self) -> None:
+        """Set the C heap so that what is allocated from now on can be given back."""
+        install_cpu_allocator()
+
+    def describe(self) -> str:
+        """Return the number of threads, e.g. ``cpu with 2 threads``."""
+        return f"cpu with {torch.get_num_threads()} threads"
+
+    def describe_memory(self) -> str:
+        """Name the allocator of CPU tensors, for people."""
+        return f"memory of tensors: {describe_cpu_allocator()}"
+
+    def machine(self) -> HardwareSpec:
+        """Describe this machine's CPU and usable memory."""
+        return describe_cpu(usable_memory_bytes())
+
+    def room_bytes(self, *, local_ranks: int) -> int:
+        """Return this rank's equal part of the free memory, in bytes."""
+        return memory_room().share_bytes(local_ranks)
+
+    def describe_room(self) -> str:
+        """Say what memory is free, for people."""
+        return str(memory_room())
+
+    def host_room_bytes(self, *, local_ranks: int) -> int:
+        """Return 0: a CPU's device memory is the host's."""
+        return 0
+
+    def capacity_bytes(self, *, baseline_bytes: int) -> int:
+        """Return all memory there is to this process, ``baseline_bytes`` included."""
+        return memory_room().least_bytes + baseline_bytes
+
+    def peak_flops_per_s(self, dtype: torch.dtype) -> float:
+        """Time matrix products now and return their FLOPs per second."""
+        return measure_matmul_flops_per_s(dtype)
+
+    def held_bytes(self) -> int:
+        """Return the resident set in bytes."""
+        return resident_bytes()
+
+    def reset_peak(self) -> None:
+        """Count the peaks of the resident set and of the pool from here on."""
+        reset_peak()
+        allocator = install_cpu_allocator()
+        if allocator is not None:
+            allocator.reset_peak()
+
+    def peak_bytes(self) -> int:
+        """Return the peak of the resident set in bytes."""
+        return peak_resident_bytes()
+
+    def pool(self) -> PoolUse | None:
+        """Return what tensors use of the pool; None where torch's own allocator serves."""
+        allocator = install_cpu_allocator()
+        if allocator is None:
+            return None
+        memory = allocator.memory()
+        return PoolUse(memory.used_bytes, memory.used_peak_bytes)
+
+    def trim(self) -> None:
+        """Give the pool's unused pages back to the system."""
+        allocator = install_cpu_allocator()
+        if allocator is not None:
+            allocator.trim()
+
+    def put(self, sequence: SequenceData) -> SequenceData:
+        """Return ``sequence`` itself: it is on the device already."""
+        return sequence
+
+    def synchronize(self) -> None:
+        """Return immediately: a CPU's work is done when it is issued."""
+
+    def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
+        """Return True: a CPU's work is done when it is issued."""
+        return True
+
+    def stopwatch(self) -> Stopwatch:
+        """Return a stopwatch that reads the host's clock."""
+        return HostStopwatch()
+
+    def transfers(self, memory: StateMemory | None) -> Transfers:
+        """Return copies by threads, to and from a file."""
+        assert memory is not None, "host memory is the device's own"
+        return ThreadTransfers(memory.forget)
+
+    def offload_stores(
+        self,
+        plan: ExecutionPlan,
+        *,
+        count: int,
+        disk: Path | None,
+        debug: bool,
+        give_up_s: float | None,
+    ) -> list[OffloadStore]:
+        """Return stores that offload to a disk, each through worker threads of its own."""
+        if not count:
+            return []
+        assert disk is not None, "checked before training"
+        # Compute waits for each copy out. Into a free staging slot that is a memory copy, which
+        # takes the same cores either way. Where none is free, for the disk is slow, running ahead
+        # would hold the offloaded tensors of one more layer than there is memory planned for.
+        queues = (ThreadQueues(poison=debug) for _ in range(count))
+        return [OffloadStore(own, disk=disk, source_lag=0, checksums=debug) for own in queues]

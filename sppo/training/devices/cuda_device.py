@@ -1,0 +1,227 @@
+"""A GPU as what a rank computes on.
+
+The host issues work and runs ahead of it; nothing waits in between but the step's end, where the
+loss and the gradient norm are read, and the clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sppo.engine.trace import CudaStopwatch, Stopwatch
+from sppo.engine.unit import SequenceData
+from sppo.hardware.description import HardwareSpec
+from sppo.hardware.numa import node_of_pci_device, stay_near
+from sppo.hardware.this_machine import Gpus, describe_gpus, usable_memory_bytes
+from sppo.kernels.native.machine_memory import memory_room
+from sppo.kernels.peak import measure_matmul_flops_per_s
+from sppo.offload.copy_streams import CopyStreams, done_in_time
+from sppo.offload.cuda_queues import CudaQueues
+from sppo.offload.offload_store import OffloadStore
+from sppo.offload.state_memory import StateMemory
+from sppo.offload.transfers import CudaTransfers, Transfers
+from sppo.planning.plan import ExecutionPlan
+from sppo.training.devices.device import Kind, PoolUse
+from sppo.units import format_bytes
+
+_cuda: Any = torch.cuda  # parts of it have no types
+_log = logging.getLogger(__name__)
+
+HOST_FRACTION = 0.85
+"""Fraction of the free host memory that offloaded tensors may fill; the rest is for the processes
+themselves, and for checkpoints on their way to the disk."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with the settings of torch's caching allocator; the first one wins."""
+SETTINGS = {
+    # Freed memory of one size serves another: what is reserved stays close to what is used.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # A message that waits for its sender must never stand in front of compute in a hardware queue,
+    # so every stream gets one: compute, two for copies, one for each direction of each edge.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Kernels of several communicators must come in one order on all devices, or they may wait for
+    # each other's room; with this it is the host's (tests/engine/test_nccl_rules.py: steps end).
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    # What NCCL was about when it timed out (sppo.parallel.job.environment says where it writes).
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""Environment variables that CUDA and torch read when they are first used."""
+
+
+def prepare_cuda() -> None:
+    """Set :data:`SETTINGS` where the user has not; before CUDA is first asked for anything."""
+    for name, value in SETTINGS.items():
+        if name not in ALLOCATOR_VARIABLES or _allocator_variable() is None:
+            os.environ.setdefault(name, value)
+
+
+def _allocator_variable() -> str | None:
+    """Return the variable from which torch's allocator takes its settings; None if none is set."""
+    return next((name for name in ALLOCATOR_VARIABLES if name in os.environ), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """:class:`sppo.training.devices.device.Device` of one GPU.
+
+    Attributes:
+        torch_device: Which.
+        is_own: Whether this process computes on it, rather than start others that do.
+        kind: Always "cuda".
+    """
+
+    torch_device: torch.device
+    is_own: bool = True
+    kind: Kind = "cuda"
+
+    @property
+    def group_device(self) -> torch.device | None:
+        """The GPU, whose tensors NCCL carries between ranks."""
+        return self.torch_device
+
+    def begin(self) -> None:
+        """Make it the device that this process computes on, and keep the process next to it."""
+        _cuda.set_device(self.torch_device)
+        node = node_of_pci_device(self._pci_address())
+        kept = None if node is None else stay_near(node)
+        if kept is not None:
+            torch.set_num_threads(min(torch.get_num_threads(), len(kept.cores)))
+            _log.info("on %d cores of NUMA node %d, next to the GPU", len(kept.cores), kept.index)
+
+    def describe(self) -> str:
+        """Return the GPU's name and index."""
+        return f"{_cuda.get_device_name(self.torch_device)} ({self.torch_device})"
+
+    def describe_memory(self) -> str:
+        """Name torch's caching allocator and its settings, for people."""
+        name = _allocator_variable()
+        settings = "default settings" if name is None else f"{name}={os.environ[name]}"
+        return f"GPU tensors: torch's caching allocator, {settings}"
+
+    def machine(self) -> HardwareSpec:
+        """Describe this machine's GPUs and usable host memory."""
+        gpus = Gpus(
+            _cuda.get_device_name(self.torch_device), _cuda.device_count(), self._total_bytes()
+        )
+        return describe_gpus(gpus, host_bytes=usable_memory_bytes())
+
+    def room_bytes(self, *, local_ranks: int) -> int:
+        """Return what of the GPU's memory is free, torch's unused reserve included, in bytes.
+
+        For a process that starts ranks all of it: to ask what is free would take memory on the
+        device itself, for as long as that process lives.
+        """
+        if not self.is_own:
+            return self._total_bytes()
+        free, _ = _cuda.mem_get_info(self.torch_device)
+        unused = _cuda.memory_reserved(self.torch_device) - _cuda.memory_allocated(
+            self.torch_device
+        )
+        return int(free) + int(unused)
+
+    def describe_room(self) -> str:
+        """Say what of the GPU's memory is free, for people."""
+        return f"{format_bytes(self.room_bytes(local_ranks=1))} free on {self.describe()}"
+
+    def host_room_bytes(self, *, local_ranks: int) -> int:
+        """Return this rank's part of the host memory that offloaded tensors may fill, in bytes."""
+        return int(memory_room().least_bytes * HOST_FRACTION) // local_ranks
+
+    def capacity_bytes(self, *, baseline_bytes: int) -> int:
+        """Return the GPU's whole memory in bytes."""
+        return self._total_bytes()
+
+    def peak_flops_per_s(self, dtype: torch.dtype) -> float:
+        """Time matrix products on the GPU now and return their FLOPs per second."""
+        return measure_matmul_flops_per_s(dtype, device=self.torch_device)
+
+    def held_bytes(self) -> int:
+        """Return the bytes that torch has reserved on the GPU."""
+        return int(_cuda.memory_reserved(self.torch_device))
+
+    def reset_peak(self) -> None:
+        """Count torch's memory peaks from here on."""
+        _cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that torch has reserved."""
+        return int(_cuda.max_memory_reserved(self.torch_device))
+
+    def pool(self) -> PoolUse | None:
+        """Return what tensors use of torch's reserved memory, now and at most."""
+        return PoolUse(
+            int(_cuda.memory_allocated(self.torch_device)),
+            int(_cuda.max_memory_allocated(self.torch_device)),
+        )
+
+    def trim(self) -> None:
+        """Wait for the GPU, then give torch's unused memory back to it."""
+        _cuda.synchronize(self.torch_device)
+        _cuda.empty_cache()
+
+    def put(self, sequence: SequenceData) -> SequenceData:
+        """Copy tokens and labels to the GPU from page-locked memory, asynchronously."""
+        return replace(
+            sequence, tokens_S=self._put(sequence.tokens_S), labels_S=self._put(sequence.labels_S)
+        )
+
+    def synchronize(self) -> None:
+        """Return when all work issued to the GPU is done."""
+        _cuda.synchronize(self.torch_device)
+
+    def done_in_time(self, marks: Sequence[Any], *, still_s: float) -> bool:
+        """Return whether the GPU does all work issued so far without standing still too long."""
+        stream = _cuda.current_stream(self.torch_device)
+        return done_in_time(_cuda, self.torch_device, [stream], still_s=still_s, marks=marks)
+
+    def stopwatch(self) -> Stopwatch:
+        """Return a stopwatch that records CUDA events."""
+        return CudaStopwatch(self.torch_device)
+
+    def transfers(self, memory: StateMemory | None) -> Transfers:
+        """Return copies by two streams, to and from page-locked host memory."""
+        assert memory is None, "what leaves a GPU goes to host memory"
+        return CudaTransfers(self.torch_device)
+
+    def offload_stores(
+        self,
+        plan: ExecutionPlan,
+        *,
+        count: int,
+        disk: Path | None,
+        debug: bool,
+        give_up_s: float | None,
+    ) -> list[OffloadStore]:
+        """Return stores that offload to page-locked host memory, or through it to a disk."""
+        if not count:
+            return []
+        assert disk is not None or plan.tier == "host", "checked before training"
+        streams = CopyStreams(_cuda, self.torch_device, give_up_s=give_up_s)
+        queues = (
+            CudaQueues(self.torch_device, streams=streams, poison=debug) for _ in range(count)
+        )
+        disk = disk if plan.tier == "disk" else None
+        return [OffloadStore(own, disk=disk, checksums=debug) for own in queues]
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        """Torch keeps the page-locked copy until the device has read it."""
+        return _page_locked(tensor).to(self.torch_device, non_blocking=True)
+
+    def _pci_address(self) -> str:
+        """Return the address by which Linux names the GPU, e.g. ``0000:1b:00.0``."""
+        found = _cuda.get_device_properties(self.torch_device)
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+    def _total_bytes(self) -> int:
+        return int(_cuda.get_device_properties(self.torch_device).total_memory)
+
+
+def _page_locked(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory()

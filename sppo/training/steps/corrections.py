@@ -1,0 +1,196 @@
+"""What a run of samples learns about its predictions: alike on all ranks, kept in checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, fields
+from typing import Any
+
+import numpy as np
+
+from sppo.engine.trace import ExecutedAction
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.planning.elastic.step_correction import (
+    ActionSums,
+    CorrectionHistory,
+    StepCorrection,
+    StepFigures,
+)
+from sppo.planning.elastic.step_prediction import StepPrediction
+from sppo.planning.plan import ExecutionPlan
+from sppo.schedule.actions import ActionKind
+from sppo.schedule.costs import Costs
+from sppo.training.steps.step import DoneStep
+
+_log = logging.getLogger(__name__)
+
+_SAVED = "step_correction"
+"""Key of a checkpoint's metadata."""
+_FORWARDS = (ActionKind.F,)
+_BACKWARDS = (ActionKind.B, ActionKind.W, ActionKind.KV)
+
+
+class Corrections:
+    """Corrects the predictions of a run's steps by what its earlier steps took.
+
+    The correction of a step is known when the step before it begins, when its plan may be begun.
+
+    Args:
+        history: of the steps before.
+        plan: of the run.
+        peers: all ranks; they call :meth:`learn` together.
+    """
+
+    def __init__(
+        self,
+        history: CorrectionHistory,
+        *,
+        plan: ExecutionPlan,
+        peers: HostCollectives,
+    ) -> None:
+        self._history, self._plan, self._peers = history, plan, peers
+        self._current = history.previous
+
+    @property
+    def current(self) -> StepCorrection:
+        """Of the step that begins, or runs."""
+        return self._current
+
+    @property
+    def following(self) -> StepCorrection:
+        """Of the step after that."""
+        return self._history.current
+
+    def learn(
+        self, done: DoneStep, prediction: StepPrediction, *, planning_wait_s: float
+    ) -> dict[str, Any]:
+        """Take in what a step took, and go on to the next; return the step's metrics.
+
+        Args:
+            done: the step, on this rank.
+            prediction: of this rank's replica.
+            planning_wait_s: how long this rank waited for its plan.
+        """
+        self._current = self._history.current
+        self._history = self._history.after(self._figures(done, prediction, planning_wait_s))
+        seconds, step_s, uncorrected_s = self._peers.largest(
+            [done.seconds, prediction.step_s, prediction.uncorrected_s]
+        )
+        correction = prediction.correction
+        return {
+            "uncorrected_step_s": uncorrected_s,
+            "correction_steps": correction.steps,
+            "forward_correction": correction.compute.forward,
+            "backward_correction": correction.compute.backward,
+            "forward_launch_s": correction.compute.forward_launch_s,
+            "backward_launch_s": correction.compute.backward_launch_s,
+            "waiting_correction": correction.waiting,
+            "predicted_rest_s": prediction.phases_s[-1],
+            "prediction_error": step_s / seconds - 1,
+        }
+
+    def _figures(
+        self, done: DoneStep, prediction: StepPrediction, planning_wait_s: float
+    ) -> StepFigures:
+        """Return what the step says, of all ranks, the same to the last bit on each."""
+        layers = [stage.num_layers for stage in self._plan.stages]
+        own = [
+            action_sums(done.result.trace, prediction.uncorrected, kinds=kinds, layers=layers)
+            for kinds in (_FORWARDS, _BACKWARDS)
+        ]
+        totals = self._peers.total(
+            [
+                *astuple(own[0]),
+                *astuple(own[1]),
+                done.seconds - done.rest_s,
+                prediction.uncorrected_actions_s,
+                done.rest_s - planning_wait_s,
+                1.0,
+            ]
+        )
+        each = len(fields(ActionSums))
+        actions_s, predicted_s, rest_s, count = totals[2 * each :]
+        return StepFigures.of(
+            ActionSums(*totals[:each]),
+            ActionSums(*totals[each : 2 * each]),
+            actions=actions_s / predicted_s,
+            rest_s=rest_s / count,
+        )
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint's metadata has of it."""
+        return {_SAVED: {"of": _key(self._plan), "steps": self._history.as_json()}}
+
+
+def saved_history(metadata: Mapping[str, Any], *, plan: ExecutionPlan) -> CorrectionHistory:
+    """Return the history in a checkpoint's metadata; none of other ranks or another machine.
+
+    Args:
+        metadata: of a checkpoint, {} without one.
+        plan: of the run that goes on.
+    """
+    saved = metadata.get(_SAVED)
+    try:
+        if saved is not None and saved["of"] == _key(plan):
+            return CorrectionHistory.from_json(saved["steps"])
+    except (ValueError, KeyError, TypeError) as error:
+        _log.warning(
+            "predictions begin without correction: %s of the checkpoint: %s", _SAVED, error
+        )
+    return CorrectionHistory()
+
+
+def _key(plan: ExecutionPlan) -> dict[str, Any]:
+    """Return what must be the same for steps to take as long as before."""
+    hardware = plan.hardware
+    return {
+        "hardware": f"{hardware.name} ({hardware.provenance})",
+        "data_parallel_degree": plan.data_parallel_degree,
+        "pipeline_parallel_degree": plan.pipeline_parallel_degree,
+        "sequence_parallel_degree": plan.sequence_parallel_degree,
+        "sequence_parallel": plan.sequence_parallel,
+    }
+
+
+def action_sums(
+    trace: Sequence[ExecutedAction],
+    costs: Costs,
+    *,
+    kinds: Collection[ActionKind],
+    layers: Sequence[int],
+) -> ActionSums:
+    """Return the sums over what one rank executed of some kinds.
+
+    Args:
+        trace: of the rank.
+        costs: of all actions, uncorrected.
+        kinds: of compute.
+        layers: of each stage. Launches of both halves of a backward count with the first.
+    """
+    done = [one for one in trace if one.action.kind in kinds]
+    halves = any(one.action.kind == ActionKind.W for one in done)
+    seconds = {
+        ActionKind.F: costs.forward_s,
+        ActionKind.B: costs.backward_s if halves else costs.backward_s + costs.weight_s,
+        ActionKind.W: costs.weight_s,
+        ActionKind.KV: costs.kv_recompute_s,
+    }
+    places = {unit: index for index, unit in enumerate(sorted(_units(trace)))}
+    return ActionSums.of(
+        np.array([one.finish_s - one.start_s for one in done]),
+        np.array(
+            [seconds[one.action.kind][one.action.stage, places[one.action.unit]] for one in done]
+        ),
+        np.array(
+            [
+                float(layers[one.action.stage] * (one.action.kind in (ActionKind.F, ActionKind.B)))
+                for one in done
+            ]
+        ),
+    )
+
+
+def _units(trace: Sequence[ExecutedAction]) -> set[tuple[int, int]]:
+    """Return the units of a step; every rank runs all of them."""
+    return {one.action.unit for one in trace if one.action.kind == ActionKind.F}

@@ -1,0 +1,313 @@
+"""What each step of a run trains on, and what was planned for it: fixed sequences, or samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from sppo.activations.tensor_classes import ATTENTION, LINEAR
+from sppo.config import RunConfig
+from sppo.cost.flops import executed_step_flops, sample_flops, step_flops
+from sppo.cost.memory.process_growth import code_bytes
+from sppo.cost.memory.stage_memory import MemoryBuckets
+from sppo.cost.packed_sequence import parts_of_sequence
+from sppo.data.samples import DocumentSamples
+from sppo.data.sequences import TrainingData
+from sppo.engine.engine import PlannedStep
+from sppo.engine.unit import SequenceData
+from sppo.kernels.labels import IGNORED_LABEL
+from sppo.parallel.mesh import Mesh
+from sppo.planning.elastic.packing import PADDING
+from sppo.planning.elastic.replica_plan import StepRequest
+from sppo.planning.elastic.step_correction import CorrectionHistory, StepCorrection
+from sppo.planning.elastic.step_plan import StepPlan, step_planner
+from sppo.planning.elastic.step_prediction import StepPrediction
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.simulated_run import simulated_plan
+from sppo.schedule.simulation.simulate import simulate
+from sppo.schedule.timeline import Timeline
+from sppo.training.ranks import Ranks
+from sppo.training.steps.corrections import Corrections, saved_history
+from sppo.training.steps.planning_ahead import StepPlans
+from sppo.training.steps.step import DoneStep
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPhases:
+    """Predicted seconds of a step by phase, as a run measures them."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """One step of one replica.
+
+    Attributes:
+        sequences: What it trains on.
+        boundaries: Cuts of each.
+        num_consumed: Sequences, or samples, of all replicas.
+        tokens: Of this replica, without padding.
+        model_flops: Of this replica's step.
+        executed_flops: The same with what is recomputed.
+        step_s: Predicted seconds of its step.
+        phases: Predicted seconds by phase.
+        memory: Predicted memory of one of this rank's devices.
+        planned: What was planned for this step alone; None where all steps are alike.
+        planning_wait_s: Seconds that it waited for its plan.
+        planning_note: What is to be told of how it was planned; "" where nothing went wrong.
+        prediction: What its step takes, corrected by earlier steps; None without samples.
+        division_digest: Of the samples of all replicas; "" without samples.
+    """
+
+    sequences: Sequence[SequenceData]
+    boundaries: Sequence[Sequence[int]]
+    num_consumed: int
+    tokens: int
+    model_flops: int
+    executed_flops: int
+    step_s: float
+    phases: PlannedPhases
+    memory: MemoryBuckets
+    planned: StepPlan | None = None
+    planning_wait_s: float = 0.0
+    planning_note: str = ""
+    prediction: StepPrediction | None = None
+    division_digest: str = ""
+
+    @property
+    def for_engine(self) -> PlannedStep | None:
+        """What the engine follows; None where its own plan serves."""
+        if self.planned is None:
+            return None
+        return PlannedStep(self.planned.program, self.planned.placements)
+
+
+class StepSource(Protocol):
+    """Gives a rank the work of every step."""
+
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Return the work of a step.
+
+        Args:
+            step: counted from 0.
+            consumed: sequences, or samples, of all steps before.
+        """
+        ...
+
+    def why_no_labels(self, step: int, *, consumed: int) -> str:
+        """Return why no label of a step counts, for a step without any."""
+        ...
+
+    def planned_timeline(self, last: StepWork) -> Timeline:
+        """Return the simulation of a step."""
+        ...
+
+    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
+        """Take in what a step took, together with all ranks; return figures for its metrics."""
+        ...
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return what the next steps go on from, for the metadata of a checkpoint."""
+        ...
+
+    def close(self) -> None:
+        """End what prepares steps ahead; none is asked for any more."""
+        ...
+
+
+class FixedSequences:
+    """Sequences of the token stream, all of one length: every step is alike."""
+
+    def __init__(
+        self, run: RunConfig, data: TrainingData, *, plan: ExecutionPlan, mesh: Mesh
+    ) -> None:
+        self._data, self._plan, self._mesh = data, plan, mesh
+        self._count = run.train.sequences_per_step // mesh.shape.data_parallel
+        length, predicted = run.sequence.length, plan.predicted
+        self._tokens = self._count * length
+        self._model_flops = step_flops(run.model, length=length, sequences=self._count)
+        self._executed_flops = self._count * executed_step_flops(
+            run.model,
+            parts_of_sequence(plan.lengths),
+            linear_recomputed=np.array(plan.recomputed_fractions(LINEAR)),
+            attention_recomputed=np.array(plan.recomputed_fractions(ATTENTION)),
+        )
+        self._phases = PlannedPhases(predicted.forward_s, predicted.backward_s, predicted.update_s)
+
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Return the work of a step; where it begins follows from its number."""
+        indices = self._data.sequence_indices(step)
+        first = self._mesh.at.data * self._count
+        own = [self._data.sequence(index) for index in indices[first : first + self._count]]
+        return StepWork(
+            own,
+            [self._plan.boundaries] * len(own),
+            num_consumed=len(indices),
+            tokens=self._tokens,
+            model_flops=self._model_flops,
+            executed_flops=self._executed_flops,
+            step_s=self._plan.predicted.step_s,
+            phases=self._phases,
+            memory=self._plan.rank_memory[self._mesh.at.pipeline].device,
+        )
+
+    def why_no_labels(self, step: int, *, consumed: int) -> str:
+        """Return why no label of a step counts, for a step without any."""
+        return self._data.why_no_labels(step)
+
+    def planned_timeline(self, last: StepWork) -> Timeline:
+        """Return the simulation of any step."""
+        case = simulated_plan(self._plan).case
+        return simulate(case.schedule, costs=case.costs)
+
+    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
+        """Return nothing: the plan's prediction stays as it is."""
+        return {}
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return nothing: a step follows from its number."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: no step is prepared ahead."""
+
+
+class Samples:
+    """Samples, each step's own: divided over replicas, packed, planned."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        data: DocumentSamples,
+        *,
+        plan: ExecutionPlan,
+        ranks: Ranks,
+        history: CorrectionHistory,
+    ) -> None:
+        self._run, self._data, self._mesh = run, data, ranks.mesh
+        self._corrections = Corrections(history, plan=plan, peers=ranks.peers)
+        self._plans = StepPlans(
+            step_planner(plan, background_saves=run.checkpoint.async_save),
+            replica=ranks.mesh.at.data,
+            ahead=run.planning.ahead,
+            # Other ranks wait as well, and one that plans after the limit needs some time.
+            limit_s=min(run.planning.limit_s, run.parallel.timeout_s / 2),
+            any_rank=ranks.peers.any,
+        )
+        self._lengths: set[int] = set()
+
+    def work(self, step: int, *, consumed: int) -> StepWork:
+        """Take the plan of a step, have the next one planned, and read the samples.
+
+        Raises:
+            MemoryError: no plan fits.
+        """
+        samples = self._data.step_samples(consumed)
+        taken = self._plans.take(self._request(samples, self._corrections.current))
+        if step + 1 < self._run.train.steps:
+            following = self._data.step_samples(consumed + len(samples))
+            self._plans.begin(self._request(following, self._corrections.following))
+        replicas, plan = taken.replica.replicas, taken.replica.plan
+        prediction = taken.replica.prediction
+        own = [samples[index] for index in replicas[self._mesh.at.data]]
+        own_lengths = self._data.lengths(own)
+        self._lengths.update(plan.evaluated.candidate.lengths)
+        return StepWork(
+            [
+                self._sequence([own[index] for index in packed if index != PADDING], tokens)
+                for packed, tokens in zip(
+                    plan.packed.samples, (one.tokens for one in plan.sequences), strict=True
+                )
+            ],
+            [sequence.boundaries for sequence in plan.sequences],
+            num_consumed=len(samples),
+            tokens=sum(own_lengths),
+            model_flops=sample_flops(self._run.model, own_lengths),
+            executed_flops=plan.executed_flops,
+            step_s=prediction.step_s,
+            phases=PlannedPhases(*prediction.phases_s),
+            memory=self._memory(plan),
+            planned=plan,
+            prediction=prediction,
+            planning_wait_s=taken.wait_s,
+            planning_note=taken.note,
+            division_digest=hashlib.sha256(repr((samples, replicas)).encode()).hexdigest(),
+        )
+
+    def _request(self, samples: Sequence[int], correction: StepCorrection) -> StepRequest:
+        return StepRequest(
+            self._data.lengths(samples), correction, corrects_plan=self._run.planning.corrected
+        )
+
+    def _memory(self, plan: StepPlan) -> MemoryBuckets:
+        """Return the memory of this rank, with code that earlier steps' lengths took for good."""
+        candidate = plan.evaluated.candidate
+        device = plan.evaluated.memory[self._mesh.at.pipeline].device
+        taken = code_bytes(candidate.workload, lengths=self._lengths)
+        taken -= code_bytes(candidate.workload, lengths=candidate.lengths)
+        return replace(device, growth_bytes=device.growth_bytes + taken)
+
+    def _sequence(self, samples: Sequence[int], tokens: int) -> SequenceData:
+        """Read the samples of one sequence, and pad it to so many tokens."""
+        row = self._data.row(samples)
+        missing = tokens - row.tokens_S.shape[0]
+        if not missing:
+            return row
+        return SequenceData(
+            torch.cat([row.tokens_S, row.tokens_S.new_zeros(missing)]),
+            torch.cat([row.labels_S, row.labels_S.new_full((missing,), IGNORED_LABEL)]),
+            (*row.document_starts, tokens - missing),
+        )
+
+    def why_no_labels(self, step: int, *, consumed: int) -> str:
+        """Return why no label of a step counts, for a step without any."""
+        return self._data.why_no_labels(consumed)
+
+    def planned_timeline(self, last: StepWork) -> Timeline:
+        """Return the simulation of a step."""
+        assert last.planned is not None, "every step of samples is planned"
+        return simulate(last.planned.program, costs=last.planned.evaluated.costs)
+
+    def learn(self, work: StepWork, done: DoneStep) -> Mapping[str, Any]:
+        """Correct the predictions of the steps after the next; return figures of this one."""
+        assert work.prediction is not None, "every step of samples is predicted"
+        return self._corrections.learn(done, work.prediction, planning_wait_s=work.planning_wait_s)
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return what predictions are corrected by."""
+        return self._corrections.saved()
+
+    def close(self) -> None:
+        """End the process that plans ahead."""
+        self._plans.close()
+
+
+def step_source(
+    run: RunConfig,
+    data: TrainingData | DocumentSamples,
+    *,
+    plan: ExecutionPlan,
+    ranks: Ranks,
+    metadata: Mapping[str, Any],
+) -> StepSource:
+    """Return what gives this rank the work of every step of a run; close it at the end.
+
+    Args:
+        run: checked.
+        data: of the run.
+        plan: of the run.
+        ranks: all that train it.
+        metadata: of the checkpoint that it goes on from; {} without one.
+    """
+    if isinstance(data, DocumentSamples):
+        history = saved_history(metadata, plan=plan)
+        return Samples(run, data, plan=plan, ranks=ranks, history=history)
+    return FixedSequences(run, data, plan=plan, mesh=ranks.mesh)

@@ -1,0 +1,101 @@
+"""One step of small models before anything is measured.
+
+The first step of a process loads libraries, starts threads, and compiles kernels for every shape of
+a product (on a CPU with bf16 two thirds of a MiB each): tens of MiB and tenths of a second that
+belong to no bucket and no phase of a run. After this they are part of the baseline.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+
+from sppo.config import RunConfig
+from sppo.config.model import ModelConfig
+from sppo.cost.parameters import parameter_shapes
+from sppo.engine.engine import Engine
+from sppo.engine.unit import SequenceData
+from sppo.model.gradients import zero_gradients
+from sppo.optim.adamw import AdamW, clip_, global_norm
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.devices.device import Device
+from sppo.training.state import loss_terms
+from sppo.training.state_tensors import DTYPES
+
+_TOKENS = 64
+_MOST_LENGTHS = 16
+"""Distinct lengths that are worth a step; equal cuts have one or two."""
+_SIZES = {
+    "preset": None,
+    "from_hf": None,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "mlp_size": 32,
+    "max_positions": 2 * _TOKENS,
+    "sliding_window_first_layer": 0,
+}
+
+
+def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device | None = None) -> None:
+    """Train one step of a tiny model, then one of a single layer in the shapes that `run` has.
+
+    Nothing is kept.
+
+    Args:
+        run: checked.
+        lengths: of the subsequences.
+        device: that computes; None: the CPU.
+    """
+    device = device or CpuDevice()
+    tiny = run.model.model_copy(update=_SIZES)
+    _step(run, tiny, cuts=(0, _TOKENS, 2 * _TOKENS), with_optimizer=True, device=device)
+    for tokens in sorted({*lengths}, reverse=True)[:_MOST_LENGTHS]:
+        # Twice, so that the second has a prefix.
+        cuts = (0, tokens, 2 * tokens) if len(lengths) > 1 else (0, tokens)
+        update = {
+            "num_layers": 1,
+            "sliding_window_first_layer": 0,
+            "max_positions": max(run.model.max_positions or 0, cuts[-1]),
+        }
+        model = run.model.model_copy(update=update)
+        _step(run, model, cuts=cuts, with_optimizer=False, device=device)
+    gc.collect()  # the engine's parts refer to each other
+    device.trim()
+
+
+def _step(
+    run: RunConfig,
+    model: ModelConfig,
+    *,
+    cuts: tuple[int, ...],
+    with_optimizer: bool,
+    device: Device,
+) -> None:
+    dtype, place = DTYPES[run.train.dtype], device.torch_device
+    weights = {
+        name: torch.zeros(shape, dtype=dtype, device=place)
+        for name, shape in parameter_shapes(model).items()
+    }
+    gradients = zero_gradients(weights)
+    engine = Engine(
+        model,
+        weights=weights,
+        gradients=gradients,
+        policy="keep_attention",
+        loss_terms=loss_terms(run),  # kernels are compiled for the ones there are
+    )
+    engine.accumulate([device.put(_sequence(model, cuts[-1]))], [cuts])
+    if with_optimizer:
+        optimizer = AdamW(weights, config=run.optimizer)
+        clip_(gradients, norm=global_norm(gradients), clip_norm=run.optimizer.clip_norm or 1.0)
+        optimizer.step(gradients, lr=0.0)
+
+
+def _sequence(model: ModelConfig, length: int) -> SequenceData:
+    tokens = torch.arange(length + 1) % model.vocab_size
+    return SequenceData(tokens[:-1], tokens[1:])

@@ -1,0 +1,411 @@
+"""A GPU as what a rank computes on: chosen, filled, measured, and waited for only where it must."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+
+from sppo.config import load_run
+from sppo.engine.engine import Engine
+from sppo.engine.trace import CudaStopwatch, Trace
+from sppo.hardware.file import hardware_json
+from sppo.hardware.numa import NumaNode
+from sppo.hardware.presets import PRESETS
+from sppo.kernels.native.machine_memory import MemoryRoom
+from sppo.parallel.job.environment import RankEnvironment
+from sppo.schedule.actions import Action, ActionKind
+from sppo.training import trainer
+from sppo.training.checks import preflight
+from sppo.training.checks.preflight import check_before_training, given_plan
+from sppo.training.devices import choose_device as choose_device_module
+from sppo.training.devices import cpu_device, cuda_device
+from sppo.training.devices.choose_device import choose_device, device_kind
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.devices.cuda_device import (
+    ALLOCATOR_VARIABLES,
+    SETTINGS,
+    CudaDevice,
+    prepare_cuda,
+)
+from sppo.training.evaluation import evaluate
+from sppo.training.results import report
+from sppo.training.steps.warm_up import warm_up
+from sppo.units import GIB, MIB
+from tests import fake_cuda
+from tests.conftest import refuse, succeed, write_run
+from tests.fake_cuda import NAME, fake_gpu
+
+MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
+GPUS = 2
+
+
+@pytest.fixture(autouse=True)
+def _quick(work, monkeypatch):
+    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)
+    (work / "spill").mkdir()
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine on which torch sees two GPUs; none may be used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
+    monkeypatch.setattr(
+        choose_device_module, "device_kind", device_kind
+    )  # whatever conftest makes of it
+
+
+def run_of(work, output="out", **sections):
+    train = {"output": output, "steps": 3, **sections.pop("train", {})}
+    return load_run(write_run(work / "run.yaml", model=MODEL, train=train, **sections))
+
+
+def place(*, local_rank=0, local_ranks=1, launcher="torchrun"):
+    return RankEnvironment(local_rank, local_ranks, local_rank, local_ranks, "here", 1, launcher)
+
+
+def train(run, device):
+    """(outcome, records) of a run, with its report written."""
+    checked = check_before_training(run, device=device)
+    console = Console(file=io.StringIO())
+    outcome = trainer.train(run, checked, console=console, device=device)
+    report(run, checked, outcome, console=console)
+    lines = (outcome.output / "metrics.jsonl").read_text().splitlines()
+    return outcome, [json.loads(line) for line in lines]
+
+
+def losses(records):
+    return [(record["loss"], record["grad_norm"]) for record in records]
+
+
+# Which device
+
+
+def test_a_gpu_is_used_where_there_is_one(work, gpus):
+    device = choose_device(run_of(work), environment=place(local_rank=1, local_ranks=2))
+    assert device == CudaDevice(torch.device("cuda:1"))
+    assert device.group_device == torch.device("cuda:1")
+
+
+def test_without_one_the_cpu_is(work, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(run_of(work)) == CpuDevice()
+
+
+def test_a_description_of_a_cpu_keeps_a_run_on_it(work, gpus):
+    preset = run_of(work, hardware={"preset": "laptop-cpu"})
+    (work / "hardware.json").write_text(json.dumps(hardware_json(PRESETS["laptop-cpu"])))
+    file = run_of(work, hardware={"file": "hardware.json"})
+    for run in (preset, file):
+        assert device_kind(run) == "cpu"
+        assert choose_device(run, local_ranks=8) == CpuDevice()
+
+
+def test_a_gpu_that_is_not_there_is_said(work, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    error = refuse("train", "run.yaml", "hardware.preset=h200")
+    assert "hardware: h200 is a GPU, and torch" in error
+    assert "write hardware.preset=laptop-cpu" in error
+    assert not (work / "out").exists()
+
+
+def test_more_ranks_than_gpus_are_refused_before_any_starts(work, gpus, monkeypatch):
+    monkeypatch.setattr("sppo.parallel.job.launch.run_ranks", None)
+    words = ("parallel.data_parallel_degree=4", "train.sequences_per_step=4")
+    error = refuse("train", "run.yaml", *words)
+    assert "4 ranks on this machine, 2 GPUs: every rank needs one of its own" in error
+
+
+def test_srun_may_show_each_task_its_own_gpu_alone(work, gpus, monkeypatch):
+    run = run_of(work)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = choose_device(run, environment=place(local_rank=3, local_ranks=4, launcher="slurm"))
+    assert found.torch_device == torch.device("cuda:0")
+    with pytest.raises(ValueError, match="4 ranks on this machine, 1 GPU:"):
+        choose_device(run, environment=place(local_rank=3, local_ranks=4))
+
+
+def test_who_starts_ranks_takes_no_memory_of_a_device(work, gpus):
+    device = choose_device(run_of(work), local_ranks=2)
+    assert not device.is_own
+    with fake_gpu(free_bytes=GIB) as (_, runtime):
+        runtime.mem_get_info = None
+        assert device.room_bytes(local_ranks=2) == fake_cuda.TOTAL_BYTES
+
+
+@pytest.fixture
+def no_settings(monkeypatch):
+    for name in (*SETTINGS, *ALLOCATOR_VARIABLES):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("given", [*SETTINGS, "PYTORCH_CUDA_ALLOC_CONF"])
+def test_settings_of_the_user_stay(monkeypatch, no_settings, given):
+    monkeypatch.setenv(given, "mine")
+    prepare_cuda()
+    assert os.environ[given] == "mine"
+    allocator = [name for name in ALLOCATOR_VARIABLES if name in os.environ]
+    assert len(allocator) == 1, "torch reads the first of them, whoever set it"
+    others = SETTINGS.keys() - {given, *ALLOCATOR_VARIABLES}
+    assert all(os.environ[name] == SETTINGS[name] for name in others)
+    if given in ALLOCATOR_VARIABLES:
+        said = CudaDevice(torch.device("cuda", 0)).describe_memory()
+        assert said.endswith(f"allocator, {given}=mine")
+
+
+def test_the_stores_of_a_rank_share_two_streams():
+    plan = SimpleNamespace(offloads_anything=True, tier="host")
+    with fake_gpu() as (device, runtime):
+        made = mock.Mock(side_effect=runtime.Stream)
+        runtime.Stream = made
+        options = {"disk": None, "debug": False, "give_up_s": 5.0}
+        assert len(device.offload_stores(plan, count=17, **options)) == 17
+        assert made.call_count == 2
+        plan.offloads_anything = False
+        assert device.offload_stores(plan, count=0, **options) == []
+
+
+def test_a_rank_stays_next_to_its_gpu(monkeypatch):
+    node, threads = NumaNode(1, frozenset({4, 5})), [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(
+        cuda_device, "node_of_pci_device", lambda address: {"0000:1b:00.0": node}[address]
+    )
+    with fake_gpu() as (device, runtime):
+        device.begin()
+    assert runtime.counts.set_to == [device.torch_device]
+    assert runtime.counts.near == [node]
+    assert threads == [8, 2], "no more than there are cores"
+
+
+# What a run does with it
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [
+        {"policy": "retain"},
+        {"policy": "offload_all"},
+        {"policy": "offload_all", "tier": "host", "debug": True},
+        {"policy": "offload_all", "tier": "disk", "disk": "spill"},
+        {"offload_ratio": 0.6},
+        {"policy": "sppo"},
+    ],
+    ids=str,
+)
+def test_the_training_is_that_of_the_cpu(work, activations):
+    _, expected = train(run_of(work, output="cpu"), CpuDevice())
+    with fake_gpu() as (device, runtime):
+        outcome, found = train(run_of(work, activations=activations), device)
+        assert runtime.locked == set()
+    assert losses(found) == losses(expected)
+    offloaded = activations.get("policy") != "retain"
+    assert all((record["offloaded_bytes"] > 0) == offloaded for record in found)
+    assert list((work / "spill").iterdir()) == []
+    on_disk = activations.get("tier") == "disk"
+    assert all((record["disk_peak_bytes"] > 0) == on_disk for record in found)
+    assert outcome.last_step.forward_s > 0 < outcome.last_step.backward_s
+
+
+def test_the_host_waits_for_the_device_only_between_steps(work, monkeypatch):
+    original, waits = Engine.accumulate, []
+
+    with fake_gpu() as (device, runtime):
+
+        def accumulate(self, *arguments, **keywords):
+            before = runtime.counts.waits
+            done = original(self, *arguments, **keywords)
+            waits.append(runtime.counts.waits - before)
+            return done
+
+        run = run_of(work, activations={"policy": "offload_all"})
+        checked = check_before_training(run, device=device)
+        monkeypatch.setattr(Engine, "accumulate", accumulate)
+        trainer.train(run, checked, console=Console(file=io.StringIO()), device=device)
+        assert runtime.counts.set_to == [device.torch_device]
+        assert runtime.counts.waits > 0
+    first, *others = waits
+    assert others == [0, 0]
+    assert first <= 1, "making room gives up what was there before"
+
+
+def test_warming_up_leaves_nothing_behind(work):
+    run = run_of(work)
+    with fake_gpu() as (device, runtime):
+        warm_up(run, lengths=(16, 16, 16, 16), device=device)
+        assert runtime.counts.trims == 1
+
+
+def test_memory_is_what_torch_reserves_beyond_the_baseline(work):
+    with fake_gpu() as (device, _):
+        outcome, records = train(run_of(work, activations={"policy": "offload_all"}), device)
+    assert outcome.baseline_bytes == 40 * MIB
+    assert outcome.peak_bytes == 80 * MIB
+    assert {record["device_peak_bytes"] for record in records} == {80 * MIB}
+    assert outcome.buckets.working_bytes == 20 * MIB
+    ring = outcome.copies[-1].ring_bytes
+    assert outcome.buckets.copies_bytes == ring > 0
+    summary = json.loads((work / "out" / "run_summary.json").read_text())
+    copies, node = summary["copies"], PRESETS["h200"].node
+    assert copies["host_bytes"]["measured"] == copies["host_bytes"]["predicted"] > 0
+    assert copies["out_bytes_per_s"]["predicted"] == node.d2h_bytes_per_s
+    assert summary["memory_bytes"]["all"]["measured"] == 40 * MIB
+    assert summary["predicted_for"].startswith(f"1 x {NAME}")
+
+
+def test_evaluation_is_that_of_the_cpu(work):
+    run = run_of(work)
+    expected = evaluate(run, initial=True)
+    with fake_gpu() as (device, runtime):
+        assert evaluate(run, initial=True, device=device) == expected
+        assert runtime.counts.set_to == [device.torch_device]
+    with fake_gpu(free_bytes=1000) as (device, runtime):
+        runtime.memory_reserved = runtime.memory_allocated = lambda device: 0
+        with pytest.raises(MemoryError, match="tokens needs .*: 1000 B free on NVIDIA H200"):
+            evaluate(run, initial=True, device=device)
+
+
+def test_the_command_says_what_it_trains_on_and_where_tensors_go(work, monkeypatch):
+    with fake_gpu() as (device, _):
+        monkeypatch.setattr(choose_device_module, "device_kind", lambda run: "cuda")
+        monkeypatch.setattr(choose_device_module, "choose_device", lambda run, **_: device)
+        offloading = ("train", "run.yaml", "activations.policy=offload_all")
+        said = succeed(*offloading)
+        assert f"fp32 on {NAME} (cpu), torch" in said
+        assert " to host memory and back: 100% to 100% of what" in said
+        assert "all 4 steps were done before" in succeed(*offloading)
+        words = ("activations.policy=offload_all", "hardware.preset=h200", "train.output=planned")
+        succeed("solve", "run.yaml", *words, "hardware.devices_per_node=1", "-o", "plan.json")
+        succeed("train", "run.yaml", *words, "--plan", "plan.json")
+        assert json.loads(succeed("eval", "run.yaml", "--json"))["step"] == 4
+    kept, planned = (
+        [json.loads(line)["loss"] for line in (work / name / "metrics.jsonl").open()]
+        for name in ("out", "planned")
+    )
+    assert kept == planned
+
+
+# What it has room for
+
+
+def test_no_plan_fills_what_the_driver_and_others_need(work):
+    run = run_of(work)
+    with fake_gpu() as (device, _):
+        plan = check_before_training(run, device=device).plan
+    assert plan.hardware.device.kind == "cuda"
+    assert plan.hardware.device.memory_bytes <= fake_cuda.TOTAL_BYTES - 4 * GIB
+    assert plan.hardware.node.num_devices == 1
+    with fake_gpu(free_bytes=20_000) as (device, runtime):
+        runtime.memory_reserved = runtime.memory_allocated = lambda device: 0
+        with pytest.raises(MemoryError, match="even with everything recomputed"):
+            check_before_training(run, device=device)
+
+
+def test_host_memory_is_shared_by_the_ranks_of_a_machine(work, monkeypatch):
+    monkeypatch.setattr(
+        "sppo.training.devices.cuda_device.memory_room", lambda: MemoryRoom(machine_bytes=100_000)
+    )
+    run = run_of(work, activations={"policy": "offload_all"})
+    with fake_gpu() as (device, _):
+        assert device.host_room_bytes(local_ranks=2) == 42_500
+        with pytest.raises(
+            MemoryError, match="offload_all offloads .* to host memory, of which"
+        ) as e:
+            check_before_training(run, device=device)
+    ratio = float(str(e.value).split("offload_ratio=")[1].split(" ")[0])
+    run = run_of(work, activations={"offload_ratio": ratio})
+    with fake_gpu() as (device, _):
+        plan = check_before_training(run, device=device).plan
+    assert 0 < plan.predicted.host_peak_bytes <= 85_000
+
+
+def test_a_plan_made_before_may_take_more_of_the_host_than_is_free_now(work, monkeypatch):
+    run = run_of(work, activations={"policy": "offload_all"})
+    with fake_gpu() as (device, _):
+        plan = check_before_training(run, device=device).plan
+        monkeypatch.setattr(
+            "sppo.training.devices.cuda_device.memory_room",
+            lambda: MemoryRoom(machine_bytes=100_000),
+        )
+        with pytest.raises(MemoryError, match="a rank takes .* of host memory .* would fit"):
+            check_before_training(run, plan=plan, device=device)
+
+
+def test_host_memory_that_is_limited_by_the_run(work):
+    run = run_of(work, activations={"policy": "offload_all", "host_memory": 4096})
+    with fake_gpu() as (device, _), pytest.raises(MemoryError, match="raise activations.host_mem"):
+        check_before_training(run, device=device)
+
+
+def test_every_communicator_of_a_plan_is_counted(work):
+    parallel = {"pipeline_parallel_degree": 3, "multiplexed": "on", "schedule": "sppo_msp"}
+    run = run_of(work, parallel=parallel, activations={"policy": "offload_all"})
+    with fake_gpu() as (device, _), mock.patch.object(preflight, "check_streams") as checked:
+        check_before_training(run, device=device, local_ranks=3)
+    shape, use = checked.call_args.args
+    assert shape.pipeline_parallel == 3
+    assert (use.ranges, use.offloads) == ([(0, 1), (0, 2), (1, 2)], True)
+
+
+def test_the_machines_of_a_run_are_as_many_as_its_ranks_fill(work):
+    parallel = {"data_parallel_degree": 4, "pipeline_parallel_degree": 3}
+    run = run_of(work, parallel=parallel, train={"sequences_per_step": 4})
+    with fake_gpu() as (device, _):
+        hardware = check_before_training(run, device=device, local_ranks=6).plan.hardware
+    assert (hardware.num_nodes, hardware.node.num_devices) == (2, 6)
+
+
+def test_a_plan_that_moves_to_a_disk_needs_a_directory(work):
+    offloading = {"policy": "offload_all", "tier": "disk"}
+    named = run_of(work, activations={**offloading, "disk": "spill"})
+    with fake_gpu() as (device, _):
+        plan = check_before_training(named, device=device).plan
+        with pytest.raises(ValueError, match=r"needs a disk: write activations\.disk=DIR"):
+            check_before_training(run_of(work, activations=offloading), plan=plan, device=device)
+
+
+def test_a_cpu_has_no_host_tier(work):
+    error = refuse("train", "run.yaml", "activations.tier=host")
+    assert "activations.tier=host on a CPU, whose device memory is the host's" in error
+    assert not (work / "out").exists()
+
+
+def test_a_plan_is_for_one_kind_of_machine(work):
+    run = run_of(work, hardware={"preset": "h200", "devices_per_node": 1})
+    succeed("solve", "run.yaml", "-o", "plan.json")
+    _, plan = given_plan(run, work / "plan.json", kind="cuda")
+    assert plan.tier == "host"
+    with pytest.raises(ValueError, match="made for h200, and this run is trained on the CPU"):
+        given_plan(run, work / "plan.json")
+    succeed("solve", "run.yaml", "hardware.preset=laptop-cpu", "-o", "cpu.json")
+    with pytest.raises(ValueError, match="laptop-cpu, and this run is trained on a GPU"):
+        given_plan(run, work / "cpu.json", kind="cuda")
+
+
+# Clocks
+
+
+def test_actions_are_timed_by_events():
+    with fake_gpu() as (device, runtime):
+        watch = CudaStopwatch(device.torch_device)
+        trace, action = Trace(watch), Action(ActionKind.F, 0, 0, 0)
+        marks = [watch.mark() for _ in range(3)]
+        trace.add(action, *marks[:2])
+        trace.add(action, *marks[1:])
+        assert runtime.counts.waits == 0
+        first, second = trace.actions()
+        assert trace.actions() == (first, second)
+        assert runtime.counts.waits == 1
+    assert first.start_s == pytest.approx(marks[0].at_s, abs=1e-3)
+    assert first.start_s < first.finish_s == second.start_s < second.finish_s
+    assert trace.seconds(ActionKind.F) == pytest.approx(marks[2].at_s - marks[0].at_s, abs=1e-6)

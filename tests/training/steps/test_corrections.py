@@ -1,0 +1,182 @@
+"""Predictions of a run of samples, corrected by its steps: logged, saved, alike on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from sppo.engine.trace import ExecutedAction
+from sppo.planning.elastic.step_correction import (
+    CorrectionHistory,
+    PassFigures,
+    StepFigures,
+)
+from sppo.schedule.actions import Action, ActionKind
+from sppo.schedule.costs import abstract_costs
+from sppo.training.steps.corrections import Corrections, action_sums, saved_history
+from tests.conftest import write_run, write_tokens
+from tests.training.steps.test_planning_ahead import assert_same_training, records
+from tests.training.whole_runs.test_parallel_runs import (
+    MODEL,
+    OPTIMIZER,
+    alone,
+    assert_like_alone,
+    overrides,
+    train_as,
+)
+
+STEPS = 6
+CORRECTED = {"planning.corrected": "true"}
+
+
+LENGTHS = (1500, 40, 900, 130, 700, 300, 64, 1100, 210, 420, 90, 33, 250)
+"""Tokens of the documents: enough for subsequences of several sizes."""
+
+
+@pytest.fixture
+def job(work):
+    shutil.rmtree(work / "tokens")
+    ends = np.cumsum(LENGTHS).tolist()
+    write_tokens(work / "tokens", num_tokens=ends[-1], documents=ends[:-1])
+    write_run(
+        work / "run.yaml",
+        model=MODEL,
+        data={"samples": "documents", "shuffle": True},
+        sequence={"length": 2048, "num_subsequences": "auto"},
+        optimizer=OPTIMIZER,
+        train={"steps": STEPS, "samples_per_step": 6, "output": "alone"},
+    )
+    return work
+
+
+def told(step):
+    """Figures of a step that are the same whenever it runs, and far off."""
+    launches = PassFigures(3.0 + step, 1.0, 0.05 * (step % 3))
+    return StepFigures(launches, launches, 1.5, 0.01)
+
+
+def as_rank(rank, directory, arguments, first_step):
+    """One rank, whose steps seem to take what :func:`told` says; or what they do (None)."""
+    own = multiprocessing.current_process()
+    with contextlib.ExitStack() as stack:
+        if first_step is not None:
+            figures = map(told, range(first_step, STEPS))
+            stack.enter_context(mock.patch.object(Corrections, "_figures", side_effect=figures))
+        stack.enter_context(mock.patch.dict(own._config, daemon=False))
+        return train_as(rank, directory, arguments)
+
+
+def on_two_ranks(ranks, job, output, *, steps=STEPS, first_step=0, **more):
+    arguments = overrides((1, 2, 1), steps, **{"train.output": output}, **more)
+    assert ranks.run(as_rank, job, arguments, first_step, ranks=2) == [steps] * 2
+
+
+def test_every_step_says_what_its_prediction_rests_on(job):
+    alone(job, overrides((1, 1, 1), STEPS))
+    steps = records(job, "alone")
+    assert [step["correction_steps"] for step in steps] == [0, 0, 1, 2, 3, 4]
+    for step in steps[:2]:
+        assert step["predicted_step_s"] == pytest.approx(step["uncorrected_step_s"], rel=1e-9)
+        assert (step["forward_correction"], step["waiting_correction"]) == (1.0, 1.0)
+    assert all(step["forward_correction"] != 1 for step in steps[2:])
+    for step in steps:
+        error = step["predicted_step_s"] / step["step_s"] - 1
+        assert step["prediction_error"] == pytest.approx(error)
+    assert all(step["predicted_rest_s"] > 0 for step in steps)
+
+
+def test_corrected_predictions_leave_training_alone(job):
+    alone(job, overrides((1, 1, 1), STEPS))
+    with mock.patch.object(Corrections, "_figures", return_value=told(1)):
+        alone(job, overrides((1, 1, 1), STEPS, **{"train.output": "told"}))
+    assert_same_training(job, "alone", "told")
+
+
+def test_corrected_plans_change_rounding_alone(ranks, job):
+    """Other programs, the same samples in the same steps, losses and weights up to rounding."""
+    alone(job, overrides((1, 1, 1), STEPS))
+    on_two_ranks(ranks, job, "usual")
+    on_two_ranks(ranks, job, "corrected", **CORRECTED)
+    usual, corrected = records(job, "usual"), records(job, "corrected")
+    digests = [[step["program_digest"] for step in steps] for steps in (usual, corrected)]
+    assert digests[0][:2] == digests[1][:2]
+    assert digests[0] != digests[1]
+    keys = ("samples", "tokens", "labels")
+    assert [[s[k] for k in keys] for s in usual] == [[s[k] for k in keys] for s in corrected]
+    assert_like_alone(job, "usual")
+    assert_like_alone(job, "corrected")
+
+
+def test_a_resumed_run_plans_the_same(ranks, job):
+    on_two_ranks(ranks, job, "whole", **CORRECTED)
+    on_two_ranks(ranks, job, "halves", steps=3, **CORRECTED)
+    on_two_ranks(ranks, job, "halves", first_step=3, **CORRECTED)
+    keys = ("correction_steps", "forward_correction", "backward_launch_s", "waiting_correction")
+    for step, other in zip(records(job, "whole"), records(job, "halves"), strict=True):
+        assert [step[key] for key in keys] == [other[key] for key in keys]
+    assert_same_training(job, "whole", "halves")
+
+
+def test_what_was_measured_is_saved_for_two_steps_more(ranks, job):
+    """The next step's plan was begun before the last one was measured, and the one after knows."""
+    on_two_ranks(ranks, job, "first", steps=3, first_step=None, **CORRECTED)
+    shutil.copytree(job / "first", job / "again")
+    for output in ("first", "again"):
+        on_two_ranks(ranks, job, output, steps=5, first_step=None, **CORRECTED)
+    first, again = records(job, "first"), records(job, "again")
+    keys = ("forward_correction", "backward_correction", "predicted_rest_s", "program_digest")
+    assert [[s[k] for k in keys] for s in first] == [[s[k] for k in keys] for s in again]
+    assert_same_training(job, "first", "again")
+
+
+def test_other_ranks_begin_without_correction(ranks, job):
+    on_two_ranks(ranks, job, "moving", steps=3)
+    alone(job, overrides((1, 1, 1), 5, **{"train.output": "moving"}))
+    assert [step["correction_steps"] for step in records(job, "moving")] == [0, 0, 1, 0, 0]
+
+
+def metadata(directory):
+    (path,) = sorted(Path(directory, "checkpoints").glob("step_*"))
+    return json.loads((path / "metadata.json").read_text())
+
+
+def test_a_history_that_cannot_be_read_is_told(job, caplog):
+    alone(job, overrides((1, 1, 1), 3))
+    saved = metadata(job / "alone")
+    plan = mock.Mock(**saved["step_correction"]["of"])
+    name, _, provenance = saved["step_correction"]["of"]["hardware"].rpartition(" ")
+    plan.hardware = mock.Mock(provenance=provenance.strip("()"))
+    plan.hardware.name = name
+    assert len(saved_history(saved, plan=plan).figures) == 3
+    assert saved_history({}, plan=plan) == CorrectionHistory()
+    saved["step_correction"]["steps"][1] = ["x"]
+    assert saved_history(saved, plan=plan) == CorrectionHistory()
+    assert "predictions begin without correction: step_correction of the checkpoint" in caplog.text
+
+
+def executed(kind, stage, unit, seconds):
+    return ExecutedAction(Action(kind, stage, *unit), 10.0, 10.0 + seconds)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_actions_are_compared_with_the_costs_of_their_unit(halves):
+    units = [(0, 0), (0, 1), (1, 0)]
+    costs = abstract_costs(2, num_units=3, backward_s=2.0, weight_s=0.5)
+    costs = replace(costs, forward_s=np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    kinds = (ActionKind.B, ActionKind.W) if halves else (ActionKind.B,)
+    trace = [executed(ActionKind.F, 1, unit, 7.0) for unit in units]
+    trace += [executed(kind, 1, unit, 1.0) for unit in reversed(units) for kind in kinds]
+    forward = action_sums(trace, costs, kinds=(ActionKind.F,), layers=(4, 2))
+    assert (forward.measured_s, forward.predicted_s, forward.layers) == (21.0, 15.0, 6.0)
+    backward = action_sums(trace, costs, kinds=(ActionKind.B, ActionKind.W), layers=(4, 2))
+    assert backward.measured_s == 3.0 * len(kinds)
+    assert backward.predicted_s == pytest.approx((costs.backward_s + costs.weight_s)[1].sum())
+    assert backward.layers == 6.0

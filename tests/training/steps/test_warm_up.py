@@ -1,0 +1,23 @@
+"""What is warmed up is what the run then does."""
+
+from sppo.config import load_run
+from sppo.engine import stage
+from sppo.kernels.cross_entropy import LossTerms
+from sppo.training.steps.warm_up import warm_up
+from tests.conftest import write_run
+
+
+def test_the_loss_has_the_terms_of_the_run(work, monkeypatch):
+    """A kernel is compiled for each; the first step would wait for another one."""
+    seen, taken = [], stage.linear_cross_entropy_with_gradient
+
+    def watched(*args, terms, **options):
+        seen.append(terms)
+        return taken(*args, terms=terms, **options)
+
+    monkeypatch.setattr(stage, "linear_cross_entropy_with_gradient", watched)
+    train = {"label_smoothing": 0.1, "z_loss": 1e-4}
+    model = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 2}
+    run = load_run(write_run(work / "run.yaml", model=model, train=train))
+    warm_up(run, lengths=(16, 16))
+    assert set(seen) == {LossTerms(0.1, 1e-4)}

@@ -1,0 +1,189 @@
+"""Runs on GPUs: beside a CPU's on a real one, and on several ranks of a runtime without any."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from sppo.config import load_run
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job.failures import RankProgress
+from sppo.parallel.mesh import Mesh
+from sppo.training import trainer
+from sppo.training.checks.preflight import check_before_training
+from sppo.training.devices.choose_device import choose_device
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.evaluation import evaluate
+from sppo.training.ranks import Ranks, mesh_shape
+from sppo.training.results import report
+from tests.fake_cuda import fake_gpu
+from tests.training.whole_runs.test_parallel_runs import MODEL, alone, assert_like_alone, overrides
+
+OFFLOADING = {"activations.policy": "offload_all"}
+
+
+def gpu_test(test, *, count=1):
+    mark = pytest.mark.gpu if count == 1 else pytest.mark.multigpu
+    there = torch.cuda.is_available() and torch.cuda.device_count() >= count
+    return mark(pytest.mark.skipif(not there, reason=f"needs {count} CUDA devices")(test))
+
+
+def two_gpus_test(test):
+    return gpu_test(test, count=2)
+
+
+def train_on_a_fake_gpu(rank, directory, arguments):
+    """One rank of a run, in the rank pool."""
+    os.chdir(directory)
+    trainer.warm_up = lambda run, **_: None
+    run = load_run(Path("run.yaml"), arguments)
+    shape = mesh_shape(run)
+    with fake_gpu() as (device, runtime):
+        mesh = Mesh(shape, rank=rank, timeout_s=30.0, device=device.group_device)
+        ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
+        local = shape.num_ranks
+        plan = ranks.decided_by_main(
+            lambda: check_before_training(run, local_ranks=local, device=device).plan
+        )
+        checked = check_before_training(run, plan=plan, local_ranks=local, device=device)
+        console = Console(quiet=True)
+        outcome = trainer.train(run, checked, console=console, ranks=ranks, device=device)
+        if ranks.is_main:
+            report(run, checked, outcome, console=console)
+    assert runtime.locked == set()
+    return plan.tier, outcome.done_steps, sum(c.total_out_bytes for c in outcome.copies) > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 1, 1), (1, 2, 2)], ids=str)
+def test_many_ranks_do_on_gpus_what_one_does_on_the_cpu(ranks, work, run_file, shape):
+    run_file(
+        model=MODEL,
+        optimizer={"schedule": "constant"},
+        train={"steps": 3, "dtype": "fp32", "sequences_per_step": 2, "output": "alone"},
+    )
+    alone(work, overrides((1, 1, 1), 3))
+    arguments = overrides(shape, 3, **{"train.output": "grid"}, **OFFLOADING)
+    count = shape[0] * shape[1] * shape[2]
+    done = ranks.run(train_on_a_fake_gpu, work, arguments, ranks=count)
+    assert done == [("host", 3, True)] * count
+    assert_like_alone(work, "grid")
+    summary = json.loads((work / "grid/run_summary.json").read_text())
+    assert summary["timeline"]["makespan_s"]["measured"] > 0
+
+
+# On a real one
+
+
+def train(run, device):
+    checked = check_before_training(run, device=device)
+    console = Console(file=io.StringIO())
+    outcome = trainer.train(run, checked, console=console, device=device)
+    report(run, checked, outcome, console=console)
+    lines = (outcome.output / "metrics.jsonl").read_text().splitlines()
+    return outcome, [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.fixture
+def small(work, run_file):
+    """A run of a model that every kernel takes, and the losses of the CPU."""
+
+    def of(output, **sections):
+        return load_run(
+            run_file(
+                model={**MODEL, "hidden_size": 128, "head_size": 64, "num_heads": 4},
+                train={"output": output, "dtype": "bf16"},
+                **sections,
+            )
+        )
+
+    _, expected = train(of("cpu"), CpuDevice())
+    return of, expected
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"activations": {"policy": "retain"}},
+        {"activations": {"policy": "recompute"}},
+        {"activations": {"policy": "offload_all", "debug": True}},
+        {"activations": {"policy": "offload_all", "tier": "disk", "disk": "spill"}},
+        {"optimizer": {"offload": True}},
+    ],
+    ids=str,
+)
+@gpu_test
+def test_losses_on_a_gpu_are_those_of_the_cpu(small, work, sections):
+    (work / "spill").mkdir()
+    of, expected = small
+    run = of("gpu", **sections)
+    outcome, found = train(run, choose_device(run))
+    assert found == pytest.approx(expected, rel=2e-2)
+    executed = outcome.last_step
+    seconds = [done.finish_s - done.start_s for done in executed.trace]
+    assert all(0 < s < 60 for s in seconds)
+    starts = [done.start_s for done in executed.trace]
+    assert starts == sorted(starts)
+
+
+@gpu_test
+def test_evaluation_on_a_gpu_is_that_of_the_cpu(small):
+    of, _ = small
+    run = of("never")
+    assert evaluate(run, initial=True, device=choose_device(run)).loss == pytest.approx(
+        evaluate(run, initial=True).loss, rel=1e-2
+    )
+
+
+@gpu_test
+def test_nothing_waits_for_a_gpu_inside_a_step(small, monkeypatch):
+    """CUDA itself refuses what would make the host wait while actions are issued."""
+    from sppo.engine.executor import Executor
+
+    of, _ = small
+    run = of("gpu", activations={"policy": "offload_all"})
+    original, calls = Executor.run, []
+
+    def watched(self, *arguments, **keywords):
+        calls.append(1)
+        later = len(calls) > 4  # kernels are compiled, memory is there
+        torch.cuda.set_sync_debug_mode("error" if later else "default")
+        try:
+            return original(self, *arguments, **keywords)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)
+    monkeypatch.setattr(Executor, "run", watched)
+    longer = run.model_copy(update={"train": run.train.model_copy(update={"steps": 8})})
+    train(longer, choose_device(longer))
+    assert len(calls) == 8
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 1, 1), (1, 1, 2)], ids=str)
+@two_gpus_test
+def test_two_gpus_do_what_one_does(work, run_file, shape):
+    run_file(
+        model={**MODEL, "hidden_size": 128, "head_size": 64},
+        train={"steps": 3, "sequences_per_step": 2, "dtype": "bf16"},
+    )
+
+    def losses(output, degrees, *more):
+        words = [*overrides(degrees, 3, **{"train.output": output}), *more]
+        command = [sys.executable, "-m", "sppo", "train", "run.yaml", *words]
+        subprocess.run(command, check=True, timeout=300)
+        lines = (work / output / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    expected = losses("alone", (1, 1, 1))
+    assert losses("kept", shape) == pytest.approx(expected, rel=2e-2)
+    assert losses("moved", shape, "activations.policy=offload_all") == pytest.approx(
+        expected, rel=2e-2
+    )

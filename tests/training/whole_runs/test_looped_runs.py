@@ -1,0 +1,169 @@
+"""Runs in the looped order: the same training as stage after stage, said and counted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+
+from sppo.offload import disk
+from sppo.offload.disk import DiskRoom
+from sppo.offload.file_tier import FileTier
+from sppo.training import trainer
+from tests.conftest import call, refuse, succeed, write_run
+from tests.training.whole_runs.test_offloading_runs import losses
+
+MODEL = {"preset": "tiny-test", "vocab_size": 32, "num_layers": 3}
+BLOCKS_OF_A_STEP = 2 * 4
+"""K and V of two of three layers, of four subsequences."""
+WAYS = {
+    "retained": (3, {"kv": "retain"}),
+    "two stages": (2, {}),
+    "recomputed": (3, {"kv": "recompute", "policy": "keep_attention"}),
+    "to a disk": (3, {"kv": "offload", "disk": "spill", "policy": "offload_all"}),
+    "to a disk, checked": (
+        3,
+        {"kv": "offload", "disk": "spill", "policy": "keep_attention", "debug": True},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick(work, monkeypatch):
+    monkeypatch.setattr(
+        "sppo.training.devices.cpu_device.measure_matmul_flops_per_s", lambda dtype: 1e10
+    )
+    (work / "spill").mkdir()
+
+
+def looped_run(work, virtual, output="out", **activations):
+    return write_run(
+        work / f"{output}.yaml",
+        model=MODEL,
+        parallel={"virtual_stages": virtual},
+        activations=activations,
+        train={"output": output},
+    )
+
+
+def summary(work, output="out"):
+    return json.loads((work / output / "run_summary.json").read_text())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_that_of_one_stage(work, way):
+    virtual, activations = WAYS[way]
+    succeed("train", looped_run(work, 1, output="plain", policy="retain"))
+    succeed("train", looped_run(work, virtual, **activations))
+    assert losses(work) == losses(work, "plain")
+    plan = json.loads((work / "out" / "plan.json").read_text())
+    assert plan["virtual_stages"] == virtual == len(plan["stages"])
+    placed = {"offload": "offloaded", "recompute": "recomputed"}
+    wanted = placed.get(activations.get("kv"), "retained")
+    assert [stage["kv"] for stage in plan["stages"]] == [wanted] * (virtual - 1) + ["retained"]
+    found, planned = summary(work), summary(work, "plain")
+    assert found["program_digest"] != planned["program_digest"]
+    kv = found["memory_bytes"]["K/V and gradients"]
+    # Of two stages one has a layer more, and K and V of the other are gone when it has gradients.
+    assert kv["measured"] == kv["predicted"] * (0.8 if way == "two stages" else 1)
+    assert kv["measured"] < planned["memory_bytes"]["K/V and gradients"]["measured"]
+    assert list((work / "spill").iterdir()) == []
+
+
+def test_a_run_goes_on_with_other_stages(work):
+    rate = "optimizer.schedule=constant"
+    succeed("train", looped_run(work, 1, output="plain"), rate)
+    run_file = looped_run(work, 3)
+    succeed("train", run_file, rate, "train.steps=2", "checkpoint.every=1")
+    succeed("train", run_file, rate, "parallel.virtual_stages=1")
+    assert losses(work) == losses(work, "plain")
+
+
+ONLY_KV = {"kv": "offload", "disk": "spill", "policy": "keep_attention"}
+EVERYTHING = {"kv": "offload", "disk": "spill", "policy": "offload_all"}
+
+
+def test_a_disk_too_small_for_keys_is_refused(work, monkeypatch):
+    monkeypatch.setattr(disk, "disk_room", lambda directory: DiskRoom(free_bytes=20_000))
+    error = refuse("train", looped_run(work, 3, **ONLY_KV), code=4)
+    assert "with K and V (32.0 KiB, activations.kv) to activations.disk=spill" in error
+    assert "activations.kv=retain or recompute offloads no K and V" in error
+    assert not (work / "out").exists()
+    succeed("train", looped_run(work, 3, **{**ONLY_KV, "kv": "recompute"}))
+
+
+def test_a_ratio_that_fits_beside_keys_is_named(work, monkeypatch):
+    monkeypatch.setattr(disk, "disk_room", lambda directory: DiskRoom(free_bytes=150_000))
+    error = refuse("train", looped_run(work, 3, **EVERYTHING), code=4)
+    assert "with K and V (32.0 KiB, activations.kv) to activations.disk=spill" in error
+    ratio = float(error.split("offload_ratio=")[1].split(" ")[0])
+    assert ratio > 0
+    said = succeed("train", looped_run(work, 3, kv="offload", disk="spill", offload_ratio=ratio))
+    assert "; K and V of 2 of 3 stages" in said
+
+
+@pytest.mark.parametrize(("method", "verb"), [("write", "writing"), ("read", "reading")])
+def test_a_disk_that_fails_under_keys_ends_the_run_and_the_next_goes_on(
+    work, monkeypatch, method, verb
+):
+    """The first step that is lost is the one under way: the third, behind a checkpoint."""
+    succeed("train", looped_run(work, 1, output="plain", policy="keep_attention"))
+    run_file, calls = looped_run(work, 3, **ONLY_KV), 0
+    original = getattr(FileTier, method)
+
+    def failing(tier, offset_bytes, array):
+        nonlocal calls
+        calls += 1
+        if calls > 2 * BLOCKS_OF_A_STEP + 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(tier, offset_bytes, array)
+
+    monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)  # a step of another model
+    monkeypatch.setattr(FileTier, method, failing)
+    ended = call("train", run_file, "checkpoint.every=1")
+    assert ended.exit_code == 4  # as on every full disk
+    (error,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert f"spill: the disk failed while {verb}" in error
+    assert "No space left on device" in error
+    assert "Traceback" not in ended.output
+    monkeypatch.setattr(FileTier, method, original)
+    said = succeed("train", run_file, "checkpoint.every=1")
+    assert "step 3/4" in said
+    assert "step 2/4" not in said
+    assert list((work / "spill").iterdir()) == []
+    assert losses(work) == losses(work, "plain")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["activations.kv=offload"], "no tier to offload K and V to"),
+        (
+            ["activations.kv=recompute", "activations.input_every=2"],
+            "write activations.input_every=1",
+        ),
+        (
+            [
+                "activations.kv=recompute",
+                "activations.policy=offload_all",
+                "activations.disk=spill",
+            ],
+            "offloads the layers' inputs",
+        ),
+        (["parallel.virtual_stages=9"], "there are 3"),
+        (
+            ["parallel.virtual_stages=1", "activations.kv=recompute"],
+            "uses K and V of all layers at once",
+        ),
+        (
+            ["parallel.schedule=interleaved_seq1f1b", "activations.kv=recompute"],
+            "uses K and V of several stages at once",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(work, words, message):
+    said = refuse("train", looped_run(work, 3), *words)
+    assert message in " ".join(said.split())
+    assert not (work / "out").exists()

@@ -1,0 +1,121 @@
+"""A rank whose device may not answer: the failure is told first, then the rank leaves."""
+
+from __future__ import annotations
+
+import io
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+
+from sppo.config import load_run
+from sppo.engine.engine import Engine
+from sppo.engine.executor import Executor
+from sppo.engine.stage import Stage
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job import timed_call
+from sppo.parallel.job.environment import RankEnvironment
+from sppo.parallel.job.failures import PeerLostError, RankEnd, RankProgress, read_progress
+from sppo.parallel.mesh import alone
+from sppo.training import ranks, state, trainer
+from sppo.training.checks.preflight import check_before_training
+from sppo.training.devices import cpu_device
+from sppo.training.devices.cpu_device import CpuDevice
+from sppo.training.devices.cuda_device import CudaDevice
+from sppo.training.ranks import Ranks, joined
+from tests.conftest import write_run
+from tests.training.whole_runs.test_gpu_runs import train_on_a_fake_gpu
+
+
+class OddError(RuntimeError):
+    """Something that no code foresees."""
+
+
+def fail(*_, **__):
+    raise OddError("at odds")
+
+
+@pytest.fixture
+def run(work, monkeypatch):
+    monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
+    monkeypatch.setattr(trainer, "warm_up", lambda run, **_: None)
+    return load_run(write_run(work / "run.yaml", model={"num_layers": 2}))
+
+
+def train(run, record):
+    mesh = alone()
+    everyone = Ranks(mesh, HostCollectives(mesh), RankProgress.create(record))
+    checked = check_before_training(run)
+    trainer.train(run, checked, console=Console(file=io.StringIO()), ranks=everyone)
+
+
+def noted_when(monkeypatch, owner, name, record):
+    """What the record says at the first call of a method that may wait for a device."""
+    original, found = getattr(owner, name), []
+
+    def look(self):
+        found.append(read_progress(record))
+        return original(self)
+
+    monkeypatch.setattr(owner, name, look)
+    return found
+
+
+def test_what_fails_in_a_step_is_noted_before_the_step_is_given_up(run, work, monkeypatch):
+    found = noted_when(monkeypatch, Executor, "_abort", work / "record")
+    monkeypatch.setattr(Stage, "forward", fail)
+    with pytest.raises(OddError):
+        train(run, work / "record")
+    assert [(note.state, note.message) for note in found] == [("failed", "OddError: at odds")]
+    assert found[0].action == "0F0.0"
+
+
+def test_what_fails_between_steps_is_noted_before_the_engine_is_closed(run, work, monkeypatch):
+    found = noted_when(monkeypatch, Engine, "close", work / "record")
+    monkeypatch.setattr(state, "clip_", fail)
+    with pytest.raises(OddError):
+        train(run, work / "record")
+    assert [(note.state, note.message) for note in found] == [("failed", "OddError: at odds")]
+
+
+def lose_devices(rank, directory, arguments):
+    """What a rank says whose device does not come to the end of its step."""
+    with mock.patch.object(CudaDevice, "done_in_time", return_value=False):
+        try:
+            train_on_a_fake_gpu(rank, directory, arguments)
+        except PeerLostError as error:
+            return str(error)
+    return ""
+
+
+def test_a_device_that_waits_for_another_rank_for_too_long_is_a_lost_rank(ranks, run, work):
+    words = ["parallel.pipeline_parallel_degree=2", "parallel.timeout_s=50000"]
+    said = ranks.run(lose_devices, work, words, ranks=2)
+    expected = (
+        "step 1: waiting for this rank's device, which waits for another rank: timed out after "
+        "50000 s"
+    )
+    assert said == [expected] * 2
+    path = work / "record"
+    progress = RankProgress.create(path)
+    progress.failed(PeerLostError(said[0]))
+    assert RankEnd(0, 1, 0.0, False, read_progress(path)).timeout == "timed out after 50000 s"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_only_ranks_with_a_gpu_end_without_pythons_shutdown(run, monkeypatch, on_gpu):
+    monkeypatch.setattr(timed_call, "_without_shutdown", timed_call.Event())
+    for name in ("connect", "disconnect"):
+        monkeypatch.setattr(ranks, name, lambda *_, **__: None)
+    monkeypatch.setattr(ranks, "Mesh", lambda *_, **__: alone())
+    device = CpuDevice(group_device=torch.device("cuda", 0) if on_gpu else None)
+    parallel = run.parallel.model_copy(update={"pipeline_parallel_degree": 2})
+    place = RankEnvironment(0, 2, 0, 2, "here", 1, "torchrun")
+    two = run.model_copy(update={"parallel": parallel})
+    with joined(two, place, device=device):
+        pass
+    assert not timed_call._ends_at_once()
+    with pytest.raises(OddError), joined(two, place, device=device):
+        fail()
+    assert timed_call._ends_at_once() == on_gpu

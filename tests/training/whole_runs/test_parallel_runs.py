@@ -1,0 +1,288 @@
+"""The same run on other grids of ranks: same losses, and checkpoints that go between them."""
+
+import contextlib
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+
+from sppo.checkpoint.checkpoint import read_model
+from sppo.config import load_run
+from sppo.parallel.host_collectives import HostCollectives
+from sppo.parallel.job.failures import RankProgress
+from sppo.parallel.mesh import Mesh
+from sppo.planning.plan import plan_json
+from sppo.training import trainer
+from sppo.training.checks.preflight import check_before_training, given_plan
+from sppo.training.devices import cpu_device
+from sppo.training.ranks import Ranks, mesh_shape
+from tests.conftest import LENGTH, write_run, write_tokens
+
+SHAPES = [(1, 2, 1), (1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
+# Constant, whatever train.steps is. With the usual eps AdamW turns the rounding of a gradient near
+# zero into a share of the learning rate.
+OPTIMIZER = {"schedule": "constant", "eps": 1e-4}
+MODEL = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
+
+
+def overrides(shape, steps, **more):
+    data, pipeline, sequence = shape
+    keys = {
+        "parallel.data_parallel_degree": data,
+        "parallel.pipeline_parallel_degree": pipeline,
+        "parallel.sequence_parallel_degree": sequence,
+        "train.steps": steps,
+        **more,
+    }
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def train_as(rank, directory, arguments):
+    """One rank of a run, in the rank pool; what it wrote is in the run's directory."""
+    with (
+        contextlib.chdir(directory),
+        mock.patch.object(trainer, "warm_up", return_value=None),
+        mock.patch.object(cpu_device, "measure_matmul_flops_per_s", return_value=1e10),
+    ):
+        run = load_run(Path("run.yaml"), arguments)
+        shape = mesh_shape(run)
+        mesh = Mesh(shape, rank=rank, timeout_s=30.0)
+        ranks = Ranks(mesh, HostCollectives(mesh), RankProgress.create(None), shape.num_ranks)
+        plan = ranks.decided_by_main(
+            lambda: check_before_training(run, local_ranks=shape.num_ranks).plan
+        )
+        preflight = check_before_training(run, plan=plan, local_ranks=shape.num_ranks)
+        outcome = trainer.train(run, preflight, console=Console(quiet=True), ranks=ranks)
+        return outcome.done_steps
+
+
+def alone(directory, arguments):
+    return train_as(0, directory, arguments)
+
+
+def losses(directory):
+    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+    records = map(json.loads, lines)
+    return [(math.nan if m["loss"] is None else m["loss"], m["grad_norm"]) for m in records]
+
+
+@pytest.fixture(scope="module")
+def done_alone(tmp_path_factory):
+    """A directory with the run of one rank that the others are compared with."""
+    directory = tmp_path_factory.mktemp("one rank")
+    write_tokens(directory / "tokens")
+    write_run(
+        directory / "run.yaml",
+        model=MODEL,
+        optimizer=OPTIMIZER,
+        train={"steps": 3, "dtype": "fp32", "sequences_per_step": 2, "output": "alone"},
+    )
+    alone(directory, overrides((1, 1, 1), 3))
+    return directory
+
+
+@pytest.fixture
+def job(work, done_alone):
+    shutil.copy(done_alone / "run.yaml", work)
+    shutil.copytree(done_alone / "alone", work / "alone")
+    return work
+
+
+def run_on(ranks, directory, shape, steps, output, **more):
+    arguments = overrides(shape, steps, **{"train.output": output}, **more)
+    count = shape[0] * shape[1] * shape[2]
+    assert ranks.run(train_as, directory, arguments, ranks=count) == [steps] * count
+
+
+def assert_like_alone(directory, output):
+    found, expected = losses(directory / output), losses(directory / "alone")
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-6, nan_ok=True)
+    (_, weights), (_, others) = read_model(directory / output), read_model(directory / "alone")
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_losses_and_weights_are_those_of_one_rank(ranks, job, shape):
+    run_on(ranks, job, shape, 3, "grid")
+    assert_like_alone(job, "grid")
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_steps_and_replicas_without_labels(ranks, job, run_file, shape):
+    """No label counts in sequence 1, beside another one, nor in sequences 2 and 3, a whole step."""
+    starts = range(LENGTH + 1, 4 * LENGTH + 1)
+    write_tokens(job / "short", documents=starts)
+    run_file(
+        model=MODEL,
+        data={"tokens": "short", "shuffle": False, "isolate_documents": True},
+        optimizer=OPTIMIZER,
+        train={"steps": 3, "dtype": "fp32", "sequences_per_step": 2, "output": "alone"},
+    )
+    shutil.rmtree(job / "alone")
+    alone(job, overrides((1, 1, 1), 3))
+    assert [math.isnan(loss) for loss, _ in losses(job / "alone")] == [False, True, False]
+    run_on(ranks, job, shape, 3, "grid")
+    assert_like_alone(job, "grid")
+
+
+@pytest.mark.parametrize("schedule", ["seq_zb_h1", "gpipe", "seq1f1b"])
+def test_one_rank_follows_any_schedule(job, schedule):
+    more = {"parallel.schedule": schedule, "train.output": "other"}
+    alone(job, overrides((1, 1, 1), 3, **more))
+    assert_like_alone(job, "other")
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 3, 1), (2, 2, 2)], ids=str)
+def test_pieces_of_units_by_plan(ranks, job, shape):
+    """Sequences long enough for pieces; the plan decides which units are cut."""
+    more = {"sequence.num_subsequences": 2, "parallel.multiplexed": "on"}
+    run_on(ranks, job, shape, 3, "pieces", **more)
+    assert_like_alone(job, "pieces")
+
+
+def test_a_run_goes_on_with_other_degrees(ranks, job):
+    for steps, shape in enumerate([(2, 2, 1), (1, 3, 1), (1, 1, 2)], start=1):
+        run_on(ranks, job, shape, steps, "moving")
+    assert_like_alone(job, "moving")
+
+
+MEGATRON = {"parallel.sequence_parallel": "megatron"}
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 2, 2), (1, 1, 4), (2, 1, 4)], ids=str)
+def test_ranks_that_share_weights_out_do_what_one_does(ranks, job, shape):
+    """Also where two of them hold the same key/value head."""
+    run_on(ranks, job, shape, 3, "grid", **MEGATRON)
+    assert_like_alone(job, "grid")
+
+
+def test_a_run_goes_on_with_other_sequence_parallelism(ranks, job):
+    run_on(ranks, job, (2, 1, 4), 1, "moving", **MEGATRON)
+    run_on(ranks, job, (1, 2, 2), 2, "moving")
+    alone(job, overrides((1, 1, 1), 3, **{"train.output": "moving"}))
+    assert_like_alone(job, "moving")
+
+
+def test_a_run_of_one_rank_goes_on_with_weights_shared_out(ranks, job):
+    alone(job, overrides((1, 1, 1), 1, **{"train.output": "moving"}))
+    run_on(ranks, job, (1, 1, 2), 2, "moving")
+    run_on(ranks, job, (1, 2, 2), 3, "moving", **MEGATRON)
+    assert_like_alone(job, "moving")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_biases_and_norms_of_shared_weights(ranks, work, run_file, zero):
+    """GPT-2's shape: every linear layer has a bias, and the embedding is tied."""
+    run_file(
+        model={
+            **MODEL,
+            "norm": "layernorm",
+            "mlp": "gelu_tanh",
+            "position": "learned",
+            "max_positions": 64,
+            "qkv_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "tie_embeddings": True,
+        },
+        optimizer={"clip_norm": 0.1},
+        train={"steps": 3, "sequences_per_step": 2, "output": "alone"},
+    )
+    alone(work, overrides((1, 1, 1), 3))
+    run_on(ranks, work, (2, 2, 2), 3, "grid", **MEGATRON, **{"parallel.zero": zero})
+    assert_like_alone(work, "grid")
+
+
+@pytest.mark.parametrize(
+    ("fields", "degree", "says"),
+    [
+        (
+            {"num_heads": 6, "num_kv_heads": 6, "head_size": 8},
+            4,
+            "6 query heads cannot be sharded evenly",
+        ),
+        (
+            {"num_heads": 12, "num_kv_heads": 4, "head_size": 8},
+            6,
+            "must divide the 4 key/value heads",
+        ),
+        ({"mlp_size": 90}, 4, "the MLP's width is sharded, and 90 cannot be evenly"),
+    ],
+)
+def test_weights_that_cannot_be_shared_out_are_refused(work, run_file, fields, degree, says):
+    run_file(model={**MODEL, **fields})
+    run = load_run(Path("run.yaml"), overrides((1, 1, degree), 1, **MEGATRON))
+    for check in (check_before_training, mesh_shape):
+        with pytest.raises(ValueError, match=says):
+            check(run)
+    assert not Path("out").exists()
+
+
+def megatron_plan():
+    """A run with sharded weights, and its plan."""
+    run = load_run(Path("run.yaml"), overrides((1, 1, 2), 1, **MEGATRON))
+    return run, check_before_training(run).plan
+
+
+def test_a_plan_that_recomputes_part_of_a_class_is_refused(work):
+    run, plan = megatron_plan()
+    assert plan.sequence_parallel == "megatron"
+    (stage,) = plan.stages
+    first, *others = stage.subsequences
+    tokens = first.retained[0]
+    cut = replace(
+        first, retained=(tokens, tokens, 8), offloaded=(0, 0, 0), recomputed=(0, 0, tokens - 8)
+    )
+    plan = replace(plan, stages=(replace(stage, subsequences=(cut, *others)),))
+    with pytest.raises(ValueError, match=f"recomputes {tokens - 8} of {tokens} rows of linear"):
+        check_before_training(run, plan=plan)
+
+
+def test_weights_shared_out_and_lent_are_refused(work):
+    run, plan = megatron_plan()
+    with pytest.raises(ValueError, match="no rank has them: write ulysses"):
+        check_before_training(run, plan=replace(plan, schedule="sppo_msp"))
+
+
+def test_a_plan_with_weights_shared_out_is_taken(work, tmp_path):
+    run, plan = megatron_plan()
+    (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan)))
+    changed, read = given_plan(run, tmp_path / "plan.json")
+    assert (read, changed.parallel.sequence_parallel) == (plan, "megatron")
+
+
+@pytest.mark.parametrize("more", [{"policy": "offload_all"}, {"input_every": 2}], ids=str)
+def test_weights_shared_out_and_tensors_moved(ranks, job, more):
+    (job / "spill").mkdir()
+    keys = {f"activations.{key}": value for key, value in more.items()}
+    run_on(ranks, job, (1, 1, 2), 3, "grid", **MEGATRON, **keys, **{"activations.disk": "spill"})
+    assert_like_alone(job, "grid")
+
+
+def test_a_run_of_many_ranks_goes_on_alone(ranks, job):
+    run_on(ranks, job, (1, 2, 2), 2, "back")
+    alone(job, overrides((1, 1, 1), 3, **{"train.output": "back"}))
+    assert_like_alone(job, "back")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("schedule", ["seq_zb_h1", "gpipe"])
+def test_other_schedules_and_state_that_nobody_shares(ranks, work, run_file, schedule, tied):
+    run_file(
+        model={**MODEL, "tie_embeddings": tied},
+        train={"steps": 3, "sequences_per_step": 2, "output": "alone"},
+    )
+    alone(work, overrides((1, 1, 1), 3))
+    more = {"parallel.schedule": schedule, "parallel.zero": int(tied)}
+    run_on(ranks, work, (2, 2, 1), 3, "grid", **more)
+    assert_like_alone(work, "grid")
