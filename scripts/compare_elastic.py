@@ -283,7 +283,8 @@ def _join(rank: int, ranks: int) -> _Joined:
 
     from sppo.kernels.native.cpu_allocator import install_cpu_allocator
     from sppo.parallel.host_collectives import HostCollectives
-    from sppo.parallel.mesh import Mesh, MeshShape
+    from sppo.parallel.mesh import Mesh
+    from sppo.parallel.mesh_shape import MeshShape
     from sppo.parallel.pipeline_p2p import PipelineLinks
     from sppo.training.ranks import Ranks
 

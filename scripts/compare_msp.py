@@ -82,7 +82,8 @@ class _Sides:
         from sppo.kernels.native.cpu_allocator import install_cpu_allocator
         from sppo.model.gradients import zero_gradients
         from sppo.model.initialize import initial_weights
-        from sppo.parallel.mesh import Mesh, MeshShape
+        from sppo.parallel.mesh import Mesh
+        from sppo.parallel.mesh_shape import MeshShape
         from sppo.parallel.msp_exchange import MspLinks
         from sppo.parallel.pipeline_p2p import PipelineLinks
         from sppo.planning.partition import boundaries_by_flops

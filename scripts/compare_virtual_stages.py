@@ -87,7 +87,8 @@ class _Orders:
         from sppo.cost.flops import partition_costs
         from sppo.kernels.native.cpu_allocator import install_cpu_allocator
         from sppo.parallel.host_collectives import HostCollectives
-        from sppo.parallel.mesh import Mesh, MeshShape
+        from sppo.parallel.mesh import Mesh
+        from sppo.parallel.mesh_shape import MeshShape
         from sppo.parallel.pipeline_p2p import PipelineLinks
         from sppo.planning.partition import boundaries_by_flops
         from sppo.training.ranks import Ranks

@@ -17,7 +17,8 @@ from sppo.hardware.this_machine import detect_machine, usable_memory_bytes
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.model.gradients import zero_gradients
 from sppo.model.initialize import initial_weights
-from sppo.parallel.mesh import Mesh, MeshShape
+from sppo.parallel.mesh import Mesh
+from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.planning.run_plan import plan_run
 from sppo.schedule.actions import ActionKind

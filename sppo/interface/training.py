@@ -24,6 +24,7 @@ from sppo.parallel.job.environment import (
     with_module_path,
 )
 from sppo.parallel.job.failures import STOP_CODES
+from sppo.parallel.mesh_shape import MeshShape
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
 from sppo.quoting import quoted
 from sppo.report.metrics import METRICS_FILE, StepMetrics, read_metrics
@@ -189,9 +190,7 @@ def check_room(run: RunConfig, environment: RankEnvironment | None) -> None:
     Raises:
         MemoryError: it does not.
     """
-    degrees = run.parallel
-    ranks = degrees.data_parallel_degree * degrees.pipeline_parallel_degree
-    ranks *= degrees.sequence_parallel_degree
+    ranks = MeshShape.of(run.parallel).num_ranks
     starts_ranks = environment is None and ranks > 1
     check_room_for_libraries(processes=1 + ranks if starts_ranks else 1)
 

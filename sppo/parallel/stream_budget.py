@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sppo.parallel.mesh import Coordinates, MeshShape
+from sppo.parallel.mesh_shape import Coordinates, MeshShape
 
 POOL_STREAMS = 32
 _COPIES = 2

@@ -24,7 +24,8 @@ from sppo.parallel.job.rendezvous import (
 )
 from sppo.parallel.job.timed_call import end_without_shutdown
 from sppo.parallel.megatron import tensor_shard
-from sppo.parallel.mesh import Mesh, MeshShape, alone
+from sppo.parallel.mesh import Mesh, alone
+from sppo.parallel.mesh_shape import MeshShape
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.run_directory import locked_output
@@ -124,12 +125,8 @@ def mesh_shape(run: RunConfig) -> MeshShape:
     """
     parallel, degree = run.parallel, run.parallel.sequence_parallel_degree
     shards_weights = parallel.sequence_parallel == "megatron" and degree > 1
-    return MeshShape(
-        parallel.data_parallel_degree,
-        parallel.pipeline_parallel_degree,
-        degree,
-        tensor_shard(run.model, degree=degree).repeats if shards_weights else None,
-    )
+    copies = tensor_shard(run.model, degree=degree).repeats if shards_weights else None
+    return MeshShape.of(parallel, key_copies=copies)
 
 
 @contextmanager

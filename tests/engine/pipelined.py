@@ -21,7 +21,8 @@ from sppo.offload.thread_queues import ThreadQueues
 from sppo.parallel.data_parallel import GradientReducer, add_up
 from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding, tensor_shard
-from sppo.parallel.mesh import Mesh, MeshShape
+from sppo.parallel.mesh import Mesh
+from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.msp_exchange import MspLinks
 from sppo.parallel.parameter_all_gather import ParameterAllGather
 from sppo.parallel.pipeline_p2p import PipelineLinks

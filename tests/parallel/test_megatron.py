@@ -12,7 +12,7 @@ from sppo.cost.parameters import parameter_shapes
 from sppo.cost.stage_cost import device_parameters, updated_parameters
 from sppo.hardware.presets import PRESETS
 from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding, tensor_shard
-from sppo.parallel.mesh import Coordinates, MeshShape
+from sppo.parallel.mesh_shape import Coordinates, MeshShape
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 
 PARTS = [(4, 4), (3, 2), (1, 2), (5, 5, 5), (2, 3, 3)]

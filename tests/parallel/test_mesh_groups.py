@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sppo.parallel import mesh as mesh_module
-from sppo.parallel.mesh import Coordinates, Mesh, MeshShape
+from sppo.parallel.mesh import Mesh
+from sppo.parallel.mesh_shape import Coordinates, MeshShape
 from sppo.parallel.pipeline_p2p import PipelineLinks
 from sppo.parallel.stream_budget import StreamCount, StreamUse, check_streams, count_streams
 

@@ -12,7 +12,7 @@ from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.kernels.labels import IGNORED_LABEL
 from sppo.parallel.megatron import tensor_shard
-from sppo.parallel.mesh import MeshShape
+from sppo.parallel.mesh_shape import MeshShape
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 

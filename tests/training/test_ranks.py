@@ -6,7 +6,8 @@ from sppo.config import load_run
 from sppo.data.tokens import open_tokens
 from sppo.parallel.host_collectives import HostCollectives
 from sppo.parallel.job.failures import RankProgress
-from sppo.parallel.mesh import Mesh, MeshShape
+from sppo.parallel.mesh import Mesh
+from sppo.parallel.mesh_shape import MeshShape
 from sppo.training.checks.input_facts import fingerprint, input_facts
 from sppo.training.ranks import Ranks, _configuration, one_rank
 from tests.conftest import write_tokens

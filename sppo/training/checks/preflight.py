@@ -28,6 +28,7 @@ from sppo.hardware.this_machine import (
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.kernels.native.process_memory import private_bytes
 from sppo.offload.disk import DiskRoom, is_memory, usable_directory
+from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.stream_budget import StreamUse, check_streams
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_replica
@@ -233,11 +234,9 @@ def _as_used(run: RunConfig, device: Device, *, local_ranks: int) -> HardwareSpe
             return divide_cpu(hardware, local_ranks)
         threads, cores = threads_of_rank(local_ranks), count_cores()
         return divide_cpu(hardware, local_ranks, threads=threads, cores=cores)
-    parallel = run.parallel
-    ranks = parallel.data_parallel_degree * parallel.pipeline_parallel_degree
-    ranks *= parallel.sequence_parallel_degree
     node = replace(hardware.node, num_devices=local_ranks)
-    return replace(hardware, node=node, num_nodes=max(1, ranks // local_ranks))
+    num_nodes = max(1, MeshShape.of(run.parallel).num_ranks // local_ranks)
+    return replace(hardware, node=node, num_nodes=num_nodes)
 
 
 def _check_trainable(run: RunConfig, plan: ExecutionPlan) -> None:
