@@ -66,7 +66,7 @@ def train(
         from sppo.interface.training import check_room, start_ranks
 
         check_room(run, environment)
-        from sppo.training.checks.preflight import given_plan
+        from sppo.training.checks.given_plan import given_plan
         from sppo.training.devices.choose_device import choose_device, device_kind
         from sppo.training.ranks import mesh_shape
 

@@ -125,7 +125,7 @@ def train(
     """
     from rich.console import Console
 
-    from sppo.training.checks.preflight import followed_plan
+    from sppo.training.checks.given_plan import followed_plan
     from sppo.training.devices.choose_device import choose_device, device_kind
     from sppo.training.ranks import mesh_shape
 

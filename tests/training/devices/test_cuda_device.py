@@ -23,7 +23,8 @@ from sppo.parallel.job.environment import RankEnvironment
 from sppo.schedule.actions import Action, ActionKind
 from sppo.training import trainer
 from sppo.training.checks import preflight
-from sppo.training.checks.preflight import check_before_training, given_plan
+from sppo.training.checks.given_plan import given_plan
+from sppo.training.checks.preflight import check_before_training
 from sppo.training.devices import choose_device as choose_device_module
 from sppo.training.devices import cpu_device, cuda_device
 from sppo.training.devices.choose_device import choose_device, device_kind

@@ -18,7 +18,7 @@ from sppo.offload.disk import DiskRoom
 from sppo.offload.file_tier import FileTier
 from sppo.planning.run_plan import USABLE_FRACTION
 from sppo.training import trainer
-from sppo.training.checks import preflight
+from sppo.training.checks import room_checks
 from sppo.training.checks.preflight import check_before_training
 from sppo.training.results import report
 from tests.conftest import refuse, succeed, write_run
@@ -97,7 +97,7 @@ def test_a_plan_for_a_gpu_is_not_followed_on_the_cpu(work):
 def test_a_file_system_in_memory_counts_as_memory(work, monkeypatch):
     run_file = offloading_run(work, policy="offload_all")
     needed = check_before_training(load_run(run_file)).plan.stages[0].memory
-    monkeypatch.setattr(preflight, "is_memory", lambda directory: True)
+    monkeypatch.setattr(room_checks, "is_memory", lambda directory: True)
     check_before_training(load_run(run_file))
     room = needed.device.total_bytes + needed.tier_activations_bytes
     monkeypatch.setattr(
@@ -206,7 +206,7 @@ def test_hybrid_moves_what_does_not_fit(work, monkeypatch):
     usable = device.total_bytes - device.activations_bytes // 3
     room = MemoryRoom(int(usable / USABLE_FRACTION) + 1)
     monkeypatch.setattr("sppo.training.devices.cpu_device.memory_room", lambda: room)
-    monkeypatch.setattr(preflight, "REPORT_BYTES", 0)  # plots would need more than this run
+    monkeypatch.setattr(room_checks, "REPORT_BYTES", 0)  # plots would need more than this run
     run_file = offloading_run(work, sequence=long)
     plan = check_before_training(load_run(run_file)).plan
     assert plan.policy == "hybrid"

@@ -19,7 +19,8 @@ from sppo.parallel.job.failures import RankProgress
 from sppo.parallel.mesh import Mesh
 from sppo.planning.plan import plan_json
 from sppo.training import trainer
-from sppo.training.checks.preflight import check_before_training, given_plan
+from sppo.training.checks.given_plan import given_plan
+from sppo.training.checks.preflight import check_before_training
 from sppo.training.devices import cpu_device
 from sppo.training.ranks import Ranks, mesh_shape
 from tests.conftest import LENGTH, write_run, write_tokens

@@ -13,7 +13,7 @@ from sppo.checkpoint.checkpoint import read_weights
 from sppo.offload import mapped_file
 from sppo.offload.disk import DiskRoom
 from sppo.training import trainer
-from sppo.training.checks import preflight
+from sppo.training.checks import room_checks
 from tests.conftest import call, refuse, succeed, write_run
 from tests.training.whole_runs.test_offloading_runs import losses
 from tests.training.whole_runs.test_parallel_runs import train_as
@@ -131,7 +131,9 @@ def test_a_disk_without_room_is_refused_before_the_start(work, monkeypatch):
     assert not os.listdir(work / "spill")
     monkeypatch.undo()
     monkeypatch.chdir(work)
-    monkeypatch.setattr(preflight, "usable_directory", lambda directory: DiskRoom(free_bytes=1000))
+    monkeypatch.setattr(
+        room_checks, "usable_directory", lambda directory: DiskRoom(free_bytes=1000)
+    )
     text = refuse("train", run_of(work, "other", state=ALL), code=4)
     assert "the training state takes" in text
     assert "activations.disk=spill" in text

@@ -1,0 +1,41 @@
+"""Whether any step of a run has something to learn: a label that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sppo.data.samples import DocumentSamples
+from sppo.data.sequences import TrainingData
+
+
+def check_labels(training: TrainingData | DocumentSamples, *, steps: int) -> None:
+    """Raise ValueError if no step has a label; looks no further than the first that has one."""
+    tokens = training.data
+    isolates = isinstance(training, TrainingData) and training.isolate_documents
+    if tokens.loss_mask is None and not isolates:
+        return
+    if any(map(training.has_labels, _places_of_steps(training, steps=steps))):
+        return
+    fix = (
+        "Prepare the data again, with a loss mask that is true for what is to be learnt"
+        if tokens.loss_mask is not None
+        else "Set data.isolate_documents=false, or prepare longer documents"
+    )
+    raise ValueError(
+        f"{training.why_no_labels(0)}, and so it is in every step: there is nothing to learn "
+        f"from. {fix}"
+    )
+
+
+def _places_of_steps(training: TrainingData | DocumentSamples, *, steps: int) -> Iterator[int]:
+    """Yield where each step of a run begins, for an epoch at most; nothing without any label."""
+    if isinstance(training, DocumentSamples):
+        position = 0
+        for _ in range(steps):
+            if position >= training.num_samples:
+                return
+            yield position
+            position += len(training.step_samples(position))
+    elif training.data.num_documents < training.data.num_tokens:
+        epoch = -(-training.num_sequences // training.sequences_per_step)
+        yield from range(min(steps, epoch))

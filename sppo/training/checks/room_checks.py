@@ -1,0 +1,170 @@
+"""The memory and the disk that a run finds, and whether its plan fits in them."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from sppo.config import RunConfig
+from sppo.cost.kv import offloaded_kv_bytes
+from sppo.cost.memory.process_growth import PLANNING_PROCESS_BYTES, REPORT_BYTES, step_bytes
+from sppo.kernels.native.process_memory import private_bytes
+from sppo.offload.disk import DiskRoom, is_memory, usable_directory
+from sppo.planning.plan import ExecutionPlan
+from sppo.planning.plan_program import plan_candidate
+from sppo.planning.run_plan import offload_less
+from sppo.training.devices.device import Device, Kind
+from sppo.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a run finds on this machine.
+
+    Attributes:
+        kind: Of the device.
+        device_bytes: On the device of a rank.
+        host_bytes: In the host, for one rank; on a CPU that is the device.
+        disk: Behind both, for all ranks.
+        local_ranks: Ranks on this machine.
+    """
+
+    kind: Kind
+    device_bytes: int
+    host_bytes: int
+    disk: DiskRoom
+    local_ranks: int
+
+
+def find_room(
+    run: RunConfig, device: Device, *, local_ranks: int, starts_ranks: bool, plans_ahead: bool
+) -> Room:
+    """Return what is free for each rank.
+
+    Args:
+        run: checked.
+        device: that this process computes on.
+        local_ranks: processes of the run on this machine.
+        starts_ranks: this process does not train, but starts those that do.
+        plans_ahead: each rank has a process that plans its next step.
+    """
+    is_cpu = device.kind == "cpu"
+    available = device.room_bytes(local_ranks=local_ranks)
+    if starts_ranks and is_cpu:  # each loads what this process has loaded
+        available = max(0, available - private_bytes())
+    host_bytes = device.host_room_bytes(local_ranks=local_ranks)
+    if plans_ahead:
+        host_bytes = max(0, host_bytes - PLANNING_PROCESS_BYTES)
+        if is_cpu:
+            available = max(0, available - PLANNING_PROCESS_BYTES)
+    path = run.activations.disk
+    disk = DiskRoom(free_bytes=0) if path is None else usable_directory(Path(path))
+    return Room(device.kind, available, host_bytes, disk, local_ranks)
+
+
+def check_step_size(run: RunConfig, room: Room) -> None:
+    """Raise MemoryError where a step's data and program alone do not fit: nothing is built first.
+
+    Args:
+        run: checked.
+        room: on the device.
+    """
+    parallel, num_subsequences = run.parallel, run.sequence.num_subsequences
+    sequences = run.train.sequences_per_step // parallel.data_parallel_degree
+    units = sequences * (1 if num_subsequences == "auto" else num_subsequences)
+    tokens = sequences * run.sequence.length
+    is_pipeline = parallel.pipeline_parallel_degree > 1
+    needed = step_bytes(tokens=tokens, units=units, is_pipeline=is_pipeline)
+    if needed > room.device_bytes:
+        raise MemoryError(
+            f"train.sequences_per_step={run.train.sequences_per_step}: the tokens and the program "
+            f"of one step take {format_bytes(needed)} on a rank, and "
+            f"{format_bytes(room.device_bytes)} are available: lower it"
+        )
+
+
+def check_memory(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
+    """Raise MemoryError where the plan does not fit on the device, or in the host behind a GPU."""
+    memory = max((stage.memory for stage in plan.stages), key=lambda m: m.device.total_bytes)
+    needed = memory.device.total_bytes
+    if room.kind == "cpu":
+        needed = max(needed, REPORT_BYTES)
+    disk, available = run.activations.disk, room.device_bytes
+    if room.kind == "cpu" and disk is not None and is_memory(Path(disk)):
+        needed += memory.tier_bytes
+        if needed > available:
+            raise MemoryError(
+                f"activations.disk={run.activations.disk} is a file system in memory: with what "
+                f"the plan puts there it needs {format_bytes(needed)}, and "
+                f"{format_bytes(available)} are available; name a directory on a disk"
+            )
+    if needed > available:
+        raise MemoryError(
+            f"the plan needs {format_bytes(needed)} for a sequence of {plan.boundaries[-1]} "
+            f"tokens, and {format_bytes(available)} are available: end other programs, or solve "
+            "again on this machine"
+        )
+    if room.kind == "cuda":
+        _check_host(plan, room.host_bytes)
+
+
+def _check_host(plan: ExecutionPlan, host_bytes: int) -> None:
+    """Check host memory: offloaded tensors, or the slots in front of a disk; training state."""
+    offloaded = max(stage.memory.tier_activations_bytes for stage in plan.stages)
+    if plan.tier == "disk":
+        offloaded = plan.predicted.host_peak_bytes
+    state = max(stage.memory.tier_state_bytes for stage in plan.stages)
+    if offloaded + state > host_bytes:
+        less = _offload_less(plan, room_bytes=host_bytes - state, needed_bytes=offloaded)
+        raise MemoryError(
+            f"a rank takes {format_bytes(offloaded + state)} of host memory "
+            f"({format_bytes(offloaded)} offloaded activations, {format_bytes(state)} training "
+            f"state), and {format_bytes(host_bytes)} may be used: {less}, or end other programs"
+        )
+
+
+def _offload_less(plan: ExecutionPlan, *, room_bytes: int, needed_bytes: int) -> str:
+    """Say how a rank would offload no more than fits."""
+    if not plan.offloads_anything:
+        return "keep weights, gradients and optimizer states on the device (the section state)"
+    return offload_less(
+        room_bytes=max(0, room_bytes),
+        needed_bytes=max(1, needed_bytes),
+        kv_bytes=offloaded_kv_bytes(plan_candidate(plan)),
+        ratio=max(plan.predicted.offload_ratios),
+    )
+
+
+def check_disk(run: RunConfig, plan: ExecutionPlan, room: Room) -> None:
+    """Raise where the plan does not fit on the disk: one made before may offload more than is free.
+
+    Raises:
+        ValueError: the run names no disk.
+        MemoryError: the disk, or the largest file, is too small.
+    """
+    if not (plan.uses_tier and plan.tier == "disk"):
+        return
+    disk, local_ranks = room.disk, room.local_ranks
+    if run.activations.disk is None:
+        raise ValueError(
+            "the plan needs a disk: write activations.disk=DIR, on a fast local "
+            "disk, and solve again with it"
+        )
+    needed = max(stage.memory.tier_bytes for stage in plan.stages)
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if resource.RLIM_INFINITY != largest < needed:
+        raise MemoryError(
+            f"the plan puts {format_bytes(needed)} on activations.disk={run.activations.disk}, "
+            f"and this process may write files of {format_bytes(largest)} at most: raise that "
+            "limit (ulimit -f), or offload less"
+        )
+    needed *= local_ranks
+    if needed > disk.usable_bytes:
+        state = max(stage.memory.tier_state_bytes for stage in plan.stages)
+        left, offloaded = disk.usable_bytes // local_ranks - state, needed // local_ranks - state
+        less = _offload_less(plan, room_bytes=left, needed_bytes=offloaded)
+        raise MemoryError(
+            f"the plan puts {format_bytes(needed)} on activations.disk={run.activations.disk}: "
+            f"{disk}; {less}, or name a directory on a larger disk"
+        )
