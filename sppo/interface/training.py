@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sppo.training.devices.device import Device
-    from sppo.training.trainer import TrainingOutcome
+    from sppo.training.outcome import TrainingOutcome
 
 
 class RunFailedError(RuntimeError):

@@ -122,6 +122,11 @@ class Mesh:
         """Global ranks that hold this rank's layers."""
         return self.shape.stage_ranks(self.at)
 
+    @property
+    def speaks_for_replica(self) -> bool:
+        """Whether this rank tells what all ranks of its replica know."""
+        return self.at.pipeline == self.at.sequence == 0
+
     def gather_group(self, holders: Holders) -> ProcessGroup | None:
         """One more communicator of the ranks that hold the same parameters, for gathering weights.
 

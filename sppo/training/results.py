@@ -21,13 +21,13 @@ from sppo.training.executed_step import (
     timeline_summary,
     timeline_writers,
 )
+from sppo.training.outcome import TrainingOutcome
 from sppo.training.run_directory import (
     LOSS_PLOT,
     RESULT_FILES,
     SUMMARY_FILE,
 )
 from sppo.training.steps.measured import predicted_and_measured
-from sppo.training.trainer import TrainingOutcome
 
 _WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)
 """Names in the output directory, in the order in which the report lists them."""

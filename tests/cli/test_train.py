@@ -17,6 +17,7 @@ import pytest
 
 from sppo.checkpoint import checkpoint
 from sppo.kernels.native.machine_memory import MemoryRoom
+from sppo.report.metrics import JsonlSink
 from sppo.training import results as report
 from sppo.training import trainer
 from sppo.training.devices import cpu_device
@@ -233,7 +234,7 @@ def test_an_output_that_is_in_use(trained):
 
 def test_the_lock_is_held_while_training(work, monkeypatch):
     held = []
-    write = trainer.JsonlSink.write
+    write = JsonlSink.write
 
     def look(sink, metrics):
         with open("out/.lock", "a") as lock:
@@ -243,7 +244,7 @@ def test_the_lock_is_held_while_training(work, monkeypatch):
                 held.append(metrics.step)
         write(sink, metrics)
 
-    monkeypatch.setattr(trainer.JsonlSink, "write", look)
+    monkeypatch.setattr(JsonlSink, "write", look)
     succeed("train", "run.yaml")
     assert held == [1, 2, 3, 4]
     with open("out/.lock", "a") as lock:
@@ -301,14 +302,14 @@ def refuse_call(work: Path, *extra: str, code: int) -> str:
 
 def full_at(monkeypatch, *, step: int) -> None:
     """Let metrics.jsonl find no room for the line of ``step``."""
-    write = trainer.JsonlSink.write
+    write = JsonlSink.write
 
     def fail(sink, metrics):
         if metrics.step == step:
             raise OSError(errno.ENOSPC, "No space left on device", str(sink._path))
         write(sink, metrics)
 
-    monkeypatch.setattr(trainer.JsonlSink, "write", fail)
+    monkeypatch.setattr(JsonlSink, "write", fail)
 
 
 def test_a_disk_too_full_for_a_line_of_metrics(work, monkeypatch):
@@ -543,14 +544,14 @@ def test_a_signal_after_the_last_step_leaves_the_exit_code_0(work, monkeypatch, 
 
 
 def test_an_output_that_is_deleted_while_a_run_writes_into_it(work, monkeypatch):
-    write = trainer.JsonlSink.write
+    write = JsonlSink.write
 
     def delete(sink, metrics):
         write(sink, metrics)
         if metrics.step == 2:
             shutil.rmtree("out")
 
-    monkeypatch.setattr(trainer.JsonlSink, "write", delete)
+    monkeypatch.setattr(JsonlSink, "write", delete)
     error = call("train", "run.yaml", "checkpoint.every=1")
     assert error.exit_code == 2
     assert "error: out: was deleted while the run wrote into it" in error.stderr

@@ -11,11 +11,11 @@ from rich.console import Console
 from sppo.config import load_run
 from sppo.report.metrics import JsonlSink, StepMetrics
 from sppo.training.checks.preflight import check_before_training
+from sppo.training.outcome import TrainingOutcome
 from sppo.training.results import report
 from sppo.training.run_directory import note_configuration
 from sppo.training.steps.measured import MeasuredBuckets, StepPhases
 from sppo.training.steps.step_work import PlannedPhases
-from sppo.training.trainer import TrainingOutcome
 from tests.conftest import tree
 
 

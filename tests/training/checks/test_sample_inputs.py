@@ -16,6 +16,7 @@ from sppo.planning.search.evaluated_candidate import assess
 from sppo.training import trainer
 from sppo.training.checks.input_checks import run_file_problems
 from sppo.training.checks.preflight import check_before_training
+from sppo.training.step_loop import StepTooLargeError
 from tests.conftest import LENGTH, write_tokens
 
 STARTS = (9, 30, 31, 100, 150, 400)
@@ -132,7 +133,7 @@ def test_a_step_that_does_not_fit_ends_a_run_that_is_saved(samples, monkeypatch)
         return plan(self, lengths)
 
     monkeypatch.setattr(StepPlanner, "plan", too_large)
-    with pytest.raises(trainer.StepTooLargeError, match="step 2: too large"):
+    with pytest.raises(StepTooLargeError, match="step 2: too large"):
         train(samples(planning={"ahead": False}))  # another process has the usual planner
     monkeypatch.setattr(StepPlanner, "plan", plan)
     outcome = train(samples())

@@ -17,9 +17,11 @@ from sppo.model.hf import save_hf_weights
 from sppo.model.initialize import initial_weights
 from sppo.optim import sharded_state as sharded_state
 from sppo.optim.adamw import AdamW
+from sppo.report.display import TrainingDisplay
 from sppo.training import trainer
 from sppo.training.checks.preflight import check_before_training
 from sppo.training.devices import cpu_device
+from sppo.training.step_loop import StepLoop
 from sppo.training.steps.nonfinite import NonFiniteError, NonFiniteGuard, nonfinite_state
 from tests.conftest import LENGTH, RUN, call, refuse, tree, write_tokens
 
@@ -127,7 +129,7 @@ class States:
 @pytest.fixture
 def states(work, monkeypatch):
     monkeypatch.setattr(cpu_device, "measure_matmul_flops_per_s", lambda dtype: 1e10)
-    seen, step = States(), trainer._Loop._step
+    seen, step = States(), StepLoop._step
 
     def remember(loop, number, *rest):
         def copy():
@@ -138,7 +140,7 @@ def states(work, monkeypatch):
         seen.pairs.append((before, copy()))
         return metrics
 
-    monkeypatch.setattr(trainer._Loop, "_step", remember)
+    monkeypatch.setattr(StepLoop, "_step", remember)
     return seen
 
 
@@ -225,14 +227,14 @@ def test_weights_that_blew_up_are_never_saved(work, bad_steps, monkeypatch):
 
 
 def test_a_skipped_step_that_cannot_be_told_ends_the_run_saved(work, bad_steps, monkeypatch):
-    say = trainer.TrainingDisplay.say
+    say = TrainingDisplay.say
 
     def full(display, text):
         if "The update is skipped" in text:
             raise OSError(errno.ENOSPC, "No space left on device")
         say(display, text)
 
-    monkeypatch.setattr(trainer.TrainingDisplay, "say", full)
+    monkeypatch.setattr(TrainingDisplay, "say", full)
     bad_steps.add(2)
     result = call("train", "run.yaml")
     assert result.exit_code == 4

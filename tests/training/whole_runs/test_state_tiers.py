@@ -12,8 +12,8 @@ import torch
 from sppo.checkpoint.checkpoint import read_weights
 from sppo.offload import mapped_file
 from sppo.offload.disk import DiskRoom
-from sppo.training import trainer
 from sppo.training.checks import room_checks
+from sppo.training.interruption import StopRequest
 from tests.conftest import call, refuse, succeed, write_run
 from tests.training.whole_runs.test_offloading_runs import losses
 from tests.training.whole_runs.test_parallel_runs import train_as
@@ -143,7 +143,7 @@ def test_a_disk_without_room_is_refused_before_the_start(work, monkeypatch):
 def test_an_interrupted_step_loses_nothing(work, monkeypatch):
     """A signal in the middle of a step: what was done is saved, and the run goes on from there."""
     succeed("train", run_of(work, "plain", train={"steps": 3}))
-    original, seen = trainer.StopRequest.check, []
+    original, seen = StopRequest.check, []
 
     def check(request):
         seen.append(request)
@@ -151,7 +151,7 @@ def test_an_interrupted_step_loses_nothing(work, monkeypatch):
             request.signal_name = "SIGTERM"
         original(request)
 
-    monkeypatch.setattr(trainer.StopRequest, "check", check)
+    monkeypatch.setattr(StopRequest, "check", check)
     run = run_of(work, state=ALL, train={"steps": 3})
     call("train", run)
     monkeypatch.undo()

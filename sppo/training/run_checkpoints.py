@@ -1,0 +1,126 @@
+"""The checkpoints of a run: its state is loaded from them, checked, and saved by all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sppo.checkpoint.checkpoint import CheckpointManager, run_metadata
+from sppo.checkpoint.files import CHECKPOINTS_DIRECTORY, list_checkpoints
+from sppo.config import RunConfig
+from sppo.data.tokens import TokenData
+from sppo.training.ranks import Ranks
+from sppo.training.run_directory import require_output
+from sppo.training.state import TrainingState
+from sppo.training.steps.nonfinite import nonfinite_place, nonfinite_state
+
+_log = logging.getLogger(__name__)
+
+CHECKPOINT_TIMEOUT_FACTOR = 10
+"""Times as long as a rank waits in a step, it waits for others to read or write a checkpoint."""
+
+
+class RunCheckpoints:
+    """Checkpoints of one run.
+
+    Args:
+        run: checked.
+        state: of this rank.
+        output: directory of the run.
+        ranks: all of them.
+        tokens: that the run trains on.
+    """
+
+    def __init__(
+        self, run: RunConfig, state: TrainingState, *, output: Path, ranks: Ranks, tokens: TokenData
+    ) -> None:
+        self._run, self._state, self._output = run, state, output
+        self._ranks, self._tokens = ranks, tokens
+        self._manager = CheckpointManager(
+            output / CHECKPOINTS_DIRECTORY,
+            keep=run.checkpoint.keep,
+            async_save=run.checkpoint.async_save,
+            group=ranks.mesh.groups.world,
+            timeout_s=CHECKPOINT_TIMEOUT_FACTOR * run.parallel.timeout_s,
+        )
+
+    def resume(self) -> tuple[int, Mapping[str, Any]]:
+        """Load the newest valid checkpoint into the state.
+
+        Returns:
+            Steps done so far, and the checkpoint's metadata, {} without one.
+
+        Raises:
+            ValueError: the token data is not what the run began with, or a rank starts with NaN or
+                infinite values.
+        """
+        step, metadata = self._load()
+        self._check_finite()
+        self._state.tensors.forget()
+        return step, metadata
+
+    def _load(self) -> tuple[int, Mapping[str, Any]]:
+        state, tokens = self._state, self._tokens
+        checkpoint = self._manager.latest_valid()
+        if checkpoint is None:
+            return 0, {}
+        began_with = checkpoint.metadata.get("tokens_sha256")
+        if began_with not in (None, tokens.meta.tokens_sha256):
+            raise ValueError(
+                f"{tokens.directory} holds other tokens than the run began with "
+                f"({checkpoint.path}); prepare the old ones again, or choose another train.output"
+            )
+        live = state.optimizer.state()
+        self._manager.load_into(checkpoint, state.sharded.blocks(live))
+        state.optimizer.load_state(live)
+        state.sharded.gather(state.weights)
+        _log.info("going on after step %d from %s", checkpoint.step, checkpoint.path)
+        return checkpoint.step, checkpoint.metadata
+
+    def _check_finite(self) -> None:
+        """Refuse, on every rank, a state that could never be saved; names the first value."""
+        run, own = (
+            self._run,
+            nonfinite_place(self._state.sharded.blocks(self._state.optimizer.state())),
+        )
+        found = [place for place in self._ranks.peers.all_gather(own) if place is not None]
+        if found:
+            raise ValueError(
+                f"{run.model.from_hf or run.train.output}: {found[0]}; training would keep it, and "
+                "no checkpoint with NaN or infinity is saved: repair the weights"
+            )
+
+    def save(self, step: int, *, sequences_consumed: int, more: Mapping[str, Any]) -> str | None:
+        """Save a checkpoint unless the state contains NaN or inf; return why it was not saved.
+
+        Args:
+            step: steps done.
+            sequences_consumed: sequences, or samples, of all of them.
+            more: what the next steps go on from, for the metadata.
+        """
+        self._ranks.decided_by_main(lambda: require_output(self._output))
+        state = self._state.optimizer.state()
+        told = self._ranks.peers.all_gather(nonfinite_state(state))
+        problems = [problem for problem in told if problem is not None]
+        if problems:
+            return f"the state after step {step} is not saved; {problems[0]}"
+        metadata = run_metadata(
+            self._run,
+            sequences_consumed=sequences_consumed,
+            tokens_sha256=self._tokens.meta.tokens_sha256,
+            more=more,
+        )
+        self._manager.save(self._state.sharded.saved(state), step=step, metadata=metadata)
+        self._state.tensors.forget()
+        return None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        self._manager.wait()
+
+    def are_missing(self) -> bool:
+        """Return whether the run has no checkpoint yet; all ranks ask."""
+        directory = self._manager.directory
+        return self._ranks.decided_by_main(lambda: not list_checkpoints(directory))

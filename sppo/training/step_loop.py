@@ -1,0 +1,306 @@
+"""The training loop: one optimizer step after another, saved so that a kill loses little.
+
+A step reads its sequences, accumulates their gradients through the engine, clips, updates, and
+reports. Everything that decides what a step does is a function of its number, so a resumed run
+continues bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sppo.config import RunConfig
+from sppo.engine.engine import StepResult
+from sppo.optim.learning_rate import learning_rate
+from sppo.parallel.job.failures import PeerLostError
+from sppo.parallel.job.timeouts import device_timeouts
+from sppo.report.metrics import StepMetrics
+from sppo.schedule.actions import Action, Schedule
+from sppo.training.devices.device import Device
+from sppo.training.interruption import Interrupted, StopRequest
+from sppo.training.outcome import TrainingOutcome
+from sppo.training.ranks import Ranks
+from sppo.training.run_checkpoints import RunCheckpoints
+from sppo.training.state import TrainingState
+from sppo.training.step_metrics import StepMeasures
+from sppo.training.step_records import StepRecords
+from sppo.training.steps.nonfinite import (
+    NonFiniteError,
+    NonFiniteGuard,
+)
+from sppo.training.steps.step import StepHooks, StepInput, StepSums, run_step
+from sppo.training.steps.step_work import StepSource, StepWork
+
+_START_ANEW = (
+    "earlier checkpoints are untouched: start anew in another train.output with a lower "
+    "optimizer.lr, longer optimizer.warmup_steps, or train.dtype=fp32"
+)
+
+
+class StepTooLargeError(MemoryError):
+    """A step of samples does not fit; the state before it is saved."""
+
+
+class StepLoop:
+    """The steps that one call of :func:`sppo.training.trainer.train` runs.
+
+    Args:
+        run: checked.
+        state: of this rank.
+        outcome: takes in what is done.
+        checkpoints: of the run.
+        records: of its steps.
+        source: of their work.
+        measures: puts together what ranks measured.
+        schedule: of a step, where all steps are alike; of samples, of a step of the longest ones.
+        consumed: sequences, or samples, of all steps before.
+        ranks: all of them.
+        device: that this rank computes on.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        state: TrainingState,
+        outcome: TrainingOutcome,
+        *,
+        checkpoints: RunCheckpoints,
+        records: StepRecords,
+        source: StepSource,
+        measures: StepMeasures,
+        schedule: Schedule,
+        consumed: int,
+        ranks: Ranks,
+        device: Device,
+    ) -> None:
+        self._run, self._state, self._outcome = run, state, outcome
+        self._checkpoints, self._records = checkpoints, records
+        self._source, self._measures = source, measures
+        self._schedule, self._consumed = schedule, consumed
+        self._ranks, self._peers, self._device = ranks, ranks.peers, device
+        self._guard = NonFiniteGuard(
+            stop_at_once=run.train.nonfinite == "stop", limit=run.train.max_nonfinite_steps
+        )
+        ranks.check_same_on_all_ranks("schedule", schedule.digest())
+        ranks.progress.note(
+            step=outcome.first_step,
+            position=0,
+            action="",
+            num_actions=len(schedule.programs[ranks.mesh.at.pipeline]),
+        )
+        self._stopped_by: str | None = None
+        self.last_work: StepWork | None = None
+        """The last step that was done."""
+
+    def run(self) -> None:
+        """Run all remaining steps; saves when interrupted, and at the end unless told not to.
+
+        Raises:
+            NonFiniteError: too many steps failed, or the state at the end cannot be saved.
+            StepTooLargeError: a step of samples does not fit; the state is saved.
+            OSError: a step could not be recorded; the state is saved.
+        """
+        outcome, total = self._outcome, self._run.train.steps
+        with self._records.opened(), StopRequest() as stop:
+            try:
+                for step in range(outcome.first_step, total):
+                    self._agree_to_go_on(stop)
+                    metrics = self._step(step, stop)
+                    outcome.done_steps = step + 1
+                    self._records.record(metrics)
+                    self._save_if_due(step + 1)
+            except Interrupted:
+                outcome.interrupted_by = stop.signal_name or self._stopped_by
+                done = f"saving after step {outcome.done_steps}"
+                self._records.say(f"{outcome.interrupted_by}: {done}")
+            except StepTooLargeError:
+                self._save()
+                self._checkpoints.wait()
+                raise
+            except NonFiniteError:
+                self._save_if_first()
+                self._checkpoints.wait()
+                raise
+            outcome.saved = self._saves_now()
+            unsaved = self._save() if outcome.saved else None
+            self._checkpoints.wait()
+        if unsaved is not None:
+            raise NonFiniteError(f"{unsaved}; {_START_ANEW}")
+        self._agree_that_all_is_recorded()
+
+    def _agree_to_go_on(self, stop: StopRequest) -> None:
+        """Stop all ranks, between steps, once one is asked to or cannot record its steps.
+
+        Raises:
+            Interrupted: one was, or cannot.
+        """
+        reason = stop.signal_name
+        if self._records.failure is not None:
+            reason = f"{self._records.failure.filename}: {self._records.failure.strerror}"
+        named = [name for name in self._peers.all_gather(reason) if name is not None]
+        if named:
+            self._stopped_by = named[0]
+            raise Interrupted(named[0])
+
+    def _agree_that_all_is_recorded(self) -> None:
+        """Raise, on every rank, what kept one from recording a step."""
+        told = self._peers.all_gather(self._records.failure)
+        faults = [fault for fault in told if fault is not None]
+        if faults:
+            done, total = self._outcome.done_steps, self._run.train.steps
+            faults[0].add_note(
+                f"all {total} steps are done and saved, the record of the last is missing"
+                if done == total
+                else f"the state after step {done} of {total} is saved; free some space, and the "
+                "same command goes on"
+            )
+            raise faults[0]
+
+    def _step(self, step: int, stop: StopRequest) -> StepMetrics:
+        """Run step number ``step``, counted from 0."""
+        progress, alone = self._ranks.progress, not self._ranks.mesh.is_distributed
+        display = self._records.display
+
+        def before_action(position: int, action: Action) -> None:
+            if alone:
+                stop.check()
+            progress.note(step=step + 1, position=position, action=str(action))
+            display.action()
+
+        work: list[StepWork] = []
+
+        def read() -> StepInput:
+            work.append(self._planned(step))
+            display.step_begins(num_actions=self._num_actions(work[0]))
+            return self._input(work[0])
+
+        done = run_step(
+            self._state,
+            StepHooks(
+                read=read,
+                before_action=before_action,
+                on_failure=progress.failed,
+                reduced=lambda result: self._await_device(step, result, work[0]),
+                learning_rate=lambda sums: self._learning_rate(step, sums),
+            ),
+            clip_norm=self._run.optimizer.clip_norm,
+            device=self._device,
+            peers=self._peers,
+            buckets=self._outcome.buckets,
+        )
+        self._outcome.last_step, self.last_work = done.result, work[0]
+        self._consumed += work[0].num_consumed
+        return self._measures.measure(step, done, work[0], lr=self._scheduled_lr(step))
+
+    def _learning_rate(self, step: int, sums: StepSums) -> float | None:
+        """Return the step's learning rate; None, and say why, where nothing is to be updated."""
+        if sums.num_valid:
+            problem = self._guard.problem(
+                step=step + 1,
+                loss=sums.loss,
+                norm=sums.norm,
+                gradients=sums.gradients,
+                all_gather=self._names,
+            )
+        else:
+            why = self._source.why_no_labels(step, consumed=self._consumed)
+            problem = f"step {step + 1}: {why}. The update is skipped"
+        if problem is None:
+            return self._scheduled_lr(step)
+        self._records.say(problem)
+        return None
+
+    def _scheduled_lr(self, step: int) -> float:
+        return learning_rate(step, config=self._run.optimizer, total_steps=self._run.train.steps)
+
+    def _await_device(self, step: int, result: StepResult, work: StepWork) -> None:
+        """Wait for the device, which waits for the devices of other ranks.
+
+        Raises:
+            PeerLostError: it does not get on.
+        """
+        if not self._ranks.mesh.is_distributed:
+            return
+        still_s = device_timeouts(
+            self._run.parallel.timeout_s, predicted_step_s=work.step_s
+        ).still_s
+        if not self._device.done_in_time(result.executed.marks, still_s=still_s):
+            raise PeerLostError(
+                f"step {step + 1}: waiting for this rank's device, which waits for another rank: "
+                f"timed out after {still_s:g} s"
+            )
+
+    def _planned(self, step: int) -> StepWork:
+        """Return the work of a step, the same on all ranks of this replica; say what went wrong.
+
+        Raises:
+            ValueError: ranks have planned it differently.
+            StepTooLargeError: on every rank, where no plan of one replica fits.
+        """
+        work, problem = None, None
+        try:
+            work = self._source.work(step, consumed=self._consumed)
+        except MemoryError as error:
+            problem = str(error)
+        note = "" if work is None else work.planning_note
+        told = self._peers.all_gather((problem, note))
+        for rank, (_, said) in enumerate(told):
+            if said:
+                where = f"rank {rank}: " if self._ranks.mesh.is_distributed else ""
+                self._records.say(f"step {step + 1}: {where}{said}")
+        for problem, _ in told:
+            if problem is not None:
+                raise StepTooLargeError(f"step {step + 1}: {problem}")
+        assert work is not None, "a step without a problem has work"
+        if work.planned is not None:
+            self._ranks.check_same_on_all_ranks(
+                f"division of the samples of step {step + 1}", work.division_digest
+            )
+            self._ranks.check_same_in_replica(f"plan of step {step + 1}", work.planned.digest)
+        return work
+
+    def _num_actions(self, work: StepWork) -> int:
+        """Return how many actions this rank has in a step."""
+        program = work.planned.program if work.planned else self._schedule
+        return len(program.programs[self._ranks.mesh.at.pipeline])
+
+    def _input(self, work: StepWork) -> StepInput:
+        """Return what this replica trains on, with the valid labels of all replicas."""
+        (num_valid,) = self._peers.total(
+            [sum(data.num_valid for data in work.sequences) * self._ranks.mesh.speaks_for_replica]
+        )
+        return StepInput(work.sequences, work.boundaries, int(num_valid), work.for_engine)
+
+    def _names(self, own: Sequence[str]) -> list[str]:
+        """What any rank names."""
+        return sorted({name for names in self._peers.all_gather(own) for name in names})
+
+    def _save_if_due(self, done: int) -> None:
+        every = self._run.checkpoint.every
+        # While steps fail nothing changes, and what led there may be in the weights already:
+        # saving it would push out checkpoints from before.
+        if every and done % every == 0 and not self._guard.failing:
+            self._save()
+
+    def _saves_now(self) -> bool:
+        """Return whether a run that ends here is to be saved; all ranks ask."""
+        if self._run.checkpoint.at_end or self._outcome.done_steps < self._run.train.steps:
+            return True
+        return any(self._peers.all_gather(self._records.failure is not None))
+
+    def _save_if_first(self) -> None:
+        """Save a run that ends badly where all of it would be lost otherwise."""
+        self._checkpoints.wait()
+        if self._checkpoints.are_missing():
+            self._save()
+
+    def _save(self) -> str | None:
+        """Save a checkpoint; return, and say, why it was not saved."""
+        unsaved = self._checkpoints.save(
+            self._outcome.done_steps,
+            sequences_consumed=self._consumed,
+            more=self._source.saved(),
+        )
+        if unsaved is not None:
+            self._records.say(unsaved)
+        return unsaved

@@ -1,0 +1,103 @@
+"""Where a run records its steps: files, and lines on the console."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from sppo.config import RunConfig
+from sppo.report.display import TrainingDisplay
+from sppo.report.metrics import METRICS_FILE, JsonlSink, MetricSink, StepMetrics
+from sppo.report.step_line import step_line
+from sppo.report.tensorboard_sink import TensorBoardSink
+from sppo.training.ranks import Ranks
+from sppo.training.run_directory import TENSORBOARD_DIRECTORY
+
+_STANDARD_OUTPUT = "standard output"
+
+
+class StepRecords:
+    """Records of the steps of one run; rank 0 writes the files.
+
+    A failure to write ends no step: :attr:`failure` has the first one, and the run ends once its
+    state is saved.
+
+    Args:
+        run: checked.
+        output: directory of the files.
+        first_step: steps done before.
+        capacity_bytes: that a rank may hold on its device.
+        console: where lines go.
+        ranks: all of them.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        output: Path,
+        *,
+        first_step: int,
+        capacity_bytes: int,
+        console: Console,
+        ranks: Ranks,
+    ) -> None:
+        self._run, self._output, self._ranks = run, output, ranks
+        self._first_step, self._capacity_bytes = first_step, capacity_bytes
+        self._started = time.perf_counter()
+        self._sinks: list[MetricSink] = []
+        self.display = TrainingDisplay(console, total_steps=run.train.steps, first_step=first_step)
+        self.failure: OSError | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Have files and display open for as long as the context lasts."""
+        self._started = time.perf_counter()
+        with ExitStack() as stack:
+            self._ranks.decided_by_main(lambda: self._sinks.extend(self._open_sinks(stack)))
+            stack.enter_context(self.display)
+            yield
+
+    def record(self, metrics: StepMetrics) -> None:
+        """Write and show a step."""
+        line = self._line(metrics)
+        with self._recording(str(self._output / METRICS_FILE)):
+            for sink in self._sinks:
+                sink.write(metrics)
+        with self._recording(_STANDARD_OUTPUT):
+            self.display.step_done(line)
+
+    def say(self, text: str) -> None:
+        """Print a line, from within a step as well."""
+        with self._recording(_STANDARD_OUTPUT):
+            self.display.say(text)
+
+    def _line(self, metrics: StepMetrics) -> str:
+        done, total = metrics.step - self._first_step, self._run.train.steps
+        eta_s = (time.perf_counter() - self._started) / done * (total - metrics.step)
+        return step_line(
+            metrics,
+            total_steps=total,
+            memory_capacity_bytes=self._capacity_bytes,
+            eta_s=eta_s,
+        )
+
+    @contextmanager
+    def _recording(self, where: str) -> Iterator[None]:
+        """Remember the first failure to write."""
+        try:
+            yield
+        except OSError as error:
+            named = OSError(error.errno, error.strerror, error.filename or where)
+            self.failure = self.failure or named
+
+    def _open_sinks(self, stack: ExitStack) -> Iterator[MetricSink]:
+        """Yield what takes the metrics of every step, closed with ``stack``."""
+        output, done = self._output, self._first_step
+        yield stack.enter_context(closing(JsonlSink(output / METRICS_FILE, resume_step=done)))
+        if self._run.train.tensorboard:
+            sink = TensorBoardSink(output / TENSORBOARD_DIRECTORY, resume_step=done)
+            yield stack.enter_context(closing(sink))
