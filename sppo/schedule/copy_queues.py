@@ -1,0 +1,200 @@
+"""The copies of a simulation: two copy engines a rank, and what waits for them.
+
+Copies of saved tensors flow layer by layer where costs say so, see
+:meth:`CopyQueues.wait_for_blocks`; those of K and V come back beside a backward, see
+:meth:`CopyQueues.bring_kv_back`; weights and gradients are copied stage by stage.
+"""
+
+from __future__ import annotations
+
+from sppo.schedule.actions import STAGES_HELD
+from sppo.schedule.encoding import D2H, D2H_KV, H2D, H2D_KV, B, F
+from sppo.schedule.played_actions import PlayedActions
+
+
+class CopyQueues:
+    """Copies of one simulation, each played when the walk of its rank comes to it.
+
+    A method that plays an action returns whether it has a time; if not, its rank waits.
+
+    Args:
+        played: the simulation.
+    """
+
+    def __init__(self, played: PlayedActions) -> None:
+        self._played = played
+        ranks, stages = played.num_ranks, played.schedule.num_stages
+        self.engine_free = {D2H: [0.0] * ranks, H2D: [0.0] * ranks}
+        self.block_out_s = [0.0] * ranks
+        self.reload: dict[tuple[int, int], tuple[int, float]] = {}
+        self.kv_back: list[list[tuple[int, int, float]]] = [[] for _ in range(ranks)]
+        self.last_backward: dict[int, tuple[float, float]] = {}
+        self.weights_held: list[list[int]] = [[] for _ in range(ranks)]
+        self.stage_here = [0.0] * stages
+        """When the weights and gradients of each stage are there."""
+        self.gradients_gone = [0.0] * stages
+
+    def copy(self, rank: int, index: int, code: int, slot: int) -> bool:
+        """D2H or H2D: its own queue, beside the compute."""
+        played = self._played
+        key = code * played.size + slot
+        before = slot if code == D2H else D2H * played.size + slot
+        if played.at[before] < 0:
+            played.waiting[before] = rank
+            return False
+        queue, ready = self.engine_free[code], played.at[before]
+        seconds = played.seconds[code][slot] / played.widths[rank][index]
+        block_s = 0.0
+        if code == H2D:
+            ready = max(ready, played.free[rank])
+            if played.layer_copies:  # a permission: its backward says when blocks come back
+                self.reload[rank, slot] = index, ready
+                played.publish(key, max(ready, played.at[key]))
+                return True
+        elif played.layer_copies:
+            layers = played.layer_copies[slot // played.units].layers
+            block_s = seconds / layers
+            produced_s = played.msp_seconds.get((F, slot), played.seconds[F][slot])
+            ready -= produced_s * (layers - 1) / layers
+            self.block_out_s[rank] = block_s
+        start = max(queue[rank], ready)
+        finish = max(start + seconds, played.at[before] + block_s)
+        queue[rank] = finish
+        played.starts[rank][index], played.finishes[rank][index] = start, finish
+        # The latest copy of a cut unit counts, because its shards run together.
+        played.publish(key, max(finish, played.at[key]))
+        return True
+
+    def copy_kv_out(self, rank: int, index: int, code: int, slot: int) -> bool:
+        """D2H of K and V: behind the copies of the unit's saved tensors, in the same queue."""
+        played = self._played
+        queue, made = self.engine_free[D2H], played.at[slot]
+        seconds, block_s, ready = played.seconds[code][slot], 0.0, made
+        if played.layer_copies:
+            layers = played.layer_copies[slot // played.units].layers
+            block_s = seconds / layers
+            ready -= played.seconds[F][slot] * (layers - 1) / layers
+            own = played.present[D2H][slot]
+            self.block_out_s[rank] = block_s + (self.block_out_s[rank] if own else 0.0)
+        start = max(queue[rank], ready)
+        queue[rank] = finish = max(start + seconds, made + block_s)
+        played.starts[rank][index], played.finishes[rank][index] = start, finish
+        played.at[code * played.size + slot] = finish
+        return True
+
+    def permit_kv_back(self, rank: int, index: int, code: int, slot: int) -> bool:
+        """H2D of K and V: from now on, beside the backward that follows."""
+        played = self._played
+        permitted = max(played.free[rank], played.at[D2H_KV * played.size + slot])
+        self.kv_back[rank].append((index, slot, permitted))
+        return True
+
+    def bring_kv_back(self, rank: int, slot: int, start: float, seconds: float) -> float:
+        """Play the copies back of K and V that stand in front of a backward.
+
+        They follow those of its own blocks, and are there when it ends; those that it reads, of
+        its own stage and sequence, when it starts.
+
+        Args:
+            rank: that runs the backward.
+            slot: of the backward.
+            start: when everything else is there.
+            seconds: of compute.
+
+        Returns:
+            When the backward can start and then never wait for them.
+        """
+        played = self._played
+        queue, sequence_of = self.engine_free[H2D], played.sequence_of
+        reader = slot // played.units, sequence_of[slot % played.units]
+        for index, copied, permitted in self.kv_back[rank]:
+            begin = max(queue[rank], permitted)
+            queue[rank] = finish = begin + played.seconds[H2D_KV][copied]
+            played.starts[rank][index], played.finishes[rank][index] = begin, finish
+            is_read = (copied // played.units, sequence_of[copied % played.units]) == reader
+            start = max(start, finish if is_read else finish - seconds)
+        self.kv_back[rank].clear()
+        return start
+
+    def wait_for_blocks(
+        self, rank: int, code: int, slot: int, start: float, seconds: float, width: int
+    ) -> float:
+        """Return when an F or B can start at the earliest and then run without a wait for blocks.
+
+        Within a unit every layer takes as long as any other. Of a forward, the end of a layer waits
+        for the block that was made `out` layers before to have left; of a backward, each layer for
+        its own block, and a block for the layer `back` before its own to begin. A wait in the
+        middle counts as one in front.
+
+        Args:
+            rank: That runs it.
+            code: Of the action.
+            slot: Of the action.
+            start: When everything else is there.
+            seconds: Of compute.
+            width: Shards that the unit is cut into.
+        """
+        played = self._played
+        flow = played.layer_copies[slot // played.units]
+        layer_s = seconds / flow.layers
+        out_s = sum(played.seconds[c][slot] for c in (D2H, D2H_KV) if played.present[c][slot])
+        if code == F and out_s:
+            return flow.forward_start_s(
+                start,
+                seconds=seconds,
+                copy_s=out_s / width,
+                free_s=self.engine_free[D2H][rank],
+                block_before_s=self.block_out_s[rank],
+            )
+        if code != B:
+            return 0.0
+        begin = start
+        if played.present[H2D][slot]:
+            index, allowed = self.reload.pop((rank, slot))
+            copy_s = played.seconds[H2D][slot] / width
+            first = max(allowed, self.engine_free[H2D][rank])
+            before = self.last_backward.get(rank)
+            if before is not None:
+                first = max(first, before[0] - flow.back * before[1])
+            begin, last = flow.backward_start_s(start, first=first, layer_s=layer_s, copy_s=copy_s)
+            self.engine_free[H2D][rank] = first + copy_s
+            played.starts[rank][index], played.finishes[rank][index] = first, last
+        self.last_backward[rank] = begin + seconds, layer_s
+        return begin
+
+    def fetch_weights(self, rank: int, index: int, code: int, stage: int) -> bool:
+        """H2D of a stage's weights, into the room of the one that was named last but one."""
+        played = self._played
+        held, ready = self.weights_held[rank], played.free[rank]
+        if stage in held:
+            played.starts[rank][index] = played.finishes[rank][index] = ready
+        else:
+            self._copy_in(rank, index, code, stage, ready)
+        self.weights_held[rank] = [*held, stage][-STAGES_HELD:]
+        return True
+
+    def bring_gradients_back(self, rank: int, index: int, code: int, stage: int) -> bool:
+        """H2D of a stage's gradients, once they have left."""
+        played = self._played
+        ready = max(played.free[rank], self.gradients_gone[stage])
+        self._copy_in(rank, index, code, stage, ready)
+        return True
+
+    def _copy_in(self, rank: int, index: int, code: int, stage: int, ready: float) -> None:
+        """Copy what a whole stage waits for."""
+        played = self._played
+        queue = self.engine_free[H2D]
+        start = max(queue[rank], ready)
+        queue[rank] = finish = start + played.seconds[code][stage]
+        self.stage_here[stage] = max(self.stage_here[stage], finish)
+        played.starts[rank][index], played.finishes[rank][index] = start, finish
+
+    def copy_gradients_out(self, rank: int, index: int, code: int, stage: int) -> bool:
+        """D2H of a stage's gradients, behind its REDUCE where that stands in front."""
+        played = self._played
+        queue = self.engine_free[D2H]
+        start = max(queue[rank], played.free[rank], played.reduce_free[rank])
+        queue[rank] = finish = start + played.seconds[code][stage]
+        self.gradients_gone[stage] = finish
+        played.starts[rank][index], played.finishes[rank][index] = start, finish
+        return True
