@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,11 +45,11 @@ class Measurements:
     """
 
     device: str
-    gemm: tuple[GemmPoint, ...]
-    attention: tuple[AttentionPoint, ...]
-    elementwise: tuple[ElementwisePoint, ...]
-    spreads: tuple[float, ...]
-    wall_s: float
+    gemm: tuple[GemmPoint, ...] = ()
+    attention: tuple[AttentionPoint, ...] = ()
+    elementwise: tuple[ElementwisePoint, ...] = ()
+    spreads: tuple[float, ...] = ()
+    wall_s: float = 0.0
     copies: tuple[CopyMeasurements, ...] = ()
     overlap: OverlapMeasurements | None = None
     backends: BackendComparison | None = None
@@ -116,32 +116,15 @@ def measure(
     """
     start = time.perf_counter()
     operands = Operands(device)
-    grids = grids or default_grids(device, quick=quick)
-    rounds = Rounds(device, count=_QUICK_ROUNDS if quick else _ROUNDS)
-    timings: list[Timing] = []
-    gemm: tuple[GemmPoint, ...] = ()
-    attention: tuple[AttentionPoint, ...] = ()
-    elementwise: tuple[ElementwisePoint, ...] = ()
-    backends: BackendComparison | None = None
-    if "gemm" in subjects:
-        products, gemm = measure_gemm(
-            operands, grids.gemm, dtypes=dtypes, rounds=rounds, watcher=watcher
-        )
-        timings += products.values()
-    if "attention" in subjects:
-        spans, backends = measure_attention(
-            operands, grids.attention, dtypes=dtypes, rounds=rounds, watcher=watcher
-        )
-        attention = attention_points(backends, grids.attention)
-        timings += spans.values()
-    if "elementwise" in subjects:
-        kernels, elementwise = measure_elementwise(
-            operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick
-        )
-        timings += kernels.values()
-    messages: MessageMeasurements | None = None
-    if "messages" in subjects:
-        messages = measure_messages(quick=quick, watcher=watcher)
+    kernels, timings = _measure_kernels(
+        subjects,
+        operands,
+        grids or default_grids(device, quick=quick),
+        dtypes=dtypes,
+        quick=quick,
+        watcher=watcher,
+    )
+    messages = measure_messages(quick=quick, watcher=watcher) if "messages" in subjects else None
     copies: tuple[CopyMeasurements, ...] = ()
     overlap: OverlapMeasurements | None = None
     if "pcie" in subjects:
@@ -159,16 +142,45 @@ def measure(
     spreads += [point.spread for measured in copies for point in measured.points]
     spreads += [] if messages is None else [messages.spread]
     spreads += [] if overlap is None else [point.spread for point in overlap.points]
-    wall_s = time.perf_counter() - start
-    return Measurements(
-        device,
-        gemm,
-        attention,
-        elementwise,
-        tuple(spreads),
-        wall_s,
-        copies,
-        overlap,
-        backends,
-        messages,
+    return replace(
+        kernels,
+        spreads=tuple(spreads),
+        wall_s=time.perf_counter() - start,
+        copies=copies,
+        overlap=overlap,
+        messages=messages,
     )
+
+
+def _measure_kernels(
+    subjects: Sequence[str],
+    operands: Operands,
+    grids: Grids,
+    *,
+    dtypes: Sequence[str],
+    quick: bool,
+    watcher: Watcher,
+) -> tuple[Measurements, Sequence[Timing]]:
+    """Measure what computes: matrix products, attention, element-wise kernels."""
+    rounds = Rounds(operands.device, count=_QUICK_ROUNDS if quick else _ROUNDS)
+    found, timings = Measurements(operands.device), list[Timing]()
+    if "gemm" in subjects:
+        products, gemm = measure_gemm(
+            operands, grids.gemm, dtypes=dtypes, rounds=rounds, watcher=watcher
+        )
+        found = replace(found, gemm=gemm)
+        timings += products.values()
+    if "attention" in subjects:
+        spans, backends = measure_attention(
+            operands, grids.attention, dtypes=dtypes, rounds=rounds, watcher=watcher
+        )
+        points = attention_points(backends, grids.attention)
+        found = replace(found, attention=points, backends=backends)
+        timings += spans.values()
+    if "elementwise" in subjects:
+        kernels, elementwise = measure_elementwise(
+            operands, dtypes=dtypes, rounds=rounds, watcher=watcher, quick=quick
+        )
+        found = replace(found, elementwise=elementwise)
+        timings += kernels.values()
+    return found, timings

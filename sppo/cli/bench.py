@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from sppo.cli.arguments.bench_options import (
+    ALL_DTYPES,
+    DTYPES,
+    DiskOfCopies,
+    Dtypes,
+    Output,
+    Png,
+    Quick,
+    RunOfLayer,
+    Subject,
+    SubjectArgument,
+)
 from sppo.cli.arguments.bench_shapes import (
     Backends,
     HeadCounts,
@@ -26,89 +37,20 @@ from sppo.output_file import check_output_files, write_json
 from sppo.quoting import quoted
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from sppo.bench.suite import CopySetup, Measurements
     from sppo.hardware.description import HardwareSpec
 
-_DTYPES = ("bf16", "fp32")
-
-
-class Subject(StrEnum):
-    """What can be measured."""
-
-    GEMM = "gemm"
-    ATTENTION = "attention"
-    ELEMENTWISE = "elementwise"
-    MESSAGES = "messages"
-    PCIE = "pcie"
-    OVERLAP = "overlap"
-    ALL = "all"
-
-    def parts(self, device: str) -> tuple[str, ...]:
-        """The subjects it stands for on a "cpu" or "cuda".
-
-        Raises:
-            ValueError: messages of a GPU are asked for.
-        """
-        if self is Subject.MESSAGES and device != "cpu":
-            raise ValueError(
-                "sppo bench messages measures ranks on the CPU, and ranks here compute on GPUs: "
-                "hide those with CUDA_VISIBLE_DEVICES= to measure the CPU"
-            )
-        if self is not Subject.ALL:
-            return (self.value,)
-        left_out = (Subject.ALL, Subject.MESSAGES) if device != "cpu" else (Subject.ALL,)
-        return tuple(subject.value for subject in Subject if subject not in left_out)
-
-    @property
-    def copies(self) -> bool:
-        """Whether copies are measured."""
-        return self in (Subject.PCIE, Subject.OVERLAP, Subject.ALL)
-
 
 def bench(
-    subject: Annotated[
-        Subject,
-        typer.Argument(
-            metavar="SUBJECT",
-            help="gemm, attention, elementwise, messages (between ranks on the CPU), pcie (copies "
-            "to host memory, or to disk), overlap (copies behind compute), or all of them.",
-        ),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Write the hardware description here; one of this machine is brought up to date.",
-        ),
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the measured rates here.")
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(metavar="LIST", help="Precisions, separated by commas.")
-    ] = ",".join(_DTYPES),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Few shapes and rounds: a trial, not to plan with.")
-    ] = False,
-    disk: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Measure the disk that holds DIR: without a GPU always, then by default the run's "
-            "activations.disk, else the current directory. Takes 1 GiB while it runs.",
-            show_default=False,
-        ),
-    ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN.yaml",
-            help="Let copies run behind a layer of this run's model, in its precision.",
-            show_default=False,
-        ),
-    ] = None,
+    subject: SubjectArgument,
+    output: Output = None,
+    png: Png = None,
+    dtype: Dtypes = ALL_DTYPES,
+    quick: Quick = False,
+    disk: DiskOfCopies = None,
+    run: RunOfLayer = None,
     queries: Queries = None,
     keys: Keys = None,
     heads: HeadCounts = None,
@@ -138,37 +80,65 @@ def bench(
             plots=["--png"],
             inputs=[] if run is None else [run],
         )
-        from sppo.bench.memory import check_memory
-        from sppo.bench.report.display import BenchDisplay
-        from sppo.bench.report.hardware_description import (
-            describe,
-            described_machine,
-            starting_description,
+        spec, found = _measure(
+            subject,
+            shapes,
+            dtypes=dtypes,
+            quick=quick,
+            disk=disk,
+            run_file=run,
+            output=output,
+            console=console,
         )
-        from sppo.bench.suite import device_to_measure, measure
-
-        device = device_to_measure()
-        parts = subject.parts(device)
-        shapes.check_subjects(subject.value, parts)
-        grids = asked_grids(
-            shapes, device=device, dtypes=dtypes, quick=quick, for_plans=output is not None
-        )
-        copying = _copying(subject, device=device, disk=disk, run_file=run, quick=quick)
-        base = starting_description(described_machine(device), path=output)
-        check_memory(grids, subjects=parts, device=device, dtypes=dtypes)
-        with BenchDisplay(console) as display:
-            found = measure(
-                parts,
-                device=device,
-                dtypes=dtypes,
-                quick=quick,
-                watcher=display,
-                grids=grids,
-                copying=copying,
-            )
-        spec = describe(base, found)
         _write(spec, found, output=output, png=png)
     _print(spec, found, output=output, png=png, as_json=json_output)
+
+
+def _measure(
+    subject: Subject,
+    shapes: ShapeOptions,
+    *,
+    dtypes: tuple[str, ...],
+    quick: bool,
+    disk: Path | None,
+    run_file: Path | None,
+    output: Path | None,
+    console: Console,
+) -> tuple[HardwareSpec, Measurements]:
+    """Check everything that was asked for, then measure it.
+
+    Returns:
+        The description of this machine, brought up to date, and what was found.
+    """
+    from sppo.bench.memory import check_memory
+    from sppo.bench.report.display import BenchDisplay
+    from sppo.bench.report.hardware_description import (
+        describe,
+        described_machine,
+        starting_description,
+    )
+    from sppo.bench.suite import device_to_measure, measure
+
+    device = device_to_measure()
+    parts = subject.parts(device)
+    shapes.check_subjects(subject.value, parts)
+    grids = asked_grids(
+        shapes, device=device, dtypes=dtypes, quick=quick, for_plans=output is not None
+    )
+    copying = _copying(subject, device=device, disk=disk, run_file=run_file, quick=quick)
+    base = starting_description(described_machine(device), path=output)
+    check_memory(grids, subjects=parts, device=device, dtypes=dtypes)
+    with BenchDisplay(console) as display:
+        found = measure(
+            parts,
+            device=device,
+            dtypes=dtypes,
+            quick=quick,
+            watcher=display,
+            grids=grids,
+            copying=copying,
+        )
+    return describe(base, found), found
 
 
 def _check_copy_options(subject: Subject, *, disk: Path | None, run_file: Path | None) -> None:
@@ -220,11 +190,11 @@ def _dtypes(text: str) -> tuple[str, ...]:
         ValueError: one that is not measured.
     """
     names = list_text(text)
-    unknown = [name for name in names if name not in _DTYPES]
+    unknown = [name for name in names if name not in DTYPES]
     if unknown or not names:
         raise ValueError(
             f"--dtype {quoted(text)}: {unknown[0] if unknown else 'nothing'} is not one of "
-            f"{', '.join(_DTYPES)}; separate them by commas"
+            f"{', '.join(DTYPES)}; separate them by commas"
         )
     return names
 

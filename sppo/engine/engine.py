@@ -17,6 +17,7 @@ from sppo.config.model import ModelConfig
 from sppo.engine.executor import Executor, StepOutput
 from sppo.engine.gradients import GradientProvider, ResidentGradients
 from sppo.engine.kv_returns import take_order
+from sppo.engine.kv_store import KVStore
 from sppo.engine.msp.executor import MspExecutor
 from sppo.engine.msp.stage import MspMemory, MspStage
 from sppo.engine.pipeline import ALONE, Pipeline
@@ -184,6 +185,33 @@ class Engine:
             ResidentGradients(gradients) if isinstance(gradients, Mapping) else gradients
         )
         self._state = StateStreams(streamed_weights, streamed_gradients, self._gradients)
+        self._programs: dict[object, Schedule] = {}
+        self._shard_store = DeviceStore()
+        self._msp_executors: dict[str, MspExecutor] = {}
+        self._kv = self._build_stages(
+            model,
+            input_every=input_every,
+            exchange=exchange,
+            attention_backend=attention_backend,
+            loss_terms=loss_terms,
+            debug=debug,
+        )
+        self._msp_stages = self._build_msp_stages(
+            model, exchange=exchange, attention_backend=attention_backend
+        )
+
+    def _build_stages(
+        self,
+        model: ModelConfig,
+        *,
+        input_every: int,
+        exchange: UlyssesAllToAll | MegatronSequenceParallel | None,
+        attention_backend: Backend,
+        loss_terms: LossTerms,
+        debug: bool,
+    ) -> KVStore:
+        """Build this rank's stages, which share one K/V store, and return that."""
+        pipeline = self._pipeline
         # One stage alone runs one sequence after another: what was saved last is taken first. Of
         # several stages the residual stream of one is the saved input of the next, in place.
         alone = pipeline.placement.num_stages == 1 and pipeline.schedule == ALONE.schedule
@@ -196,7 +224,7 @@ class Engine:
                 weights=self._weights,
                 gradients=self._gradients,
                 activations=self._stores[index],
-                offloaded=offloaded,
+                offloaded=self._offloaded,
                 kv=kv,
                 input_every=input_every,
                 layers=layers,
@@ -208,29 +236,36 @@ class Engine:
             )
             kv = self._stages[index].kv
         assert kv is not None, "a rank has a stage"
-        self._kv = kv
-        self._programs: dict[object, Schedule] = {}
-        self._shard_store = DeviceStore()
-        self._msp_stages: dict[int, MspStage] = {}
-        if pipeline.msp_links is not None:
-            assert not isinstance(exchange, MegatronSequenceParallel), "checked before training"
-            self._msp_stages = {
-                index: MspStage(
-                    model,
-                    layers=layers,
-                    owner=self._stages.get(index),
-                    gradients=self._gradients,
-                    activations=self._shard_store,
-                    offloaded=self._offloaded_shards.get(index),
-                    heads=exchange,
-                    members=pipeline.msp_links.members,
-                    dtype=self._weights.dtype,
-                    device=self._weights.device,
-                    attention_backend=attention_backend,
-                )
-                for index, layers in enumerate(pipeline.all_layers(model.num_layers))
-            }
-        self._msp_executors: dict[str, MspExecutor] = {}
+        return kv
+
+    def _build_msp_stages(
+        self,
+        model: ModelConfig,
+        *,
+        exchange: UlyssesAllToAll | MegatronSequenceParallel | None,
+        attention_backend: Backend,
+    ) -> Mapping[int, MspStage]:
+        """Build what runs this rank's shards of units, of whatever stage; nothing without MSP."""
+        pipeline = self._pipeline
+        if pipeline.msp_links is None:
+            return {}
+        assert not isinstance(exchange, MegatronSequenceParallel), "checked before training"
+        return {
+            index: MspStage(
+                model,
+                layers=layers,
+                owner=self._stages.get(index),
+                gradients=self._gradients,
+                activations=self._shard_store,
+                offloaded=self._offloaded_shards.get(index),
+                heads=exchange,
+                members=pipeline.msp_links.members,
+                dtype=self._weights.dtype,
+                device=self._weights.device,
+                attention_backend=attention_backend,
+            )
+            for index, layers in enumerate(pipeline.all_layers(model.num_layers))
+        }
 
     @torch.no_grad()
     def accumulate(
