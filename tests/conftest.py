@@ -49,6 +49,9 @@ LENGTH = 64
 SCREEN_LINES = 25
 MANY_MODULES = 20
 
+IDLE_TIER_RULES = pytest.StashKey[list[str]]()
+"""Parts of tests/tiers.py that change nothing for the tests of this session."""
+
 RUN: dict[str, dict[str, Any]] = {
     "model": {"preset": "tiny-test", "vocab_size": VOCAB_SIZE, "num_layers": 1},
     "data": {"tokens": "tokens", "shuffle": False},
@@ -121,9 +124,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what ``scripts/test.sh`` leaves to ``scripts/test.sh --all``, before -m chooses."""
-    tiers.mark(items, pytest.mark.exhaustive)
+    config.stash[IDLE_TIER_RULES] = tiers.mark(items, pytest.mark.exhaustive)
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import tiers
-from tests.tiers import RULES, each, only, pairs, replaced, staying, without
+from tests.conftest import IDLE_TIER_RULES
+from tests.tiers import RULES, each, idle_parts, only, pairs, replaced, staying, without
 
 TESTS = Path(__file__).parent
 GRID = [
@@ -64,6 +65,29 @@ def test_fewer_examples_are_drawn_in_the_default_tier(request, monkeypatch):
     assert tiers.examples(5, all=20) == 5
     monkeypatch.setattr(tiers, "default_tier", False)
     assert tiers.examples(5, all=20) == 20
+
+
+def test_every_rule_and_pattern_leaves_something_out_or_keeps_it(request):
+    """Looks at the tests that were collected with this one, so at all of them in CI."""
+    if any("::" in argument for argument in request.config.args):
+        pytest.skip("single cases were asked for, and patterns may be about the others")
+    idle = request.config.stash[IDLE_TIER_RULES]
+    assert not idle, "tests/tiers.py says what changes nothing: take it out, or mend it"
+
+
+@pytest.mark.parametrize(
+    ("rule", "idle"),
+    [
+        (only("1-x-u", "4-*", "2-*", why="test"), ["4-*"]),
+        (without("1-x-u", "1-z-*", why="test"), ["1-z-*"]),
+        (without("4-*", why="test"), ["4-*", "every case stays"]),
+        (only("*", why="test"), ["every case stays"]),
+        (each("test"), []),
+        (replaced("x.py::test_y", why="test"), []),
+    ],
+)
+def test_parts_of_a_rule_that_change_nothing(rule, idle):
+    assert idle_parts(rule, GRID) == idle
 
 
 def test_a_single_case_stays():

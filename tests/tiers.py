@@ -955,6 +955,23 @@ def staying(rule: Rule, cases: Sequence[tuple[str, Values]]) -> set[int]:
     return {i for i, (name, _) in enumerate(cases) if _matches(name, rule.keep)}
 
 
+def idle_parts(rule: Rule, cases: Sequence[tuple[str, Values]]) -> list[str]:
+    """Return what of a rule changes nothing: patterns without a case, or the rule if all stay.
+
+    Args:
+        rule: of the test.
+        cases: all of them, as for :func:`staying`.
+    """
+    idle = [
+        pattern
+        for pattern in (*rule.keep, *rule.drop)
+        if not any(_matches(name, (pattern,)) for name, _ in cases)
+    ]
+    if len(staying(rule, cases)) == len(cases):
+        idle.append("every case stays")
+    return idle
+
+
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern.replace("[", "[[]")) for pattern in patterns)
 
@@ -977,7 +994,7 @@ def _name(item: tuple[str, Hashable]) -> str:
     return item[0]
 
 
-def mark(items: Sequence[Any], marker: Any) -> None:
+def mark(items: Sequence[Any], marker: Any) -> list[str]:
     """Add ``marker`` to the collected tests that stay out of the default tier.
 
     What another mark keeps out of it, too, neither gets this one nor stands for anything.
@@ -985,7 +1002,11 @@ def mark(items: Sequence[Any], marker: Any) -> None:
     Args:
         items: pytest's, of one session.
         marker: what is added.
+
+    Returns:
+        Parts of the list that change nothing for the tests that were collected.
     """
+    idle = []
     by_test: dict[str, list[Any]] = {}
     for item in items:
         if any(map(item.get_closest_marker, OTHER_MARKS)):
@@ -993,11 +1014,15 @@ def mark(items: Sequence[Any], marker: Any) -> None:
         name, _, _ = item.nodeid.partition("[")
         by_test.setdefault(name.removeprefix("tests/"), []).append(item)
     for name, rule in RULES.items():
-        cases = by_test.get(name, [])
-        kept = staying(rule, [(_id(item), _values(item)) for item in cases])
-        for i, item in enumerate(cases):
+        if name not in by_test:
+            continue
+        cases = [(_id(item), _values(item)) for item in by_test[name]]
+        idle += [f"{name}: {part}" for part in idle_parts(rule, cases)]
+        kept = staying(rule, cases)
+        for i, item in enumerate(by_test[name]):
             if i not in kept:
                 item.add_marker(marker)
+    return idle
 
 
 def _id(item: Any) -> str:
