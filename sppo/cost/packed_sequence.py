@@ -42,11 +42,6 @@ class PackedSequence:
         """Cuts from 0 to the last token."""
         return tuple(accumulate(self.lengths, initial=0))
 
-    @property
-    def longest_prefix(self) -> int:
-        """Most tokens that precede a subsequence in the sequence."""
-        return self.tokens - self.lengths[-1]
-
     def parts(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return of each subsequence the part [begin, end) of every sample it has tokens of."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.lengths]

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from sppo.data.order import SequenceOrder
 from sppo.data.sample_table import SampleTable
 
-_BLOCK_SAMPLES = 1 << 16
 _SPARE = 8
 
 
@@ -61,25 +60,6 @@ class StepSamples:
         """
         count = self.samples_per_step or self._samples_within_limit(position)
         return tuple(self.order.sequence_indices(position, count).tolist())
-
-    def position_of_step(self, step: int) -> int:
-        """Samples consumed before ``step``, from 0.
-
-        With ``tokens_per_step`` all steps before it are gone through: a second for some ten million
-        samples.
-        """
-        if self.samples_per_step is not None:
-            return step * self.samples_per_step
-        position, ends = 0, np.empty(0, dtype=np.int64)
-        while step:
-            count = self._count_within_limit(ends)
-            if count is None:
-                looked_at = min(_BLOCK_SAMPLES, step * self._expected_samples)
-                ends = self._token_ends(position, max(looked_at, 2 * len(ends)))
-                continue
-            position, ends = position + count, ends[count:] - ends[count - 1]
-            step -= 1
-        return position
 
     def _samples_within_limit(self, position: int) -> int:
         """Samples of the step at ``position`` as far as ``tokens_per_step`` goes, at least one."""

@@ -48,16 +48,6 @@ class FileStatistics:
     write_s: float = 0.0
     """Seconds in which at least one thread was writing."""
 
-    @property
-    def read_bytes_per_s(self) -> float:
-        """Rate of reading; 0 before the first read."""
-        return self.read_bytes / self.read_s if self.read_s > 0 else 0.0
-
-    @property
-    def write_bytes_per_s(self) -> float:
-        """Rate of writing; 0 before the first write."""
-        return self.written_bytes / self.write_s if self.write_s > 0 else 0.0
-
 
 class NativeFile:
     """A file of the native library.

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.data import step_samples
 from sppo.data.sample_table import sample_table
 from sppo.data.samples import DocumentSamples, check_samples
 from sppo.data.sequences import IGNORED_LABEL, training_sequence
@@ -59,7 +58,7 @@ def test_every_epoch_has_each_sample_once(
         assert sorted(flat[epoch * count : (epoch + 1) * count]) == list(range(count))
         assert training.epoch_of(epoch * count) == epoch
     assert flat == [training.order.sequence_index(p) for p in range(len(flat))]
-    assert positions == [training.position_of_step(step) for step in range(len(taken))]
+    assert positions == [step * samples_per_step for step in range(len(taken))]
 
 
 @settings(deadline=None, max_examples=examples(30, all=100))
@@ -75,23 +74,6 @@ def test_tokens_of_a_step_are_as_many_as_fit(
         following = training.order.sequence_index(position + len(step))
         assert tokens <= tokens_per_step or len(step) == 1
         assert tokens + training.lengths([following])[0] > tokens_per_step
-
-
-@settings(deadline=None, max_examples=examples(30, all=100))
-@given(documents, st.fractions(0, 1), st.integers(1, 9))
-def test_a_resumed_run_finds_the_position_of_its_step(
-    lengths: list[int], epochs: Fraction, block: int
-) -> None:
-    tokens_per_step = math.ceil(epochs * sum(lengths)) or 1
-    training = samples_of(lengths, tokens_per_step=tokens_per_step)
-    taken, positions = walk(training, 6)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_samples, "_BLOCK_SAMPLES", block)
-        patch.setattr(step_samples, "_SPARE", 10**9)
-        found = {step: training.position_of_step(step) for step in (0, 1, 5)}
-        for step, position in found.items():
-            assert position == positions[step]
-            assert training.step_samples(position) == taken[step]
 
 
 @given(documents, st.integers(1, 30), st.data())
@@ -153,7 +135,6 @@ def test_a_step_of_one_sample_that_is_longer_than_its_tokens() -> None:
     training = samples_of([11, 3], shuffle=False, tokens_per_step=5)
     assert training.step_samples(0) == (0,)
     assert training.step_samples(1) == (1,)
-    assert training.position_of_step(3) == 3
 
 
 def test_steps_without_labels_do_not_exist_without_a_loss_mask() -> None:
@@ -183,5 +164,6 @@ def test_tens_of_thousands_of_samples_a_step_take_milliseconds() -> None:
     lengths = np.random.default_rng(0).integers(2, 100, 200_000)
     table = sample_table(np.concatenate([[0], np.cumsum(lengths)]), length=64, longer="cut")
     training = DocumentSamples(table, stream_of([2]), seed=0, shuffle=True, tokens_per_step=1 << 20)
-    step = training.step_samples(training.position_of_step(20))
+    _, positions = walk(training, 21)
+    step = training.step_samples(positions[20])
     assert (1 << 20) - 64 < sum(training.lengths(step)) <= 1 << 20

@@ -202,15 +202,12 @@ def resident_pages(memory: np.ndarray) -> int:
 
 def test_what_was_moved_is_counted(opened):
     tier = opened()
-    assert tier.statistics.write_bytes_per_s == tier.statistics.read_bytes_per_s == 0
     tier.write(0, random_bytes(SIZE)).wait()
     tier.read(5, random_bytes(MIB)).wait()
     seen = tier.statistics
     assert (seen.written_bytes, seen.read_bytes) == (SIZE, MIB)
     assert 0 < seen.write_s < 10
     assert 0 < seen.read_s < 10
-    assert seen.write_bytes_per_s == SIZE / seen.write_s
-    assert seen.read_bytes_per_s == MIB / seen.read_s
     tier.close()
     assert tier.statistics == seen
 

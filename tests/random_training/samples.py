@@ -62,7 +62,10 @@ def planned_samples(case: Case, leg: int, step: int) -> list[ReplicaStep]:
     samples, how = _samples(case), case.legs[leg]
     data = _document_samples(case)
     first = sum(before.steps for before in case.legs[:leg])
-    own = data.step_samples(data.position_of_step(first + step))
+    consumed = 0
+    for _ in range(first + step):
+        consumed += len(data.step_samples(consumed))
+    own = data.step_samples(consumed)
     planner = StepPlanner(
         _base(how, case.model.config()), samples.longest, how.slices, alignment=1, searches=False
     )
