@@ -32,6 +32,7 @@ from sppo.kernels.attention.interface import Backend
 from sppo.kernels.cross_entropy import CROSS_ENTROPY, LossTerms
 from sppo.offload.copy_report import CopyReport, combined
 from sppo.offload.device_stores import ActivationStore, DeviceStore, LifoArenaStore
+from sppo.offload.held_bytes import HeldBytes
 from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel
 from sppo.parallel.ulysses import UlyssesAllToAll
@@ -178,7 +179,8 @@ class Engine:
         )
         self._offloaded, self._offloaded_shards = offloaded, dict(offloaded_shards or {})
         self._offloads: tuple[Schedule, OffloadSchedule] | None = None
-        self._stores: dict[int, ActivationStore] = {}
+        self._held = HeldBytes()
+        self._pooled = HeldBytes(self._held)
         self._stages: dict[int, Stage] = {}
         self._weights = ResidentWeights(weights) if isinstance(weights, Mapping) else weights
         self._gradients = (
@@ -186,7 +188,6 @@ class Engine:
         )
         self._state = StateStreams(streamed_weights, streamed_gradients, self._gradients)
         self._programs: dict[object, Schedule] = {}
-        self._shard_store = DeviceStore()
         self._msp_executors: dict[str, MspExecutor] = {}
         self._kv = self._build_stages(
             model,
@@ -218,12 +219,15 @@ class Engine:
         stacked = alone and self._weights.device.type == "cpu"
         kv = None
         for index, layers in pipeline.layers(model.num_layers).items():
-            self._stores[index] = LifoArenaStore(poison=debug) if stacked else DeviceStore()
+            if stacked:
+                store: ActivationStore = LifoArenaStore(self._held, poison=debug)
+            else:
+                store = DeviceStore(self._pooled)
             self._stages[index] = Stage(
                 model,
                 weights=self._weights,
                 gradients=self._gradients,
-                activations=self._stores[index],
+                activations=store,
                 offloaded=self._offloaded,
                 kv=kv,
                 input_every=input_every,
@@ -250,13 +254,14 @@ class Engine:
         if pipeline.msp_links is None:
             return {}
         assert not isinstance(exchange, MegatronSequenceParallel), "checked before training"
+        shard_store = DeviceStore(self._pooled)
         return {
             index: MspStage(
                 model,
                 layers=layers,
                 owner=self._stages.get(index),
                 gradients=self._gradients,
-                activations=self._shard_store,
+                activations=shard_store,
                 offloaded=self._offloaded_shards.get(index),
                 heads=exchange,
                 members=pipeline.msp_links.members,
@@ -333,31 +338,16 @@ class Engine:
         return schedule
 
     def take_peaks(self) -> EnginePeaks:
-        """Return the peaks since the last call, and start counting anew.
-
-        Saved tensors of several stages are added up at the peak of each, which may be more than
-        there was at any one time.
-        """
-        shards = self._shard_store
-        held = {
-            index: max(store.peak_bytes, self._stages[index].held_peak_bytes)
-            for index, store in self._stores.items()
-        }
-        pooled = [
-            held[index] for index, store in self._stores.items() if isinstance(store, DeviceStore)
-        ]
+        """Return the peaks since the last call, and start counting anew."""
         peaks = EnginePeaks(
-            sum(held.values()) + shards.peak_bytes,
-            self._kv.peak_bytes,
-            sum(pooled) + shards.peak_bytes,
+            self._held.peak,
+            self._kv.held.peak,
+            self._pooled.peak,
             self._weights.take_peak_bytes(),
             0 if self._gradients is None else self._gradients.take_peak_bytes(),
         )
-        for stage in self._stages.values():
-            stage.reset_peak()
-        for store in (*self._stores.values(), shards):
-            store.peak_bytes = store.device_bytes
-        self._kv.peak_bytes = self._kv.device_bytes
+        for held in (self._held, self._pooled, self._kv.held):
+            held.reset_peak()
         return peaks
 
     @property

@@ -24,6 +24,7 @@ from torch import Tensor
 from sppo.config.model import ModelConfig
 from sppo.kernels.attention.kv_layout import empty_keys
 from sppo.kernels.elementwise import accumulation_dtype
+from sppo.offload.held_bytes import HeldBytes
 
 
 @dataclass(slots=True)
@@ -66,9 +67,7 @@ class KVStore:
         self._dtype, self._device, self._sent = dtype, device, sent
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._bytes = 0
-        self.peak_bytes = 0
-        """Most bytes ever held at once."""
+        self.held = HeldBytes()
 
     def write(
         self, layer: int, sequence: int, *, start: int, length: int, k_CKD: Tensor, v_CKD: Tensor
@@ -128,14 +127,14 @@ class KVStore:
                 if buffer is not None:
                     if self._poison:
                         buffer.fill_(float("nan"))
-                    self._bytes -= buffer.numel() * buffer.element_size()
+                    self.held.remove_tensors([buffer])
                     self._spare.setdefault((buffer.shape[0], buffer.dtype), []).append(buffer)
 
     def abort(self) -> None:
         """Forget everything: the step failed."""
         self._entries.clear()
         self._spare.clear()
-        self._bytes = 0
+        self.held.clear()
 
     @property
     def row_bytes(self) -> int:
@@ -148,11 +147,6 @@ class KVStore:
         """Sequences that hold K and V now."""
         return len({sequence for _, sequence in self._entries})
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes held now."""
-        return self._bytes
-
     def _new(self, length: int, dtype: torch.dtype) -> Tensor:
         # Buffers of sequences of other lengths that are over would only take room.
         self._spare = {key: spare for key, spare in self._spare.items() if key[0] == length}
@@ -162,6 +156,5 @@ class KVStore:
             )
         else:
             buffer = self._spare[length, dtype].pop()
-        self._bytes += buffer.numel() * buffer.element_size()
-        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        self.held.add_tensors([buffer])
         return buffer

@@ -43,6 +43,7 @@ from sppo.model.gradients import DeferredGradients, GradientSink, GradientSum
 from sppo.model.layer import Layer, Saved, SubsequenceAttention, Weights, norm, norm_backward
 from sppo.model.rope import rotary_table
 from sppo.offload.device_stores import ActivationStore, slot_bytes
+from sppo.offload.held_bytes import HeldBytes
 from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.megatron import MegatronSequenceParallel, ShardedTokens
 from sppo.parallel.ulysses import UlyssesAllToAll
@@ -113,7 +114,7 @@ class Stage:
         self._kv_placement: KVPlacement = "retained"
         self._token_losses: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[tuple[int, DeferredGradients]]] = {}
-        self._deferred_bytes = self._held_peak_bytes = 0
+        self._deferred_held = HeldBytes(activations.held)
 
     @cached_property
     def is_first(self) -> bool:
@@ -264,8 +265,6 @@ class Stage:
                     offloaded_rows=offloaded,
                     retained_rows=retained,
                 )
-                if self._deferred_bytes:
-                    self._count_held()
             del saved  # or it would stay while the next layer runs
         if training and self._kv_placement != "retained" and unit.span.end == unit.span.length:
             self.release_sequence(unit.sequence)
@@ -356,7 +355,7 @@ class Stage:
     def weight_gradients(self, unit: Unit) -> None:
         """Run the deferred half of a unit's backward; once per unit."""
         for index, sink in reversed(self._deferred.pop(unit.key)):
-            self._deferred_bytes -= sink.operand_bytes
+            self._deferred_held.add(-sink.operand_bytes)
             with gradients_of(self._provided_gradients, index) as totals:
                 sink.add_up(totals)
 
@@ -370,22 +369,7 @@ class Stage:
         sink = DeferredGradients()
         yield sink
         self._deferred.setdefault(unit.key, []).append((index, sink))
-        self._deferred_bytes += sink.operand_bytes
-        self._count_held()
-
-    @property
-    def held_peak_bytes(self) -> int:
-        """Most bytes of retained tensors with operands of deferred weight halves."""
-        return self._held_peak_bytes
-
-    def reset_peak(self) -> None:
-        """Count the peak anew from what is held now."""
-        self._held_peak_bytes = 0
-        self._count_held()
-
-    def _count_held(self) -> None:
-        held = self._saved.retained.device_bytes + self._deferred_bytes
-        self._held_peak_bytes = max(self._held_peak_bytes, held)
+        self._deferred_held.add(sink.operand_bytes)
 
     @property
     def _provided_gradients(self) -> GradientProvider:
@@ -448,7 +432,7 @@ class Stage:
         self.kv.abort()
         self._token_losses.clear()
         self._deferred.clear()
-        self._deferred_bytes = 0
+        self._deferred_held.clear()
         self._weights.abort()
         if self._gradients is not None:
             self._gradients.abort()

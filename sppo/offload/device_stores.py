@@ -8,7 +8,7 @@ copies them to one mapping of exactly their size. The store of the tensors that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Protocol
 
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from sppo.activations.activation_layout import ActivationKey
 from sppo.offload.arena import ALIGNMENT_BYTES, HostArena
+from sppo.offload.held_bytes import HeldBytes
 
 
 class ActivationStore(Protocol):
     """Store of the tensors that a layer saves; every key is saved once and taken once."""
 
-    peak_bytes: int
-    """Peak of the bytes held on the device."""
+    held: HeldBytes
+    """Bytes held on the device."""
 
     @property
     def lends_memory(self) -> bool:
@@ -60,26 +61,23 @@ class ActivationStore(Protocol):
         ...
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes held on the device now."""
-        ...
-
-    @property
     def num_entries(self) -> int:
         """Number of keys saved and not yet taken (if memory is lent: not yet released)."""
         ...
 
 
 class DeviceStore:
-    """Store that keeps every saved tensor where it is, in memory of the device's allocator."""
+    """Store that keeps every saved tensor where it is, in memory of the device's allocator.
+
+    Args:
+        whole: counts what the store holds, with what others hold.
+    """
 
     lends_memory = False
 
-    def __init__(self) -> None:
+    def __init__(self, whole: HeldBytes | None = None) -> None:
         self._entries: dict[ActivationKey, dict[str, Tensor]] = {}
-        self._bytes = 0
-        self.peak_bytes = 0
-        """Peak of the bytes held on the device."""
+        self.held = HeldBytes(whole)
 
     def reserve(self, capacity_bytes: int) -> None:
         """Do nothing: saved tensors already have their memory."""
@@ -89,13 +87,12 @@ class DeviceStore:
         assert key not in self._entries, f"{key} is saved already"
         tensors = {name: on_its_own(tensor) for name, tensor in tensors.items()}
         self._entries[key] = tensors
-        self._bytes += _total_bytes(tensors)
-        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        self.held.add_tensors(tensors.values())
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
         """Return the tensors of ``key``, which then belong to the caller."""
         tensors = self._entries.pop(key)
-        self._bytes -= _total_bytes(tensors)
+        self.held.remove_tensors(tensors.values())
         return tensors
 
     def look_up(self, key: ActivationKey, name: str) -> Tensor | None:
@@ -108,12 +105,7 @@ class DeviceStore:
     def abort(self) -> None:
         """Forget everything, after a step that failed."""
         self._entries.clear()
-        self._bytes = 0
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes held now."""
-        return self._bytes
+        self.held.clear()
 
     @property
     def num_entries(self) -> int:
@@ -131,21 +123,20 @@ class LifoArenaStore:
     :meth:`release`.
 
     Args:
+        whole: counts what the store holds, without alignment, with what others hold.
         poison: overwrite tensors with NaN when they are released, so that reading them too late
             gives NaN.
     """
 
     lends_memory = True
 
-    def __init__(self, *, poison: bool = False) -> None:
+    def __init__(self, whole: HeldBytes | None = None, *, poison: bool = False) -> None:
         self._poison = poison
         self._lent: dict[ActivationKey, dict[str, Tensor]] = {}
         self._arena: HostArena | None = None
         self._entries: dict[ActivationKey, tuple[int, dict[str, Tensor]]] = {}
         self._top_bytes = 0
-        self._held_bytes = 0
-        self.peak_bytes = 0
-        """Peak of the bytes held on the stack, without alignment."""
+        self.held = HeldBytes(whole)
 
     def reserve(self, capacity_bytes: int) -> None:
         """Make room for ``capacity_bytes``, the sum of the :func:`slot_bytes` of the tensors.
@@ -174,8 +165,7 @@ class LifoArenaStore:
             slots[name].copy_(tensor)
             self._top_bytes += slot_bytes(tensor.shape, tensor.element_size())
         self._entries[key] = (start, slots)
-        self._held_bytes += _total_bytes(slots)
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        self.held.add_tensors(slots.values())
 
     def take(self, key: ActivationKey) -> dict[str, Tensor]:
         """Return views of the tensors of ``key``, which must be the last saved."""
@@ -183,7 +173,7 @@ class LifoArenaStore:
         saved, (start, slots) = self._entries.popitem()
         assert saved == key, f"{key} is taken before {saved}, which was saved later"
         self._top_bytes = start
-        self._held_bytes -= _total_bytes(slots)
+        self.held.remove_tensors(slots.values())
         if self._poison:
             self._lent[key] = dict(slots)
         return slots
@@ -201,12 +191,8 @@ class LifoArenaStore:
         """Forget everything, after a step that failed."""
         self._entries.clear()
         self._lent.clear()
-        self._top_bytes = self._held_bytes = 0
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes held now."""
-        return self._held_bytes
+        self._top_bytes = 0
+        self.held.clear()
 
     @property
     def num_entries(self) -> int:
@@ -223,7 +209,3 @@ def on_its_own(tensor: Tensor) -> Tensor:
     """Return ``tensor``, or a copy if it would keep the memory of a larger one."""
     size = tensor.numel() * tensor.element_size()
     return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
-
-
-def _total_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())

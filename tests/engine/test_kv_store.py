@@ -98,17 +98,17 @@ def test_bytes_are_counted_and_given_back(dtype, narrow, wide):
     store = KVStore(MODEL, dtype=getattr(torch, dtype))
     elements = 2 * 10 * 2 * 6
     write(store, 0, 10)
-    assert store.device_bytes == elements * narrow
+    assert store.held.now == elements * narrow
     dk, _ = store.prefix_gradients(0, 0, start=0, end=10)
     assert dk.element_size() == wide
-    assert store.device_bytes == elements * (narrow + wide)
+    assert store.held.now == elements * (narrow + wide)
     write(store, 0, 10, sequence=1)
     store.release(0, layers=[0])
-    assert store.device_bytes == elements * narrow
+    assert store.held.now == elements * narrow
     assert store.num_sequences == 1
     store.abort()
-    assert (store.device_bytes, store.num_sequences) == (0, 0)
-    assert store.peak_bytes == elements * (2 * narrow + wide)
+    assert (store.held.now, store.num_sequences) == (0, 0)
+    assert store.held.peak == elements * (2 * narrow + wide)
 
 
 def test_a_released_sequence_is_poisoned_for_debugging():

@@ -28,8 +28,8 @@ def test_tensors_come_back_bit_for_bit_last_in_first_out():
         taken = store.take(key)
         store.release(key)
         assert all(torch.equal(taken[name], tensor) for name, tensor in saved(seed).items())
-    assert (store.num_entries, store.device_bytes) == (0, 0)
-    assert store.peak_bytes == len(KEYS) * (70 + 84)
+    assert (store.num_entries, store.held.now) == (0, 0)
+    assert store.held.peak == len(KEYS) * (70 + 84)
 
 
 def test_what_is_saved_is_a_copy():
@@ -76,4 +76,4 @@ def test_a_larger_step_gets_more_room_and_a_smaller_one_keeps_it():
         for seed, key in enumerate(KEYS[:times]):
             store.save(key, saved(seed))
         store.abort()
-        assert (store.num_entries, store.device_bytes) == (0, 0)
+        assert (store.num_entries, store.held.now) == (0, 0)

@@ -24,9 +24,9 @@ def test_bytes_and_entries_are_counted():
     store = DeviceStore()
     store.save(KEY, {"x": torch.zeros(3, 5), "lse": torch.zeros(4, dtype=torch.bfloat16)})
     store.save(OTHER, {"x": torch.zeros(2)})
-    assert (store.device_bytes, store.num_entries, store.peak_bytes) == (76, 2, 76)
+    assert (store.held.now, store.num_entries, store.held.peak) == (76, 2, 76)
     store.take(KEY)
-    assert (store.device_bytes, store.num_entries, store.peak_bytes) == (8, 1, 76)
+    assert (store.held.now, store.num_entries, store.held.peak) == (8, 1, 76)
 
 
 def test_bytes_of_a_key_whose_tensors_were_consumed_are_given_back():
@@ -34,7 +34,7 @@ def test_bytes_of_a_key_whose_tensors_were_consumed_are_given_back():
     store = DeviceStore()
     store.save(KEY, tensors(3))
     store.take(KEY).clear()
-    assert (store.device_bytes, store.num_entries) == (0, 0)
+    assert (store.held.now, store.num_entries) == (0, 0)
 
 
 def test_a_part_of_a_tensor_does_not_keep_all_of_it():
@@ -68,5 +68,5 @@ def test_discard_forgets_everything():
     store = DeviceStore()
     store.save(KEY, tensors(3))
     store.abort()
-    assert (store.device_bytes, store.num_entries) == (0, 0)
+    assert (store.held.now, store.num_entries) == (0, 0)
     store.save(KEY, tensors(3))

@@ -11,8 +11,6 @@ heads, K key/value heads, D head size; with Ulysses N and K are a rank's share i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -20,24 +18,8 @@ from sppo.engine.kv_store import KVStore
 from sppo.engine.msp.shard import MspShard, Run
 from sppo.kernels.attention.interface import Backend, attention_backward, attention_forward
 from sppo.kernels.elementwise import accumulation_dtype
+from sppo.offload.held_bytes import HeldBytes
 from sppo.parallel.ulysses import UlyssesAllToAll
-
-
-@dataclass(slots=True)
-class PrefixMeter:
-    """Counts the bytes of other ranks' keys and values on this rank."""
-
-    held_bytes: int = 0
-    peak_bytes: int = 0
-
-    def hold(self, *tensors: Tensor) -> None:
-        """Add the bytes of tensors that have come."""
-        self.held_bytes += sum(t.numel() * t.element_size() for t in tensors)
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-    def let_go(self, *tensors: Tensor) -> None:
-        """Subtract the bytes of tensors that are freed."""
-        self.held_bytes -= sum(t.numel() * t.element_size() for t in tensors)
 
 
 class MspAttention:
@@ -54,7 +36,7 @@ class MspAttention:
         window: see :func:`sppo.kernels.attention.interface.attention_forward`.
         shape: (K, D) inside attention.
         backend: of the kernel.
-        meter: counts what a borrower holds.
+        borrowed: counts the keys and values of other ranks that a borrower holds.
     """
 
     def __init__(
@@ -70,14 +52,14 @@ class MspAttention:
         dtype: torch.dtype,
         device: torch.device,
         backend: Backend,
-        meter: PrefixMeter,
+        borrowed: HeldBytes,
     ) -> None:
         self._shard, self._exchange, self._heads = shard, shard.exchange, heads
         self._missing, self._store, self._layer = missing, store, layer
         self._window, self._shape = window, shape
         self._dtype, self._device = dtype, device
         self._backend: Backend = backend
-        self._meter = meter
+        self._borrowed = borrowed
         self._kv: tuple[Tensor, Tensor] | None = None
 
     def prefix(self) -> tuple[Tensor, ...]:
@@ -263,8 +245,8 @@ class MspAttention:
 
     def _hold(self, *tensors: Tensor) -> None:
         if self._store is None:
-            self._meter.hold(*tensors)
+            self._borrowed.add_tensors(tensors)
 
     def _let_go(self, *tensors: Tensor) -> None:
         if self._store is None:
-            self._meter.let_go(*tensors)
+            self._borrowed.remove_tensors(tensors)

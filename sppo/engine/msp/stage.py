@@ -18,7 +18,7 @@ from torch import Tensor
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import layer_shapes
 from sppo.engine.gradients import GradientProvider, gradients_of
-from sppo.engine.msp.attention import MspAttention, PrefixMeter
+from sppo.engine.msp.attention import MspAttention
 from sppo.engine.msp.shard import MspShard
 from sppo.engine.msp.weights import MspGradients, MspWeights
 from sppo.engine.stage import Stage
@@ -26,6 +26,7 @@ from sppo.engine.unit import Unit
 from sppo.kernels.attention.interface import Backend
 from sppo.model.gradients import GradientSink
 from sppo.offload.device_stores import ActivationStore
+from sppo.offload.held_bytes import HeldBytes
 from sppo.offload.offload_store import OffloadStore
 from sppo.parallel.msp_exchange import TokenMembers
 from sppo.parallel.ulysses import UlyssesAllToAll
@@ -88,13 +89,13 @@ class MspStage(Stage):
         self._owner, self._members = owner, members
         if owner is not None:
             self.kv = owner.kv
-        self._shapes, self._meter = layer_shapes(model), PrefixMeter()
+        self._shapes, self._borrowed = layer_shapes(model), HeldBytes()
         self._ahead: dict[int, MspAttention] = {}
 
     @property
     def most_held(self) -> MspMemory:
         """Most memory held for other ranks' stages since the rank began."""
-        return MspMemory(self._msp_weights.most_layers, self._meter.peak_bytes)
+        return MspMemory(self._msp_weights.most_layers, self._borrowed.peak)
 
     def forward(
         self, unit: Unit, x_CE: Tensor | None, *, loss_scale: float | None
@@ -134,7 +135,7 @@ class MspStage(Stage):
         """Forget all state of a step that failed."""
         super().abort()
         self._ahead.clear()
-        self._meter.held_bytes = 0
+        self._borrowed.clear()
 
     def embed(self, unit: Unit) -> Tensor:
         """This shard of the first stage's input, which the owner looks up."""
@@ -190,7 +191,7 @@ class MspStage(Stage):
             dtype=self._weights.dtype,
             device=self._weights.device,
             backend=self._backend,
-            meter=self._meter,
+            borrowed=self._borrowed,
         )
 
     @contextmanager

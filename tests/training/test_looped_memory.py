@@ -1,0 +1,67 @@
+"""Memory of one stage after another over long sequences: as predicted, and a straight line.
+
+Layers of the README's Llama shape attend to a window, so that time grows with the length and a
+sequence of 256Ki tokens takes minutes; every key and value is stored all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sppo.offload.disk import usable_directory
+from sppo.units import GIB
+from tests.conftest import write_run, write_tokens
+
+LENGTHS = (64 * 1024, 128 * 1024, 256 * 1024)
+MODEL = {
+    "preset": None,
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "num_layers": 6,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "mlp_size": 1792,
+    "sliding_window": 1024,
+    "max_positions": LENGTHS[-1],
+}
+WAYS = {
+    "memory alone": {"policy": "keep_attention", "kv": "recompute"},
+    "disk": {"policy": "offload_all", "kv": "offload", "disk": "."},
+}
+DISK_BYTES = 32 * GIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_is_as_predicted_and_linear(tmp_path, way):
+    room = usable_directory(tmp_path).usable_bytes
+    if way == "disk" and room < DISK_BYTES:
+        pytest.skip(f"moves {DISK_BYTES / GIB:.0f} GiB, and {room / GIB:.0f} GiB may be used")
+    write_tokens(tmp_path / "tokens", num_tokens=LENGTHS[-1] + 1, vocab_size=4096)
+    peaks = [_peak_bytes(tmp_path, length, WAYS[way]) for length in LENGTHS]
+    first, second, third = peaks
+    assert third - second == pytest.approx(2 * (second - first), rel=0.03)
+
+
+def _peak_bytes(directory, length, activations) -> int:
+    """Train one step; memory must be as predicted within 3 %, in all and of what is saved."""
+    run_file = write_run(
+        directory / f"{length}.yaml",
+        model=MODEL,
+        sequence={"length": length, "num_subsequences": length // 2048},
+        parallel={"virtual_stages": MODEL["num_layers"]},
+        activations=activations,
+        train={"steps": 1, "dtype": "bf16", "output": f"out_{length}"},
+    )
+    command = [sys.executable, "-c", "from sppo.__main__ import main; main()", "train", run_file]
+    subprocess.run(command, check=True, cwd=directory, timeout=1800)
+    summary = json.loads((directory / f"out_{length}" / "run_summary.json").read_text())
+    memory = summary["memory_bytes"]
+    print(json.dumps({"length": length, "memory_bytes": memory}))
+    for bucket in ("all", "K/V and gradients", "activations"):
+        assert memory[bucket]["measured"] == pytest.approx(memory[bucket]["predicted"], rel=0.03)
+    return memory["all"]["measured"]
