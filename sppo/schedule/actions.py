@@ -30,7 +30,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Wire = Literal["act", "grad", "kv", "weights", "gradients"]
 PlacementStyle = Literal["loop", "v"]
@@ -70,9 +70,8 @@ STAGES_HELD = 2
 comes or goes."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
-    """One step of one rank's program.
+class Action(NamedTuple):
+    """One step of one rank's program; a tuple, for programs of large steps have a million of them.
 
     Attributes:
         kind: What to do.

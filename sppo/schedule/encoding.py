@@ -7,8 +7,8 @@ concerns all of it. All tables of validator and simulator are indexed by slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -88,12 +88,13 @@ def encode(schedule: Schedule) -> tuple[EncodedProgram, ...]:
 def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) -> EncodedProgram:
     """One program; actions are looked at one by one only to say which is wrong."""
     program = schedule.programs[rank]
-    codes = _column([_OPCODES.get((action.kind, action.wire), -1) for action in program])
-    stages = _column([action.stage for action in program])
-    sequences = _column([_NONE if a.sequence is None else a.sequence for a in program])
-    parts = _column([_NONE if a.subsequence is None else a.subsequence for a in program])
-    shards = _column([action.shard for action in program])
-    num_shards = _column([action.num_shards for action in program])
+    columns = dict(zip(Action._fields, zip(*program, strict=True), strict=False))
+    named = zip(columns.get("kind", ()), columns.get("wire", ()), strict=True)
+    codes = _column([*map(_OPCODES.get, named, repeat(-1))])
+    stages, sequences, parts, shards, num_shards = (
+        _column(columns.get(name, ()))
+        for name in ("stage", "sequence", "subsequence", "shard", "num_shards")
+    )
     of_stages = codes >= REDUCE
     known = np.clip(sequences, 0, schedule.num_sequences - 1)
     counts = _column([len(sequence) for sequence in schedule.lengths])
@@ -112,12 +113,14 @@ def _encode_program(schedule: Schedule, *, rank: int, offsets: tuple[int, ...]) 
     return EncodedProgram(codes, slots.astype(np.int32), shards, num_shards)
 
 
-def _column(values: Sequence[int]) -> Codes:
+def _column(values: Sequence[int | None]) -> Codes:
     """Integers as an array; those that no schedule can hold become a number out of range."""
+    numbers = [_NONE if value is None else value for value in values]
     try:
-        return np.array(values, dtype=np.int32)
+        return np.array(numbers, dtype=np.int32)
     except OverflowError:
-        return np.array([v if abs(v) <= _OUT_OF_RANGE else _OUT_OF_RANGE for v in values], np.int32)
+        kept = [v if abs(v) <= _OUT_OF_RANGE else _OUT_OF_RANGE for v in numbers]
+        return np.array(kept, dtype=np.int32)
 
 
 def _problem(action: Action, schedule: Schedule) -> str | None:
@@ -131,7 +134,7 @@ def _problem(action: Action, schedule: Schedule) -> str | None:
         )
     if (action.kind, action.wire) in OF_STAGES:
         whole = action.sequence is None and action.subsequence is None and action.num_shards == 1
-        name = str(replace(action, sequence=None)).lstrip("0123456789")
+        name = str(action._replace(sequence=None)).lstrip("0123456789")
         return None if whole else f"{name} names only a stage"
     if action.sequence is None or not 0 <= action.sequence < schedule.num_sequences:
         return f"sequence {action.sequence} does not exist: there are {schedule.num_sequences}"

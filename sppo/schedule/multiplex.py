@@ -140,7 +140,7 @@ class _Builder:
             for rank, forward in enumerate(order):
                 programs[rank].extend(forward)
                 if not self.forward_only:
-                    mirrored = (replace(a, kind=ActionKind.B) for a in reversed(forward))
+                    mirrored = (a._replace(kind=ActionKind.B) for a in reversed(forward))
                     programs[rank].extend(mirrored)
         reduced = tuple(
             # Borrowers send their gradients home, so only the owner of a stage reduces it.

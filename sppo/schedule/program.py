@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from sppo.schedule.actions import ActionKind, Schedule
 from sppo.schedule.checks.deadlock import check_deadlock_free
-from sppo.schedule.checks.validate import validate
+from sppo.schedule.checks.validate import validate, validate_rules
 from sppo.schedule.costs import CopyEngines, Costs, abstract_costs, with_offload
 from sppo.schedule.generators import generate
 from sppo.schedule.transfers.communication import place_messages
@@ -103,7 +103,7 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
         ScheduleError: The schedule breaks a rule.
         DeadlockError: Its messages would wait for each other.
     """
-    validate(schedule)
+    validate_rules(schedule)
     schedule = place_copies(schedule, offloaded=costs.offload_bytes > 0, prefetch=prefetch)
     offloaded, recomputed = (
         frozenset(np.nonzero(table)[0].tolist())
@@ -115,10 +115,12 @@ def lower(schedule: Schedule, *, costs: Costs, prefetch: int = 1) -> Schedule:
         weights=bool(costs.streamed_weight_bytes.any()),
         gradients=bool(costs.streamed_gradient_bytes.any()),
     )
-    if schedule.num_ranks > 1:
-        schedule = place_messages(schedule, costs=costs)
-    validate(schedule)
-    check_deadlock_free(schedule)
+    if schedule.num_ranks == 1:
+        validate(schedule)
+        return schedule
+    # Compute that waits for itself has no order in time, by which messages are placed.
+    schedule = place_messages(schedule, costs=costs)
+    check_deadlock_free(schedule, programs=validate_rules(schedule))
     return schedule
 
 

@@ -64,7 +64,7 @@ def test_unit_costs_and_free_messages(p, n, forward, step, plain):
 def test_backward_is_the_mirror_image_on_the_same_ranks():
     schedule = make("sppo_msp", p=4, n=8, m=1)
     for program in schedule.programs:
-        forward = [replace(a, kind=ActionKind.B) for a in program if a.kind is ActionKind.F]
+        forward = [a._replace(kind=ActionKind.B) for a in program if a.kind is ActionKind.F]
         assert [a for a in program if a.kind is ActionKind.B] == forward[::-1]
 
 

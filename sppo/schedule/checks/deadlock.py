@@ -1,187 +1,168 @@
-"""Proof that a lowered program cannot deadlock: play it where messages need both ends.
+"""Proof that a lowered program cannot deadlock: nothing in it waits for itself.
 
 The model is stricter than any transport. A host walks its program; SEND and RECV go to the end of
 its rank's only queue and the host walks on; it stops only at a compute action whose message has not
-come. A message moves when it is at the head of both queues: its sender's and its receiver's.
+come. A message moves when it is at the head of both queues: its sender's and its receiver's. So
+
+* a compute action waits for the one before it on its rank, and for its messages; the shards of a
+  unit, which run together, for what any of them waits for;
+* a message waits for the compute in front of its SEND and of its RECV, and for the message before
+  it in either queue.
+
+All of it happens if, and only if, there is no circle in this graph.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from sppo.schedule.actions import Schedule
 from sppo.schedule.encoding import (
+    NUM_COMPUTE,
     RECV_ACT,
     RECV_GRAD,
     SEND_ACT,
     SEND_GRAD,
     B,
+    EncodedProgram,
     F,
     encode,
 )
 from sppo.schedule.event_loop import DeadlockError
 from sppo.schedule.msp_groups import find_msp_groups, msp_routes
 
-_ACT, _GRAD = 0, 1
-_WIRES = {SEND_ACT: _ACT, SEND_GRAD: _GRAD, RECV_ACT: _ACT, RECV_GRAD: _GRAD}
+_Nodes = npt.NDArray[np.int64]
+_ACTIVATIONS = (SEND_ACT, RECV_ACT)
+_SENDS = (SEND_ACT, SEND_GRAD)
+_SHOWN = 4
 
 
-def check_deadlock_free(schedule: Schedule) -> None:
+def check_deadlock_free(
+    schedule: Schedule, *, programs: Sequence[EncodedProgram] | None = None
+) -> None:
     """Check that `schedule`, with its messages placed, runs to its end.
+
+    Args:
+        schedule: Every message of which has both ends (:mod:`sppo.schedule.checks.validate`).
+        programs: The same, encoded, where that was done already.
 
     Raises:
         DeadlockError: it does not; names where the first ranks stand.
     """
-    _Replay(schedule).run()
+    graph = _WaitingGraph(schedule, programs=programs or encode(schedule))
+    standing = list(graph.standing())
+    if standing:
+        shown = "; ".join(
+            f"rank {rank} at action {index + 1}, {schedule.programs[rank][index]}"
+            for rank, index in standing[:_SHOWN]
+        )
+        raise DeadlockError(
+            f"messages wait for each other with one queue per rank: {shown}",
+            rank=standing[0][0],
+            index=standing[0][1],
+        )
 
 
-class _Replay:
-    """Hosts, queues and which messages have moved.
+class _WaitingGraph:
+    """What of a program waits for what.
 
-    A message is a number: its wire and producing slot, or one behind all of these for each
-    interval of a unit that is cut into shards.
+    A node is a unit's compute of one kind on one stage, or a message, by the stage and unit that
+    make it; of a unit that is cut into shards each interval of its tokens is one of its own.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.ranks = schedule.num_ranks
-        self.units = schedule.num_units
-        self.size = schedule.num_stages * self.units
-        self.rank_of = [schedule.placement.rank_of(s) for s in range(schedule.num_stages)]
-        programs = encode(schedule)
-        self.codes = [program.codes.tolist() for program in programs]
-        self.slots = [program.slots.tolist() for program in programs]
-        self.shards: list[list[int]] = [program.shards.tolist() for program in programs]
-        self.widths = [program.num_shards.tolist() for program in programs]
-        self.cut = msp_routes(schedule, groups=find_msp_groups(schedule, programs=programs))
-        self._number_cut_messages()
-        # Messages that a compute action still waits for, by (wire, consuming slot, rank).
-        self.expected = self._count_expected()
-        self.lines: list[deque[int]] = [deque() for _ in range(self.ranks)]
-        self.position = [0] * self.ranks
-        self.woken: list[int] = []
-        self.group: dict[tuple[int, int], set[int]] = {}
+    def __init__(self, schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> None:
+        self._schedule, self._programs = schedule, programs
+        self._size = schedule.num_stages * schedule.num_units
+        routes = msp_routes(schedule, groups=find_msp_groups(schedule, programs=programs))
+        self._cut: dict[int, int] = {}
+        self._count = (NUM_COMPUTE + 2) * self._size
+        for (code, slot), parts in routes.items():
+            self._cut[self._whole_message(code, slot)] = self._count
+            self._count += len(parts)
+        self._compute = [self._compute_nodes(rank) for rank in range(len(programs))]
+        waits = [self._waits_of(rank) for rank in range(len(programs))]
+        self._later, self._earlier = (np.concatenate(ends) for ends in zip(*waits, strict=True))
 
-    def _number_cut_messages(self) -> None:
-        self.first_number: dict[tuple[int, int], int] = {}
-        self.ends: list[tuple[int, int, int, int]] = []
-        for (code, slot), routes in self.cut.items():
-            self.first_number[_WIRES[code], slot] = 2 * self.size + len(self.ends)
-            self.ends += [(_WIRES[code], slot, route.sender, route.receiver) for route in routes]
+    def standing(self) -> Iterator[tuple[int, int]]:
+        """Yield the ranks that do not come to their end, and the positions where they stand."""
+        never = self._never_happens()
+        for rank, nodes in enumerate(self._compute):
+            waits = np.flatnonzero((nodes >= 0) & never[nodes])
+            if waits.size:
+                yield rank, int(waits[0])
 
-    def _count_expected(self) -> dict[int, int]:
-        expected: dict[int, int] = {}
-        sent = {SEND_ACT, SEND_GRAD}
-        for rank, codes in enumerate(self.codes):
-            for index, code in enumerate(codes):
-                if code in sent:
-                    message = self._message(rank, index, _WIRES[code], self.slots[rank][index])
-                    needed = self._needed_by(message)
-                    expected[needed] = expected.get(needed, 0) + 1
-        return expected
+    def _never_happens(self) -> npt.NDArray[np.bool_]:
+        """Whether each node is on a circle, or behind one."""
+        from scipy.sparse import csgraph, csr_array
 
-    def _message(self, rank: int, index: int, wire: int, slot: int) -> int:
-        """Number of the message that an action of `rank` sends or receives."""
-        first = self.first_number.get((wire, slot))
-        if first is not None:
-            return first + self.shards[rank][index]
-        stage = slot // self.units + (1 if wire == _ACT else -1)
-        if not 0 <= slot < self.size or not 0 <= stage < len(self.rank_of):
+        def graph(earlier: _Nodes, later: _Nodes) -> csr_array:
+            shape = (self._count + 1, self._count + 1)
+            return csr_array((np.ones(len(later), dtype=np.int8), (earlier, later)), shape=shape)
+
+        _, circle_of = csgraph.connected_components(
+            graph(self._earlier, self._later), connection="strong"
+        )
+        in_circle = np.flatnonzero(np.bincount(circle_of)[circle_of] > 1)
+        never = np.zeros(self._count + 1, dtype=bool)
+        if in_circle.size:
+            source = np.full(in_circle.size, self._count)
+            reached = graph(
+                np.concatenate([self._earlier, source]), np.concatenate([self._later, in_circle])
+            )
+            behind = csgraph.breadth_first_order(reached, self._count, return_predecessors=False)
+            never[behind] = True
+        return never[: self._count]
+
+    def _whole_message(self, code: int, slot: int) -> int:
+        """Return the node of a message of a whole unit."""
+        return (NUM_COMPUTE + (code not in _ACTIVATIONS)) * self._size + slot
+
+    def _compute_nodes(self, rank: int) -> _Nodes:
+        """Return the node of each compute action of a program; -1 of other actions."""
+        program = self._programs[rank]
+        codes, slots = program.codes.astype(np.int64), program.slots.astype(np.int64)
+        nodes: _Nodes = np.where(codes < NUM_COMPUTE, codes * self._size + slots, -1)
+        return nodes
+
+    def _waits_of(self, rank: int) -> tuple[_Nodes, _Nodes]:
+        """Return what on a rank waits, and what for."""
+        compute = self._compute[rank]
+        messages, consumers, is_sent = self._messages(rank)
+        places = np.where(compute >= 0, np.arange(compute.size), -1)
+        before = np.concatenate([[-1], np.maximum.accumulate(places)[:-1]])
+        acts = np.flatnonzero((compute >= 0) | (messages >= 0))
+        acts = acts[before[acts] >= 0]
+        queue = messages[messages >= 0]
+        later = [np.maximum(compute, messages)[acts], queue[1:], consumers[is_sent]]
+        earlier = [compute[before[acts]], queue[:-1], messages[is_sent]]
+        return np.concatenate(later), np.concatenate(earlier)
+
+    def _messages(self, rank: int) -> tuple[_Nodes, _Nodes, npt.NDArray[np.bool_]]:
+        """Return of each action its message, -1 if none, who waits for it, and if it is a SEND.
+
+        Raises:
+            DeadlockError: a message of a stage that has no neighbour there.
+        """
+        program, units, size = self._programs[rank], self._schedule.num_units, self._size
+        codes, slots = program.codes, program.slots.astype(np.int64)
+        carries, is_sent = np.isin(codes, (*_SENDS, RECV_ACT, RECV_GRAD)), np.isin(codes, _SENDS)
+        is_activation = np.isin(codes, _ACTIVATIONS)
+        step = np.where(is_activation, units, -units)
+        made = slots - step * ~is_sent
+        lone = (np.minimum(made, made + step) < 0) | (np.maximum(made, made + step) >= size)
+        for index in np.flatnonzero(carries & lone).tolist():
             raise DeadlockError(
-                f"rank {rank}, {self.schedule.programs[rank][index]}: nobody is at the other end",
+                f"rank {rank}, {self._schedule.programs[rank][index]}: nobody is at the other end",
                 rank=rank,
                 index=index,
             )
-        return wire * self.size + slot
-
-    def _route(self, message: int) -> tuple[int, int, int, int]:
-        """Wire, producing slot, sender and receiver of a message."""
-        if message >= 2 * self.size:
-            return self.ends[message - 2 * self.size]
-        wire, slot = divmod(message, self.size)
-        stage = slot // self.units
-        return wire, slot, self.rank_of[stage], self.rank_of[stage + (1 if wire == _ACT else -1)]
-
-    def _needed_by(self, message: int) -> int:
-        wire, slot, _, receiver = self._route(message)
-        return (wire * self.size + self._consumer(wire, slot)) * self.ranks + receiver
-
-    def _consumer(self, wire: int, slot: int) -> int:
-        return slot + (self.units if wire == _ACT else -self.units)
-
-    def run(self) -> None:
-        """Walk all hosts as far as they get."""
-        self.woken = list(range(self.ranks))
-        while self.woken:
-            rank = self.woken.pop()
-            codes, slots, position = self.codes[rank], self.slots[rank], self.position
-            while position[rank] < len(codes):
-                index = position[rank]
-                if not self._step(rank, index, codes[index], slots[index]):
-                    break
-                position[rank] += 1
-        stuck = list(self._stuck())
-        if stuck:
-            shown = "; ".join(
-                f"rank {rank} at action {index + 1}, {self.schedule.programs[rank][index]}"
-                for rank, index in stuck[:4]
-            )
-            raise DeadlockError(
-                f"messages wait for each other with one queue per rank: {shown}",
-                rank=stuck[0][0],
-                index=stuck[0][1],
-            )
-
-    def _stuck(self) -> Iterator[tuple[int, int]]:
-        for rank, index in enumerate(self.position):
-            if index < len(self.codes[rank]):
-                yield rank, index
-
-    def _step(self, rank: int, index: int, code: int, slot: int) -> bool:
-        """Do one action of a host; whether it walks on."""
-        if code in (SEND_ACT, SEND_GRAD):
-            self._enqueue(rank, self._message(rank, index, _WIRES[code], slot))
-        elif code in (RECV_ACT, RECV_GRAD):
-            wire = _WIRES[code]
-            produced = slot - self.units if wire == _ACT else slot + self.units
-            self._enqueue(rank, self._message(rank, index, wire, produced))
-        elif code in (F, B):
-            wire = _ACT if code == F else _GRAD
-            if self.expected.get((wire * self.size + slot) * self.ranks + rank, 0):
-                return False
-            width = self.widths[rank][index]
-            return width == 1 or self._join(rank, code, slot, width)
-        return True
-
-    def _join(self, rank: int, code: int, slot: int, width: int) -> bool:
-        """A shard goes on when all shards of its unit have come."""
-        members = self.group.setdefault((code, slot), set())
-        if rank not in members:
-            members.add(rank)
-            if len(members) == width:
-                self.woken.extend(sorted(members - {rank}, reverse=True))
-        return len(members) == width
-
-    def _enqueue(self, rank: int, message: int) -> None:
-        line = self.lines[rank]
-        line.append(message)
-        if len(line) == 1:
-            self._move(message)
-
-    def _move(self, message: int) -> None:
-        """Move `message` if it heads both of its queues, and then whatever comes to the head."""
-        candidates = [message]
-        while candidates:
-            head = candidates.pop()
-            _, _, sender, receiver = self._route(head)
-            out, into = self.lines[sender], self.lines[receiver]
-            if not out or not into or out[0] != head or into[0] != head:
-                continue
-            out.popleft()
-            into.popleft()
-            candidates.extend(line[0] for line in (out, into) if line)
-            needed = self._needed_by(head)
-            self.expected[needed] -= 1
-            if not self.expected[needed]:
-                self.woken.append(receiver)
+        nodes = np.where(carries, (NUM_COMPUTE + ~is_activation) * size + made, -1)
+        if self._cut:
+            firsts = [self._cut.get(node, -1) for node in nodes.tolist()]
+            first = np.array(firsts, dtype=np.int64)
+            nodes = np.where(first >= 0, first + program.shards, nodes)
+        consumers = np.where(is_activation, F, B) * size + made + step
+        return nodes, consumers, is_sent

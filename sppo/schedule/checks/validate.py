@@ -71,12 +71,44 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError(schedule.name, violations=violations)
 
 
+def validate_rules(schedule: Schedule) -> tuple[EncodedProgram, ...]:
+    """Refuse `schedule` if it breaks any rule but that of deadlocks, which playing it finds.
+
+    Returns:
+        its programs, encoded.
+
+    Raises:
+        ScheduleError: names the first offending actions and their rules.
+    """
+    programs, violations = _encoded(schedule)
+    violations = violations or _broken_rules(schedule, programs=programs)
+    if violations:
+        raise ScheduleError(schedule.name, violations=violations)
+    return programs
+
+
 def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
     """Return all broken rules of `schedule`; rules about order only if coverage holds."""
+    programs, violations = _encoded(schedule)
+    return (
+        violations
+        or _broken_rules(schedule, programs=programs)
+        or _deadlock(schedule, programs=programs)
+    )
+
+
+def _encoded(schedule: Schedule) -> tuple[tuple[EncodedProgram, ...], tuple[Violation, ...]]:
+    """Return the programs of `schedule`, encoded, or what keeps them from being so."""
     try:
-        programs = encode(schedule)
+        return encode(schedule), ()
     except MalformedActionError as error:
-        return (Violation("well formed", str(error), error.rank, error.index),)
+        return (), (Violation("well formed", str(error), error.rank, error.index),)
+
+
+def _broken_rules(
+    schedule: Schedule, *, programs: Sequence[EncodedProgram]
+) -> tuple[Violation, ...]:
+    """Return what breaks a rule, without a look at what the ranks wait for."""
     found = coverage_problems(schedule, programs=programs)
     if found:
         return tuple(found)
@@ -84,9 +116,7 @@ def find_violations(schedule: Schedule) -> tuple[Violation, ...]:
         found += _order_problems(schedule, rank=rank, program=programs[rank])
     if not found:
         found += message_problems(schedule, programs=programs)
-    if found:
-        return tuple(found)
-    return _deadlock(schedule, programs=programs)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

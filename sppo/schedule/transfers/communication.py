@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,11 +22,15 @@ from sppo.schedule.encoding import EncodedProgram, encode
 from sppo.schedule.event_loop import run_clock
 from sppo.schedule.msp_groups import MspGroup, Route, find_msp_groups, msp_routes
 
-_MESSAGES = (ActionKind.SEND, ActionKind.RECV)
+_WIRES: Mapping[ActionKind, tuple[Wire, int, int]] = {
+    ActionKind.F: ("act", encoding.SEND_ACT, 1),
+    ActionKind.B: ("grad", encoding.SEND_GRAD, -1),
+}
+"""What the results of compute travel as: the wire, the opcode of the SEND, how many stages on."""
+_MESSAGES = (encoding.SEND_ACT, encoding.SEND_GRAD, encoding.RECV_ACT, encoding.RECV_GRAD)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One message: who sends it to whom, and the actions on both ends."""
 
     sender: int
@@ -42,47 +47,46 @@ class MessageMap:
     """
 
     schedule: Schedule
+    rank_of: Sequence[int]
     groups: Mapping[int, MspGroup]
     routes: Mapping[tuple[int, int], tuple[Route, ...]]
 
     def sent_by(self, action: Action) -> list[Message]:
         """Messages that carry the result of `action`, an F or B, to other ranks."""
-        schedule, stage = self.schedule, action.stage
-        wire: Wire = "act" if action.kind is ActionKind.F else "grad"
-        neighbour = stage + 1 if wire == "act" else stage - 1
-        if not 0 <= neighbour < schedule.num_stages or action.kind not in (
-            ActionKind.F,
-            ActionKind.B,
-        ):
+        if action.kind not in _WIRES:
             return []
-        code = encoding.SEND_ACT if wire == "act" else encoding.SEND_GRAD
-        routes: tuple[Route, ...] = ()
-        if self.routes:
-            sequence, subsequence = action.unit
-            unit = schedule.unit_offsets()[sequence] + subsequence
-            routes = self.routes.get((code, stage * schedule.num_units + unit), ())
-        if not routes:
-            rank_of = schedule.placement.rank_of
-            sequence, subsequence = action.unit
-            tokens = schedule.lengths[sequence][subsequence]
-            routes = (Route(rank_of(stage), rank_of(neighbour), 0, tokens, tokens),)
+        wire, code, step = _WIRES[action.kind]
+        stage, neighbour = action.stage, action.stage + step
+        if not 0 <= neighbour < len(self.rank_of):
+            return []
+        routes = self.routes.get((code, self.slot(action)), ()) if self.routes else ()
+        ends = [(route.sender, route.receiver) for route in routes] or [
+            (self.rank_of[stage], self.rank_of[neighbour])
+        ]
         names = (action.sequence, action.subsequence, wire)
         return [
             Message(
-                route.sender,
-                route.receiver,
-                Action(ActionKind.SEND, stage, *names, shard, len(routes)),
-                Action(ActionKind.RECV, neighbour, *names, shard, len(routes)),
+                sender,
+                receiver,
+                Action(ActionKind.SEND, stage, *names, shard, len(ends)),
+                Action(ActionKind.RECV, neighbour, *names, shard, len(ends)),
             )
-            for shard, route in enumerate(routes)
-            if route.sender != route.receiver
+            for shard, (sender, receiver) in enumerate(ends)
+            if sender != receiver
         ]
+
+    def slot(self, action: Action) -> int:
+        """Return the slot of an action of a unit."""
+        sequence, subsequence = action.unit
+        unit = self.schedule.unit_offsets()[sequence] + subsequence
+        return action.stage * self.schedule.num_units + unit
 
 
 def message_map(schedule: Schedule, *, programs: Sequence[EncodedProgram]) -> MessageMap:
     """The messages `schedule` needs."""
     groups = find_msp_groups(schedule, programs=programs)
-    return MessageMap(schedule, groups, msp_routes(schedule, groups=groups))
+    rank_of = [schedule.placement.rank_of(stage) for stage in range(schedule.num_stages)]
+    return MessageMap(schedule, rank_of, groups, msp_routes(schedule, groups=groups))
 
 
 def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedule:
@@ -98,43 +102,37 @@ def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedul
     Raises:
         ValueError: the schedule has messages already, or its order contradicts itself.
     """
-    for program in schedule.programs:
-        for action in program:
-            if action.kind in _MESSAGES:
-                raise ValueError(f"{action} is there already: place messages only once")
-    programs = encode(schedule)
-    messages = message_map(schedule, programs=programs)
-    placed: list[list[Action]] = [[] for _ in programs]
+    encoded = encode(schedule)
+    for rank, codes in enumerate(own.codes for own in encoded):
+        for index in np.flatnonzero(np.isin(codes, _MESSAGES)).tolist():
+            action = schedule.programs[rank][index]
+            raise ValueError(f"{action} is there already: place messages only once")
+    messages = message_map(schedule, programs=encoded)
+    placed: list[list[Action]] = [[] for _ in encoded]
     taken = [0] * schedule.num_ranks
-    for rank, index in _in_time_order(schedule, programs=programs, costs=costs):
+    for rank, index in _in_time_order(schedule, programs=encoded, costs=costs):
         if index < taken[rank]:
             continue  # a shard that its MSP group's first shard has placed
         action = schedule.programs[rank][index]
-        members: tuple[int, ...] = (rank,)
+        shards = [rank]
         if action.num_shards > 1:
-            sequence, subsequence = action.unit
-            unit = schedule.unit_offsets()[sequence] + subsequence
-            members = messages.groups[action.stage * schedule.num_units + unit].ranks
-        for member in members:
-            taken[member] = _take_through_compute(
-                schedule.programs[member], begin=taken[member], placed=placed[member]
-            )
-        for message in messages.sent_by(action):
-            placed[message.sender].append(message.send)
-            placed[message.receiver].append(message.receive)
+            shards = [*messages.groups[messages.slot(action)].ranks]
+        for member in shards:
+            program = schedule.programs[member]
+            end = 1 + (index if member == rank else _next_compute(program, taken[member]))
+            placed[member].extend(program[taken[member] : end])
+            taken[member] = end
+        for sender, receiver, send, receive in messages.sent_by(action):
+            placed[sender].append(send)
+            placed[receiver].append(receive)
     for rank, program in enumerate(schedule.programs):
         placed[rank].extend(program[taken[rank] :])
     return replace(schedule, programs=tuple(map(tuple, placed)))
 
 
-def _take_through_compute(program: Sequence[Action], *, begin: int, placed: list[Action]) -> int:
-    """Append `program` from `begin` through its next compute action; where to go on."""
-    index = begin
-    while program[index].kind not in COMPUTE_KINDS:
-        placed.append(program[index])
-        index += 1
-    placed.append(program[index])
-    return index + 1
+def _next_compute(program: Sequence[Action], begin: int) -> int:
+    """Return the position of the first compute action of `program` from `begin` on."""
+    return next(i for i in range(begin, len(program)) if program[i].kind in COMPUTE_KINDS)
 
 
 def _in_time_order(

@@ -74,7 +74,7 @@ def _with_copies(
             own = forward_at[action.stage, action.unit]
             # The first backward has none before it; then the action in front of it must do.
             place = backwards[-prefetch:][0] if backwards else computes[-1]
-            back = replace(action, kind=ActionKind.H2D)
+            back = action._replace(kind=ActionKind.H2D)
             before.setdefault(max(place, own + 1), []).append(back)
         if action.kind is ActionKind.B:
             backwards.append(index)
@@ -85,7 +85,7 @@ def _with_copies(
         placed.extend(before.get(index, ()))
         placed.append(action)
         if action.kind is ActionKind.F and _leaves(action, offloaded, offsets):
-            placed.append(replace(action, kind=ActionKind.D2H))
+            placed.append(action._replace(kind=ActionKind.D2H))
     return tuple(placed)
 
 

@@ -88,8 +88,8 @@ def _placed(
         if action.stage not in offloaded or action.kind not in (ActionKind.F, ActionKind.D2H):
             continue
         follower = program[index + 1] if index + 1 < len(program) else None
-        if follower != replace(action, kind=ActionKind.D2H):
-            placed.append(replace(action, kind=ActionKind.D2H, wire="kv"))
+        if follower != action._replace(kind=ActionKind.D2H):
+            placed.append(action._replace(kind=ActionKind.D2H, wire="kv"))
     return tuple(placed)
 
 
@@ -113,12 +113,12 @@ def _before_backwards(
     for key, units in forwards.items():
         end = first_backward.get(key, 0)
         if key[0] in recomputed:
-            found.setdefault(end, []).extend(replace(a, kind=ActionKind.KV) for a in units)
+            found.setdefault(end, []).extend(a._replace(kind=ActionKind.KV) for a in units)
         elif key[0] in offloaded:
             possible = [index for index in backwards if last_forward[key] < index < end]
             chosen = possible[-len(units) :] or [end]
             for number, action in enumerate(units):
                 place = chosen[number * len(chosen) // len(units)]
-                back = replace(action, kind=ActionKind.H2D, wire="kv")
+                back = action._replace(kind=ActionKind.H2D, wire="kv")
                 found.setdefault(place, []).append(back)
     return found

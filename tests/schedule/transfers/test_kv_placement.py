@@ -98,7 +98,7 @@ def test_copies_of_keys_fit_every_order(name, p, v, counts, data):
         returned = [*(a for a in copied if a.kind is ActionKind.H2D), *again]
         for action in (a for a in returned if a in finish):
             last = len(lengths[action.sequence]) - 1
-            first_reader = replace(action, kind=ActionKind.B, subsequence=last, wire=None)
+            first_reader = action._replace(kind=ActionKind.B, subsequence=last, wire=None)
             assert finish[action] <= start[first_reader] + 1e-9, (rank, action)
 
 
