@@ -7,7 +7,7 @@ adds the copies and the time of what is recomputed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
@@ -19,6 +19,7 @@ import numpy as np
 from sppo.activations.activation_layout import PREFETCH_LAYERS, SOURCES_HELD, BlockLayout
 from sppo.activations.placement import ActivationPlacement, Counts
 from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN, class_bytes_per_token
+from sppo.config.model import ModelConfig
 from sppo.cost.candidate import Candidate
 from sppo.cost.flops import partition_costs, recomputed_linear_flops
 from sppo.cost.kv import kv_bytes_per_token, kv_offload_bytes, kv_recompute_seconds
@@ -278,15 +279,20 @@ def copy_engines(candidate: Candidate) -> CopyEngines:
     return CopyEngines(out, back) if out > 0 and back > 0 else CopyEngines()
 
 
-def stage_parameters(candidate: Candidate) -> Table:
-    """Parameters of each stage: its layers, the embedding on the first, the head on the last."""
-    model, stages = candidate.workload.model, candidate.stages
+def stage_parameters(model: ModelConfig, stages: Sequence[range], *, is_pipeline: bool) -> Table:
+    """Parameters of each stage: its layers, the embedding on the first, the head on the last.
+
+    Args:
+        model: Whose.
+        stages: The layers of each.
+        is_pipeline: Whether the last stage is on another rank than the first.
+    """
     layer = layer_parameters(model)
     counts = np.array([float(layer * len(layers)) for layers in stages])
     for name, shape in outer_shapes(model).items():
         counts[0 if name.startswith(("embed.", "positions.")) else -1] += prod(shape)
-    if model.tie_embeddings and candidate.pipeline_parallel_degree > 1:
-        # The last stage is on another rank than the first, with a copy of the embedding.
+    if model.tie_embeddings and is_pipeline:
+        # The last stage has a copy of the embedding.
         counts[-1] += model.vocab_size * model.hidden_size
     return counts
 
@@ -367,8 +373,20 @@ def updated_parameters(candidate: Candidate) -> Table:
 
 def _parameters_by_copies(candidate: Candidate) -> Mapping[int, Table]:
     """Parameters a device computes with, by the devices of its group that hold the same."""
-    workload, everything = candidate.workload, stage_parameters(candidate)
-    layers = np.array([float(len(stage)) for stage in candidate.stages])
+    return _parameters_of_stages(
+        candidate.workload,
+        candidate.stages,
+        is_pipeline=candidate.pipeline_parallel_degree > 1,
+    )
+
+
+@lru_cache(maxsize=128)
+def _parameters_of_stages(
+    workload: Workload, stages: tuple[range, ...], *, is_pipeline: bool
+) -> Mapping[int, Table]:
+    """Return the same of some stages; not to be written to."""
+    everything = stage_parameters(workload.model, stages, is_pipeline=is_pipeline)
+    layers = np.array([float(len(stage)) for stage in stages])
     found = {copies: layers * held for copies, held in layer_by_copies(workload).items()}
     layer = layer_parameters(workload.model)
     outer = everything - layers * layer

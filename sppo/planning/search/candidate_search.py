@@ -32,8 +32,8 @@ from sppo.planning.search.evaluated_candidate import (
     assess,
     can_fit,
     least_seconds,
+    least_short_bytes,
     leaves_room,
-    may_fit,
 )
 from sppo.planning.search.shortfall import Shortfall
 
@@ -101,7 +101,7 @@ class CandidateSearch:
         heap: list[tuple[Rank, int, _WaysOfDegrees, EvaluatedCandidate | None]] = [
             ((_rounded(way.bound_s), 0, 0, 0, 0), place, way, None)
             for place, way in enumerate(self._ways.values())
-            if way.may_fit and way.bound_s <= most_s
+            if way.may_take(most_s) and way.may_fit
         ]
         heapq.heapify(heap)
         while heap:
@@ -171,9 +171,13 @@ class _WaysOfDegrees:
         """Whether any candidate may fit."""
         return any(self._way(virtual).may_fit for virtual in (self._simplest, *self._further))
 
+    def may_take(self, most_s: float) -> bool:
+        """Whether any candidate may take at most so long: where that matters, quicker to tell."""
+        return most_s == math.inf or self.bound_s <= most_s
+
     @cached_property
     def bound_s(self) -> float:
-        """Seconds that none of its candidates is faster than."""
+        """Seconds that none of its candidates is faster than, whether it fits or not."""
         way = self._way(self._simplest)
         if not self._further:
             return way.bound_s
@@ -186,7 +190,12 @@ class _WaysOfDegrees:
         Of several stages on a rank most are looked at first: they idle least, and their gradients
         of K and V are the least. Fewer are taken where they are faster still.
         """
-        best = self._way(self._simplest).best
+        simplest = self._way(self._simplest)
+        if self._further and not simplest.may_fit:
+            most_stages = self._best_that_fits(self._further[-1])
+            if simplest.least_short_bytes > most_stages.short_bytes:
+                return most_stages
+        best = simplest.best
         for virtual in reversed(self._further):
             if best.shortfall is not None:
                 # Where most stages do not fit, fewer do not either.
@@ -330,18 +339,25 @@ class _Way:
     @cached_property
     def may_fit(self) -> bool:
         """Whether any candidate may fit: without saved activations memory only shrinks with N."""
-        return may_fit(self._candidates.candidate(self._counts[-1]))
+        return self.least_short_bytes <= 0
+
+    @cached_property
+    def least_short_bytes(self) -> int:
+        """Bytes by which every candidate does not fit at least; 0 or less where one may."""
+        return least_short_bytes(self._candidates.candidate(self._counts[-1]))
 
     @cached_property
     def _worth_trying(self) -> Sequence[int]:
         """Values of N that may fit: where the last does not, which needs least, no other does."""
+        if len(self._counts) == 1:
+            return self._counts
         last = self._counts[-1]
         fits = leaves_room(self._candidates.candidate(last)) or self._candidates.fits(last)
         return self._counts if fits else self._counts[-1:]
 
     @property
     def bound_s(self) -> float:
-        """Seconds that none of its candidates is faster than."""
+        """Seconds that none of its candidates is faster than, whether it fits or not."""
         return self._bounds[0][0]
 
     def looped_bound_s(self, virtual_stages: int) -> float:
@@ -418,8 +434,8 @@ class _Way:
 
     @cached_property
     def _seconds(self) -> Mapping[int, StageSeconds]:
-        """Seconds of the units for each N that may fit."""
-        return {n: self._candidates.seconds(n) for n in self._worth_trying}
+        """Seconds of the units for each N."""
+        return {n: self._candidates.seconds(n) for n in self._counts}
 
 
 def _short_first(evaluated: EvaluatedCandidate) -> tuple[int, float]:

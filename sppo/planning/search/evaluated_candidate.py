@@ -433,7 +433,7 @@ class _PlacementChoice:
     def _tries_free_placements(self) -> bool:
         candidate = self.candidate
         chooses = candidate.policy == "hybrid" and candidate.offload_ratio is None
-        return chooses and _leaves_room_beside(candidate, states=self.states)
+        return chooses and _short_beside(candidate, states=self.states) <= 0
 
     def _if_it_fits(self, policy: str) -> EvaluatedCandidate | None:
         found = self._evaluated(self._priced(decide(policy, self.inputs)))
@@ -495,12 +495,18 @@ def leaves_room(candidate: Candidate) -> bool:
 
 def may_fit(candidate: Candidate) -> bool:
     """Whether any activation policy may make it fit: quick to tell, and most do not."""
+    return least_short_bytes(candidate) <= 0
+
+
+def least_short_bytes(candidate: Candidate) -> int:
+    """Return the bytes by which it does not fit at least, whatever is placed; above 0 if so."""
     if candidate.kv is None:
-        return any(may_fit(replace(candidate, kv=kv)) for kv in kv_choices(candidate))
+        choices = (replace(candidate, kv=kv) for kv in kv_choices(candidate))
+        return min(map(least_short_bytes, choices))
     if candidate.schedule == "sppo_msp":
         # Sequences of a program that cuts units follow one another.
         candidate = replace(candidate, sequences=1)
-    return _leaves_room_beside(candidate, states=memory_without_activations(candidate))
+    return _short_beside(candidate, states=memory_without_activations(candidate))
 
 
 @lru_cache(maxsize=512)
@@ -509,10 +515,10 @@ def memory_without_activations(candidate: Candidate) -> tuple[StageMemory, ...]:
     return state_memory(candidate, units=UnitsInFlight(candidate))
 
 
-def _leaves_room_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> bool:
-    """Whether what every placement has leaves room for a working set and saved activations."""
+def _short_beside(candidate: Candidate, *, states: tuple[StageMemory, ...]) -> int:
+    """Return the bytes by which what every placement has exceeds the room of the fullest device."""
     devices = (state.device for state in states)
-    return all(
-        device.total_bytes - device.working_bytes - device.heap_bytes <= candidate.budget_bytes
-        for device in devices
+    fullest = max(
+        device.total_bytes - device.working_bytes - device.heap_bytes for device in devices
     )
+    return fullest - candidate.budget_bytes
