@@ -25,6 +25,8 @@ PARTIAL = ".partial-"
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers for no space left, or a used-up quota of the user."""
 
+_JSON = json.JSONEncoder(allow_nan=False)
+_INDENTED_LEVELS = 4
 _DESCRIPTOR = re.compile(r"/(?:proc/self|dev)/fd/(\d+)")
 _MOST_LINKS = 40
 _NAME_BYTES = 200
@@ -77,13 +79,28 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` by ``value`` as indented JSON.
+    """Replace ``path`` by ``value`` as JSON, indented but for what lies deepest, such as rows.
 
     Raises:
         ValueError: a float that JSON has no word for (NaN or infinity).
         OSError: as :func:`whole_file`.
     """
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write_text(path, _indented(value, levels=_INDENTED_LEVELS) + "\n")
+
+
+def _indented(value: Any, *, levels: int, line: str = "\n") -> str:
+    """Return JSON whose outer levels are indented: the encoder that indents is slow."""
+    if not value or levels == 0 or not isinstance(value, (dict, list, tuple)):
+        return _JSON.encode(value)
+    deeper = line + "  "
+    items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+    texts = (
+        ("" if key is None else f"{_JSON.encode(str(key))}: ")
+        + _indented(item, levels=levels - 1, line=deeper)
+        for key, item in items
+    )
+    left, right = "{}" if isinstance(value, dict) else "[]"
+    return f"{left}{deeper}{f',{deeper}'.join(texts)}{line}{right}"
 
 
 def write_figure(path: Path, figure: Any, *, dpi: float | None = None) -> None:

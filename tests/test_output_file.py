@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import json
 import os
 import resource
 import subprocess
@@ -16,7 +17,13 @@ from pathlib import Path
 import pytest
 
 from sppo import output_file
-from sppo.output_file import check_output_files, whole_file, write_bytes, write_text
+from sppo.output_file import (
+    check_output_files,
+    whole_file,
+    write_bytes,
+    write_json,
+    write_text,
+)
 
 OLD, NEW = b"the older file", b"a longer file that is to replace it"
 ROOT = Path(__file__).parents[1]
@@ -290,3 +297,18 @@ def _writes(node: ast.AST) -> bool:
 def test_text_is_utf_8(tmp_path):
     write_text(tmp_path / "text", "→\n")
     assert (tmp_path / "text").read_bytes() == "→\n".encode()
+
+
+def test_json_is_indented_but_for_its_deepest_levels(path: Path):
+    flat = {"a": [1, 2.5], "b": {"c": [], "d": None}, "e": '\n"', "f": {}}
+    write_json(path, flat)
+    assert path.read_text() == json.dumps(flat, indent=2) + "\n"
+    rows = {"stages": [{"rows": [{"kept": [1, 2]}, {"kept": [3, 4]}]}]}
+    write_json(path, rows)
+    assert json.loads(path.read_text()) == rows
+    assert path.read_text().splitlines()[4:6] == [
+        '        {"kept": [1, 2]},',
+        '        {"kept": [3, 4]}',
+    ]
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"a": {"b": float("nan")}})

@@ -46,9 +46,9 @@ def place_copies(
             f"schedule {quoted(schedule.name)} has no backward: nothing is kept, so nothing can be "
             "offloaded; set every offload ratio to 0"
         )
-    offsets = schedule.unit_offsets()
+    offsets, leaves = schedule.unit_offsets(), offloaded.tolist()
     programs = tuple(
-        _with_copies(program, offloaded=offloaded, offsets=offsets, prefetch=prefetch)
+        _with_copies(program, offloaded=leaves, offsets=offsets, prefetch=prefetch)
         for program in schedule.programs
     )
     return replace(schedule, programs=programs)
@@ -57,7 +57,7 @@ def place_copies(
 def _with_copies(
     program: Sequence[Action],
     *,
-    offloaded: npt.NDArray[np.bool_],
+    offloaded: Sequence[Sequence[bool]],
     offsets: Sequence[int],
     prefetch: int,
 ) -> tuple[Action, ...]:
@@ -89,6 +89,6 @@ def _with_copies(
     return tuple(placed)
 
 
-def _leaves(action: Action, offloaded: npt.NDArray[np.bool_], offsets: Sequence[int]) -> bool:
+def _leaves(action: Action, offloaded: Sequence[Sequence[bool]], offsets: Sequence[int]) -> bool:
     sequence, subsequence = action.unit
-    return bool(offloaded[action.stage, offsets[sequence] + subsequence])
+    return offloaded[action.stage][offsets[sequence] + subsequence]
