@@ -29,7 +29,8 @@ def samples(work, run_file):
     def make(**sections):
         data = {"tokens": "documents", "samples": "documents", **sections.pop("data", {})}
         train = {"samples_per_step": 4, "steps": 2, **sections.pop("train", {})}
-        return load_run(run_file(data=data, train=train, **sections))
+        planning = {"ahead": False, **sections.pop("planning", {})}
+        return load_run(run_file(data=data, train=train, planning=planning, **sections))
 
     write_tokens(work / "documents", num_tokens=8 * LENGTH, documents=STARTS)
     return make
@@ -134,7 +135,7 @@ def test_a_step_that_does_not_fit_ends_a_run_that_is_saved(samples, monkeypatch)
 
     monkeypatch.setattr(StepPlanner, "plan", too_large)
     with pytest.raises(StepTooLargeError, match="step 2: too large"):
-        train(samples(planning={"ahead": False}))  # another process has the usual planner
+        train(samples())
     monkeypatch.setattr(StepPlanner, "plan", plan)
     outcome = train(samples())
     assert (outcome.first_step, outcome.done_steps) == (1, 2)

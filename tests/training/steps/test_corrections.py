@@ -52,6 +52,7 @@ def job(work):
         data={"samples": "documents", "shuffle": True},
         sequence={"length": 2048, "num_subsequences": "auto"},
         optimizer=OPTIMIZER,
+        planning={"ahead": False},  # starting processes takes longer than these steps
         train={"steps": STEPS, "samples_per_step": 6, "output": "alone"},
     )
     return work
@@ -81,7 +82,7 @@ def on_two_ranks(ranks, job, output, *, steps=STEPS, first_step=0, **more):
 
 def test_every_step_says_what_its_prediction_rests_on(job):
     alone(job, overrides((1, 1, 1), STEPS))
-    steps = records(job, "alone")
+    steps = records(job / "alone")
     assert [step["correction_steps"] for step in steps] == [0, 0, 1, 2, 3, 4]
     for step in steps[:2]:
         assert step["predicted_step_s"] == pytest.approx(step["uncorrected_step_s"], rel=1e-9)
@@ -97,7 +98,7 @@ def test_corrected_predictions_leave_training_alone(job):
     alone(job, overrides((1, 1, 1), STEPS))
     with mock.patch.object(Corrections, "_figures", return_value=told(1)):
         alone(job, overrides((1, 1, 1), STEPS, **{"train.output": "told"}))
-    assert_same_training(job, "alone", "told")
+    assert_same_training(job / "alone", job / "told")
 
 
 def test_corrected_plans_change_rounding_alone(ranks, job):
@@ -105,7 +106,7 @@ def test_corrected_plans_change_rounding_alone(ranks, job):
     alone(job, overrides((1, 1, 1), STEPS))
     on_two_ranks(ranks, job, "usual")
     on_two_ranks(ranks, job, "corrected", **CORRECTED)
-    usual, corrected = records(job, "usual"), records(job, "corrected")
+    usual, corrected = records(job / "usual"), records(job / "corrected")
     digests = [[step["program_digest"] for step in steps] for steps in (usual, corrected)]
     assert digests[0][:2] == digests[1][:2]
     assert digests[0] != digests[1]
@@ -120,27 +121,28 @@ def test_a_resumed_run_plans_the_same(ranks, job):
     on_two_ranks(ranks, job, "halves", steps=3, **CORRECTED)
     on_two_ranks(ranks, job, "halves", first_step=3, **CORRECTED)
     keys = ("correction_steps", "forward_correction", "backward_launch_s", "waiting_correction")
-    for step, other in zip(records(job, "whole"), records(job, "halves"), strict=True):
+    for step, other in zip(records(job / "whole"), records(job / "halves"), strict=True):
         assert [step[key] for key in keys] == [other[key] for key in keys]
-    assert_same_training(job, "whole", "halves")
+    assert_same_training(job / "whole", job / "halves")
 
 
 def test_what_was_measured_is_saved_for_two_steps_more(ranks, job):
     """The next step's plan was begun before the last one was measured, and the one after knows."""
     on_two_ranks(ranks, job, "first", steps=3, first_step=None, **CORRECTED)
     shutil.copytree(job / "first", job / "again")
-    for output in ("first", "again"):
-        on_two_ranks(ranks, job, output, steps=5, first_step=None, **CORRECTED)
-    first, again = records(job, "first"), records(job, "again")
+    for output, ahead in (("first", "false"), ("again", "true")):
+        more = {**CORRECTED, "planning.ahead": ahead}
+        on_two_ranks(ranks, job, output, steps=5, first_step=None, **more)
+    first, again = records(job / "first"), records(job / "again")
     keys = ("forward_correction", "backward_correction", "predicted_rest_s", "program_digest")
     assert [[s[k] for k in keys] for s in first] == [[s[k] for k in keys] for s in again]
-    assert_same_training(job, "first", "again")
+    assert_same_training(job / "first", job / "again")
 
 
 def test_other_ranks_begin_without_correction(ranks, job):
     on_two_ranks(ranks, job, "moving", steps=3)
     alone(job, overrides((1, 1, 1), 5, **{"train.output": "moving"}))
-    assert [step["correction_steps"] for step in records(job, "moving")] == [0, 0, 1, 0, 0]
+    assert [step["correction_steps"] for step in records(job / "moving")] == [0, 0, 1, 0, 0]
 
 
 def metadata(directory):

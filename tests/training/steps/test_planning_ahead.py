@@ -156,20 +156,20 @@ def test_the_smaller_search_is_another_one():
 # Whole runs.
 
 
-def records(directory, output):
-    lines = (directory / output / "metrics.jsonl").read_text().splitlines()
+def records(output):
+    lines = (output / "metrics.jsonl").read_text().splitlines()
     return list(map(json.loads, lines))
 
 
-def trained(directory, output):
+def trained(output):
     """What must be the same to the last bit: losses, norms, programs, weights."""
-    _, weights = read_model(directory / output)
+    _, weights = read_model(output)
     keys = ("loss", "grad_norm", "program_digest", "tokens")
-    return [[step[key] for key in keys] for step in records(directory, output)], weights
+    return [[step[key] for key in keys] for step in records(output)], weights
 
 
-def assert_same_training(directory, *outputs):
-    (steps, weights), (others, other_weights) = (trained(directory, name) for name in outputs)
+def assert_same_training(*outputs):
+    (steps, weights), (others, other_weights) = map(trained, outputs)
     assert steps == others
     assert weights.keys() == other_weights.keys()
     for name, weight in weights.items():
@@ -215,16 +215,28 @@ def kill_in(step, plans):
 @pytest.fixture
 def job(work):
     (work / "tokens").rename(work / "other tokens")
-    write_samples(work, {"samples_per_step": 6, "steps": STEPS})
+    write_samples(work, {"samples_per_step": 6, "steps": STEPS}, ahead=True)
     return work
 
 
-def test_a_run_whose_process_is_killed(job, capsys):
-    alone(job, overrides((1, 1, 1), STEPS, **{"planning.ahead": "false"}))
+IN_LINE = {"train.output": "in line", "planning.ahead": "false"}
+
+
+@pytest.fixture(scope="module")
+def in_line_on_two(tmp_path_factory, ranks):
+    """The directory of a run on two ranks that plan each step when it begins."""
+    directory = tmp_path_factory.mktemp("two ranks")
+    write_samples(directory, {"samples_per_step": 6, "steps": STEPS})
+    on_two_ranks(ranks, directory, **IN_LINE)
+    return directory / "in line"
+
+
+def test_a_run_whose_process_is_killed(job):
+    alone(job, overrides((1, 1, 1), STEPS, **IN_LINE))
     with watched_plans() as plans, each_step(kill_in(2, plans)):
         alone(job, overrides((1, 1, 1), STEPS, **{"train.output": "ahead"}))
     assert plans[0]._failures == 1
-    assert_same_training(job, "alone", "ahead")
+    assert_same_training(job / "ahead", job / "in line")
 
 
 def as_rank(rank, directory, arguments, killed_in, planned_otherwise_by):
@@ -254,32 +266,30 @@ def as_rank(rank, directory, arguments, killed_in, planned_otherwise_by):
         return train_as(rank, directory, arguments)
 
 
-def on_two_ranks(ranks, job, output, *, killed_in=0, planned_otherwise_by=None, **more):
-    arguments = overrides((1, 2, 1), STEPS, **{"train.output": output}, **more)
+def on_two_ranks(ranks, job, *, killed_in=0, planned_otherwise_by=None, **more):
+    arguments = overrides((1, 2, 1), STEPS, **more)
     return ranks.run(as_rank, job, arguments, killed_in, planned_otherwise_by, ranks=2)
 
 
-def test_two_ranks_never_wait_after_the_first_step(ranks, job):
-    on_two_ranks(ranks, job, "ahead")
-    on_two_ranks(ranks, job, "in line", **{"planning.ahead": "false"})
-    waits = [step["planning_wait_s"] for step in records(job, "ahead")]
+def test_two_ranks_never_wait_after_the_first_step(ranks, job, in_line_on_two):
+    on_two_ranks(ranks, job)
+    waits = [step["planning_wait_s"] for step in records(job / "alone")]
     assert waits[0] > 0
     assert waits[1:] == [0.0] * (STEPS - 1)
-    assert all(step["planning_wait_s"] > 0 for step in records(job, "in line"))
-    assert_same_training(job, "ahead", "in line")
+    assert all(step["planning_wait_s"] > 0 for step in records(in_line_on_two))
+    assert_same_training(job / "alone", in_line_on_two)
 
 
-def test_two_ranks_one_of_whose_processes_is_killed(ranks, job):
-    on_two_ranks(ranks, job, "killed", killed_in=2)
-    on_two_ranks(ranks, job, "in line", **{"planning.ahead": "false"})
-    waits = [step["planning_wait_s"] for step in records(job, "killed")]
+def test_two_ranks_one_of_whose_processes_is_killed(ranks, job, in_line_on_two):
+    on_two_ranks(ranks, job, killed_in=2)
+    waits = [step["planning_wait_s"] for step in records(job / "alone")]
     assert [wait > 0 for wait in waits] == [True, False, True, False]
-    assert_same_training(job, "killed", "in line")
+    assert_same_training(job / "alone", in_line_on_two)
 
 
 def test_ranks_with_other_plans_are_refused(ranks, job):
     with pytest.raises(AssertionError, match="rank 1 has made another plan of step 1 than rank 0"):
-        on_two_ranks(ranks, job, "other", planned_otherwise_by=1)
+        on_two_ranks(ranks, job, planned_otherwise_by=1)
 
 
 @pytest.fixture(scope="module")
@@ -287,6 +297,15 @@ def sppo():
     command = ForkedSppo()
     yield command
     command.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(sppo, tmp_path_factory):
+    """The directory of a run that nothing disturbs, and that plans each step when it begins."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    write_samples(directory, {"samples_per_step": 6, "steps": STEPS})
+    assert sppo("train", "run.yaml", cwd=directory).returncode == 0
+    return directory / "alone"
 
 
 def processes_in(directory):
@@ -300,14 +319,12 @@ def processes_in(directory):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_run_leaves_no_process(sppo, job, number):
-    words = ("train", "run.yaml", "train.output=stopped")
+def test_an_interrupted_run_leaves_no_process(sppo, job, undisturbed, number):
+    words = ("train", "run.yaml")
     ended = sppo(*words, cwd=job, step=2, action=1, signals=[number])
     assert ended.returncode == (-number if number == signal.SIGKILL else 128 + number)
     wait_for(lambda: processes_in(job) == [])
     again = sppo(*words, cwd=job)
     assert again.returncode == 0, again.stderr
     wait_for(lambda: processes_in(job) == [])
-    whole = sppo("train", "run.yaml", "train.output=whole", "planning.ahead=false", cwd=job)
-    assert whole.returncode == 0
-    assert_same_training(job, "stopped", "whole")
+    assert_same_training(job / "alone", undisturbed)

@@ -24,7 +24,7 @@ SHAPES = [(1, 2, 1), (1, 3, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (1, 2, 2)]
 SPEEDS = {"by tokens": {"tokens_per_step": 3 * LENGTH}, "by samples": {"samples_per_step": 6}}
 
 
-def write_samples(directory, train):
+def write_samples(directory, train, *, ahead=False):
     """Token data, and a run file for more than an epoch of its samples."""
     ends = np.cumsum(LENGTHS).tolist()
     write_tokens(directory / "tokens", num_tokens=ends[-1], documents=ends[:-1])
@@ -33,6 +33,7 @@ def write_samples(directory, train):
         model=MODEL,
         data={"samples": "documents", "shuffle": True},
         optimizer=OPTIMIZER,
+        planning={"ahead": ahead},
         train={"steps": STEPS, "dtype": "fp32", "output": "alone", **train},
     )
 
