@@ -18,6 +18,7 @@ from tests.documents import ROOT, blocks, pages, statements
 
 PASSIVE = "OMP_WAIT_POLICY=passive python scripts"
 SHORT = "sequence.length=1Ki"  # of all commands that share a run
+STRETCHED = "sequence.length=2Ki"  # the same of a model that was trained on 1Ki tokens
 SHORTER = {
     "bash scripts/quickstart.sh": " quickstart sequence.length=1Ki train.steps=2",
     "bash scripts/compare_cpu.sh": " --lengths 512 --steps 1",
@@ -29,8 +30,9 @@ SHORTER = {
     "sppo bench": " --quick",
     "sppo train run.yaml": f" {SHORT}",
     "sppo eval run.yaml": f" {SHORT}",
-    "sppo train short.yaml": " train.steps=2",
-    "sppo train long.yaml": " train.steps=2",
+    "sppo train short.yaml": " train.steps=2 train.sequences_per_step=1",
+    "sppo train long.yaml": f" {STRETCHED} train.steps=2 train.sequences_per_step=1",
+    "sppo eval long.yaml": f" {STRETCHED} --sequences 1",
 }
 """Arguments appended to a command that takes minutes."""
 NOT_RUN = {"bash scripts/test.sh": "it is what runs this test"}
@@ -93,7 +95,7 @@ def test_commands_of_a_page(page: str, code: str, directories: dict[str, Path]) 
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "SPPO_VENV": sys.prefix,
         "SPPO_SKIP_INSTALL": "1",
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
@@ -113,7 +115,7 @@ def test_python_of_a_page(page: str, code: str, directories: dict[str, Path]) ->
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=directories[page],
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
