@@ -16,6 +16,7 @@ PLANNING_CORE = (
     *("sppo.units", "sppo.config", "sppo.schedule", "sppo.timeline"),
     *("sppo.activations", "sppo.hardware", "sppo.cost", "sppo.planning"),
 )
+MOST_MODULES = 20
 HEAVY = ("torch", "numpy", "pydantic", "yaml", "scipy", "matplotlib", "rich.table")
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
     "contracts"
@@ -91,6 +92,12 @@ def test_every_package_has_its_layer():
         and (path.suffix == ".py" or path.is_dir())
     }
     assert named == found
+
+
+def test_no_folder_has_more_modules_than_one_can_see():
+    for folder in [path.parent for path in (ROOT / "sppo").rglob("__init__.py")]:
+        modules = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+        assert len(modules) <= MOST_MODULES, f"{folder.relative_to(ROOT)}: split it by subject"
 
 
 def test_the_planning_core_runs_without_torch():

@@ -730,7 +730,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "50-64-*", why="refused; what is raised shows nothing but the limit"
         ),
         "test_ranks_meet_compute_and_part": replaced(
-            "test_long_run_scripts.py::test_two_ranks_of_a_node_train_by_the_plan",
+            "scripts/test_long_run_scripts.py::test_two_ranks_of_a_node_train_by_the_plan",
             "parallel/job/test_rendezvous.py::test_ranks_that_differ_refuse_with_one_voice",
             why="a run of two ranks meets, computes and parts; who serves their meeting place under"
             " srun shows in the other tier alone",
@@ -810,7 +810,7 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             why="what they compute shows here; that they compile for GPUs in the other tier",
         ),
     },
-    "test_full_disk_script.py": {
+    "scripts/test_full_disk_script.py": {
         "test_every_kind_of_file_on_a_full_disk": replaced(
             "test_output_file.py::test_a_full_disk",
             "cli/test_train.py::test_a_disk_too_full_for_a_line_of_metrics",
@@ -848,89 +848,89 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
                 "cli/test_convert.py::test_to_hf_takes_the_newest_checkpoint",
                 "training/whole_runs/test_parallel_runs.py::test_losses_and_weights_are_those_of_one_rank",
                 "parallel/job/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
-                "test_msp_script.py::test_both_sides_take_turns_and_agree",
-                "test_compare_kernels_scripts.py::test_cross_entropy_beside_two_steps",
-                "test_compare_kernels_scripts.py::test_attention_beside_one_unsplit_call",
+                "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
+                "scripts/test_compare_kernels_scripts.py::test_cross_entropy_beside_two_steps",
+                "scripts/test_compare_kernels_scripts.py::test_attention_beside_one_unsplit_call",
             ),
         ),
     },
-    "test_pipelining_script.py": {
+    "scripts/test_pipelining_script.py": {
         "test_both_sides_compute_the_same": replaced(
-            "test_msp_script.py::test_both_sides_take_turns_and_agree",
+            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
             why="they share scripts/turns.py; what this one compares is in the other tier alone",
         ),
     },
-    "test_state_tiers_script.py": {
+    "scripts/test_state_tiers_script.py": {
         "test_the_two_trainings_take_turns_and_agree": replaced(
             "training/whole_runs/test_state_tiers.py::test_training_is_that_on_the_device",
             why="five processes that train; the same comparison of smaller runs in one process",
         ),
     },
-    "test_virtual_stages_script.py": {
+    "scripts/test_virtual_stages_script.py": {
         "test_one_stage_is_among_them": replaced(
-            "test_msp_script.py::test_both_sides_take_turns_and_agree",
+            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
             why="a process that imports torch, for one line",
         ),
         "test_all_orders_take_turns_and_agree": replaced(
-            "test_msp_script.py::test_both_sides_take_turns_and_agree",
+            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
             "engine/test_pipeline.py::test_gradients_of_a_pipeline",
             why="the same comparison of other orders, whose gradients are compared there",
         ),
     },
-    "test_elastic_script.py": {
+    "scripts/test_elastic_script.py": {
         "test_all_sides_take_turns_and_agree": replaced(
-            "test_msp_script.py::test_both_sides_take_turns_and_agree",
-            "test_elastic_script.py::test_sides_are_planned_for_the_same_tokens",
+            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
+            "scripts/test_elastic_script.py::test_sides_are_planned_for_the_same_tokens",
             why="ranks that start alike; what they are given is planned there",
         ),
         "test_one_rank_is_refused": replaced(
-            "test_msp_script.py::test_both_sides_take_turns_and_agree",
+            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
             why="a process that imports much, for one line",
         ),
     },
-    "test_offload_script.py": {
+    "scripts/test_offload_script.py": {
         "test_both_sides_take_turns_and_agree": replaced(
-            "test_msp_script.py::test_both_sides_take_turns_and_agree",
+            "scripts/test_msp_script.py::test_both_sides_take_turns_and_agree",
             why="they share scripts/turns.py; what this one compares is in the other tier alone",
         ),
     },
-    "test_compare_kernels_scripts.py": {
+    "scripts/test_compare_kernels_scripts.py": {
         "test_one_side_joins_the_report_of_another_time": replaced(
-            "test_compare_kernels_scripts.py::test_cross_entropy_beside_two_steps",
+            "scripts/test_compare_kernels_scripts.py::test_cross_entropy_beside_two_steps",
             why="the same worker; that a report is added to shows in the other tier alone",
         ),
         "test_fused_projections_beside_separate_ones": replaced(
-            "test_compare_kernels_scripts.py::test_fused_projections_are_the_separate_ones",
+            "scripts/test_compare_kernels_scripts.py::test_fused_projections_are_the_separate_ones",
             why="what is timed; that a report is written shows in the other tier alone",
         ),
     },
-    "test_gpu_training_script.py": {
+    "scripts/test_gpu_training_script.py": {
         "test_the_rehearsal_fills_the_report": replaced(
-            "test_gpu_training_script.py::test_what_fails_is_in_the_report_with_its_words",
+            "scripts/test_gpu_training_script.py::test_what_fails_is_in_the_report_with_its_words",
             "training/devices/test_cuda_device.py::test_the_training_is_that_of_the_cpu",
             why="script and device start there; the whole rehearsal is in the other tier alone",
         ),
     },
-    "test_rank_faults_script.py": {
+    "scripts/test_rank_faults_script.py": {
         "test_one_fault_from_the_command_line": replaced(
             "parallel/job/test_rendezvous.py::test_a_killed_rank_ends_the_job_and_is_named",
             "training/whole_runs/test_resume.py::test_killed_in_step_seven",
             why="a fault of two ranks, and a run that goes on after one",
         ),
     },
-    "test_long_run_scripts.py": {
+    "scripts/test_long_run_scripts.py": {
         "test_a_slurm_job_starts_a_task_for_every_rank": replaced(
-            "test_long_run_scripts.py::test_two_ranks_of_a_node_train_by_the_plan",
+            "scripts/test_long_run_scripts.py::test_two_ranks_of_a_node_train_by_the_plan",
             "parallel/job/test_environment.py::test_srun",
             why="the same run; how ranks know their places under SLURM has tests of its own",
         ),
         "test_what_does_not_fit_stops_with_the_solvers_reasons": replaced(
             "cli/test_solve.py::test_what_does_not_fit_ends_with_3_on_one_screen",
-            "test_long_run_scripts.py::test_a_plan_for_gpus_is_not_started_where_there_is_none",
+            "scripts/test_long_run_scripts.py::test_a_plan_for_gpus_is_not_started_where_there_is_none",
             why="the solver's reasons and exit code, and a script that stops after planning",
         ),
         "test_a_cpu_trains_by_the_plan_it_prints": replaced(
-            "test_long_run_scripts.py::test_two_ranks_of_a_node_train_by_the_plan",
+            "scripts/test_long_run_scripts.py::test_two_ranks_of_a_node_train_by_the_plan",
             why="the same script, with two ranks",
         ),
     },

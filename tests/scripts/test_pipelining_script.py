@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_pipelining.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_pipelining.py"
 
 
 def test_both_sides_compute_the_same(tmp_path):

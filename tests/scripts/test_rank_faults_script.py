@@ -8,7 +8,7 @@ import pytest
 
 from scripts.rank_faults import FAULTS, Ended, main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

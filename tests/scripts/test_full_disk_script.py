@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "full_disk.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "full_disk.py"
 
 
 def _can_mount() -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from sppo.hardware.presets import PRESETS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LENGTHS = (300, 40, 700, 60, 10)
 
 

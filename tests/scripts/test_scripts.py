@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci/run"])
 SOURCED = ROOT / "scripts/environment.sh"
 ALSO_SOURCED = ROOT / "scripts/long_run.sh"

@@ -16,7 +16,7 @@ from sppo.hardware.file import hardware_json
 from sppo.hardware.this_machine import describe_cpu, divide_cpu, usable_memory_bytes
 from tests.conftest import write_tokens
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = {"SPPO_MODEL": "tiny-test", "SPPO_LENGTH": "2Ki", "SPPO_STEPS": "1"}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "offload_cpu.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "offload_cpu.py"
 
 
 def test_both_sides_take_turns_and_agree(tmp_path):

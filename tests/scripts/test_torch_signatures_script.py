@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/torch_signatures.py"
 SOURCES = sorted((ROOT / "sppo").rglob("*.py"))
 
