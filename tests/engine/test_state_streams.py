@@ -20,11 +20,12 @@ from tests.engine.models import (
 )
 from tests.engine.streaming import Streamed, names_of_stages
 from tests.engine.test_looped import VARIANTS, cut_sequences, looped, sequences_of
+from tests.tiers import examples
 
 BOTH = ("weights", "gradients")
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(8, all=25))
 @given(
     variant=st.sampled_from(VARIANTS),
     layers=st.integers(1, 5),

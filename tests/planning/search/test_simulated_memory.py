@@ -20,6 +20,7 @@ from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.simulation.simulate import simulate
 from sppo.units import GIB
 from tests.planning.cases import machine, run_config
+from tests.tiers import examples
 
 SCHEDULES = (
     "sppo",
@@ -77,7 +78,7 @@ def candidates(draw, schedules=SCHEDULES, policies=("auto", "retain", "recompute
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(20, all=60))
 @given(candidates())
 def test_a_simulation_never_holds_more_than_the_plan_says(candidate: Candidate):
     evaluated = simulate_candidate(assess(candidate))
@@ -87,7 +88,7 @@ def test_a_simulation_never_holds_more_than_the_plan_says(candidate: Candidate):
         assert peak <= stage.device.total_bytes + 8
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(8, all=20))
 @given(candidates(schedules=ONE_BUCKET_ONLY, policies=("retain",)))
 def test_what_retains_everything_holds_exactly_what_the_plan_says(candidate: Candidate):
     evaluated = assess(candidate)
@@ -112,7 +113,7 @@ def test_without_a_simulation_nothing_is_said():
 # What is in flight, in closed form and along the programs.
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(25, all=80))
 @given(st.data())
 def test_units_in_flight_are_those_of_the_program(data):
     several = ("looped_bfs", "interleaved_seq1f1b")
