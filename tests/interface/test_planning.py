@@ -59,10 +59,10 @@ def test_estimate_is_the_command(tmp_path):
 def test_what_does_not_fit_says_what_would(tmp_path):
     sections = {
         **RUN,
-        "model": {"preset": "gpt-7b"},
-        "parallel": {"sequence_parallel_degree": 8, "pipeline_parallel_degree": 1},
-        "sequence": {"length": "4Mi"},
-        "hardware": {"preset": "a100-80g"},
+        "model": {"preset": "llama-3.2-1b"},
+        "parallel": {"virtual_stages": 1},
+        "sequence": {"length": "2Mi"},
+        "hardware": {"preset": "h100", "nodes": 1, "devices_per_node": 2},
     }
     file = write(tmp_path / "run.yaml", sections)
     with pytest.raises(sppo.NothingFitsError, match="short by .* What would fit: ") as caught:
