@@ -32,13 +32,7 @@ from sppo.checkpoint.files import (
     remove_leftovers,
     step_name,
 )
-from sppo.checkpoint.manifest import (
-    FileSum,
-    find_absence,
-    sum_files,
-    why_absent,
-    write_manifest,
-)
+from sppo.checkpoint.manifest import FileSum, find_absence, sum_files, why_absent, write_manifest
 from sppo.checkpoint.ranks import TIMEOUT_S, CheckpointRanks
 from sppo.checkpoint.search import (
     Checkpoint,

@@ -12,14 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sppo.config.huggingface import read_model_fields
 from sppo.config.presets import PRESETS
-from sppo.config.problems import (
-    MISSING,
-    ConfigError,
-    Problem,
-    nearest,
-    problems_of,
-    unknown_key,
-)
+from sppo.config.problems import MISSING, ConfigError, Problem, nearest, problems_of, unknown_key
 from sppo.config.rules import check_sections
 from sppo.config.run import RunConfig
 from sppo.config.yaml_file import parse_yaml, read_yaml

@@ -33,12 +33,7 @@ from sppo.cost.elementwise import (
     saving_work,
     work_seconds,
 )
-from sppo.cost.flops import (
-    FLASH_BACKWARD_RATIO,
-    causal_pairs,
-    layer_flops,
-    recomputed_linear_names,
-)
+from sppo.cost.flops import FLASH_BACKWARD_RATIO, causal_pairs, layer_flops, recomputed_linear_names
 from sppo.cost.logits_tile import tile_tokens
 from sppo.cost.packed_sequence import SampleParts
 from sppo.cost.parameters import Shape, layer_shapes

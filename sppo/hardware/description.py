@@ -14,11 +14,7 @@ from pydantic import ConfigDict
 
 from sppo.config.base import MOST_RANKS
 from sppo.hardware.figures import check_figures
-from sppo.hardware.published_attention import (
-    PUBLISHED_BLOCKS,
-    PublishedAttention,
-    published_rates,
-)
+from sppo.hardware.published_attention import PUBLISHED_BLOCKS, PublishedAttention, published_rates
 from sppo.hardware.rates import (
     AttentionPoint,
     ElementwisePoint,

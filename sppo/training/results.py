@@ -17,16 +17,9 @@ from sppo.report.loss_plot import loss_plot
 from sppo.report.metrics import METRICS_FILE, read_metrics
 from sppo.report.run_summary import Pair, print_summary, run_summary, write_summary
 from sppo.training.checks.preflight import Preflight
-from sppo.training.executed_step import (
-    timeline_summary,
-    timeline_writers,
-)
+from sppo.training.executed_step import timeline_summary, timeline_writers
 from sppo.training.outcome import TrainingOutcome
-from sppo.training.run_directory import (
-    LOSS_PLOT,
-    RESULT_FILES,
-    SUMMARY_FILE,
-)
+from sppo.training.run_directory import LOSS_PLOT, RESULT_FILES, SUMMARY_FILE
 from sppo.training.steps.measured import predicted_and_measured
 
 _WRITTEN = (*RESULT_FILES, CHECKPOINTS_DIRECTORY)

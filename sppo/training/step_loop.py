@@ -24,10 +24,7 @@ from sppo.training.run_checkpoints import RunCheckpoints
 from sppo.training.state import TrainingState
 from sppo.training.step_metrics import StepMeasures
 from sppo.training.step_records import StepRecords
-from sppo.training.steps.nonfinite import (
-    NonFiniteError,
-    NonFiniteGuard,
-)
+from sppo.training.steps.nonfinite import NonFiniteError, NonFiniteGuard
 from sppo.training.steps.step import StepHooks, StepInput, StepSums, run_step
 from sppo.training.steps.step_work import StepSource, StepWork
 

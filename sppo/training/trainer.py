@@ -22,10 +22,7 @@ from sppo.training.executed_step import executed_timeline
 from sppo.training.outcome import TrainingOutcome
 from sppo.training.ranks import Ranks, one_rank, shared_output
 from sppo.training.run_checkpoints import RunCheckpoints
-from sppo.training.run_directory import (
-    PLAN_FILE,
-    note_configuration,
-)
+from sppo.training.run_directory import PLAN_FILE, note_configuration
 from sppo.training.state import build_state
 from sppo.training.state_tensors import DTYPES
 from sppo.training.step_loop import StepLoop

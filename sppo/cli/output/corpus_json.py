@@ -8,12 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sppo.cli.output.solve_json import (
-    degrees_report,
-    hardware_report,
-    memory_report,
-    stage_reports,
-)
+from sppo.cli.output.solve_json import degrees_report, hardware_report, memory_report, stage_reports
 from sppo.cli.output.solve_text import launch_commands
 from sppo.planning.advice import Advice
 from sppo.planning.corpus.search import (

@@ -10,14 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sppo.cli.output.solve_text import tier_text
-from sppo.cost.memory.plot import (
-    BUCKETS,
-    FREE,
-    RankGroup,
-    memory_bar,
-    rank_groups,
-    shown_groups,
-)
+from sppo.cost.memory.plot import BUCKETS, FREE, RankGroup, memory_bar, rank_groups, shown_groups
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.hardware.description import HardwareSpec
 from sppo.units import format_bytes

@@ -15,11 +15,7 @@ from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.kv import kv_bytes_per_token
 from sppo.cost.layer import ACCUMULATION_BYTES, Workload
-from sppo.cost.live_sets.working_set import (
-    forward_working_set,
-    loss_working_set,
-    most_working_set,
-)
+from sppo.cost.live_sets.working_set import forward_working_set, loss_working_set, most_working_set
 from sppo.cost.memory.process_growth import process_growth_bytes
 from sppo.cost.memory.unit_messages import sent_bytes
 from sppo.cost.memory.unit_working_sets import computing_bytes, loss_bytes

@@ -30,12 +30,7 @@ from sppo.planning.candidate_program import candidate_program
 from sppo.planning.elastic.grouping import grouped
 from sppo.planning.elastic.levels import fastest_levels
 from sppo.planning.elastic.mesh import Mesh, mesh_of_first_slice, mesh_of_slices
-from sppo.planning.elastic.packing import (
-    PADDING,
-    PackedSamples,
-    pack_samples,
-    subsequence_seconds,
-)
+from sppo.planning.elastic.packing import PADDING, PackedSamples, pack_samples, subsequence_seconds
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
 from sppo.planning.elastic.shortage import shortage_text

@@ -12,9 +12,7 @@ from sppo.activations.hybrid import choices
 from sppo.activations.placement import ActivationPlacement, PolicyInputs
 from sppo.activations.policy import POLICIES, decide, decide_ratio, seconds_added
 from sppo.cost.candidate import Candidate
-from sppo.cost.memory.copy_room import (
-    with_placement,
-)
+from sppo.cost.memory.copy_room import with_placement
 from sppo.cost.memory.msp import with_msp
 from sppo.cost.memory.stage_memory import StageMemory, state_memory
 from sppo.cost.memory.units_in_flight import UnitsInFlight

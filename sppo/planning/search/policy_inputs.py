@@ -12,12 +12,7 @@ from sppo.cost.memory.copy_room import copy_slots, slots_on_device, tier_padding
 from sppo.cost.memory.joined_tensors import block_layout
 from sppo.cost.memory.stage_memory import StageMemory
 from sppo.cost.memory.units_in_flight import UnitsInFlight
-from sppo.cost.stage_cost import (
-    StageSeconds,
-    copy_bytes_per_s,
-    row_bytes_of,
-    weight_operand_bytes,
-)
+from sppo.cost.stage_cost import StageSeconds, copy_bytes_per_s, row_bytes_of, weight_operand_bytes
 from sppo.schedule.costs import Table
 
 

@@ -16,12 +16,7 @@ from sppo.data.samples import DocumentSamples
 from sppo.data.sequences import TrainingData
 from sppo.hardware.description import HardwareSpec
 from sppo.hardware.file import hardware_for
-from sppo.hardware.this_machine import (
-    C_HEAP_SHARE,
-    count_cores,
-    divide_cpu,
-    threads_of_rank,
-)
+from sppo.hardware.this_machine import C_HEAP_SHARE, count_cores, divide_cpu, threads_of_rank
 from sppo.kernels.native.cpu_allocator import install_cpu_allocator
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.stream_budget import StreamUse, check_streams

@@ -14,12 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from sppo.parallel.job.worker_process import WorkerLostError, WorkerProcess
-from sppo.planning.elastic.replica_plan import (
-    ReplicaPlan,
-    StepRequest,
-    plan_pickled,
-    plan_replica,
-)
+from sppo.planning.elastic.replica_plan import ReplicaPlan, StepRequest, plan_pickled, plan_replica
 from sppo.planning.elastic.step_plan import StepPlanner
 
 _PROCESSES = 2
