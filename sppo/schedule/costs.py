@@ -204,6 +204,17 @@ class Costs:
         """Units of the tables."""
         return int(self.forward_s.shape[1])
 
+    @property
+    def copies_stages(self) -> bool:
+        """Whether K and V, weights or gradients come and go, or K and V are recomputed."""
+        tables = (
+            self.kv_offload_bytes,
+            self.kv_recompute_s,
+            self.streamed_weight_bytes,
+            self.streamed_gradient_bytes,
+        )
+        return any(bool(table.any()) for table in tables)
+
     def of_first_units(self, count: int) -> Costs:
         """Costs of the first `count` units alone."""
         tables = {name: getattr(self, name)[:, :count] for name in _STAGE_UNIT_TABLES}
