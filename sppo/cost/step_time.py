@@ -13,8 +13,8 @@ order they do not overlap (:mod:`sppo.cost.looped_step`).
 A copy out that outlasts the forward behind its own holds up the one after that, for which there
 would be no room; a copy back that outlasts the backward in front of its own holds up that. So in
 both flow shops a unit takes the longer of its compute and the copy beside it. The simulator, which
-follows copies layer by layer, comes to about the same; and faster copies or links never make for a
-slower step.
+follows copies layer by layer, comes to about the same, and never to less than
+:mod:`sppo.cost.step_bound` says. Faster copies or links never make for a slower step.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = No
     backward = costs.backward_s + costs.weight_s + costs.kv_recompute_s
 
     def parts(forward: Table, backward: Table) -> tuple[float, float, float]:
-        return _parts(
+        return parts_of_step(
             forward,
             backward,
             message_bytes=costs.message_bytes,
@@ -115,39 +115,6 @@ def step_time(costs: Costs, *, num_sequences: int, looped_ranks: int | None = No
         ):
             exposed = max(0.0, sum(parts(*slowed)) - sum(computed))
     return StepTime(*computed, exposed_copy_s=exposed, busy_s=float(forward.sum() + backward.sum()))
-
-
-def least_step_s(
-    forward: Table,
-    backward: Table,
-    *,
-    message_bytes: Floats,
-    links: Links,
-    reduce_s: Floats,
-    num_sequences: int,
-    looped_ranks: int | None = None,
-) -> float:
-    """Seconds of a step that retains everything: no activation policy makes for a faster one.
-
-    Args:
-        forward: of each unit on each stage, [stages, units].
-        backward: both halves of the same.
-        message_bytes: between stages, [units].
-        links: between ranks.
-        reduce_s: reducing gradients and the update, [stages].
-        num_sequences: of the step.
-        looped_ranks: pipeline ranks of the looped order; None for one stage per rank.
-    """
-    parts = _parts(
-        forward,
-        backward,
-        message_bytes=message_bytes,
-        links=links,
-        reduce_s=reduce_s,
-        num_sequences=num_sequences,
-        looped_ranks=looped_ranks,
-    )
-    return sum(parts)
 
 
 def flow_ends(seconds: Table, *, links: StageLinks) -> Floats:
@@ -202,7 +169,7 @@ def _beside_copies(
     return by_stage(forward), by_stage(backward)
 
 
-def _parts(
+def parts_of_step(
     forward: Table,
     backward: Table,
     *,
@@ -223,7 +190,7 @@ def _parts(
             num_sequences=num_sequences,
             num_ranks=looped_ranks,
         )
-    down, up = _wires(links, message_bytes=message_bytes, num_stages=len(forward))
+    down, up = stage_wires(links, message_bytes=message_bytes, num_stages=len(forward))
     if num_sequences > 1:
         return _overlapped(forward, backward, down=down, up=up, reduce_s=reduce_s)
     forward_s = float(flow_ends(forward, links=down)[-1])
@@ -247,7 +214,7 @@ def _overlapped(
     )
 
 
-def _wires(
+def stage_wires(
     links: Links, *, message_bytes: Floats, num_stages: int
 ) -> tuple[StageLinks, StageLinks]:
     """Links of activations, which go down, and of gradients, which go up.

@@ -9,7 +9,7 @@ from sppo.schedule.program import step_program
 
 
 def candidate_program(
-    candidate: Candidate, *, costs: Costs, forward_only: bool = False
+    candidate: Candidate, *, costs: Costs, forward_only: bool = False, messages: bool = True
 ) -> Schedule:
     """Make the program of a step of one data-parallel replica of `candidate`.
 
@@ -17,6 +17,7 @@ def candidate_program(
         candidate: What would be run.
         costs: Of the candidate.
         forward_only: Leave out backwards, copies and reductions.
+        messages: Place messages; a simulation needs none.
 
     Raises:
         ValueError: A schedule that cannot serve the candidate.
@@ -29,4 +30,5 @@ def candidate_program(
         lengths=candidate.sequence_lengths,
         forward_only=forward_only,
         costs=costs,
+        messages=messages,
     )

@@ -104,8 +104,8 @@ def assess_run(
 
 
 def scheduled(run: RunConfig, evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
-    """What fits with the best schedule that can be trained, where the run leaves that open."""
-    if evaluated.candidate.pipeline_parallel_degree == 1 or evaluated.shortfall is not None:
+    """What fits, simulated, with the best schedule that can be trained where that is left open."""
+    if evaluated.shortfall is not None:
         return evaluated
     return with_best_schedule(run, simulate_candidate(evaluated))
 

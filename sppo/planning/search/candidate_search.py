@@ -36,6 +36,7 @@ from sppo.planning.search.evaluated_candidate import (
     leaves_room,
 )
 from sppo.planning.search.shortfall import Shortfall
+from sppo.planning.search.simulated_candidate import judged_candidate
 
 WORTH_IT = 0.99
 """Another schedule is taken if it leaves at most this fraction of the step: predictions are not so
@@ -111,6 +112,10 @@ class CandidateSearch:
             elif way.best.shortfall is None:
                 heapq.heappush(heap, (rank_of(way.best), place, way, way.best))
 
+    def refined(self, degrees: Degrees) -> EvaluatedCandidate:
+        """The best with these degrees, its number of subsequences chosen by simulation."""
+        return self._ways[degrees].refined
+
     def by_num_subsequences(
         self, degrees: Degrees, *, virtual_stages: int
     ) -> tuple[EvaluatedCandidate, ...]:
@@ -133,7 +138,7 @@ def best_of_degrees(
     Where none does, the one short of least memory.
     """
     counts = subsequence_counts_to_try(run, hardware=hardware)
-    return _WaysOfDegrees(run, hardware=hardware, degrees=degrees, counts=counts).best
+    return _WaysOfDegrees(run, hardware=hardware, degrees=degrees, counts=counts).refined
 
 
 def rank_of(evaluated: EvaluatedCandidate) -> Rank:
@@ -204,6 +209,13 @@ class _WaysOfDegrees:
             found = self._faster(self._way(virtual, counts=counts), than=best)
             best = found or best
         return best
+
+    @cached_property
+    def refined(self) -> EvaluatedCandidate:
+        """The best, with the number of subsequences of which simulations say that it is fastest."""
+        if self.best.shortfall is not None:
+            return self.best
+        return self._way(self.best.candidate.virtual_stages).refined(self.best)
 
     @property
     def fits(self) -> bool:
@@ -298,6 +310,12 @@ class _Assessments:
         """Return what it comes to."""
         return self._assess(self.candidate(num_subsequences))
 
+    def judged(self, num_subsequences: int) -> EvaluatedCandidate:
+        """Return the same of what fits, simulated where its closed form may be off."""
+        evaluated = judged_candidate(self.assessed(num_subsequences))
+        self._assessed[num_subsequences, evaluated.candidate.schedule] = evaluated
+        return evaluated
+
     def whole(self, num_subsequences: int) -> EvaluatedCandidate:
         """Return the same; with MSP, which decides what it cuts by a search, as if it cut nothing.
 
@@ -385,6 +403,24 @@ class _Way:
         chosen = best or nearest
         assert chosen is not None, "there is at least one number of subsequences to try"
         return chosen
+
+    def refined(self, best: EvaluatedCandidate) -> EvaluatedCandidate:
+        """Return the fastest of all, where closed forms may be off as simulated.
+
+        Programs that cut units (MSP) take long to make, and large steps to simulate: of those it
+        is `best`, which the closed form found.
+        """
+        found = judged_candidate(best)
+        if not found.is_judged:
+            return best
+        for bound_s, num_subsequences in self._bounds:
+            if bound_s > found.step_s:
+                break
+            evaluated = self._candidates.assessed(num_subsequences)
+            if evaluated.shortfall is None and evaluated.prices.least_s <= found.step_s:
+                judged = self._candidates.judged(num_subsequences)
+                found = min(found, judged, key=rank_of) if judged.is_judged else found
+        return found
 
     @property
     def fits(self) -> bool:

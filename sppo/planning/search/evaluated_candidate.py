@@ -25,7 +25,8 @@ from sppo.cost.stage_cost import (
     stage_costs,
     stage_seconds,
 )
-from sppo.cost.step_time import StepTime, least_step_s, step_time
+from sppo.cost.step_bound import StepWork, least_compute_s, least_copies_s, step_work
+from sppo.cost.step_time import StepTime, step_time
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.candidate_checks import (
     check_inputs_retained,
@@ -38,7 +39,7 @@ from sppo.planning.search.policy_inputs import policy_inputs
 from sppo.planning.search.shortfall import Shortfall, find_shortfall
 from sppo.schedule.actions import Schedule
 from sppo.schedule.costs import Costs, Table
-from sppo.schedule.generators import LOOPED
+from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED
 from sppo.schedule.simulation.played_step import PlayedStep
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
@@ -77,6 +78,31 @@ class StepPrices:
             num_sequences=self.candidate.sequences,
             looped_ranks=looped_ranks(self.candidate),
         )
+
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds of a step that no simulation is below, unless it cuts units over ranks."""
+        work = step_work(self.candidate, self.costs)
+        return max(least_compute_s(work), least_copies_s(work, self.costs))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a simulation takes as long as the closed form says.
+
+        Not where units are cut, weight halves put off or ranks change between their stages, where
+        sequences overlap, and where K and V, weights or gradients come and go.
+        """
+        candidate, costs = self.candidate, self.costs
+        one_order = candidate.schedule == LOOPED or (
+            candidate.virtual_stages == 1
+            and candidate.schedule not in (*DEFERRING_WEIGHTS, "sppo_msp")
+        )
+        one_at_a_time = candidate.schedule == LOOPED or 1 in (
+            candidate.sequences,
+            candidate.pipeline_parallel_degree,
+        )
+        copies = costs.copies_stages or bool(costs.offload_bytes.any())
+        return one_order and one_at_a_time and not copies
 
 
 def looped_ranks(candidate: Candidate) -> int | None:
@@ -128,6 +154,11 @@ class EvaluatedCandidate:
     def step_s(self) -> float:
         """Seconds of a step: simulated where that was done, else in closed form."""
         return self.time.step_s if self.played is None else self.played.step_s
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its time is what a simulation says."""
+        return self.played is not None or self.prices.is_exact
 
     @property
     def degrees(self) -> Degrees:
@@ -246,15 +277,19 @@ def least_seconds(candidate: Candidate, *, seconds: StageSeconds) -> float:
         seconds: of its units, with everything retained.
     """
     units, carried_s = seconds.units, message_seconds(candidate)
-    return least_step_s(
-        units.forward + carried_s,
-        units.backward + carried_s + units.weight,
+    work = StepWork(
+        schedule=candidate.schedule,
+        num_ranks=candidate.pipeline_parallel_degree,
+        num_sequences=candidate.sequences,
+        forward_s=units.forward + carried_s,
+        backward_s=units.backward + carried_s,
+        weight_s=units.weight,
+        kv_recompute_s=np.zeros_like(units.weight),
         message_bytes=message_bytes(candidate),
         links=pipeline_links(candidate),
         reduce_s=seconds.reduce_s + seconds.update_s,
-        num_sequences=candidate.sequences,
-        looped_ranks=looped_ranks(candidate),
     )
+    return least_compute_s(work)
 
 
 def _best_of(found: Sequence[EvaluatedCandidate]) -> EvaluatedCandidate:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from sppo.cost.memory.stage_memory import MemoryBuckets
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
-from sppo.schedule.costs import Costs
 from sppo.schedule.simulation.played_step import played_step
 from sppo.schedule.simulation.simulate import simulate
 from sppo.schedule.simulation.whole_units import play_whole_units
@@ -16,13 +15,18 @@ _IN_TIMELINES = ("kv_bytes", "kv_gradients_bytes", "activations_bytes", "never_a
 """Buckets that a simulation follows; the others do not change during a step."""
 
 
+_QUICK_UNITS = 20_000
+"""Stages x units that are simulated in a tenth of a second; where stages are copied, an eighth."""
+
+
 def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     """Return the evaluated candidate with its simulated step."""
     candidate, costs = evaluated.candidate, evaluated.costs
-    if candidate.schedule == "sppo_msp" or _copies_stages(costs):
-        program = evaluated.program or candidate_program(candidate, costs=costs)
-        timeline = simulate(program, costs=costs)
-        return replace(evaluated, played=played_step(timeline), program=program)
+    if evaluated.played is not None:
+        return evaluated
+    if candidate.schedule == "sppo_msp" or costs.copies_stages:
+        program = evaluated.program or candidate_program(candidate, costs=costs, messages=False)
+        return replace(evaluated, played=played_step(simulate(program, costs=costs)))
     played = play_whole_units(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
@@ -34,15 +38,15 @@ def simulate_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
     return replace(evaluated, played=played)
 
 
-def _copies_stages(costs: Costs) -> bool:
-    """Whether K and V, weights or gradients come and go, or K and V are recomputed."""
-    tables = (
-        costs.kv_offload_bytes,
-        costs.kv_recompute_s,
-        costs.streamed_weight_bytes,
-        costs.streamed_gradient_bytes,
-    )
-    return any(bool(table.any()) for table in tables)
+def judged_candidate(evaluated: EvaluatedCandidate) -> EvaluatedCandidate:
+    """Return a candidate that fits, simulated if its closed form may be off and that is quick.
+
+    Programs that cut units over ranks (MSP) take long to make.
+    """
+    costs = evaluated.costs
+    most = _QUICK_UNITS // 8 if costs.copies_stages else _QUICK_UNITS
+    is_long = evaluated.candidate.schedule == "sppo_msp" or costs.forward_s.size > most
+    return evaluated if is_long or evaluated.is_judged else simulate_candidate(evaluated)
 
 
 def simulated_device_bytes(evaluated: EvaluatedCandidate) -> tuple[int, ...] | None:

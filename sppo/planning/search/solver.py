@@ -90,6 +90,7 @@ def _leaders(
         search = CandidateSearch(attempt, hardware=hardware)
         leaders = _simulated(search.fastest_first())
         if leaders:
+            leaders[0] = simulate_candidate(search.refined(leaders[0].degrees))
             return attempt, search, leaders
         if place == 0 and not any(fits_at_all(other, hardware) for other in attempts[1:]):
             break
@@ -112,9 +113,8 @@ def _short_bytes(rejection: Rejection) -> int:
 def _simulated(fastest_first: Iterator[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
     """Simulate the first few candidates and all that might be faster still; the fastest first.
 
-    The closed form is never above the simulation where units run whole, so from the first one that
-    is not below the best simulated on, none can be faster. With `parallel.schedule=sppo_msp` it is
-    that of whole units, up to a few percent above: of those only the first few are simulated.
+    Where the closed form is above the simulation (copies that are waited for, weight halves that
+    are put off, MSP) that is by a few percent, and only the first few are simulated.
     """
     played: list[EvaluatedCandidate] = []
     fastest_s = float("inf")

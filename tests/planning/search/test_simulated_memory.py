@@ -15,67 +15,15 @@ from sppo.planning.search.choices import Degrees
 from sppo.planning.search.evaluated_candidate import assess
 from sppo.planning.search.simulated_candidate import simulate_candidate, simulated_device_bytes
 from sppo.schedule.actions import ActionKind
-from sppo.schedule.generators import WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, generate
+from sppo.schedule.generators import WHOLE_SEQUENCES, generate
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.simulation.simulate import simulate
-from sppo.units import GIB
 from tests.planning.cases import machine, run_config
+from tests.planning.some_candidates import candidates
 from tests.tiers import examples
 
-SCHEDULES = (
-    "sppo",
-    "sppo_msp",
-    "seq1f1b",
-    "seq_zb_h1",
-    "1f1b",
-    "gpipe",
-    "zb_h1",
-    "looped_bfs",
-    "interleaved_seq1f1b",
-)
 ONE_BUCKET_ONLY = ("gpipe", "1f1b", "sppo", "seq1f1b", "looped_bfs")
 """Schedules whose ranks reach the peaks of all buckets in the same moment if they retain all."""
-
-
-@st.composite
-def candidates(draw, schedules=SCHEDULES, policies=("auto", "retain", "recompute", "sppo")):
-    """A model cut, scheduled and sharded in some way, on a machine that may be too small."""
-    schedule = draw(st.sampled_from(schedules))
-    name, length = draw(
-        st.sampled_from([("gpt-7b", 131072), ("llama-3.2-1b", 262144), ("llama-3.2-1b", 20000)])
-    )
-    pipeline, group = draw(st.sampled_from([(1, 8), (2, 4), (4, 2), (4, 8), (8, 1)]))
-    hardware = machine(
-        memory_bytes=int(draw(st.floats(6, 90)) * GIB),
-        reserved_bytes=0,
-        host_memory_bytes=draw(st.sampled_from([64, 2048])) * GIB,
-        d2h_bytes_per_s=draw(st.floats(1e9, 4e10)),
-        h2d_bytes_per_s=draw(st.floats(1e9, 4e10)),
-        nodes=4,
-    )
-    policy = draw(st.sampled_from(policies))
-    kv = ["auto", "retain"]
-    if schedule == "looped_bfs":
-        kv += ["offload", *(["recompute"] if policy in ("retain", "recompute") else [])]
-    run = run_config(
-        name,
-        length=length,
-        train={"sequences_per_step": draw(st.integers(1, 5))},
-        parallel={"schedule": schedule},
-        activations={
-            "policy": policy,
-            "kv": draw(st.sampled_from(kv)),
-        },
-    )
-    return candidate_of_subsequences(
-        run,
-        hardware=hardware,
-        degrees=Degrees(1, pipeline, group),
-        num_subsequences=1 if schedule in WHOLE_SEQUENCES else draw(st.integers(1, 17)),
-        virtual_stages=draw(st.integers(1, min(5, 16 // pipeline)))
-        if schedule in WITH_VIRTUAL_STAGES
-        else 1,
-    )
 
 
 @settings(deadline=None, max_examples=examples(20, all=60))

@@ -1,0 +1,158 @@
+"""Seconds that a step takes at least: no simulation of it is below them, whatever waits for what.
+
+A rank begins when the first unit has come down to it, runs all that it has, and what it runs last,
+the backward of the last unit, goes up from it: the *way* through that rank. Where units follow one
+another in one order on all ranks, a step takes no less than the flow shops of
+:mod:`sppo.cost.step_time`. Copies in one direction pass one behind the other: those that leave
+begin behind the first forward, those that come back behind the forwards of the first sequence, and
+the last backward ends behind all of them. Ranks that run one another's units (MSP) may be faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sppo.cost.candidate import Candidate
+from sppo.cost.step_time import parts_of_step, stage_wires
+from sppo.hardware.rates import Floats
+from sppo.schedule.costs import Costs, Links, Table
+from sppo.schedule.generators import DEFERRING_WEIGHTS, LOOPED
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepWork:
+    """What the ranks of a step compute, send and reduce; tables are [stages, units].
+
+    Attributes:
+        schedule: Its name.
+        num_ranks: Pipeline ranks; stage s is on rank s mod `num_ranks`.
+        num_sequences: All cut alike.
+        forward_s: Of each unit.
+        backward_s: Of each unit, without its weight half.
+        weight_s: That half.
+        kv_recompute_s: K and V recomputed ahead of a backward.
+        message_bytes: Between stages, [units].
+        links: Between ranks.
+        reduce_s: Reducing gradients and the update, [stages].
+    """
+
+    schedule: str
+    num_ranks: int
+    num_sequences: int
+    forward_s: Table
+    backward_s: Table
+    weight_s: Table
+    kv_recompute_s: Table
+    message_bytes: Floats
+    links: Links
+    reduce_s: Floats
+
+    @property
+    def defers_weights(self) -> bool:
+        """Whether weight halves run as actions of their own."""
+        return self.schedule in DEFERRING_WEIGHTS
+
+    @property
+    def passes_s(self) -> Table:
+        """What of a backward the stage before waits for, [stages, units]."""
+        return self.backward_s if self.defers_weights else self.backward_s + self.weight_s
+
+    def of_ranks(self, of_stages: Table) -> Table:
+        """Sum what the stages of each rank have, [ranks]."""
+        sums: Table = of_stages.reshape(-1, self.num_ranks).sum(axis=0)
+        return sums
+
+    def way(self) -> tuple[Table, Table]:
+        """Return the seconds before each rank begins, and behind its last backward, [ranks]."""
+        ranks = self.num_ranks
+        down, up = stage_wires(self.links, message_bytes=self.message_bytes, num_stages=ranks)
+        to_rank, from_rank = (
+            np.concatenate([[0.0], np.cumsum(seconds[: ranks - 1, 0] + wires.hops_s(0))])
+            for seconds, wires in ((self.forward_s, down), (self.passes_s, up))
+        )
+        follows: Table = from_rank + np.maximum.accumulate(self.reduce_s[:ranks] - from_rank)
+        return to_rank, follows
+
+
+def step_work(candidate: Candidate, costs: Costs) -> StepWork:
+    """Return the work of a step of a candidate.
+
+    Args:
+        candidate: Whose.
+        costs: Of it.
+    """
+    return StepWork(
+        schedule=candidate.schedule,
+        num_ranks=candidate.pipeline_parallel_degree,
+        num_sequences=candidate.sequences,
+        forward_s=costs.forward_s,
+        backward_s=costs.backward_s,
+        weight_s=costs.weight_s,
+        kv_recompute_s=costs.kv_recompute_s,
+        message_bytes=costs.message_bytes,
+        links=costs.links,
+        reduce_s=costs.reduce_s,
+    )
+
+
+def least_compute_s(work: StepWork) -> float:
+    """Seconds that a step takes at least, if no copy is ever waited for."""
+    passes = work.passes_s
+    whole_s = work.of_ranks((work.forward_s + passes + work.kv_recompute_s).sum(axis=1))
+    deferred_s = work.of_ranks(work.weight_s.sum(axis=1) * work.defers_weights)
+    bounds = []
+    is_looped = work.schedule == LOOPED
+    if is_looped or len(passes) == work.num_ranks:
+        parts = parts_of_step(
+            work.forward_s,
+            passes,
+            message_bytes=work.message_bytes,
+            links=work.links,
+            reduce_s=work.reduce_s,
+            num_sequences=work.num_sequences,
+            looped_ranks=work.num_ranks if is_looped else None,
+        )
+        bounds.append(sum(parts))
+    to_rank, follows = work.way()
+    if not bounds or work.kv_recompute_s.any():
+        bounds.append(float((to_rank + whole_s + follows).max()))
+    if work.defers_weights:
+        bounds.append(
+            float((to_rank + whole_s + deferred_s + work.reduce_s[: work.num_ranks]).max())
+        )
+    return max(bounds)
+
+
+def least_copies_s(work: StepWork, costs: Costs) -> float:
+    """Seconds that a step takes at least for the copies of activations, K and V; 0 without any.
+
+    Args:
+        work: Of the step.
+        costs: With what is copied, and how fast.
+    """
+    copied = costs.offload_bytes + costs.kv_offload_bytes
+    if not copied.any():
+        return 0.0
+    bytes_of_ranks = work.of_ranks(copied.sum(axis=1))
+    out_s = bytes_of_ranks / costs.copies.d2h_bytes_per_s
+    back_s = bytes_of_ranks / costs.copies.h2d_bytes_per_s
+    to_rank, follows = work.way()
+    count = copied.shape[1] // work.num_sequences
+    first_s = work.of_ranks(work.forward_s[:, :count].sum(axis=1))
+    least = max((to_rank + out_s).max(), (to_rank + first_s + back_s + follows).max())
+    if work.num_sequences == 1 and (work.schedule == LOOPED or len(copied) == work.num_ranks):
+        # Behind the last copy that leaves are the backwards of all that left before it.
+        left = _in_forward_order(copied, work.num_ranks) > 0
+        last = left.shape[1] - 1 - np.argmax(left[:, ::-1], axis=1)
+        ends = np.cumsum(_in_forward_order(work.passes_s, work.num_ranks), axis=1)
+        behind_s = ends[np.arange(work.num_ranks), last] * left.any(axis=1)
+        least = max(least, ((to_rank + out_s + behind_s + follows) * left.any(axis=1)).max())
+    return float(least)
+
+
+def _in_forward_order(table: Table, num_ranks: int) -> Table:
+    """Units of each rank in the order of their forwards, [ranks, stages of a rank x units]."""
+    own = table.reshape(-1, num_ranks, table.shape[1]).transpose(1, 0, 2)
+    return own.reshape(num_ranks, -1)
