@@ -20,12 +20,19 @@ class MemoryLedger:
 
     Args:
         runtime: told what is used.
+        made: called with the key and the bytes of a storage on the GPU, and the stream that asks.
         freed: called with a storage's key when it is freed, and the stream on which it was made;
             None where it is in host memory.
     """
 
-    def __init__(self, runtime: Runtime, *, freed: Callable[[int, Stream | None], None]) -> None:
-        self._runtime, self._freed = runtime, freed
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        made: Callable[[int, int, Stream], None],
+        freed: Callable[[int, Stream | None], None],
+    ) -> None:
+        self._runtime, self._made, self._freed = runtime, made, freed
         self._live: dict[int, int] = {}
         self._page_locked: set[int] = set()
 
@@ -39,6 +46,8 @@ class MemoryLedger:
         self._live[key] = rounded(storage.nbytes()) if on_gpu else 0
         self._runtime.use(self._live[key])
         stream = self._runtime.current if on_gpu else None
+        if stream is not None:
+            self._made(key, storage.nbytes(), stream)
         weakref.finalize(storage, self._forget, key, stream).atexit = False
 
     def page_lock(self, tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Whether all work on the same memory is ordered: over every access of every stream and host.
 
 Two accesses of the same bytes, at least one of which writes, must be ordered by events, waits and
-streams. Memory that is freed counts as written by the stream it came from, for the caching
-allocator gives it to that stream's next request at once.
+streams. The caching allocator gives memory that is freed to the next request of the stream it came
+from, at once. So memory that is freed counts as written by that stream, and memory that is handed
+out as written by the stream that asked: other streams use it behind what that one had been given.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ class OrderingCheck:
             if not (covered and ordered and (writes or not earlier.writes)):
                 kept.append(earlier)
         self._accesses[key] = [*kept, access]
+
+    def handed_out(self, key: int, size_bytes: int, worker: Worker) -> None:
+        """Take in that a new storage may lie where ``worker`` still works on an older one."""
+        done = worker.clock.get(worker.number, 0)
+        self._accesses[key] = [Access(worker, done, 0, size_bytes, True, "memory handed out")]
 
     def freed(self, key: int, worker: Worker | None) -> None:
         """Take in that a storage is free for the next request of ``worker``.

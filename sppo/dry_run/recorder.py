@@ -33,7 +33,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, runtime: Runtime, *, orderings: OrderingCheck | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.runtime, self.orderings = runtime, orderings
-        self.ledger = MemoryLedger(runtime, freed=self._freed)
+        self.ledger = MemoryLedger(runtime, made=self._handed_out, freed=self._freed)
         self.num_operations = 0
         self.launches: Counter[str] = Counter()
         """Work given to the GPU, by name."""
@@ -139,6 +139,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 writes=writes,
                 what=what,
             )
+
+    def _handed_out(self, key: int, size_bytes: int, stream: Stream) -> None:
+        if self.orderings is not None:
+            stream.learn(self.runtime.host.clock)
+            self.orderings.handed_out(key, size_bytes, stream)
 
     def _freed(self, key: int, stream: Stream | None) -> None:
         if self.orderings is None:

@@ -23,6 +23,16 @@ _TWO_STAGES = {"pipeline_parallel_degree": 2, "schedule": "sppo"}
 CASES: dict[str, dict[str, Any]] = {
     "to the host": {"activations": {"policy": "offload_all"}},
     "to a disk": {"activations": {"policy": "offload_all", "tier": "disk", "disk": "."}},
+    "K/V to the host": {
+        "parallel": {"virtual_stages": 2},
+        "activations": {"policy": "offload_all", "kv": "offload"},
+        "model": {**MODEL, "num_layers": 4},
+    },
+    "K/V to a disk": {
+        "parallel": {"virtual_stages": 2},
+        "activations": {"policy": "offload_all", "kv": "offload", "tier": "disk", "disk": "."},
+        "model": {**MODEL, "num_layers": 4},
+    },
     "optimizer on the host": {"optimizer": {"offload": True}},
     "state on the host": {
         "parallel": {"virtual_stages": 4},
