@@ -53,13 +53,15 @@ def check_state(candidate: Candidate) -> None:
                 f"state.{part}=host keeps it in host memory, and {hardware.name} has none beside "
                 f"its devices', or activations.tier leaves none: write state.{part}=device"
             )
-        if tier == "disk" and (hardware.node.host_memory_bytes or not hardware.node.disk_bytes):
+        on_gpu = hardware.device.kind == "cuda"
+        if tier == "disk" and (on_gpu or not hardware.node.disk_bytes):
             raise ValueError(
-                f"state.{part}=disk keeps it on a disk, and on {hardware.name} there is "
+                f"state.{part}=disk keeps it on a disk, and "
                 + (
-                    "host memory in front of it: write host, or device"
-                    if hardware.node.host_memory_bytes
-                    else "none that may be used: name a directory (activations.disk=DIR)"
+                    "what leaves a GPU goes to host memory: write host, or device"
+                    if on_gpu
+                    else f"on {hardware.name} there is none that may be used: name a directory "
+                    "(activations.disk=DIR)"
                 )
             )
 

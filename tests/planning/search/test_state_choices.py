@@ -31,6 +31,7 @@ LADDER = (
     StateTiers("host", "host", "host"),
 )
 DISK = {"disk": "spill"}
+DISK_RATES = {"disk_write_bytes_per_s": 2e9, "disk_read_bytes_per_s": 2e9}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,18 @@ def test_a_machine_without_host_memory_is_named():
     bare = machine(host_memory_bytes=0)
     with pytest.raises(ValueError, match=r"state\.optimizer=host keeps it in host memory, and"):
         solve(run, hardware=bare)
+
+
+@pytest.mark.parametrize("tier", ["auto", "disk"])
+def test_no_state_of_a_gpu_goes_to_a_disk(tier):
+    run = run_config(
+        "tiny-test",
+        length=256,
+        state={"optimizer": "disk"},
+        activations={"tier": tier, **DISK},
+    )
+    with pytest.raises(ValueError, match="what leaves a GPU goes to host memory: write host"):
+        solve(run, hardware=machine(disk_bytes=1 << 40, **DISK_RATES))
 
 
 def candidate(tiers, *, virtual=4, tied=False, zero=1, degrees=(1, 1, 1)):
