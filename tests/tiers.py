@@ -226,10 +226,13 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
             "engine/msp/test_msp.py::test_with_tensors_moved_to_a_disk",
             why="it has several sequences and steps, too",
         ),
+        "test_several_stages_on_a_rank": each("each number of stages and each shape once"),
         "test_what_a_helper_holds_of_others": only("shape1", why="the shape with most borrowers"),
         "test_with_tensors_moved_to_a_disk": only(
-            "1.0-3",
-            why="everything offloaded by three ranks; rows of cut tensors meet one rank",
+            "1.0-3-1",
+            "1.0-2-2",
+            why="everything offloaded by three ranks, and by two with two stages each; rows of cut "
+            "tensors meet one rank",
             by=("engine/test_offload.py::test_any_offload_ratio_is_everything_kept",),
         ),
     },
@@ -559,6 +562,11 @@ LEFT_OUT: dict[str, dict[str, Rule]] = {
     "cost/memory/test_copy_room.py": {
         "test_cut_tensors_take_the_memory_that_is_predicted": each(
             "each class, fate and interval once"
+        ),
+    },
+    "schedule/test_multiplex.py": {
+        "test_idle_shares_of_the_page_on_schedules": only(
+            "4-8-*", why="long programs are searched for seconds; the others are of the same kind"
         ),
     },
     "planning/search/test_feasibility.py": {

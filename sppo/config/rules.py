@@ -35,7 +35,7 @@ SCHEDULES = (
     "sppo",
     "sppo_msp",
 )
-WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", "looped_bfs")
+WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", "looped_bfs", "sppo_msp")
 """Schedules that may hold several stages on a rank."""
 
 
@@ -209,7 +209,7 @@ def _multiplexing_agrees(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 def _virtual_stages_are_served(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Several stages on a rank need a schedule that knows of them, which MSP does not."""
+    """Several stages on a rank need a schedule that knows of them."""
     virtual, schedule = parallel.virtual_stages, parallel.schedule
     if virtual in ("auto", 1):
         return
@@ -217,12 +217,6 @@ def _virtual_stages_are_served(parallel: ParallelConfig) -> Iterator[Problem]:
         rule = (
             f"parallel.schedule={schedule} holds one stage on a rank; write auto or one of "
             f"{', '.join(WITH_VIRTUAL_STAGES)}, or leave parallel.virtual_stages out"
-        )
-        yield Problem("parallel.virtual_stages", str(virtual), rule)
-    elif parallel.multiplexed == "on":
-        rule = (
-            "parallel.multiplexed=on shards units of ranks with one stage; leave one of the two "
-            "keys out"
         )
         yield Problem("parallel.virtual_stages", str(virtual), rule)
 
@@ -255,6 +249,12 @@ def _kv_agrees(parallel: ParallelConfig, activations: ActivationsConfig) -> Iter
         rule = (
             f"parallel.schedule={schedule} uses K and V of several stages at once; write "
             "looped_bfs or auto, or leave activations.kv out"
+        )
+        yield Problem("activations.kv", asked, rule)
+    elif parallel.multiplexed == "on":
+        rule = (
+            "ranks that share units (parallel.multiplexed=on) have K and V on the device; leave "
+            "one of the two keys out"
         )
         yield Problem("activations.kv", asked, rule)
 

@@ -17,7 +17,7 @@ from sppo.cost.packed_sequence import (
     parts_of_sequence,
 )
 from sppo.cost.state_tiers import ON_DEVICE, StateTiers
-from sppo.schedule.generators import LOOPED
+from sppo.schedule.generators import LOOPED, order_of
 from sppo.schedule.transfers.kv_placement import KVPlacement
 
 Counts = NDArray[np.int64]
@@ -174,6 +174,11 @@ class Candidate:
         if self.schedule != LOOPED or is_last_of_rank:
             return "retained"
         return self.kv or "retained"
+
+    @property
+    def order(self) -> str:
+        """The schedule in whose order ranks run its units, if MSP cut none of them."""
+        return order_of(self.schedule, num_virtual=self.virtual_stages)
 
     def is_last_stage(self, stage: int) -> bool:
         """Whether a stage holds the head and the loss."""

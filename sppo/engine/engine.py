@@ -39,6 +39,7 @@ from sppo.parallel.ulysses import UlyssesAllToAll
 from sppo.planning.partition import lengths_of
 from sppo.schedule.actions import COMPUTE_KINDS, Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
+from sppo.schedule.generators import order_of
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import find_msp_groups
 from sppo.schedule.orders import UnitKey
@@ -440,7 +441,9 @@ class Engine:
                 offloaded[stage] = [any(part.offloaded) for part in placed]
         return step_program(
             # The solver chose MSP for training steps.
-            "sppo" if forward_only and pipeline.schedule == "sppo_msp" else pipeline.schedule,
+            order_of(pipeline.schedule, num_virtual=pipeline.num_virtual)
+            if forward_only
+            else pipeline.schedule,
             num_ranks=pipeline.num_ranks,
             num_virtual=pipeline.num_virtual,
             lengths=lengths,

@@ -220,6 +220,19 @@ class Costs:
         tables = {name: getattr(self, name)[:, :count] for name in _STAGE_UNIT_TABLES}
         return replace(self, message_bytes=self.message_bytes[:count], **tables)
 
+    def of_stages(self, stages: Sequence[int]) -> Costs:
+        """Costs of some stages alone."""
+        tables = {name: getattr(self, name)[[*stages]] for name in _STAGE_UNIT_TABLES}
+        tables |= {name: getattr(self, name)[[*stages]] for name in _STAGE_TABLES}
+        return replace(
+            self,
+            **tables,
+            layer_copies=tuple(self.layer_copies[s] for s in stages if self.layer_copies),
+            unit_collectives_s=tuple(
+                self.unit_collectives_s[s] for s in stages if self.unit_collectives_s
+            ),
+        )
+
     def repeats(self, count: int) -> bool:
         """Whether all units cost what the first `count` of them do, over and over."""
         tables = [getattr(self, name) for name in _STAGE_UNIT_TABLES]

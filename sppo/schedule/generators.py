@@ -86,10 +86,10 @@ def generate(
             tuple(pipelines),
         ),
     )
+    plain = _plain(order_of(name, num_virtual=num_virtual), request)
     if name == "sppo_msp":
-        plain = replace(_plain("sppo", request), name=name)
-        return multiplex(plain, forward_only=forward_only, costs=costs)
-    return _plain(name, request)
+        return multiplex(replace(plain, name=name), forward_only=forward_only, costs=costs)
+    return plain
 
 
 def rank_orders(
@@ -116,8 +116,15 @@ def rank_orders(
         name,
         _Request(num_ranks, num_virtual, tuple(map(tuple, lengths)), 1, False, tuple(pipelines)),
     )
-    plain = "sppo" if name == "sppo_msp" else name
-    return (_rank_order(plain, request, rank) for rank in range(num_ranks))
+    order = order_of(name, num_virtual=num_virtual)
+    return (_rank_order(order, request, rank) for rank in range(num_ranks))
+
+
+def order_of(name: str, *, num_virtual: int) -> str:
+    """Return the schedule in whose order ranks run units before `name` cuts some over several."""
+    if name != "sppo_msp":
+        return name
+    return "sppo" if num_virtual == 1 else LOOPED
 
 
 def _rank_order(name: str, request: _Request, rank: int) -> RankOrder:
@@ -288,7 +295,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "seq_zb_h1": "The same of subsequences.",
     "sppo": "Seq1F1B; a single rank runs sequence after sequence, with K and V of one (SPPO).",
     "sppo_msp": "The same, with the units next to bubbles cut once more over the ranks that would "
-    "idle (SPPO, section 6).",
+    "idle (SPPO, section 6); with several stages on a rank the same of looped_bfs.",
 }
 """What the schedules are, by name, and whose."""
 # Schedules whose warm-up can be lengthened to hide the latency of messages.
@@ -299,7 +306,7 @@ LOOPED = "looped_bfs"
 """The schedule in which a group of sequences passes one stage of a rank before the next, and ends
 before the next group begins."""
 # Schedules that may hold several stages on a rank.
-WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", LOOPED)
+WITH_VIRTUAL_STAGES = ("interleaved_1f1b", "interleaved_seq1f1b", LOOPED, "sppo_msp")
 # Schedules for whole sequences, and the one that does the same with subsequences.
 WHOLE_SEQUENCES = {
     "1f1b": "seq1f1b",

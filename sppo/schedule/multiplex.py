@@ -11,6 +11,10 @@ space, over the ranks that would wait (paper section 6, Table 3). For stage i of
 Backward is the mirror image, on the same ranks, because they hold the activations. With unit costs
 and free messages P=4, N=8 takes 8 1/3 forward units against 11.
 
+Ranks with several stages that run breadth first (`looped_bfs`) wait before the first units of their
+first stages and behind the last units of their last ones: these are the left and the right units,
+and all between is run as it was.
+
 Cutting a unit moves weights, K/V and gradients (`groups.msp_seconds`), so it is a choice: what the
 first of a run of units brings to the borrowers serves the whole run, so a run stays only if it pays
 for itself and if the step is longer without it. When nothing pays, the schedule is the plain
@@ -24,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from sppo.schedule import encoding
-from sppo.schedule.actions import Action, ActionKind, Cut, Schedule
+from sppo.schedule.actions import Action, ActionKind, Cut, Placement, Schedule
 from sppo.schedule.costs import Costs, abstract_costs
 from sppo.schedule.encoding import encode
 from sppo.schedule.event_loop import run_clock
@@ -41,17 +45,19 @@ _MANY_SHARDS = 20_000
 _TOLERANCE = 1e-9
 
 
-def multiplexed_ranks(stage: int, *, unit: int, num_ranks: int, num_units: int) -> range:
+def multiplexed_ranks(stage: int, *, unit: int, placement: Placement, num_units: int) -> range:
     """The ranks that run subsequence `unit` of `num_units` on `stage` (the paper's Table 3).
 
-    When a sequence has fewer subsequences than there are ranks, a unit can be both left and
-    right; left wins, because its bubble comes first.
+    Where ranks have several stages, ranks idle while their first one waits for the first units and
+    behind the last units of their last one. When a sequence has fewer subsequences than there are
+    ranks, a unit can be both left and right; left wins, because its bubble comes first.
     """
-    if unit <= num_ranks - 2 - stage:
-        return range(stage, num_ranks)
-    if unit >= num_units - stage:
-        return range(stage + 1)
-    return range(stage, stage + 1)
+    num_ranks, rank = placement.num_ranks, placement.rank_of(stage)
+    if stage < num_ranks and unit <= num_ranks - 2 - rank:
+        return range(rank, num_ranks)
+    if stage >= placement.num_stages - num_ranks and unit >= num_units - rank:
+        return range(rank + 1)
+    return range(rank, rank + 1)
 
 
 def multiplex(
@@ -63,18 +69,18 @@ def multiplex(
     letting them overlap, the plain schedule is returned.
 
     Args:
-        plain: Every unit on the rank of its stage, one stage per rank.
+        plain: Every unit on the rank of its stage; of several on a rank, breadth first.
         forward_only: Leave out the backward.
         costs: What to weigh with; equal units and free messages if not given.
 
     Raises:
         ValueError: costs for other stages or units.
     """
-    num_ranks, num_units = plain.num_ranks, sum(map(len, plain.lengths))
-    costs = costs or abstract_costs(num_ranks, num_units=num_units)
-    if (costs.num_stages, costs.num_units) != (num_ranks, num_units):
+    num_stages, num_units = plain.num_stages, plain.num_units
+    costs = costs or abstract_costs(num_stages, num_units=num_units)
+    if (costs.num_stages, costs.num_units) != (num_stages, num_units):
         raise ValueError(
-            f"costs of {costs.num_stages} stages and {costs.num_units} units for {num_ranks} "
+            f"costs of {costs.num_stages} stages and {costs.num_units} units for {num_stages} "
             f"stages and {num_units} units: make the costs for this schedule"
         )
     builder = _Builder(plain, costs=costs, forward_only=forward_only)
@@ -85,6 +91,9 @@ def multiplex(
 
 
 def _chosen(builder: _Builder) -> Mapping[int, MspGroup]:
+    ends = builder.of_ends()
+    if ends is not None:
+        return builder.between_ends(_chosen(ends))
     return builder.choose(_paying(builder.candidates(), builder=builder))
 
 
@@ -106,7 +115,7 @@ class _Builder:
                     ranks = multiplexed_ranks(
                         stage,
                         unit=subsequence,
-                        num_ranks=self.plain.num_ranks,
+                        placement=self.plain.placement,
                         num_units=len(parts),
                     )
                     if 1 < len(ranks) <= tokens:
@@ -144,7 +153,7 @@ class _Builder:
                     programs[rank].extend(mirrored)
         reduced = tuple(
             # Borrowers send their gradients home, so only the owner of a stage reduces it.
-            tuple(with_reductions(program, stages=(rank,)))
+            tuple(with_reductions(program, stages=self.plain.placement.stages_of(rank)))
             for rank, program in enumerate(programs)
         )
         return replace(self.plain, programs=reduced, cuts=self._cuts(groups.values()))
@@ -183,7 +192,7 @@ class _Builder:
             start, _, stage, unit = heapq.heappop(ready)
             slot = stage * total + offset + unit
             group = groups.get(slot)
-            ranks = group.ranks if group else (stage,)
+            ranks = group.ranks if group else (self.plain.placement.rank_of(stage),)
             earliest = max(start, *(free[rank] for rank in ranks))
             if earliest > start:
                 heapq.heappush(ready, (earliest, -len(ranks), stage, unit))
@@ -197,7 +206,7 @@ class _Builder:
                 )
                 order[rank].append(action)
             next_unit[stage] += 1
-            for follower in (stage, stage + 1):
+            for follower in (stage, stage + 1, stage + self.plain.num_ranks):
                 self._push_if_ready(
                     ready, follower, offset=offset, next_unit=next_unit, done=done, groups=groups
                 )
@@ -218,6 +227,9 @@ class _Builder:
             return
         unit = next_unit[stage]
         if stage > 0 and next_unit[stage - 1] <= unit:
+            return
+        before = stage - self.plain.num_ranks
+        if before >= 0 and next_unit[before] < len(done[before]):  # the rank's stage before this
             return
         if any(entry[2] == stage for entry in ready):
             return
@@ -246,6 +258,35 @@ class _Builder:
             costs=self.costs.of_first_units(count),
             forward_only=self.forward_only,
         )
+
+    def of_ends(self) -> _Builder | None:
+        """Return the builder of the first and the last stage of every rank, where there are more.
+
+        No unit of the stages between is cut, and no rank waits there: what pays without them pays.
+        """
+        placement, num_stages = self.plain.placement, self.plain.num_stages
+        if placement.num_virtual <= 2:
+            return None
+        stages = (*range(num_stages)[: self.plain.num_ranks], *self._last_stages)
+        return _Builder(
+            replace(self.plain, placement=replace(placement, num_virtual=2)),
+            costs=self.costs.of_stages(stages),
+            forward_only=self.forward_only,
+        )
+
+    def between_ends(self, groups: Mapping[int, MspGroup]) -> dict[int, MspGroup]:
+        """Return MSP groups of the first and the last stage of every rank where these stand."""
+        total, num_ranks, found = self.costs.num_units, self.plain.num_ranks, {}
+        for slot, group in groups.items():
+            stage, unit = divmod(slot, total)
+            if stage >= num_ranks:
+                stage = self._last_stages[stage - num_ranks]
+            found[stage * total + unit] = replace(group, slot=stage * total + unit)
+        return found
+
+    @property
+    def _last_stages(self) -> range:
+        return range(self.plain.num_stages)[-self.plain.num_ranks :]
 
     def repeated(self, groups: Mapping[int, MspGroup]) -> dict[int, MspGroup]:
         """Return MSP groups of the first sequence for every sequence."""

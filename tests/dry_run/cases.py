@@ -66,6 +66,11 @@ CASES: dict[str, dict[str, Any]] = {
         "parallel": {**_TWO_STAGES, "schedule": "sppo_msp"},
         "activations": {"policy": "offload_all"},
     },
+    "multiplexed, looped": {
+        "parallel": {**_TWO_STAGES, "schedule": "sppo_msp", "virtual_stages": 2},
+        "activations": {"policy": "offload_all"},
+        "model": {**MODEL, "num_layers": 4},
+    },
 }
 """Sections of run files by name."""
 

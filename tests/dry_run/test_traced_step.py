@@ -99,6 +99,14 @@ LAYOUTS = {
         "activations": {"policy": "offload_all"},
         "parallel": {"pipeline_parallel_degree": 2, "schedule": "sppo_msp"},
     },
+    "multiplexed, looped": {
+        "activations": {"policy": "offload_all"},
+        "parallel": {
+            "pipeline_parallel_degree": 2,
+            "schedule": "sppo_msp",
+            "virtual_stages": 2,
+        },
+    },
     "pipeline": {
         "activations": {"policy": "keep_attention"},
         "parallel": {"pipeline_parallel_degree": 2, "schedule": "sppo"},

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES
+from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES, WITH_VIRTUAL_STAGES, order_of
 from tests.offload.emulated_queues import SCHEDULERS
 from tests.random_training.case import FAMILIES, ROPES, Case, Leg, Samples, Shape
 
@@ -79,7 +79,7 @@ class _Draw:
         whole = leg.schedule in WHOLE_SEQUENCES
         leg = replace(
             leg,
-            schedule="sppo" if leg.schedule == "sppo_msp" else leg.schedule,
+            schedule=order_of(leg.schedule, num_virtual=leg.virtual),
             # Replicas that run programs of their own meet at the end of a step only.
             zero=leg.zero if leg.dp == 1 else min(leg.zero, 1),
             cuts=(0, samples.longest),
@@ -142,7 +142,7 @@ class _Draw:
             leg = replace(leg, virtual=self._random.randint(2, shape.layers // pp))
         megatron = sp > 1 and leg.sequence_parallel == "megatron"
         if pp > 1 and not megatron and leg.zero != 3 and chance(0.3):
-            leg = replace(leg, schedule="sppo_msp", virtual=1)
+            leg = replace(leg, schedule="sppo_msp")
         leg = replace(leg, cuts=self._cuts(leg))
         if leg.replica_sequences > 1 and chance(0.2):
             leg = replace(leg, other_cuts=self._cuts(leg))

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sppo.schedule.actions import ActionKind
+from sppo.schedule import multiplex as multiplexing
+from sppo.schedule.actions import ActionKind, Placement
 from sppo.schedule.checks.validate import validate
 from sppo.schedule.costs import Link, Links, abstract_costs
 from sppo.schedule.encoding import encode
-from sppo.schedule.generators import generate
+from sppo.schedule.generators import generate, order_of
 from sppo.schedule.msp_groups import (
     MspGroup,
     balanced_shards,
@@ -34,7 +35,7 @@ def shards(schedule):
 def test_table_3_of_the_paper():
     """P=4, N=8, as printed."""
     ranks = {
-        (stage, unit): multiplexed_ranks(stage, unit=unit, num_ranks=4, num_units=8)
+        (stage, unit): multiplexed_ranks(stage, unit=unit, placement=Placement(4), num_units=8)
         for stage in range(4)
         for unit in range(8)
     }
@@ -61,23 +62,54 @@ def test_unit_costs_and_free_messages(p, n, forward, step, plain):
     assert play(make("sppo", p=p, n=n, m=1)).makespan_s == plain
 
 
-def test_backward_is_the_mirror_image_on_the_same_ranks():
-    schedule = make("sppo_msp", p=4, n=8, m=1)
+@pytest.mark.parametrize(("p", "n", "step", "plain"), [(2, 4, 24, 27), (4, 8, 49, 57)])
+def test_of_several_stages_on_a_rank_the_first_and_the_last_are_shared(p, n, step, plain):
+    """Half of the layers each, so the same work takes twice as many units of time."""
+    schedule = make("sppo_msp", p=p, n=n, m=1, v=2)
+    assert play(schedule).makespan_s == pytest.approx(step)
+    assert play(make("looped_bfs", p=p, n=n, m=1, v=2)).makespan_s == plain
+    assert play(make("sppo_msp", p=p, n=n, m=3, v=2)).makespan_s == pytest.approx(3 * step)
+    for rank, program in enumerate(schedule.programs):
+        own = [a.stage // p for a in program if a.stage % p == rank and a.kind is ActionKind.F]
+        assert own == sorted(own)
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "shares"),
+    [
+        (4, 8, (27.3, 4.0, 15.8, 2.0, 7.0, 0.8)),
+        (4, 32, (8.6, 1.0, 4.5, 0.5, 1.8, 0.2)),
+        (8, 16, (30.4, 2.0, 17.9, 1.0, 8.0, 0.4)),
+        (8, 32, (17.9, 1.0, 9.9, 0.5, 4.2, 0.2)),
+    ],
+)
+def test_idle_shares_of_the_page_on_schedules(p, n, shares):
+    found = [
+        100 * (1 - 3 * n * v / play(make(name, p=p, n=n, m=1, v=v)).makespan_s)
+        for v in (1, 2, 5)
+        for name in ("looped_bfs", "sppo_msp")
+    ]
+    assert found == pytest.approx(shares, abs=0.05)
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_backward_is_the_mirror_image_on_the_same_ranks(v):
+    schedule = make("sppo_msp", p=4, n=8, m=1, v=v)
     for program in schedule.programs:
         forward = [a._replace(kind=ActionKind.B) for a in program if a.kind is ActionKind.F]
         assert [a for a in program if a.kind is ActionKind.B] == forward[::-1]
 
 
-def priced(p, n, *, bandwidth, weights=1.0, factors=None):
-    base = abstract_costs(p, num_units=n, unit_factors=factors)
+def priced(stages, n, *, bandwidth, weights=1.0, factors=None):
+    base = abstract_costs(stages, num_units=n, unit_factors=factors)
     return replace(
         base,
         links=Links(Link(1e-3, bandwidth)),
         message_bytes=np.full(n, 0.01),
-        weight_bytes=np.full(p, weights),
-        weight_gradient_bytes=np.full(p, 2 * weights),
-        kv_bytes=np.full((p, n), 0.01),
-        kv_gradient_bytes=np.full((p, n), 0.02),
+        weight_bytes=np.full(stages, weights),
+        weight_gradient_bytes=np.full(stages, 2 * weights),
+        kv_bytes=np.full((stages, n), 0.01),
+        kv_gradient_bytes=np.full((stages, n), 0.02),
         context_slope=1e-3,
     )
 
@@ -91,6 +123,18 @@ def test_communication_decides_how_many_units_are_cut():
         makespans.append(simulate(schedule, costs=costs).makespan_s)
     assert counts[0] > counts[1] > counts[2] == 0
     assert makespans == sorted(makespans)
+
+
+@pytest.mark.parametrize("bandwidth", [100, 3, 1.5])
+def test_what_pays_is_found_without_the_stages_between(monkeypatch, bandwidth):
+    """As fast as what a search over all stages finds, and as much of it."""
+    costs = priced(12, 8, bandwidth=bandwidth)
+    found = make("sppo_msp", p=4, n=8, m=1, v=3, tokens=64, costs=costs)
+    monkeypatch.setattr(multiplexing._Builder, "of_ends", lambda builder: None)
+    whole = make("sppo_msp", p=4, n=8, m=1, v=3, tokens=64, costs=costs)
+    assert shards(found) == shards(whole)
+    seconds = [simulate(each, costs=costs).makespan_s for each in (found, whole)]
+    assert seconds[0] == pytest.approx(seconds[1])
 
 
 def test_every_chosen_msp_group_pays():
@@ -121,16 +165,17 @@ def test_collectives_take_as_long_where_a_unit_is_shared():
     st.integers(1, 4),
     st.lists(st.integers(1, 8), min_size=1, max_size=8),
     st.integers(1, 2),
+    st.sampled_from((1, 2, 3)),
     st.sampled_from((1e3, 5.0, 2.0, 0.2)),
     st.booleans(),
 )
-def test_it_never_makes_a_step_slower(p, factors, m, bandwidth, forward_only):
+def test_it_never_makes_a_step_slower(p, factors, m, v, bandwidth, forward_only):
     n = len(factors)
-    costs = priced(p, n * m, bandwidth=bandwidth, factors=factors * m)
-    lengths = ((64,) * n,) * m
-    cut = generate("sppo_msp", num_ranks=p, lengths=lengths, forward_only=forward_only, costs=costs)
+    costs = priced(p * v, n * m, bandwidth=bandwidth, factors=factors * m)
+    case = {"num_ranks": p, "num_virtual": v, "lengths": ((64,) * n,) * m}
+    cut = generate("sppo_msp", **case, forward_only=forward_only, costs=costs)
     validate(cut)
-    plain = generate("sppo", num_ranks=p, lengths=lengths, forward_only=forward_only)
+    plain = generate(order_of("sppo_msp", num_virtual=v), **case, forward_only=forward_only)
     before = simulate(plain, costs=costs).makespan_s
     after = simulate(lower(cut, costs=costs), costs=costs).makespan_s
     assert after <= before + 1e-9
@@ -222,7 +267,9 @@ def test_helpers_get_everything_for_every_unit():
     groups = {}
     for stage in range(3):
         for unit in range(6):
-            ranks = tuple(multiplexed_ranks(stage, unit=unit, num_ranks=3, num_units=6))
+            ranks = tuple(
+                multiplexed_ranks(stage, unit=unit, placement=schedule.placement, num_units=6)
+            )
             if len(ranks) > 1:
                 groups[stage * 6 + unit] = MspGroup(stage * 6 + unit, ranks, (16,))
     seconds = msp_seconds(schedule, groups=groups, costs=costs)

@@ -1,8 +1,8 @@
 """Memory of the ranks of a pipeline with multiplexed sequence partitioning (MSP).
 
-A rank holds what its own stage saves of the units that it runs whole, and of every unit that it
-runs a shard of, its own stage's or another's, what the shard saves. For the shards of each stage it
-has slots and room in the tier apart from those of its whole units. While a shard runs there are
+A rank holds what its own stages save of the units that it runs whole, and of every unit that it
+runs a shard of, of its own stages or another's, what the shard saves. For the shards of each stage
+it has slots and room in the tier apart from those of its whole units. While a shard runs there are
 beside its working set:
 
 * gradients of the layer's K and V, of the prefix with the unit, which every rank forms on its own;
@@ -39,7 +39,10 @@ from sppo.schedule.actions import Action, ActionKind, Schedule
 from sppo.schedule.encoding import encode
 from sppo.schedule.in_flight import sequences_in_flight
 from sppo.schedule.msp_groups import MspGroup, find_msp_groups
+from sppo.schedule.orders import UnitKey
 
+_Blocks = Mapping[UnitKey, Sequence[int]]
+"""Bytes of the block of every layer, by unit."""
 _GRADIENTS_UNDER_WAY = 3
 """Parameters whose gradients a rank holds at once: one is formed, two are sent."""
 
@@ -83,11 +86,12 @@ def with_msp(
     groups = find_msp_groups(schedule, programs=encode(schedule))
     if not groups:
         return memory
-    ranks = (_Rank(candidate, placement, schedule, groups, rank) for rank in range(len(memory)))
     sequences = UnitsInFlight(candidate).sequences.tolist()
     return tuple(
-        rank.memory(held, overlapping=overlapping)
-        for rank, held, overlapping in zip(ranks, memory, sequences, strict=True)
+        _Rank(candidate, placement, schedule, groups, rank).memory(
+            held, overlapping=sequences[rank]
+        )
+        for rank, held in enumerate(memory)
     )
 
 
@@ -104,18 +108,23 @@ class _Rank:
     ) -> None:
         self._candidate, self._placement, self._rank = candidate, placement, rank
         self._program = schedule.programs[rank]
-        self._runs = unit_runs(candidate, placement, stage=rank)
-        self._sent = sent_bytes(candidate).forward[rank]
+        self._own = candidate.stages_of_rank(rank)
+        self._runs = {stage: unit_runs(candidate, placement, stage=stage) for stage in self._own}
+        sent, own_stages = sent_bytes(candidate), list(self._own)
+        self._sent = {
+            ActionKind.F: sent.forward[own_stages].max(axis=0),
+            ActionKind.B: sent.backward[own_stages].max(axis=0),
+        }
         self._joined = {
             stage: int(
                 joined_bytes(placement, block_layout(candidate, stage=stage), stage=stage).max()
             )
             for stage in {action.stage for action in self._program}
         }
-        own = [a for a in self._program if a.stage == rank]
+        own = [a for a in self._program if a.stage in self._own]
         self._sequences = sequences_in_flight(own)
         forwards = [action for action in self._program if action.kind is ActionKind.F]
-        self._whole = [action.unit for action in forwards if action.num_shards == 1]
+        self._whole = [action for action in forwards if action.num_shards == 1]
         starts = (0, *accumulate(candidate.lengths))
         self._shards: dict[tuple[int, int, int], _Shard] = {}
         offsets = schedule.unit_offsets()
@@ -192,36 +201,37 @@ class _Rank:
         return shard.tokens / self._candidate.lengths[shard.subsequence]
 
     def _room(self) -> tuple[int, int, int]:
-        """Return the bytes of slots on the device, of sources beside them, and of the tier."""
-        own = stage_blocks(
-            self._placement, block_layout(self._candidate, stage=self._rank), stage=self._rank
-        ).tolist()
-        copies, leaving, tier = self._room_of(
-            self._rank, {unit: own[unit[1]] for unit in self._whole}
-        )
-        tier *= self._sequences
+        """Return the bytes of slots on the device, of sources beside them, and of the tier.
+
+        Own stages take turns with the slots of whole units; each has room of its own in the tier.
+        """
+        whole = [self._whole_blocks(stage) for stage in self._own]
+        longest = max(self._own, key=lambda stage: len(self._candidate.stages[stage]))
+        copies, leaving = self._slots_bytes(longest, max(map(_largest, whole)))
+        tier = sum(map(_tier_bytes, whole)) * self._sequences
         for stage in sorted({shard.stage for shard in self._shards.values()}):
             blocks = {
                 (shard.sequence, shard.subsequence): self._shard_blocks(shard)
                 for shard in self._shards.values()
                 if shard.stage == stage
             }
-            slots, sources, room = self._room_of(stage, blocks)
-            copies, leaving, tier = copies + slots, leaving + sources, tier + room
+            slots, sources = self._slots_bytes(stage, _largest(blocks))
+            copies, leaving = copies + slots, leaving + sources
+            tier += _tier_bytes(blocks)
         return copies, leaving, tier
 
-    def _room_of(
-        self, stage: int, blocks: Mapping[tuple[int, int], Sequence[int]]
-    ) -> tuple[int, int, int]:
-        """Return the same for blocks of one stage; the tier's of the sequence that has most."""
-        largest = max((max(sizes) for sizes in blocks.values()), default=0)
-        by_sequence: dict[int, int] = {}
-        for (sequence, _), sizes in blocks.items():
-            by_sequence[sequence] = by_sequence.get(sequence, 0) + sum(sizes)
+    def _slots_bytes(self, stage: int, block_bytes: int) -> tuple[int, int]:
+        """Return the bytes of a stage's slots on the device, and of sources beside them."""
         layout = block_layout(self._candidate, stage=stage)
         slots = reserved_slots(self._candidate, layout)
         sources = slots_on_device(self._candidate, layout) - slots
-        return slots * largest, sources * largest, max(by_sequence.values(), default=0)
+        return slots * block_bytes, sources * block_bytes
+
+    def _whole_blocks(self, stage: int) -> _Blocks:
+        """Bytes of the block of every layer of the units that an own stage runs whole."""
+        layout = block_layout(self._candidate, stage=stage)
+        blocks = stage_blocks(self._placement, layout, stage=stage).tolist()
+        return {a.unit: blocks[a.unit[1]] for a in self._whole if a.stage == stage}
 
     def _shard_blocks(self, shard: _Shard) -> tuple[int, ...]:
         """Bytes of the block of every layer of a shard."""
@@ -248,7 +258,7 @@ class _Rank:
 
     def _running_bytes(self, action: Action) -> int:
         """The largest working set of a unit or a shard, with what is there beside a shard's."""
-        candidate, own, backward = self._candidate, self._rank, action.kind is ActionKind.B
+        candidate, backward = self._candidate, action.kind is ActionKind.B
         if action.num_shards > 1:
             shard = self._shards[action.stage, *action.unit]
             rows = self._placed(shard).recomputed
@@ -257,17 +267,18 @@ class _Rank:
             running = run_working_bytes(candidate, run, stage=shard.stage)[backward]
             running += self._beside(shard, backward=backward)
         else:
-            running = run_working_bytes(candidate, self._runs[action.unit[1]], stage=own)[backward]
+            run = self._runs[action.stage][action.unit[1]]
+            running = run_working_bytes(candidate, run, stage=action.stage)[backward]
         if backward:
             running += self._joined[action.stage]
-        if not backward and own == action.stage and candidate.is_last_stage(own):
+        if not backward and action.stage in self._own and candidate.is_last_stage(action.stage):
             tokens = candidate.lengths[action.unit[1]]
             running = max(running, loss_bytes(candidate.workload, tokens=tokens))
         return running
 
     def _sent_bytes(self, action: Action) -> float:
         """What is received, sent and exchanged for the unit of an action."""
-        return float(self._sent[action.unit[1]])
+        return float(self._sent[action.kind][action.unit[1]])
 
     def _beside(self, shard: _Shard, *, backward: bool) -> int:
         """Bytes beside the working set of a shard in forward or backward."""
@@ -283,11 +294,24 @@ class _Rank:
             )
             kv_gradients = round(shard.end * gradient_bytes)
             beside += max(kv_gradients + behind, _GRADIENTS_UNDER_WAY * largest)
-        if shard.stage != self._rank:
+        if shard.stage not in self._own:
             beside += two_layers_bytes(self._candidate) + round(shard.end * kv_bytes)
         return beside
 
     def _lengths(self) -> set[int]:
         """Tokens of the units and shards that it runs."""
-        whole = {self._candidate.lengths[index] for _, index in self._whole}
+        whole = {self._candidate.lengths[action.unit[1]] for action in self._whole}
         return whole | {shard.tokens for shard in self._shards.values()}
+
+
+def _largest(blocks: _Blocks) -> int:
+    """Bytes of the largest block of some units."""
+    return max((max(sizes) for sizes in blocks.values()), default=0)
+
+
+def _tier_bytes(blocks: _Blocks) -> int:
+    """Bytes in the tier of the units of the sequence that has most there."""
+    by_sequence: dict[int, int] = {}
+    for (sequence, _), sizes in blocks.items():
+        by_sequence[sequence] = by_sequence.get(sequence, 0) + sum(sizes)
+    return max(by_sequence.values(), default=0)

@@ -251,7 +251,7 @@ def _held_elements(candidate: Candidate) -> tuple[list[float], list[float]]:
     whole, own = device_parameters(candidate), updated_parameters(candidate)
     weights = own if candidate.zero >= 3 else whole
     gradients = own if candidate.zero >= 2 else whole
-    tied, looped = _tied_elements(candidate), candidate.schedule == LOOPED
+    tied, looped = _tied_elements(candidate), candidate.order == LOOPED
     ends_meet = candidate.pipeline_parallel_degree == 1 and candidate.virtual_stages > 1
     at_last = np.zeros(len(whole))
     at_last[-1] = tied[candidate.zero >= 3] * ends_meet

@@ -28,10 +28,10 @@ from sppo.schedule.orders import sequence_groups
 
 Places = npt.NDArray[np.intp]
 
-OVERLAPPING = ("sppo", "sppo_msp", "seq1f1b", "1f1b")
-"""Schedules that hold N + p - 1 - r units on rank r; of MSP's the units that a rank owns."""
-_ONE_BEHIND_THE_OTHER = ("sppo", "sppo_msp")
-"""Schedules in which a single rank ends a sequence before it begins the next."""
+OVERLAPPING = ("sppo", "seq1f1b", "1f1b")
+"""Orders that hold N + p - 1 - r units on rank r; with MSP those of the units that a rank owns."""
+_ONE_BEHIND_THE_OTHER = "sppo"
+"""The order in which a single rank ends a sequence before it begins the next."""
 
 _FIRST: Places = np.zeros(1, dtype=np.intp)
 
@@ -286,18 +286,18 @@ class UnitsInFlight:
 
     @property
     def _is_overlapping(self) -> bool:
-        return self.candidate.schedule in OVERLAPPING and not self.candidate.packed
+        return self.candidate.order in OVERLAPPING and not self.candidate.packed
 
     @property
     def _is_looped(self) -> bool:
-        return self.candidate.schedule == LOOPED and not self.candidate.packed
+        return self.candidate.order == LOOPED and not self.candidate.packed
 
     @cached_property
     def _ahead(self) -> Counts:
         """Units of following sequences begun after each backward of a sequence, [stages, N+1]."""
         ranks, count = self._shape
         sequences = self.candidate.sequences
-        if ranks == 1 and self.candidate.schedule in _ONE_BEHIND_THE_OTHER:
+        if ranks == 1 and self.candidate.order == _ONE_BEHIND_THE_OTHER:
             sequences = 1
         ahead: Counts = (ranks - 1 - np.arange(ranks))[:, None] + np.arange(count + 1)
         return np.minimum(ahead, count * (sequences - 1))

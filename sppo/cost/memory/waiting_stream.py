@@ -30,7 +30,7 @@ def waiting_bytes(candidate: Candidate) -> Running:
         list(candidate.stages_of_rank(rank)) for rank in (0, candidate.pipeline_parallel_degree - 1)
     )
     tokens = _waiting_tokens(candidate)
-    if candidate.schedule == LOOPED:
+    if candidate.order == LOOPED:
         waiting.forward[first] = tokens
         waiting.backward[last] = tokens
     else:

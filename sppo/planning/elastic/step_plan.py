@@ -511,7 +511,7 @@ def planner_of_candidate(
         workload.sequence_parallel == "megatron" and workload.sequence_parallel_degree > 1
     )
     # Units of different sequences are not cut over ranks; that order without it is the SPPO one.
-    schedule = "sppo" if candidate.schedule == "sppo_msp" else candidate.schedule
+    schedule = candidate.order
     policy, ratio = run["activations"]["policy"], run["activations"]["offload_ratio"]
     sequence = run["sequence"]
     free = sequence["num_subsequences"] == "auto" and schedule not in WHOLE_SEQUENCES

@@ -18,9 +18,9 @@ SCHEDULED_UNITS = 1200
 def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCandidate:
     """`best` with the schedule that makes it fastest, where the run leaves the choice.
 
-    Tried are the zero-bubble program and multiplexed sequence partitioning (MSP), or the
-    interleaved program where ranks have several stages, each with the memory it needs. MSP is taken
-    however little it gains where the run asks for it, and never where training could not run it.
+    Tried are the zero-bubble program, multiplexed sequence partitioning (MSP), and the interleaved
+    program where ranks have several stages, each with the memory it needs. MSP is taken however
+    little it gains where the run asks for it, and never where training could not run it.
     """
     candidate = best.candidate
     size = best.costs.forward_s.size
@@ -35,13 +35,17 @@ def with_best_schedule(run: RunConfig, best: EvaluatedCandidate) -> EvaluatedCan
         return best
     if best.played is None:
         best = simulate_candidate(best)
+    multiplexed = replace(candidate, schedule="sppo_msp", kv="retained")
     if forced:
-        return _simulated(replace(candidate, schedule="sppo_msp")) or best
+        return _simulated(multiplexed) or best
     virtual = candidate.virtual_stages
     others = [replace(candidate, schedule="interleaved_seq1f1b")] if virtual > 1 else []
     if not streams and (virtual == 1 or run.parallel.virtual_stages == "auto"):
-        names = ("seq_zb_h1", "sppo_msp")[: 1 + (may_cut and run.parallel.multiplexed == "auto")]
-        others += [replace(candidate, schedule=name, virtual_stages=1) for name in names]
+        others.append(replace(candidate, schedule="seq_zb_h1", virtual_stages=1))
+    if may_cut and run.parallel.multiplexed == "auto":
+        others.append(multiplexed)
+        if virtual > 1 and run.parallel.virtual_stages == "auto":
+            others.append(replace(multiplexed, virtual_stages=1))
     for candidate in others:
         other = _simulated(candidate)
         if other is not None and other.step_s <= best.step_s * WORTH_IT:

@@ -336,8 +336,8 @@ class _Assessments:
 
     def _whole_candidate(self, num_subsequences: int) -> Candidate:
         candidate = self.candidate(num_subsequences)
-        cuts = candidate.schedule == "sppo_msp"
-        return replace(candidate, schedule="sppo") if cuts else candidate
+        cuts = candidate.schedule != candidate.order
+        return replace(candidate, schedule=candidate.order) if cuts else candidate
 
     def _assess(self, candidate: Candidate) -> EvaluatedCandidate:
         num_subsequences = len(candidate.lengths)

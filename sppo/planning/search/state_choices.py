@@ -77,4 +77,9 @@ def _may_have_stages(run: RunConfig) -> bool:
     parallel = run.parallel
     schedules = ("auto", *WITH_VIRTUAL_STAGES)
     several = parallel.virtual_stages != 1 and parallel.schedule in schedules
-    return several and parallel.multiplexed != "on"
+    return several and not _shares_units(run)
+
+
+def _shares_units(run: RunConfig) -> bool:
+    """Whether ranks of a pipeline share units for sure (MSP)."""
+    return run.parallel.multiplexed == "on" or run.parallel.schedule == "sppo_msp"

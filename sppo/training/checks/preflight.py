@@ -243,6 +243,7 @@ def _stream_use(run: RunConfig, plan: ExecutionPlan) -> StreamUse:
         ranges = {(group.ranks[0], group.ranks[-1]) for group in groups}
     return StreamUse(
         ranges=sorted(ranges),
+        wraps=plan.virtual_stages > 1,
         ties_ends=run.model.tie_embeddings,
         gathers_weights=plan.zero == 3,
         offloads=may_offload(run, plan),

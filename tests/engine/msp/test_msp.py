@@ -84,14 +84,39 @@ def test_what_a_helper_holds_of_others(ranks, shape):
     assert helped == shape[1] * (shape[1] - 1) * shape[2]
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("virtual", [2, 3])
+def test_several_stages_on_a_rank(ranks, shape, virtual):
+    """One more layer than stages, and at both ends of the looped order units that ranks share."""
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 6}
+    case = Case(
+        shape=shape,
+        schedule="sppo_msp",
+        virtual=virtual,
+        cuts=(CUTS[5], CUTS[4]),
+        sizes={"num_layers": shape[1] * virtual + 1, **sizes},
+        steps=2,
+    )
+    found = {int(action.split("F")[0]) for action in shards_of(ranks, case) if "F" in action}
+    last = shape[1] * virtual - 1
+    assert 0 in found
+    assert last in found
+    assert found <= {*range(shape[1]), *range(last - shape[1] + 1, last + 1)}
+    check(ranks, case)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
-def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio):
-    model = Case().model()
+def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio, virtual):
+    sizes = {"num_layers": num_ranks * virtual} if virtual > 1 else {}
+    model = Case(sizes=sizes).model()
     rows = RatioRows(model, 8, ratio, alignment=1)
     case = Case(
         shape=(1, num_ranks, 1),
         schedule="sppo_msp",
+        virtual=virtual,
+        sizes=sizes,
         cuts=(CUTS[5], CUTS[5]),
         placement_of=rows,
         directory=tmp_path,
