@@ -30,7 +30,7 @@ from sppo.activations.placement import (
     alike_stages,
     prefix_rows,
 )
-from sppo.activations.tensor_classes import ATTENTION, LINEAR
+from sppo.activations.tensor_classes import ATTENTION, LINEAR, X_IN
 from sppo.schedule.costs import Table
 
 _BISECTIONS = 24
@@ -226,11 +226,10 @@ def least(problem: StageProblem) -> StageCounts:
         way(problem, _most_in_tier(problem, way) * fractions) for way in (_by_time, _by_class)
     ]
     offloaded = _offloaded(np.concatenate(wanted), problem)
-    retained = _whole(problem) - offloaded
-    left = retained.copy()
-    left[:, :, [LINEAR, ATTENTION]] = 0
+    left = np.zeros_like(offloaded)
+    left[:, :, X_IN] = problem.tokens - offloaded[:, :, X_IN]
     best = int(np.argmin(_needed_by_each(left, offloaded, problem)))
-    return left[best], offloaded[best], retained[best] - left[best]
+    return left[best], offloaded[best], _whole(problem) - offloaded[best] - left[best]
 
 
 def _most_in_tier(problem: StageProblem, wanted: WantedBytes) -> float:
@@ -364,5 +363,7 @@ def _problem(inputs: PolicyInputs, stage: int) -> StageProblem:
 
 
 def _stacked(solved: Mapping[int, StageCounts], keys: Sequence[int]) -> ActivationPlacement:
-    tables = zip(*(solved[key] for key in keys), strict=True)
-    return ActivationPlacement(*(np.stack(table) for table in tables))
+    places = {key: place for place, key in enumerate(solved)}
+    of_stages = [places[key] for key in keys]
+    tables = zip(*solved.values(), strict=True)
+    return ActivationPlacement(*(np.stack(table)[of_stages] for table in tables))
