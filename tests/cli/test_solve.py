@@ -231,6 +231,14 @@ def test_degrees_that_cannot_work_are_said(run):
     assert "1 … layers cannot be divided into … stages SP 1 · PP 8 · DP 1: 4 layers" in text
 
 
+def test_that_more_nodes_do_not_help_is_said(run):
+    degrees = [f"parallel.{name}_parallel_degree=1" for name in ("pipeline", "sequence")]
+    words = ("sequence.length=16Mi", "hardware.devices_per_node=2", *degrees)
+    text = one_line(refuse("solve", run, *words, code=3))
+    assert "more of these nodes alone do not make it fit" in text
+    assert "nodes alone" not in one_line(refuse("solve", run, *TOO_LONG, code=3))
+
+
 def test_devices_left_over_are_said(run):
     words = (run, "model.num_layers=1", "parallel.sequence_parallel_degree=4")
     assert report(*words)["devices_left_over"] == 4

@@ -122,7 +122,8 @@ def _reason(rejection: Rejection) -> tuple[bool, str]:
 
 
 def _without_numbers(reason: str) -> str:
-    """`reason` with what differs between degrees left open."""
+    """`reason` up to its figures, or with those that differ between degrees left open."""
+    reason, _, _ = reason.partition(": ")
     return " ".join("…" if word.strip(",;").isdigit() else word for word in reason.split())
 
 

@@ -245,7 +245,7 @@ def _data_degree(run: RunConfig, *, room: int, fixed: dict[str, int], samples: i
 def _refusal(run: RunConfig, *, degrees: Degrees, total: int, samples: int | None) -> str | None:
     model = run.model
     if degrees.num_devices > total:
-        return f"needs {degrees.num_devices} devices, there are {total}"
+        return f"needs more devices than there are: {degrees.num_devices}, there are {total}"
     if degrees.pipeline_parallel > model.num_layers:
         return (
             f"{model.num_layers} layers cannot be divided into {degrees.pipeline_parallel} stages"
