@@ -22,27 +22,11 @@ from torch.distributed import ProcessGroup
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape, layer_shapes, outer_shapes, stage_shapes
+from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.sharding.megatron_weights import COLUMNS, KEYS, ROWS
 from sppo.parallel.collectives import all_gather
 from sppo.parallel.job.failures import peer_errors
 from sppo.parallel.mesh import Holders
-from sppo.parallel.ulysses import HeadShard, head_shard
-
-
-def tensor_shard(model: ModelConfig, *, degree: int) -> HeadShard:
-    """Heads of each of ``degree`` ranks over which the weights of every layer are sharded.
-
-    Raises:
-        ValueError: heads or the MLP cannot be sharded evenly.
-    """
-    shard = head_shard(model.num_heads, model.kv_heads, degree=degree)
-    if model.mlp_size % degree:
-        raise ValueError(
-            f"parallel.sequence_parallel_degree {degree}: with parallel.sequence_parallel=megatron "
-            f"the MLP's width is sharded, and {model.mlp_size} cannot be evenly; use a divisor "
-            f"of {model.mlp_size}, or parallel.sequence_parallel=ulysses"
-        )
-    return shard
 
 
 @dataclass(frozen=True, slots=True)

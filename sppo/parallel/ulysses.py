@@ -13,42 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sppo.cost.sharding.heads import head_shard
 from sppo.parallel.job.failures import peer_errors
-
-
-class HeadShard(NamedTuple):
-    """Heads that each of G ranks attends with."""
-
-    queries: int
-    keys: int
-    repeats: int
-    """Ranks that use the same key/value heads."""
-
-
-def head_shard(num_heads: int, kv_heads: int, *, degree: int) -> HeadShard:
-    """Return the heads of one rank of a sequence-parallel group.
-
-    Raises:
-        ValueError: the heads cannot be sharded evenly.
-    """
-    if num_heads % degree:
-        raise ValueError(
-            f"parallel.sequence_parallel_degree {degree}: {num_heads} query heads cannot be "
-            f"sharded evenly; use a divisor of {num_heads}"
-        )
-    if kv_heads % degree and degree % kv_heads:
-        raise ValueError(
-            f"parallel.sequence_parallel_degree {degree}: must divide the {kv_heads} key/value "
-            "heads or be a multiple of them"
-        )
-    return HeadShard(num_heads // degree, max(1, kv_heads // degree), max(1, degree // kv_heads))
 
 
 def token_parts(tokens: int, *, degree: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from sppo.cost.sharding.heads import tensor_shard
 from sppo.engine.engine import Engine
 from sppo.engine.gathered_weights import GatheredWeights
 from sppo.engine.gradients import ResidentGradients
@@ -20,7 +21,7 @@ from sppo.offload.offload_store import OffloadStore
 from sppo.offload.thread_queues import ThreadQueues
 from sppo.parallel.data_parallel import GradientReducer, add_up
 from sppo.parallel.gradient_reduce_scatter import GradientReduceScatter
-from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding, tensor_shard
+from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
 from sppo.parallel.mesh import Mesh
 from sppo.parallel.mesh_shape import MeshShape
 from sppo.parallel.msp_exchange import MspLinks

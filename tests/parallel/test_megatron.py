@@ -9,9 +9,10 @@ import torch.distributed as dist
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.parameters import parameter_shapes
+from sppo.cost.sharding.heads import tensor_shard
 from sppo.cost.stage_cost import device_parameters, updated_parameters
 from sppo.hardware.presets import PRESETS
-from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding, tensor_shard
+from sppo.parallel.megatron import MegatronSequenceParallel, WeightSharding
 from sppo.parallel.mesh_shape import Coordinates, MeshShape
 from tests.engine.models import VARIANTS, random_weights, tiny_model
 

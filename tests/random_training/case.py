@@ -8,10 +8,10 @@ import torch
 
 from sppo.config.model import ModelConfig
 from sppo.config.run import OptimizerConfig
+from sppo.cost.sharding.heads import tensor_shard
 from sppo.engine.unit import SequenceData
 from sppo.kernels.cross_entropy import LossTerms
 from sppo.kernels.labels import IGNORED_LABEL
-from sppo.parallel.megatron import tensor_shard
 from sppo.parallel.mesh_shape import MeshShape
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
