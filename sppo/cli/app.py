@@ -9,6 +9,7 @@ import typer
 
 from sppo.cli import config, convert, data
 from sppo.cli.bench import bench
+from sppo.cli.command_group import CommandGroup
 from sppo.cli.doctor import doctor
 from sppo.cli.estimate import estimate
 from sppo.cli.evaluate import evaluate
@@ -16,8 +17,7 @@ from sppo.cli.simulate import simulate
 from sppo.cli.solve import solve
 from sppo.cli.train import train
 
-app = typer.Typer(
-    no_args_is_help=True,
+app = CommandGroup(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train transformers on sequences that do not fit, cut into subsequences.",

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sppo.cli.arguments.common import Json, Overrides, RunFile
+from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 
 if TYPE_CHECKING:
     from sppo.config.problems import Problem
 
-app = typer.Typer(no_args_is_help=True, help="Look at a run file without running it.")
+app = CommandGroup(help="Look at a run file without running it.")
 
 
 @app.callback()

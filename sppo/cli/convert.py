@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-app = typer.Typer(no_args_is_help=True, help="Convert weights from and to Hugging Face.")
+app = CommandGroup(help="Convert weights from and to Hugging Face.")
 
 
 class StoredType(StrEnum):

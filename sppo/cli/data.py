@@ -11,6 +11,7 @@ import typer
 
 from sppo.cli.arguments.common import Json
 from sppo.cli.arguments.numbers import count
+from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from sppo.data.prepare import PreparedTokens, PrepareProgress
     from sppo.data.tokenizers import EndOfDocument
 
-app = typer.Typer(no_args_is_help=True, help="Write and describe the token data that runs read.")
+app = CommandGroup(help="Write and describe the token data that runs read.")
 
 
 @app.callback()

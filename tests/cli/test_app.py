@@ -33,6 +33,7 @@ def test_help_names_the_commands():
 def test_every_command_explains_itself(words):
     text = succeed(*words, "--help")
     assert "Usage: " in text
+    assert "<bool>" not in text, "behind a flag stands no value"
     assert len(text.splitlines()) <= 100
 
 
