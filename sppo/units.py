@@ -91,6 +91,11 @@ def format_count(value: float) -> str:
     return f"{value / 1e12:.1f}T"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_duration(seconds: float) -> str:
     """``12345`` as ``3h26m``, ``75`` as ``1m15s``, ``2.345`` as ``2.35 s``."""
     if seconds < 0.99995:

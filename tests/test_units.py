@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sppo.units import (
+    counted,
     format_bytes,
     format_count,
     format_duration,
@@ -133,3 +134,7 @@ def test_durations_round_into_the_next_unit(seconds):
 def test_rounding_never_prints_a_thousand_of_a_smaller_unit(value, text):
     shown = format_bytes(value) if "iB" in text else format_count(value)
     assert shown == text
+
+
+def test_nouns_are_counted():
+    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

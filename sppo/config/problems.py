@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sppo.quoting import QUOTE_CHARACTERS, one_line, quoted
+from sppo.units import counted
 
 MISSING = "(missing)"
 """Shown as the value of what was not given."""
@@ -46,7 +47,7 @@ class ConfigError(ValueError):
         self.source = source
         self.problems = tuple(problems)
         count = len(self.problems)
-        lines = [f"{one_line(source)} has {count} problem{'' if count == 1 else 's'}"]
+        lines = [f"{one_line(source)} has {counted(count, 'problem')}"]
         lines += [problem.line() for problem in self.problems[:_SHOWN_PROBLEMS]]
         if count > _SHOWN_PROBLEMS:
             more = count - _SHOWN_PROBLEMS

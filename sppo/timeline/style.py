@@ -11,7 +11,7 @@ from typing import Literal
 
 from sppo.schedule.actions import Action, ActionKind, Schedule, Wire
 from sppo.schedule.timeline import IdleCause, Timeline
-from sppo.units import format_duration
+from sppo.units import counted, format_duration
 
 Phase = Literal["left", "right"]
 Copy = tuple[ActionKind, Wire | None]
@@ -169,16 +169,12 @@ def title(timeline: Timeline, *, is_abstract: bool) -> str:
     took = duration(timeline.makespan_s, is_abstract=is_abstract)
     parts = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return (
-        f"{schedule.name}: {_count(schedule.num_ranks, 'rank')}{stages}, "
-        f"{_count(schedule.num_sequences, 'sequence')} of {parts} "
+        f"{schedule.name}: {counted(schedule.num_ranks, 'rank')}{stages}, "
+        f"{counted(schedule.num_sequences, 'sequence')} of {parts} "
         f"subsequence{'' if parts == '1' else 's'} · {timeline.provenance} step "
         f"{took} · idle {timeline.bubble_fraction:.1%} · "
         f"at most {peak:.4g} units in flight"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(value: float, *, is_abstract: bool) -> str:

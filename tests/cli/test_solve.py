@@ -228,7 +228,7 @@ def test_degrees_that_cannot_work_are_said(run):
     reasons = [rejection["reason"] for rejection in report(*words)["rejected"]]
     assert reasons == ["4 layers cannot be divided into 8 stages"]
     text = one_line(succeed("solve", *words))
-    assert "1 … layers cannot be divided into … stages SP 1 · PP 8 · DP 1: 4 layers" in text
+    assert "1 other way does not work (--json lists it): 1 SP 1 · PP 8 · DP 1: 4 layers" in text
 
 
 def test_that_more_nodes_do_not_help_is_said(run):

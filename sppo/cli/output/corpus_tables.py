@@ -18,7 +18,7 @@ from sppo.hardware.run_hardware import hardware_line
 from sppo.planning.advice import Advice
 from sppo.planning.corpus.search import CorpusSolution, PlannedDegrees, fullest_rank
 from sppo.planning.elastic.step_plan import StepPlan
-from sppo.units import format_bytes, format_count, format_tokens
+from sppo.units import counted, format_bytes, format_count, format_tokens
 
 _SHOWN_REFUSED = 4
 _SIDE_TEXTS = {
@@ -37,9 +37,9 @@ def print_corpus_solution(solution: CorpusSolution, *, console: Console) -> None
     console.print(_candidates_table(solution))
     _say(
         console,
-        f"searched: {solution.num_divisions} ways to divide the devices, each with a step of the "
-        f"longest samples; of {solution.num_planned} the drawn steps were planned and simulated, "
-        "and of the best every replica and the longest sample alone fit in all of them",
+        f"searched: {counted(solution.num_divisions, 'way')} to divide the devices, each with a "
+        f"step of the longest samples; of {solution.num_planned} the drawn steps were planned and "
+        "simulated, and of the best every replica and the longest sample alone fit in all of them",
     )
     left = solution.hardware.num_devices - best.degrees.num_devices
     if left:

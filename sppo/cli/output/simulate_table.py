@@ -10,7 +10,7 @@ from rich.table import Table
 
 from sppo.cli.arguments.simulate_request import SimulatedDevices
 from sppo.schedule.timeline import Timeline
-from sppo.units import format_bytes, format_duration
+from sppo.units import counted, format_bytes, format_duration
 
 _SHOWN_RANKS = 16
 
@@ -32,13 +32,13 @@ def print_tables(
     console = Console(soft_wrap=True)
     first = timelines[0]
     schedule = first.schedule
-    sequences = f"{schedule.num_sequences} sequence{'s' * (schedule.num_sequences > 1)}"
-    ranks = f"{schedule.num_ranks} ranks"
+    ranks = counted(schedule.num_ranks, "rank")
     if devices is not None and devices.num_devices > schedule.num_ranks:
-        ranks = f"{schedule.num_ranks} pipeline ranks on {devices.num_devices} devices"
+        ranks = f"{counted(schedule.num_ranks, 'pipeline rank')} on {devices.num_devices} devices"
     console.print(
-        f"{schedule.name}: {ranks}, {schedule.num_stages} stages, "
-        f"{sequences}, {schedule.num_units} units ({first.provenance})",
+        f"{schedule.name}: {ranks}, {counted(schedule.num_stages, 'stage')}, "
+        f"{counted(schedule.num_sequences, 'sequence')}, {counted(schedule.num_units, 'unit')} "
+        f"({first.provenance})",
         highlight=False,
     )
     ahead = ""
@@ -56,7 +56,9 @@ def print_tables(
     console.print(_rank_table(first, devices=devices))
     hidden = schedule.num_ranks - _SHOWN_RANKS
     if hidden > 0:
-        console.print(f"and {hidden} more ranks; --json lists all of them", highlight=False)
+        console.print(
+            f"and {counted(hidden, 'more rank')}; --json lists all of them", highlight=False
+        )
     if len(timelines) > 1:
         console.print(_comparison(timelines, is_abstract=is_abstract))
 

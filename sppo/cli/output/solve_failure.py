@@ -40,10 +40,15 @@ def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Con
         say(too_long)
     groups = rejected_groups(solution.rejected)
     if nearest is None or len(solution.rejected) > 1:
-        say(f"none of {len(solution.rejected)} ways to divide the devices works:")
+        count = len(solution.rejected)
+        say(
+            f"none of {count} ways to divide the devices works:"
+            if count > 1
+            else "the only way to divide the devices does not work:"
+        )
         for group in groups[:_SHOWN_GROUPS]:
             say(f" {group.count:>3} {group.reason}")
-            if nearest is None:
+            if nearest is None and group.example:
                 say(f"     {group.example}")
     if not changes:
         say("no smaller change was found that makes it fit")

@@ -29,7 +29,7 @@ from sppo.planning.make_plan import predict
 from sppo.planning.plan import Prediction
 from sppo.planning.search.evaluated_candidate import EvaluatedCandidate
 from sppo.planning.search.solver import Solution
-from sppo.units import format_bytes, format_count, format_duration, format_tokens
+from sppo.units import counted, format_bytes, format_count, format_duration, format_tokens
 
 if TYPE_CHECKING:
     from sppo.planning.ablation import AblationRow
@@ -41,9 +41,9 @@ def run_line(run: RunConfig) -> str:
     """Model, sequences and precision of a request."""
     model, sequences = run.model, run.train.sequences_per_step
     name = model.preset or model.from_hf or "model"
-    plural = "s" if sequences > 1 else ""
     return (
-        f"{name} ({format_count(num_parameters(model))} parameters), {sequences} sequence{plural} "
+        f"{name} ({format_count(num_parameters(model))} parameters), "
+        f"{counted(sequences, 'sequence')} "
         f"of {format_tokens(run.sequence.length)} tokens a step, {run.train.dtype}"
     )
 
@@ -75,7 +75,8 @@ def print_solution(solution: Solution, *, paying: Sequence[Improvement], console
     if left:
         _say(
             console,
-            f"{left} of {hardware.num_devices} devices are left over: more sequences per step "
+            f"{left} of {counted(hardware.num_devices, 'device')} "
+            f"{'is' if left == 1 else 'are'} left over: more sequences per step "
             "(train.sequences_per_step) would use them",
         )
     per_node = hardware.node.num_devices
@@ -201,10 +202,12 @@ def _print_rejected(solution: Solution, *, console: Console) -> None:
     if not groups:
         return
     total = sum(group.count for group in groups)
-    _say(console, f"{total} other ways do not work (--json lists them):")
+    ways = "1 other way does" if total == 1 else f"{total} other ways do"
+    _say(console, f"{ways} not work (--json lists {'it' if total == 1 else 'them'}):")
     for group in groups:
         _say(console, f" {group.count:>3} {group.reason}")
-        _say(console, f"     {group.example}")
+        if group.example:
+            _say(console, f"     {group.example}")
 
 
 def print_ablation(rows: Sequence[AblationRow], *, console: Console) -> None:

@@ -92,8 +92,8 @@ class RejectedGroup:
 
     Attributes:
         count: How many.
-        reason: What they have in common.
-        example: Description of the one that came nearest.
+        reason: What they have in common; of a single one that cannot work, which it is and why.
+        example: Description of the one that came nearest; "" where the reason says it all.
     """
 
     count: int
@@ -107,9 +107,14 @@ def rejected_groups(rejected: Sequence[Rejection]) -> tuple[RejectedGroup, ...]:
     for rejection in rejected:
         by_reason.setdefault(_reason(rejection), []).append(rejection)
     groups = sorted(by_reason.items(), key=lambda item: (item[0][0], -len(item[1]), item[0][1]))
-    return tuple(
-        RejectedGroup(len(members), reason, _example(members)) for (_, reason), members in groups
-    )
+    return tuple(_group(members, reason) for (_, reason), members in groups)
+
+
+def _group(members: Sequence[Rejection], reason: str) -> RejectedGroup:
+    example = _example(members)
+    if len(members) == 1 and members[0].shortfall is None:
+        return RejectedGroup(1, example, "")
+    return RejectedGroup(len(members), reason, example)
 
 
 def _reason(rejection: Rejection) -> tuple[bool, str]:
