@@ -15,7 +15,8 @@ from typing import TypeVar, cast
 
 T = TypeVar("T")
 
-_left_behind: list[Thread] = []
+_unanswered: list[Event] = []
+"""Of each call whose outcome nobody has taken: set once it has returned."""
 _without_shutdown = Event()
 
 
@@ -26,22 +27,23 @@ def call_in_time(make: Callable[[], T], *, limit_s: float) -> T:
         TimeoutError: it took longer than ``limit_s`` seconds.
     """
     outcomes: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+    returned = Event()
 
     def attempt() -> None:
         try:
             outcomes.put((make(), None))
         except Exception as error:
             outcomes.put((None, error))
+        finally:
+            returned.set()
 
-    thread = Thread(target=attempt, name="timed call", daemon=True)
-    thread.start()
+    _unanswered.append(returned)  # before it begins: a signal may come in the midst of starting
+    Thread(target=attempt, name="timed call", daemon=True).start()
     try:
         made, error = outcomes.get(timeout=min(limit_s, TIMEOUT_MAX))
-    except BaseException as waited:  # a signal, too, leaves the call alone
-        _left_behind.append(thread)
-        if isinstance(waited, Empty):
-            raise TimeoutError from None
-        raise
+    except Empty:
+        raise TimeoutError from None
+    _unanswered.remove(returned)
     if error is not None:
         raise error
     return cast(T, made)
@@ -76,7 +78,7 @@ def without_calls_left_behind() -> Iterator[None]:
 
 
 def _ends_at_once() -> bool:
-    return _without_shutdown.is_set() or any(thread.is_alive() for thread in _left_behind)
+    return _without_shutdown.is_set() or any(not returned.is_set() for returned in _unanswered)
 
 
 def _flushed(code: str | int | None) -> int:

@@ -46,6 +46,26 @@ def test_a_process_with_a_call_left_behind_ends_without_pythons_shutdown(sleep_s
     assert ("shut down" in done.stdout) == (sleep_s == 0)
 
 
+def test_a_signal_while_a_call_is_started_ends_the_process_as_one_in_its_middle_does():
+    code = (
+        "import atexit, sys, time\n"
+        "from sppo.parallel.job import timed_call\n"
+        "atexit.register(lambda: print('shut down'))\n"
+        "class Stopping(timed_call.Thread):\n"
+        "    def start(self):\n"
+        "        super().start()\n"
+        "        raise KeyboardInterrupt\n"
+        "timed_call.Thread = Stopping\n"
+        "with timed_call.without_calls_left_behind():\n"
+        "    try:\n"
+        "        timed_call.call_in_time(lambda: time.sleep(600), limit_s=60)\n"
+        "    except KeyboardInterrupt:\n"
+        "        sys.exit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "")
+
+
 @pytest.mark.parametrize(("code", "ends_with"), [("None", 0), ("7", 7), ("'gone'", 1)])
 def test_the_exit_code_is_the_one_of_pythons_shutdown(code, ends_with):
     program = (
