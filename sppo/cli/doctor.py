@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 _SIGNS = {"ok": "ok", "note": "note", "missing": "-", "broken": "BROKEN"}
 BROKEN = 1
-"""Exit code where something that every run needs does not work."""
+"""Exit code where something is there and does not work."""
+_LEAST_COLUMNS = 40
+"""Narrower, a table has no room for what was found; a terminal breaks lines itself."""
 
 
 def doctor(
@@ -28,7 +30,8 @@ def doctor(
 ) -> None:
     """Look at this machine: what training and planning find here, and how to get what is missing.
 
-    Nothing is measured, changed or downloaded. Exit code 1: something every run needs is broken.
+    Nothing is measured, changed or downloaded. Exit code 1: something every run needs is broken, or
+    FILE is.
 
         sppo doctor
         sppo doctor --hardware hardware.json --json
@@ -57,6 +60,7 @@ def _show(findings: Sequence[Finding]) -> None:
     from rich.text import Text
 
     console = Console()
+    console.width = max(console.width, _LEAST_COLUMNS)
     for subject, group in groupby(findings, key=lambda finding: finding.subject):
         console.print(Text(subject, style="bold"))
         table = Table(box=None, show_header=False, padding=(0, 1))

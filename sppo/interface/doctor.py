@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sppo.quoting import quoted
-from sppo.units import GIB, MIB, format_bytes
+from sppo.units import GIB, MIB, counted, format_bytes
 
 State = Literal["ok", "note", "missing", "broken"]
 """ok: there, and used; note: something to know; missing: not there, and a use of it is lost;
@@ -50,10 +50,6 @@ def examine(hardware: Path | None = None) -> tuple[Finding, ...]:
 
     Args:
         hardware: a file of ``sppo bench``, whose figures are looked at as well.
-
-    Raises:
-        ValueError: that file is no hardware description.
-        OSError: it cannot be read.
     """
     looks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _machine,
@@ -79,15 +75,14 @@ def _machine() -> Iterator[Finding]:
 
     subject = "machine"
     cores, all_cores = count_cores(), os.cpu_count() or 1
-    of = f" of {all_cores}" if cores != all_cores else ""
-    yield Finding(subject, "processor", "ok", f"{cpu_model()}, {cores}{of} cores")
+    number = counted(cores, "core") if cores == all_cores else f"{cores} of {all_cores} cores"
+    yield Finding(subject, "processor", "ok", f"{cpu_model()}, {number}")
     yield _threads(cores)
     limit = control_group_limit_bytes()
     group = "" if limit is None else f" (limit of the control group: {format_bytes(limit)})"
     yield Finding(subject, "memory", "ok", f"{format_bytes(usable_memory_bytes())}{group}")
     nodes = count_numa_nodes()
-    plural = "s" if nodes > 1 else ""
-    yield Finding(subject, "NUMA", "ok", f"{nodes} memory node{plural}")
+    yield Finding(subject, "NUMA", "ok", counted(nodes, "memory node"))
     system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     yield Finding(subject, "system", "ok", system)
 
@@ -338,7 +333,12 @@ def _measured(hardware: Path | None) -> Iterator[Finding]:
         return
     from sppo.hardware.file import read_hardware
 
-    spec = read_hardware(hardware)
+    try:
+        spec = read_hardware(hardware)
+    except (OSError, ValueError) as error:
+        found = f"{hardware}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        yield Finding(subject, "rates", "broken", found, f"name another file, or measure: {bench}")
+        return
     yield Finding(subject, "rates", "ok", f"{spec.name}: {spec.provenance}, in {hardware}")
     device, node = spec.device, spec.node
     dtypes = sorted({point.dtype for point in device.gemm_points})

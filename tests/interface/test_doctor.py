@@ -47,16 +47,32 @@ def test_table_shows_findings_and_advice():
     assert "sppo bench all" in text
 
 
+def test_a_narrow_terminal_gets_every_finding(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "8")
+    text = "".join(succeed("doctor").split())
+    for finding in doctor.examine():
+        assert "".join(finding.found.split()) in text or finding.name == "cuda"
+
+
 def test_a_hardware_file_is_shown(tmp_path):
     file = tmp_path / "hardware.json"
     succeed("bench", "gemm", "--quick", "-o", file)
     findings = doctor.examine(file)
     assert f"calibrated, in {file}" in found(findings, "rates").found
     assert "TFLOP/s in" in found(findings, "products").found
-    file.write_text("{}")
-    result = call("doctor", "--hardware", file)
-    assert result.exit_code == 2
-    assert "hardware file" in result.stderr
+
+
+@pytest.mark.parametrize(("content", "says"), [("{}", "hardware file"), (None, "No such file")])
+def test_a_bad_hardware_file_hides_nothing_else(tmp_path, content, says):
+    file = tmp_path / "hardware.json"
+    if content is not None:
+        file.write_text(content)
+    result = call("doctor", "--json", "--hardware", file)
+    assert result.exit_code == 1
+    findings = json.loads(result.stdout)["findings"]
+    assert [entry["name"] for entry in findings] == [f.name for f in doctor.examine()]
+    assert [entry["name"] for entry in findings if entry["state"] == "broken"] == ["rates"]
+    assert says in findings[-1]["found"]
 
 
 @pytest.mark.parametrize(
