@@ -175,6 +175,21 @@ def check_new_directory(path: Path) -> None:
         raise ValueError(f"{path}: the directory {nearest} cannot be written to; give another name")
 
 
+def check_unused_directory(directory: Path) -> None:
+    """Check that ``directory`` can be made, or is empty.
+
+    Raises:
+        ValueError: it holds something, is no directory, or may not be written.
+    """
+    if directory.is_symlink() and not directory.exists():
+        raise ValueError(f"{directory} is a link to nowhere; name a new directory")
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; name a new directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty and is left as it is; name a new directory")
+    check_new_directory(directory)
+
+
 def _check_place(option: str, path: Path) -> None:
     """Try to write beside ``path``, as :func:`whole_file` will."""
     target = Path(os.path.realpath(path))

@@ -87,12 +87,34 @@ def held_checkpoint(path: Path | str) -> Iterator[Checkpoint]:
         else:
             checkpoint, _ = stack.enter_context(_newest_held(path))
         if checkpoint is None:
-            raise NoCheckpointError(
-                f"{path} holds no checkpoint{'' if path.is_dir() else ' (no such directory)'}: "
-                f"give a run's output directory, which contains {CHECKPOINTS_DIRECTORY}/"
-                f"{step_name(12)} or the like, or one such checkpoint{_runs_nearby(path)}"
-            )
+            raise _none_at(path)
         yield checkpoint
+
+
+def check_any(path: Path | str) -> None:
+    """Make sure that there is a checkpoint to find at ``path``, whole or not; reads none.
+
+    Args:
+        path: as for :func:`find_checkpoint`.
+
+    Raises:
+        NoCheckpointError: there is none.
+    """
+    path = Path(path)
+    below = path / CHECKPOINTS_DIRECTORY
+    is_one = (path / METADATA_FILE).exists() or is_step_name(path.name)
+    if not (is_one and not below.is_dir()) and not list_checkpoints(
+        below if below.is_dir() else path
+    ):
+        raise _none_at(path)
+
+
+def _none_at(path: Path) -> NoCheckpointError:
+    return NoCheckpointError(
+        f"{path} holds no checkpoint{'' if path.is_dir() else ' (no such directory)'}: "
+        f"give a run's output directory, which contains {CHECKPOINTS_DIRECTORY}/"
+        f"{step_name(12)} or the like, or one such checkpoint{_runs_nearby(path)}"
+    )
 
 
 def _runs_nearby(path: Path) -> str:

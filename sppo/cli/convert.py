@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sppo.cli.arguments.common import Json
 from sppo.cli.command_group import CommandGroup
 from sppo.cli.exit_codes import exit_codes
 
@@ -32,7 +33,6 @@ Dtype = Annotated[StoredType, typer.Option(help="Type of the written weights.")]
 ShardSize = Annotated[
     str, typer.Option(metavar="SIZE", help="Largest weight file, e.g. 500MiB or 5GiB.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 @app.callback()
@@ -61,13 +61,18 @@ def from_hf(
         sppo convert from-hf downloads/Qwen3-0.6B models/qwen3-0.6b
     """
     from sppo.config.huggingface import ignored_settings, model_fields, read_config
-    from sppo.model.hf import check_unused, open_hf_weights, save_hf_weights, tokenizer_files
+    from sppo.model.hf_files import check_headers, tokenizer_files
+    from sppo.output_file import check_unused_directory
     from sppo.units import parse_size
 
     with exit_codes():
-        check_unused(destination)
+        check_unused_directory(destination)
+        max_shard_bytes = parse_size(max_shard_size)
         config = read_config(source)
         model = _model(model_fields(config), source=source)
+        check_headers(source, model)
+        from sppo.model.hf import open_hf_weights, save_hf_weights
+
         weights = open_hf_weights(source, model)
         kind = _name_of(weights.dtype) if dtype is StoredType.KEEP else dtype.value
         extra_files = tokenizer_files(source)
@@ -76,7 +81,7 @@ def from_hf(
             weights,
             model,
             dtype=kind,
-            max_shard_bytes=parse_size(max_shard_size),
+            max_shard_bytes=max_shard_bytes,
             token_ids=_token_ids(config),
             extra_files=extra_files,
         )
@@ -116,14 +121,18 @@ def to_hf(
 
         sppo convert to-hf runs/quickstart models/quickstart --tokenizer downloads/Qwen3-0.6B
     """
-    from sppo.checkpoint.checkpoint import read_model
-    from sppo.model.hf import check_unused, save_hf_weights
+    from sppo.checkpoint.search import check_any
+    from sppo.output_file import check_unused_directory
     from sppo.units import parse_size
 
     with exit_codes():
-        check_unused(destination)
+        check_unused_directory(destination)
         max_shard_bytes = parse_size(max_shard_size)
         extra_files, token_ids = _tokenizer(tokenizer)
+        check_any(source)
+        from sppo.checkpoint.checkpoint import read_model
+        from sppo.model.hf import save_hf_weights
+
         metadata, weights = read_model(source)
         fields, trained_as = _trained(metadata, source=source)
         if family is not None:
@@ -183,7 +192,7 @@ def _trained(metadata: dict[str, Any], *, source: Path) -> tuple[dict[str, Any],
 def _tokenizer(directory: Path | None) -> tuple[list[Path], dict[str, Any]]:
     """Files to copy, and special token ids if ``directory`` has a config.json too."""
     from sppo.config.huggingface import read_config
-    from sppo.model.hf import tokenizer_files
+    from sppo.model.hf_files import tokenizer_files
 
     if directory is None:
         return [], {}
@@ -223,7 +232,7 @@ def _report(
 def _show(report: dict[str, Any], *, json_output: bool) -> None:
     import json
 
-    from sppo.units import format_bytes, format_count
+    from sppo.units import counted, format_bytes, format_count
 
     if json_output:
         typer.echo(json.dumps(report, indent=2))
@@ -233,7 +242,7 @@ def _show(report: dict[str, Any], *, json_output: bool) -> None:
     typer.echo(
         f"{report['destination']}: {report['family']}{step}, "
         f"{format_count(report['num_parameters'])} parameters in {report['dtype']}, "
-        f"{format_bytes(report['total_bytes'])} in {count} file{'' if count == 1 else 's'}"
+        f"{format_bytes(report['total_bytes'])} in {counted(count, 'file')}"
     )
     if report["copied"]:
         typer.echo(f"copied: {', '.join(report['copied'])}")

@@ -12,6 +12,7 @@ from sppo.cli.arguments.common import Json, Overrides, RunFile
 from sppo.cli.arguments.numbers import count
 from sppo.cli.exit_codes import exit_codes
 from sppo.output_file import check_output_files
+from sppo.units import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,12 +63,9 @@ def evaluate(
     console = Console(stderr=json_output)
     with exit_codes():
         run = load_run(run_file, overrides or ())
-        from sppo.training.devices.choose_device import choose_device
-        from sppo.training.evaluation import evaluate as evaluate_run
+        from sppo.interface.evaluating import evaluate as evaluate_run
 
         check_output_files({"--png": png}, plots=["--png"], inputs=[run_file])
-        if initial and checkpoint is not None:
-            raise ValueError(f"--initial and --checkpoint {checkpoint}: leave one of the two out")
 
         def show_progress(done: int, total: int) -> None:
             if not json_output and done * _PROGRESS_LINES // total > (
@@ -79,9 +77,8 @@ def evaluate(
             run,
             checkpoint=checkpoint,
             initial=initial,
-            max_sequences=sequences,
+            sequences=sequences,
             on_sequence=show_progress,
-            device=choose_device(run),
         )
         if png is not None:
             from sppo.cli.output.position_plot import position_plot
@@ -116,7 +113,7 @@ def _show(result: Evaluation, console: Console) -> None:
         table.add_row(f"{row.start} to {row.end - 1}", str(row.num_tokens), f"{row.loss:.4f}")
     console.print(table)
     unit = "sample" if result.are_samples else "sequence"
-    sequences = f"{result.num_sequences} {unit}{'s' * (result.num_sequences > 1)}"
+    sequences = counted(result.num_sequences, unit)
     what = "held-out tokens" if result.held_out else "training tokens (no data.eval_tokens given)"
     console.print(
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.3f} over {result.num_tokens} "

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sppo.data.tokens import TokenData, vocabulary_problems
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleTable:
@@ -57,6 +59,28 @@ def sample_table(document_offsets: NDArray[np.int64], *, length: int, longer: st
     if longer == "cut" and len(lengths) and lengths.max() > length:
         starts, lengths = _cut(starts, lengths, length=length)
     return SampleTable(starts=starts, lengths=lengths, num_left_out=num_left_out)
+
+
+def check_samples(data: TokenData, table: SampleTable, *, vocab_size: int) -> None:
+    """Check that a model can read these ids and that there is a sample to train on.
+
+    Args:
+        data: Open token data.
+        table: Its samples.
+        vocab_size: Rows of the model's token embedding.
+
+    Raises:
+        ValueError: every rule that is broken, one per line.
+    """
+    problems = list(vocabulary_problems(data, vocab_size=vocab_size))
+    if table.num_samples == 0:
+        problems.append(
+            f"{data.directory}: none of its {data.num_documents} documents is a sample: each has "
+            "one token, which has no label, or is longer than sequence.length and dropped; raise "
+            "sequence.length, write sequence.longer=cut, or prepare other data"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _refuse_longer(lengths: NDArray[np.int64], *, length: int) -> None:

@@ -13,34 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sppo.data.sample_table import SampleTable
 from sppo.data.step_samples import StepSamples
 from sppo.data.stream import counting_tokens, few_of, read_ids
-from sppo.data.tokens import TokenData, vocabulary_problems
+from sppo.data.tokens import TokenData
 from sppo.engine.unit import SequenceData
 from sppo.kernels.labels import IGNORED_LABEL
-
-
-def check_samples(data: TokenData, table: SampleTable, *, vocab_size: int) -> None:
-    """Check that a model can read these ids and that there is a sample to train on.
-
-    Args:
-        data: Open token data.
-        table: Its samples.
-        vocab_size: Rows of the model's token embedding.
-
-    Raises:
-        ValueError: every rule that is broken, one per line.
-    """
-    problems = list(vocabulary_problems(data, vocab_size=vocab_size))
-    if table.num_samples == 0:
-        problems.append(
-            f"{data.directory}: none of its {data.num_documents} documents is a sample: each has "
-            "one token, which has no label, or is longer than sequence.length and dropped; raise "
-            "sequence.length, write sequence.longer=cut, or prepare other data"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

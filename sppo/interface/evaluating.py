@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sppo.config.run import RunConfig
-from sppo.training.devices.choose_device import choose_device
-from sppo.training.evaluation import Evaluation
-from sppo.training.evaluation import evaluate as evaluate_run
+from sppo.interface.arguments import PATH, check_argument
+from sppo.training.checks.evaluation_inputs import check_evaluation
+
+if TYPE_CHECKING:
+    from sppo.training.evaluation import Evaluation
 
 
 def _say_nothing(_done: int, _total: int) -> None:
@@ -36,16 +40,27 @@ def evaluate(
         ``.loss`` in nats, ``.perplexity``, and ``.by_position`` in the context.
 
     Raises:
+        TypeError: ``run`` or another argument is something else.
         ValueError: no checkpoint, or data or weights that cannot be used.
         MemoryError: it does not fit.
     """
-    if initial and checkpoint is not None:
-        raise ValueError(f"initial=True and checkpoint={checkpoint}: leave one of the two out")
+    for name, value, *kinds in (
+        ("run", run, RunConfig),
+        ("checkpoint", checkpoint, PATH, None),
+        ("sequences", sequences, Integral, None),
+        ("on_sequence", on_sequence, Callable),
+    ):
+        check_argument("sppo.evaluate", name, value, *kinds)
     if sequences is not None and sequences < 1:
         raise ValueError(f"sequences={sequences}: evaluate at least one, or leave it out")
+    path = None if checkpoint is None else Path(checkpoint)
+    check_evaluation(run, checkpoint=path, initial=initial)
+    from sppo.training.devices.choose_device import choose_device
+    from sppo.training.evaluation import evaluate as evaluate_run
+
     return evaluate_run(
         run,
-        checkpoint=None if checkpoint is None else Path(checkpoint),
+        checkpoint=path,
         initial=initial,
         max_sequences=sequences,
         on_sequence=on_sequence,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sppo.config.run import RunConfig
 from sppo.hardware.run_hardware import hardware_line, run_hardware
+from sppo.interface.arguments import PATH, check_argument
 from sppo.output_file import write_json
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.plan import ExecutionPlan, plan_json, read_plan
@@ -49,6 +50,7 @@ def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
             instead, such as "github".
 
     Raises:
+        TypeError: ``run`` or ``lengths`` is something else, e.g. a path.
         NothingFitsError: no plan fits; says what is short, and what would fit.
         ValueError: the run asks for what the machine or the model cannot do.
 
@@ -71,6 +73,8 @@ def solve(run: RunConfig, *, lengths: str | None = None) -> ExecutionPlan:
     from sppo.planning.make_plan import make_plan
     from sppo.planning.search.solver import solve as search
 
+    check_argument("sppo.solve", "run", run, RunConfig)
+    check_argument("sppo.solve", "lengths", lengths, str, None)
     if run.data.samples == "documents":
         return _solve_corpus(run, lengths)
     if lengths is not None:
@@ -88,10 +92,12 @@ def estimate(run: RunConfig) -> Estimate:
     None.
 
     Raises:
+        TypeError: ``run`` is something else, e.g. a path.
         ValueError: the run asks for what the machine or the model cannot do.
     """
     from sppo.planning.estimate import estimate as estimate_run
 
+    check_argument("sppo.estimate", "run", run, RunConfig)
     return estimate_run(run_of_longest_samples(run), hardware=run_hardware(run))
 
 
@@ -103,6 +109,7 @@ def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
         ``.ranks``, with their actions, waits and memory.
 
     Raises:
+        TypeError: ``what`` is neither.
         ValueError: degrees or a schedule that do not fit the run.
 
     >>> import sppo
@@ -123,6 +130,7 @@ def simulate(what: RunConfig | ExecutionPlan) -> Timeline:
     from sppo.planning.simulated_run import simulated_plan, simulated_run
     from sppo.schedule.simulation.simulate import simulate as play
 
+    check_argument("sppo.simulate", "what", what, RunConfig, ExecutionPlan)
     if isinstance(what, ExecutionPlan):
         case = simulated_plan(what).case
     else:
@@ -136,8 +144,11 @@ def save_plan(plan: ExecutionPlan, path: Path | str) -> None:
     """Write a plan as ``sppo solve -o`` does, for ``sppo train --plan`` and ``sppo simulate``.
 
     Raises:
+        TypeError: ``plan`` or ``path`` is something else.
         OSError: the file cannot be written.
     """
+    check_argument("sppo.save_plan", "plan", plan, ExecutionPlan)
+    check_argument("sppo.save_plan", "path", path, PATH)
     write_json(Path(path), plan_json(plan))
 
 
@@ -145,9 +156,11 @@ def load_plan(path: Path | str) -> ExecutionPlan:
     """Read a plan from its file.
 
     Raises:
+        TypeError: ``path`` is something else.
         ValueError: it is no plan, of another version, or was changed.
         OSError: the file cannot be read.
     """
+    check_argument("sppo.load_plan", "path", path, PATH)
     return read_plan(Path(path))
 
 

@@ -1,12 +1,10 @@
 """Weights in and out of the standard Hugging Face layout, by our global names."""
 
-from sppo.model.hf_files import tokenizer_files
 from sppo.model.hf_reading import HfWeights, load_hf_weights, open_hf_weights
 from sppo.model.hf_writing import (
     DTYPES,
     MAX_SHARD_BYTES,
     SavedWeights,
-    check_unused,
     save_hf_weights,
 )
 
@@ -15,9 +13,7 @@ __all__ = [
     "MAX_SHARD_BYTES",
     "HfWeights",
     "SavedWeights",
-    "check_unused",
     "load_hf_weights",
     "open_hf_weights",
     "save_hf_weights",
-    "tokenizer_files",
 ]

@@ -1,23 +1,29 @@
-"""Which safetensors files a Hugging Face directory has and what their headers promise."""
+"""Which safetensors files a Hugging Face directory has and what their headers promise.
+
+Needs no torch: a directory that does not hold a model's weights is refused before that is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from sppo.config.json_file import read_json
+from sppo.config.model import ModelConfig
 from sppo.cost.parameters import Shape
-from sppo.model.hf_names import bare_name, is_buffer
+from sppo.model.hf_names import HEAD, HfTensor, bare_name, hf_tensors, is_buffer
 from sppo.quoting import one_line, quoted
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+STORED_TYPES = ("F64", "F32", "F16", "BF16")
+"""Safetensors spelling of the types that weights may have."""
+
+_SHOWN_FAULTS = 8
 _REASON_CHARACTERS = 300
 _NAME_CHARACTERS = 255
 _TOKENIZER_FILES = (
@@ -32,14 +38,6 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-"""Safetensors spelling of the types that weights may have."""
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -50,14 +48,62 @@ class StoredTensor:
     shape: Shape
     dtype: str
 
-    def read(self) -> Tensor:
-        """The values, still in the file's pages: clone what shall outlive them.
 
-        The file is opened anew each time, so that its pages leave this process with the tensor.
-        """
-        with safe_open(self.path, framework="pt", device="cpu") as file:
-            tensor: Tensor = file.get_tensor(self.key)
-        return tensor
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The weights of a model as a directory stores them.
+
+    Attributes:
+        tensors: By bare name, those of the model and no others.
+        tied_head: The vocabulary projection that a tied model stores beside its embedding, if so.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    tied_head: StoredTensor | None
+
+
+def check_headers(directory: Path, model: ModelConfig) -> StoredWeights:
+    """Check by the headers of its files that ``directory`` holds exactly the weights of ``model``.
+
+    Raises:
+        ValueError: missing, unknown or misshapen tensors (all of them are listed), types other
+            than 16, 32 or 64-bit floating point, or damaged files.
+    """
+    stored = stored_tensors(directory)
+    tied_head = stored.pop(HEAD, None) if model.tie_embeddings else None
+    faults = _faults(stored, {tensor.name: tensor for tensor in hf_tensors(model)})
+    if faults:
+        lines = "\n".join(f"  {fault}" for fault in faults)
+        raise ValueError(
+            f"{directory} does not hold the weights of this model:\n{lines}\n"
+            "give the whole directory as it was published; in a run file leave out what changes"
+            " shapes beside model.from_hf"
+        )
+    return StoredWeights(stored, tied_head)
+
+
+def _faults(stored: Mapping[str, StoredTensor], expected: Mapping[str, HfTensor]) -> list[str]:
+    missing = [f"{t.full_name} {list(t.shape)}" for n, t in expected.items() if n not in stored]
+    unknown = [f"{t.key} {list(t.shape)}" for n, t in stored.items() if n not in expected]
+    common = [(stored[name], tensor) for name, tensor in expected.items() if name in stored]
+    misshapen = [
+        f"{found.key} {list(found.shape)}, needs {list(tensor.shape)}"
+        for found, tensor in common
+        if found.shape != tensor.shape
+    ]
+    foreign = [f"{t.key} {t.dtype}" for t, _ in common if t.dtype not in STORED_TYPES]
+    found = {
+        "missing": missing,
+        "unknown": unknown,
+        "wrong shape": misshapen,
+        f"type not one of {', '.join(STORED_TYPES)}": foreign,
+    }
+    return [line for title, names in found.items() for line in _listing(title, names)]
+
+
+def _listing(title: str, names: list[str]) -> list[str]:
+    more = [f"... and {len(names) - _SHOWN_FAULTS} more"] if len(names) > _SHOWN_FAULTS else []
+    return [f"{title}: {one_line(name, most=200)}" for name in [*names[:_SHOWN_FAULTS], *more]]
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -143,7 +189,7 @@ def _is_file_name(name: str) -> bool:
 
 def _headers(path: Path) -> Iterator[StoredTensor]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(path, framework="np") as file:
             for key in file.keys():  # noqa: SIM118 - a handle to a file, not a mapping
                 part = file.get_slice(key)
                 yield StoredTensor(path, key, tuple(part.get_shape()), part.get_dtype())

@@ -7,15 +7,21 @@ from functools import reduce
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
-from sppo.model.hf_files import DTYPES, StoredTensor, stored_tensors
-from sppo.model.hf_names import HEAD, HfTensor, hf_tensors
-from sppo.quoting import one_line
+from sppo.model.hf_files import StoredTensor, check_headers
+from sppo.model.hf_names import HfTensor, hf_tensors
 
-_SHOWN = 8
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Types by their names in safetensors files."""
 
 
 class HfWeights(Mapping[str, Tensor]):
@@ -35,7 +41,7 @@ class HfWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         stored, tensor, index = self._places[name]
-        values = stored.read()
+        values = _read(stored)
         if tensor.transposed:
             values = values.T
         start = sum(tensor.rows[:index])
@@ -51,7 +57,7 @@ class HfWeights(Mapping[str, Tensor]):
     @property
     def dtype(self) -> torch.dtype:
         """The narrowest type that holds every stored value exactly."""
-        kinds = {DTYPES[stored.dtype] for stored, _, _ in self._places.values()}
+        kinds = {_DTYPES[stored.dtype] for stored, _, _ in self._places.values()}
         return reduce(torch.promote_types, kinds)
 
 
@@ -67,20 +73,10 @@ def open_hf_weights(directory: Path, model: ModelConfig) -> HfWeights:
             than 16, 32 or 64-bit floating point, or damaged files.
     """
     directory = Path(directory)
-    expected = {tensor.name: tensor for tensor in hf_tensors(model)}
-    stored = stored_tensors(directory)
-    duplicate = stored.pop(HEAD, None) if model.tie_embeddings else None
-    faults = _faults(stored, expected)
-    if faults:
-        lines = "\n".join(f"  {fault}" for fault in faults)
-        raise ValueError(
-            f"{directory} does not hold the weights of this model:\n{lines}\n"
-            "give the whole directory as it was published; in a run file leave out what changes"
-            " shapes beside model.from_hf"
-        )
-    weights = HfWeights(model, stored)
-    if duplicate is not None:
-        _check_tied(directory, duplicate, weights["embed.weight"])
+    stored = check_headers(directory, model)
+    weights = HfWeights(model, stored.tensors)
+    if stored.tied_head is not None:
+        _check_tied(directory, stored.tied_head, weights["embed.weight"])
     return weights
 
 
@@ -96,33 +92,19 @@ def load_hf_weights(directory: Path, model: ModelConfig) -> dict[str, Tensor]:
     return dict(open_hf_weights(directory, model))
 
 
-def _faults(stored: Mapping[str, StoredTensor], expected: Mapping[str, HfTensor]) -> list[str]:
-    missing = [f"{t.full_name} {list(t.shape)}" for n, t in expected.items() if n not in stored]
-    unknown = [f"{t.key} {list(t.shape)}" for n, t in stored.items() if n not in expected]
-    common = [(stored[name], tensor) for name, tensor in expected.items() if name in stored]
-    misshapen = [
-        f"{found.key} {list(found.shape)}, needs {list(tensor.shape)}"
-        for found, tensor in common
-        if found.shape != tensor.shape
-    ]
-    foreign = [f"{found.key} {found.dtype}" for found, _ in common if found.dtype not in DTYPES]
-    found = {
-        "missing": missing,
-        "unknown": unknown,
-        "wrong shape": misshapen,
-        f"type not one of {', '.join(DTYPES)}": foreign,
-    }
-    return [line for title, names in found.items() for line in _listing(title, names)]
+def _read(stored: StoredTensor) -> Tensor:
+    """The values of a tensor, still in the file's pages: clone what shall outlive them.
 
-
-def _listing(title: str, names: list[str]) -> list[str]:
-    more = [f"... and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    return [f"{title}: {one_line(name, most=200)}" for name in [*names[:_SHOWN], *more]]
+    The file is opened anew each time, so that its pages leave this process with the tensor.
+    """
+    with safe_open(stored.path, framework="pt", device="cpu") as file:
+        tensor: Tensor = file.get_tensor(stored.key)
+    return tensor
 
 
 def _check_tied(directory: Path, head: StoredTensor, embedding: Tensor) -> None:
     if head.shape != tuple(embedding.shape) or not torch.equal(
-        head.read().to(embedding.dtype), embedding
+        _read(head).to(embedding.dtype), embedding
     ):
         raise ValueError(
             f"{directory} stores {head.key} {list(head.shape)}, which differs from the embedding "

@@ -25,7 +25,12 @@ from sppo.config.model import ModelConfig
 from sppo.cost.parameters import parameter_shapes
 from sppo.model.hf_files import INDEX_FILE, SINGLE_FILE
 from sppo.model.hf_names import HfTensor, hf_tensors
-from sppo.output_file import FULL_ERRNOS, check_new_directory, sync_directory, write_text
+from sppo.output_file import (
+    FULL_ERRNOS,
+    check_unused_directory,
+    sync_directory,
+    write_text,
+)
 from sppo.units import GIB, MIB, format_bytes
 
 MAX_SHARD_BYTES = 5 * GIB
@@ -84,7 +89,7 @@ def save_hf_weights(
     sizes = {tensor.full_name: prod(tensor.shape) * DTYPES[dtype].itemsize for tensor in tensors}
     shards = plan_shards(sizes, max_shard_bytes=max_shard_bytes)
     total_bytes = sum(sizes.values())
-    check_unused(directory)
+    check_unused_directory(directory)
     extra_bytes = sum(path.stat().st_size for path in extra_files)
     _check_space(directory, total_bytes + extra_bytes + _HEADER_ROOM_BYTES)
     with _whole_directory(directory) as partial:
@@ -118,21 +123,6 @@ def plan_shards(sizes: Mapping[str, int], *, max_shard_bytes: int) -> dict[str, 
         return {SINGLE_FILE: groups[0]}
     count = len(groups)
     return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, 1)}
-
-
-def check_unused(directory: Path) -> None:
-    """Check that ``directory`` can be made, or is empty.
-
-    Raises:
-        ValueError: it holds something, is no directory, or may not be written.
-    """
-    if directory.is_symlink() and not directory.exists():
-        raise ValueError(f"{directory} is a link to nowhere; name a new directory")
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file; name a new directory")
-    if directory.is_dir() and any(directory.iterdir()):
-        raise ValueError(f"{directory} is not empty and is left as it is; name a new directory")
-    check_new_directory(directory)
 
 
 def _check_names(weights: Mapping[str, Tensor], model: ModelConfig) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from sppo.config import RunConfig
+from sppo.data.run_tokens import samples_of
 from sppo.data.samples import DocumentSamples
 from sppo.data.sequences import count_sequences, training_sequence
 from sppo.data.tokens import TokenData
 from sppo.engine.unit import SequenceData
 from sppo.planning.partition import lengths_of
-from sppo.training.training_data import samples_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from sppo.checkpoint.checkpoint import read_weights
-from sppo.checkpoint.search import Checkpoint, NoCheckpointError, find_checkpoint
 from sppo.config import RunConfig
 from sppo.cost.layer import Workload
 from sppo.cost.memory.stage_memory import evaluation_bytes
-from sppo.data.model_tokenizer import check_same_vocabulary
+from sppo.data.run_tokens import open_evaluated
 from sppo.engine.engine import Engine
 from sppo.engine.unit import document_positions
 from sppo.hardware.description import HardwareSpec
@@ -28,7 +27,8 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.partition import lengths_of
 from sppo.planning.run_plan import evaluation_boundaries
 from sppo.quoting import quoted
-from sppo.training.checks.input_checks import check_weights, open_data
+from sppo.training.checks.evaluation_inputs import initial_weights
+from sppo.training.checks.input_checks import check_weights
 from sppo.training.devices.cpu_device import CpuDevice
 from sppo.training.devices.device import Device
 from sppo.training.evaluated_sequences import evaluated_sequences
@@ -85,7 +85,7 @@ def evaluate(
     """Loss of a run's newest weights on ``data.eval_tokens``, or on ``data.tokens`` without them.
 
     Args:
-        run: checked.
+        run: whose inputs were looked at (:func:`.checks.evaluation_inputs.check_evaluation`).
         checkpoint: a particular checkpoint; None takes the run's newest.
         initial: evaluate the weights that the run starts from, whatever it has learnt since: those
             of ``model.from_hf``, or random ones.
@@ -98,17 +98,14 @@ def evaluate(
         MemoryError: it does not fit in this machine's memory.
     """
     device = device or CpuDevice()
-    found = None if initial else _checkpoint(run, checkpoint)
-    directory = run.data.eval_tokens or run.data.tokens
-    data = open_data(run, directory)
-    check_same_vocabulary(data, training=Path(run.data.tokens))
+    data = open_evaluated(run)
     hardware = hardware_for(
         run.hardware, this_machine=None if device.kind == "cpu" else device.machine()
     )
     boundaries = evaluation_boundaries(run, hardware=hardware)
     device.begin()
     _check_memory(run, hardware=hardware, boundaries=boundaries, device=device)
-    source = None if found is None else checkpoint or Path(run.train.output)
+    source = None if initial else checkpoint or Path(run.train.output)
     weights, weights_from, step = _weights(run, source, device=device.torch_device)
     engine = Engine(run.model, weights=weights, gradients=None)
     length, done = run.sequence.length, 0
@@ -126,7 +123,7 @@ def evaluate(
     unit = "samples" if run.data.samples == "documents" else "sequences"
     if not counts_S.any():
         raise ValueError(
-            f"{directory}: no label of its first {total} {unit} counts: the first token of an "
+            f"{data.directory}: no label of its first {total} {unit} counts: the first token of an "
             "isolated document is nobody's label, nor is one that a loss mask leaves out"
         )
     loss = float(losses_S.sum() / counts_S.sum())
@@ -138,7 +135,7 @@ def evaluate(
         loss_by_position(losses_S, counts_S),
         weights_from,
         step,
-        directory,
+        run.data.eval_tokens or run.data.tokens,
         run.data.eval_tokens is not None,
         run.data.samples == "documents",
     )
@@ -173,28 +170,6 @@ def _check_memory(
         )
 
 
-def _checkpoint(run: RunConfig, given: Path | None) -> Checkpoint:
-    """Return the checkpoint ``given``, or the newest of the run.
-
-    Raises:
-        ValueError: there is none: weights that nothing has trained are evaluated only on request.
-    """
-    if given is not None:
-        return find_checkpoint(given)
-    try:
-        return find_checkpoint(run.train.output)
-    except NoCheckpointError as error:
-        raise ValueError(
-            f"train.output: {error}{'' if str(error).endswith('?') else '.'} To evaluate "
-            f"{_initial_weights(run)}, which the run starts from, write --initial (in Python "
-            "initial=True)"
-        ) from None
-
-
-def _initial_weights(run: RunConfig) -> str:
-    return run.model.from_hf or f"random weights of seed {run.train.seed}"
-
-
 def _weights(
     run: RunConfig, source: Path | None, *, device: torch.device
 ) -> tuple[dict[str, Tensor], str, int]:
@@ -203,7 +178,7 @@ def _weights(
     if source is None:
         check_weights(run)
         weights = {name: w.to(device, dtype) for name, w in starting_weights(run)}
-        return weights, _initial_weights(run), 0
+        return weights, initial_weights(run), 0
     found, weights = read_weights(source)  # the newest by now
     _check_model(run, found.metadata, found.path)
     placed = {name: w.to(device, dtype) for name, w in weights.items()}

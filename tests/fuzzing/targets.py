@@ -20,8 +20,8 @@ from sppo.config.yaml_file import read_yaml
 from sppo.data.documents import read_text
 from sppo.data.model_tokenizer import vocabulary_identity
 from sppo.data.prepare import prepare_tokens
-from sppo.data.sample_table import sample_table
-from sppo.data.samples import DocumentSamples, check_samples
+from sppo.data.sample_table import check_samples, sample_table
+from sppo.data.samples import DocumentSamples
 from sppo.data.sequences import count_sequences, training_sequence
 from sppo.data.tokenizer_file import load_tokenizer_file
 from sppo.data.tokenizers import scan_ids

@@ -1,7 +1,8 @@
 """What a run file names, looked at before anything starts: data, weights, output, machine, degrees.
 
 ``sppo train`` refuses what is found here, and ``sppo config check`` lists it. Nothing here depends
-on how much memory there is, and nothing is changed.
+on how much memory there is, nothing is changed, and :func:`check_inputs` needs no torch, whose
+import takes longer than all of it.
 """
 
 from __future__ import annotations
@@ -12,20 +13,17 @@ from pathlib import Path
 
 from sppo.config import RunConfig
 from sppo.config.problems import Problem
-from sppo.data.model_tokenizer import check_same_vocabulary, check_tokenizer
-from sppo.data.tokens import TokenData, open_tokens
+from sppo.cost.sharding.heads import head_shard, tensor_shard
+from sppo.data.run_tokens import open_data, open_evaluated
 from sppo.hardware.file import hardware_for
 from sppo.hardware.presets import PRESETS
+from sppo.model.hf_files import check_headers
 from sppo.offload.disk import usable_directory
-from sppo.parallel.megatron import tensor_shard
-from sppo.parallel.ulysses import head_shard
 from sppo.planning.elastic.longest_samples import run_of_longest_samples
 from sppo.planning.run_plan import plan_run
 from sppo.planning.search.choices import lone_stage_problem, trains_msp
 from sppo.quoting import quoted
-from sppo.training.devices.choose_device import device_kind
 from sppo.training.run_directory import check_output
-from sppo.training.training_data import check_tokens
 
 _UNBOUNDED_BYTES = 1 << 60
 """Memory with which a plan is made to see what it refuses for other reasons."""
@@ -59,7 +57,7 @@ def run_file_problems(run: RunConfig) -> list[Problem]:
     """Return what `sppo train` and `sppo eval` would refuse on a machine with enough memory."""
     problems = [*_input_problems(run), *_problems(run, _HELD_OUT)]
     if not problems:  # a plan is made of what was found whole
-        problems = [*_problems(run, _PLAN)]
+        problems = [*_problems(run, _WEIGHTS), *_problems(run, _PLAN)]
     return [replace(problem, rule=_on_one_line(problem.rule)) for problem in problems]
 
 
@@ -140,24 +138,22 @@ def _named_hardware(run: RunConfig) -> object:
     return config if config == "auto" else config.file or config.preset
 
 
-def open_data(run: RunConfig, directory: str) -> TokenData:
-    """Tokens that this run's model and sequence length can use.
-
-    Raises:
-        ValueError: missing, damaged, of another tokenizer than the weights, ids beyond the
-            vocabulary, or shorter than a sequence.
-    """
-    data = open_tokens(Path(directory))
-    check_tokenizer(data, run.model)
-    check_tokens(run, data)
-    return data
-
-
-def check_weights(run: RunConfig) -> None:
-    """Read the headers of ``model.from_hf``, if given.
+def check_stored_weights(run: RunConfig) -> None:
+    """Check the headers of ``model.from_hf``, if given.
 
     Raises:
         ValueError: missing or unknown tensors, or wrong shapes.
+    """
+    if run.model.from_hf is not None:
+        check_headers(Path(run.model.from_hf), run.model)
+
+
+def check_weights(run: RunConfig) -> None:
+    """Check ``model.from_hf``, if given, with what its headers do not say; loads torch.
+
+    Raises:
+        ValueError: missing or unknown tensors, wrong shapes, or a projection that is not the
+            embedding it is tied to.
     """
     if run.model.from_hf is not None:
         from sppo.model.hf import open_hf_weights
@@ -167,8 +163,7 @@ def check_weights(run: RunConfig) -> None:
 
 def _check_held_out(run: RunConfig) -> None:
     if run.data.eval_tokens is not None:
-        held_out = open_data(run, run.data.eval_tokens)
-        check_same_vocabulary(held_out, training=Path(run.data.tokens))
+        open_evaluated(run)
 
 
 def _check_disk(run: RunConfig) -> None:
@@ -190,6 +185,8 @@ def _check_tensorboard(run: RunConfig) -> None:
 
 def _check_plan(run: RunConfig) -> None:
     """Make the plan of a machine without limits: what it refuses, it refuses on any."""
+    from sppo.training.devices.choose_device import device_kind
+
     machine = PRESETS["h100" if device_kind(run) == "cuda" else "laptop-cpu"]
     hardware = hardware_for(run.hardware, this_machine=machine)
     try:
@@ -207,10 +204,11 @@ def _check_plan(run: RunConfig) -> None:
 _INPUTS = (
     _Check("hardware", _named_hardware, lambda run: hardware_for(run.hardware)),
     _Check("data.tokens", lambda run: run.data.tokens, lambda run: open_data(run, run.data.tokens)),
-    _Check("model.from_hf", lambda run: run.model.from_hf, check_weights),
+    _Check("model.from_hf", lambda run: run.model.from_hf, check_stored_weights),
     _Check("activations.disk", lambda run: run.activations.disk, _check_disk),
     _Check("train.tensorboard", lambda run: run.train.tensorboard, _check_tensorboard),
     _Check("train.output", lambda run: run.train.output, check_output),
 )
 _HELD_OUT = _Check("data.eval_tokens", lambda run: run.data.eval_tokens, _check_held_out)
+_WEIGHTS = _Check("model.from_hf", lambda run: run.model.from_hf, check_weights)
 _PLAN = _Check("activations", lambda run: run.activations.policy, _check_plan)

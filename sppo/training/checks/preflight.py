@@ -29,7 +29,7 @@ from sppo.planning.plan_program import plan_program
 from sppo.planning.run_plan import plan_run
 from sppo.schedule.encoding import encode
 from sppo.schedule.msp_groups import find_msp_groups
-from sppo.training.checks.input_checks import check_inputs
+from sppo.training.checks.input_checks import check_inputs, check_weights
 from sppo.training.checks.labels import check_labels
 from sppo.training.checks.libraries import load_libraries
 from sppo.training.checks.room_checks import (
@@ -95,6 +95,7 @@ def check_before_training(
     """
     device = device or CpuDevice()
     check_inputs(run)
+    check_weights(run)
     training = training_data(run)
     if isinstance(training, DocumentSamples):
         run = run_of_longest_samples(run, longest=int(training.table.lengths.max()))

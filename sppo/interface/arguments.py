@@ -1,0 +1,44 @@
+"""What the functions of the Python interface are given: of another type it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Integral
+from os import PathLike
+from typing import Any
+
+from sppo.config.run import RunConfig
+from sppo.planning.plan import ExecutionPlan
+from sppo.quoting import quoted
+
+PATH = (str, PathLike)
+_ADVICE: dict[Any, str] = {
+    RunConfig: "a run of sppo.load_run",
+    ExecutionPlan: "a plan of sppo.solve or sppo.load_plan",
+    PATH: "a path, as text or as pathlib.Path",
+    Integral: "a whole number",
+    Callable: "a function",
+    str: "text",
+    None: "leave it out",
+}
+"""What to give where a type is wanted."""
+
+
+def check_argument(function: str, name: str, value: object, *kinds: Any) -> None:
+    """Refuse a value that is of none of ``kinds``.
+
+    Args:
+        function: that was called, e.g. ``sppo.solve``.
+        name: of its argument.
+        value: that it was given.
+        kinds: keys of ``_ADVICE``: types, :data:`PATH`, and None where it may be left out.
+
+    Raises:
+        TypeError: names the value, and what to give instead.
+    """
+    if value is None and None in kinds:
+        return
+    types = tuple(kind for kind in kinds if kind is not None)
+    if not isinstance(value, types) or isinstance(value, bool):
+        advice = ", or ".join(_ADVICE[kind] for kind in kinds)
+        raise TypeError(f"{function}({name}={quoted(value)}): give it {advice}")
