@@ -17,10 +17,8 @@ from sppo.parallel.job.failures import stopped_exit_code
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sppo.config import RunConfig
+    from sppo.interface.starting import ReadyRun
     from sppo.parallel.job.environment import RankEnvironment
-    from sppo.planning.plan import ExecutionPlan
-    from sppo.training.devices.device import Device
 
 PlanFile = Annotated[
     Path | None,
@@ -49,7 +47,6 @@ def train(
         sppo train configs/run/tiny_cpu.yaml train.steps=20
         sppo train configs/run/tiny_cpu.yaml parallel.pipeline_parallel_degree=2
     """
-    import os
     import sys
 
     from rich.console import Console
@@ -58,56 +55,26 @@ def train(
 
     with exit_codes(), _stops_say(_GOES_ON):
         run = load_run(run_file, overrides or ())
-        from sppo.parallel.job.environment import keep_torch_quiet, rank_environment
+        from sppo.interface.starting import made_ready, start_ranks
+        from sppo.planning.plan import read_plan
 
-        keep_torch_quiet(os.environ)
         console = Console(quiet=quiet)
-        environment = rank_environment(os.environ)
-        from sppo.interface.training import check_room, start_ranks
-
-        check_room(run, environment)
-        from sppo.training.checks.given_plan import given_plan
-        from sppo.training.devices.choose_device import choose_device, device_kind
-        from sppo.training.ranks import mesh_shape
-
-        chosen = None
-        if plan is not None:
-            run, chosen = given_plan(run, plan, kind=device_kind(run))
-        num_ranks = mesh_shape(run).num_ranks
-        if environment is None and num_ranks > 1:
-            device = choose_device(run, local_ranks=num_ranks)
-            words = sys.argv[1:]
-            code = start_ranks(
-                run, chosen, words, num_ranks=num_ranks, device=device, console=console
-            )
-            raise typer.Exit(code)
-        device = choose_device(run, environment=environment)
-        _train_as_rank(run, chosen, environment, device=device, console=console)
+        chosen = None if plan is None else read_plan(plan)
+        ready = made_ready(run, chosen, source=str(plan), console=console)
+        if ready.starts_ranks:
+            raise typer.Exit(start_ranks(ready, sys.argv[1:], console=console))
+        _train_as_rank(ready, console)
 
 
-def _train_as_rank(
-    run: RunConfig,
-    plan: ExecutionPlan | None,
-    environment: RankEnvironment | None,
-    *,
-    device: Device,
-    console: Console,
-) -> None:
+def _train_as_rank(ready: ReadyRun, console: Console) -> None:
     """Train as one rank of the run, or alone, and end with its exit code."""
     import signal
 
-    from sppo.interface.training import train_as_rank
+    from sppo.interface.starting import train_as_rank
     from sppo.training.steps.nonfinite import NonFiniteError
 
     try:
-        outcome = train_as_rank(
-            run,
-            plan,
-            environment,
-            device=device,
-            console=console,
-            command=_command(environment),
-        )
+        outcome = train_as_rank(ready, console=console, command=_command(ready.environment))
     except NonFiniteError as error:
         fail(str(error), code=1)
     if outcome.interrupted_by is not None:

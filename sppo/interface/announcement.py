@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sppo.parallel.mesh_shape import MeshShape
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from sppo.config import RunConfig
     from sppo.training.checks.preflight import Preflight
     from sppo.training.devices.device import Device
+
+
+def announce_ranks(run: RunConfig, console: Console) -> None:
+    """Print how many ranks this process starts, before torch is imported, which takes seconds.
+
+    Args:
+        run: checked.
+        console: where to print.
+    """
+    num_ranks = MeshShape.of(run.parallel).num_ranks
+    _print_line(
+        f"start     {num_ranks} ranks on this machine ({_parallelism(run)}): torch is loaded and "
+        "the run is checked first",
+        console,
+    )
 
 
 def announce(run: RunConfig, preflight: Preflight, console: Console, *, device: Device) -> None:
@@ -28,13 +45,7 @@ def announce(run: RunConfig, preflight: Preflight, console: Console, *, device: 
     from sppo.units import format_bytes, format_count
 
     memory = preflight.plan.stages[0].memory.device
-    parallel = run.parallel
-    degrees = (
-        ("data", parallel.data_parallel_degree),
-        ("pipeline", parallel.pipeline_parallel_degree),
-        ("sequence", parallel.sequence_parallel_degree),
-    )
-    parallelism = ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
+    parallelism = _parallelism(run)
     name = run.model.preset or run.model.from_hf or "model"
     data = preflight.data
     lines = (
@@ -55,7 +66,22 @@ def announce(run: RunConfig, preflight: Preflight, console: Console, *, device: 
         f"output    {run.train.output}",
     )
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print_line(line, console)
+
+
+def _print_line(line: str, console: Console) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _parallelism(run: RunConfig) -> str:
+    """The degrees of parallelism above 1, e.g. ``pipeline 2, sequence 4``."""
+    parallel = run.parallel
+    degrees = (
+        ("data", parallel.data_parallel_degree),
+        ("pipeline", parallel.pipeline_parallel_degree),
+        ("sequence", parallel.sequence_parallel_degree),
+    )
+    return ", ".join(f"{name} {degree}" for name, degree in degrees if degree > 1)
 
 
 def _epoch(preflight: Preflight) -> str:

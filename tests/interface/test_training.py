@@ -68,7 +68,17 @@ def test_ranks_are_started_and_learn_the_same(work, capfd):
         alone = sppo.train(one, progress=False)
     result = sppo.train(two)
     assert result.losses == pytest.approx(alone.losses, rel=1e-5)
-    assert "step 4/4" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert out.startswith("start     2 ranks on this machine (pipeline 2): ")
+    assert "step 4/4" in out
+
+
+def test_the_environment_is_left_as_it_was(run, monkeypatch):
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    before = dict(os.environ)
+    with unpainted():
+        sppo.train(run, progress=False)
+    assert dict(os.environ) == before
 
 
 def test_ranks_of_a_quiet_run_print_nothing(work, capfd):
@@ -109,17 +119,6 @@ def test_bad_input_is_refused_before_anything_starts(work):
     with pytest.raises(ValueError, match="nowhere"):
         sppo.train(missing, progress=False)
     assert not Path(missing.train.output).exists()
-
-
-@pytest.mark.parametrize("arguments", [("run.yaml",), ({},), (None,)])
-def test_what_is_no_run_is_refused(arguments):
-    with pytest.raises(TypeError, match=r"sppo\.load_run"):
-        sppo.train(*arguments)
-
-
-def test_a_path_is_no_plan(run):
-    with pytest.raises(TypeError, match=r"sppo\.load_plan"):
-        sppo.train(run, "plan.json")
 
 
 def test_only_the_main_thread_trains(run):

@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ _PROGRESS_FILE = "SPPO_PROGRESS_FILE"
 _STORE_IS_HOSTED = "TORCHELASTIC_USE_AGENT_STORE"
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _THREADS = "OMP_NUM_THREADS"
+_TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _NCCL_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Variables with the prefix of the files that NCCL's flight recorder writes when work times out;
 torch 2.11 and 2.13 read the first one, and the second one where that is not set."""
@@ -85,12 +87,21 @@ def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     return None
 
 
-def keep_torch_quiet(environ: MutableMapping[str, str]) -> None:
-    """Keep torch from printing a C++ stack for each connection that fails, unless the user asks.
+@contextmanager
+def torch_kept_quiet(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Keep torch, imported within, from printing a C++ stack for each connection that fails.
 
-    To be called before torch is imported, which reads the level then.
+    Torch reads the level when it is imported, so ``environ`` is left as it was. A level that the
+    user asks for stays.
     """
-    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if _TORCH_LOG_LEVEL in environ:
+        yield
+        return
+    environ[_TORCH_LOG_LEVEL] = "ERROR"
+    try:
+        yield
+    finally:
+        environ.pop(_TORCH_LOG_LEVEL, None)
 
 
 def with_module_path(environ: Mapping[str, str]) -> dict[str, str]:

@@ -20,10 +20,11 @@ from sppo.hardware.numa import NumaNode
 from sppo.hardware.presets import PRESETS
 from sppo.kernels.native.machine_memory import MemoryRoom
 from sppo.parallel.job.environment import RankEnvironment
+from sppo.planning.plan import read_plan
 from sppo.schedule.actions import Action, ActionKind
 from sppo.training import trainer
 from sppo.training.checks import preflight
-from sppo.training.checks.given_plan import given_plan
+from sppo.training.checks.given_plan import check_kind, followed_plan
 from sppo.training.checks.preflight import check_before_training
 from sppo.training.devices import choose_device as choose_device_module
 from sppo.training.devices import cpu_device, cuda_device
@@ -384,13 +385,15 @@ def test_a_cpu_has_no_host_tier(work):
 def test_a_plan_is_for_one_kind_of_machine(work):
     run = run_of(work, hardware={"preset": "h200", "devices_per_node": 1})
     succeed("solve", "run.yaml", "-o", "plan.json")
-    _, plan = given_plan(run, work / "plan.json", kind="cuda")
+    plan = read_plan(work / "plan.json")
+    followed_plan(run, plan)
+    check_kind(plan, kind="cuda", source="plan.json")
     assert plan.tier == "host"
-    with pytest.raises(ValueError, match="made for h200, and this run is trained on the CPU"):
-        given_plan(run, work / "plan.json")
+    with pytest.raises(ValueError, match="plan.json was made for h200, and this run is trained on"):
+        check_kind(plan, kind="cpu", source="plan.json")
     succeed("solve", "run.yaml", "hardware.preset=laptop-cpu", "-o", "cpu.json")
     with pytest.raises(ValueError, match="laptop-cpu, and this run is trained on a GPU"):
-        given_plan(run, work / "cpu.json", kind="cuda")
+        check_kind(read_plan(work / "cpu.json"), kind="cuda", source="cpu.json")
 
 
 # Clocks
