@@ -179,13 +179,17 @@ def _leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _command(path: str, command: Any) -> Iterator[str]:
+    from sppo.cli.command_group import usage_name
+
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
-    usage = " ".join([path, *(_metavar(a) for a in arguments), *(["[OPTIONS]"] if options else [])])
+    usage = " ".join(
+        [path, *(usage_name(a) for a in arguments), *(["[OPTIONS]"] if options else [])]
+    )
     yield f"```text\n{usage}\n```"
     yield _help(inspect.cleandoc(command.help or ""))
     if arguments:
-        rows = [f"| `{_metavar(a)}` | {_flat(a.help or '')} |" for a in arguments]
+        rows = [f"| `{usage_name(a)}` | {_flat(a.help or '')} |" for a in arguments]
         yield "\n".join(["| argument | |", "|---|---|", *rows])
     if options:
         hints = get_type_hints(command.callback)
@@ -206,12 +210,6 @@ def _help(text: str) -> str:
         elif lines:
             blocks.append(_prose(" ".join(lines)))
     return "\n\n".join(blocks)
-
-
-def _metavar(argument: Any) -> str:
-    """Return the name of an argument in the usage, in brackets where it may be left out."""
-    name = str(argument.metavar or argument.name.upper())
-    return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 def _option(option: Any, hint: Any) -> str:

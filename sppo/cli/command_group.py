@@ -1,4 +1,7 @@
-"""Commands with subcommands, in whose help nothing stands behind flags, which take no value."""
+"""Commands with subcommands, and how their help is written: as people would write it by hand.
+
+Typer says <bool> behind a flag, as if it took a value, and puts braces around what is needed.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,19 @@ class CommandGroup(typer.Typer):
         return super().command(name, cls=_Command, **settings)
 
 
+def usage_name(argument: Any) -> str:
+    """Return the name of an argument in the usage, in brackets where it may be left out."""
+    name = str(argument.metavar or argument.name.upper())
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
 class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types_of_flags(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [p for p in self.params if p.param_type_name == "argument"]
+        return [*map(usage_name, arguments), str(self.options_metavar)]
 
 
 class _Group(TyperGroup):
@@ -35,7 +48,7 @@ class _Group(TyperGroup):
 
 
 def _without_types_of_flags(parameters: list[Any]) -> list[Any]:
-    """Let the help say nothing behind a flag, where typer says <bool>."""
+    """Let the help say nothing behind a flag."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
