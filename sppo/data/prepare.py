@@ -28,7 +28,7 @@ from sppo.data.tokenizers import (
     scan_ids,
 )
 from sppo.data.tokens import META_FILE, TokenData, TokenMeta, open_tokens, verify_tokens
-from sppo.units import KIB, MIB
+from sppo.units import KIB, MIB, counted
 
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 LONG_TOKENS = (16 * KIB, 128 * KIB, MIB)
@@ -218,7 +218,7 @@ def _refuse_difference(existing: TokenData, written: TokenData) -> None:
     if not same:
         raise ValueError(
             f"--out {existing.directory}: holds other tokens ({existing.num_tokens} in"
-            f" {existing.num_documents} documents, not {written.num_tokens} in"
+            f" {counted(existing.num_documents, 'document')}, not {written.num_tokens} in"
             f" {written.num_documents}); {_REPLACE}"
         )
     if existing.meta.loss_mask_sha256 != written.meta.loss_mask_sha256:

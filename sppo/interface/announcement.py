@@ -42,7 +42,7 @@ def announce(run: RunConfig, preflight: Preflight, console: Console, *, device: 
 
     from sppo.cost.parameters import num_parameters
     from sppo.kernels.native.extension import describe
-    from sppo.units import format_bytes, format_count
+    from sppo.units import counted, format_bytes, format_count
 
     memory = preflight.plan.stages[0].memory.device
     parallelism = _parallelism(run)
@@ -51,8 +51,9 @@ def announce(run: RunConfig, preflight: Preflight, console: Console, *, device: 
     lines = (
         f"model     {name}: {format_count(num_parameters(run.model))} parameters, "
         f"{run.train.dtype} on {device.describe()}, torch {torch.__version__}",
-        f"data      {format_count(data.data.num_tokens)} tokens in {data.data.num_documents} "
-        f"documents: {_epoch(preflight)}" + _ids_made_elsewhere(run, preflight),
+        f"data      {format_count(data.data.num_tokens)} tokens in "
+        f"{counted(data.data.num_documents, 'document')}: {_epoch(preflight)}"
+        + _ids_made_elsewhere(run, preflight),
         *_loss(run),
         *_positions(run),
         *_cut(run, preflight),
@@ -89,18 +90,18 @@ def _epoch(preflight: Preflight) -> str:
     import numpy as np
 
     from sppo.data.samples import DocumentSamples
-    from sppo.units import format_count, format_tokens
+    from sppo.units import counted, format_count, format_tokens
 
     data = preflight.data
     if not isinstance(data, DocumentSamples):
-        return f"{data.num_sequences} sequences of {format_tokens(data.length)} an epoch"
+        return f"{counted(data.num_sequences, 'sequence')} of {format_tokens(data.length)} an epoch"
     lengths, left_out = data.table.lengths, data.table.num_left_out
     middle = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
     return (
         f"{format_count(data.num_samples)} samples of {int(lengths.min())} to "
         f"{int(lengths.max())} tokens an epoch, mean {round(float(lengths.mean()))}, "
         + ", ".join(f"p{share} {value}" for share, value in zip((50, 90, 99), middle, strict=True))
-        + (f" ({left_out} documents left out)" if left_out else "")
+        + (f" ({counted(left_out, 'document')} left out)" if left_out else "")
     )
 
 

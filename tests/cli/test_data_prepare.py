@@ -224,7 +224,7 @@ def test_existing_output_is_kept_unless_forced(work: Path) -> None:
         *words, "--end-of-document", "none"
     )
     (work / "src/a.txt").write_bytes(b"ho!")
-    assert "holds other tokens (3 in 1 documents, not 4 in 1)" in refuse(*words)
+    assert "holds other tokens (3 in 1 document, not 4 in 1)" in refuse(*words)
     assert tokens_of(work / "out") == [104, 105, 256]
     succeed(*words, "--force")
     assert tokens_of(work / "out") == [104, 111, 33, 256]
