@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from types import FrameType
+from typing import Any
 
 from sppo.parallel.job.failures import STOP_SIGNALS, stopped_exit_code
 from sppo.parallel.job.taken_signals import listen, stop_listening
@@ -26,6 +27,8 @@ _UNHEARD_S = 5.0
 """How long the main thread may be inside a library, where it hears no signal."""
 _REPEATED_S = 0.2
 """Signals this close to each other count as one."""
+_SURELY = 2
+"""Looks at the main thread in a row, none of which finds it unwinding."""
 _TAKEN = 0
 """Byte behind those of signals that another handler has taken; no signal has this number."""
 _MOST_BYTES = 4096
@@ -85,6 +88,7 @@ class _Watch:
         self.number: int | None = None
         """The signal that the main thread has heard."""
         self._heard_s = 0.0
+        self._ended = False
         self._reader, self._writer = os.pipe()
         self._previous_fd = -1
 
@@ -96,6 +100,7 @@ class _Watch:
         threading.Thread(target=self._see_to_it, name="stop signals", daemon=True).start()
 
     def end(self) -> None:
+        self._ended = True
         stop_listening(self._taken)
         signal.set_wakeup_fd(self._previous_fd)
         os.close(self._writer)  # which ends the thread
@@ -133,14 +138,33 @@ class _Watch:
         return next((number for number in untaken if number in handled_here), 0)
 
     def _insist(self, number: int, arrivals: FileIO) -> None:
+        """Repeat a signal until the main thread ends by it, whatever may catch what it raises."""
         until_s = time.monotonic() + _UNHEARD_S
+        goes_on = 0
         while time.monotonic() < until_s:
             time.sleep(_REPEATED_S / 4)
-            if self.number is not None or not self._unheard(arrivals, bytes((number,))):
+            if self._ended or (
+                self.number is None and not self._unheard(arrivals, bytes([number]))
+            ):
                 return
+            if self.number is not None:
+                goes_on = 0 if _handles_stopped() else goes_on + 1
+                if goes_on < _SURELY:
+                    until_s = time.monotonic() + _UNHEARD_S
+                    continue
+                self.number = None
             os.kill(os.getpid(), number)
         os.write(2, f"{_line(number, '')}\n".encode())
         os._exit(stopped_exit_code(number))
+
+
+def _handles_stopped() -> bool:
+    """Whether the main thread still unwinds a Stopped, and no library has caught it for good."""
+    found: Any = sys._current_exceptions().get(threading.main_thread().ident)
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # until 3.11
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__context__
+    return error is not None
 
 
 def _read(arrivals: FileIO, *, timeout_s: float | None) -> bytes:

@@ -75,6 +75,35 @@ with stop_signals():
     assert ended(code) == (143, "", "error: stopped by SIGTERM\n")
 
 
+def test_a_library_that_catches_everything():
+    code = """
+from sppo.cli.stop_signals import stop_signals
+with stop_signals():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    except BaseException:
+        pass
+    print("goes on", flush=True)
+    time.sleep(60)
+"""
+    assert ended(code) == (143, "goes on\n", "error: stopped by SIGTERM\n")
+
+
+def test_what_takes_long_to_be_taken_back():
+    code = """
+from sppo.cli.stop_signals import stop_signals
+with stop_signals():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        time.sleep(1)
+        print("tidied", flush=True)
+"""
+    assert ended(code) == (143, "tidied\n", "error: stopped by SIGTERM\n")
+
+
 def test_another_error_after_the_signal_is_its_consequence():
     code = """
 from sppo.cli.stop_signals import stop_signals
