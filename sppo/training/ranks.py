@@ -152,6 +152,31 @@ def joined(
     progress = RankProgress.create(environment.progress_file)
     with progress.ending():
         allow_connections(shape.num_ranks)
+        mesh = _connected(run, environment, shape=shape, device=device)
+        try:
+            yield Ranks(mesh, HostCollectives(mesh), progress, environment.local_world_size)
+        except BaseException:
+            if device.group_device is not None:
+                end_without_shutdown()
+            raise
+        # Not after a failure: leaving may wait for peers that never answer, before anyone is told
+        # what failed. The process ends, and its connections with it.
+        disconnect()
+
+
+def _connected(
+    run: RunConfig, environment: RankEnvironment, *, shape: MeshShape, device: Device
+) -> Mesh:
+    """Join the default group and those of the mesh.
+
+    A process that fails here, or is asked to stop, ends without Python's shutdown: what is half
+    connected aborts it when it is given back.
+
+    Raises:
+        ValueError: the ranks run different versions or configurations.
+        PeerLostError: another rank did not come.
+    """
+    try:
         connect(
             environment,
             backend="gloo",
@@ -163,21 +188,15 @@ def joined(
                 **_configuration(run),
             },
         )
-        mesh = Mesh(
+        return Mesh(
             shape,
             rank=environment.rank,
             timeout_s=run.parallel.timeout_s,
             device=device.group_device,
         )
-        try:
-            yield Ranks(mesh, HostCollectives(mesh), progress, environment.local_world_size)
-        except BaseException:
-            if device.group_device is not None:
-                end_without_shutdown()
-            raise
-        # Not after a failure: leaving may wait for peers that never answer, before anyone is told
-        # what failed. The process ends, and its connections with it.
-        disconnect()
+    except BaseException:
+        end_without_shutdown()
+        raise
 
 
 def _configuration(run: RunConfig) -> dict[str, str]:

@@ -103,6 +103,24 @@ def test_a_device_that_waits_for_another_rank_for_too_long_is_a_lost_rank(ranks,
     assert RankEnd(0, 1, 0.0, False, read_progress(path)).timeout == "timed out after 50000 s"
 
 
+PLACE = RankEnvironment(0, 2, 0, 2, "here", 1, "torchrun")
+
+
+def of_two_ranks(run):
+    parallel = run.parallel.model_copy(update={"pipeline_parallel_degree": 2})
+    return run.model_copy(update={"parallel": parallel})
+
+
+@pytest.mark.parametrize("part", ["connect", "Mesh"])
+def test_a_rank_that_is_half_connected_ends_without_pythons_shutdown(run, monkeypatch, part):
+    monkeypatch.setattr(timed_call, "_without_shutdown", timed_call.Event())
+    monkeypatch.setattr(ranks, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(ranks, part, lambda *_, **__: fail())
+    with pytest.raises(OddError), joined(of_two_ranks(run), PLACE):
+        pass
+    assert timed_call._ends_at_once()
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_only_ranks_with_a_gpu_end_without_pythons_shutdown(run, monkeypatch, on_gpu):
     monkeypatch.setattr(timed_call, "_without_shutdown", timed_call.Event())
@@ -110,12 +128,10 @@ def test_only_ranks_with_a_gpu_end_without_pythons_shutdown(run, monkeypatch, on
         monkeypatch.setattr(ranks, name, lambda *_, **__: None)
     monkeypatch.setattr(ranks, "Mesh", lambda *_, **__: alone())
     device = CpuDevice(group_device=torch.device("cuda", 0) if on_gpu else None)
-    parallel = run.parallel.model_copy(update={"pipeline_parallel_degree": 2})
-    place = RankEnvironment(0, 2, 0, 2, "here", 1, "torchrun")
-    two = run.model_copy(update={"parallel": parallel})
-    with joined(two, place, device=device):
+    two = of_two_ranks(run)
+    with joined(two, PLACE, device=device):
         pass
     assert not timed_call._ends_at_once()
-    with pytest.raises(OddError), joined(two, place, device=device):
+    with pytest.raises(OddError), joined(two, PLACE, device=device):
         fail()
     assert timed_call._ends_at_once() == on_gpu
