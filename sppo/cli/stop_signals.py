@@ -160,7 +160,9 @@ class _Watch:
 
 def _handles_stopped() -> bool:
     """Whether the main thread still unwinds a Stopped, and no library has caught it for good."""
-    found: Any = sys._current_exceptions().get(threading.main_thread().ident)
+    main = threading.main_thread().ident
+    assert main is not None, "it runs"
+    found: Any = sys._current_exceptions().get(main)
     error: BaseException | None = found[1] if isinstance(found, tuple) else found  # until 3.11
     while error is not None and not isinstance(error, Stopped):
         error = error.__context__
