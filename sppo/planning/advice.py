@@ -72,11 +72,13 @@ def too_long_for(run: RunConfig, *, hardware: HardwareSpec) -> str | None:
     if needed <= there:
         return None
     whose = "" if most == 1 else f"of one of {most} stages "
-    layers = "all layers" if stay else f"two of {most} stages"
+    layers = "all layers" if stay or most == 2 else f"two of {most} stages"
+    count = hardware.num_devices
+    devices = "the device has" if count == 1 else f"{count} devices together have"
     return (
         f"K and V of {layers} are on the devices at once, with gradients {whose}in fp32: "
-        f"{format_bytes(needed)} for one sequence, and {hardware.num_devices} devices have "
-        f"{format_bytes(there)} together; no cuts, degrees or policy change that"
+        f"{format_bytes(needed)} for one sequence, and {devices} {format_bytes(there)}; no cuts, "
+        "degrees or policy change that"
     )
 
 
