@@ -23,6 +23,7 @@ _NVLINK = (
 )
 _NETWORK = {
     "a100": "4 x 200 Gb/s for 8 devices, as in the SPPO paper",
+    "a800-40g": "400 Gb/s for 8 devices, as in the InfiniPipe paper",
     "later": "0.9 of one 400 Gb/s port per device, assumed",
 }
 _LAPTOP = "assumed; sppo bench measures this machine"
@@ -67,5 +68,5 @@ def source_of(hardware: HardwareSpec, figure: str, *, dtype: str, head_size: int
         "memory bandwidth": _MEMORY,
         "copies to and from host memory": _PCIE,
         "links inside a node": _NVLINK,
-        "links between nodes": _NETWORK["a100" if ampere else "later"],
+        "links between nodes": _NETWORK.get(preset, _NETWORK["a100" if ampere else "later"]),
     }[figure]

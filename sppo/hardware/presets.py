@@ -114,6 +114,11 @@ PRESETS: Mapping[str, HardwareSpec] = {
             network_gb_per_s=12.5, attention=AMPERE, attention_backend="flash_attn_2",
         ),
         _accelerator(
+            "a800-40g", memory_gib=40, bf16_tflops=312, fp32_tflops=19.5, gemm_efficiency=0.78,
+            memory_gb_per_s=1555, multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=157,
+            network_gb_per_s=6.25, attention=AMPERE, attention_backend="flash_attn_2",
+        ),
+        _accelerator(
             "a800", memory_gib=80, bf16_tflops=312, fp32_tflops=19.5, gemm_efficiency=0.78,
             memory_gb_per_s=2039, multiprocessors=108, pcie_gb_per_s=(22, 25), nvlink_gb_per_s=157,
             network_gb_per_s=12.5, attention=AMPERE, attention_backend="flash_attn_2",

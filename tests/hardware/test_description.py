@@ -16,7 +16,7 @@ from sppo.hardware.presets import PRESETS
 from sppo.hardware.rates import AttentionPoint
 from sppo.units import GIB
 
-PROMISED = ("a100-40g", "a100-80g", "a800", "h100", "h200", "b200", "laptop-cpu")
+PROMISED = ("a100-40g", "a100-80g", "a800-40g", "a800", "h100", "h200", "b200", "laptop-cpu")
 
 
 def test_every_promised_preset_says_that_it_is_analytic():

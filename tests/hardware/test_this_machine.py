@@ -69,6 +69,7 @@ def no_gpu(monkeypatch):
         ("NVIDIA A100-SXM4-40GB", 40, "a100-40g"),
         ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80g"),
         ("NVIDIA A100 80GB PCIe", 80, "a100-80g"),
+        ("NVIDIA A800-SXM4-40GB", 40, "a800-40g"),
         ("NVIDIA A800-SXM4-80GB", 80, "a800"),
         ("NVIDIA H100 80GB HBM3", 79.6, "h100"),
         ("NVIDIA H200", 140.4, "h200"),
