@@ -46,13 +46,15 @@ from sppo.schedule.generators import LOOPED, WHOLE_SEQUENCES
 _INTERLEAVED = "interleaved_seq1f1b"
 LEAST_TOKENS = 256
 """Subsequences are not cut shorter than this to fill a pipeline."""
-_MOST_PER_RANK = 32
+_MOST_PER_RANK = 128
 """Subsequences for each pipeline rank above which smaller ones are not tried."""
 _ROOMS = (2, 1)
 """Tokens of several samples in a subsequence, over those of a first slice: beside less attention
 there is time for more."""
 _LEAST_SLICES = (1 / 8, 0.0, 1 / 4, 1 / 2)
 """Tokens of later slices at least, over those of a first slice."""
+_HALF_STEPS = (2**-0.5, 2**0.5)
+"""Tokens of first slices that are tried between powers of two."""
 _SHORT_SAMPLES = 4096
 """Tokens up to which first slices are tried where all samples are shorter; else to twice those."""
 _PRICED = 4
@@ -338,13 +340,19 @@ class StepPlanner:
         more = [
             *(
                 self._sized(lengths, max(self._least_first, round(best.first * factor)))
-                for factor in (2**-0.5, 2**0.5)
+                for factor in _HALF_STEPS
             ),
             *(
                 self._sized(lengths, best.first, least=least, room=room)
                 for least in _LEAST_SLICES
                 for room in _ROOMS
                 if (least, room) != (_LEAST_SLICES[0], _ROOMS[0])
+            ),
+            # Where memory is short, what just fits lies between those.
+            *(
+                self._sized(lengths, max(self._least_first, round(first * factor)), room=_ROOMS[1])
+                for first in (packing.first for packing in rough if packing.first < best.first)
+                for factor in (1.0, _HALF_STEPS[1])
             ),
         ]
         different = {packing.packed.sequences: packing for packing in (*rough, *more)}

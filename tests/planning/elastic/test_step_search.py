@@ -109,6 +109,22 @@ def test_smaller_subsequences_where_memory_is_short():
     assert samples_of(found) == samples_of(plan)
 
 
+def test_many_small_subsequences_where_no_larger_ones_fit():
+    model = SMALL.model_copy(
+        update={"hidden_size": 256, "num_heads": 4, "num_kv_heads": 4, "mlp_size": 1024}
+    )
+    lengths, roomy = (500,) * 600, planner(500, model=model)
+    base = replace(roomy.base, policy="recompute")
+    needed = assess(base.with_packed(fixed_chunks(lengths, 1024))).device_peak_bytes
+    hardware = base.workload.hardware
+    device = replace(hardware.device, memory_bytes=needed * 51 // 50, reserved_bytes=0)
+    workload = replace(base.workload, hardware=replace(hardware, device=device))
+    tight = replace(roomy, base=replace(base, workload=workload))
+    found = tight.plan(lengths)
+    assert found.evaluated.candidate.schedule == base.schedule
+    assert found.step_s <= 1.02 * fastest_fixed_s(tight, lengths)
+
+
 def test_a_plan_is_the_same_twice():
     lengths = draw("magi", 64, seed=3, scale=1 / 16, longest=12288)
     one, other = planner(12288).plan(lengths), planner(12288).plan(lengths)
