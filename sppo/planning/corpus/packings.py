@@ -39,6 +39,12 @@ class Packing:
     sequences: tuple[PackedSequence, ...]
     pieces: tuple[tuple[Piece, ...], ...]
 
+    @property
+    def packed(self) -> PackedSamples:
+        """The same as planners of steps take it."""
+        samples = (tuple(piece.sample for piece in pieces) for pieces in self.pieces)
+        return PackedSamples(self.sequences, tuple(samples))
+
 
 def padded(lengths: Sequence[int], *, chunk_tokens: int, multiple: int = 1) -> Packing:
     """Return each sample in a sequence of its own, padded to the longest of the step."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from sppo.planning.corpus.packings import Packing, fixed_chunks, padded, stream
-from sppo.planning.elastic.packing import PackedSamples
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
 
@@ -145,8 +144,7 @@ def _heaviest_rows(planner: StepPlanner, packing: Packing) -> Packing:
 
 
 def _priced(planner: StepPlanner, packing: Packing, begin: float) -> SideStep:
-    samples = tuple(tuple(piece.sample for piece in pieces) for pieces in packing.pieces)
-    plan = planner.in_sequences(PackedSamples(packing.sequences, samples))
+    plan = planner.in_sequences(packing.packed)
     return SideStep(packing, plan, time.perf_counter() - begin)
 
 

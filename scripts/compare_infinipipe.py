@@ -1,0 +1,258 @@
+"""InfiniPipe's comparison on its machine, simulated, beside the figures of its paper.
+
+GPT on 4 nodes of 8 A800-40GB, steps of 512 samples whose lengths are like GitHub's or
+CommonCrawl's. All sides run Seq1F1B, once with the paper's degrees (sequence parallelism inside a
+node, a pipeline stage on each) and once each with the degrees that are fastest for it:
+
+- *fixed*: chunks of a fixed number of tokens, each recomputed as little as fits.
+- *fixed_uniform*: as many layers recomputed of all of them, as few as fit.
+- *fixed_recomputed*: everything recomputed.
+- *elastic*: chunks, recomputation and pipelines as the planner of steps decides.
+- *unbalanced*: the same in fixed chunks.
+- *retained*, *recomputed*: the same with nothing, with everything recomputed.
+
+Fixed chunks have the number of tokens with which their steps are simulated to be fastest. The
+baseline, Seq1F1B, is the faster of the first two. Nothing is offloaded where the longest sample
+fits without that. No figure is fitted to the result.
+
+    python scripts/compare_infinipipe.py --output docs/results/compare_infinipipe.json
+
+Cases in the output that are not asked for stay there, so a few may be run at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+from infinipipe_sides import (  # beside this file
+    BASELINES,
+    LAYOUTS,
+    MODELS,
+    PRESET,
+    SIDES,
+    Case,
+    Side,
+    planned_sides,
+)
+from option_types import one_of, output_file, positive, several  # beside this file
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sppo.data.length_distributions import DISTRIBUTIONS
+from sppo.output_file import write_text
+from sppo.planning.corpus.sides import deviation
+from sppo.planning.elastic.step_plan import StepPlan
+from sppo.units import KIB
+
+PUBLISHED = {
+    "bubble_fraction": 0.2,
+    "time_deviation": 0.062,
+    "length_deviation": 0.055,
+    "planning_s": 5.0,
+}
+"""What InfiniPipe is reported to reach: idle share, deviations of chunks, seconds of a plan."""
+PUBLISHED_RATIOS = {48 * KIB: 1.27, 64 * KIB: 1.23, 96 * KIB: 1.40, 192 * KIB: 1.63}
+"""Its tokens per second over those of Seq1F1B by the longest sample; 64K and 192K of 13B alone."""
+_NAMES = ("model", "distribution", "longest", "layout")
+_OVER = "over_seq1f1b"
+
+
+def main() -> None:
+    """Simulate the cases that are asked for, print and write their figures."""
+    arguments = _arguments()
+    asked = product(arguments.models, arguments.distributions, arguments.longest, arguments.layouts)
+    console = Console(width=150)
+    for names in asked:
+        case = Case(*names, samples=arguments.samples, steps=arguments.steps)
+        found = compare(case, sides=arguments.sides)
+        print_case(found, console=console)
+        if arguments.output is not None:
+            write_case(arguments.output, found)
+
+
+def write_case(output: Path, found: Mapping[str, Any]) -> None:
+    """Write the figures of a case to a file of several, in place of those it had before."""
+    before = json.loads(output.read_text())["cases"] if output.exists() else []
+    cases = {tuple(row[name] for name in _NAMES): row for row in (*before, found)}
+    report = {
+        "sppo": version("sppo"),
+        "provenance": "simulated",
+        "published": {**PUBLISHED, _OVER: PUBLISHED_RATIOS},
+        "cases": [cases[names] for names in sorted(cases)],
+    }
+    write_text(output, json.dumps(report, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", type=several(one_of(*MODELS)), default=list(MODELS))
+    parser.add_argument(
+        "--distributions",
+        type=several(one_of(*DISTRIBUTIONS)),
+        default=["github", "commoncrawl"],
+        help="of the lengths of samples",
+    )
+    parser.add_argument(
+        "--longest",
+        type=several(positive),
+        default=[48 * KIB, 96 * KIB],
+        help="tokens of the longest sample; longer ones are cut",
+    )
+    parser.add_argument(
+        "--layouts",
+        type=several(one_of(*LAYOUTS)),
+        default=list(LAYOUTS),
+        help="the paper's degrees, or of each side its fastest",
+    )
+    parser.add_argument("--samples", type=positive, default=512, help="of a step")
+    parser.add_argument("--steps", type=positive, default=2, help="each of other samples")
+    parser.add_argument("--sides", type=several(one_of(*SIDES)), default=list(SIDES))
+    parser.add_argument("--output", type=output_file, help="write the figures here as JSON")
+    return parser.parse_args()
+
+
+def compare(case: Case, *, sides: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of all sides of a case; of one that does not fit, why."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, side in planned_sides(case, sides).items():
+        if isinstance(side, str):
+            found[name] = {"fits": False, "reason": side}
+        else:
+            found[name] = figures(side, case)
+    rates = {name: side["tokens_per_s"] for name, side in found.items() if side["fits"]}
+    baseline = max((rates[name] for name in BASELINES if name in rates), default=None)
+    for name, rate in rates.items():
+        found[name][_OVER] = None if baseline is None else rate / baseline
+    return {
+        **{name: getattr(case, name) for name in _NAMES},
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "hardware": PRESET,
+        "samples": [len(lengths) for lengths in case.lengths],
+        "tokens": [sum(lengths) for lengths in case.lengths],
+        "published_ratio": PUBLISHED_RATIOS.get(case.longest),
+        "sides": found,
+    }
+
+
+def figures(side: Side, case: Case) -> dict[str, Any]:
+    """Return what the steps of a side come to."""
+    plans = [step.plan for step in side.steps]
+    seconds, tokens = side.seconds, sum(map(sum, case.lengths))
+    candidate = plans[0].evaluated.candidate
+    degrees = plans[0].evaluated.degrees
+    return {
+        "fits": True,
+        **asdict(degrees),
+        "zero": candidate.zero,
+        "optimizer": candidate.state.optimizer,
+        "tokens_per_s": tokens / seconds,
+        "step_s": [plan.step_s for plan in plans],
+        "bubble_fraction": sum(plan.bubble_fraction * plan.step_s for plan in plans) / seconds,
+        "parts_s": _mean_parts(plans),
+        "chunks": [len(plan.evaluated.candidate.lengths) for plan in plans],
+        "most_tokens": [max(plan.evaluated.candidate.lengths) for plan in plans],
+        "pipelines": [len(plan.evaluated.candidate.sequences_of_pipelines) for plan in plans],
+        "time_deviation": median(deviation(chunk_seconds(plan)) for plan in plans),
+        "length_deviation": median(deviation(plan.evaluated.candidate.lengths) for plan in plans),
+        "device_peak_bytes": max(plan.device_peak_bytes for plan in plans),
+        "planning_s": max(step.planning_s for step in side.steps),
+        "tokens_per_s_by_chunk": {size: tokens / took_s for size, took_s in side.chunk_s.items()},
+    }
+
+
+def chunk_seconds(plan: StepPlan) -> list[float]:
+    """Return the seconds of each chunk on all stages, everything retained."""
+    units = plan.evaluated.prices.seconds.units
+    seconds: list[float] = (units.forward + units.backward + units.weight).sum(axis=0).tolist()
+    return seconds
+
+
+def _mean_parts(plans: Sequence[StepPlan]) -> dict[str, float]:
+    """Return where the seconds of a step go, on the mean of its ranks and of the steps."""
+    parts = [_parts(plan) for plan in plans]
+    return {name: mean(of_step[name] for of_step in parts) for name in parts[0]}
+
+
+def _parts(plan: StepPlan) -> dict[str, float]:
+    evaluated = plan.evaluated
+    costs, played = evaluated.costs, evaluated.played
+    assert played is not None, "every plan of a step is simulated"
+    ranks = evaluated.candidate.pipeline_parallel_degree
+    retained = sum(chunk_seconds(plan)) / ranks
+    computed = float((costs.forward_s + costs.backward_s + costs.weight_s).sum()) / ranks
+    update = float(costs.reduce_s.sum()) / ranks
+    bubble, messages, _ = np.mean(played.idle_s, axis=0).tolist()
+    return {
+        "compute": retained,
+        "recompute": computed - retained,
+        "bubble": bubble - update,
+        "messages": messages,
+        "update": update,
+    }
+
+
+def print_case(row: Mapping[str, Any], *, console: Console) -> None:
+    """Print a row for each side, then what was published."""
+    title = ", ".join(
+        [
+            f"GPT-{row['model'].upper()}, {row['distribution']} up to {row['longest'] // KIB}Ki",
+            "the paper's degrees" if row["layout"] == "paper" else "the fastest degrees of each",
+            f"published {row['published_ratio'] or '-'}x",
+        ]
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = (
+        *(
+            "DP x PP x SP",
+            "tokens/s",
+            "of Seq1F1B",
+            "idle",
+            "recomputing",
+            "time",
+            "length",
+            "chunks",
+        ),
+        *("tokens", "planned in"),
+    )
+    table.add_column("side", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, side in row["sides"].items():
+        table.add_row(name, *_cells(side))
+    console.print(table)
+
+
+def _cells(side: Mapping[str, Any]) -> list[str]:
+    if not side["fits"]:
+        return ["does not fit"]
+    over, parts = side[_OVER], side["parts_s"]
+    return [
+        " x ".join(str(side[f"{name}_parallel"]) for name in ("data", "pipeline", "sequence")),
+        f"{side['tokens_per_s']:.0f}",
+        "" if over is None else f"{over:.2f}x",
+        f"{side['bubble_fraction']:.1%}",
+        f"{parts['recompute'] / mean(side['step_s']):.1%}",
+        f"{side['time_deviation']:.1%}",
+        f"{side['length_deviation']:.1%}",
+        f"{median(side['chunks']):.0f}",
+        f"{max(side['most_tokens'])}",
+        f"{side['planning_s']:.2f} s",
+    ]
+
+
+if __name__ == "__main__":
+    main()
