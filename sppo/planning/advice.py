@@ -22,6 +22,13 @@ _TIB = 1 << 40
 _DEGREES = ("data_parallel_degree", "pipeline_parallel_degree", "sequence_parallel_degree")
 _CUTS = ("num_subsequences", "boundaries")
 _OFFLOAD = "state.optimizer=host"
+_CHOSEN = {
+    "parallel": (*_DEGREES, "schedule", "virtual_stages"),
+    "sequence": _CUTS,
+    "activations": ("policy", "offload_ratio", "kv", "tier"),
+    "state": ("weights", "gradients", "optimizer"),
+}
+"""Keys that are the solver's where a run file leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +55,16 @@ def what_would_fit(run: RunConfig, *, hardware: HardwareSpec) -> tuple[Advice, .
         run: a request that does not fit.
         hardware: the machine it does not fit on.
     """
-    return (
+    changes = (
         *_fewer_conditions(run, hardware),
         *_other_policies(run, hardware),
         *_tiers(run, hardware),
         *_shorter(run, hardware),
         *_more_nodes(run, hardware),
     )
+    if all(advice.change.startswith("sequence.length=") for advice in changes):
+        return (*changes, *_no_conditions(run, hardware))
+    return changes
 
 
 def too_long_for(run: RunConfig, *, hardware: HardwareSpec) -> str | None:
@@ -108,10 +118,32 @@ def _fewer_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice
             return
 
 
-def without_keys(run: RunConfig, *, parallel: list[str], sequence: list[str]) -> RunConfig:
-    """`run` as if those keys had not been written."""
+def _no_conditions(run: RunConfig, hardware: HardwareSpec) -> Iterator[Advice]:
+    """All that the solver can choose left to it, and a shorter sequence or more nodes besides."""
+    written = {
+        section: [key for key in keys if key in getattr(run, section).model_fields_set]
+        for section, keys in _CHOSEN.items()
+    }
+    freed = without_keys(run, **written)
+    names = [f"{section}.{key}" for section, keys in written.items() for key in keys]
+    left_out = f"leave out {', '.join(names)}"
+    best = quick_best(freed, hardware) if names else None
+    if best is not None:
+        yield _advice(left_out, best)
+    elif names:
+        for advice in (*_shorter(freed, hardware), *_more_nodes(freed, hardware)):
+            yield replace(advice, change=f"{advice.change}, and {left_out}")
+
+
+def without_keys(run: RunConfig, **written: list[str]) -> RunConfig:
+    """Return `run` as if some keys had not been written.
+
+    Args:
+        run: Which.
+        written: The keys by their sections.
+    """
     sections = {}
-    for name, keys in (("parallel", parallel), ("sequence", sequence)):
+    for name, keys in written.items():
         section = getattr(run, name)
         given = section.model_fields_set - set(keys)
         sections[name] = type(section)(**{key: getattr(section, key) for key in given})

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from sppo.cli.output.solve_text import launch_commands
+from sppo.planning.advice import Advice
 from sppo.planning.plan import read_plan
 from sppo.planning.search.choices import Degrees
 from tests.conftest import SCREEN_LINES, call, refuse, succeed, tree
@@ -231,12 +232,14 @@ def test_degrees_that_cannot_work_are_said(run):
     assert "1 other way does not work (--json lists it): 1 SP 1 · PP 8 · DP 1: 4 layers" in text
 
 
-def test_that_more_nodes_do_not_help_is_said(run):
-    degrees = [f"parallel.{name}_parallel_degree=1" for name in ("pipeline", "sequence")]
-    words = ("sequence.length=16Mi", "hardware.devices_per_node=2", *degrees)
-    text = one_line(refuse("solve", run, *words, code=3))
-    assert "more of these nodes alone do not make it fit" in text
-    assert "nodes alone" not in one_line(refuse("solve", run, *TOO_LONG, code=3))
+@pytest.mark.parametrize(
+    ("change", "said"), [("sequence.length=8Ki", True), ("hardware.nodes=4", False)]
+)
+def test_that_more_nodes_do_not_help_is_said(run, monkeypatch, change, said):
+    found = (Advice(change, "fits"),)
+    monkeypatch.setattr("sppo.planning.advice.what_would_fit", lambda run, hardware: found)
+    text = one_line(refuse("solve", run, *TOO_LONG, code=3))
+    assert ("more of these nodes alone do not make it fit" in text) is said
 
 
 def test_devices_left_over_are_said(run):

@@ -88,3 +88,19 @@ def test_what_no_choice_can_hold_is_said_plainly():
     assert "K and V of two of 32 stages are on the devices at once" in text
     assert f"{40960 * KIB * 2 * 8 * 128 * (2 * 2 + 4) / GIB:.1f} GiB for one sequence" in text
     assert too_long_for(with_length(run, 512 * KIB), hardware=hardware) is None
+
+
+def test_where_only_less_would_fit_all_that_is_written_may_be_given_up():
+    conditions = {
+        "parallel": {"pipeline_parallel_degree": 1},
+        "activations": {"policy": "retain", "tier": "device"},
+        "state": {"optimizer": "device"},
+    }
+    shorter, freed = advised(request("llama-3.1-8b", length="256Ki", devices=4, **conditions))
+    assert shorter.startswith("sequence.length=")
+    assert freed == (
+        "leave out parallel.pipeline_parallel_degree, activations.policy, activations.tier, "
+        "state.optimizer"
+    )
+    followed = request("llama-3.1-8b", length="256Ki", devices=4)
+    assert fits_at_all(followed, hardware_for(followed.hardware))
