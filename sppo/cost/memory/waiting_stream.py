@@ -21,6 +21,8 @@ def waiting_bytes(candidate: Candidate) -> Running:
 
     Which of them have arrived depends on time; here all have. In the looped order no activation
     waits while backwards run, and no gradient while forwards do; in other orders both may.
+    A gradient in the looped order takes the place of its unit's gradient of the loss, and on a rank
+    alone a unit that waits has none yet: both are in the room of the gradients of the loss.
     """
     shape = candidate.num_stages, len(candidate.lengths)
     waiting = Running(np.zeros(shape), np.zeros(shape))
@@ -31,8 +33,8 @@ def waiting_bytes(candidate: Candidate) -> Running:
     )
     tokens = _waiting_tokens(candidate)
     if candidate.order == LOOPED:
-        waiting.forward[first] = tokens
-        waiting.backward[last] = tokens
+        if candidate.pipeline_parallel_degree > 1:
+            waiting.forward[first] = tokens
     else:
         for own in (first, last):
             for table in (waiting.forward, waiting.backward):
