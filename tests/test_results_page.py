@@ -50,6 +50,16 @@ def test_stages_on_one_rank(side):
             assert measured[side, length]["loss"] == ours
 
 
+@pytest.mark.parametrize("way", _file("looped_memory")["memory_bytes"])
+def test_memory_of_long_sequences(way):
+    by_length = _file("looped_memory")["memory_bytes"][way]
+    cells = [
+        f"{memory['all']['predicted'] / MIB:.0f} MiB, {memory['all']['measured'] / MIB:.0f} MiB"
+        for memory in by_length.values()
+    ]
+    assert f" | {' | '.join(cells)} |" in TEXT
+
+
 @pytest.mark.parametrize("case", _file("check_prediction_cpu")["cases"], ids=lambda c: c["case"])
 def test_predictions(case):
     step = {
