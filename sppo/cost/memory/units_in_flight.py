@@ -13,9 +13,11 @@ Legend: N subsequences of a sequence, p pipeline ranks, r one of them.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,8 @@ _ONE_BEHIND_THE_OTHER = "sppo"
 """The order in which a single rank ends a sequence before it begins the next."""
 
 _FIRST: Places = np.zeros(1, dtype=np.intp)
+_BACKWARD, _FORWARD, _RETURN, _LAST_BACKWARD = 4, 5, 6, 7
+"""Columns of :attr:`_Events.spans`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +162,7 @@ class UnitsInFlight:
         Args:
             token_bytes: of a token of a sequence on a stage, [stages]: from the first forward of
                 the sequence to its last backward there, without the time between where they are
-                offloaded or recomputed; of packed sequences with that time.
+                offloaded or recomputed.
         """
         candidate = self.candidate
         if candidate.packed:
@@ -184,27 +188,42 @@ class UnitsInFlight:
         """Return the most bytes of K and V of packed sequences on each rank, [ranks]."""
         by_rank = token_bytes.reshape(-1, self._shape[0]).T
         tokens = np.array([sequence.tokens for sequence in self.candidate.packed], dtype=float)
-        return np.array(
-            [
-                _peak(events.spans, by_rank[rank][events.spans[:, 0]] * tokens[events.spans[:, 3]])
-                for events in self._events
-                for rank in events.ranks.tolist()
-            ]
-        )
+        peaks = []
+        for events in self._events:
+            spans = self._packed_kv_spans(events)
+            held = tokens[spans[:, 3]]
+            peaks += [_peak(spans, by_rank[rank][spans[:, 0]] * held) for rank in events.ranks]
+        return np.array(peaks)
 
     def _kv_at_events(self, events: _Events, kv: KVTokens) -> Table:
         """Return bytes of K, V and their gradients of packed sequences, [ranks, events]."""
         ranks, count = self._shape[0], len(events.subsequences)
         tokens = np.array([sequence.tokens for sequence in self.candidate.packed], dtype=float)
-        places, firsts, lasts, sequences, backwards = events.spans.T
+        of_gradients = events.spans[:, [0, _BACKWARD, _LAST_BACKWARD, 3]]
+        held_by = (self._packed_kv_spans(events), kv.kv), (of_gradients, kv.gradients)
         found = np.zeros((len(events.ranks), count + 1))
         for own, rank in zip(found, events.ranks.tolist(), strict=True):
-            for token_bytes, begins in ((kv.kv, firsts), (kv.gradients, backwards)):
+            for spans, token_bytes in held_by:
+                places, begins, lasts, sequences = spans.T
                 held = token_bytes.reshape(-1, ranks)[places, rank] * tokens[sequences]
                 np.add.at(own, begins, held)
                 np.subtract.at(own, lasts + 1, held)
         bytes_held: Table = np.cumsum(found, axis=1)[:, :count]
         return bytes_held
+
+    def _packed_kv_spans(self, events: _Events) -> Places:
+        """When K and V of packed sequences are there: rows (place, first event, last, sequence)."""
+        candidate, spans = self.candidate, events.spans
+        degree = candidate.pipeline_parallel_degree
+        count = int(spans[:, 0].max()) + 1
+        placements = np.array([candidate.kv_of_stage(place * degree) for place in range(count)])
+        own = placements[spans[:, 0]]
+        back = np.where(own == "offloaded", spans[:, _RETURN], spans[:, _BACKWARD])
+        whole = spans[:, [0, 1, _LAST_BACKWARD, 3]]
+        before, after = spans[:, [0, 1, _FORWARD, 3]], whole.copy()
+        after[:, 1] = back
+        stays = own == "retained"
+        return np.concatenate([whole[stays], before[~stays], after[~stays]])
 
     def _kv_spans(self, spans: Places) -> Places:
         """Return when K and V of each sequence are on the device, from when anything of it is."""
@@ -343,21 +362,17 @@ class UnitsInFlight:
         counts: Counts = whole + (index < rest) + (index < count - done[:, None])
         return counts
 
-    @cached_property
+    @property
     def _events(self) -> tuple[_Events, ...]:
         """What ranks begin and end to hold, in the order of their programs; all ranks, in order."""
-        candidate, ranks = self.candidate, np.arange(self._shape[0])
-        orders = rank_orders(
+        candidate = self.candidate
+        return _events_of_ranks(
             candidate.schedule,
             num_ranks=candidate.pipeline_parallel_degree,
             lengths=candidate.sequence_lengths,
             num_virtual=candidate.virtual_stages,
             pipelines=candidate.pipelines,
-        )
-        firsts = [own.start for own in candidate.distinct_sequences] if candidate.packed else []
-        return tuple(
-            _events(order, firsts).on(ranks[rank : rank + 1], ranks)
-            for rank, order in enumerate(orders)
+            packed=bool(candidate.packed),
         )
 
 
@@ -373,7 +388,8 @@ class _Events:
         is_forward: 1 where a forward runs.
         is_backward: 1 where a backward runs.
         spans: Rows (position of a stage on its rank, first event, last event, sequence, first
-            backward).
+            backward, last forward, the event before which copies of K and V begin to come back,
+            last backward).
         ranks: Which.
     """
 
@@ -399,6 +415,37 @@ class _Events:
         return replace(self, stages=ranks[:, None] + len(every) * self.stages, ranks=ranks)
 
 
+@lru_cache(maxsize=16)
+def _events_of_ranks(
+    schedule: str,
+    *,
+    num_ranks: int,
+    lengths: tuple[tuple[int, ...], ...],
+    num_virtual: int,
+    pipelines: tuple[int, ...],
+    packed: bool,
+) -> tuple[_Events, ...]:
+    """Return the events of all ranks, which are asked for with many placements.
+
+    Args:
+        schedule: its name.
+        num_ranks: of the pipeline.
+        lengths: tokens of every subsequence of every sequence.
+        num_virtual: stages of a rank.
+        pipelines: sequences of each of several pipelines.
+        packed: whether every sequence has places of its own among the subsequences.
+    """
+    orders = rank_orders(
+        schedule, num_ranks=num_ranks, lengths=lengths, num_virtual=num_virtual, pipelines=pipelines
+    )
+    firsts = [*accumulate(map(len, lengths), initial=0)][:-1] if packed else []
+    ranks = np.arange(num_ranks)
+    return tuple(
+        _events(order, firsts).on(ranks[rank : rank + 1], ranks)
+        for rank, order in enumerate(orders)
+    )
+
+
 def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
     """Return what a rank holds that runs `order`, its stages by their positions on it.
 
@@ -410,19 +457,26 @@ def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
     deferred = {step for kind, step in order if kind == "W"}
     rows = []
     spans: dict[tuple[int, int], list[int]] = {}
-    backwards: dict[tuple[int, int], int] = {}
+    forwards: dict[tuple[int, int], list[int]] = {}
+    backwards: dict[tuple[int, int], list[int]] = {}
     for place, (kind, (chunk, (sequence, within))) in enumerate(order):
         index = within + (firsts[sequence] if firsts else 0)
         if kind == "F":
             rows.append((chunk, index, 1, 0, 1, 0))
+            forwards.setdefault((chunk, sequence), []).append(place)
         elif kind == "B":
             rows.append((chunk, index, -1, int((chunk, (sequence, within)) in deferred), 0, 1))
-            backwards.setdefault((chunk, sequence), place)
+            backwards.setdefault((chunk, sequence), []).append(place)
         else:
             rows.append((chunk, index, 0, -1, 0, 0))
         spans.setdefault((chunk, sequence), [place, place])[1] = place
+    of_rank = sorted(chain.from_iterable(backwards.values()))
     table = np.array(
-        [(*key[:1], *ends, *key[1:], backwards[key]) for key, ends in spans.items()], dtype=np.intp
+        [
+            (*key[:1], *ends, *key[1:], *_turns(forwards[key], backwards[key], of_rank))
+            for key, ends in spans.items()
+        ],
+        dtype=np.intp,
     )
     chunks, indices, held, deferred_halves, is_forward, is_backward = (
         np.array(rows, dtype=np.int64).reshape(-1, 6).T
@@ -430,6 +484,29 @@ def _events(order: RankOrder, firsts: Sequence[int]) -> _Events:
     return _Events(
         chunks[None], indices, held, deferred_halves, is_forward, is_backward, table, _FIRST
     )
+
+
+def _turns(
+    forwards: Sequence[int], backwards: Sequence[int], of_rank: Sequence[int]
+) -> tuple[int, int, int, int]:
+    """Columns of :attr:`_Events.spans` behind the fourth, of a sequence on a stage."""
+    back = kv_return(forwards, of_rank, before=backwards[0])
+    return backwards[0], forwards[-1], back, backwards[-1]
+
+
+def kv_return(forwards: Sequence[int], backwards: Sequence[int], *, before: int) -> int:
+    """Return the place in a rank's order before which offloaded K and V begin to come back.
+
+    As :func:`sppo.schedule.transfers.kv_placement.place_kv` spreads their copies: over as many
+    backwards of the rank as the sequence has units, right in front of its own.
+
+    Args:
+        forwards: places of the forwards of a sequence on a stage, ascending.
+        backwards: places of all backwards of the rank, ascending.
+        before: place of the first backward of the sequence on the stage.
+    """
+    begin, end = bisect_right(backwards, forwards[-1]), bisect_left(backwards, before)
+    return backwards[max(begin, end - len(forwards))]
 
 
 def _looped_spans(num_subsequences: int, sequences: int, virtual_stages: int) -> Places:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sppo.cost.candidate import Candidate
 from sppo.cost.memory.stage_memory import kv_tokens
-from sppo.cost.memory.units_in_flight import KVTokens
+from sppo.cost.memory.units_in_flight import KVTokens, kv_return
 from sppo.cost.stage_cost import weight_operand_bytes
 from sppo.schedule.costs import Table
 from sppo.schedule.generators import RankOrder, rank_orders
@@ -96,7 +96,7 @@ def _windows_of(
     moments = [index for index, kind in enumerate(kinds) if kind != "W"]
     at = np.array(moments)[:, None]
     waits = (ends < at) & (at <= weights)
-    spans = _Spans(stages, sequences, begins, ends, np.maximum(ends, weights))
+    spans = _Spans(stages, sequences, begins, ends)
     return RankWindows(
         rank,
         stages,
@@ -118,8 +118,6 @@ class _Spans(NamedTuple):
     """Of their forwards."""
     ends: Places
     """Of their backwards."""
-    lasts: Places
-    """Of what is last of them."""
 
     def kv_bytes(self, candidate: Candidate, at: Places, kv: KVTokens) -> Table:
         """Return bytes of K, V and their gradients at some places, [places, 1]; [places]."""
@@ -127,10 +125,23 @@ class _Spans(NamedTuple):
         keys, own = np.unique(self.stages * len(tokens) + self.sequences, return_inverse=True)
         stages, sequences = np.divmod(keys, len(tokens))
         first, first_backward = np.full((2, len(keys)), np.iinfo(np.intp).max)
-        last = np.full(len(keys), _NEVER)
+        last, last_forward = np.full((2, len(keys)), _NEVER)
         np.minimum.at(first, own, self.begins)
         np.minimum.at(first_backward, own, self.ends)
-        np.maximum.at(last, own, self.lasts)
-        held: Table = ((first <= at) & (at <= last)) @ (kv.kv[stages] * tokens[sequences])
+        np.maximum.at(last, own, self.ends)
+        np.maximum.at(last_forward, own, self.begins)
+        back = np.zeros(len(keys))
+        for key, stage in enumerate(stages.tolist()):
+            if candidate.kv_of_stage(stage) != "retained":
+                back[key] = self._back(candidate, own == key, before=int(first_backward[key]))
+        there = (first <= at) & (at <= last) & ((at <= last_forward) | (back <= at))
+        held: Table = there @ (kv.kv[stages] * tokens[sequences])
         held += ((first_backward <= at) & (at <= last)) @ (kv.gradients[stages] * tokens[sequences])
         return held
+
+    def _back(self, candidate: Candidate, own: npt.NDArray[np.bool_], *, before: int) -> int:
+        """Return when K and V that do not stay begin to come back, of some units of a sequence."""
+        if candidate.kv == "recomputed":
+            return before
+        forwards, backwards = np.sort(self.begins[own]), np.sort(self.ends)
+        return kv_return(forwards.tolist(), backwards.tolist(), before=before)

@@ -11,18 +11,25 @@ from sppo.cost.memory.units_in_flight import Running
 from sppo.cost.stage_cost import placed_bytes, weight_operand_bytes
 from sppo.schedule.actions import ActionKind
 from sppo.schedule.generators import generate
+from sppo.schedule.transfers.kv_placement import place_kv
 
 _COMPUTE = (ActionKind.F, ActionKind.B, ActionKind.W)
 
 
 def schedule_of(candidate):
-    """The program of a candidate with packed sequences, by its schedule's generator."""
-    return generate(
+    """The program of a candidate with packed sequences: compute, and where K and V come back."""
+    schedule = generate(
         candidate.schedule,
         num_ranks=candidate.pipeline_parallel_degree,
         num_virtual=candidate.virtual_stages,
         lengths=candidate.sequence_lengths,
         pipelines=candidate.pipelines,
+    )
+    stages = range(candidate.num_stages)
+    return place_kv(
+        schedule,
+        offloaded=[stage for stage in stages if candidate.kv_of_stage(stage) == "offloaded"],
+        recomputed=[stage for stage in stages if candidate.kv_of_stage(stage) == "recomputed"],
     )
 
 
@@ -46,15 +53,19 @@ def _bytes_at_actions(candidate, program, held, running):
     firsts = [own.start for own in candidate.distinct_sequences]
     tokens = [sequence.tokens for sequence in candidate.packed]
     kv, operands = kv_tokens(candidate), weight_operand_bytes(candidate)
-    actions = [action for action in program if action.kind in _COMPUTE]
+    actions = [action for action in program if action.kind in _COMPUTE or _returns_kv(action)]
     deferred = {_key(action) for action in actions if action.kind is ActionKind.W}
-    left = defaultdict(int)
+    left, forwards = defaultdict(int), defaultdict(int)
     for action in actions:
-        left[action.stage, action.sequence] += 1
+        left[action.stage, action.sequence] += action.kind is ActionKind.B
+        forwards[action.stage, action.sequence] += action.kind is ActionKind.F
     units, waiting, keys, gradients = {}, {}, {}, {}
     for action in actions:
-        unit = action.stage, firsts[action.sequence] + action.subsequence
         owner = action.stage, action.sequence
+        if _returns_kv(action):
+            keys[owner] = kv.kv[action.stage] * tokens[action.sequence]
+            continue
+        unit = action.stage, firsts[action.sequence] + action.subsequence
         beside = 0.0
         if action.kind is ActionKind.F:
             units[unit] = held[unit]
@@ -64,15 +75,24 @@ def _bytes_at_actions(candidate, program, held, running):
             gradients[owner] = kv.gradients[action.stage] * tokens[action.sequence]
             beside = running.backward[unit]
         yield sum(map(_total, (units, waiting, keys, gradients))) + beside
-        left[owner] -= 1
+        left[owner] -= action.kind is ActionKind.B
+        forwards[owner] -= action.kind is ActionKind.F
+        is_last_forward = action.kind is ActionKind.F and not forwards[owner]
+        if is_last_forward and candidate.kv_of_stage(action.stage) != "retained":
+            del keys[owner]
         if action.kind is ActionKind.B:
             del units[unit]
             if _key(action) in deferred:
                 waiting[unit] = operands[unit]
+            if not left[owner]:
+                del keys[owner], gradients[owner]
         elif action.kind is ActionKind.W:
             del waiting[unit]
-        if not left[owner]:
-            keys.pop(owner), gradients.pop(owner, None)
+
+
+def _returns_kv(action):
+    """Whether K and V that left are there again from this action on."""
+    return action.kind is ActionKind.KV or (action.kind, action.wire) == (ActionKind.H2D, "kv")
 
 
 def _key(action):
