@@ -3,8 +3,8 @@
 Of every way to divide the devices a step of the longest samples is planned first: what cannot hold
 one is out. The others are ordered by a closed form of the drawn steps; the first few are planned,
 by the small search that also stands in for a plan that is late. The fastest of those is planned
-again with the whole search but for levels, which take seconds each; all its replicas must fit in
-every drawn step. Everything is deterministic: same request, same answer.
+again with the whole search, as training does it; all its replicas must fit in every drawn step.
+Everything is deterministic: same request, same answer.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ def _recommended(
         except MemoryError as error:
             refused.append(RefusedDegrees(way.degrees, str(error), steps=True))
             continue
-        searching = replace(way.planner, quick=False)
+        searching = replace(way.planner, quick=False, levels=True)
         plans = zip(way.plans, _heaviest_plans(searching, steps), strict=True)
         fastest = tuple(min(pair, key=lambda plan: plan.step_s) for pair in plans)
         best = replace(way, plans=fastest)

@@ -9,97 +9,140 @@ sequence holds many units and their K and V; short ones beside it then hold none
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 
+from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.stage_cost import stage_seconds
 from sppo.planning.elastic.levels import fastest_levels
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.elastic.pipeline_bounds import PipelineBounds
+from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess_placement
 from sppo.planning.search.simulated_candidate import simulate_candidate
 
 PipelineSeconds = Callable[[range], float | None]
 """Sequences, by their places -> seconds of a pipeline of them; None where it does not fit."""
 _MOST_KINDS = 5
 """Numbers of subsequences of which pipelines of their own are tried, the largest ones."""
+_MOST_PLACES = 7
+"""Sequences with which a pipeline may begin."""
 
 
-def best_pipelines(counts: Sequence[int], *, seconds: PipelineSeconds) -> tuple[int, ...] | None:
+def best_pipelines(
+    counts: Sequence[int], *, seconds: PipelineSeconds, least_s: Callable[[range], float]
+) -> tuple[int, ...] | None:
     """Return how many sequences each pipeline has; None where nothing fits.
 
-    Sequences with the same number of subsequences are never parted: their pipeline holds no more
-    than that of two of them. By dynamic programming over these numbers: best[j] = min over i < j of
-    best[i] + seconds(sequences between i and j).
+    A pipeline may begin with the first sequence of each number of subsequences, n, and with each of
+    the longest ones. A pipeline of sequences of n holds n + p - 1 units at a time, of 1 + (p - 1) /
+    n of them, rounded up, with their K and V; so there is most to gain from long ones that run one
+    after another. Parts of many short ones would have to be smaller than p, and hardly busy.
+
+    By dynamic programming over these places, best[j] = min over i < j of best[i] + seconds of the
+    sequences between i and j. As long as the best way has pipelines of which only the least seconds
+    are known, theirs are asked for, and it is sought again: most are never asked for.
 
     Args:
         counts: subsequences of each sequence, descending.
-        seconds: of pipelines, with filling and draining them.
+        seconds: of pipelines, with filling and draining them; one that does not fit does not either
+            with further sequences.
+        least_s: that a pipeline takes, whatever is recomputed: quicker to tell.
     """
-    firsts = _firsts_of_kinds(counts)
-    best: list[float | None] = [0.0] + [None] * (len(firsts) - 1)
-    cuts = [0] * len(firsts)
-    for end in range(1, len(firsts)):
-        for begin in range(end):
-            before = best[begin]
-            if before is None:
-                continue
-            own = seconds(range(firsts[begin], firsts[end]))
-            now = best[end]
-            if own is not None and (now is None or before + own < now):
-                best[end], cuts[end] = before + own, begin
-    if best[-1] is None:
-        return None
-    places = [len(firsts) - 1]
-    while places[-1]:
-        places.append(cuts[places[-1]])
-    return tuple(firsts[end] - firsts[begin] for begin, end in pairwise(reversed(places)))
+    places = _places(counts)
+    known: dict[range, float | None] = {}
+    short: list[range] = []
+
+    def seconds_by_now(own: range) -> float | None:
+        if own in known:
+            return known[own]
+        # What does not fit does not fit with others beside it.
+        fits = all(own.start > it.start or it.stop > own.stop for it in short)
+        return least_s(own) if fits else None
+
+    while True:
+        best = _best_runs(places, seconds_by_now)
+        asked = [own for own in best or () if own not in known]
+        if not asked:
+            return None if best is None else tuple(map(len, best))
+        for own in asked:
+            known[own] = seconds(own)
+            if known[own] is None:
+                short.append(own)
+                break
 
 
-def _firsts_of_kinds(counts: Sequence[int]) -> list[int]:
-    """Places of the first sequence of each number of subsequences, and one past the last one."""
-    firsts, place = [], 0
-    for _, alike in groupby(counts):
-        firsts.append(place)
-        place += len(list(alike))
-    return [*firsts[:_MOST_KINDS], place]
+def _best_runs(places: Sequence[int], seconds: PipelineSeconds) -> list[range] | None:
+    """Part sequences at some of the places so that seconds add up to least; None: no way."""
+    best: list[tuple[float, list[range]] | None] = [(0.0, [])]
+    for end in places[1:]:
+        ways = []
+        for begin, before in zip(places, best, strict=False):
+            own = None if before is None else seconds(range(begin, end))
+            if before is not None and own is not None:
+                ways.append((before[0] + own, [*before[1], range(begin, end)]))
+        best.append(min(ways, key=lambda way: way[0], default=None))
+    return None if best[-1] is None else best[-1][1]
 
 
-def grouped(candidate: Candidate, *, alone: EvaluatedCandidate | None) -> EvaluatedCandidate | None:
+def _places(counts: Sequence[int]) -> list[int]:
+    """Places of the sequences with which a pipeline may begin, and one past the last sequence."""
+    kinds = [
+        place for place in range(len(counts)) if place == 0 or counts[place - 1] != counts[place]
+    ]
+    others = [place for place in range(len(counts)) if place not in kinds]
+    kinds = kinds[:_MOST_KINDS]
+    return [*sorted([*kinds, *others[: _MOST_PLACES - len(kinds)]]), len(counts)]
+
+
+def grouped(
+    candidate: Candidate, *, alone: EvaluatedCandidate | None, below: float = np.inf
+) -> EvaluatedCandidate | None:
     """Return the candidate in several pipelines, simulated; None where that cannot be better.
 
     Args:
         candidate: with packed sequences, those of most subsequences first.
         alone: the best with one pipeline; None where that does not fit.
+        below: seconds of a step, of interest below this.
     """
     counts = [len(sequence.lengths) for sequence in candidate.packed]
-    if candidate.pipeline_parallel_degree == 1 or counts[0] == counts[-1]:
+    if candidate.pipeline_parallel_degree == 1 or len(counts) == 1:
         return None
-    if alone is not None and _recomputing_s(alone) <= _flush_s(candidate):
-        return None
-    pipelines = best_pipelines(counts, seconds=lambda own: _pipeline_s(candidate, own))
+    seconds = stage_seconds(candidate)
+    end_s = float((seconds.reduce_s + seconds.update_s).max())
+    enough_s = min(below, np.inf if alone is None else alone.step_s) - end_s
+    found: dict[range, EvaluatedCandidate] = {}
+
+    def pipeline_s(own: range) -> float | None:
+        if len(own) == len(counts):
+            return enough_s
+        pipeline = fastest_levels(candidate.with_packed(candidate.packed[own.start : own.stop]))
+        if pipeline is None:
+            return None
+        found[own] = pipeline
+        return pipeline.step_s - end_s
+
+    bounds = PipelineBounds(candidate)
+    pipelines = best_pipelines(counts, seconds=pipeline_s, least_s=bounds.least_s)
     if pipelines is None or len(pipelines) == 1:
         return None
-    return fastest_levels(candidate.with_packed(candidate.packed, pipelines=pipelines))
+    ends = np.cumsum(pipelines).tolist()
+    return _joined(
+        candidate.with_packed(candidate.packed, pipelines=pipelines),
+        [found[range(begin, end)].placement for begin, end in pairwise((0, *ends))],
+    )
 
 
-def _recomputing_s(evaluated: EvaluatedCandidate) -> float:
-    """Return how much longer its step takes than if everything were retained."""
-    retaining = assess(replace(evaluated.candidate, policy="retain"))
-    return evaluated.step_s - simulate_candidate(retaining).step_s
+def _joined(
+    candidate: Candidate, placements: Sequence[ActivationPlacement]
+) -> EvaluatedCandidate | None:
+    """Return a candidate with the placements of its pipelines; with others where that is too much.
 
-
-def _flush_s(candidate: Candidate) -> float:
-    """Return the seconds to fill and drain a pipeline: (p - 1) subsequences on one rank."""
-    units = stage_seconds(candidate).units
-    of_ranks = candidate.virtual_stages * (units.forward + units.backward + units.weight)
-    return (candidate.pipeline_parallel_degree - 1) * float(np.mean(of_ranks))
-
-
-def _pipeline_s(candidate: Candidate, own: range) -> float | None:
-    """Return the seconds of a pipeline of some sequences; None where it does not fit."""
-    found = fastest_levels(candidate.with_packed(candidate.packed[own.start : own.stop]))
-    if found is None:
-        return None
-    return found.step_s - float(found.costs.reduce_s.max())
+    Blocks that are copied pass through slots as large as the largest of any pipeline.
+    """
+    tables = (
+        np.concatenate([getattr(own, name) for own in placements], axis=1)
+        for name in ("retained", "offloaded", "recomputed")
+    )
+    joined = assess_placement(candidate, ActivationPlacement(*tables))
+    return fastest_levels(candidate) if joined.shortfall else simulate_candidate(joined)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from scipy import sparse
@@ -32,6 +33,7 @@ from sppo.planning.elastic.windows import Places, RankWindows, rank_windows
 from sppo.planning.search.evaluated_candidate import (
     EvaluatedCandidate,
     StepPrices,
+    assess,
     assess_placement,
     memory_without_activations,
 )
@@ -73,17 +75,22 @@ def checkpointing_levels(layers: int) -> tuple[Level, ...]:
 
 
 def place_levels(
-    candidate: Candidate, *, levels: Sequence[Level], counts_shares: bool = False
+    candidate: Candidate,
+    *,
+    levels: Sequence[Level],
+    counts_shares: bool = False,
+    below: float = np.inf,
 ) -> EvaluatedCandidate | None:
     """Return the candidate with levels chosen by integer program; None where the last does not fit.
 
-    Where the search finds no choice that fits, all units have the last level.
+    Where no choice is found that fits and adds little enough, all units have the last level.
 
     Args:
         candidate: with packed sequences; its policy is not asked.
         levels: that units may have, the one that takes least memory last.
         counts_shares: minimise the shares recomputed instead of the seconds added, as InfiniPipe
             does.
+        below: what is minimised is of interest below this.
     """
     choice = _level_choice(candidate, levels=levels, counts_shares=counts_shares)
     least = np.full((candidate.num_stages, len(candidate.lengths)), len(levels) - 1)
@@ -92,7 +99,7 @@ def place_levels(
         return None
     room = choice.peak_bytes(least) - _excess_bytes(everything)
     for _ in range(_ATTEMPTS):
-        of_diagonals = solve(choice.program(room))
+        of_diagonals = solve(choice.program(room), below=below)
         if of_diagonals is None:
             break
         chosen = choice.of_units(of_diagonals, room=room)
@@ -114,16 +121,20 @@ def fastest_levels(candidate: Candidate) -> EvaluatedCandidate | None:
     Args:
         candidate: with packed sequences; its policy is not asked.
     """
-    retaining = place_levels(candidate, levels=LEVELS[:1])
-    if retaining is not None:
-        return simulate_candidate(retaining)
+    retaining = simulate_candidate(assess(replace(candidate, policy="retain")))
+    if retaining.shortfall is None:
+        return retaining
     has_tier = copy_bytes_per_s(candidate)[0] > 0 and candidate.kv != "recomputed"
-    offloading = place_levels(candidate, levels=OFFLOADING_LEVELS) if has_tier else None
-    if offloading is not None and not offloading.placement.recomputed.any():
-        return simulate_candidate(offloading)
-    found = [offloading, place_levels(candidate, levels=LEVELS)]
-    simulated = [simulate_candidate(placed) for placed in found if placed is not None]
-    return min(simulated, key=lambda one: one.step_s, default=None)
+    found: list[EvaluatedCandidate] = []
+    for levels in (OFFLOADING_LEVELS, LEVELS) if has_tier else (LEVELS,):
+        fastest_s = min((one.step_s for one in found), default=np.inf)
+        placed = place_levels(candidate, levels=levels, below=fastest_s - retaining.step_s)
+        if placed is None:
+            continue
+        found.append(simulate_candidate(placed))
+        if not placed.placement.recomputed.any():
+            break
+    return min(found, key=lambda one: one.step_s, default=None)
 
 
 def _excess_bytes(evaluated: EvaluatedCandidate) -> Table:
@@ -133,7 +144,7 @@ def _excess_bytes(evaluated: EvaluatedCandidate) -> Table:
     return excess
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _LevelChoice:
     """What levels of a candidate come to. Tables are [levels, stages, subsequences].
 
@@ -145,9 +156,7 @@ class _LevelChoice:
         backward_bytes: What its backward takes while it runs.
         added: Seconds that the level adds, or the shares that it recomputes.
         tier_share: Bytes offloaded, over those that a sequence may offload on the stage.
-        windows: Of each rank.
         lowers: Whether units have lower levels than their diagonals where their rank has room.
-        base_s: Seconds of the busiest rank with everything retained; 0 where shares are added.
     """
 
     candidate: Candidate
@@ -157,9 +166,12 @@ class _LevelChoice:
     backward_bytes: Table
     added: Table
     tier_share: Table
-    windows: tuple[RankWindows, ...]
     lowers: bool
-    base_s: float
+
+    @cached_property
+    def windows(self) -> tuple[RankWindows, ...]:
+        """Windows of each rank."""
+        return rank_windows(self.candidate)
 
     def program(self, room: Table) -> LevelProgram:
         """Return the integer program for so much room on each rank, [ranks]."""
@@ -174,7 +186,7 @@ class _LevelChoice:
                 used.append(self._tier_used(own, diagonals))
                 left.append(np.ones(used[-1].shape[0]))
         windows = sparse.csr_array(sparse.vstack(used))
-        return LevelProgram(cost, windows, np.concatenate(left), self.base_s)
+        return LevelProgram(cost, windows, np.concatenate(left))
 
     def of_units(self, of_diagonals: Levels, *, room: Table) -> Levels:
         """Return the level of each unit, [stages, subsequences], from those of the diagonals."""
@@ -296,18 +308,8 @@ def _level_choice(
         if counts_shares
         else _seconds_added(candidate, seconds, placements),
         tier_share=share,
-        windows=rank_windows(candidate),
         lowers=not counts_shares,
-        base_s=0.0 if counts_shares else _busiest_s(candidate, seconds),
     )
-
-
-def _busiest_s(candidate: Candidate, seconds: StageSeconds) -> float:
-    """Return the seconds that the busiest rank computes with everything retained."""
-    units = seconds.units
-    of_stages = (units.forward + units.backward + units.weight).sum(axis=1)
-    ranks = candidate.pipeline_parallel_degree
-    return max(float(of_stages[rank::ranks].sum()) for rank in range(ranks))
 
 
 def _shares(candidate: Candidate, levels: Sequence[Level]) -> Table:

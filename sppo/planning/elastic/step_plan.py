@@ -31,6 +31,7 @@ from sppo.planning.elastic.grouping import grouped
 from sppo.planning.elastic.levels import fastest_levels
 from sppo.planning.elastic.mesh import Mesh, mesh_of_first_slice, mesh_of_slices
 from sppo.planning.elastic.packing import PADDING, PackedSamples, pack_samples, subsequence_seconds
+from sppo.planning.elastic.pipeline_bounds import PipelineBounds
 from sppo.planning.elastic.replicas import divide_samples
 from sppo.planning.elastic.sample_cost import SampleCost, sample_cost
 from sppo.planning.elastic.shortage import shortage_text
@@ -308,9 +309,8 @@ class StepPlanner:
                 largest = packing.most_tokens
             levels = self.levels and not self.quick and _chooses_levels(base)
             if levels and evaluated.effective_policy != "retain":
-                fits = evaluated.shortfall is None
-                least_s = found[-1].step_s if fits else np.inf
-                pressed.append((least_s, packing.packed, evaluated.candidate))
+                policy_s = np.inf if evaluated.shortfall else found[-1].step_s
+                pressed.append((policy_s, packing.packed, evaluated.candidate))
         return found + _with_levels(pressed)
 
     def _bases(self) -> Iterator[tuple[Candidate, ...]]:
@@ -483,8 +483,11 @@ def _with_levels(pressed: Sequence[tuple[float, PackedSamples, Candidate]]) -> l
     """
     found: list[StepPlan] = []
     for _, packed, candidate in sorted(pressed, key=lambda one: one[0]):
+        fastest_s = min((plan.step_s for plan in found), default=np.inf)
+        if PipelineBounds(candidate).least_s(range(len(candidate.packed))) >= fastest_s:
+            continue
         alone = fastest_levels(candidate)
-        several = grouped(candidate, alone=alone)
+        several = grouped(candidate, alone=alone, below=fastest_s)
         found += [StepPlan(packed, placed) for placed in (alone, several) if placed is not None]
         if len({plan.packed for plan in found}) == _LEVELLED:
             break

@@ -1,5 +1,6 @@
 """Several pipelines in a step: the best there are, one program, no more memory than there is."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.memory.units_in_flight import UnitsInFlight
+from sppo.cost.packed_sequence import PackedSequence
 from sppo.planning.candidate_program import candidate_program
 from sppo.planning.elastic import grouping
 from sppo.planning.elastic.grouping import best_pipelines, grouped
@@ -20,47 +22,127 @@ from sppo.schedule.generators import generate
 from sppo.schedule.simulation.simulate import simulate
 from tests.planning.elastic.test_levels import pressed, with_room
 from tests.planning.elastic.test_step_plan import SCHEDULES, packed_candidates, walked
+from tests.planning.elastic.test_step_search import LARGE, planner
 from tests.tiers import examples
 
 
-def partitions(kinds):
-    """All ways to part so many kinds into runs."""
-    for count in range(kinds):
-        for cuts in combinations(range(1, kinds), count):
-            yield [range(begin, end) for begin, end in pairwise((0, *cuts, kinds))]
+def partitions(number):
+    """All ways to part so many sequences into pipelines."""
+    for count in range(number):
+        for cuts in combinations(range(1, number), count):
+            yield [range(begin, end) for begin, end in pairwise((0, *cuts, number))]
 
 
 @settings(deadline=None, max_examples=examples(60, all=400))
 @given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=5),
+    st.lists(st.integers(1, 5), min_size=1, max_size=7),
     st.integers(0, 2**32 - 1),
-    st.floats(0, 0.6),
+    st.floats(0, 0.3),
+    st.floats(0, 1),
 )
-def test_no_other_partition_is_faster(alike, seed, refused):
-    """Sequences of five kinds, some pipelines of which do not fit."""
-    kinds = len(alike)
-    counts = [kinds - kind for kind, number in enumerate(alike) for _ in range(number)]
-    firsts = np.cumsum([0, *alike]).tolist()
-    random = np.random.default_rng(seed)
-    table = random.random((kinds + 1, kinds + 1))
-    table[random.random(table.shape) < refused] = np.inf
-    seconds = {
-        range(firsts[begin], firsts[end]): table[begin, end]
-        for begin, end in combinations(range(kinds + 1), 2)
-    }
+def test_no_other_partition_is_faster(counts, seed, refused, bound):
+    """Some pipelines do not fit, nor longer ones; of all it is known what they take at least."""
+    random, count = np.random.default_rng(seed), len(counts)
+    table = random.random((count + 1, count + 1))
+    bounds = table * bound
+    for own in np.argwhere(random.random(table.shape) < refused).tolist():
+        table[: own[0] + 1, own[1] :] = np.inf
+    asked = []
 
     def of_pipeline(own):
-        return None if np.isinf(seconds[own]) else float(seconds[own])
+        asked.append(own)
+        seconds = table[own.start, own.stop]
+        return None if np.isinf(seconds) else float(seconds)
 
-    found = best_pipelines(counts, seconds=of_pipeline)
-    totals = [sum(table[run.start, run.stop] for run in runs) for runs in partitions(kinds)]
+    def least_s(own):
+        return float(bounds[own.start, own.stop])
+
+    found = best_pipelines(sorted(counts, reverse=True), seconds=of_pipeline, least_s=least_s)
+    assert len(asked) == len({*asked})
+    totals = [sum(table[run.start, run.stop] for run in runs) for runs in partitions(count)]
     if found is None:
         assert np.isinf(min(totals))
         return
-    assert sum(found) == len(counts)
+    assert sum(found) == count
     ends = np.cumsum([0, *found]).tolist()
-    total = sum(seconds[range(begin, end)] for begin, end in pairwise(ends))
-    assert total == pytest.approx(min(totals))
+    assert sum(table[begin, end] for begin, end in pairwise(ends)) == pytest.approx(min(totals))
+
+
+def test_no_more_pipelines_are_asked_for_than_may_be_the_best():
+    counts, asked = [7, 6, 5, 4, 4, 4, 4, 1, 1, 1], []
+
+    def seconds(own):
+        asked.append(own)
+        return 2.0 + sum(counts[own.start : own.stop])
+
+    def least_s(own):
+        return 1.0 + sum(counts[own.start : own.stop])
+
+    assert best_pipelines(counts, seconds=seconds, least_s=least_s) == (10,)
+    assert asked == [range(10)]
+
+
+@st.composite
+def small_steps(draw):
+    """A step of few sequences with too little memory for one pipeline, or just enough."""
+    planned = planner(
+        65536,
+        model=LARGE,
+        hardware="a100-80g",
+        ranks=draw(st.sampled_from([2, 4])),
+        sequence_parallel=8,
+    )
+    node = replace(planned.base.workload.hardware.node, host_memory_bytes=0)
+    hardware = replace(planned.base.workload.hardware, node=node)
+    base = replace(planned.base, workload=replace(planned.base.workload, hardware=hardware))
+    counts = sorted(draw(st.lists(st.integers(1, 6), min_size=2, max_size=4)), reverse=True)
+    tokens = [draw(st.integers(16, 64)) * 128 for _ in counts]
+    sequences = (
+        PackedSequence((size * count,), (size,) * count)
+        for count, size in zip(counts, tokens, strict=True)
+    )
+    return with_room(base.with_packed(tuple(sequences)), draw(st.floats(-0.1, 0.7)))
+
+
+def fastest_s(candidate, pipelines):
+    """Seconds of the fastest way to run these pipelines; no end where they do not fit."""
+    found = fastest_levels(candidate.with_packed(candidate.packed, pipelines=pipelines))
+    return np.inf if found is None else found.step_s
+
+
+@settings(
+    deadline=None, max_examples=examples(4, all=150), suppress_health_check=[HealthCheck.too_slow]
+)
+@given(small_steps())
+def test_simulated_no_other_partition_is_faster(candidate):
+    """Also none that parts sequences with the same number of subsequences."""
+    counts = [len(sequence.lengths) for sequence in candidate.packed]
+    every = {
+        tuple(map(len, runs)): fastest_s(candidate, tuple(map(len, runs)))
+        for runs in partitions(len(counts))
+    }
+    alone = fastest_levels(candidate)
+    several = grouped(candidate, alone=alone)
+    found = min((one.step_s for one in (alone, several) if one is not None), default=np.inf)
+    assert np.isinf(found) == np.isinf(min(every.values()))
+    assert found <= 1.01 * min(every.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 9])
+def test_sequences_of_as_many_subsequences_hold_no_more_than_those_in_flight(ranks, count):
+    """Of sequences of one subsequence as many as there are ranks, and not two."""
+    base = planner(4096, ranks=ranks).base
+    sequence = PackedSequence((512 * count,), (512,) * count)
+
+    def peaks(number):
+        units = UnitsInFlight(base.with_packed((sequence,) * number))
+        return units.peak(np.ones((ranks, number * count))).tolist()
+
+    in_flight = 1 + -(-(ranks - 1) // count)
+    assert peaks(in_flight + 5) == peaks(in_flight)
+    assert peaks(in_flight) == [count + ranks - 1 - rank for rank in range(ranks)]
+    assert peaks(in_flight - 1)[0] < peaks(in_flight)[0]
 
 
 @st.composite
@@ -132,5 +214,5 @@ def test_a_step_is_grouped_where_one_pipeline_does_not_fit():
 def test_a_step_is_not_grouped_where_little_is_recomputed(monkeypatch):
     candidate = pressed(share=0.97)
     alone = fastest_levels(candidate)
-    monkeypatch.setattr(grouping, "best_pipelines", None)  # is not asked
+    monkeypatch.setattr(grouping, "fastest_levels", None)  # is not asked
     assert grouped(candidate, alone=alone) is None

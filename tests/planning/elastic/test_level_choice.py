@@ -115,7 +115,7 @@ def test_of_every_choice_for_a_small_step_none_that_fits_adds_less(given_choice)
         levels = of_units(choice, diagonals, one)
         if (np.array(choice_peaks(choice, levels, schedule)) <= room).all():
             sums.append(added_by(choice, diagonals, levels))
-    found = solve(choice.program(room), gap=0.0)
+    found = solve(choice.program(room))
     assert (found is None) == (not sums)
     if found is None:
         return
@@ -130,7 +130,7 @@ def test_of_every_choice_for_a_small_step_none_that_fits_adds_less(given_choice)
 @given(small_choices())
 def test_units_are_lowered_only_where_there_is_room_and_nobody_waits(given_choice):
     choice, room = given_choice
-    found = solve(choice.program(room), gap=0.0)
+    found = solve(choice.program(room))
     if found is None:
         return
     schedule = schedule_of(choice.candidate)

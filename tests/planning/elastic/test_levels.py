@@ -93,7 +93,7 @@ def test_the_integer_program_of_a_step_is_solved_to_the_best_there_is(share):
     assert 3 < diagonals < 9
     every = (np.array(one) for one in product(range(len(LEVELS)), repeat=diagonals))
     best = min(program.added(one) for one in every if program.fits(one))
-    found = solve(program, gap=0.0)
+    found = solve(program)
     assert program.fits(found)
     assert program.added(found) == pytest.approx(best, rel=1e-6)
 
