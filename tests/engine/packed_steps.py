@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import numpy as np
 import torch
 
+from sppo.activations.placement import ActivationPlacement
 from sppo.cost.candidate import Candidate
 from sppo.cost.layer import Workload
 from sppo.cost.packed_sequence import PackedSequence
@@ -19,7 +20,11 @@ from sppo.kernels.labels import IGNORED_LABEL
 from sppo.planning.elastic.levels import LEVELS, OFFLOADING_LEVELS, Level, _level_choice
 from sppo.planning.elastic.packing import PADDING, PackedSamples
 from sppo.planning.elastic.step_plan import StepPlan, StepPlanner
-from sppo.planning.search.evaluated_candidate import EvaluatedCandidate, assess
+from sppo.planning.search.evaluated_candidate import (
+    EvaluatedCandidate,
+    assess,
+    assess_placement,
+)
 from sppo.planning.search.simulated_candidate import simulate_candidate
 from tests.engine.models import random_sequence
 
@@ -29,18 +34,36 @@ class PackedStep:
     """What one replica trains on in a step.
 
     Attributes:
-        packed: Its samples, by their places in the step.
-        planned: What the engine follows.
+        plan: Of its samples.
         seed: Of the tokens and labels of its first sample; the next ones follow.
         counted: The only sample whose labels count; None where all do.
         changed: Whether all other samples have other tokens.
     """
 
-    packed: PackedSamples
-    planned: PlannedStep
+    plan: StepPlan
     seed: int = 0
     counted: int | None = None
     changed: bool = False
+
+    @property
+    def packed(self) -> PackedSamples:
+        """Its samples, by their places in the step."""
+        return self.plan.packed
+
+    @property
+    def planned(self) -> PlannedStep:
+        """What the engine follows."""
+        return PlannedStep(self.plan.program, self.plan.placements)
+
+    def without_offloading(self) -> PackedStep:
+        """Return the same step, where what leaves the device stays there."""
+        evaluated = self.plan.evaluated
+        given = evaluated.placement
+        placement = ActivationPlacement(
+            given.retained + given.offloaded, np.zeros_like(given.offloaded), given.recomputed
+        )
+        kept = simulate_candidate(assess_placement(evaluated.candidate, placement))
+        return replace(self, plan=StepPlan(self.packed, kept))
 
     @property
     def cuts(self):
@@ -144,7 +167,7 @@ def planned_step(
     steps = []
     for own in planner.divided(lengths):
         plan = planner.plan([lengths[index] for index in own])
-        steps.append(PackedStep(plan.packed, _followed(plan), seed))
+        steps.append(PackedStep(plan, seed))
         seed += len(own)
     return tuple(steps)
 
@@ -171,7 +194,7 @@ def hand_packed_step(
     packed = PackedSamples(tuple(sequences), indices)
     candidate = base.with_packed(packed.sequences, pipelines=pipelines)
     evaluated = _with_mixed_levels(candidate, seed=seed) if mixed else assess(candidate)
-    return PackedStep(packed, _followed(StepPlan(packed, simulate_candidate(evaluated))), seed)
+    return PackedStep(StepPlan(packed, simulate_candidate(evaluated)), seed)
 
 
 def _with_mixed_levels(candidate: Candidate, *, seed: int) -> EvaluatedCandidate:
@@ -183,8 +206,3 @@ def _with_mixed_levels(candidate: Candidate, *, seed: int) -> EvaluatedCandidate
         choice = _level_choice(candidate, levels=levels, counts_shares=False)
     shape = candidate.num_stages, len(candidate.lengths)
     return choice.evaluated(np.random.default_rng(seed).integers(0, len(levels), shape))
-
-
-def _followed(plan: StepPlan) -> PlannedStep:
-    """Return what an engine follows of a plan."""
-    return PlannedStep(plan.program, plan.placements)

@@ -5,15 +5,14 @@ Ranks are threads of this process, whose messages move at moments that a seed ch
 """
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from sppo.cost.packed_sequence import PackedSequence
-from sppo.engine.engine import PlannedStep
 from sppo.engine.pipeline import Pipeline
 from sppo.planning.elastic.packing import PADDING
 from sppo.planning.elastic.step_plan import StepPlanner
@@ -188,6 +187,33 @@ def test_samples_train_as_if_each_were_alone(case, tmp_path):
     check(replace(case, directory=str(tmp_path)))
 
 
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=examples(4, all=60),
+    suppress_health_check=[
+        HealthCheck.filter_too_much,
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+    ],
+)
+@given(case=cases())
+def test_offloading_changes_no_bit(case, tmp_path):
+    """Whatever the levels of units are, which differ from stage to stage."""
+    case = replace(case, directory=str(tmp_path))
+    assume(any(own.plan.evaluated.placement.offloads_anything for own in chain(*case.packed)))
+    retaining = tuple(tuple(own.without_offloading() for own in step) for step in case.packed)
+    for offloaded, retained in zip(
+        answers_of(case), answers_of(replace(case, packed=retaining)), strict=True
+    ):
+        for (loss, _, gradients, *_), (expected, _, others, *_) in zip(
+            offloaded, retained, strict=True
+        ):
+            assert loss == expected
+            for name, (_, gradient) in gradients.items():
+                assert torch.equal(gradient, others[name][1]), name
+
+
 def counting(case, sample, *, changed):
     """The first step of ``case``, where only the labels of one sample of a replica count.
 
@@ -247,7 +273,7 @@ def test_bytes_held_are_those_predicted(schedule, virtual, policy):
     )
     for lengths in ([40, 40, 5], [40, 7, 40, 3, 1, 12], [3, 3]):
         plan = planner.plan(lengths)
-        step = PackedStep(plan.packed, PlannedStep(plan.program, plan.placements))
+        step = PackedStep(plan)
         trained.step(step.sequences(model), step.cuts, planned=step.planned)
         (stage,) = plan.evaluated.memory
         planned, peaks = stage.device, trained.engine.take_peaks()
