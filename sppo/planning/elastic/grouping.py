@@ -27,6 +27,8 @@ _MOST_KINDS = 5
 """Numbers of subsequences of which pipelines of their own are tried, the largest ones."""
 _MOST_PLACES = 7
 """Sequences with which a pipeline may begin."""
+_MOST_UNITS = 600
+"""Units of all pipelines that are planned, after which only those are compared."""
 
 
 def best_pipelines(
@@ -41,7 +43,8 @@ def best_pipelines(
 
     By dynamic programming over these places, best[j] = min over i < j of best[i] + seconds of the
     sequences between i and j. As long as the best way has pipelines of which only the least seconds
-    are known, theirs are asked for, and it is sought again: most are never asked for.
+    are known, theirs are asked for, and it is sought again: most are never asked for. Of large
+    steps, with hundreds of units, few are.
 
     Args:
         counts: subsequences of each sequence, descending.
@@ -50,15 +53,17 @@ def best_pipelines(
         least_s: that a pipeline takes, whatever is recomputed: quicker to tell.
     """
     places = _places(counts)
-    known: dict[range, float | None] = {}
+    whole = range(len(counts))
+    known = {whole: seconds(whole)}
     short: list[range] = []
+    num_units = 0
 
     def seconds_by_now(own: range) -> float | None:
         if own in known:
             return known[own]
         # What does not fit does not fit with others beside it.
         fits = all(own.start > it.start or it.stop > own.stop for it in short)
-        return least_s(own) if fits else None
+        return least_s(own) if fits and num_units < _MOST_UNITS else None
 
     while True:
         best = _best_runs(places, seconds_by_now)
@@ -67,6 +72,7 @@ def best_pipelines(
             return None if best is None else tuple(map(len, best))
         for own in asked:
             known[own] = seconds(own)
+            num_units += sum(counts[own.start : own.stop])
             if known[own] is None:
                 short.append(own)
                 break

@@ -187,8 +187,8 @@ class StepPlanner:
         slices: Subsequences that the plan cuts it into.
         alignment: Cuts of samples fall on multiples of this.
         searches: Whether other numbers of slices may be tried.
-        room: Tokens of a subsequence of several samples that are tried on one rank, however short
-            the longest sample is; 0 for those of a slice.
+        room: Tokens of a subsequence that are tried on one rank, of a device at most, however short
+            the longest sample is; 0 for those of a slice of the plan alone.
         interleaves: Whether a plan in the looped order may run sequences side by side instead, by
             interleaved Seq1F1B on the same stages.
         quick: Whether the first packing that fits is taken, its activations placed by the policy;
@@ -328,9 +328,9 @@ class StepPlanner:
     def _packings(self, lengths: Sequence[int]) -> list[_Packing]:
         """Return the samples packed in the ways that are tried, those that may be fastest first."""
         if self.room:
-            mesh = self._mesh_as_planned
-            wider = self._packing(lengths, replace(mesh, room=max(mesh.room, self.room)))
-            return [wider, *self._as_planned(lengths)]
+            packings = [self._packing(lengths, mesh) for mesh in self._meshes_of_one_rank]
+            different = {packing.packed.sequences: packing for packing in reversed(packings)}
+            return sorted(different.values(), key=lambda packing: packing.least_s)
         if not self.searches:
             return self._as_planned(lengths)
         rough = [self._sized(lengths, first) for first in self._first_slices(lengths)]
@@ -364,10 +364,25 @@ class StepPlanner:
 
     @property
     def _mesh_as_planned(self) -> Mesh:
+        return self._mesh_of_slices(self.slices)
+
+    @property
+    def _meshes_of_one_rank(self) -> Iterator[Mesh]:
+        """Meshes of slices of equal tokens: that of the run's plan, and smaller and larger ones."""
+        sizes = [self.room // 2]
+        while sizes[-1] < min(self.longest, self._most_room):
+            sizes.append(2 * sizes[-1])
+        planned = self._mesh_as_planned
+        yield from (planned, replace(planned, room=max(planned.room, self.room)))
+        for size in sizes:
+            mesh = self._mesh_of_slices(-(-self.longest // size))
+            yield replace(mesh, room=max(mesh.room, size))
+
+    def _mesh_of_slices(self, slices: int) -> Mesh:
         return mesh_of_slices(
             self._cost,
             longest=self.longest,
-            slices=self.slices,
+            slices=slices,
             balanced=self.base.pipeline_parallel_degree > 1,
             alignment=self.alignment,
         )
@@ -432,6 +447,11 @@ class StepPlanner:
         narrow = workload.element_bytes < ACCUMULATION_BYTES
         on_cpu = workload.hardware.device.kind == "cpu"
         return ROW_ALIGNMENT if narrow and on_cpu else 1
+
+    @property
+    def _most_room(self) -> int:
+        """Tokens of a subsequence that are tried on one rank at most, of all its devices."""
+        return self.room * self.base.workload.sequence_parallel_degree
 
     @property
     def _least_first(self) -> int:

@@ -112,3 +112,26 @@ def test_a_plan_whose_steps_do_not_fit_is_not_taken(monkeypatch):
 
     monkeypatch.setattr(samples_plan, "plan_replica", fits_on_one_stage)
     assert plan_samples(run, steps=STEPS, **room).virtual_stages == 1
+
+
+def test_a_plan_whose_keys_leave_the_device_fits_its_longest_sample_as_a_step():
+    """In the looped order on one rank; the memory is what only that fits in."""
+    run = check_run(
+        {
+            "model": {"preset": "llama-3.2-1b"},
+            "data": {"tokens": ".", "samples": "documents"},
+            "sequence": {"length": 131072},
+            "train": {"samples_per_step": 8},
+        },
+        source="test",
+    )
+    plan = plan_run(
+        run_of_longest_samples(run),
+        hardware=PRESETS["a100-80g"],
+        available_bytes=28 << 30,
+        host_bytes=64 << 30,
+    )
+    planner = step_planner(plan)
+    assert planner.base.kv == "offloaded"
+    step = planner.plan([131072])
+    assert step.evaluated.shortfall is None

@@ -59,8 +59,8 @@ def fixed_chunks(lengths, tokens):
     )
 
 
-def fastest_fixed_s(planner, lengths):
-    chunks = [2**power for power in range(8, 15)]
+def fastest_fixed_s(planner, lengths, *, largest=14):
+    chunks = [2**power for power in range(8, largest + 1)]
     found = [assess(planner.base.with_packed(fixed_chunks(lengths, size))) for size in chunks]
     return min(simulate_candidate(one).step_s for one in found if one.shortfall is None)
 
@@ -86,6 +86,19 @@ def test_faster_than_the_best_fixed_chunks(name, ranks, margin):
 def test_not_slower_than_fixed_chunks_where_samples_are_alike(lengths):
     planned = planner(max(lengths), ranks=2)
     assert planned.plan(lengths).step_s <= 1.02 * fastest_fixed_s(planned, lengths)
+
+
+@pytest.mark.parametrize("name", ["commoncrawl", "github", "magi"])
+def test_one_rank_is_not_slower_than_fixed_chunks_of_any_size(name):
+    """What 8 devices share may have several times as many tokens as what one has."""
+    planned = planner(98304, model=LARGE, hardware="a100-80g", ranks=1, sequence_parallel=8)
+    base = replace(planned.base, workload=replace(planned.base.workload, dtype="bf16"))
+    planned = replace(planned, base=base, searches=False, room=16384)
+    lengths = draw(name, 128, seed=1, longest=98304)
+    plan = planned.plan(lengths)
+    assert samples_of(plan) == Counter(range(128))
+    assert max(plan.evaluated.candidate.lengths) > 16384
+    assert plan.step_s <= 1.01 * fastest_fixed_s(planned, lengths, largest=17)
 
 
 def test_smaller_subsequences_where_memory_is_short():
