@@ -57,7 +57,8 @@ def _priced(evaluated: EvaluatedCandidate, correction: CostCorrection) -> Evalua
         return evaluated
     candidate = replace(evaluated.candidate, workload=replace(workload, correction=correction))
     prices = StepPrices(candidate, stage_seconds(candidate), evaluated.placement)
-    return simulate_candidate(replace(evaluated, candidate=candidate, prices=prices))
+    repriced = replace(evaluated, candidate=candidate, prices=prices, played=None)
+    return simulate_candidate(repriced)
 
 
 def _actions_s(evaluated: EvaluatedCandidate) -> float:
