@@ -28,7 +28,7 @@ _MOST_KINDS = 5
 _MOST_PLACES = 7
 """Sequences with which a pipeline may begin."""
 _MOST_UNITS = 600
-"""Units of all pipelines that are planned, after which only those are compared."""
+"""Units of all pipelines that are planned, after which those are compared once there is a way."""
 
 
 def best_pipelines(
@@ -56,14 +56,14 @@ def best_pipelines(
     whole = range(len(counts))
     known = {whole: seconds(whole)}
     short: list[range] = []
-    num_units = 0
+    num_units, enough = 0, False
 
     def seconds_by_now(own: range) -> float | None:
         if own in known:
             return known[own]
         # What does not fit does not fit with others beside it.
         fits = all(own.start > it.start or it.stop > own.stop for it in short)
-        return least_s(own) if fits and num_units < _MOST_UNITS else None
+        return least_s(own) if fits and not enough else None
 
     while True:
         best = _best_runs(places, seconds_by_now)
@@ -76,6 +76,8 @@ def best_pipelines(
             if known[own] is None:
                 short.append(own)
                 break
+        else:
+            enough = num_units > _MOST_UNITS
 
 
 def _best_runs(places: Sequence[int], seconds: PipelineSeconds) -> list[range] | None:
