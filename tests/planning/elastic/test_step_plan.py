@@ -179,7 +179,7 @@ def walked_kv(program, token_bytes, sequences):
     """Most K and V that a rank holds: of each sequence and stage from its first F to its last B."""
     places = {}
     for place, action in enumerate(program):
-        if action.kind in (ActionKind.F, ActionKind.B, ActionKind.W):
+        if action.kind in (ActionKind.F, ActionKind.B):
             span = places.setdefault((action.stage, action.sequence), [place, place])
             span[1] = place
     changes = chain.from_iterable(
