@@ -88,3 +88,41 @@ def test_samples_beside_rows():
     report = _file("compare_samples")
     assert f"isolated: {report['ratio']:.2f}x the tokens per second" in TEXT
     assert report["num_samples"] == 100_000
+
+
+LAYOUTS = ("paper", "own")
+
+
+def _simulated_beside_infinipipe():
+    """Cases of the same model, lengths and longest sample, by layout."""
+    found = {}
+    for case in _file("compare_infinipipe")["cases"]:
+        key = case["model"], case["distribution"], case["longest"]
+        found.setdefault(key, {})[case["layout"]] = case
+    return found
+
+
+def _infinipipe_row(key, layouts):
+    """The row of a case in the table beside InfiniPipe's figures."""
+    model, distribution, longest = key
+    sides = layouts["paper"]["sides"]
+    elastic = sides["elastic"]
+    baselines = [sides[name] for name in ("fixed", "fixed_uniform")]
+    baseline = max((side for side in baselines if side["fits"]), key=lambda s: s["tokens_per_s"])
+    cells = [f"{model.upper()}, {distribution}, {longest // 1024}Ki"]
+    cells += [f"{layouts[name]['sides']['elastic']['over_seq1f1b']:.2f}x" for name in LAYOUTS]
+    cells += [f"{side['bubble_fraction']:.1%}" for side in (baseline, elastic)]
+    cells.append(f"{elastic['time_deviation']:.1%}, {elastic['length_deviation']:.1%}")
+    for name in ("unbalanced", "retained", "recomputed"):
+        fits = sides[name]["fits"]
+        share = sides[name]["tokens_per_s"] / elastic["tokens_per_s"] if fits else 0
+        cells.append(f"{share:.2f}x" if fits else "does not fit")
+    cells.append(f"{elastic['planning_s']:.1f} s")
+    return f"| {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize(("key", "layouts"), _simulated_beside_infinipipe().items(), ids=str)
+def test_documents_on_infinipipes_machine(key, layouts):
+    assert _infinipipe_row(key, layouts) in TEXT
+    for case in layouts.values():
+        assert case["model"] == "30b" or case["sides"]["elastic"]["bubble_fraction"] < 0.2
