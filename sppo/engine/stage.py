@@ -428,11 +428,11 @@ class Stage:
 
     def abort(self) -> None:
         """Forget all state of a step that failed."""
+        self._deferred_held.clear()  # before the store, of whose bytes these are a part
         self._saved.abort()
         self.kv.abort()
         self._token_losses.clear()
         self._deferred.clear()
-        self._deferred_held.clear()
         self._weights.abort()
         if self._gradients is not None:
             self._gradients.abort()

@@ -38,12 +38,12 @@ def peak_in_flight(program: EncodedProgram, *, groups: Mapping[int, MspGroup]) -
 
 
 def sequences_in_flight(actions: Iterable[Action]) -> int:
-    """How many consecutive sequences a stage holds something of at once.
+    """How many consecutive sequences a stage, or a rank, holds something of at once.
 
     A sequence holds something from its first F to its last B or W; sequences begin in order.
 
     Args:
-        actions: of one stage, in program order.
+        actions: of one stage, or of all stages of a rank, in program order.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}

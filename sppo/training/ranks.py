@@ -169,7 +169,7 @@ def _connected(
 ) -> Mesh:
     """Join the default group and those of the mesh.
 
-    A process that fails here, or is asked to stop, ends without Python's shutdown: what is half
+    A command that fails here, or is asked to stop, ends without Python's shutdown: what is half
     connected aborts it when it is given back.
 
     Raises:

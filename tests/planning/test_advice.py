@@ -30,7 +30,7 @@ def advised(run):
     }
 
 
-@pytest.mark.parametrize("length", [10240 * KIB, 12288 * KIB])
+@pytest.mark.parametrize("length", [12288 * KIB, 14336 * KIB])
 def test_the_longest_is_the_same_whoever_asks(length):
     run = request(length=length)
     hardware = hardware_for(run.hardware)
@@ -59,7 +59,7 @@ def test_a_million_tokens_on_one_node_need_the_host_and_how_much_of_it():
 
 
 def test_the_smallest_cluster_is_the_smallest():
-    run = request(length="10Mi")
+    run = request(length="12Mi")
     hardware = hardware_for(run.hardware)
     change = next(change for change in advised(run) if change.startswith("hardware.nodes="))
     nodes = int(change.partition("=")[2])

@@ -71,6 +71,7 @@ def test_grouped_queries():
 
 def test_stages_add_up_to_the_model():
     parallel = {
+        "virtual_stages": 1,
         "data_parallel_degree": 1,
         "pipeline_parallel_degree": 4,
         "sequence_parallel_degree": 1,

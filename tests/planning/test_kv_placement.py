@@ -46,7 +46,7 @@ def test_an_open_placement_takes_what_fits():
     roomy = assess(candidate(kv="auto"))
     assert (roomy.candidate.kv, roomy.shortfall) == ("retained", None)
     found = {}
-    for gib in range(10, 80, 4):
+    for gib in range(10, 80, 3):
         small = machine(memory_bytes=gib * GIB, reserved_bytes=0, host_memory_bytes=64 * GIB)
         how = {"hardware": small, "length": 524288, "policy": "recompute"}
         each = {kv: assess(candidate(kv=kv, **how)) for kv in ("retain", "offload", "recompute")}

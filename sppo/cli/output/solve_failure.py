@@ -59,7 +59,7 @@ def print_failure(solution: Solution, *, changes: Sequence[Advice], console: Con
         table.add_row(f" {advice.change}", advice.effect)
     console.print(table)
     if not any(advice.change.startswith("hardware.nodes=") for advice in changes):
-        say("more of these nodes alone do not make it fit")
+        say("up to 1024 of these nodes alone do not make it fit")
 
 
 def _nearest_lines(solution: Solution, nearest: Rejection) -> list[str]:

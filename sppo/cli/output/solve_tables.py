@@ -171,7 +171,7 @@ def _print_numbers_of_subsequences(solution: Solution, *, console: Console) -> N
         return
     assert solution.best is not None, "checked by the caller"
     chosen = len(solution.best.candidate.lengths)
-    least, most = (pick(evaluated.step_s for evaluated in candidates) for pick in (min, max))
+    least, most = (pick(evaluated.time.step_s for evaluated in candidates) for pick in (min, max))
     console.print()
     _say(
         console,
@@ -183,14 +183,13 @@ def _print_numbers_of_subsequences(solution: Solution, *, console: Console) -> N
         table.add_column(justify="right")
     table.add_column()
     for evaluated in candidates:
-        num_subsequences, lost = len(evaluated.candidate.lengths), evaluated.step_s / least - 1
-        width = (
-            round(_BAR_WIDTH * (evaluated.step_s - least) / (most - least)) if most > least else 0
-        )
+        num_subsequences, step_s = len(evaluated.candidate.lengths), evaluated.time.step_s
+        lost = step_s / least - 1
+        width = round(_BAR_WIDTH * (step_s - least) / (most - least)) if most > least else 0
         mark = " ◀ chosen" if num_subsequences == chosen else ""
         table.add_row(
             f" N {num_subsequences}",
-            step_text(evaluated.step_s),
+            step_text(step_s),
             f"+{lost:.1%}",
             f"{'█' * width}{mark}",
         )

@@ -38,7 +38,11 @@ def call_in_time(make: Callable[[], T], *, limit_s: float) -> T:
             returned.set()
 
     _unanswered.append(returned)  # before it begins: a signal may come in the midst of starting
-    Thread(target=attempt, name="timed call", daemon=True).start()
+    try:
+        Thread(target=attempt, name="timed call", daemon=True).start()
+    except RuntimeError:  # the machine has no more threads: nothing was begun
+        _unanswered.remove(returned)
+        raise
     try:
         made, error = outcomes.get(timeout=min(limit_s, TIMEOUT_MAX))
     except Empty:

@@ -541,7 +541,7 @@ def planner_of_candidate(
     shards_weights = (
         workload.sequence_parallel == "megatron" and workload.sequence_parallel_degree > 1
     )
-    # Units of different sequences are not cut over ranks; that order without it is the SPPO one.
+    # Units of different sequences are not cut over ranks; the order without it is run.
     schedule = candidate.order
     policy, ratio = run["activations"]["policy"], run["activations"]["offload_ratio"]
     sequence = run["sequence"]

@@ -100,7 +100,8 @@ def place_messages(schedule: Schedule, *, costs: Costs | None = None) -> Schedul
             given.
 
     Raises:
-        ValueError: the schedule has messages already, or its order contradicts itself.
+        ValueError: the schedule has messages already, or its order contradicts itself (a
+            :class:`DeadlockError` where ranks wait for each other).
     """
     encoded = encode(schedule)
     for rank, codes in enumerate(own.codes for own in encoded):

@@ -109,7 +109,7 @@ def test_several_stages_on_a_rank(ranks, shape, virtual):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
 def test_with_tensors_moved_to_a_disk(ranks, tmp_path, num_ranks, ratio, virtual):
-    sizes = {"num_layers": num_ranks * virtual} if virtual > 1 else {}
+    sizes = {"num_layers": num_ranks * virtual}
     model = Case(sizes=sizes).model()
     rows = RatioRows(model, 8, ratio, alignment=1)
     case = Case(
