@@ -65,7 +65,9 @@ PUBLISHED = {
 }
 """What InfiniPipe is reported to reach: idle share, deviations of chunks, seconds of a plan."""
 PUBLISHED_RATIOS = {48 * KIB: 1.27, 64 * KIB: 1.23, 96 * KIB: 1.40, 192 * KIB: 1.63}
-"""Its tokens per second over those of Seq1F1B by the longest sample; 64K and 192K of 13B alone."""
+"""Its tokens per second over those of Seq1F1B by the longest sample."""
+_ONLY_13B = (64 * KIB, 192 * KIB)
+"""Longest samples for which it reports 13B alone."""
 _NAMES = ("model", "distribution", "longest", "layout")
 _OVER = "over_seq1f1b"
 
@@ -143,9 +145,15 @@ def compare(case: Case, *, sides: Sequence[str]) -> dict[str, Any]:
         "hardware": PRESET,
         "samples": [len(lengths) for lengths in case.lengths],
         "tokens": [sum(lengths) for lengths in case.lengths],
-        "published_ratio": PUBLISHED_RATIOS.get(case.longest),
+        "published_ratio": _published_ratio(case),
         "sides": found,
     }
+
+
+def _published_ratio(case: Case) -> float | None:
+    """Return what the paper reports for a case; None where it reports nothing."""
+    unknown = case.longest in _ONLY_13B and case.model != "13b"
+    return None if unknown else PUBLISHED_RATIOS.get(case.longest)
 
 
 def figures(side: Side, case: Case) -> dict[str, Any]:

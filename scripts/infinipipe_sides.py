@@ -124,7 +124,8 @@ class Side:
 def planned_sides(case: Case, names: Sequence[str]) -> dict[str, Side | str]:
     """Return the steps of each side; of one that does not fit, why.
 
-    The baselines take the fastest layout of each, all others that of the elastic side.
+    Sides in fixed chunks whose levels are not planned take the fastest layout of each, all others
+    that of the elastic side.
     """
     planners = planners_of(case)
     own = min(planners, key=partial(_quick_seconds, case))
