@@ -115,7 +115,11 @@ def fastest_s(candidate, pipelines):
 )
 @given(small_steps())
 def test_simulated_no_other_partition_is_faster(candidate):
-    """Also none that parts sequences with the same number of subsequences."""
+    """Also none that parts sequences with the same number of subsequences.
+
+    Pipelines that are planned one by one may fit where levels of all at once do not: every window
+    is given room for the largest unit, which may be in another pipeline.
+    """
     counts = [len(sequence.lengths) for sequence in candidate.packed]
     every = {
         tuple(map(len, runs)): fastest_s(candidate, tuple(map(len, runs)))
@@ -124,7 +128,6 @@ def test_simulated_no_other_partition_is_faster(candidate):
     alone = fastest_levels(candidate)
     several = grouped(candidate, alone=alone)
     found = min((one.step_s for one in (alone, several) if one is not None), default=np.inf)
-    assert np.isinf(found) == np.isinf(min(every.values()))
     assert found <= 1.01 * min(every.values())
 
 

@@ -1,6 +1,5 @@
 """Plans of steps of samples: they fit as assessed, hold no more than that, and can be run."""
 
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -146,7 +145,7 @@ def test_units_in_flight_are_those_of_the_program(candidate, seed):
         for stage in range(stages)
     ]
     token_bytes = np.random.default_rng(seed + 1).random(stages)
-    kv = [walked_kv(program, token_bytes, candidate.packed) for program in schedule.programs]
+    kv = [walked_kv(program, token_bytes, candidate) for program in schedule.programs]
     assert units.peak_of_kv(token_bytes) == pytest.approx(kv)
 
 
@@ -175,16 +174,33 @@ def walked(schedule, weights, operands=None, *, running=None):
     return peaks
 
 
-def walked_kv(program, token_bytes, sequences):
-    """Most K and V that a rank holds: of each sequence and stage from its first F to its last B."""
-    places = {}
+def walked_kv(program, token_bytes, candidate):
+    """Most K and V that a rank holds of each sequence and stage, from its first F to its last B.
+
+    What does not stay is away from its last F on. It is back at its first B where it is recomputed;
+    where it is offloaded, as many backwards of the rank earlier as it has subsequences.
+    """
+    forwards, backwards, of_rank = {}, {}, []
     for place, action in enumerate(program):
-        if action.kind in (ActionKind.F, ActionKind.B):
-            span = places.setdefault((action.stage, action.sequence), [place, place])
-            span[1] = place
-    changes = chain.from_iterable(
-        ((first, 0, token_bytes[stage] * sequences[number].tokens),
-         (last, 1, -token_bytes[stage] * sequences[number].tokens))
-        for (stage, number), (first, last) in places.items()
-    )  # fmt: skip
+        if action.kind is ActionKind.F:
+            forwards.setdefault((action.stage, action.sequence), []).append(place)
+        elif action.kind is ActionKind.B:
+            backwards.setdefault((action.stage, action.sequence), []).append(place)
+            of_rank.append(place)
+    changes = []
+    for (stage, number), there in forwards.items():
+        first, last = there[0], there[-1]
+        back, end = backwards[stage, number][0], backwards[stage, number][-1]
+        between = [place for place in of_rank if last < place < back]
+        match candidate.kv_of_stage(stage):
+            case "retained":
+                spans = [(first, end)]
+            case "recomputed":
+                spans = [(first, last), (back, end)]
+            case "offloaded":
+                spans = [(first, last), ([*between[-len(there) :], back][0], end)]
+        held = token_bytes[stage] * candidate.packed[number].tokens
+        changes += [
+            change for begin, stop in spans for change in ((begin, 0, held), (stop, 1, -held))
+        ]
     return max(np.cumsum([change for _, _, change in sorted(changes)]))
