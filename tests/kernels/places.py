@@ -34,12 +34,13 @@ def need_triton(device):
             pytest.skip(reason)
 
 
-def need_backend(name, device, *, dtype, head_size, group=1, window=False):
+def need_backend(name, device, *, dtype, head_size, group=1, window=False, single_tokens=False):
     """Skips what the table says the back end cannot do."""
     if name == "triton":
         need_triton(device)
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    reason = why_not(name, AttentionCase(place, dtype, head_size, group, window))
+    case = AttentionCase(place, dtype, head_size, group, window, single_tokens)
+    reason = why_not(name, case)
     if reason is not None:
         pytest.skip(f"{name} {reason}")
 

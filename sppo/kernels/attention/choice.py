@@ -10,7 +10,7 @@ The choice is logged once per case, with what was passed over and why.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -45,7 +45,8 @@ _MAX_ROUNDOFFS = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 128, torch
 precision the operands' rounding counts (good kernels measure up to 2.2), in single the sums'
 does."""
 _SMALL_QUERIES, _SMALL_KEYS, _SMALL_KV_HEADS, _SMALL_PART, _SMALL_WINDOW = 70, 200, 2, 40, 50
-_SMALL_DOCUMENTS = (0, 20, 150)
+_DOCUMENTS = ((0,), (0, 20, 150))
+"""Starts of documents of the small case: a full prefix, and three of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,20 @@ class AttentionCase:
     group: int
     """Query heads per key/value head."""
     window: bool
+    single_tokens: bool = False
+    """Whether blocks of one query or one key may occur, as documents that begin or end beside a cut
+    make them."""
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         window = ", sliding window" if self.window else ""
-        return f"{self.device.type} ({dtype}, head size {self.head_size}{window})"
+        single = ", blocks of one token" if self.single_tokens else ""
+        return f"{self.device.type} ({dtype}, head size {self.head_size}{window}{single})"
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What a back end can do; it has grouped queries and documents in any case."""
+    """What a back end can do; it has grouped queries in any case."""
 
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -76,6 +81,7 @@ class Capability:
     max_head_size: int | None = None
     head_size_multiple: int = 1
     window: bool = True
+    single_tokens: bool = True
     compute_majors: tuple[int, ...] | None = None
     """Major numbers of the compute capabilities it is built for; None for all."""
     automatic: bool = True
@@ -94,7 +100,10 @@ CAPABILITIES: Mapping[Name, Capability] = {
         ("cuda",), _HALF, "flash_attn_2_cuda", 256, 8, compute_majors=_MAJORS
     ),
     "torch_flash": Capability(("cuda",), _HALF, None, 256, 8, compute_majors=_MAJORS),
-    "cudnn": Capability(("cuda",), _HALF, None, 128, 8, window=False, compute_majors=_MAJORS),
+    # It refuses one query or one key, and plans each new shape of a block for tens of milliseconds.
+    "cudnn": Capability(
+        ("cuda",), _HALF, None, 128, 8, window=False, single_tokens=False, compute_majors=_MAJORS
+    ),
     "triton": Capability(("cuda", "cpu"), _ALL, "triton", 256),
     "torch_blocks": Capability(("cpu", "cuda"), _ALL),
     "reference": Capability(("cpu", "cuda"), _ALL, automatic=False),
@@ -175,6 +184,8 @@ def why_not(name: Name, case: AttentionCase) -> str | None:
         return f"takes head sizes divisible by {able.head_size_multiple}, not {case.head_size}"
     if case.window and not able.window:
         return "has no sliding window"
+    if case.single_tokens and not able.single_tokens:
+        return "takes no blocks of one token, which documents make"
     if able.module is not None and not is_installed(able.module):
         return f"needs {able.module}, which is not installed"
     if case.device.type == "cuda" and able.compute_majors is not None:
@@ -236,18 +247,19 @@ def error_on_a_small_case(name: Name, case: AttentionCase) -> str | None:
     """What goes wrong when a back end does a small case like ``case``, against its definition."""
     random = torch.Generator().manual_seed(0)
     heads = _SMALL_KV_HEADS * case.group
+    documents = _DOCUMENTS if CAPABILITIES[name].single_tokens else _DOCUMENTS[:1]
     do, q = (_random(random, _SMALL_QUERIES, heads, case) for _ in range(2))
     k, v = (_random(random, _SMALL_KEYS, _SMALL_KV_HEADS, case) for _ in range(2))
     try:
         kernel = load(name)
         if isinstance(kernel, OfRectangles):
             kernel = replace(kernel, max_backward_keys=_SMALL_PART)
-        ours = _forward_and_backward(kernel, (do, q, k, v), window=case.window)
+        ours = _forward_and_backward(kernel, (do, q, k, v), window=case.window, documents=documents)
     except Exception as error:  # whatever other people's packages raise
         first_line = (str(error).splitlines() or [""])[0]
         return f"fails on a small case with {type(error).__name__}: {first_line}"
     acc_dtype = tuple(x.double() for x in (do, q, k, v))
-    exact = _forward_and_backward(Reference(), acc_dtype, window=case.window)
+    exact = _forward_and_backward(Reference(), acc_dtype, window=case.window, documents=documents)
     bound = _MAX_ROUNDOFFS[case.dtype] * torch.finfo(case.dtype).eps / 2
     for what, value in exact.items():
         error_of = float((ours[what].double() - value).norm() / value.norm())
@@ -262,22 +274,26 @@ def _random(generator: torch.Generator, tokens: int, heads: int, case: Attention
 
 
 def _forward_and_backward(
-    kernel: AttentionKernel, operands: tuple[Tensor, ...], *, window: bool
+    kernel: AttentionKernel,
+    operands: tuple[Tensor, ...],
+    *,
+    window: bool,
+    documents: Iterable[tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """Outputs and gradients by name, from (do, q, k, v): a full prefix and three documents."""
+    """Outputs and gradients by name, from (do, q, k, v), with each of some starts of documents."""
     do, q, k, v = operands
     acc_dtype = torch.promote_types(k.dtype, torch.float32)
     results: dict[str, Tensor] = {}
-    for documents in ((0,), _SMALL_DOCUMENTS):
+    for starts in documents:
         reach = _SMALL_WINDOW if window else None
         scale = q.shape[2] ** -0.5
-        o, lse = kernel.forward(q, k, v, scale=scale, window=reach, document_starts=documents)
+        o, lse = kernel.forward(q, k, v, scale=scale, window=reach, document_starts=starts)
         dk, dv = (torch.zeros(x.shape, dtype=acc_dtype, device=x.device) for x in (k, v))
         dq = kernel.backward(
             do, q, k, v, o, lse, dk_TKD=dk, dv_TKD=dv,
-            scale=scale, window=reach, document_starts=documents,
+            scale=scale, window=reach, document_starts=starts,
         )  # fmt: skip
         named = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-        how = f" with {len(documents)} documents" if len(documents) > 1 else ""
+        how = f" with {len(starts)} documents" if len(starts) > 1 else ""
         results |= {what + how: value for what, value in named.items()}
     return results

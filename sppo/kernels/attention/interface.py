@@ -45,7 +45,8 @@ def attention_forward(
         ValueError: shapes that do not belong together, or a backend that cannot run here.
     """
     _check(q_CND, k_TKD, v_TKD, window)
-    return _kernel(q_CND, k_TKD, window, backend).forward(
+    kernel = _kernel(q_CND, k_TKD, window=window, document_starts=document_starts, backend=backend)
+    return kernel.forward(
         q_CND,
         k_TKD,
         v_TKD,
@@ -90,7 +91,8 @@ def attention_backward(
         dq_CND in q's dtype.
     """
     _check(q_CND, k_TKD, v_TKD, window)
-    return _kernel(q_CND, k_TKD, window, backend).backward(
+    kernel = _kernel(q_CND, k_TKD, window=window, document_starts=document_starts, backend=backend)
+    return kernel.backward(
         do_CND,
         q_CND,
         k_TKD,
@@ -105,9 +107,24 @@ def attention_backward(
     )
 
 
-def _kernel(q_CND: Tensor, k_TKD: Tensor, window: int | None, backend: Backend) -> AttentionKernel:
-    group = q_CND.shape[1] // k_TKD.shape[1]
-    case = AttentionCase(q_CND.device, q_CND.dtype, q_CND.shape[2], group, window is not None)
+def _kernel(
+    q_CND: Tensor,
+    k_TKD: Tensor,
+    *,
+    window: int | None,
+    document_starts: tuple[int, ...],
+    backend: Backend,
+) -> AttentionKernel:
+    queries, heads, head_size = q_CND.shape
+    prefix = k_TKD.shape[0] - queries
+    case = AttentionCase(
+        q_CND.device,
+        q_CND.dtype,
+        head_size,
+        group=heads // k_TKD.shape[1],
+        window=window is not None,
+        single_tokens=len(document_starts) > 1 or 1 in (queries, prefix),
+    )
     return choose(backend, case)
 
 

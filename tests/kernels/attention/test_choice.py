@@ -14,8 +14,10 @@ from sppo.kernels.attention.torch_blocks import TorchBlocks
 GPU = torch.device("cuda", 0)
 
 
-def case(device=GPU, *, dtype=torch.bfloat16, head_size=128, group=4, window=False):
-    return AttentionCase(torch.device(device), dtype, head_size, group, window)
+def case(device=GPU, *, dtype=torch.bfloat16, head_size=128, group=4, **options):
+    return AttentionCase(
+        torch.device(device), dtype, head_size, group, **{"window": False, **options}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +87,7 @@ def test_a_gpu_never_falls_back_to_quadratic_memory(gpu):
         ("flash_attn_4", {"head_size": 256}, "takes heads of up to 128, not 256"),
         ("torch_flash", {"head_size": 36}, "takes head sizes divisible by 8, not 36"),
         ("cudnn", {"window": True}, "has no sliding window"),
+        ("cudnn", {"single_tokens": True}, "takes no blocks of one token"),
         ("triton", {"head_size": 512}, "takes heads of up to 256"),
     ],
 )
@@ -104,6 +107,7 @@ def test_compute_capability_counts(gpu, monkeypatch):
 def test_what_is_not_installed_is_not_taken(gpu, monkeypatch):
     monkeypatch.setattr(attention_choice, "is_installed", lambda module: False)
     assert chosen_name("auto", case()) == "cudnn"
+    assert chosen_name("auto", case(single_tokens=True)) == "torch_flash"
     assert chosen_name("auto", case(dtype=torch.float32)) == "torch_blocks"
     with pytest.raises(ValueError, match="needs flash_attn_2_cuda, which is not installed"):
         choose("flash_attn_2", case())
