@@ -37,6 +37,8 @@ BlockKey = tuple[str, tuple[int, ...]]
 """Name and offsets: what replicas have in common."""
 
 _NAMES_SHOWN = 5
+_AHEAD_BYTES = 10_000_000
+"""Of tensors on a GPU, those that are copied to the CPU while others are written."""
 
 
 def block_bytes(state: Mapping[str, StateBlock]) -> dict[BlockKey, int]:
@@ -62,7 +64,8 @@ def save_tensors(
         PeerLostError: another rank has ended.
     """
     silence_single_process_warning()
-    writer = _Writer(directory, alone=ranks.group is None)
+    on_cpu = all(block.tensor.device.type == "cpu" for block in state.values())
+    writer = _Writer(directory, alone=ranks.group is None, on_cpu=on_cpu)
     try:
         with peer_errors("writing a checkpoint together with the other ranks"):
             save(
@@ -130,9 +133,16 @@ def silence_single_process_warning() -> None:
 class _Writer(FileSystemWriter):
     """Fails with the system's own message, which DCP then carries to the other ranks."""
 
-    def __init__(self, directory: Path, *, alone: bool) -> None:
+    def __init__(self, directory: Path, *, alone: bool, on_cpu: bool) -> None:
         # One thread: DCP loses the errors of its others, and with them the tensors they held.
-        super().__init__(directory, thread_count=1, sync_files=True)
+        # Copying ahead waits for the GPU, if there is one, also where nothing is on it: a
+        # background save would wait for training, and on the first GPU of the machine.
+        super().__init__(
+            directory,
+            thread_count=1,
+            sync_files=True,
+            per_thread_copy_ahead=0 if on_cpu else _AHEAD_BYTES,
+        )
         self.fs = self.files = _Files(alone=alone)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -506,6 +506,22 @@ def test_an_unwritable_directory_is_a_checkpoint_error(tmp_path: Path) -> None:
 # In the background ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+def test_what_is_in_cpu_memory_does_not_wait_for_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
+) -> None:
+    """As it would for all that training has queued, on a stream of the first device."""
+
+    def current_stream(*_: object) -> None:
+        raise AssertionError("a device was asked for its stream")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    manager = _manager(tmp_path, async_save=async_save)
+    _save_and_wait(manager, step=2)
+    _assert_holds(manager, step=2)
+
+
 def test_a_background_save_holds_the_state_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
