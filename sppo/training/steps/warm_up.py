@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from math import ceil
 
 import torch
 
@@ -42,7 +43,7 @@ _SIZES = {
 
 
 def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device | None = None) -> None:
-    """Train one step of a tiny model, then one of a single layer in the shapes that `run` has.
+    """Train one step of a tiny model, then one of a single layer in the shapes that a rank has.
 
     Nothing is kept.
 
@@ -54,7 +55,9 @@ def warm_up(run: RunConfig, *, lengths: Sequence[int], device: Device | None = N
     device = device or CpuDevice()
     tiny = run.model.model_copy(update=_SIZES)
     _step(run, tiny, cuts=(0, _TOKENS, 2 * _TOKENS), with_optimizer=True, device=device)
-    for tokens in sorted({*lengths}, reverse=True)[:_MOST_LENGTHS]:
+    # Of a subsequence, sequence-parallel ranks hold a share each.
+    own = {ceil(tokens / run.parallel.sequence_parallel_degree) for tokens in lengths}
+    for tokens in sorted(own, reverse=True)[:_MOST_LENGTHS]:
         # Twice, so that the second has a prefix.
         cuts = (0, tokens, 2 * tokens) if len(lengths) > 1 else (0, tokens)
         update = {
